@@ -1,0 +1,43 @@
+"""Attention for JAX, every variant proven equal to PyTorch."""
+
+from flax_attn.attention import dot_product_attention, single_head_attention
+from flax_attn.functional.causal_softmax import causal_softmax_masked, causal_softmax_renormalized
+from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.masks import Mask, create_causal_mask
+from flax_attn.models.gpt2 import GPT2_CONFIGS, GPT2Config, create_gpt2_attention
+from flax_attn.modules.block import TransformerBlock
+from flax_attn.modules.causal import CausalAttention
+from flax_attn.modules.dropout import Dropout
+from flax_attn.modules.feed_forward import FeedForward
+from flax_attn.modules.linear import Linear
+from flax_attn.modules.multi_head import MultiHeadAttention
+from flax_attn.modules.multi_head_wrapper import MultiHeadAttentionWrapper
+from flax_attn.modules.norm import LayerNorm, RMSNorm
+from flax_attn.modules.self_attention import SelfAttention
+from flax_attn.modules.simplified import SimplifiedSelfAttention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GPT2_CONFIGS",
+    "CausalAttention",
+    "Dropout",
+    "FeedForward",
+    "GPT2Config",
+    "KeyedDropout",
+    "LayerNorm",
+    "Linear",
+    "Mask",
+    "MultiHeadAttention",
+    "MultiHeadAttentionWrapper",
+    "RMSNorm",
+    "SelfAttention",
+    "SimplifiedSelfAttention",
+    "TransformerBlock",
+    "causal_softmax_masked",
+    "causal_softmax_renormalized",
+    "create_causal_mask",
+    "create_gpt2_attention",
+    "dot_product_attention",
+    "single_head_attention",
+]

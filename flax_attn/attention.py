@@ -1,0 +1,119 @@
+"""One attention call under one contract: checked once, then handed to a backend."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Float
+
+from flax_attn.functional.checks import check_broadcast, check_choice, check_inputs, check_options
+from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.reference import reference_attention
+from flax_attn.functional.shapes import Key, Query, Tokens, Value
+
+BACKENDS = {"reference": reference_attention}
+
+
+def dot_product_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Float[Array, "..."] | None = None,
+    mask: Mask | Array | None = None,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " n"] | None = None,
+    dropout: KeyedDropout | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    backend: str = "auto",
+    return_weights: bool = False,
+) -> Any:
+    """Scaled dot-product attention.
+
+        output = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks)) @ value
+
+    Query head `i` reads key/value head `i // (n / k)`: multi-head for k = n, grouped-query for k < n, multi-query
+    for k = 1. The softmax and all sums are in float32 for lower dtypes, and in the dtype of the inputs otherwise.
+
+    Args:
+        query: `(b, t, n, h)` or `(t, n, h)`.
+        key: `(b, s, k, h)` or `(s, k, h)`, k dividing n.
+        value: `(b, s, k, v)` or `(s, k, v)`.
+        bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. `-inf` hides.
+        mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend.
+        scale: factor on the scores; None is `1 / sqrt(h)`.
+        soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`.
+        sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
+        dropout: drops weights; the same key drops the same weights in every backend and in `torch_ref`.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        backend: `"auto"` or the name of one.
+        return_weights: return `(output, weights)`; the output stays the same, bit for bit.
+
+    Returns:
+        `(b, t, n, v)`, and if asked for the weights `(b, n, t, s)` that were applied to the values, that is after
+        dropout; both without `b` for unbatched inputs. A row that may see nothing gives zeros with zero gradient.
+        A number that is not finite reaches the rows that may see it, as NaN, and no others.
+
+    Raises:
+        ValueError: if shapes, dtypes, mask or bias do not fit one another, if a causal mask has no offset
+            although t != s, or if the backend is unknown.
+
+    Example:
+        >>> x = jnp.ones((2, 5, 4, 8))
+        >>> dot_product_attention(x, x, x, mask=Mask.causal()).shape
+        (2, 5, 4, 8)
+
+    References:
+        Vaswani et al. 2017 (arXiv:1706.03762); Ainslie et al. 2023 (arXiv:2305.13245).
+    """
+    check_inputs(query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name))
+    check_options(query.shape[-2], None if sinks is None else sinks.shape, soft_cap)
+    check_choice("backend", backend, ("auto", *BACKENDS))
+    unbatched = query.ndim == 3
+    if unbatched:
+        query, key, value = query[None], key[None], value[None]
+    shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    if bias is not None:
+        check_broadcast("bias", bias.shape, shape)
+        bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    output, weights = BACKENDS["reference" if backend == "auto" else backend](
+        query,
+        key,
+        value,
+        bias,
+        as_mask(mask).resolve(*shape),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        dropout=dropout,
+        precision=precision,
+    )
+    if unbatched:
+        output, weights = output[0], weights[0]
+    return (output, weights) if return_weights else output
+
+
+def single_head_attention(
+    query: Tokens, key: Tokens, value: Tokens, *, mask: Mask | Array | None = None, **options: Any
+) -> Any:
+    """`dot_product_attention` of one head, without a head axis.
+
+    Shapes:
+        query `(b, t, h)`, key `(b, s, h)`, value `(b, s, v)`, or all without b; mask `(b, t, s)` or broadcasting to it.
+        Returns `(b, t, v)`, and if asked the weights `(b, t, s)`.
+
+    Example:
+        >>> x = jnp.eye(2)
+        >>> single_head_attention(x, x, x, scale=1.0)
+        Array([[0.7310586 , 0.26894143],
+               [0.26894143, 0.7310586 ]], dtype=float32)
+    """
+    query, key, value = (rearrange(x, "... t h -> ... t 1 h") for x in (query, key, value))
+    result = dot_product_attention(query, key, value, mask=as_mask(mask, heads=False), **options)
+    if not options.get("return_weights"):
+        return rearrange(result, "... t 1 v -> ... t v")
+    context, weights = result
+    return rearrange(context, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")

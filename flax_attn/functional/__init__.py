@@ -1,0 +1,1 @@
+"""Pure functions of arrays: no modules, no state, no choice of backend."""

@@ -1,0 +1,122 @@
+"""Checks that both packages make with the same words: the rule, the values, the remedy.
+
+Pure Python on sizes and names. They run at construction where the values are known there, and
+otherwise at trace time, before any work is done.
+"""
+
+
+def check_positive(**sizes: int) -> None:
+    """Raise unless every size is a positive integer."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a positive integer; got {name}={size!r}")
+
+
+def check_eps(eps: float) -> None:
+    """Raise unless `eps` is at least 0."""
+    if not eps >= 0:
+        raise ValueError(f"eps is added to a variance and must be at least 0; got eps={eps!r}. Usual is 1e-5")
+
+
+def check_rate(dropout: float) -> None:
+    """Raise unless `dropout` is a probability below one."""
+    if not 0 <= dropout < 1:
+        raise ValueError(
+            f"dropout must be in [0, 1), the probability that a weight is dropped; got dropout={dropout!r}. "
+            "For no dropout pass 0.0"
+        )
+
+
+def check_heads(d_out: int, num_heads: int, num_kv_heads: int) -> None:
+    """Raise unless the heads share `d_out` and the query heads share the key/value heads."""
+    check_positive(d_out=d_out, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    if d_out % num_heads:
+        raise ValueError(
+            f"num_heads must divide d_out, so that all heads have one width; got d_out={d_out}, "
+            f"num_heads={num_heads}. num_heads may be {_divisors(d_out)}"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads must divide num_heads, so that every key/value head serves equally many query heads; "
+            f"got num_heads={num_heads}, num_kv_heads={num_kv_heads}. num_kv_heads may be {_divisors(num_heads)}"
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
+
+
+def check_tokens(name: str, shape: tuple[int, ...], width_name: str, width: int, context_length: int | None) -> None:
+    """Raise unless `shape` is `(t, width)` or `(b, t, width)` with `t <= context_length`."""
+    if len(shape) not in (2, 3):
+        raise ValueError(
+            f"{name} must have shape (t, {width_name}) or (b, t, {width_name}); got rank {len(shape)}, shape {shape}. "
+            "For more batch axes use jax.vmap or torch.vmap, or reshape them into one"
+        )
+    check_width(name, shape, width_name, width)
+    if context_length is not None and shape[-2] > context_length:
+        raise ValueError(
+            f"{name} must not be longer than context_length={context_length} tokens; got {shape[-2]} tokens, shape "
+            f"{shape}. Cut the input or construct the module with a larger context_length"
+        )
+
+
+def check_width(name: str, shape: tuple[int, ...], width_name: str, width: int) -> None:
+    """Raise unless the last axis is `width` wide."""
+    if not shape or shape[-1] != width:
+        raise ValueError(
+            f"the last axis of {name} must be {width_name}={width}; got shape {shape}. "
+            f"Pass an input of that width or construct the module with another {width_name}"
+        )
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise unless `value` is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def check_inputs(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], dtypes: tuple[str, str, str]
+) -> None:
+    """Raise unless the three shapes belong to one attention call, and the dtypes are one floating dtype."""
+    shapes = f"got query {query}, key {key}, value {value}"
+    if len(query) not in (3, 4) or not len(query) == len(key) == len(value):
+        raise ValueError(
+            "query, key and value must have shape (b, t, n, h), (b, s, k, h), (b, s, k, v), or all three without b; "
+            f"{shapes}"
+        )
+    if len(query) == 4 and not query[0] == key[0] == value[0]:
+        raise ValueError(f"query, key and value must have one batch size; {shapes}. Repeat the smaller batch first")
+    if key[-3] != value[-3] or key[-2] != value[-2]:
+        raise ValueError(f"key and value must have the same number of tokens s and of heads k; {shapes}")
+    if query[-1] != key[-1]:
+        raise ValueError(f"query and key must have one head width h; {shapes}")
+    if query[-2] % key[-2]:
+        raise ValueError(
+            f"the key/value heads must divide the query heads: query head i reads key/value head i // (n / k); {shapes}"
+        )
+    if len(set(dtypes)) > 1:
+        raise ValueError(
+            f"query, key and value must have one dtype; got {', '.join(dtypes)}. Cast them before the call"
+        )
+    if not dtypes[0].startswith(("float", "bfloat")):
+        raise ValueError(f"query, key and value must be floating point; got {dtypes[0]}. Cast them before the call")
+
+
+def check_options(num_heads: int, sinks: tuple[int, ...] | None, soft_cap: float | None) -> None:
+    """Raise unless there is one sink a query head and the cap is positive."""
+    if sinks is not None and sinks != (num_heads,):
+        raise ValueError(f"sinks must be one logit a query head, shape ({num_heads},); got shape {sinks}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive; got soft_cap={soft_cap}. For no cap pass None")
+
+
+def check_broadcast(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
+    """Raise unless `shape` broadcasts to `to`, the sizes of (b, n, t, s)."""
+    padded = (1,) * (len(to) - len(shape)) + shape
+    if len(shape) > len(to) or any(size not in (1, full) for size, full in zip(padded, to, strict=True)):
+        raise ValueError(
+            f"{name} must broadcast to (b, n, t, s) = {to}; got shape {shape}. "
+            "Over (t, s) it is used as it is; from (b, s) write [:, None, None, :], from (b, t, s) write [:, None]"
+        )

@@ -1,0 +1,124 @@
+"""Counter-based dropout: the same key drops the same weights in both frameworks.
+
+Whether a weight is dropped depends on its key and its own index and on nothing else: not on the block
+size of a kernel, not on the order of evaluation, not on the framework. The random function is
+Threefry-2x32 with 20 rounds, the one that `jax.random` is built on.
+
+References:
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (doi:10.1145/2063384.2063405);
+    Srivastava et al. 2014, "Dropout" (jmlr.org/papers/v15/srivastava14a.html).
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from flax_attn.functional.checks import check_rate
+from flax_attn.functional.shapes import Index
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KeyedDropout:
+    """Dropout at `rate`, decided by `key`.
+
+    Args:
+        rate: the probability that an element is dropped, in [0, 1).
+        key: a `jax.random.key`, or its two raw uint32 words.
+
+    Raises:
+        ValueError: if `rate` lies outside [0, 1).
+
+    Example:
+        >>> import jax
+        >>> KeyedDropout(0.1, jax.random.key(0)).rate
+        0.1
+    """
+
+    rate: float = field(metadata={"static": True})
+    key: Array
+
+    def __post_init__(self):
+        check_rate(self.rate)
+
+
+def key_words(key: Array) -> UInt32[Array, "2"]:
+    """Return the two words that seed Threefry, from a typed key or from raw words.
+
+    Example:
+        >>> key_words(jax.random.key(7))
+        Array([0, 7], dtype=uint32)
+    """
+    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    return words[:2].astype(jnp.uint32)  # the longer keys of the "rbg" generator repeat the first two
+
+
+def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tuple[Array, Array]:
+    """Encrypt a two-word counter with a two-word key: `20` rounds of add, rotate, xor.
+
+    Shapes:
+        key, counter: two uint32 arrays each; all four broadcast together, with equal ranks or rank 0.
+
+    Example:
+        >>> zero = jnp.uint32(0)
+        >>> [hex(word) for word in threefry_2x32((zero, zero), (zero, zero))]
+        ['0x6b200159', '0x99ba4efe']
+    """
+    k0, k1 = key
+    schedule = (k0, k1, k0 ^ k1 ^ jnp.uint32(0x1BD11BDA))
+    x0, x1 = counter[0] + schedule[0], counter[1] + schedule[1]
+    for step in range(5):
+        for rotation in _ROTATIONS[step % 2]:
+            x0 = x0 + x1
+            x1 = (x1 << rotation) | (x1 >> (32 - rotation))
+            x1 = x1 ^ x0
+        x0 = x0 + schedule[(step + 1) % 3]
+        x1 = x1 + schedule[(step + 2) % 3] + jnp.uint32(step + 1)
+    return x0, x1
+
+
+def fold_in(key: Array | None, index: int) -> UInt32[Array, "2"] | None:
+    """Return the key of child `index`: one key for a block, one for each dropout inside it. None stays None.
+
+    Example:
+        >>> bool((fold_in(jax.random.key(0), 1) == fold_in(jax.random.key(0), 2)).any())
+        False
+    """
+    if key is None:
+        return None
+    words = key_words(key)
+    return jnp.stack(threefry_2x32((words[0], words[1]), (jnp.uint32(index), jnp.uint32(0))))
+
+
+def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> Array:
+    """Return which elements survive: `threefry(threefry(key, (b, n)), (t, s)) >= rate * 2**32`.
+
+    Shapes:
+        b, n, t, s: integer index arrays that broadcast together. Kernels pass the indices of a block.
+
+    Example:
+        >>> t, s = jnp.arange(2)[:, None], jnp.arange(6)[None, :]
+        >>> zero = jnp.zeros((1, 1), int)
+        >>> keep_mask(KeyedDropout(0.5, jax.random.key(0)), zero, zero, t, s).astype(int)
+        Array([[1, 0, 1, 1, 0, 0],
+               [0, 1, 0, 1, 0, 0]], dtype=int32)
+    """
+    words = key_words(dropout.key)
+    b, n, t, s = (index.astype(jnp.uint32) for index in (b, n, t, s))
+    bits, _ = threefry_2x32(threefry_2x32((words[0], words[1]), (b, n)), (t, s))
+    return bits >= jnp.uint32(min(round(dropout.rate * 2**32), 2**32 - 1))
+
+
+def keep_grid(dropout: KeyedDropout, shape: tuple[int, int, int, int]) -> Array:
+    """Return the whole `(b, n, t, s)` mask of `keep_mask`, for arrays that are materialised anyway."""
+    index = [jnp.arange(size).reshape([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate(shape)]
+    return keep_mask(dropout, *index)
+
+
+def drop(weights: Float[Array, "*shape"], keep: Array, rate: float) -> Float[Array, "*shape"]:
+    """Zero what is not kept and divide the rest by `1 - rate`, so that the mean stays."""
+    return jnp.where(keep, weights / (1 - rate), 0)

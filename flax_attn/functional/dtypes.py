@@ -1,0 +1,13 @@
+"""The dtype that sums, means and softmaxes are taken in."""
+
+import jax.numpy as jnp
+
+
+def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Return float32 for narrower dtypes, and the dtype itself for float32 and float64.
+
+    Example:
+        >>> accumulation_dtype(jnp.dtype("bfloat16")), accumulation_dtype(jnp.dtype("float64"))
+        (dtype('float32'), dtype('float64'))
+    """
+    return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype

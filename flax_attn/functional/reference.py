@@ -1,0 +1,113 @@
+"""The formula itself, materialised: the truth that every backend is held to.
+
+    weights = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks))
+    output  = weights @ value
+
+References:
+    Vaswani et al. 2017, "Attention Is All You Need" (arXiv:1706.03762);
+    Ainslie et al. 2023, grouped queries (arXiv:2305.13245);
+    Gemma Team 2024, soft-capped logits (arXiv:2408.00118);
+    Xiao et al. 2023, attention sinks (arXiv:2309.17453).
+"""
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
+
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
+from flax_attn.functional.masks import Mask
+from flax_attn.functional.shapes import Key, Query, Scores, Value, Visible
+
+
+def reference_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Float[Array, "#b #n #t #s"] | None,
+    mask: Mask,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Float[Array, " n"] | None,
+    dropout: KeyedDropout | None,
+    precision: jax.lax.PrecisionLike,
+) -> tuple[Float[Array, "b t n v"], Scores]:
+    """Return the output and the weights that were applied to the values.
+
+    All arithmetic is in the dtype of the inputs, but at least float32. A row that may see nothing gives zeros with
+    zero gradient. A number that is not finite reaches the rows that may see it, as NaN, and no others.
+
+    Shapes:
+        query `(b, t, n, h)`, key `(b, s, k, h)`, value `(b, s, k, v)` with k dividing n.
+        Returns `(b, t, n, v)` and `(b, n, t, s)`, in the dtype of the query.
+    """
+    low, dtype = query.dtype, accumulation_dtype(query.dtype)
+    shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    (query, query_ok), (key, key_ok), (value, value_ok) = (_finite(x.astype(dtype)) for x in (query, key, value))
+    visible, bias = _hide(mask.materialise(*shape), bias)
+
+    query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])
+    scores = jnp.einsum("b t k g h, b s k h -> b k g t s", query, key, precision=precision)
+    scores = checkpoint_name(rearrange(scores, "b k g t s -> b (k g) t s") * scale, "scores")
+    if bias is not None:
+        scores = scores + bias.astype(dtype)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+
+    weights = masked_softmax(scores, visible, None if sinks is None else sinks.astype(dtype))
+    weights = weights * _poison(visible, query_ok, key_ok & value_ok, dtype)
+    if dropout is not None:
+        weights = drop(weights, keep_grid(dropout, shape), dropout.rate)
+    weights = checkpoint_name(weights, "weights")
+
+    grouped = rearrange(weights, "b (k g) t s -> b k g t s", k=value.shape[2])
+    output = jnp.einsum("b k g t s, b s k v -> b t k g v", grouped, value, precision=precision)
+    output = checkpoint_name(rearrange(output, "b t k g v -> b t (k g) v"), "context")
+    return output.astype(low), weights.astype(low)
+
+
+def masked_softmax(scores: Scores, visible: Visible, sinks: Float[Array, " n"] | None = None) -> Scores:
+    """Return `exp(x_j) / (exp(sink) + sum_j exp(x_j))` over the visible j, and zeros where nothing is visible.
+
+    Example:
+        >>> visible = jnp.array([[[[True, True], [False, False]]]])
+        >>> masked_softmax(jnp.zeros((1, 1, 2, 2)), visible)[0, 0]
+        Array([[0.5, 0.5],
+               [0. , 0. ]], dtype=float32)
+    """
+    scores = jnp.where(visible, scores, -jnp.inf)
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks[None, :, None, None]
+        top = jnp.maximum(top, sinks)
+    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
+    exps = jnp.exp(scores - top)
+    total = exps.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - top)
+    return exps / jnp.where(total == 0, 1, total)
+
+
+def _hide(visible: Visible, bias: Float[Array, "#b #n #t #s"] | None):
+    # A bias of -inf hides like a mask: kept in the sum it would turn gradients, and empty rows, into NaN.
+    if bias is None:
+        return visible, None
+    visible = visible & (bias != -jnp.inf)
+    return visible, jnp.where(visible, bias, 0)
+
+
+def _finite(x: Float[Array, "b t n h"]) -> tuple[Array, Bool[Array, "b t n"]]:
+    # 0 * NaN is NaN: a weight of zero does not keep out what a padded slot holds, so it must not be there.
+    ok = jnp.isfinite(x).all(axis=-1)
+    return jnp.where(ok[..., None], x, 0), ok
+
+
+def _poison(visible: Visible, query_ok: Bool[Array, "b t n"], key_ok: Bool[Array, "b s k"], dtype) -> Array:
+    # NaN for the rows that may see a number that is not finite, 1 for the others; a factor, so gradients feel it too.
+    key_ok = jnp.repeat(key_ok, query_ok.shape[2] // key_ok.shape[2], axis=2)
+    ok = rearrange(query_ok, "b t n -> b n t 1") & rearrange(key_ok, "b s n -> b n 1 s")
+    poisoned = (visible & ~ok).any(axis=-1, keepdims=True)
+    return jnp.where(poisoned, jnp.nan, 1).astype(dtype)

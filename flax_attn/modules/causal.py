@@ -1,0 +1,94 @@
+"""One head of causal self-attention, with dropout on the weights."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array
+
+from flax_attn.attention import single_head_attention
+from flax_attn.functional.checks import check_positive, check_tokens
+from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.shapes import Tokens
+from flax_attn.modules.dropout import Dropout
+from flax_attn.modules.self_attention import SelfAttention
+
+
+class CausalAttention(SelfAttention):
+    """One head, every token attending to itself and what came before.
+
+        dropout(softmax(causal(q k^T / sqrt(d_key)))) v    with q = x W_query, k = x W_key, v = x W_value
+
+    Args:
+        d_in: width of the input.
+        d_out: width of the values, and so of the output.
+        context_length: the longest input taken; None is no limit.
+        dropout: the probability that a weight is dropped in train mode.
+        qkv_bias: whether the three projections have a bias.
+        d_key: width of queries and keys; None is d_out.
+        dtype: of the computation; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`,
+            and the keys of dropout from `dropout`.
+
+    Shapes:
+        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
+
+    Raises:
+        ValueError: if a width is not positive, `dropout` lies outside [0, 1) or `rngs` is missing; in the call, if
+            the input has another rank or width or is longer than `context_length`, or if the mask is not boolean or
+            does not broadcast to the weights.
+
+    Example:
+        >>> layer = CausalAttention(3, 2, context_length=6, dropout=0.0, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((4, 6, 3))).shape
+        (4, 6, 2)
+
+    References:
+        Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int | None,
+        dropout: float,
+        qkv_bias: bool = False,
+        *,
+        d_key: int | None = None,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        check_positive(context_length=1 if context_length is None else context_length)
+        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        super().__init__(d_in, d_out, qkv_bias, d_key=d_key, **numerics)
+        self.context_length = context_length
+        self.dropout = Dropout(dropout, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Tokens,
+        *,
+        mask: Mask | Array | None = None,
+        return_weights: bool = False,
+        dropout_key: Array | None = None,
+    ) -> Any:
+        """Return the context vectors, and if asked `(context, weights)`.
+
+        `mask` hides more than the causal mask does. In train mode `dropout_key` decides what is dropped; without it
+        a key is drawn from the `dropout` stream.
+        """
+        check_tokens("x", x.shape, "d_in", self.d_in, self.context_length)
+        return single_head_attention(
+            *self.project(x),
+            mask=Mask.causal() & as_mask(mask, heads=False),
+            dropout=self.dropout.keyed(dropout_key),
+            precision=self.precision,
+            return_weights=return_weights,
+        )

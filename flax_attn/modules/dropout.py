@@ -1,0 +1,58 @@
+"""Dropout as a module: where the rate is kept and the keys come from."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from flax_attn.functional.checks import check_rate
+from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
+from flax_attn.functional.shapes import Tokens
+
+
+class Dropout(nnx.Module):
+    """Zero elements at `rate` and divide the rest by `1 - rate`; in eval mode, and at rate 0, the identity.
+
+    Each call draws a fresh key from the `dropout` stream, unless it is handed one: the same key drops
+    the same elements here and in `torch_ref`. `.train()` and `.eval()` switch it; it starts in train mode.
+
+    Args:
+        rate: the probability that an element is dropped, in [0, 1).
+        rngs: random streams; needed if rate > 0.
+
+    Shapes:
+        `(t, d)` or `(b, t, d)`, kept.
+
+    Raises:
+        ValueError: if `rate` lies outside [0, 1), or if there is no stream to draw keys from.
+
+    Example:
+        >>> Dropout(0.5, rngs=nnx.Rngs(0))(jnp.ones((2, 6)), dropout_key=jax.random.key(0))
+        Array([[2., 0., 2., 2., 0., 0.],
+               [0., 2., 0., 2., 0., 0.]], dtype=float32)
+    """
+
+    def __init__(self, rate: float, *, rngs: nnx.Rngs | None = None):
+        check_rate(rate)
+        if rate > 0 and (rngs is None or not ("dropout" in rngs or "default" in rngs)):
+            raise ValueError(
+                f"dropout={rate} needs a random stream to draw keys from; got none. "
+                "Pass rngs=nnx.Rngs(0) or rngs=nnx.Rngs(params=0, dropout=1)"
+            )
+        self.rate = rate
+        self.deterministic = False
+        self.stream = nnx.data(rngs.dropout.fork() if rngs is not None and rate > 0 else None)
+
+    def keyed(self, dropout_key: Array | None = None) -> KeyedDropout | None:
+        """Return the dropout of this call, or None where nothing is to be dropped."""
+        if self.deterministic or self.stream is None:
+            return None
+        return KeyedDropout(self.rate, self.stream() if dropout_key is None else dropout_key)
+
+    def __call__(self, x: Tokens, *, dropout_key: Array | None = None) -> Tokens:
+        dropout = self.keyed(dropout_key)
+        if dropout is None:
+            return x
+        b = x.shape[0] if x.ndim == 3 else 1
+        keep = keep_grid(dropout, (b, 1, *x.shape[-2:])).reshape(x.shape)
+        return drop(x, keep, self.rate)

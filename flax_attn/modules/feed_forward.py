@@ -1,0 +1,80 @@
+"""The feed-forward layer of a transformer block."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array, Float
+
+from flax_attn.functional.checks import check_choice, check_positive, check_width
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.modules.linear import Linear
+
+
+def gelu_tanh(x: Array) -> Array:
+    """`x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`, in at least float32."""
+    return jax.nn.gelu(x.astype(accumulation_dtype(x.dtype)), approximate=True).astype(x.dtype)
+
+
+def gelu_exact(x: Array) -> Array:
+    """`x / 2 (1 + erf(x / sqrt(2)))`, in at least float32."""
+    return jax.nn.gelu(x.astype(accumulation_dtype(x.dtype)), approximate=False).astype(x.dtype)
+
+
+ACTIVATIONS = {"gelu_tanh": gelu_tanh, "gelu_exact": gelu_exact}
+
+
+class FeedForward(nnx.Module):
+    """`Linear(d_hidden, d_model)(gelu(Linear(d_model, d_hidden)(x)))`.
+
+    The two forms of GELU differ by up to 5e-4: a model trained with one and run with the other is a different model.
+
+    Args:
+        d_model: width of input and output.
+        d_hidden: width in between; None is `4 * d_model`.
+        activation: `"gelu_tanh"` (GPT-2) or `"gelu_exact"` (BERT).
+        dtype: of the computation; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+
+    Shapes:
+        `(..., d_model)`, kept.
+
+    Raises:
+        ValueError: if a width is not positive, the activation is unknown, `rngs` is missing, or the input has another
+            width.
+
+    Example:
+        >>> FeedForward(3, 8, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
+        (5, 3)
+
+    References:
+        Hendrycks and Gimpel 2016 (arXiv:1606.08415).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int | None = None,
+        activation: str = "gelu_tanh",
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        check_positive(d_model=d_model)
+        check_choice("activation", activation, tuple(ACTIVATIONS))
+        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        d_hidden = 4 * d_model if d_hidden is None else d_hidden
+        self.d_model = d_model
+        self.layers = nnx.List(
+            [Linear(d_model, d_hidden, **numerics), ACTIVATIONS[activation], Linear(d_hidden, d_model, **numerics)]
+        )
+
+    def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
+        check_width("x", x.shape, "d_model", self.d_model)
+        for layer in self.layers:
+            x = layer(x)
+        return x

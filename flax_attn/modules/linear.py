@@ -1,0 +1,62 @@
+"""The linear layer that every projection is made of."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+
+from flax_attn.functional.checks import check_positive
+
+
+class Linear(nnx.Linear):
+    """`x @ kernel + bias`, initialised as `torch.nn.Linear` is: uniform in +-1 / sqrt(d_in), bias included.
+
+    Args:
+        d_in: width of the input.
+        d_out: width of the output.
+        bias: whether to add one.
+        dtype: of the computation; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        precision: of the matrix product, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params`.
+
+    Shapes:
+        `(..., d_in)` to `(..., d_out)`; kernel `(d_in, d_out)`, bias `(d_out,)`.
+
+    Raises:
+        ValueError: if a width is not a positive integer, or if `rngs` is missing.
+
+    Example:
+        >>> Linear(3, 2, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
+        (5, 2)
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        bias: bool = True,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        check_positive(d_in=d_in, d_out=d_out)
+        if rngs is None:
+            raise ValueError("rngs is missing: the parameters are drawn from it. Pass rngs=nnx.Rngs(0)")
+
+        def uniform(key, shape, dtype):
+            return jax.random.uniform(key, shape, dtype, -(d_in**-0.5), d_in**-0.5)
+
+        super().__init__(
+            d_in,
+            d_out,
+            use_bias=bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=uniform,
+            bias_init=uniform,
+            rngs=rngs,
+        )

@@ -1,0 +1,143 @@
+"""Multi-head, grouped-query and multi-query attention; self or cross; causal or not."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array, Float
+
+from flax_attn.attention import dot_product_attention
+from flax_attn.functional.checks import check_heads, check_positive, check_tokens
+from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.modules.dropout import Dropout
+from flax_attn.modules.linear import Linear
+
+
+class MultiHeadAttention(nnx.Module):
+    """Attention in `num_heads` heads of width `h = d_out / num_heads`, joined by an output projection.
+
+        out_proj(concat_i(dropout(softmax(mask(q_i k_j^T / sqrt(h)))) v_j))    with j = i // (num_heads / num_kv_heads)
+
+    With `causal=False` and three inputs it is the layer of "Attention Is All You Need".
+
+    Args:
+        d_in: width of the query input, and of key and value inputs unless said.
+        d_out: width of all query heads together, and of the output.
+        context_length: the longest query or key input taken; None is no limit.
+        dropout: the probability that a weight is dropped in train mode.
+        num_heads: number of query heads; divides d_out.
+        qkv_bias: whether the three input projections have a bias.
+        num_kv_heads: number of key/value heads; divides num_heads. None is num_heads (multi-head), fewer is
+            grouped-query, 1 is multi-query attention.
+        causal: whether a token sees only itself and what came before.
+        out_bias: whether the output projection has a bias.
+        kdim: width of the key input; None is d_in.
+        vdim: width of the value input; None is d_in.
+        dtype: of the computation; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        backend: of the attention call; `"auto"` or the name of one.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`,
+            and the keys of dropout from `dropout`.
+
+    Shapes:
+        query `(b, t, d_in)`, key `(b, s, kdim)`, value `(b, s, vdim)` to `(b, t, d_out)`, weights `(b, n, t, s)`;
+        or all without b.
+
+    Raises:
+        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1) or `rngs` is
+            missing; in the call, if an input has another rank or width or is longer than `context_length`, if the
+            module is causal and t != s, or if mask or bias do not fit.
+
+    Example:
+        >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2,
+        ...                            rngs=nnx.Rngs(0))
+        >>> output, weights = layer(jnp.ones((3, 5, 6)), return_weights=True)
+        >>> output.shape, weights.shape
+        ((3, 5, 8), (3, 4, 5, 5))
+
+    References:
+        Vaswani et al. 2017 (arXiv:1706.03762); Shazeer 2019, multi-query (arXiv:1911.02150);
+        Ainslie et al. 2023, grouped-query (arXiv:2305.13245).
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int | None,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        out_bias: bool = True,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        backend: str = "auto",
+        rngs: nnx.Rngs | None = None,
+    ):
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_heads(d_out, num_heads, num_kv_heads)
+        check_positive(context_length=1 if context_length is None else context_length)
+        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, d_out // num_heads
+        self.d_in, self.kdim, self.vdim = d_in, d_in if kdim is None else kdim, d_in if vdim is None else vdim
+        self.d_out, self.context_length, self.causal = d_out, context_length, causal
+        self.precision, self.backend = precision, backend
+        self.W_query = Linear(d_in, d_out, qkv_bias, **numerics)
+        self.W_key = Linear(self.kdim, num_kv_heads * self.head_dim, qkv_bias, **numerics)
+        self.W_value = Linear(self.vdim, num_kv_heads * self.head_dim, qkv_bias, **numerics)
+        self.out_proj = Linear(d_out, d_out, out_bias, **numerics)
+        self.dropout = Dropout(dropout, rngs=rngs)
+
+    def __call__(
+        self,
+        query: Float[Array, "*b t d_in"],
+        key: Float[Array, "*b s kdim"] | None = None,
+        value: Float[Array, "*b s vdim"] | None = None,
+        *,
+        mask: Mask | Array | None = None,
+        bias: Float[Array, "..."] | None = None,
+        return_weights: bool = False,
+        dropout_key: Array | None = None,
+    ) -> Any:
+        """Return the output, and if asked `(output, weights)`.
+
+        Args:
+            query: what asks.
+            key: what is looked up; None is the query (self-attention).
+            value: what is read; None is the key.
+            mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend; hides more than
+                `causal` does.
+            bias: added to the scaled scores; broadcasts to `(b, n, t, s)`.
+            return_weights: return the weights too; the output stays the same, bit for bit.
+            dropout_key: decides what is dropped in train mode; None draws a key from the `dropout` stream.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        check_tokens("query", query.shape, "d_in", self.d_in, self.context_length)
+        check_tokens("key", key.shape, "kdim", self.kdim, self.context_length)
+        check_tokens("value", value.shape, "vdim", self.vdim, self.context_length)
+
+        result = dot_product_attention(
+            rearrange(self.W_query(query), "... t (n h) -> ... t n h", n=self.num_heads),
+            rearrange(self.W_key(key), "... s (k h) -> ... s k h", k=self.num_kv_heads),
+            rearrange(self.W_value(value), "... s (k h) -> ... s k h", k=self.num_kv_heads),
+            bias,
+            Mask.causal() & as_mask(mask) if self.causal else mask,
+            dropout=self.dropout.keyed(dropout_key),
+            precision=self.precision,
+            backend=self.backend,
+            return_weights=return_weights,
+        )
+        context, weights = result if return_weights else (result, None)
+        output = self.out_proj(rearrange(context, "... t n h -> ... t (n h)"))
+        return (output, weights) if return_weights else output

@@ -1,0 +1,85 @@
+"""Causal heads side by side, each with projections of its own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array
+
+from flax_attn.functional.checks import check_positive
+from flax_attn.functional.dropout import fold_in
+from flax_attn.functional.masks import Mask
+from flax_attn.functional.shapes import Tokens
+from flax_attn.modules.causal import CausalAttention
+
+
+class MultiHeadAttentionWrapper(nnx.Module):
+    """`concat(head_1(x), ..., head_n(x))` of `CausalAttention` heads; no output projection.
+
+    The plain way to many heads: n small products instead of one. `MultiHeadAttention` computes all heads at once.
+
+    Args:
+        d_in: width of the input.
+        d_out: width of each head's output; that of the module is `d_out * num_heads`.
+        context_length: the longest input taken; None is no limit.
+        dropout: the probability that a weight is dropped in train mode.
+        num_heads: number of heads.
+        qkv_bias: whether the projections have a bias.
+        dtype: of the computation; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`,
+            and the keys of dropout from `dropout`.
+
+    Shapes:
+        `(t, d_in)` to `(t, d_out * n)` or `(b, t, d_in)` to `(b, t, d_out * n)`; the weights are `(n, t, t)` or
+        `(b, n, t, t)`.
+
+    Raises:
+        ValueError: where `CausalAttention` does, and if `num_heads` is not positive.
+
+    Example:
+        >>> layer = MultiHeadAttentionWrapper(3, 2, context_length=6, dropout=0.0, num_heads=4, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((5, 6, 3))).shape
+        (5, 6, 8)
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int | None,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        check_positive(num_heads=num_heads)
+        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        self.heads = nnx.List(
+            [CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, **numerics) for _ in range(num_heads)]
+        )
+
+    def __call__(
+        self,
+        x: Tokens,
+        *,
+        mask: Mask | Array | None = None,
+        return_weights: bool = False,
+        dropout_key: Array | None = None,
+    ) -> Any:
+        """Return the context vectors, and if asked `(context, weights)`; head i drops by child i of `dropout_key`."""
+        results = [
+            head(x, mask=mask, return_weights=return_weights, dropout_key=fold_in(dropout_key, i))
+            for i, head in enumerate(self.heads)
+        ]
+        if not return_weights:
+            return jnp.concatenate(results, axis=-1)
+        contexts, weights = zip(*results, strict=True)
+        return jnp.concatenate(contexts, axis=-1), jnp.stack(weights, axis=-3)

@@ -1,0 +1,115 @@
+"""Layer norm and RMS norm."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array, Float
+
+from flax_attn.functional.checks import check_eps, check_positive, check_width
+from flax_attn.functional.dtypes import accumulation_dtype
+
+
+class LayerNorm(nnx.Module):
+    """`(x - mean) / sqrt(var + eps) * scale + shift` over the last axis.
+
+    The variance is the mean of `(x - mean)^2`, in two passes: `mean(x^2) - mean(x)^2` loses all digits where the
+    mean is large. Statistics are taken in at least float32.
+
+    Args:
+        d_model: width of the input.
+        eps: added to the variance.
+        dtype: of the output; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        rngs: not used; taken so that every layer is built alike.
+
+    Shapes:
+        `(..., d_model)`, kept; `scale` and `shift` are `(d_model,)` and start at 1 and 0.
+
+    Raises:
+        ValueError: if `d_model` is not positive, `eps` is negative, or the input has another width.
+
+    Example:
+        >>> LayerNorm(4, eps=0.0)(jnp.array([1000.0, 1000.0, 1002.0, 1002.0]))
+        Array([-1., -1.,  1.,  1.], dtype=float32)
+
+    References:
+        Ba et al. 2016 (arXiv:1607.06450).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        eps: float = 1e-5,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del rngs
+        check_positive(d_model=d_model)
+        check_eps(eps)
+        self.eps, self.dtype = eps, dtype
+        self.scale = nnx.Param(jnp.ones(d_model, param_dtype))
+        self.shift = nnx.Param(jnp.zeros(d_model, param_dtype))
+
+    def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
+        check_width("x", x.shape, "d_model", self.scale.shape[0])
+        dtype = _output_dtype(self.dtype, x, self.scale[...])
+        x = x.astype(accumulation_dtype(x.dtype))
+        x = x - x.mean(axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + self.eps)
+        scale, shift = (jnp.broadcast_to(p[...].astype(x.dtype), x.shape) for p in (self.scale, self.shift))
+        return (x * scale + shift).astype(dtype)
+
+
+class RMSNorm(nnx.Module):
+    """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, the mean taken in at least float32.
+
+    Args:
+        d_model: width of the input.
+        eps: added to the mean square.
+        dtype: of the output; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        rngs: not used; taken so that every layer is built alike.
+
+    Shapes:
+        `(..., d_model)`, kept; `scale` is `(d_model,)` and starts at 1.
+
+    Raises:
+        ValueError: if `d_model` is not positive, `eps` is negative, or the input has another width.
+
+    Example:
+        >>> RMSNorm(4, eps=0.0)(jnp.array([2.0, -2.0, 2.0, 2.0]))
+        Array([ 1., -1.,  1.,  1.], dtype=float32)
+
+    References:
+        Zhang and Sennrich 2019 (arXiv:1910.07467).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        eps: float = 1e-5,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del rngs
+        check_positive(d_model=d_model)
+        check_eps(eps)
+        self.eps, self.dtype = eps, dtype
+        self.scale = nnx.Param(jnp.ones(d_model, param_dtype))
+
+    def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
+        check_width("x", x.shape, "d_model", self.scale.shape[0])
+        dtype = _output_dtype(self.dtype, x, self.scale[...])
+        x = x.astype(accumulation_dtype(x.dtype))
+        x = x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + self.eps)
+        scale = jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+        return (x * scale).astype(dtype)
+
+
+def _output_dtype(dtype: Dtype | None, x: Array, scale: Array) -> Dtype:
+    return jnp.result_type(x, scale) if dtype is None else dtype

@@ -1,0 +1,78 @@
+"""One head of self-attention with learned projections."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array
+
+from flax_attn.attention import single_head_attention
+from flax_attn.functional.checks import check_tokens
+from flax_attn.functional.masks import Mask
+from flax_attn.functional.shapes import Tokens
+from flax_attn.modules.linear import Linear
+
+
+class SelfAttention(nnx.Module):
+    """One head, every token attending to every token.
+
+        softmax(q k^T / sqrt(d_key)) v    with q = x W_query, k = x W_key, v = x W_value
+
+    Args:
+        d_in: width of the input.
+        d_out: width of the values, and so of the output.
+        qkv_bias: whether the three projections have a bias.
+        d_key: width of queries and keys; None is d_out.
+        dtype: of the computation; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+
+    Shapes:
+        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
+
+    Raises:
+        ValueError: if a width is not positive or `rngs` is missing; in the call, if the input has another rank or
+            width, or if the mask is not boolean or does not broadcast to the weights.
+
+    Example:
+        >>> layer = SelfAttention(3, 2, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((6, 3))).shape
+        (6, 2)
+
+    References:
+        Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        qkv_bias: bool = False,
+        *,
+        d_key: int | None = None,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: jax.lax.PrecisionLike = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        d_key = d_out if d_key is None else d_key
+        self.d_in, self.d_out, self.d_key = d_in, d_out, d_key
+        self.precision = precision
+        self.W_query = Linear(d_in, d_key, qkv_bias, **numerics)
+        self.W_key = Linear(d_in, d_key, qkv_bias, **numerics)
+        self.W_value = Linear(d_in, d_out, qkv_bias, **numerics)
+
+    def project(self, x: Tokens) -> tuple[Array, Array, Array]:
+        """Return queries, keys and values."""
+        return self.W_query(x), self.W_key(x), self.W_value(x)
+
+    def __call__(self, x: Tokens, *, mask: Mask | Array | None = None, return_weights: bool = False) -> Any:
+        """Return the context vectors, and if asked `(context, weights)`."""
+        check_tokens("x", x.shape, "d_in", self.d_in, None)
+        return single_head_attention(
+            *self.project(x), mask=mask, precision=self.precision, return_weights=return_weights
+        )

@@ -1,0 +1,41 @@
+"""The attention variants of `flax_attn` in plain PyTorch: the readable truth."""
+
+from torch_ref.attention import dot_product_attention, single_head_attention
+from torch_ref.functional.causal_softmax import causal_softmax_masked, causal_softmax_renormalized
+from torch_ref.functional.dropout import KeyedDropout
+from torch_ref.functional.masks import Mask, create_causal_mask
+from torch_ref.models.gpt2 import GPT2_CONFIGS, GPT2Config, create_gpt2_attention
+from torch_ref.modules.block import TransformerBlock
+from torch_ref.modules.causal import CausalAttention
+from torch_ref.modules.dropout import Dropout
+from torch_ref.modules.feed_forward import FeedForward
+from torch_ref.modules.linear import Linear
+from torch_ref.modules.multi_head import MultiHeadAttention
+from torch_ref.modules.multi_head_wrapper import MultiHeadAttentionWrapper
+from torch_ref.modules.norm import LayerNorm, RMSNorm
+from torch_ref.modules.self_attention import SelfAttention
+from torch_ref.modules.simplified import SimplifiedSelfAttention
+
+__all__ = [
+    "GPT2_CONFIGS",
+    "CausalAttention",
+    "Dropout",
+    "FeedForward",
+    "GPT2Config",
+    "KeyedDropout",
+    "LayerNorm",
+    "Linear",
+    "Mask",
+    "MultiHeadAttention",
+    "MultiHeadAttentionWrapper",
+    "RMSNorm",
+    "SelfAttention",
+    "SimplifiedSelfAttention",
+    "TransformerBlock",
+    "causal_softmax_masked",
+    "causal_softmax_renormalized",
+    "create_causal_mask",
+    "create_gpt2_attention",
+    "dot_product_attention",
+    "single_head_attention",
+]

@@ -1,0 +1,118 @@
+"""One attention call under one contract: checked once, then handed to a backend."""
+
+from typing import Any
+
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from torch_ref.functional.checks import check_broadcast, check_choice, check_inputs, check_options
+from torch_ref.functional.dropout import KeyedDropout
+from torch_ref.functional.masks import Mask, as_mask
+from torch_ref.functional.reference import reference_attention
+from torch_ref.functional.shapes import Key, Query, Tokens, Value
+
+BACKENDS = {"reference": reference_attention}
+
+
+def dot_product_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Float[Tensor, "..."] | None = None,
+    mask: Mask | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Tensor, " n"] | None = None,
+    dropout: KeyedDropout | None = None,
+    backend: str = "auto",
+    return_weights: bool = False,
+) -> Any:
+    """Scaled dot-product attention.
+
+        output = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks)) @ value
+
+    Query head `i` reads key/value head `i // (n / k)`: multi-head for k = n, grouped-query for k < n, multi-query
+    for k = 1. The softmax and all sums are in float32 for lower dtypes, and in the dtype of the inputs otherwise.
+
+    Args:
+        query: `(b, t, n, h)` or `(t, n, h)`.
+        key: `(b, s, k, h)` or `(s, k, h)`, k dividing n.
+        value: `(b, s, k, v)` or `(s, k, v)`.
+        bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. `-inf` hides.
+        mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend.
+        scale: factor on the scores; None is `1 / sqrt(h)`.
+        soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`.
+        sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
+        dropout: drops weights; the same key drops the same weights in every backend and in `flax_attn`.
+        backend: `"auto"` or the name of one.
+        return_weights: return `(output, weights)`; the output stays the same, bit for bit.
+
+    Returns:
+        `(b, t, n, v)`, and if asked for the weights `(b, n, t, s)` that were applied to the values, that is after
+        dropout; both without `b` for unbatched inputs. A row that may see nothing gives zeros with zero gradient.
+        A number that is not finite reaches the rows that may see it, as NaN, and no others.
+
+    Raises:
+        ValueError: if shapes, dtypes, mask or bias do not fit one another, if a causal mask has no offset
+            although t != s, or if the backend is unknown.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones((2, 5, 4, 8))
+        >>> dot_product_attention(x, x, x, mask=Mask.causal()).shape
+        torch.Size([2, 5, 4, 8])
+
+    References:
+        Vaswani et al. 2017 (arXiv:1706.03762); Ainslie et al. 2023 (arXiv:2305.13245).
+    """
+    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    check_inputs(*shapes, tuple(str(x.dtype).removeprefix("torch.") for x in (query, key, value)))
+    check_options(query.shape[-2], None if sinks is None else tuple(sinks.shape), soft_cap)
+    check_choice("backend", backend, ("auto", *BACKENDS))
+    unbatched = query.ndim == 3
+    if unbatched:
+        query, key, value = query[None], key[None], value[None]
+    shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    if bias is not None:
+        check_broadcast("bias", tuple(bias.shape), shape)
+        bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
+    output, weights = BACKENDS["reference" if backend == "auto" else backend](
+        query,
+        key,
+        value,
+        bias,
+        as_mask(mask).resolve(*shape),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        dropout=dropout,
+    )
+    if unbatched:
+        output, weights = output[0], weights[0]
+    return (output, weights) if return_weights else output
+
+
+def single_head_attention(
+    query: Tokens, key: Tokens, value: Tokens, *, mask: Mask | Tensor | None = None, **options: Any
+) -> Any:
+    """`dot_product_attention` of one head, without a head axis.
+
+    Shapes:
+        query `(b, t, h)`, key `(b, s, h)`, value `(b, s, v)`, or all without b; mask `(b, t, s)` or broadcasting to it.
+        Returns `(b, t, v)`, and if asked the weights `(b, t, s)`.
+
+    Example:
+        >>> import torch
+        >>> x = torch.eye(2)
+        >>> single_head_attention(x, x, x, scale=1.0)
+        tensor([[0.7311, 0.2689],
+                [0.2689, 0.7311]])
+    """
+    query, key, value = (rearrange(x, "... t h -> ... t 1 h") for x in (query, key, value))
+    result = dot_product_attention(query, key, value, mask=as_mask(mask, heads=False), **options)
+    if not options.get("return_weights"):
+        return rearrange(result, "... t 1 v -> ... t v")
+    context, weights = result
+    return rearrange(context, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")

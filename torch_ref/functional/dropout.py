@@ -1,0 +1,136 @@
+"""Counter-based dropout: the same key drops the same weights in both frameworks.
+
+Whether a weight is dropped depends on its key and its own index and on nothing else: not on the block
+size of a kernel, not on the order of evaluation, not on the framework. The random function is
+Threefry-2x32 with 20 rounds, the one that `jax.random` is built on.
+Torch has no arithmetic on 32-bit unsigned integers, so words are kept in int64 and cut to 32 bits.
+
+References:
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (doi:10.1145/2063384.2063405);
+    Srivastava et al. 2014, "Dropout" (jmlr.org/papers/v15/srivastava14a.html).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from torch_ref.functional.checks import check_rate
+from torch_ref.functional.shapes import Index
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class KeyedDropout:
+    """Dropout at `rate`, decided by `key`.
+
+    Args:
+        rate: the probability that an element is dropped, in [0, 1).
+        key: two words below 2**32; `draw_key` takes them from torch's generator.
+
+    Raises:
+        ValueError: if `rate` lies outside [0, 1).
+
+    Example:
+        >>> KeyedDropout(0.1, torch.tensor([0, 7])).rate
+        0.1
+    """
+
+    rate: float
+    key: Tensor
+
+    def __post_init__(self):
+        check_rate(self.rate)
+
+
+def draw_key(generator: torch.Generator | None = None) -> Int[Tensor, "2"]:
+    """Return a fresh key from torch's generator.
+
+    Example:
+        >>> draw_key().shape
+        torch.Size([2])
+    """
+    return torch.randint(0, 2**32, (2,), generator=generator)
+
+
+def key_words(key: Tensor) -> Int[Tensor, "2"]:
+    """Return the two words that seed Threefry.
+
+    Example:
+        >>> key_words(torch.tensor([0, 7], dtype=torch.uint32))
+        tensor([0, 7])
+    """
+    return key[:2].to(torch.int64)
+
+
+def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tuple[Tensor, Tensor]:
+    """Encrypt a two-word counter with a two-word key: `20` rounds of add, rotate, xor.
+
+    Shapes:
+        key, counter: two arrays of words each; all four broadcast together.
+
+    Example:
+        >>> zero = torch.tensor(0)
+        >>> [hex(int(word)) for word in threefry_2x32((zero, zero), (zero, zero))]
+        ['0x6b200159', '0x99ba4efe']
+    """
+    k0, k1 = key
+    schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
+    x0, x1 = (counter[0] + schedule[0]) & _WORD, (counter[1] + schedule[1]) & _WORD
+    for step in range(5):
+        for rotation in _ROTATIONS[step % 2]:
+            x0 = (x0 + x1) & _WORD
+            x1 = ((x1 << rotation) & _WORD) | (x1 >> (32 - rotation))
+            x1 = x1 ^ x0
+        x0 = (x0 + schedule[(step + 1) % 3]) & _WORD
+        x1 = (x1 + schedule[(step + 2) % 3] + step + 1) & _WORD
+    return x0, x1
+
+
+def fold_in(key: Tensor | None, index: int) -> Int[Tensor, "2"] | None:
+    """Return the key of child `index`: one key for a block, one for each dropout inside it. None stays None.
+
+    Example:
+        >>> key = torch.tensor([0, 0])
+        >>> bool((fold_in(key, 1) == fold_in(key, 2)).any())
+        False
+    """
+    if key is None:
+        return None
+    words = key_words(key)
+    return torch.stack(threefry_2x32((words[0], words[1]), (torch.tensor(index), torch.tensor(0))))
+
+
+def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> Tensor:
+    """Return which elements survive: `threefry(threefry(key, (b, n)), (t, s)) >= rate * 2**32`.
+
+    Shapes:
+        b, n, t, s: integer index arrays that broadcast together. Kernels pass the indices of a block.
+
+    Example:
+        >>> t, s = torch.arange(2)[:, None], torch.arange(6)[None, :]
+        >>> zero = torch.zeros((1, 1), dtype=torch.int64)
+        >>> keep_mask(KeyedDropout(0.5, torch.tensor([0, 0])), zero, zero, t, s).int()
+        tensor([[1, 0, 1, 1, 0, 0],
+                [0, 1, 0, 1, 0, 0]], dtype=torch.int32)
+    """
+    words = key_words(dropout.key)
+    bits, _ = threefry_2x32(threefry_2x32((words[0], words[1]), (b, n)), (t, s))
+    return bits >= min(round(dropout.rate * 2**32), 2**32 - 1)
+
+
+def keep_grid(dropout: KeyedDropout, shape: tuple[int, int, int, int]) -> Tensor:
+    """Return the whole `(b, n, t, s)` mask of `keep_mask`, for arrays that are materialised anyway."""
+    index = [
+        torch.arange(size, device=dropout.key.device).reshape([-1 if i == axis else 1 for i in range(4)])
+        for axis, size in enumerate(shape)
+    ]
+    return keep_mask(dropout, *index)
+
+
+def drop(weights: Float[Tensor, "*shape"], keep: Tensor, rate: float) -> Float[Tensor, "*shape"]:
+    """Zero what is not kept and divide the rest by `1 - rate`, so that the mean stays."""
+    return torch.where(keep, weights / (1 - rate), 0)

@@ -1,0 +1,290 @@
+"""Masks as data: which query may see which key, kept as structure and not as a matrix.
+
+A `Mask` is a conjunction of parts. Each part decides from index arrays alone, so any block of a mask can be
+made without the whole. `True` means attend, everywhere. Query `i` stands at position `offset + i`,
+key `j` at position `j`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Integer
+from torch import Tensor
+
+from torch_ref.functional.checks import check_broadcast, check_positive
+from torch_ref.functional.shapes import Index
+
+Count = int | Integer[Tensor, ""] | Integer[Tensor, " b"]
+
+
+class _Part:
+    """One condition on (query, key)."""
+
+    def resolve(self, b: int, n: int, t: int, s: int) -> _Part:
+        """Return the part made definite for a call of this size, or raise `ValueError`."""
+        return self
+
+    def allow(self, rows: Index, cols: Index) -> Tensor:
+        """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
+        raise NotImplementedError
+
+
+class _Positioned(_Part):
+    """A part in which query `i` stands at `offset + i`."""
+
+    offset: Count | None
+
+    def resolve(self, b, n, t, s):
+        if self.offset is None and t != s:
+            raise ValueError(
+                f"a causal, window or prefix mask needs an offset when t != s: query i stands at offset + i; got "
+                f"t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal) or offset={s - t} (bottom-right, "
+                "as FlashAttention): build a module with causal=False and pass mask=Mask.causal(offset=...)"
+            )
+        if isinstance(self.offset, int) and not -t <= self.offset <= s:
+            raise ValueError(
+                f"a mask offset must lie between -t and s, or every query sees nothing or everything; "
+                f"got offset={self.offset}, t={t}, s={s}"
+            )
+        _check_rows("offset", self.offset, b)
+        return self if self.offset is not None else dataclasses.replace(self, offset=0)
+
+    def position(self, rows):
+        return rows + _per_row(0 if self.offset is None else self.offset)
+
+
+@dataclass(frozen=True)
+class Causal(_Positioned):
+    """Key `j` is seen from position `p` when `j <= p`."""
+
+    offset: Count | None = None
+
+    def allow(self, rows, cols):
+        return cols <= self.position(rows)
+
+
+@dataclass(frozen=True)
+class Window(_Positioned):
+    """Key `j` is seen from position `p` when `p - left <= j <= p + right`; None is unbounded."""
+
+    left: int | None
+    right: int | None
+    offset: Count | None = None
+
+    def allow(self, rows, cols):
+        distance = cols - self.position(rows)
+        inside = torch.ones_like(distance, dtype=torch.bool)
+        if self.left is not None:
+            inside &= distance >= -self.left
+        if self.right is not None:
+            inside &= distance <= self.right
+        return inside
+
+
+@dataclass(frozen=True)
+class Prefix(_Positioned):
+    """Key `j` is seen from position `p` when `j <= p` or `j < length`."""
+
+    length: Count
+    offset: Count | None = None
+
+    def resolve(self, b, n, t, s):
+        _check_rows("length", self.length, b)
+        return super().resolve(b, n, t, s)
+
+    def allow(self, rows, cols):
+        return (cols <= self.position(rows)) | (cols < _per_row(self.length))
+
+
+@dataclass(frozen=True)
+class Lengths(_Part):
+    """Query `i` sees key `j` when `i < query` and `j < key`; None is unbounded."""
+
+    query: Count | None = None
+    key: Count | None = None
+
+    def resolve(self, b, n, t, s):
+        _check_rows("query lengths", self.query, b)
+        _check_rows("key lengths", self.key, b)
+        return self
+
+    def allow(self, rows, cols):
+        inside = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.device)
+        if self.query is not None:
+            inside = inside & (rows < _per_row(self.query))
+        if self.key is not None:
+            inside = inside & (cols < _per_row(self.key))
+        return inside
+
+
+@dataclass(frozen=True)
+class Segments(_Part):
+    """Query `i` sees key `j` when their segment ids are equal."""
+
+    query: Integer[Tensor, "*b t"]
+    key: Integer[Tensor, "*b s"]
+
+    def resolve(self, b, n, t, s):
+        for name, ids, size in (("query", self.query, t), ("key", self.key, s)):
+            if tuple(ids.shape) not in ((size,), (1, size), (b, size)):
+                raise ValueError(
+                    f"{name} segments must have one id a token, shape ({b}, {size}) or ({size},); got {tuple(ids.shape)}. "
+                    "When t != s pass both: Mask.segments(query, key)"
+                )
+        return self
+
+    def allow(self, rows, cols):
+        query = torch.atleast_2d(self.query)[:, rows.reshape(-1)]
+        key = torch.atleast_2d(self.key)[:, cols.reshape(-1)]
+        return query[:, None, :, None] == key[:, None, None, :]
+
+
+@dataclass(frozen=True)
+class Dense(_Part):
+    """Any boolean array that broadcasts to `(b, n, t, s)`."""
+
+    array: Bool[Tensor, "..."]
+
+    def resolve(self, b, n, t, s):
+        check_broadcast("mask", tuple(self.array.shape), (b, n, t, s))
+        return self
+
+    def allow(self, rows, cols):
+        array = self.array.reshape((1,) * (4 - self.array.ndim) + tuple(self.array.shape))
+        array = array if array.shape[2] == 1 else array[:, :, rows.reshape(-1)]
+        return array if array.shape[3] == 1 else array[:, :, :, cols.reshape(-1)]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A conjunction of parts: `mask & other` lets through what both let through, and keeps the structure.
+
+    An empty `Mask()` hides nothing.
+
+    Example:
+        >>> mask = Mask.causal() & Mask.lengths(key=torch.tensor([3, 2]))
+        >>> mask.materialise(2, 1, 3, 3)[1, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [1, 1, 0]], dtype=torch.int32)
+    """
+
+    parts: tuple[_Part, ...] = ()
+
+    @staticmethod
+    def causal(offset: Count | None = None) -> Mask:
+        """Query `i` sees key `j` when `j <= offset + i`. The offset is 0 where t == s and must be given elsewhere."""
+        return Mask((Causal(offset),))
+
+    @staticmethod
+    def window(left: int | None, right: int | None, offset: Count | None = None) -> Mask:
+        """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
+        for name, size in (("left", left), ("right", right)):
+            if size is not None and size < 0:
+                raise ValueError(
+                    f"a window's {name} is a number of keys, at least 0; got {name}={size}. "
+                    "For an unbounded side pass None"
+                )
+        return Mask((Window(left, right, offset),))
+
+    @staticmethod
+    def sliding_window(width: int, offset: Count | None = None) -> Mask:
+        """Causal, and `width` keys in all, the query's own included: `window(width - 1, 0)`."""
+        check_positive(width=width)
+        return Mask.window(width - 1, 0, offset)
+
+    @staticmethod
+    def lengths(query: Count | Tensor | None = None, key: Count | Tensor | None = None) -> Mask:
+        """Hide padding at the end: of row `b` only the first `query[b]` queries and `key[b]` keys are real."""
+        return Mask((Lengths(_integers("query lengths", query), _integers("key lengths", key)),))
+
+    @staticmethod
+    def segments(query: Tensor, key: Tensor | None = None) -> Mask:
+        """Packed documents: `(b, t)` ids of the queries and `(b, s)` ids of the keys (the same if not given)."""
+        query = torch.as_tensor(_integers("query segments", query))
+        return Mask((Segments(query, query if key is None else torch.as_tensor(_integers("key segments", key))),))
+
+    @staticmethod
+    def prefix(length: Count | Tensor, offset: Count | None = None) -> Mask:
+        """Prefix-LM: causal, and the first `length` keys are open to every query."""
+        return Mask((Prefix(_integers("prefix length", length), offset),))
+
+    @staticmethod
+    def dense(array: Tensor) -> Mask:
+        """Any boolean array that broadcasts to `(b, n, t, s)`."""
+        array = torch.as_tensor(array)
+        if array.dtype != torch.bool:
+            raise ValueError(
+                f"mask must be boolean, True = attend; got dtype {array.dtype}. "
+                "To add numbers to the scores pass them as bias; for 0/1 integers write mask.bool()"
+            )
+        return Mask((Dense(array),))
+
+    def __and__(self, other: Mask) -> Mask:
+        return Mask(self.parts + other.parts)
+
+    def resolve(self, b: int, n: int, t: int, s: int) -> Mask:
+        """Return the mask made definite for a call of this size: default offsets filled in, shapes checked."""
+        return Mask(tuple(part.resolve(b, n, t, s) for part in self.parts))
+
+    def block(self, rows: Integer[Tensor, " t"], cols: Integer[Tensor, " s"]) -> Bool[Tensor, "#b #n #t #s"]:
+        """Return the mask at the query indices `rows` and key indices `cols`, axes that do not matter being 1."""
+        rows = rows[None, None, :, None]
+        cols = cols[None, None, None, :]
+        allowed = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.device)
+        for part in self.parts:
+            allowed = allowed & part.allow(rows, cols)
+        return allowed
+
+    def materialise(self, b: int, n: int, t: int, s: int, device=None) -> Bool[Tensor, "b n t s"]:
+        """Return the whole mask as one boolean array."""
+        block = self.resolve(b, n, t, s).block(torch.arange(t, device=device), torch.arange(s, device=device))
+        return block.expand(b, n, t, s)
+
+
+def as_mask(mask: Mask | Tensor | None, heads: bool = True) -> Mask:
+    """Return a `Mask` for whatever may be passed as one; None hides nothing.
+
+    Without `heads` an array of rank 3 is `(b, t, s)`, and the head axis is put in.
+    """
+    if isinstance(mask, Mask | None):
+        return mask or Mask()
+    mask = Mask.dense(mask)
+    (part,) = mask.parts
+    return mask if heads or part.array.ndim != 3 else Mask.dense(part.array[:, None])
+
+
+def create_causal_mask(t: int, s: int | None = None, offset: int | None = None) -> Bool[Tensor, "t s"]:
+    """Return the causal mask as an array, `True` = attend: `mask[i, j] = (j <= offset + i)`.
+
+    Raises:
+        ValueError: if t != s and no offset is given.
+
+    Example:
+        >>> create_causal_mask(3).int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [1, 1, 1]], dtype=torch.int32)
+    """
+    return Mask.causal(offset).materialise(1, 1, t, t if s is None else s)[0, 0]
+
+
+def _integers(name: str, values):
+    if values is None or isinstance(values, int):
+        return values
+    values = torch.as_tensor(values)
+    if values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers; got dtype {values.dtype}. Cast them before the call")
+    return values
+
+
+def _check_rows(name: str, values: Count | None, b: int) -> None:
+    if values is not None and tuple(torch.as_tensor(values).shape) not in ((), (1,), (b,)):
+        raise ValueError(f"{name} must be one integer or one a row, shape ({b},); got shape {tuple(torch.as_tensor(values).shape)}")
+
+
+def _per_row(values: Count) -> Tensor:
+    return torch.as_tensor(values).reshape(-1, 1, 1, 1)

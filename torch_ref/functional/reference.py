@@ -1,0 +1,110 @@
+"""The formula itself, materialised: the truth that every backend is held to.
+
+    weights = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks))
+    output  = weights @ value
+
+References:
+    Vaswani et al. 2017, "Attention Is All You Need" (arXiv:1706.03762);
+    Ainslie et al. 2023, grouped queries (arXiv:2305.13245);
+    Gemma Team 2024, soft-capped logits (arXiv:2408.00118);
+    Xiao et al. 2023, attention sinks (arXiv:2309.17453).
+"""
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.functional.dropout import KeyedDropout, drop, keep_grid
+from torch_ref.functional.masks import Mask
+from torch_ref.functional.shapes import Key, Query, Scores, Value, Visible
+
+
+def reference_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Float[Tensor, "#b #n #t #s"] | None,
+    mask: Mask,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Float[Tensor, " n"] | None,
+    dropout: KeyedDropout | None,
+) -> tuple[Float[Tensor, "b t n v"], Scores]:
+    """Return the output and the weights that were applied to the values.
+
+    All arithmetic is in the dtype of the inputs, but at least float32. A row that may see nothing gives zeros with
+    zero gradient. A number that is not finite reaches the rows that may see it, as NaN, and no others.
+
+    Shapes:
+        query `(b, t, n, h)`, key `(b, s, k, h)`, value `(b, s, k, v)` with k dividing n.
+        Returns `(b, t, n, v)` and `(b, n, t, s)`, in the dtype of the query.
+    """
+    low, dtype = query.dtype, accumulation_dtype(query.dtype)
+    shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    (query, query_ok), (key, key_ok), (value, value_ok) = (_finite(x.to(dtype)) for x in (query, key, value))
+    visible, bias = _hide(mask.materialise(*shape, device=query.device), bias)
+
+    query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])
+    scores = torch.einsum("b t k g h, b s k h -> b k g t s", query, key)
+    scores = rearrange(scores, "b k g t s -> b (k g) t s") * scale
+    if bias is not None:
+        scores = scores + bias.to(dtype)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+
+    weights = masked_softmax(scores, visible, None if sinks is None else sinks.to(dtype))
+    weights = weights * _poison(visible, query_ok, key_ok & value_ok, dtype)
+    if dropout is not None:
+        weights = drop(weights, keep_grid(dropout, shape), dropout.rate)
+
+    grouped = rearrange(weights, "b (k g) t s -> b k g t s", k=value.shape[2])
+    output = torch.einsum("b k g t s, b s k v -> b t k g v", grouped, value)
+    output = rearrange(output, "b t k g v -> b t (k g) v")
+    return output.to(low), weights.to(low)
+
+
+def masked_softmax(scores: Scores, visible: Visible, sinks: Float[Tensor, " n"] | None = None) -> Scores:
+    """Return `exp(x_j) / (exp(sink) + sum_j exp(x_j))` over the visible j, and zeros where nothing is visible.
+
+    Example:
+        >>> visible = torch.tensor([[[[True, True], [False, False]]]])
+        >>> masked_softmax(torch.zeros((1, 1, 2, 2)), visible)[0, 0]
+        tensor([[0.5000, 0.5000],
+                [0.0000, 0.0000]])
+    """
+    scores = torch.where(visible, scores, -torch.inf)
+    top = scores.amax(dim=-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks[None, :, None, None]
+        top = torch.maximum(top, sinks)
+    top = torch.where(torch.isfinite(top), top, 0).detach()
+    exps = torch.exp(scores - top)
+    total = exps.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    return exps / torch.where(total == 0, 1, total)
+
+
+def _hide(visible: Visible, bias: Float[Tensor, "#b #n #t #s"] | None):
+    # A bias of -inf hides like a mask: kept in the sum it would turn gradients, and empty rows, into NaN.
+    if bias is None:
+        return visible, None
+    visible = visible & (bias != -torch.inf)
+    return visible, torch.where(visible, bias, 0)
+
+
+def _finite(x: Float[Tensor, "b t n h"]) -> tuple[Tensor, Bool[Tensor, "b t n"]]:
+    # 0 * NaN is NaN: a weight of zero does not keep out what a padded slot holds, so it must not be there.
+    ok = torch.isfinite(x).all(dim=-1)
+    return torch.where(ok[..., None], x, 0), ok
+
+
+def _poison(visible: Visible, query_ok: Bool[Tensor, "b t n"], key_ok: Bool[Tensor, "b s k"], dtype) -> Tensor:
+    # NaN for the rows that may see a number that is not finite, 1 for the others; a factor, so gradients feel it too.
+    key_ok = key_ok.repeat_interleave(query_ok.shape[2] // key_ok.shape[2], dim=2)
+    ok = rearrange(query_ok, "b t n -> b n t 1") & rearrange(key_ok, "b s n -> b n 1 s")
+    poisoned = (visible & ~ok).any(dim=-1, keepdim=True)
+    return torch.where(poisoned, torch.nan, 1).to(dtype)

@@ -1,0 +1,28 @@
+"""The axis legend, and the tensor types spelled with it.
+
+Every shape in this package, in a docstring, an einops string or an annotation, uses these letters.
+"""
+
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+AXES = {
+    "b": "batch",
+    "t": "query tokens",
+    "s": "key tokens",
+    "n": "query heads",
+    "k": "key/value heads",
+    "g": "query heads per key/value head, n // k",
+    "h": "head width of queries and keys",
+    "v": "head width of values (equal to h unless said)",
+    "d": "model width",
+}
+
+Query = Float[Tensor, "*b t n h"]
+Key = Float[Tensor, "*b s k h"]
+Value = Float[Tensor, "*b s k v"]
+Context = Float[Tensor, "*b t n v"]
+Scores = Float[Tensor, "b n t s"]
+Visible = Bool[Tensor, "#b #n #t #s"]
+Tokens = Float[Tensor, "*b t d"]
+Index = Integer[Tensor, "..."]

@@ -1,0 +1,1 @@
+"""Published models, built from the modules."""

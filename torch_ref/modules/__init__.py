@@ -1,0 +1,1 @@
+"""The attention variants, and the layers around them, as PyTorch modules."""

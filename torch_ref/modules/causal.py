@@ -1,0 +1,80 @@
+"""One head of causal self-attention, with dropout on the weights."""
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_ref.attention import single_head_attention
+from torch_ref.functional.checks import check_positive, check_tokens
+from torch_ref.functional.masks import Mask, as_mask
+from torch_ref.functional.shapes import Tokens
+from torch_ref.modules.dropout import Dropout
+from torch_ref.modules.self_attention import SelfAttention
+
+
+class CausalAttention(SelfAttention):
+    """One head, every token attending to itself and what came before.
+
+        dropout(softmax(causal(q k^T / sqrt(d_key)))) v    with q = x W_query, k = x W_key, v = x W_value
+
+    Args:
+        d_in: width of the input.
+        d_out: width of the values, and so of the output.
+        context_length: the longest input taken; None is no limit.
+        dropout: the probability that a weight is dropped in train mode.
+        qkv_bias: whether the three projections have a bias.
+        d_key: width of queries and keys; None is d_out.
+
+    Shapes:
+        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
+
+    Raises:
+        ValueError: if a width is not positive, or `dropout` lies outside [0, 1); in the call, if
+            the input has another rank or width or is longer than `context_length`, or if the mask is not boolean or
+            does not broadcast to the weights.
+
+    Example:
+        >>> import torch
+        >>> layer = CausalAttention(3, 2, context_length=6, dropout=0.0)
+        >>> layer(torch.ones((4, 6, 3))).shape
+        torch.Size([4, 6, 2])
+
+    References:
+        Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training".
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int | None,
+        dropout: float,
+        qkv_bias: bool = False,
+        *,
+        d_key: int | None = None,
+    ):
+        check_positive(context_length=1 if context_length is None else context_length)
+        super().__init__(d_in, d_out, qkv_bias, d_key=d_key)
+        self.context_length = context_length
+        self.dropout = Dropout(dropout)
+
+    def forward(
+        self,
+        x: Tokens,
+        *,
+        mask: Mask | Tensor | None = None,
+        return_weights: bool = False,
+        dropout_key: Tensor | None = None,
+    ) -> Any:
+        """Return the context vectors, and if asked `(context, weights)`.
+
+        `mask` hides more than the causal mask does. In train mode `dropout_key` decides what is dropped; without it
+        a key is drawn from torch's generator.
+        """
+        check_tokens("x", tuple(x.shape), "d_in", self.d_in, self.context_length)
+        return single_head_attention(
+            *self.project(x),
+            mask=Mask.causal() & as_mask(mask, heads=False),
+            dropout=self.dropout.keyed(dropout_key),
+            return_weights=return_weights,
+        )

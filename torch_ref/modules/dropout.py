@@ -1,0 +1,49 @@
+"""Dropout as a module: where the rate is kept and the keys come from."""
+
+from torch import Tensor, nn
+
+from torch_ref.functional.checks import check_rate
+from torch_ref.functional.dropout import KeyedDropout, draw_key, drop, keep_grid
+from torch_ref.functional.shapes import Tokens
+
+
+class Dropout(nn.Module):
+    """Zero elements at `rate` and divide the rest by `1 - rate`; in eval mode, and at rate 0, the identity.
+
+    Each call draws a fresh key from torch's generator, unless it is handed one: the same key drops
+    the same elements here and in `flax_attn`. `.train()` and `.eval()` switch it; it starts in train mode.
+
+    Args:
+        rate: the probability that an element is dropped, in [0, 1).
+
+    Shapes:
+        `(t, d)` or `(b, t, d)`, kept.
+
+    Raises:
+        ValueError: if `rate` lies outside [0, 1).
+
+    Example:
+        >>> import torch
+        >>> Dropout(0.5)(torch.ones((2, 6)), dropout_key=torch.tensor([0, 0]))
+        tensor([[2., 0., 2., 2., 0., 0.],
+                [0., 2., 0., 2., 0., 0.]])
+    """
+
+    def __init__(self, rate: float):
+        super().__init__()
+        check_rate(rate)
+        self.rate = rate
+
+    def keyed(self, dropout_key: Tensor | None = None) -> KeyedDropout | None:
+        """Return the dropout of this call, or None where nothing is to be dropped."""
+        if not self.training or self.rate == 0:
+            return None
+        return KeyedDropout(self.rate, draw_key() if dropout_key is None else dropout_key)
+
+    def forward(self, x: Tokens, *, dropout_key: Tensor | None = None) -> Tokens:
+        dropout = self.keyed(dropout_key)
+        if dropout is None:
+            return x
+        b = x.shape[0] if x.ndim == 3 else 1
+        keep = keep_grid(dropout, (b, 1, *x.shape[-2:])).reshape(x.shape)
+        return drop(x, keep, self.rate)

@@ -1,0 +1,30 @@
+"""The linear layer that every projection is made of."""
+
+from torch import nn
+
+from torch_ref.functional.checks import check_positive
+
+
+class Linear(nn.Linear):
+    """`x @ weight^T + bias`: `torch.nn.Linear`, which draws both uniform in +-1 / sqrt(d_in).
+
+    Args:
+        d_in: width of the input.
+        d_out: width of the output.
+        bias: whether to add one.
+
+    Shapes:
+        `(..., d_in)` to `(..., d_out)`; weight `(d_out, d_in)`, bias `(d_out,)`.
+
+    Raises:
+        ValueError: if a width is not a positive integer.
+
+    Example:
+        >>> import torch
+        >>> Linear(3, 2)(torch.ones((5, 3))).shape
+        torch.Size([5, 2])
+    """
+
+    def __init__(self, d_in: int, d_out: int, bias: bool = True):
+        check_positive(d_in=d_in, d_out=d_out)
+        super().__init__(d_in, d_out, bias)

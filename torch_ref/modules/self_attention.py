@@ -1,0 +1,64 @@
+"""One head of self-attention with learned projections."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_ref.attention import single_head_attention
+from torch_ref.functional.checks import check_tokens
+from torch_ref.functional.masks import Mask
+from torch_ref.functional.shapes import Tokens
+from torch_ref.modules.linear import Linear
+
+
+class SelfAttention(nn.Module):
+    """One head, every token attending to every token.
+
+        softmax(q k^T / sqrt(d_key)) v    with q = x W_query, k = x W_key, v = x W_value
+
+    Args:
+        d_in: width of the input.
+        d_out: width of the values, and so of the output.
+        qkv_bias: whether the three projections have a bias.
+        d_key: width of queries and keys; None is d_out.
+
+    Shapes:
+        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
+
+    Raises:
+        ValueError: if a width is not positive; in the call, if the input has another rank or
+            width, or if the mask is not boolean or does not broadcast to the weights.
+
+    Example:
+        >>> import torch
+        >>> layer = SelfAttention(3, 2)
+        >>> layer(torch.ones((6, 3))).shape
+        torch.Size([6, 2])
+
+    References:
+        Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        qkv_bias: bool = False,
+        *,
+        d_key: int | None = None,
+    ):
+        super().__init__()
+        d_key = d_out if d_key is None else d_key
+        self.d_in, self.d_out, self.d_key = d_in, d_out, d_key
+        self.W_query = Linear(d_in, d_key, qkv_bias)
+        self.W_key = Linear(d_in, d_key, qkv_bias)
+        self.W_value = Linear(d_in, d_out, qkv_bias)
+
+    def project(self, x: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values."""
+        return self.W_query(x), self.W_key(x), self.W_value(x)
+
+    def forward(self, x: Tokens, *, mask: Mask | Tensor | None = None, return_weights: bool = False) -> Any:
+        """Return the context vectors, and if asked `(context, weights)`."""
+        check_tokens("x", tuple(x.shape), "d_in", self.d_in, None)
+        return single_head_attention(*self.project(x), mask=mask, return_weights=return_weights)

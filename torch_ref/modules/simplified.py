@@ -1,0 +1,31 @@
+"""Self-attention without parameters: the idea alone."""
+
+from typing import Any
+
+from torch import nn
+
+from torch_ref.attention import single_head_attention
+from torch_ref.functional.checks import check_tokens
+from torch_ref.functional.shapes import Tokens
+
+
+class SimplifiedSelfAttention(nn.Module):
+    """`softmax(x x^T) x`: no parameters, no scaling.
+
+    Shapes:
+        `(t, d)` or `(b, t, d)`, kept; the weights are `(t, t)` or `(b, t, t)`.
+
+    Raises:
+        ValueError: if the input has another rank.
+
+    Example:
+        >>> import torch
+        >>> SimplifiedSelfAttention()(torch.eye(2))
+        tensor([[0.7311, 0.2689],
+                [0.2689, 0.7311]])
+    """
+
+    def forward(self, x: Tokens, *, return_weights: bool = False) -> Any:
+        """Return the context vectors, and if asked `(context, weights)`."""
+        check_tokens("x", tuple(x.shape), "d", x.shape[-1], None)
+        return single_head_attention(x, x, x, scale=1.0, return_weights=return_weights)
