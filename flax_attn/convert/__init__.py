@@ -12,9 +12,20 @@ The layouts are `"torch_ref"` (this package's PyTorch twin and the modules it sh
 (Flax's own attention, Linen and NNX).
 """
 
-from flax_attn.convert.api import load_state_dict, state_dict
+from flax_attn.convert.api import load_state_dict, state_dict, to_numpy
 from flax_attn.convert.files import load, read_file, save
 from flax_attn.convert.layouts import LAYOUTS
 from flax_attn.convert.rules import ConversionError, Layout, Rule
 
-__all__ = ["LAYOUTS", "ConversionError", "Layout", "Rule", "load", "load_state_dict", "read_file", "save", "state_dict"]
+__all__ = [
+    "LAYOUTS",
+    "ConversionError",
+    "Layout",
+    "Rule",
+    "load",
+    "load_state_dict",
+    "read_file",
+    "save",
+    "state_dict",
+    "to_numpy",
+]

@@ -15,13 +15,36 @@ def _split_heads(ours: str, theirs: str) -> tuple[Rule, Rule]:
     )
 
 
-def _needs_plain_heads(module) -> str | None:
-    """Return why a module does not fit a format that knows neither grouped queries nor a change of width."""
-    if getattr(module, "num_kv_heads", None) != getattr(module, "num_heads", None):
+def _not_flax(module) -> str | None:
+    """Return why a module is not the shape of the usual attention layer: heads, an output, biases all or none."""
+    if not hasattr(module, "out_proj"):
+        return "it holds heads with an output projection, and this module has none"
+    biases = [getattr(module, name).bias is not None for name in ("W_query", "out_proj")]
+    if biases[0] != biases[1]:
+        return f"its projections all have a bias or none has; got qkv_bias={biases[0]}, out_bias={biases[1]}"
+    return None
+
+
+def _not_torch(module) -> str | None:
+    """Return why a module does not fit a format without grouped queries or a change of width."""
+    reason = _not_flax(module)
+    if reason:
+        return reason
+    if module.num_kv_heads != module.num_heads:
         return f"it has no grouped queries; got num_heads={module.num_heads}, num_kv_heads={module.num_kv_heads}"
-    if getattr(module, "d_in", None) != getattr(module, "d_out", None):
+    if module.d_in != module.d_out:
         return f"its output is as wide as its input; got d_in={module.d_in}, d_out={module.d_out}"
     return None
+
+
+def _not_gpt2(module) -> str | None:
+    """Return why a module is not the self-attention of GPT-2."""
+    reason = _not_torch(module)
+    if reason is None and module.W_query.bias is None:
+        return "its projections have a bias; got qkv_bias=False, out_bias=False"
+    if reason is None and not module.d_in == module.kdim == module.vdim:
+        return f"it is self-attention; got d_in={module.d_in}, kdim={module.kdim}, vdim={module.vdim}"
+    return reason
 
 
 LAYOUTS = {
@@ -48,7 +71,7 @@ LAYOUTS = {
             _LINEAR,
             _SAME,
         ),
-        refuse=_needs_plain_heads,
+        refuse=_not_torch,
     ),
     # The attention of Hugging Face's GPT-2: Conv1D weights are (in, out), columns [query, key, value].
     "hf_gpt2": Layout(
@@ -59,7 +82,7 @@ LAYOUTS = {
             Rule(("out_proj.bias",), "c_proj.bias"),
         ),
         ignored=r"(.*\.)?(attn\.)?masked_bias|(.*\.)?attn\.bias|bias",
-        refuse=_needs_plain_heads,
+        refuse=_not_gpt2,
     ),
     # flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention: the head axis stands apart.
     "flax": Layout(
@@ -69,6 +92,7 @@ LAYOUTS = {
             *_split_heads("W_value", "value"),
             Rule(("out_proj.kernel",), "out.kernel", "(n h) o -> n h o"),
             Rule(("out_proj.bias",), "out.bias"),
-        )
+        ),
+        refuse=_not_flax,
     ),
 }

@@ -1,0 +1,113 @@
+"""The one table of variants: each row is a module of both packages, by name, and how to call it.
+
+The two packages mirror each other, so one row of names and numbers serves both. Sizes within a row are pairwise
+different, so that no swapped axis goes unseen.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a variant with arguments, the shapes of its inputs, and the rest of the call.
+
+    Args:
+        name: of the row.
+        variant: name of the class or factory in both packages.
+        arguments: of the constructor.
+        inputs: shapes of the inputs, batched.
+        call: makes the keyword arguments of the call from a package, `flax_attn` or `torch_ref`.
+        unbatched: whether the inputs may come without the batch axis.
+    """
+
+    name: str
+    variant: str
+    arguments: Mapping[str, Any]
+    inputs: tuple[Shape, ...]
+    call: Callable[[ModuleType], Mapping[str, Any]] = field(default=lambda package: {})
+    unbatched: bool = True
+
+    def build(self, package: ModuleType, **numerics: Any):
+        """Return the module of `package`."""
+        return getattr(package, self.variant)(**self.arguments, **numerics)
+
+
+def _multi_head(name: str, *inputs: Shape, call=lambda package: {}, unbatched: bool = True, **arguments: Any) -> Case:
+    arguments = {"d_in": 6, "d_out": 8, "context_length": 9, "dropout": 0.3, "num_heads": 4, **arguments}
+    return Case(f"multi_head_{name}", "MultiHeadAttention", arguments, inputs or ((3, 5, 6),), call, unbatched)
+
+
+def _block(name: str, **arguments: Any) -> Case:
+    arguments = {"d_model": 6, "context_length": 9, "dropout": 0.3, "num_heads": 2, "d_hidden": 10, **arguments}
+    return Case(f"block_{name}", "TransformerBlock", arguments, ((3, 5, 6),))
+
+
+_HEAD = {"d_in": 4, "d_out": 6, "context_length": 9, "dropout": 0.3}
+_CROSS = {"causal": False, "kdim": 5, "vdim": 3}
+_DENSE = np.random.default_rng(0).random((4, 5, 5)) < 0.6
+
+CASES = (
+    Case("simplified", "SimplifiedSelfAttention", {}, ((3, 5, 4),)),
+    Case("self_attention", "SelfAttention", {"d_in": 4, "d_out": 6}, ((3, 5, 4),)),
+    Case("self_attention_d_key", "SelfAttention", {"d_in": 4, "d_out": 6, "qkv_bias": True, "d_key": 2}, ((3, 5, 4),)),
+    Case("causal", "CausalAttention", _HEAD, ((3, 5, 4),)),
+    Case("causal_d_key", "CausalAttention", {**_HEAD, "qkv_bias": True, "d_key": 2}, ((3, 5, 4),)),
+    Case("multi_head_wrapper", "MultiHeadAttentionWrapper", {**_HEAD, "num_heads": 2, "qkv_bias": True}, ((3, 5, 4),)),
+    _multi_head("causal"),
+    _multi_head("biases", qkv_bias=True),
+    _multi_head("no_bias", out_bias=False),
+    _multi_head("gqa", num_kv_heads=2, qkv_bias=True),
+    _multi_head("mqa", num_kv_heads=1),
+    _multi_head("bidirectional", causal=False),
+    _multi_head("cross", (3, 5, 6), (3, 7, 5), (3, 7, 3), **_CROSS, qkv_bias=True),
+    _multi_head(
+        "cross_causal",
+        *((3, 5, 6), (3, 7, 5), (3, 7, 3)),
+        call=lambda package: {"mask": package.Mask.causal(offset=2)},
+        **_CROSS,
+    ),
+    _multi_head("window", call=lambda package: {"mask": package.Mask.sliding_window(2)}, causal=False),
+    _multi_head(
+        "padding",  # the first row of the batch may see nothing
+        call=lambda package: {"mask": package.Mask.lengths(query=np.array([5, 3, 4]), key=np.array([0, 3, 5]))},
+        unbatched=False,
+    ),
+    _multi_head("packed", call=lambda package: {"mask": package.Mask.segments(np.array([7, 7, 0, 0, 1]))}),
+    _multi_head("prefix", call=lambda package: {"mask": package.Mask.prefix(2)}, causal=False),
+    _multi_head("dense_mask", call=lambda package: {"mask": package.Mask.dense(_DENSE)}, causal=False),
+    _block("gpt2", qkv_bias=True),
+    _block("llama_norms", norm="rms_norm", num_kv_heads=1, activation="gelu_exact"),
+    _block("bert", norm_first=False, causal=False, activation="gelu_exact", eps=1e-3),
+    _block("post_rms", norm_first=False, norm="rms_norm"),
+    Case("layer_norm", "LayerNorm", {"d_model": 4, "eps": 1e-3}, ((3, 5, 4),)),
+    Case("rms_norm", "RMSNorm", {"d_model": 4, "eps": 1e-3}, ((3, 5, 4),)),
+    Case("feed_forward_tanh", "FeedForward", {"d_model": 4, "d_hidden": 7}, ((3, 5, 4),)),
+    Case("feed_forward_exact", "FeedForward", {"d_model": 4, "activation": "gelu_exact"}, ((3, 5, 4),)),
+    Case("gpt2_attention", "create_gpt2_attention", {"size": "small", "dropout": 0.3}, ((2, 5, 768),)),
+)
+
+
+def select(names: list[str] | None) -> list[Case]:
+    """Return the rows of these names, or of these classes; all rows for None.
+
+    Raises:
+        ValueError: for a name that is neither, with the list of those that are.
+
+    Example:
+        >>> [case.name for case in select(["CausalAttention"])]
+        ['causal', 'causal_d_key']
+    """
+    if names is None:
+        return list(CASES)
+    known = {name for case in CASES for name in (case.name, case.variant)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"no variant is called {', '.join(unknown)}. Known are: {', '.join(sorted(known))}")
+    return [case for case in CASES if case.name in names or case.variant in names]
