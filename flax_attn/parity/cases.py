@@ -62,9 +62,9 @@ CASES = (
     Case("multi_head_wrapper", "MultiHeadAttentionWrapper", {**_HEAD, "num_heads": 2, "qkv_bias": True}, ((3, 5, 4),)),
     _multi_head("causal"),
     _multi_head("biases", qkv_bias=True),
-    _multi_head("no_bias", out_bias=False),
+    _multi_head("square", (3, 5, 8), d_in=8, qkv_bias=True),  # what torch's own layer and GPT-2's can hold
     _multi_head("gqa", num_kv_heads=2, qkv_bias=True),
-    _multi_head("mqa", num_kv_heads=1),
+    _multi_head("mqa", num_kv_heads=1, out_bias=False),
     _multi_head("bidirectional", causal=False),
     _multi_head("cross", (3, 5, 6), (3, 7, 5), (3, 7, 3), **_CROSS, qkv_bias=True),
     _multi_head(
@@ -73,15 +73,23 @@ CASES = (
         call=lambda package: {"mask": package.Mask.causal(offset=2)},
         **_CROSS,
     ),
-    _multi_head("window", call=lambda package: {"mask": package.Mask.sliding_window(2)}, causal=False),
     _multi_head(
         "padding",  # the first row of the batch may see nothing
         call=lambda package: {"mask": package.Mask.lengths(query=np.array([5, 3, 4]), key=np.array([0, 3, 5]))},
         unbatched=False,
     ),
-    _multi_head("packed", call=lambda package: {"mask": package.Mask.segments(np.array([7, 7, 0, 0, 1]))}),
-    _multi_head("prefix", call=lambda package: {"mask": package.Mask.prefix(2)}, causal=False),
-    _multi_head("dense_mask", call=lambda package: {"mask": package.Mask.dense(_DENSE)}, causal=False),
+    _multi_head(
+        "packed_window",
+        call=lambda package: {
+            "mask": package.Mask.segments(np.array([7, 7, 7, 0, 0])) & package.Mask.sliding_window(2)
+        },
+        causal=False,
+    ),
+    _multi_head(
+        "prefix_dense",
+        call=lambda package: {"mask": package.Mask.prefix(2) & package.Mask.dense(_DENSE)},
+        causal=False,
+    ),
     _block("gpt2", qkv_bias=True),
     _block("llama_norms", norm="rms_norm", num_kv_heads=1, activation="gelu_exact"),
     _block("bert", norm_first=False, causal=False, activation="gelu_exact", eps=1e-3),
@@ -90,7 +98,6 @@ CASES = (
     Case("rms_norm", "RMSNorm", {"d_model": 4, "eps": 1e-3}, ((3, 5, 4),)),
     Case("feed_forward_tanh", "FeedForward", {"d_model": 4, "d_hidden": 7}, ((3, 5, 4),)),
     Case("feed_forward_exact", "FeedForward", {"d_model": 4, "activation": "gelu_exact"}, ((3, 5, 4),)),
-    Case("gpt2_attention", "create_gpt2_attention", {"size": "small", "dropout": 0.3}, ((2, 5, 768),)),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -93,26 +93,36 @@ class Pair:
 
     def run_flax(self, dtype: str = "float64", inputs: list | None = None, gradients: bool = True, jit: bool = True):
         """Run the Flax side."""
-        module = self.flax
-        if dtype != "float64":
-            module = nnx.clone(module)
-            nnx.update(module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param)))
-        graph, params, rest = nnx.split(module, nnx.Param, ...)
+        graph, params, rest = nnx.split(self.flax, nnx.Param, ...)
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
         inputs = [jnp.asarray(x, dtype) for x in (self.inputs if inputs is None else inputs)]
-
-        def outputs(params, inputs):
-            return self.named(nnx.merge(graph, params, rest)(*inputs, **self.options(flax_attn)))
-
-        def weighted(params, inputs):
-            named = outputs(params, inputs)
-            return sum((named[n] * jnp.asarray(c, dtype)).sum() for n, c in self.cotangents.items()), named
-
+        words = jnp.asarray(self.key, jnp.uint32)
         if not gradients:
-            return Run(_numpy((jax.jit(outputs) if jit else outputs)(params, inputs)), {})
-        compute = jax.grad(weighted, argnums=(0, 1), has_aux=True)
-        (of_params, of_inputs), named = (jax.jit(compute) if jit else compute)(params, inputs)
+            compute = jax.jit(self._outputs, static_argnums=0) if jit else self._outputs
+            return Run(_numpy(compute(graph, params, rest, inputs, words)), {})
+        cotangents = {name: jnp.asarray(c, dtype) for name, c in self.cotangents.items()}
+        named, of_params, of_inputs = self.gradient(graph, params, rest, inputs, cotangents, words)
         named_gradients = convert.state_dict(nnx.merge(graph, of_params, rest))
         return Run(_numpy(named), _numpy(named_gradients | self._named_inputs(of_inputs)))
+
+    @cached_property
+    def gradient(self):
+        """The compiled function that returns outputs, gradients of the parameters and gradients of the inputs."""
+
+        def weighted(params, inputs, graph, rest, cotangents, words):
+            named = self._outputs(graph, params, rest, inputs, words)
+            return sum((named[name] * c).sum() for name, c in cotangents.items()), named
+
+        @partial(jax.jit, static_argnums=0)
+        def gradient(graph, params, rest, inputs, cotangents, words):
+            compute = jax.grad(weighted, argnums=(0, 1), has_aux=True)
+            (of_params, of_inputs), named = compute(params, inputs, graph, rest, cotangents, words)
+            return named, of_params, of_inputs
+
+        return gradient
+
+    def _outputs(self, graph, params, rest, inputs, words):
+        return self.named(nnx.merge(graph, params, rest)(*inputs, **self.options(flax_attn, words)))
 
     def run_torch(self, dtype: str = "float64", inputs: list | None = None, gradients: bool = False) -> Run:
         """Run the PyTorch side."""
@@ -121,7 +131,7 @@ class Pair:
         tensors = [torch.tensor(x, dtype=kind) for x in (self.inputs if inputs is None else inputs)]
         tensors = [tensor.requires_grad_(gradients) for tensor in tensors]
         with torch.set_grad_enabled(gradients):
-            named = self.named(module(*tensors, **self.options(torch_ref)))
+            named = self.named(module(*tensors, **self.options(torch_ref, torch.from_numpy(self.key))))
         if not gradients:
             return Run(_numpy(named), {})
         total = sum((named[n] * torch.tensor(c, dtype=kind)).sum() for n, c in self.cotangents.items())
@@ -130,17 +140,12 @@ class Pair:
         named_gradients = dict(zip(parameters, of_all, strict=False))
         return Run(_numpy(named), _numpy(named_gradients | self._named_inputs(of_all[len(parameters) :])))
 
-    def options(self, package) -> dict[str, Any]:
+    def options(self, package, dropout_key) -> dict[str, Any]:
         """Return the keyword arguments of the call, for `flax_attn` or `torch_ref`."""
-        options = dict(self.case.call(package))
         method = self.flax.__call__ if package is flax_attn else self.torch.forward
         accepted = inspect.signature(method).parameters
-        if "return_weights" in accepted:
-            options["return_weights"] = True
-        if "dropout_key" in accepted:
-            words = torch.from_numpy(self.key) if package is torch_ref else jnp.asarray(self.key, jnp.uint32)
-            options["dropout_key"] = words
-        return options
+        extra = {"return_weights": True, "dropout_key": dropout_key}
+        return dict(self.case.call(package)) | {name: value for name, value in extra.items() if name in accepted}
 
     def named(self, result) -> dict[str, Any]:
         """Return the outputs of a call by name."""
