@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from einops import rearrange
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from flax_attn.functional.checks import check_broadcast, check_choice, check_inputs, check_options
@@ -37,6 +38,8 @@ def dot_product_attention(
 
     Query head `i` reads key/value head `i // (n / k)`: multi-head for k = n, grouped-query for k < n, multi-query
     for k = 1. The softmax and all sums are in float32 for lower dtypes, and in the dtype of the inputs otherwise.
+
+    The intermediates are named for `jax.checkpoint_policies`: query, key, value, scores, weights, context.
 
     Args:
         query: `(b, t, n, h)` or `(t, n, h)`.
@@ -75,6 +78,7 @@ def dot_product_attention(
     unbatched = query.ndim == 3
     if unbatched:
         query, key, value = query[None], key[None], value[None]
+    query, key, value = (checkpoint_name(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if bias is not None:
         check_broadcast("bias", bias.shape, shape)
@@ -91,6 +95,7 @@ def dot_product_attention(
         dropout=dropout,
         precision=precision,
     )
+    output = checkpoint_name(output, "context")
     if unbatched:
         output, weights = output[0], weights[0]
     return (output, weights) if return_weights else output

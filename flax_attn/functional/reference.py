@@ -65,7 +65,7 @@ def reference_attention(
 
     grouped = rearrange(weights, "b (k g) t s -> b k g t s", k=value.shape[2])
     output = jnp.einsum("b k g t s, b s k v -> b t k g v", grouped, value, precision=precision)
-    output = checkpoint_name(rearrange(output, "b t k g v -> b t (k g) v"), "context")
+    output = rearrange(output, "b t k g v -> b t (k g) v")
     return output.astype(low), weights.astype(low)
 
 

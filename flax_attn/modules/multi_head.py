@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 from flax.typing import Dtype
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from flax_attn.attention import dot_product_attention
@@ -139,5 +140,5 @@ class MultiHeadAttention(nnx.Module):
             return_weights=return_weights,
         )
         context, weights = result if return_weights else (result, None)
-        output = self.out_proj(rearrange(context, "... t n h -> ... t (n h)"))
+        output = checkpoint_name(self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output")
         return (output, weights) if return_weights else output

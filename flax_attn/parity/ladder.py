@@ -38,7 +38,7 @@ class Check:
     @property
     def passed(self) -> bool:
         """Whether the rule holds; NaN never passes."""
-        return self.error <= self.limit
+        return bool(self.error <= self.limit)
 
     @property
     def margin(self) -> float:
@@ -157,12 +157,12 @@ CHECKS: tuple[Callable[[Pair], Check | None], ...] = (
 
 
 def climb(case: Case, seed: int = 0) -> list[Check]:
-    """Return every check of a case that applies to it."""
-    with jax.enable_x64(True):
+    """Return every check of a case that applies to it, made on the CPU."""
+    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         pair = Pair(case, seed)
         return [check for check in (rung(pair) for rung in CHECKS) if check is not None]
 
 
 def _check(name: str, errors: dict[str, float], limit: float, note: str = "") -> Check:
     worst = max(errors, key=lambda name: (np.isnan(errors[name]), errors[name]))
-    return Check(name, errors[worst], limit, worst, note)
+    return Check(name, float(errors[worst]), limit, worst, note)

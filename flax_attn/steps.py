@@ -1,0 +1,50 @@
+"""The named intermediates of a module, with their shapes, read from its own trace."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+STEPS = {
+    "query": ("b t n h", "what each token asks, per head: x W_query"),
+    "key": ("b s k h", "what each token is found by: x W_key"),
+    "value": ("b s k v", "what each token says: x W_value"),
+    "scores": ("b n t s", "every query against every key: query . key / sqrt(h)"),
+    "weights": ("b n t s", "masked, softmax over s, dropped: each row sums to 1 before dropout"),
+    "context": ("b t n v", "the weighted sum of the values"),
+    "output": ("b t d", "heads side by side, projected: context W_out"),
+}
+
+
+class Step(NamedTuple):
+    """One intermediate: its name, the letters of its axes, its shape and what it is."""
+
+    name: str
+    axes: str
+    shape: tuple[int, ...]
+    meaning: str
+
+
+def steps(module: nnx.Module, *inputs: Any, **options: Any) -> list[Step]:
+    """Return the steps of `module(*inputs, **options)` in order; nothing is computed, only traced.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax_attn import CausalAttention
+        >>> layer = CausalAttention(3, 2, context_length=6, dropout=0.0, rngs=nnx.Rngs(0))
+        >>> [(step.name, step.shape) for step in steps(layer, jnp.ones((4, 6, 3)))][:2]
+        [('query', (4, 6, 1, 2)), ('key', (4, 6, 1, 2))]
+    """
+    graph, state = nnx.split(module)
+    trace = jax.make_jaxpr(lambda state, inputs: nnx.merge(graph, state)(*inputs, **options))(state, inputs)
+    return [Step(name, STEPS[name][0], shape, STEPS[name][1]) for name, shape in _named(trace.jaxpr) if name in STEPS]
+
+
+def _named(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"], equation.outvars[0].aval.shape
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from _named(inner)

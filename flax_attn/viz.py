@@ -1,0 +1,102 @@
+"""Attention weights as pictures. Needs matplotlib: `pip install "flax-attn[viz]"`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot_attention(
+    weights: Any,
+    tokens: Sequence[str],
+    key_tokens: Sequence[str] | None = None,
+    *,
+    titles: Sequence[str] | None = None,
+    title: str = "",
+    columns: int = 4,
+) -> Figure:
+    """Draw the heads of one layer as labelled heat maps: a row a query, a column a key, one colour scale for all.
+
+    Args:
+        weights: `(n, t, s)`, or `(t, s)` for one head; of one example, not of a batch.
+        tokens: a label for each query, t in all.
+        key_tokens: a label for each key, s in all; None is the same as `tokens`.
+        titles: one a head; None is "head 0", "head 1" and so on.
+        title: of the whole picture.
+        columns: the most heads side by side.
+
+    Returns:
+        A matplotlib figure; write it with `figure.savefig("maps.png")`.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+        ValueError: if weights, tokens and titles do not fit one another.
+
+    Example:
+        >>> figure = plot_attention(np.full((2, 3, 3), 1 / 3), ["one", "small", "step"])
+        >>> [axes.get_title() for axes in figure.axes[:2]]
+        ['head 0', 'head 1']
+    """
+    Figure = _figure_class()
+    weights = np.asarray(weights, dtype=np.float64)
+    weights = weights[None] if weights.ndim == 2 else weights
+    key_tokens = tokens if key_tokens is None else key_tokens
+    titles = [f"head {i}" for i in range(len(weights))] if titles is None else titles
+    _check(weights, tokens, key_tokens, titles)
+
+    n, t, s = weights.shape
+    across = min(n, columns)
+    down = -(-n // across)
+    # A cell has room for its number; a long text gets small cells and no numbers.
+    cell = 0.55 if max(t, s) <= 12 else max(0.16, 6 / max(t, s))
+    figure = Figure(figsize=(across * (s * cell + 1.2) + 0.8, down * (t * cell + 1.4) + 0.4), layout="constrained")
+    panels = np.ravel(figure.subplots(down, across, squeeze=False))
+    top = max(float(np.nanmax(weights, initial=0.0)), np.finfo(float).tiny)
+    image = None
+    for panel, head, name in zip(panels, weights, titles, strict=False):
+        image = panel.imshow(head, cmap="viridis", vmin=0.0, vmax=top)
+        panel.set_title(name)
+        panel.set_xticks(range(s), key_tokens, rotation=60, ha="right", rotation_mode="anchor")
+        panel.set_yticks(range(t), tokens)
+        if max(t, s) <= 12:
+            _write_numbers(panel, head, top)
+    for panel in panels[n:]:
+        panel.set_axis_off()
+    figure.supxlabel("key: attended to")
+    figure.supylabel("query: attending")
+    figure.colorbar(image, ax=list(panels), label="weight", shrink=0.8)
+    figure.suptitle(title)
+    return figure
+
+
+def _write_numbers(panel: Any, head: np.ndarray, top: float) -> None:
+    for row, column in np.argwhere(head):  # a weight of exactly zero is masked, and stays blank
+        weight = head[row, column]
+        colour = "black" if weight > 0.6 * top else "white"
+        panel.text(column, row, f"{weight:.2f}", ha="center", va="center", color=colour, fontsize=8)
+
+
+def _check(weights: np.ndarray, tokens: Sequence[str], key_tokens: Sequence[str], titles: Sequence[str]) -> None:
+    if weights.ndim != 3:
+        raise ValueError(
+            f"weights must be (n, t, s) or (t, s), of one example; got shape {weights.shape}. Of a batch pass weights[0]"
+        )
+    sizes = (len(titles), len(tokens), len(key_tokens))
+    if weights.shape != sizes:
+        raise ValueError(
+            f"weights (n, t, s) = {weights.shape} need as many titles, tokens and key_tokens; got {sizes}. "
+            "For cross attention pass key_tokens"
+        )
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('plot_attention needs matplotlib: pip install "flax-attn[viz]"') from error
+    return Figure
