@@ -84,7 +84,8 @@ def _write_numbers(panel: Any, head: np.ndarray, top: float) -> None:
 def _check(weights: np.ndarray, tokens: Sequence[str], key_tokens: Sequence[str], titles: Sequence[str]) -> None:
     if weights.ndim != 3:
         raise ValueError(
-            f"weights must be (n, t, s) or (t, s), of one example; got shape {weights.shape}. Of a batch pass weights[0]"
+            f"weights must be (n, t, s) or (t, s), of one example; got shape {weights.shape}. "
+            "Of a batch pass weights[0]"
         )
     sizes = (len(titles), len(tokens), len(key_tokens))
     if weights.shape != sizes:

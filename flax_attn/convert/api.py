@@ -59,9 +59,7 @@ def load_state_dict(
         Array([3., 3.], dtype=float32)
     """
     params, entries, table = _params(module), _entries(module, layout), _layout(layout)
-    theirs = {
-        name.removeprefix(prefix): value for name, value in _flatten(weights).items() if name.startswith(prefix)
-    }
+    theirs = {name.removeprefix(prefix): value for name, value in _flatten(weights).items() if name.startswith(prefix)}
     wrong = problems(entries, {name: tuple(np.shape(value)) for name, value in theirs.items()}, table)
     if wrong:
         name = layout if isinstance(layout, str) else "given"

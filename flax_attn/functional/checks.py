@@ -76,9 +76,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
-def check_inputs(
-    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], dtypes: tuple[str, str, str]
-) -> None:
+def check_inputs(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     """Raise unless the three shapes belong to one attention call, and the dtypes are one floating dtype."""
     shapes = f"got query {query}, key {key}, value {value}"
     if len(query) not in (3, 4) or not len(query) == len(key) == len(value):

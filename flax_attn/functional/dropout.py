@@ -113,7 +113,7 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
     return bits >= jnp.uint32(min(round(dropout.rate * 2**32), 2**32 - 1))
 
 
-def keep_grid(dropout: KeyedDropout, shape: tuple[int, int, int, int]) -> Array:
+def keep_grid(dropout: KeyedDropout, shape: tuple[int, ...]) -> Array:
     """Return the whole `(b, n, t, s)` mask of `keep_mask`, for arrays that are materialised anyway."""
     index = [jnp.arange(size).reshape([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate(shape)]
     return keep_mask(dropout, *index)

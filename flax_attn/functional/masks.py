@@ -8,7 +8,8 @@ key `j` at position `j`.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +51,11 @@ def _unflatten(cls, static, children):
     return part
 
 
+@dataclass(frozen=True)
 class _Positioned(_Part):
     """A part in which query `i` stands at `offset + i`."""
 
-    offset: Count | None
+    offset: Count | None = field(default=None, kw_only=True)
 
     def resolve(self, b, n, t, s):
         if self.offset is None and t != s:
@@ -78,8 +80,6 @@ class _Positioned(_Part):
 class Causal(_Positioned):
     """Key `j` is seen from position `p` when `j <= p`."""
 
-    offset: Count | None = None
-
     def allow(self, rows, cols):
         return cols <= self.position(rows)
 
@@ -90,7 +90,6 @@ class Window(_Positioned):
 
     left: int | None
     right: int | None
-    offset: Count | None = None
 
     def allow(self, rows, cols):
         distance = cols - self.position(rows)
@@ -107,7 +106,6 @@ class Prefix(_Positioned):
     """Key `j` is seen from position `p` when `j <= p` or `j < length`."""
 
     length: Count
-    offset: Count | None = None
 
     def resolve(self, b, n, t, s):
         _check_rows("length", self.length, b)
@@ -147,9 +145,10 @@ class Segments(_Part):
 
     def resolve(self, b, n, t, s):
         for name, ids, size in (("query", self.query, t), ("key", self.key, s)):
-            if ids.shape not in ((size,), (1, size), (b, size)):
+            shape = ids.shape
+            if shape not in ((size,), (1, size), (b, size)):
                 raise ValueError(
-                    f"{name} segments must have one id a token, shape ({b}, {size}) or ({size},); got {ids.shape}. "
+                    f"{name} segments must have one id a token, shape ({b}, {size}) or ({size},); got {shape}. "
                     "When t != s pass both: Mask.segments(query, key)"
                 )
         return self
@@ -164,7 +163,7 @@ class Segments(_Part):
 class Dense(_Part):
     """Any boolean array that broadcasts to `(b, n, t, s)`."""
 
-    array: Bool[Array, "..."]
+    array: Bool[Array, ...]
 
     def resolve(self, b, n, t, s):
         check_broadcast("mask", self.array.shape, (b, n, t, s))
@@ -197,7 +196,7 @@ class Mask:
     @staticmethod
     def causal(offset: Count | None = None) -> Mask:
         """Query `i` sees key `j` when `j <= offset + i`. The offset is 0 where t == s and must be given elsewhere."""
-        return Mask((Causal(offset),))
+        return Mask((Causal(offset=offset),))
 
     @staticmethod
     def window(left: int | None, right: int | None, offset: Count | None = None) -> Mask:
@@ -208,7 +207,7 @@ class Mask:
                     f"a window's {name} is a number of keys, at least 0; got {name}={size}. "
                     "For an unbounded side pass None"
                 )
-        return Mask((Window(left, right, offset),))
+        return Mask((Window(left, right, offset=offset),))
 
     @staticmethod
     def sliding_window(width: int, offset: Count | None = None) -> Mask:
@@ -230,18 +229,12 @@ class Mask:
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
-        return Mask((Prefix(_integers("prefix length", length), offset),))
+        return Mask((Prefix(_integers("prefix length", length), offset=offset),))
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`."""
-        array = jnp.asarray(array)
-        if array.dtype != bool:
-            raise ValueError(
-                f"mask must be boolean, True = attend; got dtype {array.dtype}. "
-                "To add numbers to the scores pass them as bias; for 0/1 integers write mask.astype(bool)"
-            )
-        return Mask((Dense(array),))
+        return Mask((Dense(_boolean(array)),))
 
     def __and__(self, other: Mask) -> Mask:
         return Mask(self.parts + other.parts)
@@ -272,9 +265,8 @@ def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
     """
     if isinstance(mask, Mask | None):
         return mask or Mask()
-    mask = Mask.dense(mask)
-    (part,) = mask.parts
-    return mask if heads or part.array.ndim != 3 else Mask.dense(part.array[:, None])
+    array = _boolean(mask)
+    return Mask((Dense(array if heads or array.ndim != 3 else array[:, None]),))
 
 
 def create_causal_mask(t: int, s: int | None = None, offset: int | None = None) -> Bool[Array, "t s"]:
@@ -292,7 +284,17 @@ def create_causal_mask(t: int, s: int | None = None, offset: int | None = None) 
     return Mask.causal(offset).materialise(1, 1, t, t if s is None else s)[0, 0]
 
 
-def _integers(name: str, values):
+def _boolean(array: Any) -> Array:
+    array = jnp.asarray(array)
+    if array.dtype != bool:
+        raise ValueError(
+            f"mask must be boolean, True = attend; got dtype {array.dtype}. "
+            "To add numbers to the scores pass them as bias; for 0/1 integers write mask.astype(bool)"
+        )
+    return array
+
+
+def _integers(name: str, values: Any) -> Any:
     if values is None or isinstance(values, int):
         return values
     values = jnp.asarray(values)

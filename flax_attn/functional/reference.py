@@ -16,8 +16,8 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
+from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import Key, Query, Scores, Value, Visible
 

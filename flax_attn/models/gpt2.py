@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype
+from flax.typing import Dtype, PrecisionLike
 
 from flax_attn.functional.checks import check_choice
 from flax_attn.modules.multi_head import MultiHeadAttention
@@ -47,7 +46,7 @@ def create_gpt2_attention(
     qkv_bias: bool | None = None,
     dtype: Dtype | None = None,
     param_dtype: Dtype = jnp.float32,
-    precision: jax.lax.PrecisionLike = None,
+    precision: PrecisionLike = None,
     rngs: nnx.Rngs | None = None,
 ) -> MultiHeadAttention:
     """Return one attention layer of a published GPT-2 size.

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype
+from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from flax_attn.functional.checks import check_choice, check_tokens
@@ -78,7 +77,7 @@ class TransformerBlock(nnx.Module):
         eps: float = 1e-5,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        precision: PrecisionLike = None,
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype
+from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from flax_attn.attention import single_head_attention
@@ -62,7 +61,7 @@ class CausalAttention(SelfAttention):
         d_key: int | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        precision: PrecisionLike = None,
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(context_length=1 if context_length is None else context_length)

@@ -1,7 +1,5 @@
 """Dropout as a module: where the rate is kept and the keys come from."""
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype
+from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
 from flax_attn.functional.checks import check_choice, check_positive, check_width
@@ -61,7 +61,7 @@ class FeedForward(nnx.Module):
         *,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        precision: PrecisionLike = None,
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(d_model=d_model)

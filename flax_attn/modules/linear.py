@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype
+from flax.typing import Dtype, PrecisionLike
 
 from flax_attn.functional.checks import check_positive
 
@@ -39,7 +39,7 @@ class Linear(nnx.Linear):
         *,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        precision: PrecisionLike = None,
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(d_in=d_in, d_out=d_out)

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
-from flax.typing import Dtype
+from flax.typing import Dtype, PrecisionLike
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
@@ -81,7 +80,7 @@ class MultiHeadAttention(nnx.Module):
         vdim: int | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        precision: PrecisionLike = None,
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):

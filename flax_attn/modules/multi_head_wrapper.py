@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype
+from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from flax_attn.functional.checks import check_positive
@@ -57,7 +56,7 @@ class MultiHeadAttentionWrapper(nnx.Module):
         *,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        precision: PrecisionLike = None,
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(num_heads=num_heads)

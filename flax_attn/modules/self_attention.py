@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype
+from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from flax_attn.attention import single_head_attention
@@ -55,7 +54,7 @@ class SelfAttention(nnx.Module):
         d_key: int | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
-        precision: jax.lax.PrecisionLike = None,
+        precision: PrecisionLike = None,
         rngs: nnx.Rngs | None = None,
     ):
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}

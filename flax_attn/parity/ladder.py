@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -84,7 +83,9 @@ def dropout(pair: Pair) -> Check | None:
         ours, truth = pair.run_flax(), pair.run_torch(gradients=True)
     finally:
         pair.train(False)
-    errors = tolerance.relative(ours.outputs, truth.outputs) | tolerance.gradient_errors(ours.gradients, truth.gradients)
+    errors = tolerance.relative(ours.outputs, truth.outputs) | tolerance.gradient_errors(
+        ours.gradients, truth.gradients
+    )
     if np.allclose(truth.outputs["output"], pair.truth.outputs["output"]):
         errors["nothing was dropped"] = np.inf
     return _check("dropout", errors, tolerance.GRADIENT)

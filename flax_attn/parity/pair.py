@@ -134,7 +134,7 @@ class Pair:
             named = self.named(module(*tensors, **self.options(torch_ref, torch.from_numpy(self.key))))
         if not gradients:
             return Run(_numpy(named), {})
-        total = sum((named[n] * torch.tensor(c, dtype=kind)).sum() for n, c in self.cotangents.items())
+        total = torch.stack([(named[n] * torch.tensor(c, dtype=kind)).sum() for n, c in self.cotangents.items()]).sum()
         parameters = dict(module.named_parameters())
         of_all = torch.autograd.grad(total, [*parameters.values(), *tensors])
         named_gradients = dict(zip(parameters, of_all, strict=False))

@@ -19,15 +19,17 @@ Results = Mapping[str, Sequence[Check]]
 
 COLUMNS = ("forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "layouts", "training")
 
+_LOW, _LOW_GRADIENT = f"{tolerance.LOW_FORWARD:.0f}x", f"{tolerance.LOW_GRADIENT:.0f}x"
+
 LEGEND = f"""\
 forward      float64: largest error over largest value, outputs and weights         rule {tolerance.FORWARD:.0e}
-gradients    float64: every parameter and input, under random cotangents           rule {tolerance.GRADIENT:.0e}
-float32      error over the allowed one, {tolerance.LOW_FORWARD:.0f}x PyTorch's own ({tolerance.LOW_GRADIENT:.0f}x for gradients)     rule 1
-jit = eager  float64: compiled against eager                                       rule {tolerance.FORWARD:.0e}
-dropout      float64: train mode with one dropout key, outputs and gradients       rule {tolerance.GRADIENT:.0e}
-unbatched    float64: one example without a batch axis                             rule {tolerance.FORWARD:.0e}
+gradients    float64: every parameter and input, under random cotangents            rule {tolerance.GRADIENT:.0e}
+float32      error over the allowed one: {_LOW} PyTorch's own, {_LOW_GRADIENT} for gradients         rule 1
+jit = eager  float64: compiled against eager                                        rule {tolerance.FORWARD:.0e}
+dropout      float64: train mode with one dropout key, outputs and gradients        rule {tolerance.GRADIENT:.0e}
+unbatched    float64: one example without a batch axis                              rule {tolerance.FORWARD:.0e}
 layouts      weight layouts that come back bit for bit, every element in its place
-training     float64: losses and parameters over 100 steps of AdamW, dropout on    rule {tolerance.TRAINING:.0e}
+training     float64: losses and parameters over 100 steps of AdamW, dropout on     rule {tolerance.TRAINING:.0e}
 margin       how far below its rule the worst check is;  -  does not apply"""
 
 

@@ -59,6 +59,6 @@ def lower_dtype(ours: Arrays, theirs: Arrays, truth: Arrays, factor: float, eps:
     def excess(name: str) -> float:
         own, other = np.abs(ours[name] - truth[name]), np.abs(theirs[name] - truth[name])
         size = np.abs(truth[name])
-        return max(s(own) / max(factor * s(other) + eps * s(size), np.finfo(float).tiny) for s in statistics)
+        return float(max(s(own) / max(factor * s(other) + eps * s(size), np.finfo(float).tiny) for s in statistics))
 
     return {name: excess(name) for name in truth}

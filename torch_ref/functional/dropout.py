@@ -122,7 +122,7 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
     return bits >= min(round(dropout.rate * 2**32), 2**32 - 1)
 
 
-def keep_grid(dropout: KeyedDropout, shape: tuple[int, int, int, int]) -> Tensor:
+def keep_grid(dropout: KeyedDropout, shape: tuple[int, ...]) -> Tensor:
     """Return the whole `(b, n, t, s)` mask of `keep_mask`, for arrays that are materialised anyway."""
     index = [
         torch.arange(size, device=dropout.key.device).reshape([-1 if i == axis else 1 for i in range(4)])

@@ -8,7 +8,8 @@ key `j` at position `j`.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Integer
@@ -32,10 +33,11 @@ class _Part:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
 class _Positioned(_Part):
     """A part in which query `i` stands at `offset + i`."""
 
-    offset: Count | None
+    offset: Count | None = field(default=None, kw_only=True)
 
     def resolve(self, b, n, t, s):
         if self.offset is None and t != s:
@@ -60,8 +62,6 @@ class _Positioned(_Part):
 class Causal(_Positioned):
     """Key `j` is seen from position `p` when `j <= p`."""
 
-    offset: Count | None = None
-
     def allow(self, rows, cols):
         return cols <= self.position(rows)
 
@@ -72,7 +72,6 @@ class Window(_Positioned):
 
     left: int | None
     right: int | None
-    offset: Count | None = None
 
     def allow(self, rows, cols):
         distance = cols - self.position(rows)
@@ -89,7 +88,6 @@ class Prefix(_Positioned):
     """Key `j` is seen from position `p` when `j <= p` or `j < length`."""
 
     length: Count
-    offset: Count | None = None
 
     def resolve(self, b, n, t, s):
         _check_rows("length", self.length, b)
@@ -129,9 +127,10 @@ class Segments(_Part):
 
     def resolve(self, b, n, t, s):
         for name, ids, size in (("query", self.query, t), ("key", self.key, s)):
-            if tuple(ids.shape) not in ((size,), (1, size), (b, size)):
+            shape = tuple(ids.shape)
+            if shape not in ((size,), (1, size), (b, size)):
                 raise ValueError(
-                    f"{name} segments must have one id a token, shape ({b}, {size}) or ({size},); got {tuple(ids.shape)}. "
+                    f"{name} segments must have one id a token, shape ({b}, {size}) or ({size},); got {shape}. "
                     "When t != s pass both: Mask.segments(query, key)"
                 )
         return self
@@ -146,7 +145,7 @@ class Segments(_Part):
 class Dense(_Part):
     """Any boolean array that broadcasts to `(b, n, t, s)`."""
 
-    array: Bool[Tensor, "..."]
+    array: Bool[Tensor, ...]
 
     def resolve(self, b, n, t, s):
         check_broadcast("mask", tuple(self.array.shape), (b, n, t, s))
@@ -177,7 +176,7 @@ class Mask:
     @staticmethod
     def causal(offset: Count | None = None) -> Mask:
         """Query `i` sees key `j` when `j <= offset + i`. The offset is 0 where t == s and must be given elsewhere."""
-        return Mask((Causal(offset),))
+        return Mask((Causal(offset=offset),))
 
     @staticmethod
     def window(left: int | None, right: int | None, offset: Count | None = None) -> Mask:
@@ -188,7 +187,7 @@ class Mask:
                     f"a window's {name} is a number of keys, at least 0; got {name}={size}. "
                     "For an unbounded side pass None"
                 )
-        return Mask((Window(left, right, offset),))
+        return Mask((Window(left, right, offset=offset),))
 
     @staticmethod
     def sliding_window(width: int, offset: Count | None = None) -> Mask:
@@ -210,18 +209,12 @@ class Mask:
     @staticmethod
     def prefix(length: Count | Tensor, offset: Count | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
-        return Mask((Prefix(_integers("prefix length", length), offset),))
+        return Mask((Prefix(_integers("prefix length", length), offset=offset),))
 
     @staticmethod
     def dense(array: Tensor) -> Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`."""
-        array = torch.as_tensor(array)
-        if array.dtype != torch.bool:
-            raise ValueError(
-                f"mask must be boolean, True = attend; got dtype {array.dtype}. "
-                "To add numbers to the scores pass them as bias; for 0/1 integers write mask.bool()"
-            )
-        return Mask((Dense(array),))
+        return Mask((Dense(_boolean(array)),))
 
     def __and__(self, other: Mask) -> Mask:
         return Mask(self.parts + other.parts)
@@ -252,9 +245,8 @@ def as_mask(mask: Mask | Tensor | None, heads: bool = True) -> Mask:
     """
     if isinstance(mask, Mask | None):
         return mask or Mask()
-    mask = Mask.dense(mask)
-    (part,) = mask.parts
-    return mask if heads or part.array.ndim != 3 else Mask.dense(part.array[:, None])
+    array = _boolean(mask)
+    return Mask((Dense(array if heads or array.ndim != 3 else array[:, None]),))
 
 
 def create_causal_mask(t: int, s: int | None = None, offset: int | None = None) -> Bool[Tensor, "t s"]:
@@ -272,7 +264,17 @@ def create_causal_mask(t: int, s: int | None = None, offset: int | None = None) 
     return Mask.causal(offset).materialise(1, 1, t, t if s is None else s)[0, 0]
 
 
-def _integers(name: str, values):
+def _boolean(array: Any) -> Tensor:
+    array = torch.as_tensor(array)
+    if array.dtype != torch.bool:
+        raise ValueError(
+            f"mask must be boolean, True = attend; got dtype {array.dtype}. "
+            "To add numbers to the scores pass them as bias; for 0/1 integers write mask.bool()"
+        )
+    return array
+
+
+def _integers(name: str, values: Any) -> Any:
     if values is None or isinstance(values, int):
         return values
     values = torch.as_tensor(values)
@@ -283,7 +285,9 @@ def _integers(name: str, values):
 
 def _check_rows(name: str, values: Count | None, b: int) -> None:
     if values is not None and tuple(torch.as_tensor(values).shape) not in ((), (1,), (b,)):
-        raise ValueError(f"{name} must be one integer or one a row, shape ({b},); got shape {tuple(torch.as_tensor(values).shape)}")
+        raise ValueError(
+            f"{name} must be one integer or one a row, shape ({b},); got shape {tuple(torch.as_tensor(values).shape)}"
+        )
 
 
 def _per_row(values: Count) -> Tensor:

@@ -15,8 +15,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.dropout import KeyedDropout, drop, keep_grid
+from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import Key, Query, Scores, Value, Visible
 

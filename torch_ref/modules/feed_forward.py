@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from torch_ref.functional.checks import check_choice, check_positive, check_width
 from torch_ref.modules.linear import Linear
 
-
 ACTIVATIONS = {"gelu_tanh": "tanh", "gelu_exact": "none"}
 
 

@@ -1,0 +1,52 @@
+# Every target sets up what it needs. PYTHON picks the interpreter of .venv, ARGS go to the command.
+PYTHON ?= python3
+BIN := .venv/bin
+NEWEST_BIN := .venv-newest/bin
+# The first of these that runs and is at least 3.12, which the newest JAX and Flax need.
+NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; done)
+
+.PHONY: help parity test lint format test-newest clean
+
+help:
+	@echo 'make parity       prove that every variant equals its PyTorch twin'
+	@echo 'make test         run all tests'
+	@echo 'make lint         check format, lint and types'
+	@echo 'make format       format the code'
+	@echo 'make test-newest  run the JAX-only tests on the newest Python, JAX and Flax, without torch'
+	@echo 'make clean        remove the environments and caches'
+
+parity: .venv/installed
+	$(BIN)/flax-attn parity $(ARGS)
+
+test: .venv/installed
+	$(BIN)/pytest -n auto -ra $(ARGS)
+
+lint: .venv/installed
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/pyright
+
+format: .venv/installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+test-newest: .venv-newest/installed
+	$(NEWEST_BIN)/pytest -n auto -ra tests flax_attn --ignore=flax_attn/parity $(ARGS)
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flax-attn needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,viz,dev]'
+	@touch $@
+
+# Installed as a user would, not editable and without torch.
+.venv-newest/installed: pyproject.toml constraints-newest.txt $(shell find flax_attn -name '*.py')
+	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 or newer found: make test-newest NEWEST_PYTHON=/path/to/python'; exit 1; }
+	$(NEWEST_PYTHON) -m venv --clear .venv-newest
+	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz]' beartype pytest pytest-xdist
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-newest build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,207 @@
+"""The two packages are one: the same files, names, signatures, defaults and fields, and neither imports the other."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import flax_attn
+import torch_ref
+
+ROOTS = {package.__name__: Path(package.__file__).parent for package in (flax_attn, torch_ref)}
+ONE_SIDED = {"functional/dropout.py": {"draw_key"}}
+FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "device"}
+FLOORS = ("functional", "convert", "backends", "attention", "sharding", "modules", "models", "parity", "bench", "viz")
+
+
+def mirrored_files(package):
+    root = ROOTS[package]
+    files = [path for floor in ("functional", "modules", "models") for path in (root / floor).rglob("*.py")]
+    return sorted(str(path.relative_to(root)) for path in [*files, root / "attention.py"])
+
+
+def load(package, file):
+    dotted = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return importlib.import_module(f"{package}.{dotted}")
+
+
+@cache
+def defined(path):
+    """Return the public names that a file itself defines."""
+    names = set()
+    for node in ast.parse(Path(path).read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets}
+    return {name for name in names if not name.startswith("_")}
+
+
+def signature(function):
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.kind.name, p.default) for p in parameters if p.name not in FRAMEWORK_ONLY]
+
+
+def methods(cls):
+    """Return the signatures of what a class itself defines, `forward` and `__call__` under one name."""
+    kept = {"__init__", "__call__", "__and__", "__post_init__"}
+    own = {n: getattr(v, "__func__", v) for n, v in vars(cls).items() if not n.startswith("_") or n in kept}
+    found = {{"forward": "__call__"}.get(n, n): signature(f) for n, f in own.items() if inspect.isfunction(f)}
+    properties = sorted(n for n, value in own.items() if isinstance(value, property))
+    if len(found.get("__init__", [])) == 1:  # takes nothing beside self
+        del found["__init__"]
+    return found, properties
+
+
+def describe(value):
+    if hasattr(value, "dim_str"):
+        return "array type", value.dim_str, value.dtypes
+    if inspect.isclass(value):
+        fields = [(f.name, f.default) for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else None
+        return "class", methods(value), fields
+    if inspect.isfunction(value):
+        return "function", signature(value)
+    return ("table", list(value)) if hasattr(value, "keys") else ("value", type(value).__name__)
+
+
+def differences(file, ours, theirs):
+    """Return a line for everything in which the two modules of a mirrored file differ."""
+    names = [defined(module.__file__) - ONE_SIDED.get(file, set()) for module in (ours, theirs)]
+    lines = [f"{file}: {name} stands on one side only" for name in sorted(names[0] ^ names[1])]
+    for name in sorted(names[0] & names[1]):
+        left, right = describe(getattr(ours, name)), describe(getattr(theirs, name))
+        lines += [f"{file}: {name}: {left} != {right}"] if left != right else []
+    return lines
+
+
+def test_the_same_files_stand_on_both_sides():
+    files = mirrored_files("flax_attn")
+    assert files == mirrored_files("torch_ref")
+    assert {"attention.py", "functional/masks.py", "modules/multi_head.py", "models/gpt2.py"} <= set(files)
+
+
+@pytest.mark.parametrize("file", mirrored_files("flax_attn"))
+def test_a_file_reads_alike_on_both_sides(file):
+    lines = differences(file, load("flax_attn", file), load("torch_ref", file))
+    assert not lines, "\n".join(lines)
+
+
+def test_the_packages_export_the_same_names():
+    assert flax_attn.__all__ == torch_ref.__all__
+    assert all(hasattr(package, name) for package in (flax_attn, torch_ref) for name in package.__all__)
+
+
+def test_the_legend_of_axes_is_one():
+    assert load("flax_attn", "functional/shapes.py").AXES == load("torch_ref", "functional/shapes.py").AXES
+
+
+def test_checks_are_one_text():
+    ours, theirs = ((ROOTS[package] / "functional/checks.py").read_text() for package in ROOTS)
+    assert ours == theirs
+
+
+def test_configs_are_equal_in_values():
+    ours, theirs = ({k: dataclasses.asdict(v) for k, v in p.GPT2_CONFIGS.items()} for p in (flax_attn, torch_ref))
+    assert ours == theirs
+
+
+MULTI_HEAD = "modules/multi_head.py"
+
+
+def _default(x, y: int = 1): ...
+
+
+def _other_default(x, y: int = 2): ...
+
+
+def _other_name(x, z: int = 1): ...
+
+
+def _keyword_only(x, *, y: int = 1): ...
+
+
+@pytest.mark.parametrize("planted", [_other_default, _other_name, _keyword_only])
+def test_the_mirror_sees_a_changed_signature(planted, monkeypatch):
+    ours, theirs = (load(package, "attention.py") for package in ROOTS)
+    monkeypatch.setattr(ours, "dot_product_attention", _default)
+    monkeypatch.setattr(theirs, "dot_product_attention", planted)
+    assert any("dot_product_attention" in line for line in differences("attention.py", ours, theirs))
+
+
+@pytest.mark.parametrize("method", ["__init__", "forward"])
+def test_the_mirror_sees_a_changed_method(method, monkeypatch):
+    ours, theirs = (load(package, MULTI_HEAD) for package in ROOTS)
+    monkeypatch.setattr(theirs.MultiHeadAttention, method, _other_default)
+    assert any("MultiHeadAttention" in line for line in differences(MULTI_HEAD, ours, theirs))
+
+
+def test_the_mirror_sees_a_changed_field_and_a_changed_table(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class GPT2Config:
+        d_model: int
+        num_heads: int
+        num_layers: int
+        context_length: int = 2048
+
+    ours, theirs = (load(package, "models/gpt2.py") for package in ROOTS)
+    monkeypatch.setattr(theirs, "GPT2Config", GPT2Config)
+    monkeypatch.setattr(theirs, "GPT2_CONFIGS", {"gpt2-small": None})
+    lines = differences("models/gpt2.py", ours, theirs)
+    assert [line.split(": ")[1] for line in lines] == ["GPT2Config", "GPT2_CONFIGS"]
+
+
+def test_the_mirror_sees_a_missing_name(tmp_path):
+    ours, full = load("flax_attn", MULTI_HEAD), ROOTS["torch_ref"] / MULTI_HEAD
+    renamed = tmp_path / "multi_head.py"
+    renamed.write_text(full.read_text().replace("class MultiHeadAttention", "class ManyHeads"))
+    theirs = SimpleNamespace(__file__=str(renamed))
+    assert differences(MULTI_HEAD, ours, theirs) == [
+        f"{MULTI_HEAD}: ManyHeads stands on one side only",
+        f"{MULTI_HEAD}: MultiHeadAttention stands on one side only",
+    ]
+
+
+def imports(path, everywhere=True):
+    """Return the modules that a file imports, those inside functions only if `everywhere`."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree) if everywhere else tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_packages(path, everywhere=True):
+    return {name.split(".")[0] for name in imports(path, everywhere)}
+
+
+def files_of(package):
+    return {str(path.relative_to(ROOTS[package])): path for path in sorted(ROOTS[package].rglob("*.py"))}
+
+
+@pytest.mark.parametrize("file", files_of("torch_ref"))
+def test_torch_ref_knows_no_jax(file):
+    assert not imported_packages(files_of("torch_ref")[file]) & {"flax_attn", "jax", "flax", "optax", "jaxlib"}
+
+
+@pytest.mark.parametrize("file", [file for file in files_of("flax_attn") if not file.startswith("parity/")])
+def test_flax_attn_needs_no_torch(file):
+    path = files_of("flax_attn")[file]
+    assert "torch_ref" not in imported_packages(path)
+    assert "torch" not in imported_packages(path, everywhere=False)
+
+
+@pytest.mark.parametrize(("package", "file"), [(p, file) for p in ROOTS for file in files_of(p) if file != "__init__.py"])
+def test_a_floor_imports_only_the_floors_below(package, file):
+    own = file.removesuffix(".py").split("/")[0]
+    if own not in FLOORS:
+        pytest.skip("above all floors")
+    names = [name.split(".")[1] for name in imports(files_of(package)[file]) if name.startswith(f"{package}.")]
+    above = [name for name in names if name not in FLOORS or FLOORS.index(name) > FLOORS.index(own)]
+    assert not above, f"{file} stands on {own} and imports {above}"

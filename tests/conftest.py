@@ -1,0 +1,150 @@
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_attn
+
+_B, _T, _S, _D_IN, _D_MODEL, _HEADS = 3, 5, 9, 7, 24, 4
+_HEAD = {"d_in": _D_IN, "d_out": 6, "context_length": 8, "dropout": 0.0, "qkv_bias": True, "d_key": 10}
+_MULTI = {"d_in": _D_IN, "d_out": _D_MODEL, "context_length": 11, "dropout": 0.0, "num_heads": _HEADS}
+_BLOCK = {"d_model": _D_MODEL, "context_length": 11, "dropout": 0.0, "num_heads": _HEADS, "d_hidden": 10}
+_POST = {"norm": "rms_norm", "norm_first": False, "causal": False, "activation": "gelu_exact"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A module with arguments and the shapes of its inputs."""
+
+    name: str
+    cls: type
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    shapes: tuple[tuple[int, ...], ...] = ((_B, _T, _D_IN),)
+
+    @property
+    def drops(self) -> bool:
+        return "dropout" in self.arguments
+
+    @property
+    def weighs(self) -> bool:
+        return "return_weights" in inspect.signature(self.cls.__call__).parameters
+
+    def takes(self, name: str) -> bool:
+        return name in inspect.signature(self.cls).parameters
+
+    def create(self, seed: int = 0, **arguments: Any) -> nnx.Module:
+        """Return the module as constructed; arguments that the class does not take are left out."""
+        arguments = {name: value for name, value in arguments.items() if self.takes(name)}
+        return self.cls(**{**self.arguments, **arguments}, rngs=nnx.Rngs(seed))
+
+    def build(self, seed: int = 0, **arguments: Any) -> nnx.Module:
+        """Return the module with every parameter random: biases, scales and shifts included."""
+        module = self.create(seed, **arguments)
+        for i, (_, param) in enumerate(nnx.to_flat_state(nnx.state(module, nnx.Param))):
+            key = jax.random.fold_in(jax.random.key(seed), i)
+            param[...] = jax.random.normal(key, param.shape, param.dtype) * jnp.asarray(0.4, param.dtype)
+        return module
+
+    def inputs(self, dtype: Any = jnp.float32) -> list[jax.Array]:
+        return [jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(self.shapes, 7)]
+
+    @staticmethod
+    def loss(module: nnx.Module, *inputs: jax.Array) -> jax.Array:
+        """Return the output under a cotangent that is different everywhere."""
+        output = module(*inputs)
+        return jnp.vdot(jnp.cos(jnp.arange(output.size, dtype=output.dtype)), output.reshape(-1))
+
+
+VARIANTS = (
+    Variant("simplified", flax_attn.SimplifiedSelfAttention),
+    Variant("self_attention", flax_attn.SelfAttention, {"d_in": _D_IN, "d_out": 6, "qkv_bias": True, "d_key": 10}),
+    Variant("causal", flax_attn.CausalAttention, _HEAD),
+    Variant(
+        "wrapper",
+        flax_attn.MultiHeadAttentionWrapper,
+        {"d_in": _D_IN, "d_out": 6, "context_length": 8, "dropout": 0.0, "num_heads": 2, "qkv_bias": True},
+    ),
+    Variant("multi_head", flax_attn.MultiHeadAttention, {**_MULTI, "qkv_bias": True, "num_kv_heads": 2}),
+    Variant(
+        "cross",
+        flax_attn.MultiHeadAttention,
+        {**_MULTI, "causal": False, "out_bias": False, "kdim": 13, "vdim": 14},
+        ((_B, _T, _D_IN), (_B, _S, 13), (_B, _S, 14)),
+    ),
+    Variant("block", flax_attn.TransformerBlock, {**_BLOCK, "qkv_bias": True}, ((_B, _T, _D_MODEL),)),
+    Variant("block_post", flax_attn.TransformerBlock, {**_BLOCK, **_POST, "num_kv_heads": 1}, ((_B, _T, _D_MODEL),)),
+    Variant("layer_norm", flax_attn.LayerNorm, {"d_model": _D_IN}),
+    Variant("rms_norm", flax_attn.RMSNorm, {"d_model": _D_IN}),
+    Variant("feed_forward", flax_attn.FeedForward, {"d_model": _D_IN, "d_hidden": 10}),
+)
+
+
+def pytest_generate_tests(metafunc):
+    kinds = {
+        "variant": VARIANTS,
+        "learning": [v for v in VARIANTS if v.cls is not flax_attn.SimplifiedSelfAttention],
+        "dropping": [v for v in VARIANTS if v.drops],
+        "weighing": [v for v in VARIANTS if v.weighs],
+    }
+    for name, variants in kinds.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, variants, ids=[v.name for v in variants])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def strict_numpy():
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture
+def no_shape_checks():
+    """Let input through that the annotations refuse, so that the library's own words are what is tested."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def close():
+    """Equal but for the order of float32 sums."""
+
+    def check(actual, expected, tolerance=2e-5):
+        jax.tree.map(
+            lambda a, e: np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance * (1 + np.abs(e).max())),
+            actual,
+            expected,
+        )
+
+    return check
+
+
+@pytest.fixture
+def equations():
+    """All equations of a jaxpr, those of inner jaxprs included."""
+
+    def walk(jaxpr) -> Iterator[Any]:
+        for equation in jaxpr.eqns:
+            yield equation
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+                if _is_jaxpr(inner):
+                    yield from walk(getattr(inner, "jaxpr", inner))
+
+    return walk
+
+
+def _is_jaxpr(value) -> bool:
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
