@@ -11,7 +11,7 @@ from flax_attn.functional.checks import check_broadcast, check_choice, check_inp
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.reference import reference_attention
-from flax_attn.functional.shapes import Key, Query, Tokens, Value
+from flax_attn.functional.shapes import Key, Query, Value
 
 BACKENDS = {"reference": reference_attention}
 
@@ -101,7 +101,12 @@ def dot_product_attention(
 
 
 def single_head_attention(
-    query: Tokens, key: Tokens, value: Tokens, *, mask: Mask | Array | None = None, **options: Any
+    query: Float[Array, "*b t h"],
+    key: Float[Array, "*b s h"],
+    value: Float[Array, "*b s v"],
+    *,
+    mask: Mask | Array | None = None,
+    **options: Any,
 ) -> Any:
     """`dot_product_attention` of one head, without a head axis.
 

@@ -10,7 +10,7 @@ from torch_ref.functional.checks import check_broadcast, check_choice, check_inp
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.reference import reference_attention
-from torch_ref.functional.shapes import Key, Query, Tokens, Value
+from torch_ref.functional.shapes import Key, Query, Value
 
 BACKENDS = {"reference": reference_attention}
 
@@ -95,7 +95,12 @@ def dot_product_attention(
 
 
 def single_head_attention(
-    query: Tokens, key: Tokens, value: Tokens, *, mask: Mask | Tensor | None = None, **options: Any
+    query: Float[Tensor, "*b t h"],
+    key: Float[Tensor, "*b s h"],
+    value: Float[Tensor, "*b s v"],
+    *,
+    mask: Mask | Tensor | None = None,
+    **options: Any,
 ) -> Any:
     """`dot_product_attention` of one head, without a head axis.
 
