@@ -1,9 +1,18 @@
 """What holds in every two-sided test: float64 where asked for, no silent promotion, one thread."""
 
+import importlib
+import inspect
+from dataclasses import dataclass
+
 import jax
+import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 import torch
+from flax import nnx
+
+from flax_attn import convert
 
 torch.set_num_threads(1)
 
@@ -21,3 +30,66 @@ def no_shape_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One package, so that a test can be written once for both."""
+
+    name: str
+
+    @property
+    def is_flax(self):
+        return self.name == "flax_attn"
+
+    def __getattr__(self, name):
+        return getattr(importlib.import_module(self.name), name)
+
+    def file(self, dotted):
+        return importlib.import_module(f"{self.name}.{dotted}")
+
+    def array(self, values, dtype=None):
+        """Return values as an array of this side; the dtype is that of the values unless said."""
+        values = np.asarray(values)
+        dtype = values.dtype.name if dtype is None else dtype
+        if self.is_flax:
+            return jnp.asarray(values, dtype)
+        return torch.tensor(values, dtype=getattr(torch, dtype))
+
+    def key(self, first=3, second=14):
+        return self.array(np.array([first, second], "uint32" if self.is_flax else "int64"))
+
+    def build(self, variant, *arguments, **keywords):
+        """Return a module in float64."""
+        variant = getattr(self, variant)
+        if not self.is_flax:
+            return variant(*arguments, **keywords).double()
+        accepted = inspect.signature(variant.__init__ if isinstance(variant, type) else variant).parameters
+        numerics = {"rngs": nnx.Rngs(0), "param_dtype": jnp.float64}
+        return variant(*arguments, **keywords, **{n: v for n, v in numerics.items() if n in accepted})
+
+    def numpy(self, array):
+        return convert.to_numpy(array)
+
+    def jit(self, function):
+        return jax.jit(function) if self.is_flax else function
+
+    def gradients(self, function, *arrays):
+        """Return the gradients of a scalar function, as numpy arrays."""
+        if self.is_flax:
+            return [np.asarray(g) for g in jax.jit(jax.grad(function, tuple(range(len(arrays)))))(*arrays)]
+        arrays = [array.detach().clone().requires_grad_() for array in arrays]
+        return [g.numpy() for g in torch.autograd.grad(function(*arrays), arrays)]
+
+
+BOTH = (Side("flax_attn"), Side("torch_ref"))
+
+
+@pytest.fixture(params=BOTH, ids=lambda side: side.name)
+def side(request):
+    return request.param
+
+
+@pytest.fixture
+def sides():
+    return BOTH

@@ -197,7 +197,9 @@ def test_flax_attn_needs_no_torch(file):
     assert "torch" not in imported_packages(path, everywhere=False)
 
 
-@pytest.mark.parametrize(("package", "file"), [(p, file) for p in ROOTS for file in files_of(p) if file != "__init__.py"])
+@pytest.mark.parametrize(
+    ("package", "file"), [(p, file) for p in ROOTS for file in files_of(p) if file != "__init__.py"]
+)
 def test_a_floor_imports_only_the_floors_below(package, file):
     own = file.removesuffix(".py").split("/")[0]
     if own not in FLOORS:

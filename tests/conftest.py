@@ -37,7 +37,7 @@ class Variant:
         return "return_weights" in inspect.signature(self.cls.__call__).parameters
 
     def takes(self, name: str) -> bool:
-        return name in inspect.signature(self.cls).parameters
+        return name in inspect.signature(self.cls.__init__).parameters
 
     def create(self, seed: int = 0, **arguments: Any) -> nnx.Module:
         """Return the module as constructed; arguments that the class does not take are left out."""

@@ -1,0 +1,188 @@
+"""Bad inputs of the attention call and of masks: the same error in the same words on both sides."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import flax_attn
+import torch_ref
+
+pytestmark = pytest.mark.usefixtures("no_shape_checks")
+QUERY, KEY, VALUE = (2, 5, 4, 6), (2, 7, 2, 6), (2, 7, 2, 3)
+
+
+def attend(query=QUERY, key=KEY, value=VALUE, dtypes=("float64",) * 3, **options):
+    """Return an action that calls attention; options are made by functions of the side."""
+
+    def act(side):
+        arrays = [side.array(np.ones(shape), dtype) for shape, dtype in zip((query, key, value), dtypes, strict=True)]
+        made = {name: make(side) if callable(make) else make for name, make in options.items()}
+        return side.dot_product_attention(*arrays, **made)
+
+    return act
+
+
+def mask(name, *arguments, **keywords):
+    """Return an action that attends under a mask; lists become arrays."""
+
+    def make(side):
+        return getattr(side.Mask, name)(
+            *(side.array(a) if isinstance(a, np.ndarray) else a for a in arguments),
+            **{n: side.array(a) if isinstance(a, np.ndarray) else a for n, a in keywords.items()},
+        )
+
+    return attend(mask=make)
+
+
+def zeros(*shape, dtype="float64"):
+    return lambda side: side.array(np.zeros(shape), dtype)
+
+
+SAME = {
+    "rank 2": (attend((5, 4), (7, 4), (7, 3)), r"shape \(b, t, n, h\).*or all three without b; got query \(5, 4\)"),
+    "rank 5": (attend((1, *QUERY), (1, *KEY), (1, *VALUE)), r"must have shape \(b, t, n, h\)"),
+    "mixed ranks": (attend(QUERY, KEY[1:], VALUE[1:]), r"or all three without b"),
+    "batch sizes": (attend((3, 5, 4, 6)), r"one batch size; got query \(3, 5, 4, 6\).*Repeat the smaller"),
+    "batch of one": (attend((1, 5, 4, 6)), r"one batch size"),
+    "key tokens": (attend(value=(2, 8, 2, 3)), r"same number of tokens s and of heads k; .*value \(2, 8, 2, 3\)"),
+    "value heads": (attend(value=(2, 7, 4, 3)), r"same number of tokens s and of heads k"),
+    "head widths": (attend((2, 5, 4, 8)), r"one head width h; got query \(2, 5, 4, 8\)"),
+    "head counts": (attend((2, 5, 3, 6)), r"must divide the query heads.*i // \(n / k\)"),
+    "mixed dtypes": (attend(dtypes=("float32", "float64", "float32")), r"one dtype; got float32, float64, float32\. C"),
+    "integers": (attend(dtypes=("int32",) * 3), r"must be floating point; got int32\. Cast them before the call"),
+    "complex": (attend(dtypes=("complex64",) * 3), r"must be floating point; got complex64"),
+    "backend": (attend(backend="flash"), r"backend must be one of 'auto', 'reference'.*; got 'flash'"),
+    "sinks": (attend(sinks=zeros(2)), r"sinks must be one logit a query head, shape \(4,\); got shape \(2,\)"),
+    "sinks of rank 2": (attend(sinks=zeros(1, 4)), r"sinks .*shape \(4,\); got shape \(1, 4\)"),
+    "no cap": (attend(soft_cap=0.0), r"soft_cap must be positive; got soft_cap=0\.0\. For no cap pass None"),
+    "minus cap": (attend(soft_cap=-3.0), r"soft_cap must be positive; got soft_cap=-3\.0"),
+    "nan cap": (attend(soft_cap=float("nan")), r"soft_cap must be positive; got soft_cap=nan"),
+    "bias": (attend(bias=zeros(5, 6)), r"bias must broadcast to \(b, n, t, s\) = \(2, 4, 5, 7\); got shape \(5, 6\)"),
+    "bias of rank 5": (attend(bias=zeros(1, 2, 4, 5, 7)), r"bias must broadcast.*got shape \(1, 2, 4, 5, 7\)"),
+    "mask": (attend(mask=zeros(2, 7, dtype="bool")), r"mask must broadcast.*\(2, 7\).*write \[:, None, None, :\]"),
+    "mask (b, t, s)": (
+        attend(mask=zeros(2, 5, 7, dtype="bool")),
+        r"mask must broadcast.*from \(b, t, s\) write \[:, None",
+    ),
+    "causal": (
+        mask("causal"),
+        r"offset when t != s.*t=5, s=7\. Choose offset=0 \(top-left.*or offset=2 \(bottom-right",
+    ),
+    "window": (mask("window", 1, 1), r"needs an offset when t != s"),
+    "sliding window": (mask("sliding_window", 2), r"needs an offset when t != s"),
+    "prefix": (mask("prefix", 2), r"needs an offset when t != s"),
+    "minus left": (mask("window", -1, 0), r"window's left is a number of keys, at least 0; got left=-1"),
+    "minus right": (mask("window", None, -2), r"window's right .*got right=-2\. For an unbounded side pass None"),
+    "zero sliding": (mask("sliding_window", 0), r"width must be a positive integer; got width=0"),
+    "minus sliding": (mask("sliding_window", -3), r"width must be a positive integer; got width=-3"),
+    "offset beyond s": (mask("causal", 8), r"offset must lie between -t and s.*got offset=8, t=5, s=7"),
+    "offset before -t": (mask("causal", -6), r"offset must lie between -t and s.*got offset=-6, t=5, s=7"),
+    "window offset": (mask("window", 1, 1, 9), r"offset must lie between -t and s.*got offset=9"),
+    "offsets": (
+        mask("causal", np.arange(3)),
+        r"offset must be one integer or one a row, shape \(2,\); got shape \(3,\)",
+    ),
+    "segments": (
+        mask("segments", np.zeros((2, 6), int)),
+        r"query segments must have one id a token, shape \(2, 5\) or \(5",
+    ),
+    "one side of segments": (mask("segments", np.zeros((2, 5), int)), r"key segments .*When t != s pass both"),
+    "batch of segments": (
+        mask("segments", np.zeros((3, 5), int), np.zeros((3, 7), int)),
+        r"query segments .*got \(3, 5\)",
+    ),
+    "key segments": (mask("segments", np.zeros(5, int), np.zeros(6, int)), r"key segments must.*\(7,\); got \(6,\)"),
+    "lengths": (
+        mask("lengths", key=np.zeros(3, int)),
+        r"key lengths must be one integer or one a row, shape \(2,\).*\(3,\)",
+    ),
+    "query lengths": (mask("lengths", query=np.zeros((2, 1), int)), r"query lengths must be.*got shape \(2, 1\)"),
+    "prefixes": (mask("prefix", np.zeros(4, int), 0), r"length must be one integer or one a row.*got shape \(4,\)"),
+}
+
+ALIKE = {
+    "float mask": (attend(mask=zeros(5, 7)), r"must be boolean, True = attend; got dtype (torch\.)?float64.*as bias"),
+    "int mask": (attend(mask=zeros(5, 7, dtype="int32")), r"must be boolean.*int32.*mask\.(astype\(bool\)|bool\(\))"),
+    "dense float": (mask("dense", np.ones((5, 7))), r"must be boolean.*pass them as bias"),
+    "float segments": (mask("segments", np.ones(5)), r"query segments must be integers; got dtype .*float64"),
+    "float key segments": (mask("segments", np.ones(5, int), np.ones(7)), r"key segments must be integers"),
+    "bool segments": (mask("segments", np.ones(5, bool)), r"query segments must be integers; got dtype .*bool"),
+    "float lengths": (mask("lengths", key=np.ones(2)), r"key lengths must be integers; got dtype .*float64"),
+    "float query lengths": (mask("lengths", query=np.ones(2)), r"query lengths must be integers"),
+    "float prefix": (mask("prefix", np.ones(2), 0), r"prefix length must be integers; got dtype .*float64"),
+}
+
+
+def message(side, act):
+    with pytest.raises(ValueError, match=".") as caught:
+        act(side)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("act", "match"), SAME.values(), ids=SAME)
+def test_the_same_words(sides, act, match):
+    ours, theirs = (message(side, act) for side in sides)
+    assert re.search(match, ours), ours
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(("act", "match"), ALIKE.values(), ids=ALIKE)
+def test_the_same_rule_with_the_remedy_of_the_framework(side, act, match):
+    assert re.search(match, message(side, act))
+
+
+def test_good_inputs_pass(side):
+    assert tuple(attend(mask=lambda side: side.Mask.causal(2))(side).shape) == (2, 5, 4, 3)
+
+
+@pytest.mark.parametrize("offset", [-5, 7])
+def test_the_outermost_offsets_pass(side, offset):
+    mask("causal", offset)(side)
+
+
+def test_create_causal_mask_needs_an_offset(sides):
+    ours, theirs = (message(side, lambda side: side.create_causal_mask(3, 5)) for side in sides)
+    assert ours == theirs
+    assert "t=3, s=5" in ours
+    assert "offset=2" in ours
+
+
+def test_single_head_attention_takes_a_mask_per_batch_row_only(sides):
+    def act(side):
+        x = side.array(np.ones((2, 5, 3)))
+        side.single_head_attention(x, x, x, mask=side.array(np.ones((3, 5, 5), bool)))
+
+    ours, theirs = (message(side, act) for side in sides)
+    assert ours == theirs
+    assert "mask must broadcast" in ours
+
+
+TRACED = {
+    "no offset": (lambda package: {"mask": package.Mask.causal()}, "needs an offset"),
+    "backend": (lambda package: {"backend": "flash"}, "backend must be one of"),
+    "soft cap": (lambda package: {"soft_cap": -1.0}, "soft_cap must be positive"),
+}
+
+
+@pytest.mark.parametrize(("options", "match"), TRACED.values(), ids=TRACED)
+def test_errors_come_while_tracing(options, match):
+    arrays = [np.ones(shape) for shape in (QUERY, KEY, VALUE)]
+    with pytest.raises(ValueError, match=match):
+        jax.jit(lambda *x: flax_attn.dot_product_attention(*x, **options(flax_attn)))(*map(jnp.asarray, arrays))
+    with pytest.raises(ValueError, match=match):
+        tensors = [torch.tensor(x, device="meta") for x in arrays]
+        torch_ref.dot_product_attention(*tensors, **options(torch_ref))
+
+
+def test_a_traced_mask_is_checked_while_tracing():
+    x = jnp.ones((2, 5, 1, 3))
+    with pytest.raises(ValueError, match="mask must be boolean"):
+        jax.jit(lambda x, mask: flax_attn.dot_product_attention(x, x, x, mask=mask))(x, jnp.ones((5, 5)))
+    with pytest.raises(ValueError, match="key lengths must be one integer or one a row"):
+        jax.jit(lambda x, n: flax_attn.dot_product_attention(x, x, x, mask=flax_attn.Mask.lengths(key=n)))(
+            x, jnp.ones(3, int)
+        )

@@ -1,0 +1,218 @@
+"""Bad arguments of constructors and bad inputs of modules: the same error in the same words on both sides."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import flax_attn
+import torch_ref
+
+pytestmark = pytest.mark.usefixtures("no_shape_checks")
+NAN = float("nan")
+
+
+def message(side, act):
+    with pytest.raises(ValueError, match=".") as caught:
+        act(side)
+    return str(caught.value)
+
+
+def assert_same_error(sides, act, match):
+    ours, theirs = (message(side, act) for side in sides)
+    assert re.search(match, ours), ours
+    assert ours == theirs
+
+
+def multi_head(side, *, d_in=6, d_out=8, context_length=9, dropout=0.0, num_heads=4, **keywords):
+    return side.build("MultiHeadAttention", d_in, d_out, context_length, dropout, num_heads, **keywords)
+
+
+def block(side, **keywords):
+    return side.build(
+        "TransformerBlock", **{"d_model": 6, "context_length": 9, "dropout": 0.0, "num_heads": 2} | keywords
+    )
+
+
+CONSTRUCTORS = {
+    "num_heads does not divide": (
+        lambda side: multi_head(side, num_heads=3),
+        r"num_heads must divide d_out.*d_out=8, num_heads=3\. num_heads may be 1, 2, 4, 8$",
+    ),
+    "num_kv_heads does not divide": (
+        lambda side: multi_head(side, num_kv_heads=3),
+        r"num_kv_heads must divide num_heads.*num_heads=4, num_kv_heads=3\. num_kv_heads may be 1, 2, 4$",
+    ),
+    "more kv heads than heads": (lambda side: multi_head(side, num_kv_heads=8), r"num_kv_heads must divide num_heads"),
+    "block heads": (lambda side: block(side, num_heads=4), r"num_heads must divide d_out.*may be 1, 2, 3, 6$"),
+    "no heads": (lambda side: multi_head(side, num_heads=0), r"num_heads must be a positive integer; got num_heads=0"),
+    "no kv heads": (lambda side: multi_head(side, num_kv_heads=0), r"got num_kv_heads=0"),
+    "minus heads": (lambda side: multi_head(side, num_heads=-4), r"got num_heads=-4"),
+    "float heads": (lambda side: multi_head(side, num_heads=4.0), r"got num_heads=4\.0"),
+    "bool heads": (lambda side: multi_head(side, num_heads=True), r"got num_heads=True"),
+    "no d_out": (lambda side: multi_head(side, d_out=0), r"d_out must be a positive integer; got d_out=0"),
+    "no d_in": (lambda side: multi_head(side, d_in=0), r"d_in must be a positive integer; got d_in=0"),
+    "no context": (lambda side: multi_head(side, context_length=0), r"context_length must be a positive.*=0"),
+    "no kdim": (lambda side: multi_head(side, kdim=0), r"kdim must be a positive integer; got kdim=0"),
+    "no vdim": (lambda side: multi_head(side, vdim=-1), r"vdim must be a positive integer; got vdim=-1"),
+    "causal context": (lambda side: side.build("CausalAttention", 4, 6, -1, 0.0), r"context_length must.*=-1"),
+    "wrapper heads": (lambda side: side.build("MultiHeadAttentionWrapper", 4, 6, 9, 0.0, 0), r"got num_heads=0"),
+    "no d_key": (lambda side: side.build("SelfAttention", 4, 6, d_key=0), r"d_key must be a positive.*got d_key=0"),
+    "linear in": (lambda side: side.build("Linear", 0, 3), r"d_in must be a positive integer; got d_in=0"),
+    "linear out": (lambda side: side.build("Linear", 3, -2), r"d_out must be a positive integer; got d_out=-2"),
+    "norm width": (lambda side: side.build("LayerNorm", 0), r"d_model must be a positive integer; got d_model=0"),
+    "rms width": (lambda side: side.build("RMSNorm", 2.5), r"d_model must be a positive integer; got d_model=2\.5"),
+    "feed forward": (lambda side: side.build("FeedForward", 0), r"d_model must be a positive integer; got d_model=0"),
+    "hidden": (lambda side: side.build("FeedForward", 4, 0), r"d_hidden must be a positive integer; got d_hidden=0"),
+    "layer norm eps": (lambda side: side.build("LayerNorm", 4, -1e-5), r"eps .*must be at least 0; got eps=-1e-05"),
+    "rms norm eps": (lambda side: side.build("RMSNorm", 4, NAN), r"eps .*must be at least 0; got eps=nan"),
+    "block eps": (lambda side: block(side, eps=-1.0), r"got eps=-1\.0"),
+    "norm": (
+        lambda side: block(side, norm="batch_norm"),
+        r"norm must be one of 'layer_norm', 'rms_norm'; got 'batch_n",
+    ),
+    "activation": (
+        lambda side: side.build("FeedForward", 4, activation="gelu"),
+        r"activation must be one of 'gelu_tanh', 'gelu_exact'; got 'gelu'",
+    ),
+    "block activation": (lambda side: block(side, activation="relu"), r"activation must be one of .*got 'relu'"),
+    "size": (
+        lambda side: side.build("create_gpt2_attention", "huge"),
+        r"size must be one of 'gpt2-small', .*'gpt2-xl'; got 'huge'",
+    ),
+    "size with prefix": (lambda side: side.build("create_gpt2_attention", "gpt2-tiny"), r"got 'gpt2-tiny'"),
+    "gpt2 dropout": (lambda side: side.build("create_gpt2_attention", "small", 1.5), r"got dropout=1\.5"),
+    "backend": (
+        lambda side: multi_head(side, backend="nope")(side.array(np.ones((2, 5, 6)))),
+        r"backend must be one of 'auto', .*; got 'nope'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("act", "match"), CONSTRUCTORS.values(), ids=CONSTRUCTORS)
+def test_bad_arguments(sides, act, match):
+    assert_same_error(sides, act, match)
+
+
+WITH_DROPOUT = {
+    "MultiHeadAttention": lambda side, rate: multi_head(side, dropout=rate),
+    "CausalAttention": lambda side, rate: side.build("CausalAttention", 4, 6, 9, rate),
+    "MultiHeadAttentionWrapper": lambda side, rate: side.build("MultiHeadAttentionWrapper", 4, 6, 9, rate, 2),
+    "TransformerBlock": lambda side, rate: block(side, dropout=rate),
+    "Dropout": lambda side, rate: side.build("Dropout", rate),
+    "KeyedDropout": lambda side, rate: side.KeyedDropout(rate, side.key()),
+}
+
+
+@pytest.mark.parametrize("build", WITH_DROPOUT.values(), ids=WITH_DROPOUT)
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, NAN])
+def test_dropout_outside_its_range(sides, build, rate):
+    match = rf"dropout must be in \[0, 1\).*got dropout={rate}.*For no dropout pass 0\.0"
+    assert_same_error(sides, lambda side: build(side, rate), match)
+
+
+MODULES = {
+    "SimplifiedSelfAttention": (lambda side: side.build("SimplifiedSelfAttention"), 4, None),
+    "SelfAttention": (lambda side: side.build("SelfAttention", 4, 6), 4, "d_in"),
+    "CausalAttention": (lambda side: side.build("CausalAttention", 4, 6, 5, 0.0), 4, "d_in"),
+    "MultiHeadAttentionWrapper": (lambda side: side.build("MultiHeadAttentionWrapper", 4, 6, 5, 0.0, 2), 4, "d_in"),
+    "MultiHeadAttention": (lambda side: multi_head(side, context_length=5), 6, "d_in"),
+    "TransformerBlock": (lambda side: block(side, context_length=5), 6, "d_model"),
+}
+
+
+@pytest.mark.parametrize(("build", "width", "name"), MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("rank", [1, 4])
+def test_wrong_rank(sides, build, width, name, rank):
+    shape = (3, 2, 5, width)[-rank:]
+    match = rf"must have shape \(t, \w+\) or \(b, t, \w+\); got rank {rank}, shape {re.escape(str(shape))}.*vmap"
+    assert_same_error(sides, lambda side: build(side)(side.array(np.ones(shape))), match)
+
+
+@pytest.mark.parametrize(("build", "width", "name"), list(MODULES.values())[1:], ids=list(MODULES)[1:])
+def test_wrong_width(sides, build, width, name):
+    match = rf"last axis of \w+ must be {name}={width}; got shape \(2, 5, {width + 1}\)"
+    assert_same_error(sides, lambda side: build(side)(side.array(np.ones((2, 5, width + 1)))), match)
+
+
+@pytest.mark.parametrize(("build", "width", "name"), list(MODULES.values())[2:], ids=list(MODULES)[2:])
+def test_longer_than_context_length(sides, build, width, name):
+    match = rf"longer than context_length=5 tokens; got 7 tokens, shape \(2, 7, {width}\)\. Cut the input"
+    assert_same_error(sides, lambda side: build(side)(side.array(np.ones((2, 7, width)))), match)
+
+
+INPUTS = {
+    "key width": ((2, 5, 6), (2, 5, 5), (2, 5, 3), r"last axis of key must be kdim=4; got shape \(2, 5, 5\)"),
+    "value width": ((2, 5, 6), (2, 5, 4), (2, 5, 6), r"last axis of value must be vdim=3; got shape \(2, 5, 6\)"),
+    "long key": ((2, 5, 6), (2, 10, 4), (2, 10, 3), r"key must not be longer than context_length=9 tokens; got 10"),
+    "token counts": ((2, 5, 6), (2, 7, 4), (2, 8, 3), r"same number of tokens s and of heads k"),
+    "batch sizes": ((2, 5, 6), (3, 7, 4), (3, 7, 3), r"one batch size; got query \(2, 5, 4, 2\)"),
+    "mixed ranks": ((2, 5, 6), (7, 4), (7, 3), r"or all three without b"),
+}
+
+
+@pytest.mark.parametrize("row", INPUTS.values(), ids=INPUTS)
+def test_bad_cross_attention(sides, row):
+    *shapes, match = row
+
+    def act(side):
+        multi_head(side, kdim=4, vdim=3, causal=False)(*(side.array(np.ones(shape)) for shape in shapes))
+
+    assert_same_error(sides, act, match)
+
+
+def test_causal_cross_attention_needs_an_offset(sides):
+    def act(side):
+        multi_head(side)(side.array(np.ones((2, 5, 6))), side.array(np.ones((2, 7, 6))))
+
+    assert_same_error(sides, act, r"offset when t != s.*t=5, s=7\. Choose offset=0 .*or offset=2 .*causal=False")
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "FeedForward"])
+def test_wrong_width_of_a_layer(sides, name):
+    match = r"last axis of x must be d_model=4; got shape \(3, 5\)"
+    assert_same_error(sides, lambda side: side.build(name, 4)(side.array(np.ones((3, 5)))), match)
+
+
+NEEDS_PARAMETERS = {
+    "Linear": (3, 2),
+    "SelfAttention": (3, 2),
+    "CausalAttention": (3, 2, 6, 0.0),
+    "MultiHeadAttention": (6, 8, 9, 0.0, 4),
+    "MultiHeadAttentionWrapper": (3, 2, 6, 0.0, 2),
+    "FeedForward": (3,),
+    "TransformerBlock": (6, 9, 0.0, 2),
+}
+
+
+@pytest.mark.parametrize(("name", "arguments"), NEEDS_PARAMETERS.items(), ids=NEEDS_PARAMETERS)
+def test_missing_rngs(name, arguments):
+    with pytest.raises(ValueError, match=r"rngs is missing.*Pass rngs=nnx\.Rngs\(0\)"):
+        getattr(flax_attn, name)(*arguments)
+
+
+@pytest.mark.parametrize("rngs", [None, {"params": 0}])
+@pytest.mark.parametrize(("name", "arguments"), [("Dropout", ()), ("CausalAttention", (3, 2, 6))])
+def test_missing_dropout_stream(name, arguments, rngs):
+    if rngs is None and name != "Dropout":
+        pytest.skip("told about the parameters first")
+    with pytest.raises(ValueError, match=r"dropout=0\.5 needs a random stream.*nnx\.Rngs\(params=0, dropout=1\)"):
+        getattr(flax_attn, name)(*arguments, 0.5, rngs=rngs and nnx.Rngs(**rngs))
+
+
+def test_no_stream_is_needed_without_dropout():
+    assert flax_attn.CausalAttention(3, 2, 6, 0.0, rngs=nnx.Rngs(params=0))(jnp.ones((4, 3))).shape == (4, 2)
+
+
+@pytest.mark.parametrize(("shape", "match"), [((2, 5, 7), "d_in=6"), ((2, 10, 6), "longer"), ((6,), "rank 1")])
+def test_errors_come_while_tracing(shape, match):
+    layer = flax_attn.MultiHeadAttention(6, 8, 9, 0.0, 4, rngs=nnx.Rngs(0))
+    for trace in (jax.jit, lambda function: lambda x: jax.eval_shape(function, x)):
+        with pytest.raises(ValueError, match=match):
+            trace(lambda x: layer(x))(jnp.ones(shape))
+    with torch.device("meta"), pytest.raises(ValueError, match=match):
+        torch_ref.MultiHeadAttention(6, 8, 9, 0.0, 4)(torch.ones(shape))
