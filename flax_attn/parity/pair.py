@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -105,21 +105,24 @@ class Pair:
         named_gradients = convert.state_dict(nnx.merge(graph, of_params, rest))
         return Run(_numpy(named), _numpy(named_gradients | self._named_inputs(of_inputs)))
 
-    @cached_property
-    def gradient(self):
-        """The compiled function that returns outputs, gradients of the parameters and gradients of the inputs."""
+    def gradient(self, *arguments):
+        """Return outputs, gradients of the parameters and gradients of the inputs, compiled once for each mode."""
+        return self._compiled[self.torch.training and self.has_dropout](*arguments)
 
+    @cached_property
+    def _compiled(self):
         def weighted(params, inputs, graph, rest, cotangents, words):
             named = self._outputs(graph, params, rest, inputs, words)
             return sum((named[name] * c).sum() for name, c in cotangents.items()), named
 
-        @partial(jax.jit, static_argnums=0)
         def gradient(graph, params, rest, inputs, cotangents, words):
             compute = jax.grad(weighted, argnums=(0, 1), has_aux=True)
             (of_params, of_inputs), named = compute(params, inputs, graph, rest, cotangents, words)
             return named, of_params, of_inputs
 
-        return gradient
+        # XLA puts the dropout function into every fusion that uses it, and LLVM takes seconds to optimise them all.
+        levels = {False: {}, True: {"xla_backend_optimization_level": 0}}
+        return {mode: jax.jit(gradient, static_argnums=0, compiler_options=level) for mode, level in levels.items()}
 
     def _outputs(self, graph, params, rest, inputs, words):
         return self.named(nnx.merge(graph, params, rest)(*inputs, **self.options(flax_attn, words)))
