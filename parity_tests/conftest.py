@@ -90,6 +90,6 @@ def side(request):
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def sides():
     return BOTH

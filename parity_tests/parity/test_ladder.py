@@ -1,5 +1,6 @@
 """Every variant climbs the ladder, and the ladder catches the bugs that ports are known for."""
 
+from copy import copy, deepcopy
 from functools import partial
 
 import jax.numpy as jnp
@@ -24,17 +25,36 @@ def lines(checks):
     return "\n".join(f"{c.name}: error {c.error:.3g}, limit {c.limit:.3g}, worst {c.worst} {c.note}" for c in checks)
 
 
+PAIRS = {}
+
+
+def built(case, seed=0):
+    """Return a pair that is compiled once, for the climb and for the faults planted in copies of it."""
+    return PAIRS.get(case.name) or PAIRS.setdefault(case.name, Pair(case, seed))
+
+
+def copy_to_plant_in(case):
+    assert built(case).flax64
+    pair = copy(built(case))
+    pair.torch = deepcopy(pair.torch)
+    vars(pair).pop("truth", None)
+    return pair
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_variant_climbs_the_ladder(case):
+def test_every_variant_climbs_the_ladder(case, monkeypatch):
+    monkeypatch.setattr(ladder, "Pair", built)
     checks = ladder.climb(case)
     failed = [check for check in checks if not check.passed]
     assert not failed, f"{case.name}\n{lines(failed)}"
-    assert {"forward", "gradients", "float32", "jit = eager"} <= {check.name for check in checks} <= RUNGS
+    assert {check.name for check in checks} == RUNGS - not_for(case)
 
 
-def test_no_rung_is_skipped_where_it_applies():
-    (case,) = select(["block_gpt2"])
-    assert {check.name for check in ladder.climb(case)} == RUNGS
+def not_for(case):
+    """Return the rungs that say nothing about a case."""
+    skipped = set() if case.arguments.get("dropout") else {"dropout"}
+    skipped |= set() if case.unbatched else {"unbatched"}
+    return skipped | ({"layouts", "training"} if case.variant == "SimplifiedSelfAttention" else set())
 
 
 def test_every_public_module_has_a_case():
@@ -139,9 +159,14 @@ def missing_residual(pair, monkeypatch):
     pair.torch.__class__ = WithoutResidual
 
 
-def detached_weights(pair, monkeypatch):
+def half_of_a_gradient(pair, monkeypatch):
     masked_softmax = REFERENCE.masked_softmax
-    monkeypatch.setattr(REFERENCE, "masked_softmax", lambda *arguments: masked_softmax(*arguments).detach())
+
+    def softmax(*arguments):
+        weights = masked_softmax(*arguments)
+        return (weights + weights.detach()) / 2
+
+    monkeypatch.setattr(REFERENCE, "masked_softmax", softmax)
 
 
 def another_optimizer(pair, monkeypatch):
@@ -159,6 +184,10 @@ def swapped_parts_of_a_fused_entry(pair, monkeypatch):
 
 
 def sums_in_bfloat16(pair, monkeypatch):
+    case = pair.case
+    vars(pair).clear()  # nothing compiled before the fault may serve after it
+    pair.__init__(case)
+
     def low(dtype):
         return jnp.dtype(jnp.bfloat16) if dtype == jnp.float32 else dtype
 
@@ -185,7 +214,7 @@ FAULTS = [
     (missing_residual, "block_gpt2", "forward"),
     (mean_of_values_for_an_empty_row, "multi_head_padding", "forward"),
     (softmax_in_float32, "multi_head_bidirectional", "forward"),
-    (detached_weights, "self_attention", "gradients"),
+    (half_of_a_gradient, "self_attention", "gradients"),
     (another_optimizer, "self_attention", "training"),
     (swapped_parts_of_a_fused_entry, "multi_head_square", "layouts"),
     (sums_in_bfloat16, "self_attention", "float32"),
@@ -194,7 +223,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("plant", "case", "rung"), FAULTS, ids=[f"{plant.__name__}" for plant, *_ in FAULTS])
 def test_a_planted_fault_is_caught(plant, case, rung, monkeypatch):
-    pair = Pair(*select([case]))
+    pair = copy_to_plant_in(*select([case]))
     plant(pair, monkeypatch)
     check = getattr(ladder, rung)(pair)
     assert not check.passed, lines([check])

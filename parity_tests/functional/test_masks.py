@@ -1,0 +1,220 @@
+"""Every kind of mask, on both sides, against loops that say what it means."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_attn import Mask
+
+B, N, T, S = 3, 2, 5, 7
+OFFSETS = np.array([0, 2, -3])
+LENGTHS = np.array([0, 3, 7])
+QUERY_LENGTHS = np.array([5, 0, 4])
+QUERY_IDS = np.array([[0, 0, 1, 1, 2], [4, 4, 4, 4, 4], [2, 1, 0, 1, 2]])
+KEY_IDS = np.array([[0, 0, 1, 1, 2, 2, 3], [4, 0, 4, 0, 4, 0, 4], [0, 1, 2, 3, 2, 1, 0]])
+DENSE = np.random.default_rng(0).random((B, 1, T, S)) < 0.5
+
+
+def of(values, b):
+    return int(values[b]) if np.ndim(values) else int(values)
+
+
+def causal(offset):
+    return lambda b, i, j: j <= of(offset, b) + i
+
+
+def window(left, right, offset):
+    def sees(b, i, j):
+        p = of(offset, b) + i
+        return (left is None or j >= p - left) and (right is None or j <= p + right)
+
+    return sees
+
+
+def prefix(length, offset):
+    return lambda b, i, j: j <= of(offset, b) + i or j < of(length, b)
+
+
+def lengths(query, key):
+    return lambda b, i, j: (query is None or i < of(query, b)) and (key is None or j < of(key, b))
+
+
+def segments(query, key):
+    row = lambda ids, b: ids[b] if ids.ndim == 2 else ids  # noqa: E731
+    return lambda b, i, j: row(query, b)[i] == row(key, b)[j]
+
+
+KINDS = {
+    "causal top left": (("causal", 0), causal(0)),
+    "causal bottom right": (("causal", S - T), causal(S - T)),
+    "causal before": (("causal", -2), causal(-2)),
+    "causal per row": (("causal", OFFSETS), causal(OFFSETS)),
+    "window": (("window", 1, 2, 1), window(1, 2, 1)),
+    "window of itself": (("window", 0, 0, 2), window(0, 0, 2)),
+    "window to the left": (("window", 2, None, 0), window(2, None, 0)),
+    "window to the right": (("window", None, 1, 0), window(None, 1, 0)),
+    "window without bounds": (("window", None, None, 0), window(None, None, 0)),
+    "window per row": (("window", 1, 1, OFFSETS), window(1, 1, OFFSETS)),
+    "sliding": (("sliding_window", 3, 2), window(2, 0, 2)),
+    "sliding of one": (("sliding_window", 1, 0), window(0, 0, 0)),
+    "prefix": (("prefix", 4, 0), prefix(4, 0)),
+    "prefix per row": (("prefix", LENGTHS, OFFSETS), prefix(LENGTHS, OFFSETS)),
+    "key lengths": (("lengths", None, LENGTHS), lengths(None, LENGTHS)),
+    "query lengths": (("lengths", QUERY_LENGTHS, None), lengths(QUERY_LENGTHS, None)),
+    "both lengths": (("lengths", QUERY_LENGTHS, LENGTHS), lengths(QUERY_LENGTHS, LENGTHS)),
+    "one length": (("lengths", 4, 3), lengths(4, 3)),
+    "segments": (("segments", QUERY_IDS, KEY_IDS), segments(QUERY_IDS, KEY_IDS)),
+    "segments of all rows": (("segments", QUERY_IDS[0], KEY_IDS[0]), segments(QUERY_IDS[0], KEY_IDS[0])),
+    "dense": (("dense", DENSE), lambda b, i, j: DENSE[b, 0, i, j]),
+    "dense (t, s)": (("dense", DENSE[1, 0]), lambda b, i, j: DENSE[1, 0, i, j]),
+    "dense keys": (("dense", DENSE[:, :, :1]), lambda b, i, j: DENSE[b, 0, 0, j]),
+    "dense queries": (("dense", DENSE[..., :1]), lambda b, i, j: DENSE[b, 0, i, 0]),
+}
+EVERY_KIND = pytest.mark.parametrize(("spec", "sees"), KINDS.values(), ids=KINDS)
+
+
+def make(side, spec):
+    name, *arguments = spec
+    return getattr(side.Mask, name)(*(side.array(a) if isinstance(a, np.ndarray) else a for a in arguments))
+
+
+def table(sees, rows=range(T), cols=range(S)):
+    return np.array([[[[bool(sees(b, i, j)) for j in cols] for i in rows] for _ in range(N)] for b in range(B)])
+
+
+def whole(side, mask):
+    return side.numpy(mask.materialise(B, N, T, S))
+
+
+@EVERY_KIND
+def test_a_mask_means_what_its_loop_says(side, spec, sees):
+    seen = whole(side, make(side, spec))
+    assert seen.dtype == bool
+    np.testing.assert_array_equal(seen, table(sees))
+
+
+@EVERY_KIND
+def test_a_block_is_the_slice_of_the_whole(side, spec, sees):
+    rows, cols = np.array([1, 3, 4]), np.array([6, 0, 2, 5])
+    block = make(side, spec).resolve(B, N, T, S).block(side.array(rows), side.array(cols))
+    block = np.broadcast_to(side.numpy(block), (B, N, 3, 4))
+    np.testing.assert_array_equal(block, table(sees, rows, cols))
+
+
+@pytest.mark.parametrize(
+    "names", [("causal per row", "key lengths"), ("segments", "sliding", "dense"), ("prefix",) * 2]
+)
+def test_a_conjunction(side, names):
+    first, *rest = (make(side, KINDS[name][0]) for name in names)
+    for mask in rest:
+        first = first & mask
+    assert len(first.parts) == len(names)
+    expected = np.all([table(KINDS[name][1]) for name in names], axis=0)
+    np.testing.assert_array_equal(whole(side, first), expected)
+
+
+def test_the_empty_mask_hides_nothing(side):
+    assert whole(side, side.Mask()).all()
+    mask = make(side, KINDS["causal per row"][0])
+    np.testing.assert_array_equal(whole(side, side.Mask() & mask), whole(side, mask & side.Mask()))
+    assert side.file("functional.masks").as_mask(None).parts == ()
+
+
+@pytest.mark.parametrize("name", ["causal", "sliding_window", "window", "prefix"])
+def test_the_offset_is_zero_where_t_is_s(side, name):
+    arguments = {"causal": (), "sliding_window": (2,), "window": (1, 0), "prefix": (2,)}[name]
+    default = getattr(side.Mask, name)(*arguments).materialise(1, 1, S, S)
+    given = getattr(side.Mask, name)(*arguments, 0).materialise(1, 1, S, S)
+    assert (side.numpy(default) == side.numpy(given)).all()
+    assert not side.numpy(default).all()
+
+
+def test_sliding_window_is_its_number_of_keys(side):
+    seen = side.numpy(side.Mask.sliding_window(3).materialise(1, 1, S, S))[0, 0]
+    assert seen.sum(axis=-1).tolist() == [1, 2, 3, 3, 3, 3, 3]
+    assert seen.diagonal().all()
+
+
+def test_segments_of_self_attention_are_given_once(side):
+    ids = np.array([[0, 0, 1, 2, 1]])
+    seen = side.numpy(side.Mask.segments(side.array(ids)).materialise(1, 1, T, T))[0, 0]
+    np.testing.assert_array_equal(seen, ids == ids.T)
+
+
+@pytest.mark.parametrize(("t", "s", "offset"), [(4, 4, None), (3, 6, 0), (3, 6, 3), (6, 3, -3), (6, 3, 0)])
+def test_create_causal_mask(side, t, s, offset):
+    seen = side.numpy(side.create_causal_mask(t, s, offset))
+    expected = [[j <= (offset or 0) + i for j in range(s)] for i in range(t)]
+    np.testing.assert_array_equal(seen, expected)
+    if t == s:
+        np.testing.assert_array_equal(side.numpy(side.create_causal_mask(t)), expected)
+
+
+def test_as_mask_puts_the_head_axis_in(side):
+    array = side.array(DENSE[:, 0])
+    mask = side.file("functional.masks").as_mask(array, heads=False)
+    np.testing.assert_array_equal(whole(side, mask), np.broadcast_to(DENSE, (B, N, T, S)))
+    same = side.file("functional.masks").as_mask(mask)
+    assert same is mask
+
+
+@EVERY_KIND
+def test_a_mask_goes_through_jit(spec, sees):
+    name, *arguments = spec
+    mask = getattr(Mask, name)(*(jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in arguments))
+    seen = jax.jit(lambda mask: mask.materialise(B, N, T, S))(mask)
+    np.testing.assert_array_equal(seen, table(sees))
+
+
+def test_integers_stay_static_and_arrays_are_traced():
+    mask = Mask.sliding_window(3) & Mask.causal(2) & Mask.lengths(None, jnp.asarray(LENGTHS))
+    leaves, structure = jax.tree.flatten(mask)
+    assert [leaf.shape for leaf in leaves] == [(B,)]
+    seen = []
+    jax.jit(lambda mask: seen.append([part.offset for part in mask.parts[:2]]))(mask)
+    assert seen == [[None, 2]]
+    again = jax.tree.unflatten(structure, leaves)
+    assert jax.tree.structure(again) == structure
+    assert structure != jax.tree.structure(Mask.sliding_window(4) & Mask.causal(2) & Mask.lengths(None, leaves[0]))
+
+
+def test_one_compilation_serves_all_lengths():
+    traces = []
+
+    @jax.jit
+    def materialise(mask):
+        traces.append(mask)
+        return mask.materialise(B, N, T, S)
+
+    for values in (LENGTHS, LENGTHS[::-1]):
+        seen = materialise(Mask.lengths(key=jnp.asarray(values)) & Mask.causal(jnp.asarray(OFFSETS)))
+        np.testing.assert_array_equal(seen, table(lengths(None, values)) & table(causal(OFFSETS)))
+    assert len(traces) == 1
+
+
+def test_vmap_over_lengths_and_offsets():
+    def one(length, offset):
+        return (Mask.lengths(key=length) & Mask.causal(offset)).materialise(1, 1, T, S)[0]
+
+    seen = jax.vmap(one)(jnp.asarray(LENGTHS), jnp.asarray(OFFSETS))
+    expected = table(lengths(None, LENGTHS)) & table(causal(OFFSETS))
+    np.testing.assert_array_equal(seen, expected[:, :1])
+
+
+def test_every_kind_of_mask_is_tested(side):
+    kinds = {n for n, v in vars(side.Mask).items() if isinstance(v, staticmethod)}
+    assert kinds == {spec[0] for spec, _ in KINDS.values()}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_index_dtypes(side, dtype):
+    for name, spec in product(("causal per row", "key lengths"), [np.arange(T, dtype=dtype)]):
+        block = (
+            make(side, KINDS[name][0])
+            .resolve(B, N, T, S)
+            .block(side.array(spec), side.array(np.arange(S, dtype=dtype)))
+        )
+        np.testing.assert_array_equal(np.broadcast_to(side.numpy(block), (B, N, T, S)), table(KINDS[name][1]))

@@ -1,0 +1,113 @@
+import jax
+import jax.ad_checkpoint
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_attn import MultiHeadAttention
+
+TAGS = ("scores", "weights", "context")
+
+
+def layer(dropout=0.0):
+    return MultiHeadAttention(7, 24, 8, dropout, 4, True, num_kv_heads=2, rngs=nnx.Rngs(0))
+
+
+def tokens():
+    return jax.random.normal(jax.random.key(1), (3, 5, 7))
+
+
+def loss(state, x, graphdef):
+    return jnp.square(nnx.merge(graphdef, state)(x)).sum()
+
+
+def tagged(equations, jaxpr):
+    return {e.params["name"]: e.outvars[0].aval.shape for e in equations(jaxpr) if e.primitive.name == "name"}
+
+
+def test_tags_are_in_the_jaxpr(equations):
+    shapes = tagged(equations, jax.make_jaxpr(layer())(tokens()))
+    assert {name: shapes[name] for name in TAGS} == {
+        "scores": (3, 4, 5, 5),
+        "weights": (3, 4, 5, 5),
+        "context": (3, 5, 4, 6),
+    }
+
+
+def saved(policy, capsys):
+    graphdef, state = nnx.split(layer())
+    jax.ad_checkpoint.print_saved_residuals(
+        jax.checkpoint(loss, policy=policy, static_argnums=2), state, tokens(), graphdef
+    )
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_policy_saves_by_tag(tag, capsys):
+    text = saved(jax.checkpoint_policies.save_only_these_names(tag), capsys)
+    assert [name for name in TAGS if f"'{name}'" in text] == [tag]
+
+
+def test_nothing_is_saved_by_a_tag_that_is_not_there(capsys):
+    text = saved(jax.checkpoint_policies.save_only_these_names("other"), capsys)
+    assert not [name for name in TAGS if f"'{name}'" in text]
+    assert not [line for line in text.splitlines() if "argument" not in line and "constant" not in line]
+
+
+def test_saving_the_scores_spares_their_product(equations):
+    def products(policy):
+        graphdef, state = nnx.split(layer())
+        grad = jax.grad(jax.checkpoint(loss, policy=policy, static_argnums=2))
+        jaxpr = jax.make_jaxpr(grad, static_argnums=2)(state, tokens(), graphdef)
+        return sum(e.primitive.name == "dot_general" for e in equations(jaxpr))
+
+    names = jax.checkpoint_policies.save_only_these_names
+    assert products(names("scores", "context")) < products(names("scores")) < products(names("other"))
+
+
+@pytest.mark.parametrize("tags", [("scores",), ("weights", "context")])
+def test_gradients_do_not_depend_on_the_policy(tags, close):
+    graphdef, state = nnx.split(layer())
+    policy = jax.checkpoint_policies.save_only_these_names(*tags)
+    plain, remat = (
+        jax.jit(jax.grad(f), static_argnums=2)(state, tokens(), graphdef)
+        for f in (loss, jax.checkpoint(loss, policy=policy, static_argnums=2))
+    )
+    close(jax.tree.leaves(remat), jax.tree.leaves(plain))
+
+
+def call(module, inputs, **options):
+    return module(*inputs, **options)
+
+
+jitted = nnx.jit(call, static_argnames="return_weights")
+
+
+@pytest.mark.parametrize("run", [call, jitted], ids=["eager", "jit"])
+def test_asking_for_weights_leaves_every_bit_of_the_output(weighing, run):
+    module, inputs = weighing.build(), weighing.inputs()
+    output, weights = run(module, inputs, return_weights=True)
+    np.testing.assert_array_equal(run(module, inputs), output)
+    assert weights.shape[-2:] == (inputs[0].shape[1], inputs[-1].shape[1])
+
+
+@pytest.mark.parametrize("run", [call, jitted], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_asking_for_weights_leaves_every_bit_with_dropout(run, dtype):
+    module = MultiHeadAttention(7, 24, 8, 0.5, 4, num_kv_heads=2, param_dtype=dtype, rngs=nnx.Rngs(0))
+    options = {"dropout_key": jax.random.key(2)}
+    output, weights = run(module, [tokens().astype(dtype)], return_weights=True, **options)
+    np.testing.assert_array_equal(run(module, [tokens().astype(dtype)], **options), output)
+    assert (weights == 0).sum() > (np.triu(np.ones((5, 5)), 1) > 0).sum() * 12  # those that the future hides, and more
+
+
+def test_asking_for_weights_leaves_every_bit_of_the_gradient():
+    graphdef, state = nnx.split(layer())
+
+    def weighed(state, x, graphdef):
+        output, _ = nnx.merge(graphdef, state)(x, return_weights=True)
+        return jnp.square(output).sum()
+
+    plain, asked = (jax.jit(jax.grad(f), static_argnums=2)(state, tokens(), graphdef) for f in (loss, weighed))
+    jax.tree.map(np.testing.assert_array_equal, asked, plain)

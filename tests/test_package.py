@@ -1,0 +1,68 @@
+import re
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import flax_attn
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def pyproject():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def names(requirements):
+    return {re.match(r"[\w-]+", requirement).group().lower() for requirement in requirements}
+
+
+def test_both_packages_are_in_the_wheel(pyproject):
+    assert pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["flax_attn", "torch_ref"]
+
+
+@pytest.mark.parametrize("package", ["flax_attn", "torch_ref"])
+def test_packages_say_that_they_are_typed(package):
+    assert (ROOT / package / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("package", ["flax_attn", "torch_ref"])
+def test_every_folder_with_code_is_a_package(package):
+    folders = {file.parent for file in (ROOT / package).rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_version_is_that_of_the_package(pyproject):
+    assert "version" in pyproject["project"]["dynamic"]
+    assert pyproject["tool"]["hatch"]["version"]["path"] == "flax_attn/__init__.py"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", flax_attn.__version__)
+
+
+def test_oldest_python(pyproject):
+    assert pyproject["project"]["requires-python"] == ">=3.11"
+
+
+def test_torch_and_matplotlib_are_extras(pyproject):
+    project = pyproject["project"]
+    assert {"jax", "flax", "einops", "jaxtyping", "numpy", "safetensors"} <= names(project["dependencies"])
+    assert names(project["dependencies"]).isdisjoint({"torch", "matplotlib", "beartype", "pytest"})
+    assert {"torch", "viz", "cuda", "tpu", "dev"} <= set(project["optional-dependencies"])
+    assert names(project["optional-dependencies"]["torch"]) == {"torch"}
+    assert names(project["optional-dependencies"]["viz"]) == {"matplotlib"}
+
+
+@pytest.mark.parametrize("extra", ["cuda", "tpu"])
+def test_accelerators_are_extras_of_jax(pyproject, extra):
+    assert pyproject["project"]["optional-dependencies"][extra] == [f"jax[{extra}]"]
+
+
+def test_command_line_entry_can_be_called(pyproject):
+    module, function = pyproject["project"]["scripts"]["flax-attn"].split(":")
+    assert callable(getattr(import_module(module), function))
+
+
+def test_licence_and_readme_are_there(pyproject):
+    project = pyproject["project"]
+    assert [file for file in (project["readme"], *project["license-files"]) if not (ROOT / file).is_file()] == []
