@@ -7,7 +7,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_broadcast, check_choice, check_inputs, check_options
+from flax_attn.functional.checks import check_bias, check_choice, check_inputs, check_options
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.reference import reference_attention
@@ -20,7 +20,7 @@ def dot_product_attention(
     query: Query,
     key: Key,
     value: Value,
-    bias: Float[Array, "..."] | None = None,
+    bias: Array | None = None,
     mask: Mask | Array | None = None,
     *,
     scale: float | None = None,
@@ -80,7 +80,7 @@ def dot_product_attention(
     query, key, value = (checkpoint_name(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if bias is not None:
-        check_broadcast("bias", bias.shape, shape)
+        check_bias(bias.shape, bias.dtype.name, shape)
         bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     output, weights = BACKENDS["reference" if backend == "auto" else backend](
         query,

@@ -6,7 +6,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from torch_ref.functional.checks import check_broadcast, check_choice, check_inputs, check_options
+from torch_ref.functional.checks import check_bias, check_choice, check_inputs, check_options
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.reference import reference_attention
@@ -19,7 +19,7 @@ def dot_product_attention(
     query: Query,
     key: Key,
     value: Value,
-    bias: Float[Tensor, "..."] | None = None,
+    bias: Tensor | None = None,
     mask: Mask | Tensor | None = None,
     *,
     scale: float | None = None,
@@ -68,7 +68,7 @@ def dot_product_attention(
         Vaswani et al. 2017 (arXiv:1706.03762); Ainslie et al. 2023 (arXiv:2305.13245).
     """
     shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-    check_inputs(*shapes, tuple(str(x.dtype).removeprefix("torch.") for x in (query, key, value)))
+    check_inputs(*shapes, tuple(_dtype(x) for x in (query, key, value)))
     check_options(query.shape[-2], None if sinks is None else tuple(sinks.shape), soft_cap)
     check_choice("backend", backend, ("auto", *BACKENDS))
     unbatched = query.ndim == 3
@@ -76,7 +76,7 @@ def dot_product_attention(
         query, key, value = query[None], key[None], value[None]
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if bias is not None:
-        check_broadcast("bias", tuple(bias.shape), shape)
+        check_bias(tuple(bias.shape), _dtype(bias), shape)
         bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
     output, weights = BACKENDS["reference" if backend == "auto" else backend](
         query,
@@ -121,3 +121,7 @@ def single_head_attention(
         return rearrange(result, "... t 1 v -> ... t v")
     context, weights = result
     return rearrange(context, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -70,7 +70,7 @@ def load_state_dict(
     for entry in entries:
         ours |= entry.split(to_numpy(theirs[entry.theirs]))
     for name, param in params.items():
-        param[...] = jnp.asarray(ours[name], dtype=param.dtype)
+        param[...] = jnp.array(ours[name], dtype=param.dtype)  # a copy: asarray may share the caller's memory
 
 
 def to_numpy(array: Any) -> np.ndarray:

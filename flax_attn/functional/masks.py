@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Integer
+from jaxtyping import Array, Bool, Integer
 
 from flax_attn.functional.checks import check_broadcast, check_positive
-from flax_attn.functional.shapes import Index
+from flax_attn.functional.shapes import ArrayLike, Index
 
 Count = int | Integer[Array, ""] | Integer[Array, " b"]
 

@@ -3,6 +3,7 @@
 Every shape in this package, in a docstring, an einops string or an annotation, uses these letters.
 """
 
+import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 AXES = {
@@ -24,4 +25,5 @@ Context = Float[Array, "*b t n v"]
 Scores = Float[Array, "b n t s"]
 Visible = Bool[Array, "#b #n #t #s"]
 Tokens = Float[Array, "*b t d"]
+ArrayLike = Array | np.ndarray | list
 Index = Integer[Array, "..."]

@@ -11,17 +11,17 @@ from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.modules.linear import Linear
 
 
-def gelu_tanh(x: Array) -> Array:
+def _gelu_tanh(x: Array) -> Array:
     """`x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`, in at least float32."""
     return jax.nn.gelu(x.astype(accumulation_dtype(x.dtype)), approximate=True).astype(x.dtype)
 
 
-def gelu_exact(x: Array) -> Array:
+def _gelu_exact(x: Array) -> Array:
     """`x / 2 (1 + erf(x / sqrt(2)))`, in at least float32."""
     return jax.nn.gelu(x.astype(accumulation_dtype(x.dtype)), approximate=False).astype(x.dtype)
 
 
-ACTIVATIONS = {"gelu_tanh": gelu_tanh, "gelu_exact": gelu_exact}
+ACTIVATIONS = {"gelu_tanh": _gelu_tanh, "gelu_exact": _gelu_exact}
 
 
 class FeedForward(nnx.Module):
@@ -64,10 +64,10 @@ class FeedForward(nnx.Module):
         precision: PrecisionLike = None,
         rngs: nnx.Rngs | None = None,
     ):
-        check_positive(d_model=d_model)
         check_choice("activation", activation, tuple(ACTIVATIONS))
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
+        check_positive(d_model=d_model, d_hidden=d_hidden)
         self.d_model = d_model
         self.layers = nnx.List(
             [Linear(d_model, d_hidden, **numerics), ACTIVATIONS[activation], Linear(d_hidden, d_model, **numerics)]

@@ -8,7 +8,7 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from flax_attn.attention import single_head_attention
-from flax_attn.functional.checks import check_tokens
+from flax_attn.functional.checks import check_positive, check_tokens
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import Tokens
 from flax_attn.modules.linear import Linear
@@ -59,6 +59,7 @@ class SelfAttention(nnx.Module):
     ):
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         d_key = d_out if d_key is None else d_key
+        check_positive(d_in=d_in, d_out=d_out, d_key=d_key)
         self.d_in, self.d_out, self.d_key = d_in, d_out, d_key
         self.precision = precision
         self.W_query = Linear(d_in, d_key, qkv_bias, **numerics)

@@ -139,7 +139,7 @@ class Pair:
             return Run(_numpy(named), {})
         total = torch.stack([(named[n] * torch.tensor(c, dtype=kind)).sum() for n, c in self.cotangents.items()]).sum()
         parameters = dict(module.named_parameters())
-        of_all = torch.autograd.grad(total, [*parameters.values(), *tensors])
+        of_all = torch.autograd.grad(total, [*parameters.values(), *tensors], materialize_grads=True)
         named_gradients = dict(zip(parameters, of_all, strict=False))
         return Run(_numpy(named), _numpy(named_gradients | self._named_inputs(of_all[len(parameters) :])))
 

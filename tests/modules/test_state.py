@@ -99,6 +99,13 @@ def test_a_key_decides_and_leaves_the_stream_alone(dropping):
     assert equal(call(module, *inputs), call(fresh, *inputs))
 
 
+@pytest.mark.parametrize("name", ["wrapper", "multi_head"])
+def test_heads_drop_other_weights_by_the_same_key(variants, name):
+    module, inputs = variants[name].build(dropout=0.5), variants[name].inputs()
+    _, weights = module(*inputs, return_weights=True, dropout_key=jax.random.key(1))
+    assert not equal(weights[:, 0] == 0, weights[:, 1] == 0)
+
+
 def test_raw_words_are_a_key_too(typical):
     module, inputs, key = typical.build(dropout=0.5), typical.inputs(), jax.random.key(3)
     typed, raw = (call(module, *inputs, dropout_key=k) for k in (key, jax.random.key_data(key)))

@@ -110,6 +110,15 @@ def check_options(num_heads: int, sinks: tuple[int, ...] | None, soft_cap: float
         raise ValueError(f"soft_cap must be positive; got soft_cap={soft_cap}. For no cap pass None")
 
 
+def check_bias(shape: tuple[int, ...], dtype: str, to: tuple[int, ...]) -> None:
+    """Raise unless the bias is made of numbers to add, and broadcasts to `to`."""
+    if not dtype.startswith(("float", "bfloat")):
+        raise ValueError(
+            f"bias is added to the scores and must be floating point; got {dtype}. Pass a boolean mask as mask="
+        )
+    check_broadcast("bias", shape, to)
+
+
 def check_broadcast(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
     """Raise unless `shape` broadcasts to `to`, the sizes of (b, n, t, s)."""
     padded = (1,) * (len(to) - len(shape)) + shape

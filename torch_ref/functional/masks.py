@@ -16,7 +16,7 @@ from jaxtyping import Bool, Integer
 from torch import Tensor
 
 from torch_ref.functional.checks import check_broadcast, check_positive
-from torch_ref.functional.shapes import Index
+from torch_ref.functional.shapes import ArrayLike, Index
 
 Count = int | Integer[Tensor, ""] | Integer[Tensor, " b"]
 
@@ -196,23 +196,23 @@ class Mask:
         return Mask.window(width - 1, 0, offset)
 
     @staticmethod
-    def lengths(query: Count | Tensor | None = None, key: Count | Tensor | None = None) -> Mask:
+    def lengths(query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None) -> Mask:
         """Hide padding at the end: of row `b` only the first `query[b]` queries and `key[b]` keys are real."""
         return Mask((Lengths(_integers("query lengths", query), _integers("key lengths", key)),))
 
     @staticmethod
-    def segments(query: Tensor, key: Tensor | None = None) -> Mask:
+    def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
         """Packed documents: `(b, t)` ids of the queries and `(b, s)` ids of the keys (the same if not given)."""
         query = torch.as_tensor(_integers("query segments", query))
         return Mask((Segments(query, query if key is None else torch.as_tensor(_integers("key segments", key))),))
 
     @staticmethod
-    def prefix(length: Count | Tensor, offset: Count | None = None) -> Mask:
+    def prefix(length: Count | ArrayLike, offset: Count | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
         return Mask((Prefix(_integers("prefix length", length), offset=offset),))
 
     @staticmethod
-    def dense(array: Tensor) -> Mask:
+    def dense(array: ArrayLike) -> Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`."""
         return Mask((Dense(_boolean(array)),))
 
@@ -238,7 +238,7 @@ class Mask:
         return block.expand(b, n, t, s)
 
 
-def as_mask(mask: Mask | Tensor | None, heads: bool = True) -> Mask:
+def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
     """Return a `Mask` for whatever may be passed as one; None hides nothing.
 
     Without `heads` an array of rank 3 is `(b, t, s)`, and the head axis is put in.

@@ -3,6 +3,7 @@
 Every shape in this package, in a docstring, an einops string or an annotation, uses these letters.
 """
 
+import numpy as np
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
@@ -25,4 +26,5 @@ Context = Float[Tensor, "*b t n v"]
 Scores = Float[Tensor, "b n t s"]
 Visible = Bool[Tensor, "#b #n #t #s"]
 Tokens = Float[Tensor, "*b t d"]
+ArrayLike = Tensor | np.ndarray | list
 Index = Integer[Tensor, "..."]

@@ -36,9 +36,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, d_model: int, d_hidden: int | None = None, activation: str = "gelu_tanh"):
         super().__init__()
-        check_positive(d_model=d_model)
         check_choice("activation", activation, tuple(ACTIVATIONS))
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
+        check_positive(d_model=d_model, d_hidden=d_hidden)
         self.d_model = d_model
         self.layers = nn.Sequential(
             Linear(d_model, d_hidden), nn.GELU(approximate=ACTIVATIONS[activation]), Linear(d_hidden, d_model)

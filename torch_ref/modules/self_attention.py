@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_ref.attention import single_head_attention
-from torch_ref.functional.checks import check_tokens
+from torch_ref.functional.checks import check_positive, check_tokens
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.linear import Linear
@@ -49,6 +49,7 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         d_key = d_out if d_key is None else d_key
+        check_positive(d_in=d_in, d_out=d_out, d_key=d_key)
         self.d_in, self.d_out, self.d_key = d_in, d_out, d_key
         self.W_query = Linear(d_in, d_key, qkv_bias)
         self.W_key = Linear(d_in, d_key, qkv_bias)
