@@ -64,6 +64,7 @@ def dot_product_attention(
             although t != s, or if the backend is unknown.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> x = jnp.ones((2, 5, 4, 8))
         >>> dot_product_attention(x, x, x, mask=Mask.causal()).shape
         (2, 5, 4, 8)
@@ -115,6 +116,7 @@ def single_head_attention(
         Returns `(b, t, v)`, and if asked the weights `(b, t, s)`.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> x = jnp.eye(2)
         >>> single_head_attention(x, x, x, scale=1.0)
         Array([[0.7310586 , 0.26894143],

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import flax_attn
+from flax_attn.parity import tolerance
 
 _B, _T, _S, _D_IN, _D_MODEL, _HEADS = 3, 5, 9, 7, 24, 4
 _HEAD = {"d_in": _D_IN, "d_out": 6, "context_length": 8, "dropout": 0.0, "qkv_bias": True, "d_key": 10}
@@ -131,14 +132,16 @@ def x64():
 
 @pytest.fixture
 def close():
-    """Equal but for the order of float32 sums."""
+    """Equal but for the order of sums."""
 
-    def check(actual, expected, tolerance=2e-5):
-        jax.tree.map(
-            lambda a, e: np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance * (1 + np.abs(e).max())),
-            actual,
-            expected,
+    def check(actual, expected):
+        assert jax.tree.structure(actual) == jax.tree.structure(expected)
+        sides = (
+            {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+            for tree in (actual, expected)
         )
+        errors = tolerance.reordered(*sides)
+        assert max(errors.values()) <= 1, errors
 
     return check
 

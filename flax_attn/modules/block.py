@@ -83,7 +83,7 @@ class TransformerBlock(nnx.Module):
     ):
         check_choice("norm", norm, tuple(NORMS))
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.d_model, self.norm_first = d_model, norm_first
+        self.d_model, self.norm_first, self.dtype = d_model, norm_first, dtype
         self.att = MultiHeadAttention(
             d_model,
             d_model,
@@ -116,6 +116,7 @@ class TransformerBlock(nnx.Module):
         output that are dropped.
         """
         check_tokens("x", x.shape, "d_model", self.d_model, self.att.context_length)
+        x = x if self.dtype is None else x.astype(self.dtype)
         keys = [fold_in(dropout_key, i) for i in range(3)]
         attended = self.att(
             self.norm1(x) if self.norm_first else x, mask=mask, return_weights=return_weights, dropout_key=keys[0]

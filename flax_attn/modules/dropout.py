@@ -25,6 +25,8 @@ class Dropout(nnx.Module):
         ValueError: if `rate` lies outside [0, 1), or if there is no stream to draw keys from.
 
     Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
         >>> Dropout(0.5, rngs=nnx.Rngs(0))(jnp.ones((2, 6)), dropout_key=jax.random.key(0))
         Array([[2., 0., 2., 2., 0., 0.],
                [0., 2., 0., 2., 0., 0.]], dtype=float32)

@@ -13,6 +13,7 @@ GRADIENT = 1e-11
 TRAINING = 1e-10  # 100 steps of AdamW
 LOW_FORWARD = 2.0  # lower dtypes: error over that of plain PyTorch in the same dtype, both against float64
 LOW_GRADIENT = 3.0
+REORDERED = 64  # one function evaluated in another order, such as compiled: roundings (eps) of the largest value
 NULL = 1e-13  # a gradient this far below the largest one is rounding: a direction that the function does not feel
 
 Arrays = Mapping[str, np.ndarray]
@@ -26,12 +27,27 @@ def relative(ours: Arrays, truth: Arrays, scale: float = 0.0) -> dict[str, float
 def _relative(ours: np.ndarray, truth: np.ndarray, scale: float) -> float:
     if ours.shape != truth.shape or (np.isnan(ours) != np.isnan(truth)).any():
         return np.inf
-    error, size = _largest(ours - truth), max(_largest(truth), scale)
+    error, size = _largest(np.asarray(ours - truth)), max(_largest(truth), scale)
     return error / size if size else (0.0 if error == 0 else np.inf)
 
 
 def _largest(values: np.ndarray) -> float:
     return float(np.nanmax(np.abs(values), initial=0.0))
+
+
+def reordered(ours: Arrays, truth: Arrays) -> dict[str, float]:
+    """Return the error of one function evaluated twice in its own dtype over the allowed one: at most 1 passes.
+
+    Values that are rounding only, beside the largest of all, are measured by that.
+    """
+    largest = max((_largest(value) for value in truth.values()), default=0.0)
+
+    def excess(name: str) -> float:
+        allowed = REORDERED * float(np.finfo(truth[name].dtype).eps)
+        scale = largest if _largest(truth[name]) <= allowed * largest else 0.0
+        return _relative(ours[name].astype(np.float64), truth[name].astype(np.float64), scale) / allowed
+
+    return {name: excess(name) for name in truth}
 
 
 def null_directions(truth: Arrays) -> set[str]:
