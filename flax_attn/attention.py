@@ -7,7 +7,7 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_bias, check_choice, check_inputs, check_options
+from flax_attn.functional.checks import check_bias, check_choice, check_inputs, check_options, check_type
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.reference import reference_attention
@@ -57,7 +57,7 @@ def dot_product_attention(
     Returns:
         `(b, t, n, v)`, and if asked for the weights `(b, n, t, s)` that were applied to the values, that is after
         dropout; both without `b` for unbatched inputs. A row that may see nothing gives zeros with zero gradient.
-        A number that is not finite reaches the rows that may see it, as NaN, and no others.
+        A number in query, key or value that is not finite reaches the rows that may see it, as NaN, and no others.
 
     Raises:
         ValueError: if shapes, dtypes, mask or bias do not fit one another, if a causal mask has no offset
@@ -75,6 +75,7 @@ def dot_product_attention(
     check_inputs(query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name))
     check_options(query.shape[-2], None if sinks is None else sinks.shape, soft_cap)
     check_choice("backend", backend, ("auto", *BACKENDS))
+    check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
     unbatched = query.ndim == 3
     if unbatched:
         query, key, value = query[None], key[None], value[None]

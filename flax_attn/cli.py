@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="only this row or class, such as causal or CausalAttention; may be repeated",
     )
-    parity.add_argument("--seed", type=int, default=0, help="of the weights and inputs (default 0)")
+    parity.add_argument("--seed", type=_seed, default=0, help="of the weights and inputs (default 0)")
     parity.add_argument("--json", metavar="FILE", help="write all that was measured to FILE")
     parity.set_defaults(run=_parity)
 
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--kv-heads", type=int, help="number of key/value heads (default: as many as heads)")
     show.add_argument("--width", type=int, default=32, help="model width (default 32)")
     show.add_argument("--no-causal", action="store_true", help="let tokens see what comes after them")
-    show.add_argument("--seed", type=int, default=0, help="of the weights and embeddings (default 0)")
+    show.add_argument("--seed", type=_seed, default=0, help="of the weights and embeddings (default 0)")
     show.set_defaults(run=_show)
     return parser
 
@@ -90,7 +91,10 @@ def _parity(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # two cases run at a time, and the matrices are small
     results = _climb_all(cases, options.seed)
     if options.json:
-        report.write_json(results, options.seed, options.json)
+        try:
+            report.write_json(results, options.seed, options.json)
+        except OSError as error:  # what was measured is still printed
+            print(f"flax-attn: cannot write {options.json}: {error}", file=sys.stderr)
     console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(report.table(results))
     console.print(report.LEGEND, style="dim", highlight=False)
@@ -118,6 +122,8 @@ def _show(options: argparse.Namespace) -> int:
     if not (options.out or options.shapes):
         raise UsageError("say what to show: --out FILE for the attention maps, --shapes for the steps, or both")
     _check_writable(options.out)
+    if options.out and not Path(options.out).suffix:
+        raise UsageError(f"cannot write {options.out}: its suffix says the format, such as .png, .svg or .pdf")
     try:
         layer, tokens, embeddings = _example(options)
     except ValueError as error:
@@ -172,11 +178,21 @@ def _draw(layer: Any, tokens: list[str], embeddings: Any, options: argparse.Name
     title = f"{type(layer).__name__}, random weights and embeddings (seed {options.seed})"
     try:
         plot_attention(weights, tokens, title=title).savefig(options.out, dpi=150)
-    except (ImportError, ValueError) as error:  # no matplotlib, or no such picture format
+    except (ImportError, OSError, ValueError) as error:  # no matplotlib, no such picture format, no way to write
         raise UsageError(str(error)) from None
     print(f"wrote {options.out}")
 
 
 def _check_writable(path: str | None) -> None:
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise UsageError(f"cannot write {path}: it must name a file in a folder that exists")
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"cannot write {path}: it must name a file in a folder that exists and can be written to")
+
+
+def _seed(text: str) -> int:
+    seed = int(text)
+    if not 0 <= seed < 2**32:
+        raise argparse.ArgumentTypeError(f"a seed is at least 0 and below 2**32; got {seed}")
+    return seed

@@ -61,8 +61,8 @@ def plot_attention(
     for panel, head, name in zip(panels, weights, titles, strict=False):
         image = panel.imshow(head, cmap="viridis", vmin=0.0, vmax=top)
         panel.set_title(name)
-        panel.set_xticks(range(s), key_tokens, rotation=60, ha="right", rotation_mode="anchor")
-        panel.set_yticks(range(t), tokens)
+        panel.set_xticks(range(s), key_tokens, rotation=60, ha="right", rotation_mode="anchor", parse_math=False)
+        panel.set_yticks(range(t), tokens, parse_math=False)
         if max(t, s) <= 12:
             _write_numbers(panel, head, top)
     for panel in panels[n:]:

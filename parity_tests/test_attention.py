@@ -178,7 +178,7 @@ MASKS = {
     "lengths": lambda side, b, t, s: side.Mask.lengths(key=side.array(np.arange(b) * 2)),
     "segments": lambda side, b, t, s: side.Mask.segments(side.array(np.arange(t) // 2), side.array(np.arange(s) % 3)),
     "dense": lambda side, b, t, s: side.array(np.random.default_rng(t).random((b, 1, t, s)) < 0.5),
-    "several": lambda side, b, t, s: side.Mask.causal(0) & side.Mask.lengths(max(t - 1, 1), max(s - 1, 1)),
+    "several": lambda side, b, t, s: side.Mask.causal(0) & side.Mask.lengths(query=max(t - 1, 1), key=max(s - 1, 1)),
 }
 
 

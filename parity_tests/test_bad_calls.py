@@ -75,7 +75,10 @@ SAME = {
     "window": (mask("window", 1, 1), r"needs an offset when t != s"),
     "sliding window": (mask("sliding_window", 2), r"needs an offset when t != s"),
     "prefix": (mask("prefix", 2), r"needs an offset when t != s"),
-    "minus left": (mask("window", -1, 0), r"window's left is a number of keys, at least 0; got left=-1"),
+    "minus left": (
+        mask("window", -1, 0),
+        r"window's left is a number of keys, at least 0, known before tracing; got left=-1",
+    ),
     "minus right": (mask("window", None, -2), r"window's right .*got right=-2\. For an unbounded side pass None"),
     "zero sliding": (mask("sliding_window", 0), r"width must be a positive integer; got width=0"),
     "minus sliding": (mask("sliding_window", -3), r"width must be a positive integer; got width=-3"),

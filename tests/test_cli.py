@@ -61,6 +61,7 @@ def test_show_writes_a_picture(tmp_path, capsys):
         (["show", "--shapes", "--heads", "5"], "num_heads must divide d_out"),
         (["show", "--out", "/no/such/folder/maps.png"], "in a folder that exists"),
         (["show", "--out", "maps.doc"], "not supported"),
+        (["show", "--out", "maps"], "its suffix says the format"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(arguments, message, capsys, no_shape_checks):
@@ -69,3 +70,9 @@ def test_bad_usage_is_one_line_and_exit_code_2(arguments, message, capsys, no_sh
     assert error.startswith("flax-attn: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("seed", ["-1", "99999999999999999999", "x"])
+def test_a_seed_out_of_range_is_bad_usage(seed):
+    with pytest.raises(SystemExit, match="2"):
+        main(["show", "--shapes", "--seed", seed])

@@ -6,7 +6,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from torch_ref.functional.checks import check_bias, check_choice, check_inputs, check_options
+from torch_ref.functional.checks import check_bias, check_choice, check_inputs, check_options, check_type
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.reference import reference_attention
@@ -52,7 +52,7 @@ def dot_product_attention(
     Returns:
         `(b, t, n, v)`, and if asked for the weights `(b, n, t, s)` that were applied to the values, that is after
         dropout; both without `b` for unbatched inputs. A row that may see nothing gives zeros with zero gradient.
-        A number that is not finite reaches the rows that may see it, as NaN, and no others.
+        A number in query, key or value that is not finite reaches the rows that may see it, as NaN, and no others.
 
     Raises:
         ValueError: if shapes, dtypes, mask or bias do not fit one another, if a causal mask has no offset
@@ -71,6 +71,7 @@ def dot_product_attention(
     check_inputs(*shapes, tuple(_dtype(x) for x in (query, key, value)))
     check_options(query.shape[-2], None if sinks is None else tuple(sinks.shape), soft_cap)
     check_choice("backend", backend, ("auto", *BACKENDS))
+    check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
     unbatched = query.ndim == 3
     if unbatched:
         query, key, value = query[None], key[None], value[None]

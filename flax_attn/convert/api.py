@@ -58,19 +58,19 @@ def load_state_dict(
         >>> layer(jnp.ones(3))
         Array([3., 3.], dtype=float32)
     """
-    params, entries, table = _params(module), _entries(module, layout), _layout(layout)
-    theirs = {name.removeprefix(prefix): value for name, value in _flatten(weights).items() if name.startswith(prefix)}
-    wrong = problems(entries, {name: tuple(np.shape(value)) for name, value in theirs.items()}, table)
+    entries, params = _entries(module, layout), _params(module)
+    theirs = _under(prefix, _flatten(weights))
+    wrong = problems(entries, {name: _shape(name, value) for name, value in theirs.items()}, _layout(layout))
     if wrong:
-        name = layout if isinstance(layout, str) else "given"
-        raise ConversionError(
-            "\n  ".join([f"these weights do not fit {type(module).__name__} in the layout {name!r}:", *wrong])
-        )
+        heading = f"these weights do not fit {type(module).__name__} in the layout {_layout_name(layout)}:"
+        raise ConversionError("\n  ".join([heading, *wrong]))
     ours = {}
     for entry in entries:
-        ours |= entry.split(to_numpy(theirs[entry.theirs]))
+        ours |= entry.split(_numbers(entry.theirs, theirs[entry.theirs]))
+    # All are made before any is written, as copies: asarray may share the memory of the caller's weights.
+    new = {name: jnp.array(ours[name], dtype=param.dtype) for name, param in params.items()}
     for name, param in params.items():
-        param[...] = jnp.array(ours[name], dtype=param.dtype)  # a copy: asarray may share the caller's memory
+        param[...] = new[name]
 
 
 def to_numpy(array: Any) -> np.ndarray:
@@ -83,14 +83,44 @@ def to_numpy(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
+def _numbers(name: str, value: Any) -> np.ndarray:
+    try:
+        array = to_numpy(value)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ConversionError(f"{name} is not an array that numpy can hold: {error}") from error
+    if not jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ConversionError(f"{name} must hold real numbers; got dtype {array.dtype}")
+    return array
+
+
+def _shape(name: str, value: Any) -> tuple[int, ...]:
+    try:
+        return tuple(np.shape(value))
+    except ValueError as error:
+        raise ConversionError(f"{name} is not an array: {error}") from error
+
+
+def _under(prefix: str, weights: dict[str, Any]) -> dict[str, Any]:
+    found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    if prefix and not found:
+        raise ConversionError(
+            f"no entry starts with the prefix {prefix!r}; the first are {', '.join(list(weights)[:3])}"
+        )
+    return found
+
+
 def _entries(module: nnx.Module, layout: str | Layout) -> list[Entry]:
+    if not isinstance(module, nnx.Module):
+        raise ConversionError(
+            f"weights go into and out of NNX modules; got {type(module)}. Pass the Flax side as the module"
+        )
     table = _layout(layout)
     modules = {_dotted(path): submodule for path, submodule in nnx.iter_modules(module)}
     for path, submodule in modules.items():
         reason = table.refuse(submodule) if hasattr(submodule, "W_query") else None
         if reason:
             where = f"{path} ({type(submodule).__name__})" if path else type(submodule).__name__
-            raise ConversionError(f"{where} cannot be stored in the layout {layout!r}: {reason}")
+            raise ConversionError(f"{where} cannot be stored in the layout {_layout_name(layout)}: {reason}")
 
     def axes(prefix: str) -> dict[str, int]:
         head_dim = getattr(modules.get(prefix.rstrip(".")), "head_dim", None)
@@ -106,6 +136,10 @@ def _layout(layout: str | Layout) -> Layout:
     return LAYOUTS[layout]
 
 
+def _layout_name(layout: str | Layout) -> str:
+    return "given" if isinstance(layout, Layout) else repr(layout)
+
+
 def _params(module: nnx.Module) -> dict[str, nnx.Param]:
     return {_dotted(path): param for path, param in nnx.iter_graph(module) if isinstance(param, nnx.Param)}
 
@@ -119,7 +153,12 @@ def _name(entry: Entry) -> str:
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        raise ConversionError(f"weights are arrays by name; got {type(tree)}. Pass a state dict")
     flat = {}
     for name, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        inner = _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        if twice := flat.keys() & inner.keys():
+            raise ConversionError(f"these weights hold {', '.join(sorted(twice))} twice, once flat and once nested")
+        flat |= inner
     return flat

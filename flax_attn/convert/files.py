@@ -37,6 +37,8 @@ def save(
     """
     if Path(path).suffix != ".safetensors":
         raise ConversionError(f"weights are written as safetensors; got {path}. Name the file *.safetensors")
+    if not Path(path).absolute().parent.is_dir():
+        raise ConversionError(f"weights are written into a folder that exists; got {path}")
     safetensors.numpy.save_file(state_dict(module, layout, prefix=prefix), path)
 
 
@@ -86,6 +88,7 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle and zip errors of many kinds
         raise ConversionError(
-            f"{path} is not a checkpoint of weights only, and is refused: unpickling could run any code. "
-            f"Save the state_dict() alone, best as safetensors. ({str(error).splitlines()[0]})"
+            f"{path} is damaged or is not a checkpoint of weights only, and is refused: a pickle could run any code. "
+            "Save the state_dict() alone, best as safetensors. "
+            f"({type(error).__name__}: {str(error).partition('.')[0]})"
         ) from error

@@ -15,6 +15,12 @@ def _split_heads(ours: str, theirs: str) -> tuple[Rule, Rule]:
     )
 
 
+def _not_fused(module) -> str | None:
+    """Return why the three projections of a module cannot be one."""
+    widths = [getattr(module, name).kernel.shape[0] for name in ("W_query", "W_key", "W_value")]
+    return None if len(set(widths)) == 1 else f"query, key and value inputs are equally wide; got widths {widths}"
+
+
 def _not_flax(module) -> str | None:
     """Return why a module is not the shape of the usual attention layer: heads, an output, biases all or none."""
     if not hasattr(module, "out_proj"):
@@ -59,6 +65,7 @@ LAYOUTS = {
             _SAME,
         ),
         ignored=r"(.*\.)?mask",
+        refuse=_not_fused,
     ),
     # torch.nn.MultiheadAttention: packed where the three inputs are equally wide, else one weight each.
     "torch_mha": Layout(

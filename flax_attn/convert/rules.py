@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from einops import rearrange
+from einops import EinopsError, rearrange
 
 Shape = tuple[int, ...]
 Arrays = Mapping[str, np.ndarray]
@@ -91,7 +91,15 @@ class Entry:
         return len(self.ours) == 1 or len(rests) == 1
 
     def _arrange(self, array, pattern):
-        return rearrange(array, pattern, **{a: n for a, n in self.axes.items() if a in pattern}) if pattern else array
+        if not pattern:
+            return array
+        try:
+            return rearrange(array, pattern, **{axis: n for axis, n in self.axes.items() if axis in pattern})
+        except EinopsError as error:
+            raise ConversionError(
+                f"{', '.join(self.ours)} of shape {array.shape} does not read as {pattern.split(' -> ')[0]!r}. "
+                "Of stacked layers convert one at a time; for other modules write a Layout"
+            ) from error
 
 
 def plan(shapes: Mapping[str, Shape], layout: Layout, axes: Callable[[str], Mapping[str, int]]) -> list[Entry]:
@@ -134,11 +142,19 @@ def problems(entries: list[Entry], theirs: Mapping[str, Shape], layout: Layout) 
     wanted = {entry.theirs: entry.shape for entry in entries}
     extra = [name for name in theirs if name not in wanted and not re.fullmatch(layout.ignored, name)]
     missing = [name for name in wanted if name not in theirs]
+    if missing == list(wanted) and (prefix := _common_prefix(wanted, theirs)):
+        return [f"every name has the prefix {prefix!r}: pass prefix={prefix!r}"]
     lines = [f"missing {name} {wanted[name]}{_nearest(name, extra)}" for name in missing]
     for name, shape in wanted.items():
         if name in theirs and tuple(theirs[name]) != shape:
             lines.append(f"mis-shaped {name}: expected {shape}, got {tuple(theirs[name])}")
     return lines + [f"unexpected {name} {tuple(theirs[name])}{_nearest(name, missing)}" for name in extra]
+
+
+def _common_prefix(wanted: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> str:
+    first = next(iter(wanted), "")
+    prefixes = [name.removesuffix(first) for name in theirs if first and name.endswith("." + first)]
+    return next((prefix for prefix in prefixes if all(prefix + name in theirs for name in wanted)), "")
 
 
 def _nearest(name: str, names: list[str]) -> str:

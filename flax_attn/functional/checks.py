@@ -4,12 +4,21 @@ Pure Python on sizes and names. They run at construction where the values are kn
 otherwise at trace time, before any work is done.
 """
 
+from numbers import Integral
+from typing import Any
+
 
 def check_positive(**sizes: int) -> None:
     """Raise unless every size is a positive integer."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
             raise ValueError(f"{name} must be a positive integer; got {name}={size!r}")
+
+
+def check_type(name: str, value: object, kind: Any, remedy: str) -> None:
+    """Raise unless `value` is of a kind."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {kind}; got {type(value).__name__}. Pass {remedy}")
 
 
 def check_eps(eps: float) -> None:
@@ -24,6 +33,15 @@ def check_rate(dropout: float) -> None:
         raise ValueError(
             f"dropout must be in [0, 1), the probability that a weight is dropped; got dropout={dropout!r}. "
             "For no dropout pass 0.0"
+        )
+
+
+def check_key(shape: tuple[int, ...], dtype: str) -> None:
+    """Raise unless the words of a dropout key are one key."""
+    if len(shape) != 1 or shape[0] < 2 or not dtype.startswith(("int", "uint")):
+        raise ValueError(
+            f"a dropout key is one key, of at least two integer words; got shape {shape}, dtype {dtype}. "
+            "Of a batch of keys pass one"
         )
 
 
@@ -84,6 +102,8 @@ def check_inputs(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int,
             "query, key and value must have shape (b, t, n, h), (b, s, k, h), (b, s, k, v), or all three without b; "
             f"{shapes}"
         )
+    if 0 in key[-3:] or 0 in query[-2:] or value[-1] == 0:
+        raise ValueError(f"there must be at least one key token, one head and a head width of at least 1; {shapes}")
     if len(query) == 4 and not query[0] == key[0] == value[0]:
         raise ValueError(f"query, key and value must have one batch size; {shapes}. Repeat the smaller batch first")
     if key[-3] != value[-3] or key[-2] != value[-2]:

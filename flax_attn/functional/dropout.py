@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, UInt32
 
-from flax_attn.functional.checks import check_rate
+from flax_attn.functional.checks import check_key, check_rate, check_type
 from flax_attn.functional.shapes import Index
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -47,14 +48,16 @@ class KeyedDropout:
 
 
 def key_words(key: Array) -> UInt32[Array, "2"]:
-    """Return the two words that seed Threefry, from a typed key or from raw words.
+    """Return the two words that seed Threefry, from a typed key or from raw words; of longer keys the first two.
 
     Example:
         >>> key_words(jax.random.key(7))
         Array([0, 7], dtype=uint32)
     """
-    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    return words[:2].astype(jnp.uint32)  # the longer keys of the "rbg" generator repeat the first two
+    check_type("a dropout key", key, jax.Array | np.ndarray, "jax.random.key(0), or its two uint32 words")
+    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
+    check_key(words.shape, words.dtype.name)
+    return words[:2].astype(jnp.uint32)
 
 
 def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tuple[Array, Array]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -196,18 +197,18 @@ class Mask:
     @staticmethod
     def causal(offset: Count | None = None) -> Mask:
         """Query `i` sees key `j` when `j <= offset + i`. The offset is 0 where t == s and must be given elsewhere."""
-        return Mask((Causal(offset=offset),))
+        return Mask((Causal(offset=_integers("offset", offset)),))
 
     @staticmethod
     def window(left: int | None, right: int | None, offset: Count | None = None) -> Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
         for name, size in (("left", left), ("right", right)):
-            if size is not None and size < 0:
+            if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 0):
                 raise ValueError(
-                    f"a window's {name} is a number of keys, at least 0; got {name}={size}. "
+                    f"a window's {name} is a number of keys, at least 0, known before tracing; got {name}={size}. "
                     "For an unbounded side pass None"
                 )
-        return Mask((Window(left, right, offset=offset),))
+        return Mask((Window(left, right, offset=_integers("offset", offset)),))
 
     @staticmethod
     def sliding_window(width: int, offset: Count | None = None) -> Mask:
@@ -216,7 +217,7 @@ class Mask:
         return Mask.window(width - 1, 0, offset)
 
     @staticmethod
-    def lengths(query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None) -> Mask:
+    def lengths(*, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None) -> Mask:
         """Hide padding at the end: of row `b` only the first `query[b]` queries and `key[b]` keys are real."""
         return Mask((Lengths(_integers("query lengths", query), _integers("key lengths", key)),))
 
@@ -229,15 +230,19 @@ class Mask:
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
-        return Mask((Prefix(_integers("prefix length", length), offset=offset),))
+        return Mask((Prefix(_integers("prefix length", length), offset=_integers("offset", offset)),))
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`."""
         return Mask((Dense(_boolean(array)),))
 
-    def __and__(self, other: Mask) -> Mask:
-        return Mask(self.parts + other.parts)
+    __array_priority__ = 1  # array & mask comes here too
+
+    def __and__(self, other: Mask | ArrayLike) -> Mask:
+        return Mask(self.parts + as_mask(other).parts)
+
+    __rand__ = __and__
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Mask:
         """Return the mask made definite for a call of this size: default offsets filled in, shapes checked."""
@@ -263,10 +268,12 @@ def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
 
     Without `heads` an array of rank 3 is `(b, t, s)`, and the head axis is put in.
     """
-    if isinstance(mask, Mask | None):
-        return mask or Mask()
-    array = _boolean(mask)
-    return Mask((Dense(array if heads or array.ndim != 3 else array[:, None]),))
+    mask = mask if isinstance(mask, Mask) else Mask() if mask is None else Mask.dense(mask)
+    return mask if heads else Mask(tuple(_with_head_axis(part) for part in mask.parts))
+
+
+def _with_head_axis(part: _Part) -> _Part:
+    return Dense(part.array[:, None]) if isinstance(part, Dense) and part.array.ndim == 3 else part
 
 
 def create_causal_mask(t: int, s: int | None = None, offset: int | None = None) -> Bool[Array, "t s"]:
@@ -295,8 +302,8 @@ def _boolean(array: Any) -> Array:
 
 
 def _integers(name: str, values: Any) -> Any:
-    if values is None or isinstance(values, int):
-        return values
+    if values is None or (isinstance(values, Integral) and not isinstance(values, bool)):
+        return values if values is None else int(values)
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, np.integer):
         raise ValueError(f"{name} must be integers; got dtype {values.dtype}. Cast them before the call")

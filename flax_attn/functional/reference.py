@@ -38,7 +38,8 @@ def reference_attention(
     """Return the output and the weights that were applied to the values.
 
     All arithmetic is in the dtype of the inputs, but at least float32. A row that may see nothing gives zeros with
-    zero gradient. A number that is not finite reaches the rows that may see it, as NaN, and no others.
+    zero gradient. A number in query, key or value that is not finite reaches the rows that may see it, as NaN, and no
+    others.
 
     Shapes:
         query `(b, t, n, h)`, key `(b, s, k, h)`, value `(b, s, k, v)` with k dividing n.
@@ -88,7 +89,8 @@ def masked_softmax(scores: Scores, visible: Visible, sinks: Float[Array, " n"] |
     total = exps.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - top)
-    return exps / jnp.where(total == 0, 1, total)
+    # Zero by choice and not by underflow alone: the gradient of a hidden weight may be infinite, and 0 * inf is NaN.
+    return jnp.where(visible, exps / jnp.where(total == 0, 1, total), 0)
 
 
 def _hide(visible: Visible, bias: Float[Array, "#b #n #t #s"] | None):

@@ -43,8 +43,11 @@ class Linear(nnx.Linear):
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(d_in=d_in, d_out=d_out)
-        if rngs is None:
-            raise ValueError("rngs is missing: the parameters are drawn from it. Pass rngs=nnx.Rngs(0)")
+        if not isinstance(rngs, nnx.Rngs) or not ("params" in rngs or "default" in rngs):
+            raise ValueError(
+                f"rngs is missing: the parameters are drawn from its stream 'params'; got {type(rngs).__name__}. "
+                "Pass rngs=nnx.Rngs(0)"
+            )
 
         def uniform(key, shape, dtype):
             return jax.random.uniform(key, shape, dtype, -(d_in**-0.5), d_in**-0.5)

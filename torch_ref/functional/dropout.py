@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_ref.functional.checks import check_rate
+from torch_ref.functional.checks import check_key, check_rate, check_type
 from torch_ref.functional.shapes import Index
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -57,12 +57,14 @@ def draw_key(generator: torch.Generator | None = None) -> Int[Tensor, "2"]:
 
 
 def key_words(key: Tensor) -> Int[Tensor, "2"]:
-    """Return the two words that seed Threefry.
+    """Return the two words that seed Threefry; of longer keys the first two.
 
     Example:
         >>> key_words(torch.tensor([0, 7], dtype=torch.uint32))
         tensor([0, 7])
     """
+    check_type("a dropout key", key, Tensor, "torch.tensor([7, 42]), two words below 2**32")
+    check_key(tuple(key.shape), str(key.dtype).removeprefix("torch."))
     return key[:2].to(torch.int64)
 
 
@@ -117,15 +119,15 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
         tensor([[1, 0, 1, 1, 0, 0],
                 [0, 1, 0, 1, 0, 0]], dtype=torch.int32)
     """
-    words = key_words(dropout.key)
+    words = key_words(dropout.key).to(t.device)
     bits, _ = threefry_2x32(threefry_2x32((words[0], words[1]), (b, n)), (t, s))
     return bits >= min(round(dropout.rate * 2**32), 2**32 - 1)
 
 
-def keep_grid(dropout: KeyedDropout, shape: tuple[int, ...]) -> Tensor:
+def keep_grid(dropout: KeyedDropout, shape: tuple[int, ...], device=None) -> Tensor:
     """Return the whole `(b, n, t, s)` mask of `keep_mask`, for arrays that are materialised anyway."""
     index = [
-        torch.arange(size, device=dropout.key.device).reshape([-1 if i == axis else 1 for i in range(4)])
+        torch.arange(size, device=device).reshape([-1 if i == axis else 1 for i in range(4)])
         for axis, size in enumerate(shape)
     ]
     return keep_mask(dropout, *index)

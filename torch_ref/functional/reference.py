@@ -36,7 +36,8 @@ def reference_attention(
     """Return the output and the weights that were applied to the values.
 
     All arithmetic is in the dtype of the inputs, but at least float32. A row that may see nothing gives zeros with
-    zero gradient. A number that is not finite reaches the rows that may see it, as NaN, and no others.
+    zero gradient. A number in query, key or value that is not finite reaches the rows that may see it, as NaN, and no
+    others.
 
     Shapes:
         query `(b, t, n, h)`, key `(b, s, k, h)`, value `(b, s, k, v)` with k dividing n.
@@ -58,7 +59,7 @@ def reference_attention(
     weights = masked_softmax(scores, visible, None if sinks is None else sinks.to(dtype))
     weights = weights * _poison(visible, query_ok, key_ok & value_ok, dtype)
     if dropout is not None:
-        weights = drop(weights, keep_grid(dropout, shape), dropout.rate)
+        weights = drop(weights, keep_grid(dropout, shape, weights.device), dropout.rate)
 
     grouped = rearrange(weights, "b (k g) t s -> b k g t s", k=value.shape[2])
     output = torch.einsum("b k g t s, b s k v -> b t k g v", grouped, value)
@@ -85,7 +86,8 @@ def masked_softmax(scores: Scores, visible: Visible, sinks: Float[Tensor, " n"] 
     total = exps.sum(dim=-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks - top)
-    return exps / torch.where(total == 0, 1, total)
+    # Zero by choice and not by underflow alone: the gradient of a hidden weight may be infinite, and 0 * inf is NaN.
+    return torch.where(visible, exps / torch.where(total == 0, 1, total), 0)
 
 
 def _hide(visible: Visible, bias: Float[Tensor, "#b #n #t #s"] | None):

@@ -58,6 +58,10 @@ class CausalAttention(SelfAttention):
         self.context_length = context_length
         self.dropout = Dropout(dropout)
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        state_dict.pop(f"{prefix}mask", None)  # a buffer that modules of the same names elsewhere save
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(
         self,
         x: Tokens,

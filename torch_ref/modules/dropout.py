@@ -45,5 +45,5 @@ class Dropout(nn.Module):
         if dropout is None:
             return x
         b = x.shape[0] if x.ndim == 3 else 1
-        keep = keep_grid(dropout, (b, 1, *x.shape[-2:])).reshape(x.shape)
+        keep = keep_grid(dropout, (b, 1, *x.shape[-2:]), x.device).reshape(x.shape)
         return drop(x, keep, self.rate)

@@ -88,6 +88,10 @@ class MultiHeadAttention(nn.Module):
         self.out_proj = Linear(d_out, d_out, out_bias)
         self.dropout = Dropout(dropout)
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        state_dict.pop(f"{prefix}mask", None)  # a buffer that modules of the same names elsewhere save
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(
         self,
         query: Float[Tensor, "*b t d_in"],
