@@ -88,7 +88,7 @@ def _parity(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     _check_writable(options.json)
-    torch.set_num_threads(1)  # two cases run at a time, and the matrices are small
+    torch.set_num_threads(1)  # several cases run at a time, and the matrices are small
     results = _climb_all(cases, options.seed)
     if options.json:
         try:

@@ -61,7 +61,6 @@ CASES = (
     Case("causal_d_key", "CausalAttention", {**_HEAD, "qkv_bias": True, "d_key": 2}, ((3, 5, 4),)),
     Case("multi_head_wrapper", "MultiHeadAttentionWrapper", {**_HEAD, "num_heads": 2, "qkv_bias": True}, ((3, 5, 4),)),
     _multi_head("causal"),
-    _multi_head("biases", qkv_bias=True),
     _multi_head("square", (3, 5, 8), d_in=8, qkv_bias=True),  # what torch's own layer and GPT-2's can hold
     _multi_head("gqa", num_kv_heads=2, qkv_bias=True),
     _multi_head("mqa", num_kv_heads=1, out_bias=False),

@@ -56,7 +56,8 @@ class Pair:
     def _flax_module(self, dtype: Any) -> nnx.Module:
         variant = getattr(flax_attn, self.case.variant)
         accepted = inspect.signature(variant.__init__ if isinstance(variant, type) else variant).parameters
-        numerics = {"param_dtype": dtype, "rngs": nnx.Rngs(self.seed)}
+        rngs = nnx.Rngs(jax.random.key(self.seed, impl="unsafe_rbg"))  # quick to compile, and overwritten anyway
+        numerics = {"param_dtype": dtype, "rngs": rngs}
         return self.case.build(flax_attn, **{name: value for name, value in numerics.items() if name in accepted})
 
     def train(self, mode: bool = True) -> None:

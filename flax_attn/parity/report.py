@@ -40,7 +40,7 @@ def passed(results: Results) -> bool:
 
 def table(results: Results) -> Table:
     """Return one row a variant."""
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     rows.add_column("variant", no_wrap=True)
     for column in (*COLUMNS, "margin", ""):
         rows.add_column(column, justify="right", no_wrap=True)
