@@ -98,6 +98,8 @@ def _parity(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(report.table(results))
     console.print(report.LEGEND, style="dim", highlight=False)
+    for line in report.notes(results):
+        console.print(line, style="dim", highlight=False)
     for line in report.failures(results):
         console.print(line, style="bold red", highlight=False, soft_wrap=True)
     good = sum(all(check.passed for check in checks) for checks in results.values())

@@ -1,4 +1,4 @@
-"""What holds in every two-sided test: float64 where asked for, no silent promotion, one thread."""
+"""What holds in every two-sided test: float64, one thread, and both packages behind one face."""
 
 import importlib
 import inspect
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -18,18 +17,9 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def strict_numerics():
-    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+def x64():
+    with jax.enable_x64(True):
         yield
-
-
-@pytest.fixture
-def no_shape_checks():
-    """Let bad input through to the library's own errors, which the import hook would otherwise forestall."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -108,20 +107,6 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture
 def variants():
     return {variant.name: variant for variant in VARIANTS}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def strict_numpy():
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        yield
-
-
-@pytest.fixture
-def no_shape_checks():
-    """Let input through that the annotations refuse, so that the library's own words are what is tested."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

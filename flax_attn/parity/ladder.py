@@ -54,7 +54,7 @@ def gradients(pair: Pair) -> Check:
     """Gradients of every parameter and input in float64, under random cotangents (rule 2)."""
     errors = tolerance.gradient_errors(pair.flax64.gradients, pair.truth.gradients)
     null = sorted(tolerance.null_directions(pair.truth.gradients))
-    note = f"not felt: {', '.join(null)}" if null else ""
+    note = f"does not feel {', '.join(null)}" if null else ""
     return _check("gradients", errors, tolerance.GRADIENT, note)
 
 

@@ -66,6 +66,11 @@ def _verdict(good: bool) -> Text:
     return Text("equal", style="green") if good else Text("DIFFERENT", style="bold red")
 
 
+def notes(results: Results) -> list[str]:
+    """Return a line for every case with gradients that are rounding only."""
+    return [f"{name}: {c.note}" for name, checks in results.items() for c in checks if c.name == "gradients" and c.note]
+
+
 def failures(results: Results) -> list[str]:
     """Return a line for every check that does not hold."""
     return [

@@ -145,7 +145,7 @@ def test_and_lets_through_what_both_let_through(mask):
     [
         (lambda: Mask.dense(jnp.ones((T, S))), r"True = attend; got dtype float32.*mask\.astype\(bool\)"),
         (lambda: Mask.lengths(key=jnp.ones(B)), "key lengths must be integers; got dtype float32"),
-        (lambda: Mask.window(-1, 0), "left is a number of keys, at least 0; got left=-1"),
+        (lambda: Mask.window(-1, 0), "left is a number of keys, at least 0, known before tracing; got left=-1"),
         (lambda: Mask.sliding_window(0), "width must be a positive integer; got width=0"),
         (lambda: table(Mask.causal()), rf"t={T}, s={S}.*offset=0 .*offset={S - T} "),
         (lambda: table(Mask.causal(S + 1)), f"between -t and s.*offset={S + 1}"),
