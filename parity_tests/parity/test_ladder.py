@@ -123,7 +123,7 @@ def dropout_not_rescaled(pair, monkeypatch):
 
 def dropout_shared_by_heads(pair, monkeypatch):
     keep_grid = REFERENCE.keep_grid
-    monkeypatch.setattr(REFERENCE, "keep_grid", lambda dropout, shape: keep_grid(dropout, shape)[:, :1])
+    monkeypatch.setattr(REFERENCE, "keep_grid", lambda *arguments: keep_grid(*arguments)[:, :1])
 
 
 def one_key_for_every_dropout(pair, monkeypatch):
