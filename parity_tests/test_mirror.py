@@ -14,7 +14,14 @@ import flax_attn
 import torch_ref
 
 ROOTS = {package.__name__: Path(package.__file__).parent for package in (flax_attn, torch_ref)}
-ONE_SIDED = {"functional/dropout.py": {"draw_key"}}
+ONE_SIDED_FILES = {"modules/backend.py"}  # there is but one backend in torch_ref
+ONE_SIDED_EXPORTS = {"Unsupported", "explain", "set_backend"}
+ONE_SIDED = {
+    "attention.py": {"BACKENDS", "check_backend"},  # beside the table of the backends, which only JAX has
+    "functional/dropout.py": {"draw_key"},
+    "functional/masks.py": {"bounds", "row"},  # for kernels, which only JAX has
+    "functional/mask_parts.py": {"Bounds", "bounds", "row"},
+}
 FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "device"}
 FLOORS = ("functional", "convert", "backends", "attention", "sharding", "modules", "models", "parity", "bench", "viz")
 
@@ -22,7 +29,7 @@ FLOORS = ("functional", "convert", "backends", "attention", "sharding", "modules
 def mirrored_files(package):
     root = ROOTS[package]
     files = [path for floor in ("functional", "modules", "models") for path in (root / floor).rglob("*.py")]
-    return sorted(str(path.relative_to(root)) for path in [*files, root / "attention.py"])
+    return sorted({str(path.relative_to(root)) for path in [*files, root / "attention.py"]} - ONE_SIDED_FILES)
 
 
 def load(package, file):
@@ -48,10 +55,11 @@ def signature(function):
     return [(p.name, p.kind.name, p.default) for p in parameters if p.name not in FRAMEWORK_ONLY]
 
 
-def methods(cls):
+def methods(cls, left_out=frozenset()):
     """Return the signatures of what a class itself defines, `forward` and `__call__` under one name."""
     kept = {"__init__", "__call__", "__and__", "__post_init__"}
-    own = {n: getattr(v, "__func__", v) for n, v in vars(cls).items() if not n.startswith("_") or n in kept}
+    names = {n for n in vars(cls) if not n.startswith("_") or n in kept} - left_out
+    own = {n: getattr(v, "__func__", v) for n, v in vars(cls).items() if n in names}
     found = {{"forward": "__call__"}.get(n, n): signature(f) for n, f in own.items() if inspect.isfunction(f)}
     properties = sorted(n for n, value in own.items() if isinstance(value, property))
     if len(found.get("__init__", [])) == 1:  # takes nothing beside self
@@ -59,12 +67,12 @@ def methods(cls):
     return found, properties
 
 
-def describe(value):
+def describe(value, left_out=frozenset()):
     if hasattr(value, "dim_str"):
         return "array type", value.dim_str, value.dtypes
     if inspect.isclass(value):
         fields = [(f.name, f.default) for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else None
-        return "class", methods(value), fields
+        return "class", methods(value, left_out), fields
     if inspect.isfunction(value):
         return "function", signature(value)
     return ("table", list(value)) if hasattr(value, "keys") else ("value", type(value).__name__)
@@ -72,10 +80,11 @@ def describe(value):
 
 def differences(file, ours, theirs):
     """Return a line for everything in which the two modules of a mirrored file differ."""
-    names = [defined(module.__file__) - ONE_SIDED.get(file, set()) for module in (ours, theirs)]
+    left_out = ONE_SIDED.get(file, frozenset())
+    names = [defined(module.__file__) - left_out for module in (ours, theirs)]
     lines = [f"{file}: {name} stands on one side only" for name in sorted(names[0] ^ names[1])]
     for name in sorted(names[0] & names[1]):
-        left, right = describe(getattr(ours, name)), describe(getattr(theirs, name))
+        left, right = (describe(getattr(module, name), left_out) for module in (ours, theirs))
         lines += [f"{file}: {name}: {left} != {right}"] if left != right else []
     return lines
 
@@ -92,8 +101,23 @@ def test_a_file_reads_alike_on_both_sides(file):
     assert not lines, "\n".join(lines)
 
 
+@pytest.mark.parametrize(
+    ("file", "name"), [(file, name) for file, names in ONE_SIDED.items() for name in sorted(names)]
+)
+def test_a_one_sided_name_stands_on_one_side(file, name):
+    modules = [load(package, file) for package in ROOTS]
+    scopes = [[m, *(v for v in vars(m).values() if inspect.isclass(v) and v.__module__ == m.__name__)] for m in modules]
+    assert sum(any(name in vars(scope) for scope in one) for one in scopes) == 1
+
+
+@pytest.mark.parametrize("file", sorted(ONE_SIDED_FILES))
+def test_a_one_sided_file_stands_on_one_side(file):
+    assert [(root / file).exists() for root in ROOTS.values()] == [True, False]
+
+
 def test_the_packages_export_the_same_names():
-    assert flax_attn.__all__ == torch_ref.__all__
+    assert [name for name in flax_attn.__all__ if name not in ONE_SIDED_EXPORTS] == torch_ref.__all__
+    assert set(flax_attn.__all__) >= ONE_SIDED_EXPORTS
     assert all(hasattr(package, name) for package in (flax_attn, torch_ref) for name in package.__all__)
 
 
@@ -101,8 +125,9 @@ def test_the_legend_of_axes_is_one():
     assert load("flax_attn", "functional/shapes.py").AXES == load("torch_ref", "functional/shapes.py").AXES
 
 
-def test_checks_are_one_text():
-    ours, theirs = ((ROOTS[package] / "functional/checks.py").read_text() for package in ROOTS)
+@pytest.mark.parametrize("file", ["functional/checks.py", "functional/mask_text.py"])
+def test_what_needs_no_framework_is_one_text(file):
+    ours, theirs = ((ROOTS[package] / file).read_text() for package in ROOTS)
     assert ours == theirs
 
 
@@ -139,6 +164,12 @@ def test_the_mirror_sees_a_changed_method(method, monkeypatch):
     ours, theirs = (load(package, MULTI_HEAD) for package in ROOTS)
     monkeypatch.setattr(theirs.MultiHeadAttention, method, _other_default)
     assert any("MultiHeadAttention" in line for line in differences(MULTI_HEAD, ours, theirs))
+
+
+def test_the_mirror_sees_a_method_of_one_side(monkeypatch):
+    ours, theirs = (load(package, "functional/masks.py") for package in ROOTS)
+    monkeypatch.delattr(theirs.Mask, "as_text")
+    assert ["Mask" in line for line in differences("functional/masks.py", ours, theirs)] == [True]
 
 
 def test_the_mirror_sees_a_changed_field_and_a_changed_table(monkeypatch):

@@ -1,14 +1,13 @@
 """Masks as data: which query may see which key, kept as structure and not as a matrix.
 
-A `Mask` is a conjunction of parts. Each part decides from index arrays alone, so any block of a mask can be
-made without the whole. `True` means attend, everywhere. Query `i` stands at position `offset + i`,
-key `j` at position `j`.
+A `Mask` is a conjunction of parts, so any block of a mask can be made without the whole. `True` means attend,
+everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import reduce
 from numbers import Integral
 from typing import Any
 
@@ -17,163 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Integer
 
-from flax_attn.functional.checks import check_broadcast, check_positive
+from flax_attn.functional.checks import check_positive
+from flax_attn.functional.mask_parts import Bounds, Causal, Count, Dense, Lengths, Part, Prefix, Segments, Window
+from flax_attn.functional.mask_text import check_printable, expression, picture
 from flax_attn.functional.shapes import ArrayLike, Index
-
-Count = int | Integer[Array, ""] | Integer[Array, " b"]
-
-
-class _Part:
-    """One condition on (query, key). Python integers stay static under `jax.jit`, arrays are traced."""
-
-    def __init_subclass__(cls):
-        jax.tree_util.register_pytree_node(cls, _flatten, lambda static, children: _unflatten(cls, static, children))
-
-    def resolve(self, b: int, n: int, t: int, s: int) -> _Part:
-        """Return the part made definite for a call of this size, or raise `ValueError`."""
-        return self
-
-    def allow(self, rows: Index, cols: Index) -> Array:
-        """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
-        raise NotImplementedError
-
-
-def _flatten(part):
-    values = vars(part)
-    traced = [name for name, value in values.items() if not isinstance(value, int | None)]
-    static = tuple((name, value) for name, value in values.items() if name not in traced)
-    return [values[name] for name in traced], (tuple(traced), static)
-
-
-def _unflatten(cls, static, children):
-    part = object.__new__(cls)  # children may be tracers or placeholders: nothing is checked again
-    for name, value in (*static[1], *zip(static[0], children, strict=True)):
-        object.__setattr__(part, name, value)
-    return part
-
-
-@dataclass(frozen=True)
-class _Positioned(_Part):
-    """A part in which query `i` stands at `offset + i`."""
-
-    offset: Count | None = field(default=None, kw_only=True)
-
-    def resolve(self, b, n, t, s):
-        if self.offset is None and t != s:
-            raise ValueError(
-                f"a causal, window or prefix mask needs an offset when t != s: query i stands at offset + i; got "
-                f"t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal) or offset={s - t} (bottom-right, "
-                "as FlashAttention): build a module with causal=False and pass mask=Mask.causal(offset=...)"
-            )
-        if isinstance(self.offset, int) and not -t <= self.offset <= s:
-            raise ValueError(
-                f"a mask offset must lie between -t and s, or every query sees nothing or everything; "
-                f"got offset={self.offset}, t={t}, s={s}"
-            )
-        _check_rows("offset", self.offset, b)
-        return self if self.offset is not None else dataclasses.replace(self, offset=0)
-
-    def position(self, rows):
-        return rows + _per_row(0 if self.offset is None else self.offset)
-
-
-@dataclass(frozen=True)
-class Causal(_Positioned):
-    """Key `j` is seen from position `p` when `j <= p`."""
-
-    def allow(self, rows, cols):
-        return cols <= self.position(rows)
-
-
-@dataclass(frozen=True)
-class Window(_Positioned):
-    """Key `j` is seen from position `p` when `p - left <= j <= p + right`; None is unbounded."""
-
-    left: int | None
-    right: int | None
-
-    def allow(self, rows, cols):
-        distance = cols - self.position(rows)
-        inside = jnp.ones_like(distance, bool)
-        if self.left is not None:
-            inside &= distance >= -self.left
-        if self.right is not None:
-            inside &= distance <= self.right
-        return inside
-
-
-@dataclass(frozen=True)
-class Prefix(_Positioned):
-    """Key `j` is seen from position `p` when `j <= p` or `j < length`."""
-
-    length: Count
-
-    def resolve(self, b, n, t, s):
-        _check_rows("length", self.length, b)
-        return super().resolve(b, n, t, s)
-
-    def allow(self, rows, cols):
-        return (cols <= self.position(rows)) | (cols < _per_row(self.length))
-
-
-@dataclass(frozen=True)
-class Lengths(_Part):
-    """Query `i` sees key `j` when `i < query` and `j < key`; None is unbounded."""
-
-    query: Count | None = None
-    key: Count | None = None
-
-    def resolve(self, b, n, t, s):
-        _check_rows("query lengths", self.query, b)
-        _check_rows("key lengths", self.key, b)
-        return self
-
-    def allow(self, rows, cols):
-        inside = jnp.ones((1, 1, 1, 1), bool)
-        if self.query is not None:
-            inside = inside & (rows < _per_row(self.query))
-        if self.key is not None:
-            inside = inside & (cols < _per_row(self.key))
-        return inside
-
-
-@dataclass(frozen=True)
-class Segments(_Part):
-    """Query `i` sees key `j` when their segment ids are equal."""
-
-    query: Integer[Array, "*b t"]
-    key: Integer[Array, "*b s"]
-
-    def resolve(self, b, n, t, s):
-        for name, ids, size in (("query", self.query, t), ("key", self.key, s)):
-            shape = ids.shape
-            if shape not in ((size,), (1, size), (b, size)):
-                raise ValueError(
-                    f"{name} segments must have one id a token, shape ({b}, {size}) or ({size},); got {shape}. "
-                    "When t != s pass both: Mask.segments(query, key)"
-                )
-        return self
-
-    def allow(self, rows, cols):
-        query = jnp.atleast_2d(self.query)[:, rows.reshape(-1)]
-        key = jnp.atleast_2d(self.key)[:, cols.reshape(-1)]
-        return query[:, None, :, None] == key[:, None, None, :]
-
-
-@dataclass(frozen=True)
-class Dense(_Part):
-    """Any boolean array that broadcasts to `(b, n, t, s)`."""
-
-    array: Bool[Array, ...]
-
-    def resolve(self, b, n, t, s):
-        check_broadcast("mask", self.array.shape, (b, n, t, s))
-        return self
-
-    def allow(self, rows, cols):
-        array = self.array.reshape((1,) * (4 - self.array.ndim) + self.array.shape)
-        array = array if array.shape[2] == 1 else array[:, :, rows.reshape(-1)]
-        return array if array.shape[3] == 1 else array[:, :, :, cols.reshape(-1)]
 
 
 @jax.tree_util.register_dataclass
@@ -192,15 +38,15 @@ class Mask:
                [1, 1, 0]], dtype=int32)
     """
 
-    parts: tuple[_Part, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     @staticmethod
-    def causal(offset: Count | None = None) -> Mask:
+    def causal(offset: Count | ArrayLike | None = None) -> Mask:
         """Query `i` sees key `j` when `j <= offset + i`. The offset is 0 where t == s and must be given elsewhere."""
         return Mask((Causal(offset=_integers("offset", offset)),))
 
     @staticmethod
-    def window(left: int | None, right: int | None, offset: Count | None = None) -> Mask:
+    def window(left: int | None, right: int | None, offset: Count | ArrayLike | None = None) -> Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
         for name, size in (("left", left), ("right", right)):
             if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 0):
@@ -208,10 +54,10 @@ class Mask:
                     f"a window's {name} is a number of keys, at least 0, known before tracing; got {name}={size}. "
                     "For an unbounded side pass None"
                 )
-        return Mask((Window(left, right, offset=_integers("offset", offset)),))
+        return Mask((Window(_integers("left", left), _integers("right", right), offset=_integers("offset", offset)),))
 
     @staticmethod
-    def sliding_window(width: int, offset: Count | None = None) -> Mask:
+    def sliding_window(width: int, offset: Count | ArrayLike | None = None) -> Mask:
         """Causal, and `width` keys in all, the query's own included: `window(width - 1, 0)`."""
         check_positive(width=width)
         return Mask.window(width - 1, 0, offset)
@@ -228,7 +74,7 @@ class Mask:
         return Mask((Segments(query, query if key is None else jnp.asarray(_integers("key segments", key))),))
 
     @staticmethod
-    def prefix(length: Count | ArrayLike, offset: Count | None = None) -> Mask:
+    def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
         return Mask((Prefix(_integers("prefix length", length), offset=_integers("offset", offset)),))
 
@@ -262,6 +108,76 @@ class Mask:
         block = self.resolve(b, n, t, s).block(jnp.arange(t), jnp.arange(s))
         return jnp.broadcast_to(block, (b, n, t, s))
 
+    def as_text(self, t: int, s: int | None = None, *, b: int = 1, n: int = 1) -> str:
+        """Return the mask in marks, queries down and keys across: `■` is seen, `·` is hidden.
+
+        Where s is not given it is t. Rows of a batch and heads that differ get a picture each.
+
+        Raises:
+            ValueError: if the mask does not fit the sizes, or is too large to print.
+
+        Example:
+            >>> print(Mask.sliding_window(2).as_text(4))
+              0 1 2 3
+            0 ■ · · ·
+            1 ■ ■ · ·
+            2 · ■ ■ ·
+            3 · · ■ ■
+        """
+        s = t if s is None else s
+        check_printable(t, s)
+        block = self.resolve(b, n, t, s).block(jnp.arange(t), jnp.arange(s))
+        return picture(jnp.broadcast_to(block, (*block.shape[:2], t, s)).tolist())
+
+    def __repr__(self) -> str:
+        return expression(self.parts)
+
+    def bounds(self, rows: range, s: int) -> Bounds:
+        """Return which of the `s` keys can be left out, and which need no mask, for the queries `rows`.
+
+        Known from Python integers alone, so that a kernel can skip blocks: arrays tell nothing, traced or not.
+        `rows` holds at least one query. Empty ranges are `range(0, 0)`.
+
+        Example:
+            >>> Mask.sliding_window(5).bounds(range(8, 12), s=16)
+            Bounds(outer=range(4, 12), inner=range(7, 9))
+        """
+        return reduce(Bounds.__and__, (part.bounds(rows, s) for part in self.parts), Bounds(range(s), range(s)))
+
+    def split_band(self) -> tuple[tuple[int | None, int | None], Mask]:
+        """Return `(low, high)` and the rest: keys with `low <= key - query <= high`, None for unbounded, and the rest.
+
+        Causal masks and windows whose offset is an integer make the band, which is the same for every query.
+
+        Example:
+            >>> (Mask.sliding_window(5) & Mask.lengths(key=3)).split_band()
+            ((-4, 0), Mask.lengths(key=3))
+        """
+        low, high, rest = [], [], []
+        for part in self.parts:
+            if not isinstance(part, Causal | Window) or not isinstance(part.offset, int | None):
+                rest.append(part)
+                continue
+            offset = part.offset or 0
+            left, right = (part.left, part.right) if isinstance(part, Window) else (None, 0)
+            low += [] if left is None else [offset - left]
+            high += [] if right is None else [offset + right]
+        return (max(low, default=None), min(high, default=None)), Mask(tuple(rest))
+
+    def row(self, b: int | Index, n: int | Index) -> Mask:
+        """Return the mask of batch row `b` and head `n`, as one of a call with one row and one head.
+
+        `b` and `n` may be traced. Integers inside the mask stay static.
+
+        Example:
+            >>> mask = Mask.causal() & Mask.lengths(key=jnp.array([3, 2]))
+            >>> mask.row(1, 0).materialise(1, 1, 3, 3)[0, 0].astype(int)
+            Array([[1, 0, 0],
+                   [1, 1, 0],
+                   [1, 1, 0]], dtype=int32)
+        """
+        return Mask(tuple(part.row(b, n) for part in self.parts))
+
 
 def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
     """Return a `Mask` for whatever may be passed as one; None hides nothing.
@@ -272,7 +188,7 @@ def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
     return mask if heads else Mask(tuple(_with_head_axis(part) for part in mask.parts))
 
 
-def _with_head_axis(part: _Part) -> _Part:
+def _with_head_axis(part: Part) -> Part:
     return Dense(part.array[:, None]) if isinstance(part, Dense) and part.array.ndim == 3 else part
 
 
@@ -308,12 +224,3 @@ def _integers(name: str, values: Any) -> Any:
     if not jnp.issubdtype(values.dtype, np.integer):
         raise ValueError(f"{name} must be integers; got dtype {values.dtype}. Cast them before the call")
     return values
-
-
-def _check_rows(name: str, values: Count | None, b: int) -> None:
-    if values is not None and np.shape(values) not in ((), (1,), (b,)):
-        raise ValueError(f"{name} must be one integer or one a row, shape ({b},); got shape {np.shape(values)}")
-
-
-def _per_row(values: Count) -> Array:
-    return jnp.asarray(values, jnp.int32).reshape(-1, 1, 1, 1)

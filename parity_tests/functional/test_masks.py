@@ -165,6 +165,84 @@ def test_as_mask_puts_the_head_axis_in(side):
 
 
 @EVERY_KIND
+def test_the_text_of_a_mask_is_the_table(sides, spec, sees):
+    texts = [make(side, spec).as_text(T, S, b=B, n=N) for side in sides]
+    assert texts[0] == texts[1]
+    expected = table(sees)
+    if (expected == expected[0]).all():
+        expected = expected[:1]
+    marks = [line.split()[1:] for line in texts[0].splitlines() if set(line) & set("■·")]
+    np.testing.assert_array_equal(np.array(marks) == "■", np.concatenate(expected[:, 0]))
+
+
+def test_heads_and_batch_rows_are_labelled_where_they_differ(side):
+    causal = "  0 1\n0 ■ ·\n1 ■ ■"
+    full = "  0 1\n0 ■ ■\n1 ■ ■"
+    full_and_causal = np.array([[[True]], [[False]]]) | (np.tri(2) > 0)
+    by_row, by_head = (
+        side.Mask.dense(side.array(full_and_causal[:, None])),
+        side.Mask.dense(side.array(full_and_causal)),
+    )
+    assert side.Mask.causal().as_text(2, b=2, n=2) == causal
+    assert (side.Mask.causal() & side.Mask.lengths(key=side.array(np.array([3, 3])))).as_text(2, b=2) == causal
+    assert by_row.as_text(2, b=2, n=2) == f"b=0\n{full}\n\nb=1\n{causal}"
+    assert by_head.as_text(2, b=2, n=2) == f"n=0\n{full}\n\nn=1\n{causal}"
+    by_both = side.Mask.causal() & side.Mask.dense(side.array(np.arange(4).reshape(2, 2, 1, 1) > 0))
+    nothing = "  0 1\n0 · ·\n1 · ·"
+    tables = {"b=0, n=0": nothing, "b=0, n=1": causal, "b=1, n=0": causal, "b=1, n=1": causal}
+    assert by_both.as_text(2, b=2, n=2) == "\n\n".join(f"{label}\n{one}" for label, one in tables.items())
+
+
+def test_the_text_of_a_long_mask_numbers_its_keys(side):
+    lines = side.Mask.causal(20).as_text(2, 22).splitlines()
+    assert lines[0] == " " * 22 + "1" + " " * 19 + "2"
+    assert lines[1] == "  " + " ".join("0123456789012345678901")
+    assert lines[2] == "0 " + "■ " * 21 + "·"
+    assert [line[:2] for line in side.Mask().as_text(11, 1).splitlines()] == ["  ", *(f"{i:2}" for i in range(11))]
+    assert [len(side.Mask().as_text(1, s).splitlines()) for s in (10, 11)] == [2, 3]
+    assert side.Mask().as_text(64, 64).count("■") == 64**2
+
+
+@pytest.mark.parametrize(("t", "s"), [(65, 64), (3, 65), (0, 3), (3, 0)])
+def test_a_mask_too_large_to_read_is_not_printed(side, t, s):
+    with pytest.raises(ValueError, match=rf"printed for 1 to 64 queries and keys; got t={t}, s={s}\. Print it at a"):
+        side.Mask().as_text(t, s)
+
+
+def test_the_text_is_of_a_mask_that_fits(side):
+    with pytest.raises(ValueError, match="needs an offset when t != s"):
+        side.Mask.causal().as_text(2, 3)
+
+
+@EVERY_KIND
+def test_the_repr_of_a_mask_builds_it(sides, spec, sees):
+    texts = [repr(make(side, spec) & side.Mask.lengths(query=4)) for side in sides]
+    assert texts[0] == texts[1]
+    for side in sides if "<array" not in texts[0] else ():
+        again = eval(texts[0], {"Mask": side.Mask})
+        np.testing.assert_array_equal(whole(side, again), table(sees) & (np.arange(T) < 4)[:, None])
+
+
+def test_reprs(side):
+    mask = side.Mask.causal() & side.Mask.window(2, None, 1) & side.Mask.lengths(key=side.array(np.array([3, 2])))
+    assert repr(mask) == "Mask.causal() & Mask.window(2, None, offset=1) & Mask.lengths(key=[3, 2])"
+    assert repr(side.Mask()) == "Mask()"
+    assert repr(side.Mask.sliding_window(3).resolve(1, 1, T, T)) == "Mask.window(2, 0, offset=0)"
+    ids = side.array(np.arange(16))
+    assert repr(side.Mask.segments(ids)) == f"Mask.segments({[*range(16)]}, {[*range(16)]})"
+    assert repr(side.Mask.dense(side.array(np.ones((1, 17), bool)))) == "Mask.dense(<array (1, 17)>)"
+
+
+def test_a_mask_moves_to_the_device_of_the_call(sides):
+    mask = (
+        make(sides[1], KINDS["dense"][0])
+        & make(sides[1], KINDS["segments"][0])
+        & make(sides[1], KINDS["causal per row"][0])
+    )
+    assert mask.materialise(B, N, T, S, device="meta").device.type == "meta"
+
+
+@EVERY_KIND
 def test_a_mask_goes_through_jit(sides, spec, sees):
     seen = jax.jit(lambda mask: mask.materialise(B, N, T, S))(make(sides[0], spec))
     np.testing.assert_array_equal(seen, table(sees))

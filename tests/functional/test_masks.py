@@ -1,3 +1,7 @@
+from functools import reduce
+from itertools import combinations, product
+from operator import and_
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +21,20 @@ MASKS = {
     "lengths_static": Mask.lengths(query=4, key=6),
     "segments": Mask.segments(np.array([0, 0, 1, 1, 2]), np.array([0, 0, 0, 1, 1, 2, 3])),
     "prefix": Mask.prefix(jnp.array([2, 0, 6]), offset=2),
+    "prefix_traced": Mask.prefix(jnp.array([2, 0, 6]), offset=jnp.array([0, 2, -3])),
     "prefix_static": Mask.prefix(3, offset=-1),
     "dense": Mask.dense(np.arange(B * N * T * S).reshape(B, N, T, S) % 3 > 0),
     "all": Mask.causal(2) & Mask.lengths(key=jnp.array([7, 1, 4])) & Mask.dense(np.arange(S) % 5 > 0),
 }
+OFFSETS = (-T, -2, 0, 1, 4, S)
+WINDOWS = product((None, 0, 1, 3, 9), (None, 0, 2, 9), (-3, 0, 1, 4))
+OF_INTEGERS = [
+    *(Mask.causal(offset) for offset in OFFSETS),
+    *(Mask.window(left, right, offset) for left, right, offset in WINDOWS),
+    *(Mask.prefix(length, offset) for length in (-1, 0, 2, S, 9) for offset in OFFSETS),
+    *(Mask.lengths(query=query, key=key) for query in (None, -1, 0, 3, T, 9) for key in (None, -1, 0, 3, S, 9)),
+]
+SOME_ROWS = [range(start, stop) for start, stop in combinations(range(T + 1), 2)]
 
 
 @pytest.fixture(params=MASKS)
@@ -133,6 +147,134 @@ def test_a_block_is_a_cut_of_the_whole(mask):
     np.testing.assert_array_equal(
         np.broadcast_to(block, (B, N, 3, 4)), table(mask)[:, :, np.asarray(rows)][:, :, :, np.asarray(cols)]
     )
+
+
+def keys_seen(seen, rows):
+    """Return the keys that some of the rows see, and those that all of them see, in every batch row and head."""
+    seen = seen[:, :, rows.start : rows.stop]
+    return np.flatnonzero(seen.any(axis=(0, 1, 2))).tolist(), np.flatnonzero(seen.all(axis=(0, 1, 2))).tolist()
+
+
+def is_normal(keys):
+    return keys.step == 1 and (len(keys) > 0 or (keys.start, keys.stop) == (0, 0))
+
+
+def test_bounds_of_integers_are_exact():
+    for mask in (Mask(), *OF_INTEGERS):
+        seen = table(mask)
+        for rows in SOME_ROWS:
+            bounds = mask.bounds(rows, S)
+            assert (list(bounds.outer), list(bounds.inner)) == keys_seen(seen, rows), (mask, rows)
+            assert all(map(is_normal, bounds)), (mask, rows)
+
+
+def test_bounds_of_conjunctions_hold():
+    some = [(mask, table(mask)) for mask in OF_INTEGERS[::7]]
+    for several in (*combinations(some, 2), *combinations(some[::3], 3)):
+        mask, seen = reduce(and_, [mask for mask, _ in several]), reduce(and_, [seen for _, seen in several])
+        for rows in SOME_ROWS:
+            bounds, (by_some, by_all) = mask.bounds(rows, S), keys_seen(seen, rows)
+            assert set(by_some) <= set(bounds.outer), (mask, rows)
+            assert list(bounds.inner) == by_all, (mask, rows)
+            assert all(map(is_normal, bounds)), (mask, rows)
+
+
+def test_bounds_hold_where_arrays_tell_nothing(mask):
+    for rows in SOME_ROWS:
+        bounds, (by_some, by_all) = mask.bounds(rows, S), keys_seen(table(mask), rows)
+        assert set(by_some) <= set(bounds.outer)
+        assert set(bounds.inner) <= set(by_all)
+
+
+@pytest.mark.parametrize(
+    ("mask", "outer", "inner"),
+    [
+        (Mask.causal(jnp.array([2, -1, 0])), range(S), range(0)),
+        (Mask.causal(jnp.array(2)) & Mask.prefix(1, offset=-1), range(3), range(0)),
+        (Mask.prefix(3, offset=jnp.array(2)), range(S), range(3)),
+        (Mask.prefix(jnp.array(3), offset=-1), range(S), range(2)),
+        (Mask.window(None, None, jnp.array(1)), range(S), range(S)),
+        (Mask.window(None, 1, jnp.array(1)), range(S), range(0)),
+        (Mask.lengths(query=4, key=jnp.array(3)), range(S), range(0)),
+        (Mask.lengths(query=2, key=jnp.array(3)), range(0), range(0)),
+        (Mask.lengths(query=jnp.array(5), key=3), range(3), range(0)),
+        (Mask.lengths(query=5, key=3), range(3), range(3)),
+        (MASKS["dense"], range(S), range(0)),
+        (MASKS["segments"], range(S), range(0)),
+        (MASKS["segments"] & Mask.sliding_window(2, 2), range(3, 6), range(0)),
+    ],
+)
+def test_bounds_use_the_integers_beside_arrays(mask, outer, inner):
+    traced = jax.make_jaxpr(lambda mask: seen.append(mask.bounds(range(2, 4), S)))
+    seen = [mask.bounds(range(2, 4), S)]
+    assert not traced(mask).eqns  # pure Python: no array is touched
+    assert seen == [(outer, inner)] * 2
+
+
+@jax.jit
+def row_by_row(mask):
+    """Return the whole mask, one batch row and head at a time, at the key indices from 1 on."""
+    cut = lambda b, n: mask.row(b, n).block(jnp.arange(T), 1 + jnp.arange(S - 1))  # noqa: E731
+    one = lambda i: jnp.broadcast_to(cut(i // N, i % N), (1, 1, T, S - 1))[0, 0]  # noqa: E731
+    return jax.lax.map(one, jnp.arange(B * N)).reshape(B, N, T, S - 1)
+
+
+def test_the_rows_make_up_the_mask(mask):
+    np.testing.assert_array_equal(row_by_row(mask.resolve(B, N, T, S)), table(mask)[..., 1:])
+
+
+@pytest.mark.parametrize(
+    "shape", [(S,), (1, S), (T, 1), (N, 1, S), (1, T, S), (B, 1, 1, S), (1, N, T, 1), (B, N, 1, 1)]
+)
+def test_the_rows_make_up_a_dense_mask_of_any_shape(shape):
+    mask = Mask.dense(np.arange(np.prod(shape)).reshape(shape) % 3 > 0)
+    np.testing.assert_array_equal(row_by_row(mask), table(mask)[..., 1:])
+
+
+def test_the_rows_make_up_segments_per_batch_row():
+    mask = Mask.segments(np.arange(B * T).reshape(B, T) % 3, np.arange(B * S).reshape(B, S) % 4)
+    np.testing.assert_array_equal(row_by_row(mask), table(mask)[..., 1:])
+
+
+@pytest.mark.parametrize("b", [1, jnp.int32(1), jnp.uint32(1)], ids=["int", "int32", "uint32"])
+def test_a_row_is_a_mask_of_one_row_and_one_head(mask, b):
+    row = mask.resolve(B, N, T, S).row(b, 2)
+    np.testing.assert_array_equal(row.materialise(1, 1, T, S)[0, 0], table(mask)[1, 2])
+
+
+def test_a_row_keeps_integers_static_and_bounds():
+    mask = Mask.sliding_window(3, 2) & Mask.prefix(4, 1) & Mask.lengths(query=4, key=jnp.array([3, 2, 0]))
+    row = jax.eval_shape(lambda mask, b: mask.row(b, 0), mask, jnp.int32(1))
+    assert row.parts[:2] == mask.parts[:2]
+    assert row.parts[2].query == 4
+    assert row.bounds(range(1, 3), S) == mask.bounds(range(1, 3), S)
+
+
+@pytest.mark.parametrize("huge", [2**31, 2**40, 2**70])
+def test_integers_beyond_every_index(huge):
+    everything = Mask.window(huge, huge, 0) & Mask.lengths(query=huge, key=huge) & Mask.prefix(huge, 0)
+    assert table(everything).all()
+    assert everything.bounds(range(T), S) == (range(S), range(S))
+    assert not table(Mask.lengths(key=-huge)).any()
+
+
+def test_numpy_integers_stay_static(no_shape_checks):
+    mask = Mask.window(np.int64(2), np.int32(1), np.int64(1)) & Mask.sliding_window(np.int64(3), 2)
+    assert mask == Mask.window(2, 1, 1) & Mask.sliding_window(3, 2)
+    assert not jax.tree.leaves(mask)
+
+
+def test_a_mask_of_arrays_without_values_still_has_a_repr():
+    mask = Mask.causal() & Mask.lengths(key=jnp.array([3, 2])) & Mask.dense(jnp.ones((2, 1, 40, 40), bool))
+    expected = "Mask.causal() & Mask.lengths(key=<array (2,)>) & Mask.dense(<array (2, 1, 40, 40)>)"
+    seen = []
+    abstract = jax.eval_shape(lambda mask: (seen.append(repr(mask)), mask)[1], mask)
+    assert [*seen, repr(abstract)] == [expected] * 2
+    for leaf in jax.tree.leaves(mask):
+        leaf.delete()
+    assert repr(mask) == expected
+    placeholders = jax.tree.map(lambda _: 0.5, mask)
+    assert repr(placeholders) == "Mask.causal() & Mask.lengths(key=0.5) & Mask.dense(0.5)"
 
 
 def test_and_lets_through_what_both_let_through(mask):

@@ -15,6 +15,12 @@ def check_positive(**sizes: int) -> None:
             raise ValueError(f"{name} must be a positive integer; got {name}={size!r}")
 
 
+def check_context_length(context_length: int | None) -> None:
+    """Raise unless it is a positive integer, or None for no limit."""
+    if context_length is not None:
+        check_positive(context_length=context_length)
+
+
 def check_type(name: str, value: object, kind: Any, remedy: str) -> None:
     """Raise unless `value` is of a kind."""
     if not isinstance(value, kind):

@@ -1,14 +1,12 @@
 """Masks as data: which query may see which key, kept as structure and not as a matrix.
 
-A `Mask` is a conjunction of parts. Each part decides from index arrays alone, so any block of a mask can be
-made without the whole. `True` means attend, everywhere. Query `i` stands at position `offset + i`,
-key `j` at position `j`.
+A `Mask` is a conjunction of parts, so any block of a mask can be made without the whole. `True` means attend,
+everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -16,146 +14,10 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
-from torch_ref.functional.checks import check_broadcast, check_positive
-from torch_ref.functional.shapes import ArrayLike, Index
-
-Count = int | Integer[Tensor, ""] | Integer[Tensor, " b"]
-
-
-class _Part:
-    """One condition on (query, key)."""
-
-    def resolve(self, b: int, n: int, t: int, s: int) -> _Part:
-        """Return the part made definite for a call of this size, or raise `ValueError`."""
-        return self
-
-    def allow(self, rows: Index, cols: Index) -> Tensor:
-        """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _Positioned(_Part):
-    """A part in which query `i` stands at `offset + i`."""
-
-    offset: Count | None = field(default=None, kw_only=True)
-
-    def resolve(self, b, n, t, s):
-        if self.offset is None and t != s:
-            raise ValueError(
-                f"a causal, window or prefix mask needs an offset when t != s: query i stands at offset + i; got "
-                f"t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal) or offset={s - t} (bottom-right, "
-                "as FlashAttention): build a module with causal=False and pass mask=Mask.causal(offset=...)"
-            )
-        if isinstance(self.offset, int) and not -t <= self.offset <= s:
-            raise ValueError(
-                f"a mask offset must lie between -t and s, or every query sees nothing or everything; "
-                f"got offset={self.offset}, t={t}, s={s}"
-            )
-        _check_rows("offset", self.offset, b)
-        return self if self.offset is not None else dataclasses.replace(self, offset=0)
-
-    def position(self, rows):
-        return rows + _per_row(0 if self.offset is None else self.offset, rows)
-
-
-@dataclass(frozen=True)
-class Causal(_Positioned):
-    """Key `j` is seen from position `p` when `j <= p`."""
-
-    def allow(self, rows, cols):
-        return cols <= self.position(rows)
-
-
-@dataclass(frozen=True)
-class Window(_Positioned):
-    """Key `j` is seen from position `p` when `p - left <= j <= p + right`; None is unbounded."""
-
-    left: int | None
-    right: int | None
-
-    def allow(self, rows, cols):
-        distance = cols - self.position(rows)
-        inside = torch.ones_like(distance, dtype=torch.bool)
-        if self.left is not None:
-            inside &= distance >= -self.left
-        if self.right is not None:
-            inside &= distance <= self.right
-        return inside
-
-
-@dataclass(frozen=True)
-class Prefix(_Positioned):
-    """Key `j` is seen from position `p` when `j <= p` or `j < length`."""
-
-    length: Count
-
-    def resolve(self, b, n, t, s):
-        _check_rows("length", self.length, b)
-        return super().resolve(b, n, t, s)
-
-    def allow(self, rows, cols):
-        return (cols <= self.position(rows)) | (cols < _per_row(self.length, rows))
-
-
-@dataclass(frozen=True)
-class Lengths(_Part):
-    """Query `i` sees key `j` when `i < query` and `j < key`; None is unbounded."""
-
-    query: Count | None = None
-    key: Count | None = None
-
-    def resolve(self, b, n, t, s):
-        _check_rows("query lengths", self.query, b)
-        _check_rows("key lengths", self.key, b)
-        return self
-
-    def allow(self, rows, cols):
-        inside = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.device)
-        if self.query is not None:
-            inside = inside & (rows < _per_row(self.query, rows))
-        if self.key is not None:
-            inside = inside & (cols < _per_row(self.key, rows))
-        return inside
-
-
-@dataclass(frozen=True)
-class Segments(_Part):
-    """Query `i` sees key `j` when their segment ids are equal."""
-
-    query: Integer[Tensor, "*b t"]
-    key: Integer[Tensor, "*b s"]
-
-    def resolve(self, b, n, t, s):
-        for name, ids, size in (("query", self.query, t), ("key", self.key, s)):
-            shape = tuple(ids.shape)
-            if shape not in ((size,), (1, size), (b, size)):
-                raise ValueError(
-                    f"{name} segments must have one id a token, shape ({b}, {size}) or ({size},); got {shape}. "
-                    "When t != s pass both: Mask.segments(query, key)"
-                )
-        return self
-
-    def allow(self, rows, cols):
-        query = torch.atleast_2d(self.query).to(rows.device)[:, rows.reshape(-1)]
-        key = torch.atleast_2d(self.key).to(rows.device)[:, cols.reshape(-1)]
-        return query[:, None, :, None] == key[:, None, None, :]
-
-
-@dataclass(frozen=True)
-class Dense(_Part):
-    """Any boolean array that broadcasts to `(b, n, t, s)`."""
-
-    array: Bool[Tensor, ...]
-
-    def resolve(self, b, n, t, s):
-        check_broadcast("mask", tuple(self.array.shape), (b, n, t, s))
-        return self
-
-    def allow(self, rows, cols):
-        array = self.array.reshape((1,) * (4 - self.array.ndim) + tuple(self.array.shape))
-        array = array if array.shape[2] == 1 else array[:, :, rows.reshape(-1)]
-        return array if array.shape[3] == 1 else array[:, :, :, cols.reshape(-1)]
+from torch_ref.functional.checks import check_positive
+from torch_ref.functional.mask_parts import Causal, Count, Dense, Lengths, Part, Prefix, Segments, Window
+from torch_ref.functional.mask_text import check_printable, expression, picture
+from torch_ref.functional.shapes import ArrayLike
 
 
 @dataclass(frozen=True)
@@ -172,15 +34,15 @@ class Mask:
                 [1, 1, 0]], dtype=torch.int32)
     """
 
-    parts: tuple[_Part, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     @staticmethod
-    def causal(offset: Count | None = None) -> Mask:
+    def causal(offset: Count | ArrayLike | None = None) -> Mask:
         """Query `i` sees key `j` when `j <= offset + i`. The offset is 0 where t == s and must be given elsewhere."""
         return Mask((Causal(offset=_integers("offset", offset)),))
 
     @staticmethod
-    def window(left: int | None, right: int | None, offset: Count | None = None) -> Mask:
+    def window(left: int | None, right: int | None, offset: Count | ArrayLike | None = None) -> Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
         for name, size in (("left", left), ("right", right)):
             if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 0):
@@ -188,10 +50,10 @@ class Mask:
                     f"a window's {name} is a number of keys, at least 0, known before tracing; got {name}={size}. "
                     "For an unbounded side pass None"
                 )
-        return Mask((Window(left, right, offset=_integers("offset", offset)),))
+        return Mask((Window(_integers("left", left), _integers("right", right), offset=_integers("offset", offset)),))
 
     @staticmethod
-    def sliding_window(width: int, offset: Count | None = None) -> Mask:
+    def sliding_window(width: int, offset: Count | ArrayLike | None = None) -> Mask:
         """Causal, and `width` keys in all, the query's own included: `window(width - 1, 0)`."""
         check_positive(width=width)
         return Mask.window(width - 1, 0, offset)
@@ -208,7 +70,7 @@ class Mask:
         return Mask((Segments(query, query if key is None else torch.as_tensor(_integers("key segments", key))),))
 
     @staticmethod
-    def prefix(length: Count | ArrayLike, offset: Count | None = None) -> Mask:
+    def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
         return Mask((Prefix(_integers("prefix length", length), offset=_integers("offset", offset)),))
 
@@ -242,6 +104,30 @@ class Mask:
         block = self.resolve(b, n, t, s).block(torch.arange(t, device=device), torch.arange(s, device=device))
         return block.expand(b, n, t, s)
 
+    def as_text(self, t: int, s: int | None = None, *, b: int = 1, n: int = 1) -> str:
+        """Return the mask in marks, queries down and keys across: `■` is seen, `·` is hidden.
+
+        Where s is not given it is t. Rows of a batch and heads that differ get a picture each.
+
+        Raises:
+            ValueError: if the mask does not fit the sizes, or is too large to print.
+
+        Example:
+            >>> print(Mask.sliding_window(2).as_text(4))
+              0 1 2 3
+            0 ■ · · ·
+            1 ■ ■ · ·
+            2 · ■ ■ ·
+            3 · · ■ ■
+        """
+        s = t if s is None else s
+        check_printable(t, s)
+        block = self.resolve(b, n, t, s).block(torch.arange(t, device="cpu"), torch.arange(s, device="cpu"))
+        return picture(block.expand(-1, -1, t, s).tolist())
+
+    def __repr__(self) -> str:
+        return expression(self.parts)
+
 
 def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
     """Return a `Mask` for whatever may be passed as one; None hides nothing.
@@ -252,7 +138,7 @@ def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
     return mask if heads else Mask(tuple(_with_head_axis(part) for part in mask.parts))
 
 
-def _with_head_axis(part: _Part) -> _Part:
+def _with_head_axis(part: Part) -> Part:
     return Dense(part.array[:, None]) if isinstance(part, Dense) and part.array.ndim == 3 else part
 
 
@@ -288,14 +174,3 @@ def _integers(name: str, values: Any) -> Any:
     if values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(f"{name} must be integers; got dtype {values.dtype}. Cast them before the call")
     return values
-
-
-def _check_rows(name: str, values: Count | None, b: int) -> None:
-    if values is not None and tuple(torch.as_tensor(values).shape) not in ((), (1,), (b,)):
-        raise ValueError(
-            f"{name} must be one integer or one a row, shape ({b},); got shape {tuple(torch.as_tensor(values).shape)}"
-        )
-
-
-def _per_row(values: Count, rows: Index) -> Tensor:
-    return torch.as_tensor(values, device=rows.device).reshape(-1, 1, 1, 1)

@@ -1,0 +1,269 @@
+"""The conditions that a mask is made of: which query may see which key, decided from index arrays alone.
+
+`True` means attend, everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Integer
+
+from flax_attn.functional.checks import check_broadcast
+from flax_attn.functional.shapes import Index
+
+Count = int | Integer[Array, ""] | Integer[Array, " b"]
+_FAR = 2**62  # beyond every key: what is not known before tracing may lie anywhere
+
+
+class Bounds(NamedTuple):
+    """What is known before tracing of the keys that some queries see.
+
+    Keys outside `outer` are hidden from all of them, keys inside `inner` are seen by all of them.
+    """
+
+    outer: range
+    inner: range
+
+    def __and__(self, other: Bounds) -> Bounds:
+        return Bounds(_overlap(self.outer, other.outer), _overlap(self.inner, other.inner))
+
+
+def _overlap(one: range, other: range) -> range:
+    start, stop = max(one.start, other.start), min(one.stop, other.stop)
+    return range(start, stop) if start < stop else range(0)
+
+
+class Part:
+    """One condition on (query, key). Python integers stay static under `jax.jit`, arrays are traced."""
+
+    def __init_subclass__(cls):
+        jax.tree_util.register_pytree_node(cls, _flatten, lambda static, children: _unflatten(cls, static, children))
+
+    def resolve(self, b: int, n: int, t: int, s: int) -> Part:
+        """Return the part made definite for a call of this size, or raise `ValueError`."""
+        return self
+
+    def allow(self, rows: Index, cols: Index) -> Array:
+        """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
+        raise NotImplementedError
+
+    def bounds(self, rows: range, s: int) -> Bounds:
+        """Return what Python integers tell of the keys that `rows` see; arrays tell nothing."""
+        return Bounds(range(s), range(0))
+
+    def row(self, b: int | Index, n: int | Index) -> Part:
+        """Return the part for one batch row and head."""
+        return self
+
+
+def _flatten(part):
+    values = vars(part)
+    traced = [name for name, value in values.items() if not isinstance(value, int | None)]
+    static = tuple((name, value) for name, value in values.items() if name not in traced)
+    return [values[name] for name in traced], (tuple(traced), static)
+
+
+def _unflatten(cls, static, children):
+    part = object.__new__(cls)  # children may be tracers or placeholders: nothing is checked again
+    for name, value in (*static[1], *zip(static[0], children, strict=True)):
+        object.__setattr__(part, name, value)
+    return part
+
+
+@dataclass(frozen=True)
+class _Positioned(Part):
+    """A part in which query `i` stands at `offset + i`."""
+
+    offset: Count | None = field(default=None, kw_only=True)
+
+    def resolve(self, b, n, t, s):
+        if self.offset is None and t != s:
+            raise ValueError(
+                f"a causal, window or prefix mask needs an offset when t != s: query i stands at offset + i; got "
+                f"t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal) or offset={s - t} (bottom-right, "
+                "as FlashAttention): build a module with causal=False and pass mask=Mask.causal(offset=...)"
+            )
+        if isinstance(self.offset, int) and not -t <= self.offset <= s:
+            raise ValueError(
+                f"a mask offset must lie between -t and s, or every query sees nothing or everything; "
+                f"got offset={self.offset}, t={t}, s={s}"
+            )
+        _check_rows("offset", self.offset, b)
+        return self if self.offset is not None else dataclasses.replace(self, offset=0)
+
+    def position(self, rows):
+        return rows + _per_row(0 if self.offset is None else self.offset)
+
+    def reach(self, rows: range) -> tuple[int, int]:
+        """Return the least and the greatest position that a query of `rows` may have."""
+        least, most = _limits(0 if self.offset is None else self.offset, -_FAR, _FAR)
+        return rows[0] + least, rows[-1] + most
+
+    def row(self, b, n):
+        return dataclasses.replace(self, offset=_count_of_row(self.offset, b))
+
+
+@dataclass(frozen=True)
+class Causal(_Positioned):
+    """Key `j` is seen from position `p` when `j <= p`."""
+
+    def allow(self, rows, cols):
+        return cols <= self.position(rows)
+
+    def bounds(self, rows, s):
+        first, last = self.reach(rows)
+        return Bounds(range(last + 1), range(first + 1))
+
+
+@dataclass(frozen=True)
+class Window(_Positioned):
+    """Key `j` is seen from position `p` when `p - left <= j <= p + right`; None is unbounded."""
+
+    left: int | None
+    right: int | None
+
+    def allow(self, rows, cols):
+        distance = cols - self.position(rows)
+        inside = jnp.ones_like(distance, bool)
+        if self.left is not None:
+            inside &= distance >= -_per_row(self.left)
+        if self.right is not None:
+            inside &= distance <= _per_row(self.right)
+        return inside
+
+    def bounds(self, rows, s):
+        first, last = self.reach(rows)
+        starts = [0 if self.left is None else position - self.left for position in (first, last)]
+        stops = [s if self.right is None else position + self.right + 1 for position in (first, last)]
+        return Bounds(range(starts[0], stops[1]), range(starts[1], stops[0]))
+
+
+@dataclass(frozen=True)
+class Prefix(_Positioned):
+    """Key `j` is seen from position `p` when `j <= p` or `j < length`."""
+
+    length: Count
+
+    def resolve(self, b, n, t, s):
+        _check_rows("length", self.length, b)
+        return super().resolve(b, n, t, s)
+
+    def allow(self, rows, cols):
+        return (cols <= self.position(rows)) | (cols < _per_row(self.length))
+
+    def bounds(self, rows, s):
+        (first, last), (least, most) = self.reach(rows), _limits(self.length, 0, s)
+        return Bounds(range(max(last + 1, most)), range(max(first + 1, least)))
+
+    def row(self, b, n):
+        return Prefix(_count_of_row(self.length, b), offset=_count_of_row(self.offset, b))
+
+
+@dataclass(frozen=True)
+class Lengths(Part):
+    """Query `i` sees key `j` when `i < query` and `j < key`; None is unbounded."""
+
+    query: Count | None = None
+    key: Count | None = None
+
+    def resolve(self, b, n, t, s):
+        _check_rows("query lengths", self.query, b)
+        _check_rows("key lengths", self.key, b)
+        return self
+
+    def allow(self, rows, cols):
+        inside = jnp.ones((1, 1, 1, 1), bool)
+        if self.query is not None:
+            inside = inside & (rows < _per_row(self.query))
+        if self.key is not None:
+            inside = inside & (cols < _per_row(self.key))
+        return inside
+
+    def bounds(self, rows, s):
+        (least_query, most_query), (least_key, most_key) = _limits(self.query, 0, _FAR), _limits(self.key, 0, s)
+        return Bounds(range(most_key if rows[0] < most_query else 0), range(least_key if rows[-1] < least_query else 0))
+
+    def row(self, b, n):
+        return Lengths(_count_of_row(self.query, b), _count_of_row(self.key, b))
+
+
+@dataclass(frozen=True)
+class Segments(Part):
+    """Query `i` sees key `j` when their segment ids are equal."""
+
+    query: Integer[Array, "*b t"]
+    key: Integer[Array, "*b s"]
+
+    def resolve(self, b, n, t, s):
+        for name, ids, size in (("query", self.query, t), ("key", self.key, s)):
+            shape = ids.shape
+            if shape not in ((size,), (1, size), (b, size)):
+                raise ValueError(
+                    f"{name} segments must have one id a token, shape ({b}, {size}) or ({size},); got {shape}. "
+                    "When t != s pass both: Mask.segments(query, key)"
+                )
+        return self
+
+    def allow(self, rows, cols):
+        query = jnp.atleast_2d(self.query)[:, rows.reshape(-1)]
+        key = jnp.atleast_2d(self.key)[:, cols.reshape(-1)]
+        return query[:, None, :, None] == key[:, None, None, :]
+
+    def row(self, b, n):
+        return Segments(_pick(jnp.atleast_2d(self.query), b, 0), _pick(jnp.atleast_2d(self.key), b, 0))
+
+
+@dataclass(frozen=True)
+class Dense(Part):
+    """Any boolean array that broadcasts to `(b, n, t, s)`."""
+
+    array: Bool[Array, ...]
+
+    def resolve(self, b, n, t, s):
+        check_broadcast("mask", self.array.shape, (b, n, t, s))
+        return self
+
+    def allow(self, rows, cols):
+        array = _of_rank_4(self.array)
+        array = array if array.shape[2] == 1 else array[:, :, rows.reshape(-1)]
+        return array if array.shape[3] == 1 else array[:, :, :, cols.reshape(-1)]
+
+    def row(self, b, n):
+        return Dense(_pick(_pick(_of_rank_4(self.array), b, 0), n, 1))
+
+
+def _check_rows(name: str, values: Count | None, b: int) -> None:
+    shape = tuple(getattr(values, "shape", ()))
+    if shape not in ((), (1,), (b,)):
+        raise ValueError(f"{name} must be one integer or one a row, shape ({b},); got shape {shape}")
+
+
+def _of_rank_4(array: Array) -> Array:
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def _limits(values: Any, least: int, most: int) -> tuple[int, int]:
+    # Between which integers the values lie, as far as it is known before tracing. None is unbounded.
+    if isinstance(values, int):
+        return values, values
+    return (most if values is None else least), most
+
+
+def _count_of_row(values: Any, b: int | Index) -> Any:
+    return values if isinstance(values, int | None) else _pick(jnp.atleast_1d(values), b, 0)
+
+
+def _pick(array: Array, index: int | Index, axis: int) -> Array:
+    # An axis of one serves every index, since a slice is moved to where it fits.
+    return jax.lax.dynamic_slice_in_dim(array, index, 1, axis)
+
+
+def _per_row(values: Count) -> Array:
+    if isinstance(values, int):  # may exceed what the dtype holds, and is beyond every index long before
+        values = max(-(2**30), min(values, 2**30))
+    return jnp.asarray(values, jnp.int32).reshape(-1, 1, 1, 1)

@@ -1,0 +1,168 @@
+"""The conditions that a mask is made of: which query may see which key, decided from index arrays alone.
+
+`True` means attend, everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Integer
+from torch import Tensor
+
+from torch_ref.functional.checks import check_broadcast
+from torch_ref.functional.shapes import Index
+
+Count = int | Integer[Tensor, ""] | Integer[Tensor, " b"]
+
+
+class Part:
+    """One condition on (query, key)."""
+
+    def resolve(self, b: int, n: int, t: int, s: int) -> Part:
+        """Return the part made definite for a call of this size, or raise `ValueError`."""
+        return self
+
+    def allow(self, rows: Index, cols: Index) -> Tensor:
+        """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Positioned(Part):
+    """A part in which query `i` stands at `offset + i`."""
+
+    offset: Count | None = field(default=None, kw_only=True)
+
+    def resolve(self, b, n, t, s):
+        if self.offset is None and t != s:
+            raise ValueError(
+                f"a causal, window or prefix mask needs an offset when t != s: query i stands at offset + i; got "
+                f"t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal) or offset={s - t} (bottom-right, "
+                "as FlashAttention): build a module with causal=False and pass mask=Mask.causal(offset=...)"
+            )
+        if isinstance(self.offset, int) and not -t <= self.offset <= s:
+            raise ValueError(
+                f"a mask offset must lie between -t and s, or every query sees nothing or everything; "
+                f"got offset={self.offset}, t={t}, s={s}"
+            )
+        _check_rows("offset", self.offset, b)
+        return self if self.offset is not None else dataclasses.replace(self, offset=0)
+
+    def position(self, rows):
+        return rows + _per_row(0 if self.offset is None else self.offset, rows)
+
+
+@dataclass(frozen=True)
+class Causal(_Positioned):
+    """Key `j` is seen from position `p` when `j <= p`."""
+
+    def allow(self, rows, cols):
+        return cols <= self.position(rows)
+
+
+@dataclass(frozen=True)
+class Window(_Positioned):
+    """Key `j` is seen from position `p` when `p - left <= j <= p + right`; None is unbounded."""
+
+    left: int | None
+    right: int | None
+
+    def allow(self, rows, cols):
+        distance = cols - self.position(rows)
+        inside = torch.ones_like(distance, dtype=torch.bool)
+        if self.left is not None:
+            inside &= distance >= -self.left
+        if self.right is not None:
+            inside &= distance <= self.right
+        return inside
+
+
+@dataclass(frozen=True)
+class Prefix(_Positioned):
+    """Key `j` is seen from position `p` when `j <= p` or `j < length`."""
+
+    length: Count
+
+    def resolve(self, b, n, t, s):
+        _check_rows("length", self.length, b)
+        return super().resolve(b, n, t, s)
+
+    def allow(self, rows, cols):
+        return (cols <= self.position(rows)) | (cols < _per_row(self.length, rows))
+
+
+@dataclass(frozen=True)
+class Lengths(Part):
+    """Query `i` sees key `j` when `i < query` and `j < key`; None is unbounded."""
+
+    query: Count | None = None
+    key: Count | None = None
+
+    def resolve(self, b, n, t, s):
+        _check_rows("query lengths", self.query, b)
+        _check_rows("key lengths", self.key, b)
+        return self
+
+    def allow(self, rows, cols):
+        inside = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.device)
+        if self.query is not None:
+            inside = inside & (rows < _per_row(self.query, rows))
+        if self.key is not None:
+            inside = inside & (cols < _per_row(self.key, rows))
+        return inside
+
+
+@dataclass(frozen=True)
+class Segments(Part):
+    """Query `i` sees key `j` when their segment ids are equal."""
+
+    query: Integer[Tensor, "*b t"]
+    key: Integer[Tensor, "*b s"]
+
+    def resolve(self, b, n, t, s):
+        for name, ids, size in (("query", self.query, t), ("key", self.key, s)):
+            shape = tuple(ids.shape)
+            if shape not in ((size,), (1, size), (b, size)):
+                raise ValueError(
+                    f"{name} segments must have one id a token, shape ({b}, {size}) or ({size},); got {shape}. "
+                    "When t != s pass both: Mask.segments(query, key)"
+                )
+        return self
+
+    def allow(self, rows, cols):
+        query = torch.atleast_2d(self.query).to(rows.device)[:, rows.reshape(-1)]
+        key = torch.atleast_2d(self.key).to(rows.device)[:, cols.reshape(-1)]
+        return query[:, None, :, None] == key[:, None, None, :]
+
+
+@dataclass(frozen=True)
+class Dense(Part):
+    """Any boolean array that broadcasts to `(b, n, t, s)`."""
+
+    array: Bool[Tensor, ...]
+
+    def resolve(self, b, n, t, s):
+        check_broadcast("mask", tuple(self.array.shape), (b, n, t, s))
+        return self
+
+    def allow(self, rows, cols):
+        array = _of_rank_4(self.array).to(rows.device)
+        array = array if array.shape[2] == 1 else array[:, :, rows.reshape(-1)]
+        return array if array.shape[3] == 1 else array[:, :, :, cols.reshape(-1)]
+
+
+def _check_rows(name: str, values: Count | None, b: int) -> None:
+    shape = tuple(getattr(values, "shape", ()))
+    if shape not in ((), (1,), (b,)):
+        raise ValueError(f"{name} must be one integer or one a row, shape ({b},); got shape {shape}")
+
+
+def _of_rank_4(array: Tensor) -> Tensor:
+    return array.reshape((1,) * (4 - array.ndim) + tuple(array.shape))
+
+
+def _per_row(values: Count, rows: Index) -> Tensor:
+    return torch.as_tensor(values, device=rows.device).reshape(-1, 1, 1, 1)
