@@ -1,5 +1,6 @@
 """One attention call under one contract: checked once, then handed to a backend."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -7,13 +8,12 @@ from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_bias, check_choice, check_inputs, check_options, check_type
+from flax_attn.backends import reference
+from flax_attn.backends.call import prepare
+from flax_attn.backends.choose import choose, load
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, as_mask
-from flax_attn.functional.reference import reference_attention
 from flax_attn.functional.shapes import Key, Query, Value
-
-BACKENDS = {"reference": reference_attention}
 
 
 def dot_product_attention(
@@ -38,7 +38,9 @@ def dot_product_attention(
     Query head `i` reads key/value head `i // (n / k)`: multi-head for k = n, grouped-query for k < n, multi-query
     for k = 1. The softmax and all sums are in float32 for lower dtypes, and in the dtype of the inputs otherwise.
 
-    The intermediates are named for `jax.checkpoint_policies`: query, key, value, scores, weights, context.
+    Backends differ in speed and memory and not in what they compute: `explain` says which one runs a call, and why.
+    The intermediates are named for `jax.checkpoint_policies`: query, key, value, context, and in the reference also
+    scores and weights.
 
     Args:
         query: `(b, t, n, h)` or `(t, n, h)`.
@@ -51,7 +53,7 @@ def dot_product_attention(
         sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
         dropout: drops weights; the same key drops the same weights in every backend and in `torch_ref`.
         precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: `"auto"` or the name of one.
+        backend: `"reference"`, `"blocked"`, `"xla"`, `"cudnn"`, `"splash"` or `"tokamax"`; `"auto"` chooses one.
         return_weights: return `(output, weights)`; the output stays the same, bit for bit.
 
     Returns:
@@ -62,6 +64,7 @@ def dot_product_attention(
     Raises:
         ValueError: if shapes, dtypes, mask or bias do not fit one another, if a causal mask has no offset
             although t != s, or if the backend is unknown.
+        Unsupported: a `ValueError`, if a backend that is asked for by name cannot honour the call.
 
     Example:
         >>> import jax.numpy as jnp
@@ -72,33 +75,17 @@ def dot_product_attention(
     References:
         Vaswani et al. 2017 (arXiv:1706.03762); Ainslie et al. 2023 (arXiv:2305.13245).
     """
-    check_inputs(query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name))
-    check_options(query.shape[-2], None if sinks is None else sinks.shape, soft_cap)
-    check_choice("backend", backend, ("auto", *BACKENDS))
-    check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
-    unbatched = query.ndim == 3
-    if unbatched:
-        query, key, value = query[None], key[None], value[None]
-    query, key, value = (checkpoint_name(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
-    shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    if bias is not None:
-        check_bias(bias.shape, bias.dtype.name, shape)
-        bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    output, weights = BACKENDS["reference" if backend == "auto" else backend](
-        query,
-        key,
-        value,
-        bias,
-        as_mask(mask).resolve(*shape),
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        dropout=dropout,
-        precision=precision,
-    )
+    options = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "dropout": dropout, "precision": precision}
+    call = prepare(query, key, value, bias, mask, **options)
+    call = replace(call, **{name: checkpoint_name(getattr(call, name), name) for name in ("query", "key", "value")})
+    chosen = choose(call, backend)
+    if chosen == "reference":
+        output, weights = reference.with_weights(call)
+    else:
+        output, weights = load(chosen).attend(call), reference.with_weights(call)[1] if return_weights else None
     output = checkpoint_name(output, "context")
-    if unbatched:
-        output, weights = output[0], weights[0]
+    if query.ndim == 3:
+        output, weights = output[0], None if weights is None else weights[0]
     return (output, weights) if return_weights else output
 
 

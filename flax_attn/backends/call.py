@@ -1,0 +1,118 @@
+"""One attention call, checked: all that a backend needs to refuse it or to run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jaxtyping import Array, Float
+
+from flax_attn.functional.checks import check_bias, check_inputs, check_options, check_type
+from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.shapes import Key, Query, Value
+
+
+class Unsupported(ValueError):  # noqa: N818 (a refusal, not a fault)
+    """Raised when a backend that was asked for by name cannot honour the call.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax_attn import dot_product_attention
+        >>> x = jnp.ones((1, 5, 4, 8))
+        >>> try:
+        ...     dot_product_attention(x, x, x, backend="splash")
+        ... except Unsupported as refusal:
+        ...     print(str(refusal)[:41])
+        backend 'splash' cannot honour this call:
+    """
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of `dot_product_attention`, after all checks.
+
+    Args:
+        query: `(b, t, n, h)`.
+        key: `(b, s, k, h)`, k dividing n.
+        value: `(b, s, k, v)`.
+        bias: None, or of rank 4 and broadcasting to `(b, n, t, s)`; `-inf` hides.
+        mask: resolved: offsets are filled in and shapes fit.
+        scale: factor on the scores.
+        soft_cap: None or positive.
+        sinks: None or `(n,)`.
+        dropout: None or a rate and a key.
+        precision: of the matrix products.
+        platform: `"cpu"`, `"gpu"` or `"tpu"`.
+    """
+
+    query: Query
+    key: Key
+    value: Value
+    bias: Float[Array, "#b #n #t #s"] | None
+    mask: Mask
+    scale: Any
+    soft_cap: float | None
+    sinks: Float[Array, " n"] | None
+    dropout: KeyedDropout | None
+    precision: jax.lax.PrecisionLike
+    platform: str
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The sizes `(b, n, t, s)` of the weights."""
+        b, t, n, _ = self.query.shape
+        return b, n, t, self.key.shape[1]
+
+
+def prepare(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Mask | Array | None = None,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
+    dropout: KeyedDropout | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    platform: str | None = None,
+) -> Call:
+    """Return the call that these arguments of `dot_product_attention` make, or raise `ValueError`."""
+    check_inputs(query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name))
+    check_options(query.shape[-2], None if sinks is None else sinks.shape, soft_cap)
+    check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
+    platform = platform_of(query) if platform is None else platform
+    if query.ndim == 3:
+        query, key, value = query[None], key[None], value[None]
+    shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    if bias is not None:
+        check_bias(bias.shape, bias.dtype.name, shape)
+        bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    mask = as_mask(mask).resolve(*shape)
+    return Call(query, key, value, bias, mask, scale, soft_cap, sinks, dropout, precision, platform)
+
+
+def platform_of(x: Any) -> str:
+    """Return where a computation on `x` runs: `"cpu"`, `"gpu"` or `"tpu"`.
+
+    Where the array itself cannot tell, it is the device of the mesh in use, else JAX's default.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> platform_of(jnp.zeros(1)) in ("cpu", "gpu", "tpu")
+        True
+    """
+    mesh = jax.sharding.get_abstract_mesh().abstract_device
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        platform = next(iter(x.devices())).platform
+    elif mesh is not None:
+        platform = mesh.platform
+    else:
+        platform = getattr(default, "platform", default) or jax.default_backend()
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

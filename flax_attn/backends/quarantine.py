@@ -1,0 +1,38 @@
+"""What is not finite stays where it is seen: kept out of a kernel, and put back as NaN in the rows that see it."""
+
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from flax_attn.backends.call import Call
+
+_ROWS = 128  # checked at once
+
+
+def finite(x: Array) -> Array:
+    """Return `x` with zeros for what is not finite: a weight of zero does not keep out NaN, since 0 * NaN is NaN."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def poison_factor(call: Call, dtype) -> Float[Array, "b n t 1"]:
+    """Return NaN for the rows that may see a number that is not finite, and 1 for the others.
+
+    A factor, so that gradients feel it too. Costs little where all numbers are finite.
+    """
+    # 0 * x is 0 or NaN: one sum says it all, where a reduction of jnp.isfinite would first be written to memory.
+    clean = sum((x * 0).sum() for x in (call.query, call.key, call.value)) == 0
+    shape = (*call.shape[:3], 1)
+    return lax.cond(clean, lambda: jnp.ones(shape, dtype), lambda: jnp.where(_poisoned(call), jnp.nan, 1).astype(dtype))
+
+
+def _poisoned(call: Call) -> Bool[Array, "b n t 1"]:
+    _, n, t, s = call.shape
+    query, key, value = (jnp.isfinite(x).all(axis=-1) for x in (call.query, call.key, call.value))
+    key = jnp.repeat(key & value, n // key.shape[2], axis=2)
+
+    def sees(row: Array) -> Bool[Array, "b n"]:
+        bad = ~(query[:, row, :, None] & rearrange(key, "b s n -> b n s"))
+        return (call.mask.block(row[None], jnp.arange(s))[:, :, 0] & bad).any(axis=-1)
+
+    return rearrange(lax.map(sees, jnp.arange(t), batch_size=_ROWS), "t b n -> b n t 1")

@@ -1,0 +1,85 @@
+"""Fused attention on NVIDIA GPUs by Mosaic and Triton kernels, half precision. Source: openxla/tokamax, optional."""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from flax_attn.backends.call import Call, Unsupported
+from flax_attn.backends.cudnn import Band, array_size, attend_band, has_lengths, is_band, sides
+from flax_attn.backends.xla import attend_dense, refuse_options
+
+_FILL = float(jnp.finfo(jnp.float32).min)  # what the kernels put in the place of a hidden score
+
+
+def refuse(call: Call) -> str | None:
+    """Return why tokamax cannot honour the call, or None."""
+    if not find_spec("tokamax"):
+        return "tokamax is not installed: pip install tokamax (Python 3.12 or newer)"
+    if call.platform != "gpu":
+        return f'tokamax is used for its GPU kernels; got platform "{call.platform}". Pass backend="auto"'
+    if call.query.dtype.name not in ("bfloat16", "float16"):
+        return f"tokamax needs bfloat16 or float16 for its kernels; got {call.query.dtype.name}"
+    if isinstance(call.scale, jax.Array):
+        return f"tokamax needs a scale that is known before tracing; got {call.scale}. Multiply it into the query"
+    if call.soft_cap is not None and implementation() != "mosaic":
+        return (
+            "tokamax has a gradient of the soft cap on GPUs of compute capability 9 and 10 only; got "
+            f'soft_cap={call.soft_cap}. Pass backend="auto"'
+        )
+    return refuse_options("tokamax", call)
+
+
+def attend(call: Call) -> Array:
+    """Return the output of the kernel that has a gradient on this GPU."""
+    try:
+        return attend_with(call, implementation())
+    except NotImplementedError as limit:  # of this GPU or of this version of tokamax
+        raise Unsupported(f"tokamax: {limit}") from limit
+
+
+def memory(call: Call) -> int:
+    """Return the bytes of finite copies of query, key and value and of the raw output, and of the arrays if any."""
+    copies = sum(x.size for x in (call.query, call.query, call.key, call.value)) * call.query.dtype.itemsize
+    bias = 0 if call.bias is None else call.bias.dtype.itemsize
+    return copies if _keeps(call) else copies + array_size(call) * (1 + bias)
+
+
+def implementation() -> str:
+    """Return `"mosaic"` on the GPUs that it has a gradient for, Hopper's and Blackwell's, and else `"triton"`."""
+    device = jax.local_devices()[0]
+    return "mosaic" if 9 <= float(getattr(device, "compute_capability", 0)) < 11 else "triton"
+
+
+def attend_with(call: Call, name: str) -> Array:
+    """Return the output of one implementation of tokamax; `"xla"` and `"xla_chunked"` run anywhere."""
+    attend = import_module("tokamax").dot_product_attention  # optional, and slow to import
+
+    def attention(*arrays, **options):
+        options |= {"scale": call.scale, "logits_soft_cap": call.soft_cap, "implementation": name}
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # tokamax relies on both
+            return attend(*arrays, **options)
+
+    def kernel(call: Call, band: Band, query, key, value):
+        return attention(query, key, value, **_structure(call, band))
+
+    return attend_band(call, kernel) if _keeps(call) else attend_dense(call, attention, _FILL)
+
+
+def _keeps(call: Call) -> bool:
+    # Queries whose window ends left of where the keys end see nothing, which the kernels must not meet.
+    _, _, t, s = call.shape
+    return is_band(call) and not (sides(call)[0] is not None and (has_lengths(call) or t > s))
+
+
+def _structure(call: Call, band: Band) -> dict:
+    _, _, t, s = call.shape
+    causal = band.right == 0
+    # Padded queries are zeroed outside: their lengths would be made an array.
+    lengths = {"key_value_seq_lengths": band.key} if has_lengths(call) else {}
+    if band.left is None and (causal or band.right is None):
+        return {"is_causal": causal, **lengths}
+    window = t if band.left is None else band.left, s if band.right is None else band.right
+    return {"local_window_size": window, **lengths}
