@@ -1,0 +1,142 @@
+"""The rivals as whole layers: projections, heads and output, all holding the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from flax_attn import convert
+from flax_attn.bench.rivals import Prepared, Rival, as_float64, prepare_jax, prepare_torch, torch_tensor
+from flax_attn.bench.truth import Arrays
+from flax_attn.bench.work import Work, inputs, with_gradients
+from flax_attn.convert.rules import Layout, Rule
+from flax_attn.modules.multi_head import MultiHeadAttention
+
+COMMON = "torch_mha"  # the layout in which weights and gradients are exchanged and compared
+_NAMES = {"W_query": "query_proj", "W_key": "key_proj", "W_value": "value_proj", "out_proj": "output_proj"}
+ATTNAX = Layout(
+    tuple(
+        Rule((f"{ours}.{part}",), f"{theirs}.{part}") for ours, theirs in _NAMES.items() for part in ("kernel", "bias")
+    )
+)
+
+
+def layers(backends: Sequence[str]) -> list[Rival]:
+    """Return our layer with each backend, and then the others."""
+    return [*(Rival(f"ours {backend}", partial(_prepare_ours, backend)) for backend in backends), *_OTHERS]
+
+
+@lru_cache(maxsize=4)
+def layer_truth(work: Work) -> tuple[Arrays, Arrays]:
+    """Return output and gradients of the layer by the formula: in float64, and in the dtype of the work."""
+    with jax.enable_x64(True):
+        truth = _formula(work, "float64")
+    return truth, _formula(work, work.dtype)
+
+
+def _formula(work: Work, dtype: str) -> Arrays:
+    compute, params, named = _functional(_ours(work, "reference"), lambda layer, x: layer(x), dtype)
+    arguments = [jnp.asarray(x.astype(dtype)) for x in inputs(work)]
+    return named(jax.jit(with_gradients(compute, work.backward))(params, *arguments))
+
+
+@lru_cache(maxsize=2)
+def _weights(n: int, h: int) -> dict[str, np.ndarray]:
+    layer = MultiHeadAttention(n * h, n * h, None, 0.0, n, qkv_bias=True, rngs=nnx.Rngs(0))
+    return convert.state_dict(layer, COMMON)
+
+
+def _ours(work: Work, backend: str) -> MultiHeadAttention:
+    d = work.n * work.h
+    layer = MultiHeadAttention(d, d, None, 0.0, work.n, qkv_bias=True, backend=backend, rngs=nnx.Rngs(0))
+    convert.load_state_dict(layer, _weights(work.n, work.h), COMMON)
+    return layer
+
+
+def _functional(
+    layer: nnx.Module, call: Callable[..., Any], dtype: str, common: Callable[..., Arrays] | None = None
+) -> tuple[Callable[..., Any], Any, Callable[[Any], Arrays]]:
+    """Return a layer as a function of its parameters, these in `dtype`, and what names a result of both passes."""
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    common = common or (lambda layer: convert.state_dict(layer, COMMON))
+
+    def named(result: tuple) -> Arrays:
+        found = {"output": result[0]}
+        if len(result) > 1:
+            found |= {"input": result[2]} | common(nnx.merge(graph, result[1], rest))
+        return {name: as_float64(array) for name, array in found.items()}
+
+    compute = lambda params, x: call(nnx.merge(graph, params, rest), x)  # noqa: E731
+    return compute, jax.tree.map(lambda x: x.astype(dtype), params), named
+
+
+def _prepare(work: Work, layer: nnx.Module, call: Callable[..., Any], common: Callable | None = None) -> Prepared:
+    compute, params, named = _functional(layer, call, work.dtype, common)
+    return prepare_jax(compute, (params, *inputs(work)), work, named)
+
+
+def _prepare_ours(backend: str, work: Work) -> Prepared:
+    return _prepare(work, _ours(work, backend), lambda layer, x: layer(x))
+
+
+def _prepare_like(work: Work, layer: nnx.Module, layout: str | Layout, call: Callable[..., Any]) -> Prepared:
+    """Make a layer ready whose parameters are those of ours in a layout."""
+    for name, array in convert.state_dict(_ours(work, "auto"), layout).items():
+        _parameters(layer)[name][...] = jnp.asarray(array)
+
+    def common(gradients: nnx.Module) -> Arrays:
+        named = {name: as_float64(gradient[...]) for name, gradient in _parameters(gradients).items()}
+        layer = _ours(work, "auto")
+        convert.load_state_dict(layer, named, layout)
+        return convert.state_dict(layer, COMMON)
+
+    return _prepare(work, layer, call, common)
+
+
+def _parameters(layer: nnx.Module) -> dict[str, nnx.Param]:
+    found = ((path, node) for path, node in nnx.iter_graph(layer) if isinstance(node, nnx.Param))
+    return {".".join(map(str, path)): node for path, node in found}
+
+
+def _prepare_nnx(work: Work) -> Prepared:
+    layer = nnx.MultiHeadAttention(work.n, work.n * work.h, decode=False, rngs=nnx.Rngs(0))
+    return _prepare_like(work, layer, "flax", lambda layer, x: layer(x, is_causal=True))
+
+
+def _prepare_attnax(work: Work) -> Prepared:
+    import attnax  # pyright: ignore[reportMissingImports]
+
+    layer = attnax.MultiHeadAttention(nnx.Rngs(0), num_heads=work.n, in_features=work.n * work.h)
+    return _prepare_like(work, layer, ATTNAX, lambda layer, x: layer(x, mask=attnax.make_causal_mask(work.t)))
+
+
+def _prepare_torch(work: Work) -> Prepared:
+    import torch
+
+    x, cotangent = (torch_tensor(x) for x in inputs(work))
+    layer = torch.nn.MultiheadAttention(work.n * work.h, work.n, batch_first=True).to(x.device, x.dtype)
+    layer.load_state_dict({name: torch.from_numpy(array) for name, array in _weights(work.n, work.h).items()})
+    hidden = torch.nn.Transformer.generate_square_subsequent_mask(work.t, device=x.device, dtype=x.dtype)
+    names = ["output", "input", *dict(layer.named_parameters())]
+
+    def compute(x):
+        # With a hint and no weights to return it calls its fused kernel; the mask itself is then not read.
+        return layer(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
+
+    def named(result: tuple) -> Arrays:
+        return {name: as_float64(array) for name, array in zip(names, result, strict=False)}
+
+    return prepare_torch(compute, [x, cotangent], [x, *layer.parameters()], work, named)
+
+
+_OTHERS = (
+    Rival("torch.nn.MultiheadAttention", _prepare_torch, "torch"),
+    Rival("nnx.MultiHeadAttention", _prepare_nnx),
+    Rival("attnax.MultiHeadAttention", _prepare_attnax, "attnax"),
+)

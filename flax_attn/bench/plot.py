@@ -1,0 +1,60 @@
+"""Time and memory over the number of tokens, as a picture. Needs matplotlib: `pip install "flax-attn[bench]"`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flax_attn.bench.figures import MIB, curve, exponent
+from flax_attn.bench.report import Report, rivals
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PANELS = (("median", "time of forward+backward, ms", 1e3, 2), ("temporaries", "temporaries, MiB", 1 / MIB, 1))
+
+
+def plot_growth(report: Report) -> Figure:
+    """Draw both costs of every rival over the tokens, on logarithmic axes, each with its fitted exponent.
+
+    A curve that ends early ends where the next point was not timed; the table says why.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+        ValueError: if the report holds no growth, as with shapes of one's own.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('a plot needs matplotlib: pip install "flax-attn[bench]"') from error
+    if not rivals(report.rows, "tokens"):
+        raise ValueError("a plot shows the growth over tokens, which this run did not measure. Leave out --shape")
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    for panel, (cost, label, unit, textbook) in zip(figure.subplots(1, 2), PANELS, strict=True):
+        for i, rival in enumerate(rivals(report.rows, "tokens")):
+            _draw(panel, report, rival, cost, unit, f"C{i}")
+        _textbook(panel, report, cost, unit, textbook)
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:.0f}")
+        panel.set(yscale="log", xlabel="T, tokens", ylabel=label)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    figure.suptitle(f"{report.machine['processor']}, {report.machine['cores']} cores")
+    return figure
+
+
+def _draw(panel: Any, report: Report, rival: str, cost: str, unit: float, color: str) -> None:
+    sizes, costs = curve(report.rows, "tokens", rival, cost)
+    if sizes:
+        fitted = exponent(sizes, costs)
+        label = rival if fitted is None else f"{rival}: T^{fitted:.2f}"
+        panel.plot(sizes, unit * np.asarray(costs), marker="o", markersize=4, color=color, label=label)
+
+
+def _textbook(panel: Any, report: Report, cost: str, unit: float, power: int) -> None:
+    """Draw the slope that a textbook promises, through the last point of ours."""
+    sizes, costs = curve(report.rows, "tokens", report.ours, cost)
+    if sizes:
+        line = unit * costs[-1] * (np.asarray(sizes) / sizes[-1]) ** power
+        panel.plot(sizes, line, color="grey", linestyle="--", linewidth=1, label=f"textbook: T^{power}")

@@ -1,0 +1,55 @@
+"""`flax-attn backends`: which one would run a call, and why not another."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from flax_attn.cli import common
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    backends = commands.add_parser(
+        "backends",
+        help="say which backend would run a call, why every other would not, and the memory each would take",
+        description="Nothing is computed. The defaults are the attention of GPT-2 small.",
+    )
+    shape = {"type": common.sizes("b,t,n,h"), "metavar": "B,T,N,H"}
+    backends.add_argument("--shape", default=(1, 1024, 12, 64), help="of the query (default 1,1024,12,64)", **shape)
+    backends.add_argument("--keys", type=common.count, metavar="S", help="number of keys (default: as many as queries)")
+    backends.add_argument("--kv-heads", type=common.count, help="number of key/value heads (default: as many as heads)")
+    backends.add_argument("--dtype", default="float32", help="of the inputs (default float32)")
+    backends.add_argument(
+        "--platform", choices=("cpu", "gpu", "tpu"), help="ask about this one (default: the one here)"
+    )
+    backends.add_argument("--no-causal", action="store_true", help="let every query see every key")
+    backends.add_argument("--window", type=common.count, help="causal, and so many keys in all")
+    backends.set_defaults(run=_backends)
+
+
+def _backends(options: argparse.Namespace) -> int:
+    import jax
+    import jax.numpy as jnp
+
+    from flax_attn.backends.choose import explain
+
+    (b, t, n, h), s = options.shape, options.keys or options.shape[1]
+    try:
+        # A question about float64 is answered as it would be where float64 is switched on.
+        with jax.enable_x64(options.dtype == "float64"):
+            query = jax.ShapeDtypeStruct((b, t, n, h), jnp.dtype(options.dtype))
+            key = jax.ShapeDtypeStruct((b, s, options.kv_heads or n, h), query.dtype)
+            found = explain(query, key, key, mask=_mask(options, s - t), platform=options.platform)
+    except (TypeError, ValueError) as error:
+        raise common.UsageError(str(error)) from None
+    print(found)
+    return 0
+
+
+def _mask(options: argparse.Namespace, offset: int) -> Any:
+    from flax_attn.functional.masks import Mask
+
+    if options.window:
+        return Mask.sliding_window(options.window, offset)
+    return None if options.no_causal else Mask.causal(offset)

@@ -1,0 +1,77 @@
+"""`flax-attn parity`: the proof."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from flax_attn.cli import common
+
+if TYPE_CHECKING:
+    from flax_attn.parity.cases import Case
+    from flax_attn.parity.ladder import Check
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parity = commands.add_parser(
+        "parity",
+        help="prove that each variant equals its PyTorch twin",
+        description="Copy random weights from each PyTorch module to its Flax twin, and compare outputs, gradients and "
+        "training. Exits with 1 if any variant differs.",
+    )
+    parity.add_argument(
+        "--variant",
+        action="append",
+        metavar="NAME",
+        help="only this row or class, such as causal or CausalAttention; may be repeated",
+    )
+    parity.add_argument("--seed", type=common.seed, default=0, help="of the weights and inputs (default 0)")
+    parity.add_argument("--json", metavar="FILE", help="write all that was measured to FILE")
+    parity.set_defaults(run=_parity)
+
+
+def _parity(options: argparse.Namespace) -> int:
+    try:
+        import torch
+    except ImportError:
+        raise common.UsageError('parity needs PyTorch: pip install "flax-attn[torch]"') from None
+    from flax_attn.parity import report
+    from flax_attn.parity.cases import select
+
+    try:
+        cases = select(options.variant)
+    except ValueError as error:
+        raise common.UsageError(str(error)) from None
+    common.check_writable(options.json)
+    torch.set_num_threads(1)  # several cases run at a time, and the matrices are small
+    results = _climb_all(cases, options.seed)
+    if options.json:
+        try:
+            report.write_json(results, options.seed, options.json)
+        except OSError as error:  # what was measured is still printed
+            print(f"flax-attn: cannot write {options.json}: {error}", file=sys.stderr)
+    console = common.console(130)
+    console.print(report.table(results))
+    console.print(report.LEGEND, style="dim", highlight=False)
+    for line in report.notes(results):
+        console.print(line, style="dim", highlight=False)
+    for line in report.failures(results):
+        console.print(line, style="bold red", highlight=False, soft_wrap=True)
+    good = sum(all(check.passed for check in checks) for checks in results.values())
+    console.print(f"\n{good} of {len(results)} variants equal their PyTorch twin", style="bold", highlight=False)
+    return 0 if report.passed(results) else 1
+
+
+def _climb_all(cases: list[Case], seed: int) -> dict[str, list[Check]]:
+    from flax_attn.parity.ladder import climb
+
+    results = {}
+    with common.progress() as progress, ThreadPoolExecutor(2) as pool:
+        task = progress.add_task("comparing", total=len(cases))
+        for case, checks in zip(cases, pool.map(lambda case: climb(case, seed), cases), strict=True):
+            results[case.name] = checks
+            progress.advance(task)
+    return results

@@ -1,0 +1,97 @@
+"""`flax-attn show`: attention maps and shapes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+import flax_attn
+from flax_attn.cli import common
+
+JOURNEY = "Your journey starts with one step"
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    show = commands.add_parser(
+        "show",
+        help="draw attention maps, or print the shape of every step",
+        description="Run a text through one layer with random weights and show what it attends to.",
+    )
+    show.add_argument("--text", default=JOURNEY, help=f"words to attend over (default {JOURNEY!r})")
+    show.add_argument("--out", metavar="FILE", help="write the attention maps to FILE (.png, .svg, .pdf)")
+    show.add_argument("--shapes", action="store_true", help="print every step of the layer with its shape")
+    show.add_argument("--heads", type=int, default=4, help="number of heads (default 4)")
+    show.add_argument("--kv-heads", type=int, help="number of key/value heads (default: as many as heads)")
+    show.add_argument("--width", type=int, default=32, help="model width (default 32)")
+    show.add_argument("--no-causal", action="store_true", help="let tokens see what comes after them")
+    show.add_argument("--seed", type=common.seed, default=0, help="of the weights and embeddings (default 0)")
+    show.set_defaults(run=_show)
+
+
+def _show(options: argparse.Namespace) -> int:
+    if not (options.out or options.shapes):
+        raise common.UsageError("say what to show: --out FILE for the attention maps, --shapes for the steps, or both")
+    common.check_writable(options.out)
+    if options.out and not Path(options.out).suffix:
+        raise common.UsageError(f"cannot write {options.out}: its suffix says the format, such as .png, .svg or .pdf")
+    try:
+        layer, tokens, embeddings = _example(options)
+    except ValueError as error:
+        raise common.UsageError(str(error)) from None
+    if options.shapes:
+        _print_steps(layer, tokens, embeddings)
+    if options.out:
+        _draw(layer, tokens, embeddings, options)
+    return 0
+
+
+def _example(options: argparse.Namespace) -> tuple[Any, list[str], Any]:
+    import jax
+    from flax import nnx
+
+    tokens = options.text.split()
+    if not tokens:
+        raise common.UsageError("--text must hold at least one word")
+    layer = flax_attn.MultiHeadAttention(
+        options.width,
+        options.width,
+        len(tokens),
+        0.0,
+        options.heads,
+        num_kv_heads=options.kv_heads,
+        causal=not options.no_causal,
+        rngs=nnx.Rngs(options.seed),
+    )
+    vocabulary = sorted(set(tokens))
+    table = 3 * jax.random.normal(jax.random.key(options.seed), (len(vocabulary), options.width))
+    return layer, tokens, table[jax.numpy.array([vocabulary.index(token) for token in tokens])]
+
+
+def _print_steps(layer: Any, tokens: list[str], embeddings: Any) -> None:
+    from flax_attn.functional.shapes import AXES
+    from flax_attn.steps import steps
+
+    rows = Table("step", "axes", "shape", "what it is", title=f"{type(layer).__name__} on {len(tokens)} tokens")
+    rows.add_row("input", "b t d", str((1, *embeddings.shape)), "one vector a token")
+    for step in steps(layer, embeddings[None]):
+        rows.add_row(step.name, step.axes, str(step.shape), step.meaning)
+    console = common.console(110)
+    console.print(rows)
+    for letter, meaning in AXES.items():
+        console.print(f"{letter}  {meaning}", style="dim", highlight=False)
+
+
+def _draw(layer: Any, tokens: list[str], embeddings: Any, options: argparse.Namespace) -> None:
+    from flax_attn.viz import plot_attention
+
+    _, weights = layer(embeddings, return_weights=True)
+    title = f"{type(layer).__name__}, random weights and embeddings (seed {options.seed})"
+    try:
+        plot_attention(weights, tokens, title=title).savefig(options.out, dpi=150)
+    except (ImportError, OSError, ValueError) as error:  # no matplotlib, no such picture format, no way to write
+        raise common.UsageError(str(error)) from None
+    print(f"wrote {options.out}")

@@ -1,0 +1,197 @@
+import re
+from importlib.machinery import ModuleSpec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from flax_attn import KeyedDropout, Mask
+from flax_attn.backends import cudnn, xla
+from flax_attn.backends.call import Call
+from flax_attn.functional.reference import reference_attention
+
+B, N, K, T, H = 3, 4, 2, 10, 8
+
+BANDS = {
+    "none": Mask(),
+    "causal": Mask.causal(),
+    "sliding_window": Mask.sliding_window(3),
+    "causal_and_window": Mask.causal() & Mask.window(4, 2) & Mask.window(None, 5),
+    "lengths": Mask.lengths(query=jnp.array([10, 3, 0]), key=jnp.array([7, 0, 4])),
+    "static_lengths": Mask.lengths(query=9) & Mask.lengths(key=6),
+    "causal_lengths": Mask.causal() & Mask.lengths(key=jnp.array([10, 0, 4])),
+    "window_ends_before_the_keys": Mask.sliding_window(3) & Mask.lengths(key=jnp.array([10, 0, 4])),
+    "all_seen": Mask.window(T, T) & Mask.lengths(key=2 * T),
+}
+ARRAYS = {
+    "two_sided_window": Mask.window(2, 1),
+    "offset": Mask.causal(-2),
+    "traced_offset": Mask.causal(jnp.array([0, 1, -11])),
+    "segments": Mask.segments(np.arange(T) // 3),
+    "empty_row_of_one_head": Mask.dense(np.arange(N * T * T).reshape(N, T, T) > T),
+}
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+
+
+def build(mask=None, bias=None, t=T, s=T, h=H, v=None, dtype=jnp.bfloat16, platform="gpu", **options):
+    arrays = draw(B, t, N, h), draw(B, s, K, h, seed=1), draw(B, s, K, v or h, seed=2)
+    mask = (Mask() if mask is None else mask).resolve(B, N, t, s)
+    options = {"scale": 0.3, "soft_cap": None, "sinks": None, "dropout": None, "precision": None} | options
+    return Call(*(x.astype(dtype) for x in arrays), bias, mask, platform=platform, **options)
+
+
+def both_ways(attend, call):
+    """The output and the gradients of all arrays under a random cotangent."""
+    names = [name for name in ("query", "key", "value", "bias") if getattr(call, name) is not None]
+
+    @jax.jit
+    def run(arrays):
+        output, pull = jax.vjp(lambda arrays: attend(Call(**{**vars(call), **arrays})), arrays)
+        return {"output": output, **pull(draw(*output.shape, seed=4).astype(output.dtype))[0]}
+
+    return run({name: getattr(call, name) for name in names})
+
+
+def reference(call):
+    options = {name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")}
+    return reference_attention(call.query, call.key, call.value, call.bias, call.mask, **options)[0]
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """Pretend that JAX has its CUDA plugin, so that the later refusals are reached."""
+    monkeypatch.setattr(cudnn, "find_spec", lambda name: ModuleSpec(name, None))
+
+
+@pytest.fixture
+def through_xla(monkeypatch):
+    """Hand to XLA what would go to cuDNN: the arguments are those of one interface, so their meaning is checked."""
+    attention = jax.nn.dot_product_attention
+    monkeypatch.setitem(cudnn._FILLS, "float32", xla._FILL)
+
+    def instead(*arrays, implementation, **options):
+        assert implementation == "cudnn"
+        with jax.numpy_dtype_promotion("standard"):  # its own lengths do not work with x64 otherwise
+            return attention(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
+
+
+@pytest.mark.parametrize("name", [*BANDS, *ARRAYS])
+def test_arguments_mean_the_same_through_xla(name, plugin, through_xla, close):
+    call = build((BANDS | ARRAYS)[name], dtype=jnp.float32)
+    close(both_ways(cudnn.attend, call), both_ways(reference, call))
+
+
+def test_x64_changes_nothing_through_xla(x64, plugin, through_xla, close):
+    call = build(BANDS["window_ends_before_the_keys"], dtype=jnp.float32)
+    close(cudnn.attend(call), reference(call))
+
+
+@pytest.mark.parametrize("shape", [(1, N, T, T), (B, 1, 1, T)])
+def test_bias_through_xla(shape, plugin, through_xla, close):
+    bias = draw(*shape, seed=3).astype(jnp.float32).at[..., 1].set(-jnp.inf)
+    call = build(BANDS["causal"], bias, dtype=jnp.float32)
+    close(both_ways(cudnn.attend, call), both_ways(reference, call))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("mask", ["sliding_window", "window_ends_before_the_keys", "lengths"])
+def test_numbers_that_are_not_finite_through_xla(name, mask, plugin, through_xla, close):
+    call = build(BANDS[mask], dtype=jnp.float32)
+    array = getattr(call, name).at[0, 6, 1, 2].set(jnp.nan).at[2, 4, 0, 0].set(jnp.inf)
+    call = Call(**{**vars(call), name: array})
+    ours = both_ways(cudnn.attend, call)
+    assert jnp.isnan(ours["output"]).any()
+    assert not jnp.isnan(ours["output"]).all()
+    theirs = both_ways(reference, call)
+    close(ours["output"], theirs["output"])
+
+
+def lowered(call, monkeypatch):
+    """The custom calls, one a direction, as JAX would hand them to XLA on a GPU."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+    names = ("query", "key", "value")
+
+    def loss(arrays):
+        return cudnn.attend(Call(**{**vars(call), **arrays})).astype(jnp.float32).sum()
+
+    trace = jax.jit(jax.grad(loss)).trace({name: getattr(call, name) for name in names})
+    text = trace.lower(lowering_platforms=("cuda",)).as_text()
+    return [line.replace("\\22", "") for line in text.splitlines() if "__cudnn$fmha" in line]
+
+
+@pytest.mark.parametrize(
+    ("name", "t", "kind", "window", "lengths"),
+    [
+        ("none", 128, "NO_MASK", 0, 0),
+        ("none", 130, "PADDING", 0, 2),
+        ("causal", 128, "CAUSAL", 0, 0),
+        ("sliding_window", 128, "CAUSAL", 3, 0),
+        ("lengths", 128, "PADDING", 0, 2),
+        ("window_ends_before_the_keys", 128, "PADDING_CAUSAL", 3, 2),
+        ("segments", 128, "NO_MASK", 0, 0),
+        ("segments", 130, "PADDING", 0, 2),
+    ],
+)
+def test_lowered_structure(name, t, kind, window, lengths, plugin, monkeypatch):
+    mask = Mask.segments(np.arange(t) // 3) if name == "segments" else BANDS[name]
+    call = build(mask, t=t, s=t)
+    assert cudnn.refuse(call) is None
+    calls = lowered(call, monkeypatch)
+    assert [re.findall(r"__cudnn\$\w+", line)[0].endswith("Backward") for line in calls] == [False, True]
+    for line in calls:
+        assert f"mask_type: {kind}," in line
+        assert f"sliding_window_length: {window}," in line
+        assert len(re.findall(rf"tensor<{B}xi32>", line)) == lengths
+        assert (f"tensor<1x1x{t}x{t}xbf16>" in line) == (name == "segments")
+
+
+def test_without_cudnn_lowering_fails_with_the_reason():
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        cudnn.attend(build())
+
+
+def test_memory():
+    copies = 2 * B * H * (2 * T * N + 2 * T * K)
+    assert cudnn.memory(build(BANDS["causal"])) == copies
+    assert cudnn.memory(build(ARRAYS["segments"])) == copies + 2 * T * T
+    assert cudnn.memory(build(ARRAYS["empty_row_of_one_head"])) == copies + 2 * N * T * T
+    assert cudnn.memory(build(BANDS["causal"], draw(B, 1, 1, T))) == copies + 2 * B * T * T
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"platform": "cpu"}, 'NVIDIA GPUs; got platform "cpu"'),
+        ({"dtype": jnp.float32}, "bfloat16 or float16; got float32"),
+        ({"h": 12}, "multiple of 8 and at most 128.*got h=12"),
+        ({"h": 136}, "multiple of 8 and at most 128.*got h=136"),
+        ({"v": 16}, "one head width; got h=8, v=16"),
+        ({"scale": jnp.float32(0.5)}, "known before tracing; got 0.5"),
+        ({"soft_cap": 5.0}, "no soft cap; got soft_cap=5.0"),
+        ({"sinks": jnp.zeros(N)}, r"no attention sinks; got sinks of shape \(4,\)"),
+        ({"dropout": KeyedDropout(0.25, jnp.zeros(2, jnp.uint32))}, "got dropout at rate 0.25"),
+        ({"precision": jax.lax.Precision.HIGHEST}, "takes no precision; got .*HIGHEST"),
+        ({"bias": jnp.zeros((1, 1, T, T))}, "bias in the dtype of the query, bfloat16; got float32"),
+        ({"mask": Mask.causal(1), "t": 9}, "even t and s .* got t=9, s=10"),
+        ({"mask": Mask.causal(1), "s": 192}, "s % 128 == 64; got s=192"),
+    ],
+)
+def test_refuses(options, message, plugin):
+    assert re.search(message, cudnn.refuse(build(**options)) or "")
+
+
+def test_refuses_without_the_plugin(monkeypatch):
+    monkeypatch.setattr(cudnn, "find_spec", lambda name: None)
+    assert 'pip install "jax[cuda]"' in (cudnn.refuse(build()) or "")
+
+
+def test_structure_has_no_limit_on_lengths(plugin):
+    assert cudnn.refuse(build(BANDS["causal"], t=9, s=9)) is None
+    assert cudnn.refuse(build(t=9, s=192)) is None

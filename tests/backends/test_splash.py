@@ -1,0 +1,265 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_attn.backends import splash
+from flax_attn.backends.call import Call
+from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.masks import Mask
+from flax_attn.functional.reference import reference_attention
+from flax_attn.parity import tolerance
+
+B, T, S, N, K, H, V = 2, 128, 256, 4, 2, 16, 24
+NAMES = ("output", "query", "key", "value", "sinks")
+RANDOM = np.random.default_rng(0)
+SINKS = RANDOM.normal(size=N)
+SEGMENTS = Mask.segments(np.arange(T) // 50 * 7 - 5, np.arange(S) // 50 * 7 - 5)
+LENGTHS = Mask.lengths(query=np.array([100, 5]), key=np.array([77, 0]))
+DENSE = np.random.default_rng(1).random((N, T, S)) < 0.3
+DENSE[1:3] = False
+DENSE[:, 40] = False
+
+MASKS = {
+    "empty": Mask(),
+    "causal": Mask.causal(S - T),
+    "causal from the top with empty rows": Mask.causal(-50),
+    "two-sided window": Mask.window(10, 5, 30),
+    "sliding window": Mask.sliding_window(9, 100),
+    "several diagonals": Mask.causal(100) & Mask.window(None, 3, 90) & Mask.window(17, None, 90),
+    "window far beyond the keys": Mask.window(2**40, 2**40, 3),
+    "nothing": Mask.causal(-T),
+    "nothing in common": Mask.causal(0) & Mask.window(0, None, 9),
+    "lengths": LENGTHS,
+    "static lengths": Mask.lengths(query=2**40, key=130) & Mask.lengths(key=200),
+    "segments": SEGMENTS,
+    "segments and lengths": SEGMENTS & Mask.lengths(key=np.array([200, 60])) & Mask.causal(70),
+    "prefix": Mask.prefix(20, offset=3),
+    "dense": Mask.dense(DENSE[0]),
+    "dense by head": Mask.dense(DENSE) & Mask.causal(90) & LENGTHS,
+    "nothing dense": Mask.dense(np.zeros((T, S), bool)),
+}
+
+
+@pytest.fixture
+def interpreted():
+    with splash.interpreted():
+        yield
+
+
+def arrays(t=T, s=S, k=K, sinks=False):
+    draw = np.random.default_rng(2)
+    shapes = ((B, t, N, H), (B, s, k, H), (B, s, k, V), *([(N,)] * sinks))
+    return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def make(query, key, value, sinks=None, mask=None, **options):
+    b, t, n, _ = query.shape
+    mask = (Mask() if mask is None else mask).resolve(b, n, t, key.shape[1])
+    defaults = {"bias": None, "scale": 0.3, "soft_cap": None, "dropout": None, "precision": None, "platform": "cpu"}
+    return Call(query, key, value, mask=mask, sinks=sinks, **{**defaults, **options})
+
+
+def reference(call):
+    options = {name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")}
+    return reference_attention(call.query, call.key, call.value, call.bias, call.mask, **options)[0]
+
+
+def run(attend, inputs, **options):
+    """Return the output and the gradients under a random cotangent, by name."""
+
+    @jax.jit  # of the arrays: the mask stays known
+    def compute(inputs):
+        output, pullback = jax.vjp(lambda *inputs: attend(make(*inputs, **options)), *inputs)
+        return output, *pullback(jnp.asarray(np.random.default_rng(3).normal(size=output.shape), output.dtype))
+
+    return dict(zip(NAMES, compute(inputs), strict=False))
+
+
+def both(inputs, **options):
+    assert splash.refuse(make(*inputs, **options)) is None
+    return run(splash.attend, inputs, **options), run(reference, inputs, **options)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_interpreted_masks_mean_what_they_mean_in_the_reference(interpreted, close, mask):
+    close(*both(arrays(), mask=mask))
+
+
+@pytest.mark.parametrize(
+    ("t", "s", "k", "mask"),
+    [(100, 70, 1, "empty"), (3, 130, 4, "causal"), (130, 130, 1, "segments"), (100, 70, 4, "dense")],
+)
+def test_interpreted_any_number_of_tokens_and_key_value_heads(interpreted, close, t, s, k, mask):
+    parts = {
+        "empty": Mask(),
+        "causal": Mask.causal(s - t),
+        "segments": Mask.segments(np.arange(t) % 3, np.arange(s) % 3),
+        "dense": Mask.dense(np.random.default_rng(1).random((t, s)) < 0.3),
+    }
+    close(*both(arrays(t, s, k), mask=parts[mask]))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_interpreted_sinks_and_soft_cap(interpreted, close, soft_cap):
+    close(*both(arrays(sinks=True), mask=Mask.causal(-50), soft_cap=soft_cap))
+
+
+def test_interpreted_a_sink_of_minus_infinity_is_none(interpreted, close):
+    *inputs, sinks = arrays(sinks=True)
+    close(*both([*inputs, sinks.at[1].set(-jnp.inf)], mask=Mask.causal(-50)))
+
+
+@pytest.mark.parametrize("name", ["causal from the top with empty rows", "lengths"])
+def test_interpreted_rows_that_see_nothing_give_zeros(interpreted, name):
+    hidden = ~np.asarray(MASKS[name].materialise(B, N, T, S)).any(axis=-1).transpose(0, 2, 1)
+    ours = run(splash.attend, arrays(), mask=MASKS[name])
+    assert not np.asarray(ours["output"])[hidden].any()
+    assert not np.asarray(ours["query"])[hidden].any()
+    assert hidden.any()
+
+
+@pytest.mark.parametrize(
+    ("bad", "name", "mask"),
+    [
+        (-np.inf, "query", "causal"),
+        (np.nan, "key", "dense by head"),
+        (np.inf, "value", "segments and lengths"),
+        (np.nan, "value", "causal"),
+    ],
+)
+def test_interpreted_what_is_not_finite_reaches_the_rows_that_see_it(interpreted, close, bad, name, mask):
+    inputs = arrays()
+    inputs[NAMES.index(name) - 1] = inputs[NAMES.index(name) - 1].at[0, 60, 1, 3].set(bad)
+    ours, truth = both(inputs, mask=MASKS[mask])
+    close(*({name: side[name] for name in ("output", "query")} for side in (ours, truth)))
+    nan = np.isnan(ours["output"])
+    assert nan.any()
+    assert not nan.all()
+
+
+@pytest.mark.parametrize(
+    ("bad", "how"), [(np.nan, "lengths"), (np.finfo(np.float32).max, "lengths"), (np.inf, "causal")]
+)
+def test_interpreted_what_nobody_sees_reaches_nothing(interpreted, bad, how):
+    inputs, clean = arrays(), arrays()
+    for i, start in enumerate((90, 70, 70)):
+        inputs[i], clean[i] = inputs[i].at[:, start:].set(bad), clean[i].at[:, start:].set(0)
+    mask = {"lengths": Mask.lengths(query=90, key=jnp.array([50, 70])), "causal": Mask.lengths(query=90)}[how]
+    mask = mask & Mask.causal(-20)  # no query below 90 stands beyond key 70
+    ours, theirs = (run(splash.attend, each, mask=mask, soft_cap=2.0) for each in (inputs, clean))
+    for name, result in ours.items():
+        assert np.isfinite(result).all(), name
+        np.testing.assert_array_equal(result, theirs[name])
+
+
+def test_interpreted_extreme_and_wide_segment_ids(interpreted, close):
+    low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    mask = Mask.segments(np.array([low, -1, -2, high], np.int32).repeat(T // 4)) & Mask.lengths(key=100)
+    close(*both(arrays(s=T), mask=mask))
+
+
+def test_interpreted_in_bfloat16_is_as_near_as_the_reference(interpreted):
+    inputs = [x.astype(jnp.bfloat16) for x in arrays(sinks=True)]
+    truth = run(reference, [x.astype(jnp.float32) for x in inputs], mask=Mask.causal(-50))
+    ours, theirs = both(inputs, mask=Mask.causal(-50))
+    assert {x.dtype for x in ours.values()} == {jnp.dtype(jnp.bfloat16)}
+    sides = [{name: np.asarray(x, np.float64) for name, x in side.items()} for side in (ours, theirs, truth)]
+    errors = tolerance.lower_dtype(*sides, tolerance.LOW_GRADIENT, float(jnp.finfo(jnp.bfloat16).eps))
+    errors["output"] = tolerance.lower_dtype(*sides, tolerance.LOW_FORWARD, float(jnp.finfo(jnp.bfloat16).eps))[
+        "output"
+    ]
+    assert max(errors.values()) <= 1, errors
+
+
+def test_interpreted_under_jit_and_vmap(interpreted, close):
+    inputs = arrays(s=T)
+
+    def one(query, key, value, length):
+        mask = Mask.causal() & Mask.lengths(key=length)
+        return splash.attend(make(query[None], key[None], value[None], mask=mask))[0]
+
+    lengths = jnp.array([50, 0])
+    each = jax.jit(jax.vmap(one))(*inputs, lengths)
+    close(each, reference(make(*inputs, mask=Mask.causal() & Mask.lengths(key=lengths))))
+    of_each = jax.jit(jax.grad(lambda query: jax.vmap(one)(query, *inputs[1:], lengths).sum()))(inputs[0])
+    close(of_each, jax.vmap(jax.grad(lambda *inputs: one(*inputs).sum()))(*inputs, lengths))
+
+
+def test_interpreted_a_traced_scale(interpreted, close):
+    scaled = jax.jit(lambda scale, *inputs: splash.attend(make(*inputs, scale=scale)))
+    close(scaled(0.7, *arrays()), reference(make(*arrays(), scale=0.7)))
+
+
+@pytest.mark.parametrize("empty", [(0, T), (B, 0)])
+def test_interpreted_no_rows(interpreted, empty):
+    query, key, value = arrays()
+    query, key, value = query[: empty[0], : empty[1]], key[: empty[0]], value[: empty[0]]
+    assert splash.attend(make(query, key, value)).shape == (*empty, N, V)
+
+
+def test_interpreted_higher_derivatives_fail_loudly(interpreted):
+    query, key, value = arrays(s=T)
+
+    def total(query):
+        return splash.attend(make(query, key, value)).sum()
+
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(total, (query,), (query,))
+    with pytest.raises(NotImplementedError):
+        jax.grad(lambda query: jax.grad(total)(query).sum())(query)
+
+
+REFUSALS = {
+    "platform": (
+        {"platform": "gpu"},
+        r"splash runs on TPU; got platform='gpu'\. Choose another backend.*splash\.interpreted\(\)",
+    ),
+    "precision": (
+        {"precision": "highest"},
+        r"default precision; got precision=highest\..*jax\.default_matmul_precision",
+    ),
+    "bias": ({"bias": jnp.zeros((1, 1, T, S))}, rf"takes no bias; got one of shape \(1, 1, {T}, {S}\)"),
+    "dropout": ({"dropout": KeyedDropout(0.1, jax.random.key(0))}, r"drops no weights; got dropout=0\.1"),
+    "sinks": ({"sinks": jnp.zeros(N, jnp.bfloat16)}, "sinks in the dtype of the query, float32; got bfloat16"),
+    "offset": ({"mask": Mask.causal(jnp.array(3))}, "offset of a mask as a Python int; got an array"),
+    "prefix": ({"mask": Mask.prefix(jnp.array(3), offset=0)}, "length of a prefix as a Python int; got an array"),
+    "segments": ({"mask": SEGMENTS & SEGMENTS}, r"one Mask\.segments; got several\. Join"),
+    "dense": (
+        {"mask": Mask.dense(np.ones((B, 1, T, S), bool))},
+        rf"one dense mask for all batch rows; got shape \({B}, 1, {T}, {S}\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_refusals(no_shape_checks, options, message):
+    reason = splash.refuse(make(*arrays(), **{"platform": "tpu", **options}))
+    assert re.search(message, reason or "runs")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float64])
+def test_refusals_of_dtypes(x64, dtype):
+    inputs = [x.astype(dtype) for x in arrays()]
+    reason = splash.refuse(make(*inputs, platform="tpu"))
+    assert re.search(f"takes float32 and bfloat16; got {dtype.dtype.name}. Cast", reason or "runs")
+
+
+def test_refusal_of_x64(x64):
+    assert "does not compile with jax_enable_x64" in (splash.refuse(make(*arrays(), platform="tpu")) or "runs")
+
+
+def test_refusal_of_a_traced_dense_mask():
+    reasons = []
+    jax.jit(lambda mask: reasons.append(splash.refuse(make(*arrays(), mask=mask, platform="tpu"))))(MASKS["dense"])
+    assert re.search(r"known before tracing; got a traced one\. Build it outside jax\.jit", reasons[0] or "runs")
+
+
+def test_what_is_refused_and_estimated_needs_no_arrays(no_shape_checks):
+    inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays()]
+    for mask in MASKS.values():
+        call = make(*inputs, mask=mask, platform="tpu")
+        assert splash.refuse(call) is None
+        assert splash.memory(call) >= sum(x.size * x.dtype.itemsize for x in inputs)
