@@ -6,11 +6,13 @@ NEWEST_BIN := .venv-newest/bin
 NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help parity test lint format test-newest clean
+.PHONY: help parity test bench tpu lint format test-newest clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
 	@echo 'make test         run all tests'
+	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (ten minutes)'
+	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
 	@echo 'make lint         check format, lint and types'
 	@echo 'make format       format the code'
 	@echo 'make test-newest  run the JAX-only tests on the newest Python, JAX and Flax, without torch'
@@ -21,6 +23,12 @@ parity: .venv/installed
 
 test: .venv/installed
 	$(BIN)/pytest -n auto -ra $(ARGS)
+
+bench: .venv/installed
+	$(BIN)/flax-attn bench $(ARGS)
+
+tpu: .venv-tpu/installed
+	.venv-tpu/bin/flax-attn bench --tpu
 
 lint: .venv/installed
 	$(BIN)/ruff format --check
@@ -37,16 +45,21 @@ test-newest: .venv-newest/installed
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flax-attn needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,viz,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,viz,bench,dev]'
 	@touch $@
 
 # Installed as a user would, not editable and without torch.
 .venv-newest/installed: pyproject.toml constraints-newest.txt $(shell find flax_attn -name '*.py')
 	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 or newer found: make test-newest NEWEST_PYTHON=/path/to/python'; exit 1; }
 	$(NEWEST_PYTHON) -m venv --clear .venv-newest
-	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz]' beartype pytest pytest-xdist
+	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz,tokamax]' beartype hypothesis pytest pytest-xdist
+	@touch $@
+
+.venv-tpu/installed: pyproject.toml constraints.txt $(shell find flax_attn -name '*.py')
+	$(PYTHON) -m venv --clear .venv-tpu
+	.venv-tpu/bin/pip install --quiet -c constraints.txt '.[tpu]'
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
-from flax_attn.backends.passes import Partial, backward, forward
+from flax_attn.backends.passes import Gradients, Partial, backward, forward
 from flax_attn.backends.quarantine import finite, poison_factor
 from flax_attn.backends.slices import add, put, take
 from flax_attn.backends.tiles import Head, Static
@@ -60,7 +60,7 @@ def memory(call: Call) -> int:
     """Return the bytes of three tiles of scores, of one head padded, and of the maxima and sums."""
     b, n, t, s = call.shape
     tiling, _ = _cut(call)
-    tile = tiling.block * max(tiling.chunk, *(strip.cols for strip in tiling.strips), 0)
+    tile = tiling.block * max(0 if tiling.narrow else tiling.chunk, *(strip.cols for strip in tiling.strips), 0)
     head = (t + tiling.block + s + tiling.before + tiling.after) * (call.query.shape[3] + call.value.shape[3])
     return accumulation_dtype(call.query.dtype).itemsize * (_width(call) * (3 * tile + head) + 2 * b * n * t)
 
@@ -119,17 +119,20 @@ def _forward(loop, query, key, value, options):
 def _backward(loop, saved, cotangent):
     query, key, value, options, output, tops, totals = saved
     static, (b, _, n, _) = loop.static, query.shape
-    arrays = query, key, value, _padded_bias(static.tiling, options.bias)
+    arrays, group = (query, key, value, _padded_bias(static.tiling, options.bias)), n // key.shape[2]
 
     def one(b, n):
         kept = Partial(_pick(output, b, n).astype(static.sums), _rows_of(tops, b, n), _rows_of(totals, b, n))
         found = backward(static, _head(static, arrays, options, b, n), kept, _pick(cotangent, b, n))
-        return found, (found.query * finite(_pick(query, b, n)).astype(static.sums)).sum()
+        query, key, value = (_pick(x, b, i) for x, i in zip(arrays[:3], (n, n // group, n // group), strict=True))
+        d_scale = (found.query * finite(query).astype(static.sums)).sum()
+        clean = [finite(x, d_x) for x, d_x in ((query, found.query), (key, found.key), (value, found.value))]
+        return Gradients(*clean, found.bias, found.sink), d_scale
 
     def place(sums, b, n, found):
         (d_query, d_key, d_value, d_bias, d_sinks), d_scale = found
         return (
-            add(sums[0], _tokens_first(d_query * options.scale), (b, 0, n, 0)),
+            put(sums[0], _tokens_first(d_query * options.scale), (b, 0, n, 0)),
             _add_group(sums[1], d_key, b, n, group),
             _add_group(sums[2], d_value, b, n, group),
             None if d_bias is None else _add_bias(sums[3], d_bias, b, n),
@@ -137,7 +140,6 @@ def _backward(loop, saved, cotangent):
             sums[5] + d_scale.sum(),
         )
 
-    group = n // key.shape[2]
     sums = [None if x is None else jnp.zeros(x.shape, static.sums) for x in (*arrays, options.sinks, options.scale)]
     *found, d_bias, d_sinks, d_scale = _over_heads(loop, b, n, one, place, tuple(sums))
     d_query, d_key, d_value = (d.astype(x.dtype) for d, x in zip(found, (query, key, value), strict=True))

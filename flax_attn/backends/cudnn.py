@@ -1,18 +1,16 @@
 """cuDNN's fused attention on NVIDIA GPUs: half precision, memory linear in the number of tokens. Source: `jax.nn`."""
 
-from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
-from flax_attn.backends.xla import attend_dense, refuse_options
-from flax_attn.functional.mask_parts import Causal, Lengths, Window
-from flax_attn.functional.reference import _finite
+from flax_attn.backends.dense import array_size, attend_dense, refuse_options
 
 _FILLS = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}  # what jax adds to a hidden score
 
@@ -69,62 +67,6 @@ def memory(call: Call) -> int:
     return (copies + array) * call.query.dtype.itemsize
 
 
-class Band(NamedTuple):
-    """Query `i` sees key `j` when `i - left <= j <= i + right`, `i < query` and `j < key`; None is unbounded."""
-
-    left: int | None
-    right: int | None
-    query: Array  # (b,): how many queries, from the first, see anything
-    key: Array  # (b,)
-
-
-def is_band(call: Call) -> bool:
-    """Return whether the whole mask is a `Band`, so that no array has to be made of it."""
-
-    def fits(part):
-        return isinstance(part, Lengths) or (isinstance(part, Causal | Window) and _zero(part.offset))
-
-    return call.bias is None and all(map(fits, call.mask.parts))
-
-
-def sides(call: Call) -> tuple[int | None, int | None]:
-    """Return how many keys a query sees to its left and to its right; None where that hides nothing."""
-    _, _, t, s = call.shape
-    windows = [part for part in call.mask.parts if isinstance(part, Window)]
-    causal = [0 for part in call.mask.parts if isinstance(part, Causal)]
-    left = min((w.left for w in windows if w.left is not None), default=t)
-    right = min((*causal, *(w.right for w in windows if w.right is not None)), default=s)
-    return left if left < t - 1 else None, right if right < s - 1 else None
-
-
-def has_lengths(call: Call) -> bool:
-    """Return whether the mask hides padding."""
-    return any(isinstance(part, Lengths) for part in call.mask.parts)
-
-
-def attend_band(call: Call, kernel: Callable[[Call, Band, Array, Array, Array], Array]) -> Array:
-    """Return `kernel(call, band, query, key, value)` under the contract, without an array over (t, s).
-
-    The kernel gets finite numbers and at least one query and one key a row; what it makes of padding is zeroed.
-    """
-    (query, query_ok), (key, key_ok), (value, value_ok) = map(_finite, (call.query, call.key, call.value))
-    band = _band(call)
-    real = jnp.maximum(band.query, 1), jnp.maximum(band.key, 1)
-    output = kernel(call, Band(band.left, band.right, *real), query, key, value)
-    sees = jnp.arange(query.shape[1], dtype=jnp.int32)[None, :, None] < band.query[:, None, None]
-    poisoned = sees & ~(query_ok & _all_ok(band, query.shape[1], query.shape[2], key_ok & value_ok))
-    output = jnp.where(sees[..., None], output, 0)
-    return output * jnp.where(poisoned, jnp.nan, 1).astype(output.dtype)[..., None]
-
-
-def array_size(call: Call) -> int:
-    """Return the elements of mask and bias as one array: axes b and n count only where one of them depends on them."""
-    _, _, t, s = call.shape
-    mask = jax.eval_shape(lambda mask: mask.block(jnp.arange(t), jnp.arange(s)), call.mask).shape
-    bias = mask if call.bias is None else call.bias.shape
-    return max(mask[0], bias[0]) * max(mask[1], bias[1]) * t * s
-
-
 def _keeps(call: Call) -> bool:
     # cuDNN knows a left window only together with causal, and counts positions from other ends when t != s.
     _, _, t, s = call.shape
@@ -147,34 +89,3 @@ def _attention(call: Call, *arrays: Any, lengths: tuple[Array, Array], **structu
     if has_lengths(call) or t % 128 or s % 128:
         structure |= {"query_seq_lengths": lengths[0], "key_value_seq_lengths": lengths[1]}
     return jax.nn.dot_product_attention(*arrays, scale=float(call.scale), implementation="cudnn", **structure)
-
-
-def _zero(offset) -> bool:
-    return isinstance(offset, int) and offset == 0
-
-
-def _band(call: Call) -> Band:
-    _, _, t, s = call.shape
-    (left, right), query, key = sides(call), _length(call, "query", t), _length(call, "key", s)
-    # A window that ends left of the first padded key leaves later queries with nothing to see.
-    query = query if left is None else jnp.minimum(query, key + left)
-    return Band(left, right, jnp.where(key > 0, query, 0), key)
-
-
-def _length(call: Call, name: str, size: int) -> Array:
-    given = (getattr(part, name) for part in call.mask.parts if isinstance(part, Lengths))
-    whole = jnp.full(call.query.shape[0], size, jnp.int32)
-    rows = (jnp.asarray(length, jnp.int32).reshape(-1) for length in given if length is not None)
-    return jnp.maximum(reduce(jnp.minimum, rows, whole), 0)
-
-
-def _all_ok(band: Band, t: int, n: int, key_ok: Array) -> Array:
-    # Whether all keys of a query's band are finite, `(b, t, n)`: a difference of two running counts.
-    _, s, k = key_ok.shape
-    rows = jnp.arange(t, dtype=jnp.int32)[None, :]
-    first = jnp.zeros_like(rows) if band.left is None else jnp.clip(rows - band.left, 0, s)
-    last = jnp.full_like(rows, s) if band.right is None else jnp.clip(rows + band.right + 1, 0, s)
-    last = jnp.minimum(last, band.key[:, None])
-    bad = jnp.pad(jnp.cumsum(~key_ok, axis=1), ((0, 0), (1, 0), (0, 0)))
-    upto = jnp.take_along_axis(bad, last[..., None], axis=1), jnp.take_along_axis(bad, first[..., None], axis=1)
-    return jnp.repeat(upto[0] == upto[1], n // k, axis=2)

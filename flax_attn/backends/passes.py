@@ -156,6 +156,7 @@ def _backward_tile(static: Static, head: Head, rows: _Given, tile: Tile, sums: t
     d_scores = exps * (d_exps - rows.delta)
     if static.soft_cap is not None:
         d_scores = d_scores * (1 - (capped / static.soft_cap) ** 2)
+    d_scores = jnp.where(exps == 0, 0, d_scores)  # whatever overflowed in slots that are not seen
     row, col = place(static, tile)
     d_key = add(d_key, static.dot(rows.query_turned, d_scores), (0, col))
     d_value = add(d_value, static.dot(rows.cotangent_turned, dropped), (0, col))

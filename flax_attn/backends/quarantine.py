@@ -7,12 +7,19 @@ from jaxtyping import Array, Bool, Float
 
 from flax_attn.backends.call import Call
 
-_ROWS = 128  # checked at once
+_ROWS = 16  # checked at once
 
 
-def finite(x: Array) -> Array:
-    """Return `x` with zeros for what is not finite: a weight of zero does not keep out NaN, since 0 * NaN is NaN."""
-    return jnp.where(jnp.isfinite(x), x, 0)
+def finite(x: Float[Array, "*b h"], kept: Float[Array, "*b h"] | None = None) -> Float[Array, "*b h"]:
+    """Return `kept`, which is x unless given, with zeros for tokens of x that hold a number that is not finite.
+
+    A weight of zero does not keep out NaN, since 0 * NaN is NaN. The gradient of such a token is zero.
+    """
+    return jnp.where(_tokens_ok(x)[..., None], x if kept is None else kept, 0)
+
+
+def _tokens_ok(x: Float[Array, "*b h"]) -> Bool[Array, "*b"]:
+    return jnp.isfinite(x).all(axis=-1)
 
 
 def poison_factor(call: Call, dtype) -> Float[Array, "b n t 1"]:
@@ -28,7 +35,7 @@ def poison_factor(call: Call, dtype) -> Float[Array, "b n t 1"]:
 
 def _poisoned(call: Call) -> Bool[Array, "b n t 1"]:
     _, n, t, s = call.shape
-    query, key, value = (jnp.isfinite(x).all(axis=-1) for x in (call.query, call.key, call.value))
+    query, key, value = (_tokens_ok(x) for x in (call.query, call.key, call.value))
     key = jnp.repeat(key & value, n // key.shape[2], axis=2)
 
     def sees(row: Array) -> Bool[Array, "b n"]:

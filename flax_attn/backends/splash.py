@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Integer
 
 from flax_attn.backends.call import Call
+from flax_attn.backends.quarantine import finite, poison_factor
 from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Part, Prefix, Segments, Window
 from flax_attn.functional.masks import Mask
 
@@ -47,12 +48,11 @@ def attend(call: Call) -> Array:
     masks = _masks(call)
     if b == 0 or not any(_shows(mask) for mask in masks):
         return jnp.zeros((b, t, n, call.value.shape[3]), call.query.dtype)
-    (query, query_ok), (key, key_ok), (value, value_ok) = (_clean(call, name) for name in ("query", "key", "value"))
+    query, key, value = (_clean(call, name) for name in ("query", "key", "value"))
     query = (query.astype(jnp.float32) * jnp.asarray(call.scale, jnp.float32)).astype(query.dtype)
     arrays = (_heads_first(x) for x in (query, key, value))
     output = jax.vmap(_kernel(call, masks), in_axes=(0, 0, 0, 0, None))(*arrays, _segment_ids(call), _sinks(call))
-    poisoned = jnp.where(_poisoned(call, query_ok, key_ok & value_ok), jnp.nan, 1)
-    return rearrange(output, "b n t v -> b t n v")[:, :t] * poisoned.astype(output.dtype)[..., None]
+    return rearrange(output[:, :, :t] * poison_factor(call, output.dtype), "b n t v -> b t n v")
 
 
 def memory(call: Call) -> int:
@@ -148,15 +148,13 @@ def _heads(part: Part) -> int:
     return int(isinstance(part, Prefix))
 
 
-def _clean(call: Call, name: str) -> tuple[Array, Bool[Array, "b t k"]]:
-    """Return the query, key or value without what may reach a row that does not see it, and which slots are finite.
+def _clean(call: Call, name: str) -> Array:
+    """Return the query, key or value without what may reach a row that does not see it.
 
     0 * NaN is NaN; and huge numbers in slots that nobody sees may overflow in the backward kernel.
     """
-    x = getattr(call, name)
-    ok = jnp.isfinite(x).all(axis=-1)
     inside = _inside(call, "query" if name == "query" else "key")
-    return jnp.where((ok & inside[..., None])[..., None], x, 0), ok
+    return jnp.where(inside[..., None, None], finite(getattr(call, name)), 0)
 
 
 def _inside(call: Call, name: str) -> Bool[Array, "#b t"]:
@@ -171,22 +169,6 @@ def _inside(call: Call, name: str) -> Bool[Array, "#b t"]:
             place = index[None, None]
             inside = inside & Lengths(**{name: getattr(part, name)}).allow(place, place)[:, 0, 0]
     return inside
-
-
-def _poisoned(call: Call, query_ok: Bool[Array, "b t n"], key_ok: Bool[Array, "b s k"]) -> Bool[Array, "b t n"]:
-    """Return the rows that may see a number that is not finite; costs anything only where there is one."""
-    b, n, t, s = call.shape
-
-    def row(i):
-        good = query_ok[:, i, :, None, None] & rearrange(
-            jnp.repeat(key_ok, n // key_ok.shape[2], axis=2), "b s n -> b n 1 s"
-        )
-        return (call.mask.block(i[None], jnp.arange(s)) & ~good).any(axis=(-1, -2))
-
-    def rows():
-        return rearrange(jax.lax.map(row, jnp.arange(t), batch_size=_LANES), "t b n -> b t n")
-
-    return jax.lax.cond(query_ok.all() & key_ok.all(), lambda: jnp.zeros((b, t, n), bool), rows)
 
 
 def _padded(size: int) -> int:

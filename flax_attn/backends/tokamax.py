@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
-from flax_attn.backends.cudnn import Band, array_size, attend_band, has_lengths, is_band, sides
-from flax_attn.backends.xla import attend_dense, refuse_options
+from flax_attn.backends.dense import array_size, attend_dense, refuse_options
 
 _FILL = float(jnp.finfo(jnp.float32).min)  # what the kernels put in the place of a hidden score
 

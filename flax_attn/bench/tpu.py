@@ -29,8 +29,7 @@ DIRECTIONS = ("forward", "forward+backward")
 LEGEND = """\
 Causal attention in bfloat16, compiled for one chip of each generation; nothing is run.
 arguments, outputs, temporaries: of the chip's main memory; what XLA keeps in VMEM is not counted
-compile: seconds on this machine, to trace, lower and compile
-FLOPs: as XLA counts them; - where a Pallas kernel does the work, which XLA does not count"""
+compile: seconds on this machine, to trace, lower and compile"""
 
 # libtpu asks the cloud what machine this is unless it is told.
 _ENVIRONMENT = {
@@ -56,7 +55,6 @@ class Row:
         outputs: of the output, and the gradients.
         temporaries: beside these.
         seconds: to trace, lower and compile.
-        flops: as XLA counts them; None where it cannot.
         reason: why it does not compile.
     """
 
@@ -68,7 +66,6 @@ class Row:
     outputs: int = 0
     temporaries: int = 0
     seconds: float = 0.0
-    flops: float | None = None
     reason: str | None = None
 
 
@@ -81,7 +78,7 @@ def report(
         ImportError: if libtpu is not installed.
     """
     table = Table("chip", "backend", "b t n k h", "direction", title="Compiled for TPU", caption=LEGEND)
-    for name in ("arguments", "outputs", "temporaries", "compile", "FLOPs"):
+    for name in ("arguments", "outputs", "temporaries", "compile"):
         table.add_column(name, justify="right")
     table.add_column("not compiled because", overflow="fold")
     for row in rows(chips, backends, shapes):
@@ -114,7 +111,6 @@ def _row(chip: str, device: Any, backend: str, shape: Shape, direction: str) -> 
     except (ValueError, jax.errors.JaxRuntimeError) as error:  # refused by the backend; too large for the chip
         return Row(chip, backend, shape, direction, reason=str(error).splitlines()[0])
     seconds, memory = time.perf_counter() - start, program.memory_analysis()
-    counted = "tpu_custom_call" not in program.as_text()
     return Row(
         chip,
         backend,
@@ -124,7 +120,6 @@ def _row(chip: str, device: Any, backend: str, shape: Shape, direction: str) -> 
         memory.output_size_in_bytes,
         memory.temp_size_in_bytes,
         seconds,
-        program.cost_analysis()["flops"] if counted else None,
     )
 
 
@@ -151,6 +146,6 @@ def _gradients(backend: str, query: jax.Array, key: jax.Array, value: jax.Array,
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.reason is not None:
-        return "", "", "", "", "", row.reason
+        return "", "", "", "", row.reason
     sizes = (f"{size / 2**20:.1f} MiB" for size in (row.arguments, row.outputs, row.temporaries))
-    return *sizes, f"{row.seconds:.1f} s", "-" if row.flops is None else f"{row.flops:.2e}", ""
+    return *sizes, f"{row.seconds:.1f} s", ""

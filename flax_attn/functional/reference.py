@@ -48,7 +48,7 @@ def reference_attention(
     low, dtype = query.dtype, accumulation_dtype(query.dtype)
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     (query, query_ok), (key, key_ok), (value, value_ok) = (_finite(x.astype(dtype)) for x in (query, key, value))
-    visible, bias = _hide(mask.materialise(*shape), bias)
+    visible, bias = hide(mask.materialise(*shape), bias)
 
     query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])
     scores = jnp.einsum("b t k g h, b s k h -> b k g t s", query, key, precision=precision)
@@ -93,8 +93,11 @@ def masked_softmax(scores: Scores, visible: Visible, sinks: Float[Array, " n"] |
     return jnp.where(visible, exps / jnp.where(total == 0, 1, total), 0)
 
 
-def _hide(visible: Visible, bias: Float[Array, "#b #n #t #s"] | None):
-    # A bias of -inf hides like a mask: kept in the sum it would turn gradients, and empty rows, into NaN.
+def hide(visible: Visible, bias: Float[Array, "#b #n #t #s"] | None) -> tuple[Visible, Array | None]:
+    """Return what is visible beside a bias of -inf, and the bias without it.
+
+    It hides like a mask: kept in the sum it would turn gradients, and empty rows, into NaN.
+    """
     if bias is None:
         return visible, None
     visible = visible & (bias != -jnp.inf)

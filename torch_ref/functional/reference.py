@@ -46,7 +46,7 @@ def reference_attention(
     low, dtype = query.dtype, accumulation_dtype(query.dtype)
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     (query, query_ok), (key, key_ok), (value, value_ok) = (_finite(x.to(dtype)) for x in (query, key, value))
-    visible, bias = _hide(mask.materialise(*shape, device=query.device), bias)
+    visible, bias = hide(mask.materialise(*shape, device=query.device), bias)
 
     query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])
     scores = torch.einsum("b t k g h, b s k h -> b k g t s", query, key)
@@ -90,8 +90,11 @@ def masked_softmax(scores: Scores, visible: Visible, sinks: Float[Tensor, " n"] 
     return torch.where(visible, exps / torch.where(total == 0, 1, total), 0)
 
 
-def _hide(visible: Visible, bias: Float[Tensor, "#b #n #t #s"] | None):
-    # A bias of -inf hides like a mask: kept in the sum it would turn gradients, and empty rows, into NaN.
+def hide(visible: Visible, bias: Float[Tensor, "#b #n #t #s"] | None) -> tuple[Visible, Tensor | None]:
+    """Return what is visible beside a bias of -inf, and the bias without it.
+
+    It hides like a mask: kept in the sum it would turn gradients, and empty rows, into NaN.
+    """
     if bias is None:
         return visible, None
     visible = visible & (bias != -torch.inf)

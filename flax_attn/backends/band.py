@@ -1,0 +1,78 @@
+"""For kernels that know a causal mask, a window and lengths as structure, so that no array over `(t, s)` is made."""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array
+
+from flax_attn.backends.call import Call
+from flax_attn.backends.quarantine import finite, poison_factor
+from flax_attn.functional.mask_parts import Causal, Lengths, Window
+
+
+class Band(NamedTuple):
+    """Query `i` sees key `j` when `i - left <= j <= i + right`, `i < query` and `j < key`; None is unbounded."""
+
+    left: int | None
+    right: int | None
+    query: Array  # (b,): how many queries, from the first, see anything
+    key: Array  # (b,)
+
+
+def is_band(call: Call) -> bool:
+    """Return whether the whole mask is a `Band`, so that no array has to be made of it."""
+
+    def fits(part):
+        return isinstance(part, Lengths) or (isinstance(part, Causal | Window) and _zero(part.offset))
+
+    return call.bias is None and all(map(fits, call.mask.parts))
+
+
+def sides(call: Call) -> tuple[int | None, int | None]:
+    """Return how many keys a query sees to its left and to its right; None where that hides nothing."""
+    _, _, t, s = call.shape
+    windows = [part for part in call.mask.parts if isinstance(part, Window)]
+    causal = [0 for part in call.mask.parts if isinstance(part, Causal)]
+    left = min((w.left for w in windows if w.left is not None), default=t)
+    right = min((*causal, *(w.right for w in windows if w.right is not None)), default=s)
+    return left if left < t - 1 else None, right if right < s - 1 else None
+
+
+def has_lengths(call: Call) -> bool:
+    """Return whether the mask hides padding."""
+    return any(isinstance(part, Lengths) for part in call.mask.parts)
+
+
+def attend_band(call: Call, kernel: Callable[[Call, Band, Array, Array, Array], Array]) -> Array:
+    """Return `kernel(call, band, query, key, value)` under the contract, without an array over (t, s).
+
+    The kernel gets finite numbers and at least one query and one key a row; what it makes of padding is zeroed.
+    """
+    band = _band(call)
+    real = Band(band.left, band.right, jnp.maximum(band.query, 1), jnp.maximum(band.key, 1))
+    output = kernel(call, real, finite(call.query), finite(call.key), finite(call.value))
+    sees = jnp.arange(call.shape[2], dtype=jnp.int32)[None] < band.query[:, None]
+    output = jnp.where(sees[..., None, None], output, 0)
+    return output * rearrange(poison_factor(call, output.dtype), "b n t 1 -> b t n 1")
+
+
+def _band(call: Call) -> Band:
+    _, _, t, s = call.shape
+    (left, right), query, key = sides(call), _length(call, "query", t), _length(call, "key", s)
+    # A window that ends left of the first padded key leaves later queries with nothing to see.
+    query = query if left is None else jnp.minimum(query, key + left)
+    return Band(left, right, jnp.where(key > 0, query, 0), key)
+
+
+def _length(call: Call, name: str, size: int) -> Array:
+    given = (getattr(part, name) for part in call.mask.parts if isinstance(part, Lengths))
+    whole = jnp.full(call.query.shape[0], size, jnp.int32)
+    rows = (jnp.asarray(length, jnp.int32).reshape(-1) for length in given if length is not None)
+    return jnp.maximum(reduce(jnp.minimum, rows, whole), 0)
+
+
+def _zero(offset) -> bool:
+    return isinstance(offset, int) and offset == 0

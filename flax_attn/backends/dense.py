@@ -1,0 +1,63 @@
+"""For kernels that take the mask as one array over `(t, s)`, behind the interface of `jax.nn.dot_product_attention`."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array
+
+from flax_attn.backends.call import Call
+from flax_attn.backends.quarantine import finite, poison_factor
+from flax_attn.functional.reference import hide
+
+
+def refuse_options(name: str, call: Call) -> str | None:
+    """Return what no kernel behind the interface of jax.nn can honour, or None."""
+    (*_, h), (*_, v) = call.query.shape, call.value.shape
+    if 0 in call.shape:
+        return f"{name} needs at least one batch row and one query token; got (b, n, t, s) = {call.shape}"
+    if h != v:
+        return f'{name} needs queries and values of one head width; got h={h}, v={v}. Pass backend="auto"'
+    if call.sinks is not None:
+        return f'{name} has no attention sinks; got sinks of shape {call.sinks.shape}. Pass backend="auto"'
+    if call.dropout is not None:
+        return f'{name} cannot drop by key and index; got dropout at rate {call.dropout.rate}. Pass backend="auto"'
+    if call.precision is not None:
+        return f"{name} takes no precision; got {call.precision!r}. Set jax.default_matmul_precision around the call"
+    return None
+
+
+def attend_dense(call: Call, kernel: Callable[..., Array], fill: float) -> Array:
+    """Return `kernel(query, key, value, bias, visible)` under the contract, for kernels that do not keep it themselves.
+
+    The kernel gets finite numbers, no bias of -inf or near its own `fill` for hidden scores, and rows that all see
+    something: those that do not are opened, and zeroed afterwards, so that no kernel divides by nothing.
+    """
+    visible, bias = hide(_array(call), call.bias)
+    sees = visible.any(axis=-1, keepdims=True)
+    bias = None if bias is None else _above(bias, fill / 2)
+    output = kernel(finite(call.query), finite(call.key), finite(call.value), bias, visible | ~sees)
+    output = jnp.where(rearrange(sees, "b n t 1 -> b t n 1"), output, 0)
+    return output * rearrange(poison_factor(call, output.dtype), "b n t 1 -> b t n 1")
+
+
+def array_size(call: Call) -> int:
+    """Return the elements of mask and bias as one array: axes b and n count only where one of them depends on them."""
+    _, _, t, s = call.shape
+    mask = jax.eval_shape(lambda mask: mask.block(jnp.arange(t), jnp.arange(s)), call.mask).shape
+    bias = mask if call.bias is None else call.bias.shape
+    return max(mask[0], bias[0]) * max(mask[1], bias[1]) * t * s
+
+
+def _array(call: Call) -> Array:
+    # Whole over (t, s), which not every kernel broadcasts; axes b and n stay 1 where the mask does not depend on them.
+    _, _, t, s = call.shape
+    block = call.mask.block(jnp.arange(t), jnp.arange(s))
+    return jnp.broadcast_to(block, (*block.shape[:2], t, s))
+
+
+def _above(bias: Array, floor: float) -> Array:
+    # A visible score below the fill would lose to a hidden one. The gradient is that of the bias itself.
+    constant = jax.lax.stop_gradient(bias)
+    return jnp.maximum(constant, max(floor, float(jnp.finfo(bias.dtype).min))) + (bias - constant)
