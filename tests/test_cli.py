@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 
@@ -10,8 +11,7 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     shown = capsys.readouterr().out
-    assert "parity" in shown
-    assert "show" in shown
+    assert all(command in shown for command in ("parity", "show", "backends", "bench"))
 
 
 def test_no_command_is_bad_usage():
@@ -54,9 +54,53 @@ def test_show_writes_a_picture(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        (["--platform", "cpu"], "blocked"),
+        (["--platform", "cpu", "--shape", "2,8,3,4"], "reference"),
+        (["--platform", "tpu", "--dtype", "bfloat16", "--shape", "1,2048,8,128", "--kv-heads", "2"], "splash"),
+        (["--platform", "tpu", "--dtype", "float64", "--keys", "4096", "--no-causal"], "blocked"),
+        (["--platform", "cpu", "--window", "100"], "blocked"),
+    ],
+)
+def test_backends_names_the_one_that_would_run_and_every_other(arguments, chosen, capsys):
+    assert main(["backends", *arguments]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"{chosen} runs on {arguments[1]}"
+    assert [line[3:].split()[0] for line in lines] == ["reference", "blocked", "xla", "cudnn", "splash", "tokamax"]
+    assert [line[:2] for line in lines].count("->") == 1
+    assert next(line for line in lines if line.startswith("->")).startswith(f"-> {chosen} ")
+
+
+def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    assert main(["bench", "--shape", "1,2,24,8", "--rounds", "2", "--backend", "blocked", "--json", str(path)]) == 0
+    assert "(1, 2, 24, 8) forward+backward" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    ours = [row for row in rows if row["rival"] == "ours blocked"]
+    assert [row["status"] for row in ours] == ["timed", "timed"]
+    assert all(len(row["seconds"]) == 2 and row["error"] <= 1 for row in ours)
+
+
+def test_bench_for_tpu_says_what_to_install_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("flax_attn.bench.tpu.find_spec", lambda name: None)
+    assert main(["bench", "--tpu"]) == 2
+    assert "pip install 'flax-attn[tpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["show"], "say what to show"),
+        (["backends", "--dtype", "int32"], "must be floating point; got int32"),
+        (["backends", "--dtype", "float31"], "float31"),
+        (["backends", "--kv-heads", "5"], "must divide the query heads"),
+        (
+            ["bench", "--shape", "1,2,8,8", "--backend", "blokced"],
+            "backend must be one of 'auto', 'reference', 'blocked'",
+        ),
+        (["bench", "--shape", "1,2,8,8", "--plot", "growth.png"], "give one of them"),
+        (["bench", "--json", "/no/such/folder/bench.json"], "in a folder that exists"),
         (["show", "--shapes", "--text", " "], "at least one word"),
         (["show", "--shapes", "--heads", "5"], "num_heads must divide d_out"),
         (["show", "--out", "/no/such/folder/maps.png"], "in a folder that exists"),
@@ -76,3 +120,10 @@ def test_bad_usage_is_one_line_and_exit_code_2(arguments, message, capsys, no_sh
 def test_a_seed_out_of_range_is_bad_usage(seed):
     with pytest.raises(SystemExit, match="2"):
         main(["show", "--shapes", "--seed", seed])
+
+
+@pytest.mark.parametrize("arguments", [["backends", "--shape", "1,8,8"], ["bench", "--shape", "1,8,0,8"]])
+def test_a_shape_that_is_none_is_bad_usage(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "argument --shape" in capsys.readouterr().err

@@ -3,7 +3,14 @@ from pathlib import Path
 
 import pytest
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
+ROOT = Path(__file__).parents[1]
+
+
+def blocks(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+BLOCKS = blocks(ROOT / "README.md")
 
 
 def test_the_first_example_runs_by_itself():
@@ -16,3 +23,10 @@ def test_examples_run_without_torch(block):
     for earlier in BLOCKS[: BLOCKS.index(block) + 1]:
         if "torch" not in earlier:
             exec(earlier, names)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_examples_of_the_other_pages_run_in_order(path):
+    names = {}
+    for block in blocks(path):
+        exec(block, names)

@@ -126,15 +126,15 @@ def _backward(loop, saved, cotangent):
         found = backward(static, _head(static, arrays, options, b, n), kept, _pick(cotangent, b, n))
         query, key, value = (_pick(x, b, i) for x, i in zip(arrays[:3], (n, n // group, n // group), strict=True))
         d_scale = (found.query * finite(query).astype(static.sums)).sum()
-        clean = [finite(x, d_x) for x, d_x in ((query, found.query), (key, found.key), (value, found.value))]
-        return Gradients(*clean, found.bias, found.sink), d_scale
+        d_query, d_key, d_value = finite(query, found.query), finite(key, found.key), finite(value, found.value)
+        return Gradients(d_query, d_key, d_value, found.bias, found.sink), d_scale
 
     def place(sums, b, n, found):
         (d_query, d_key, d_value, d_bias, d_sinks), d_scale = found
         return (
             put(sums[0], _tokens_first(d_query * options.scale), (b, 0, n, 0)),
-            _add_group(sums[1], d_key, b, n, group),
-            _add_group(sums[2], d_value, b, n, group),
+            _put_group(sums[1], d_key, b, n, group),
+            _put_group(sums[2], d_value, b, n, group),
             None if d_bias is None else _add_bias(sums[3], d_bias, b, n),
             None if d_sinks is None else add(sums[4], d_sinks, (n,)),
             sums[5] + d_scale.sum(),
@@ -194,7 +194,9 @@ def _tokens_first(x: Array) -> Array:
     return x.swapaxes(0, 1)[None]
 
 
-def _add_group(array: Array, part: Array, b: Array, n: Array, group: int) -> Array:
+def _put_group(array: Array, part: Array, b: Array, n: Array, group: int) -> Array:
+    if group == 1:
+        return put(array, _tokens_first(part), (b, 0, n, 0))
     # Query heads of one group share a key/value head.
     shared = part.reshape(-1, min(group, part.shape[0]), *part.shape[1:]).sum(axis=1)
     return add(array, _tokens_first(shared), (b, 0, n // group, 0))

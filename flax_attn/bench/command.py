@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from flax_attn.backends.choose import BACKENDS
+from flax_attn.backends.choose import check_backend
 from flax_attn.bench import plan
 from flax_attn.bench.contest import Contest, hold
 from flax_attn.bench.report import Report, machine
 from flax_attn.bench.rivals import matrix_limit
-from flax_attn.functional.checks import check_choice
 
 PRODUCT = {"cpu": 2048}  # a size that takes a moment; larger on an accelerator
 
@@ -37,8 +36,8 @@ def run(
     """
     platform = jax.default_backend()
     for backend in backends:
-        check_choice("backend", backend, ("auto", *BACKENDS))
-    backends = backends or [name for name in plan.BACKENDS[platform] if name == "auto" or name in BACKENDS]
+        check_backend(backend)
+    backends = backends or plan.BACKENDS[platform]
     name = "given" if shapes else "quick" if quick else "full"
     sizes = {"given": plan.Sizes(tuple(shapes)), "quick": plan.QUICK, "full": plan.FULL}[name]
     contests, rows = plan.contests(sizes, backends, platform), []

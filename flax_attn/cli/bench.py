@@ -35,6 +35,7 @@ def add(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> int:
     if options.tpu:
         return _tpu()
+    _check_backends(options.backend)
     common.check_writable(options.json)
     common.check_writable(options.plot)
     if options.plot and options.shape:
@@ -48,6 +49,16 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_backends(names: list[str]) -> None:
+    from flax_attn.backends.choose import check_backend
+
+    try:
+        for name in names:
+            check_backend(name)
+    except ValueError as error:
+        raise common.UsageError(str(error)) from None
+
+
 def _measure(options: argparse.Namespace) -> Any:
     from flax_attn.bench import command
 
@@ -57,10 +68,7 @@ def _measure(options: argparse.Namespace) -> Any:
         def tell(contests, contest):
             progress.update(task, total=len(contests), completed=contests.index(contest), description=contest.title)
 
-        try:
-            return command.run(options.shape, options.backend, options.rounds, options.quick, tell)
-        except ValueError as error:
-            raise common.UsageError(str(error)) from None
+        return command.run(options.shape, options.backend, options.rounds, options.quick, tell)
 
 
 def _print(report: Any) -> None:
