@@ -1,10 +1,13 @@
 """Attention for JAX, every variant proven equal to PyTorch."""
 
 from flax_attn.attention import dot_product_attention, single_head_attention
+from flax_attn.backends.call import Unsupported
+from flax_attn.backends.choose import explain
 from flax_attn.functional.causal_softmax import causal_softmax_masked, causal_softmax_renormalized
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, create_causal_mask
 from flax_attn.models.gpt2 import GPT2_CONFIGS, GPT2Config, create_gpt2_attention
+from flax_attn.modules.backend import set_backend
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.causal import CausalAttention
 from flax_attn.modules.dropout import Dropout
@@ -34,10 +37,13 @@ __all__ = [
     "SelfAttention",
     "SimplifiedSelfAttention",
     "TransformerBlock",
+    "Unsupported",
     "causal_softmax_masked",
     "causal_softmax_renormalized",
     "create_causal_mask",
     "create_gpt2_attention",
     "dot_product_attention",
+    "explain",
+    "set_backend",
     "single_head_attention",
 ]

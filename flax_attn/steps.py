@@ -29,6 +29,8 @@ class Step(NamedTuple):
 def steps(module: nnx.Module, *inputs: Any, **options: Any) -> list[Step]:
     """Return the steps of `module(*inputs, **options)` in order; nothing is computed, only traced.
 
+    They are those of the reference backend, whichever the module is set to: the others never hold scores or weights.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from flax_attn import CausalAttention
@@ -37,7 +39,13 @@ def steps(module: nnx.Module, *inputs: Any, **options: Any) -> list[Step]:
         [('query', (4, 6, 1, 2)), ('key', (4, 6, 1, 2))]
     """
     graph, state = nnx.split(module)
-    trace = jax.make_jaxpr(lambda state, inputs: nnx.merge(graph, state)(*inputs, **options))(state, inputs)
+
+    def call(state: Any, inputs: Any) -> Any:
+        traced = nnx.merge(graph, state)
+        traced.set_attributes(backend="reference", raise_if_not_found=False)  # no other has scores and weights
+        return traced(*inputs, **options)
+
+    trace = jax.make_jaxpr(call)(state, inputs)
     return [Step(name, STEPS[name][0], shape, STEPS[name][1]) for name, shape in _named(trace.jaxpr) if name in STEPS]
 
 

@@ -55,7 +55,6 @@ SAME = {
     "mixed dtypes": (attend(dtypes=("float32", "float64", "float32")), r"one dtype; got float32, float64, float32\. C"),
     "integers": (attend(dtypes=("int32",) * 3), r"must be floating point; got int32\. Cast them before the call"),
     "complex": (attend(dtypes=("complex64",) * 3), r"must be floating point; got complex64"),
-    "backend": (attend(backend="flash"), r"backend must be one of 'auto', 'reference'.*; got 'flash'"),
     "sinks": (attend(sinks=zeros(2)), r"sinks must be one logit a query head, shape \(4,\); got shape \(2,\)"),
     "sinks of rank 2": (attend(sinks=zeros(1, 4)), r"sinks .*shape \(4,\); got shape \(1, 4\)"),
     "no cap": (attend(soft_cap=0.0), r"soft_cap must be positive; got soft_cap=0\.0\. For no cap pass None"),
@@ -108,6 +107,7 @@ SAME = {
 }
 
 ALIKE = {
+    "backend": (attend(backend="flash"), r"backend must be one of 'auto', 'reference'.*; got 'flash'"),
     "float mask": (attend(mask=zeros(5, 7)), r"must be boolean, True = attend; got dtype (torch\.)?float64.*as bias"),
     "int mask": (attend(mask=zeros(5, 7, dtype="int32")), r"must be boolean.*int32.*mask\.(astype\(bool\)|bool\(\))"),
     "dense float": (mask("dense", np.ones((5, 7))), r"must be boolean.*pass them as bias"),

@@ -86,16 +86,29 @@ CONSTRUCTORS = {
     ),
     "size with prefix": (lambda side: side.build("create_gpt2_attention", "gpt2-tiny"), r"got 'gpt2-tiny'"),
     "gpt2 dropout": (lambda side: side.build("create_gpt2_attention", "small", 1.5), r"got dropout=1\.5"),
-    "backend": (
-        lambda side: multi_head(side, backend="nope")(side.array(np.ones((2, 5, 6)))),
-        r"backend must be one of 'auto', .*; got 'nope'",
-    ),
 }
 
 
 @pytest.mark.parametrize(("act", "match"), CONSTRUCTORS.values(), ids=CONSTRUCTORS)
 def test_bad_arguments(sides, act, match):
     assert_same_error(sides, act, match)
+
+
+ATTENDING = {
+    "SimplifiedSelfAttention": (),
+    "SelfAttention": (4, 6),
+    "CausalAttention": (4, 6, 9, 0.0),
+    "MultiHeadAttentionWrapper": (4, 6, 9, 0.0, 2),
+    "MultiHeadAttention": (6, 8, 9, 0.0, 4),
+    "TransformerBlock": (6, 9, 0.0, 2),
+    "create_gpt2_attention": ("small",),
+}
+
+
+@pytest.mark.parametrize(("name", "arguments"), ATTENDING.items(), ids=ATTENDING)
+def test_unknown_backend(side, name, arguments):
+    with pytest.raises(ValueError, match=r"backend must be one of 'auto', 'reference'.*; got 'nope'"):
+        side.build(name, *arguments, backend="nope")
 
 
 WITH_DROPOUT = {

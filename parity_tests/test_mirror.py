@@ -19,7 +19,7 @@ ONE_SIDED_EXPORTS = {"Unsupported", "explain", "set_backend"}
 ONE_SIDED = {
     "attention.py": {"BACKENDS", "check_backend"},  # beside the table of the backends, which only JAX has
     "functional/dropout.py": {"draw_key"},
-    "functional/masks.py": {"bounds", "row"},  # for kernels, which only JAX has
+    "functional/masks.py": {"bounds", "row", "split_band"},  # for kernels, which only JAX has
     "functional/mask_parts.py": {"Bounds", "bounds", "row"},
 }
 FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "device"}

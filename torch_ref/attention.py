@@ -12,7 +12,12 @@ from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.reference import reference_attention
 from torch_ref.functional.shapes import Key, Query, Value
 
-BACKENDS = {"reference": reference_attention}
+BACKENDS = ("reference",)
+
+
+def check_backend(backend: str) -> None:
+    """Raise unless `backend` is `"auto"` or the name of one."""
+    check_choice("backend", backend, ("auto", *BACKENDS))
 
 
 def dot_product_attention(
@@ -46,7 +51,7 @@ def dot_product_attention(
         soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`.
         sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
         dropout: drops weights; the same key drops the same weights in every backend and in `flax_attn`.
-        backend: `"auto"` or the name of one.
+        backend: `"auto"` or `"reference"`, which are one here.
         return_weights: return `(output, weights)`; the output stays the same, bit for bit.
 
     Returns:
@@ -70,7 +75,7 @@ def dot_product_attention(
     shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     check_inputs(*shapes, tuple(_dtype(x) for x in (query, key, value)))
     check_options(query.shape[-2], None if sinks is None else tuple(sinks.shape), soft_cap)
-    check_choice("backend", backend, ("auto", *BACKENDS))
+    check_backend(backend)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
     unbatched = query.ndim == 3
     if unbatched:
@@ -79,7 +84,7 @@ def dot_product_attention(
     if bias is not None:
         check_bias(tuple(bias.shape), _dtype(bias), shape)
         bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
-    output, weights = BACKENDS["reference" if backend == "auto" else backend](
+    output, weights = reference_attention(
         query,
         key,
         value,

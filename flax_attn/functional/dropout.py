@@ -10,6 +10,7 @@ References:
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ class KeyedDropout:
     """
 
     rate: float = field(metadata={"static": True})
-    key: Array
+    key: Any  # an Array, or what JAX's transforms put in its place
 
     def __post_init__(self):
         check_rate(self.rate)

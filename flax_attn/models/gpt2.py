@@ -47,6 +47,7 @@ def create_gpt2_attention(
     dtype: Dtype | None = None,
     param_dtype: Dtype = jnp.float32,
     precision: PrecisionLike = None,
+    backend: str = "auto",
     rngs: nnx.Rngs | None = None,
 ) -> MultiHeadAttention:
     """Return one attention layer of a published GPT-2 size.
@@ -58,10 +59,11 @@ def create_gpt2_attention(
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
+        backend: of the attention call; `"auto"` or the name of one.
         rngs: random streams, as `MultiHeadAttention` takes them.
 
     Raises:
-        ValueError: if the size is not a published one.
+        ValueError: if the size is not a published one or the backend is unknown.
 
     Example:
         >>> create_gpt2_attention("small", rngs=nnx.Rngs(0)).num_heads
@@ -83,5 +85,6 @@ def create_gpt2_attention(
         dtype=dtype,
         param_dtype=param_dtype,
         precision=precision,
+        backend=backend,
         rngs=rngs,
     )

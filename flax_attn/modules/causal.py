@@ -8,7 +8,7 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from flax_attn.attention import single_head_attention
-from flax_attn.functional.checks import check_positive, check_tokens
+from flax_attn.functional.checks import check_context_length, check_tokens
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.shapes import Tokens
 from flax_attn.modules.dropout import Dropout
@@ -30,6 +30,7 @@ class CausalAttention(SelfAttention):
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
+        backend: of the attention call; `"auto"` or the name of one.
         rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`,
             and the keys of dropout from `dropout`.
 
@@ -37,9 +38,9 @@ class CausalAttention(SelfAttention):
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
 
     Raises:
-        ValueError: if a width is not positive, `dropout` lies outside [0, 1) or `rngs` is missing; in the call, if
-            the input has another rank or width or is longer than `context_length`, or if the mask is not boolean or
-            does not broadcast to the weights.
+        ValueError: if a width is not positive, `dropout` lies outside [0, 1), the backend is unknown or `rngs` is
+            missing; in the call, if the input has another rank or width or is longer than `context_length`, or if
+            the mask is not boolean or does not broadcast to the weights.
 
     Example:
         >>> layer = CausalAttention(3, 2, context_length=6, dropout=0.0, rngs=nnx.Rngs(0))
@@ -62,11 +63,12 @@ class CausalAttention(SelfAttention):
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
+        backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
-        check_positive(context_length=1 if context_length is None else context_length)
+        check_context_length(context_length)
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
-        super().__init__(d_in, d_out, qkv_bias, d_key=d_key, **numerics)
+        super().__init__(d_in, d_out, qkv_bias, d_key=d_key, backend=backend, **numerics)
         self.context_length = context_length
         self.dropout = Dropout(dropout, rngs=rngs)
 
@@ -89,5 +91,6 @@ class CausalAttention(SelfAttention):
             mask=Mask.causal() & as_mask(mask, heads=False),
             dropout=self.dropout.keyed(dropout_key),
             precision=self.precision,
+            backend=self.backend,
             return_weights=return_weights,
         )

@@ -9,8 +9,9 @@ from flax.typing import Dtype, PrecisionLike
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from flax_attn.attention import BACKENDS, dot_product_attention
-from flax_attn.functional.checks import check_choice, check_heads, check_positive, check_tokens
+from flax_attn.attention import dot_product_attention
+from flax_attn.backends.choose import check_backend
+from flax_attn.functional.checks import check_context_length, check_heads, check_positive, check_tokens
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.linear import Linear
@@ -48,9 +49,9 @@ class MultiHeadAttention(nnx.Module):
         or all without b.
 
     Raises:
-        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1) or `rngs` is
-            missing; in the call, if an input has another rank or width or is longer than `context_length`, if the
-            module is causal and t != s, or if mask or bias do not fit.
+        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1), the backend is
+            unknown or `rngs` is missing; in the call, if an input has another rank or width or is longer than
+            `context_length`, if the module is causal and t != s, or if mask or bias do not fit.
 
     Example:
         >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2,
@@ -86,13 +87,13 @@ class MultiHeadAttention(nnx.Module):
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_heads(d_out, num_heads, num_kv_heads)
-        check_choice("backend", backend, ("auto", *BACKENDS))
+        check_backend(backend)
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, d_out // num_heads
         self.d_in, self.kdim, self.vdim = d_in, d_in if kdim is None else kdim, d_in if vdim is None else vdim
         self.d_out, self.context_length, self.causal = d_out, context_length, causal
         check_positive(d_in=d_in, kdim=self.kdim, vdim=self.vdim)
-        check_positive(context_length=1 if context_length is None else context_length)
+        check_context_length(context_length)
         self.precision, self.backend = precision, backend
         self.W_query = Linear(d_in, d_out, qkv_bias, **numerics)
         self.W_key = Linear(self.kdim, num_kv_heads * self.head_dim, qkv_bias, **numerics)

@@ -29,6 +29,7 @@ class MultiHeadAttentionWrapper(nnx.Module):
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
+        backend: of the attention call; `"auto"` or the name of one.
         rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`,
             and the keys of dropout from `dropout`.
 
@@ -57,12 +58,13 @@ class MultiHeadAttentionWrapper(nnx.Module):
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
+        backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(num_heads=num_heads)
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        options = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "backend": backend, "rngs": rngs}
         self.heads = nnx.List(
-            [CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, **numerics) for _ in range(num_heads)]
+            [CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, **options) for _ in range(num_heads)]
         )
 
     def __call__(

@@ -8,6 +8,7 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from flax_attn.attention import single_head_attention
+from flax_attn.backends.choose import check_backend
 from flax_attn.functional.checks import check_positive, check_tokens
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import Tokens
@@ -27,14 +28,15 @@ class SelfAttention(nnx.Module):
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
+        backend: of the attention call; `"auto"` or the name of one.
         rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
 
     Shapes:
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
 
     Raises:
-        ValueError: if a width is not positive or `rngs` is missing; in the call, if the input has another rank or
-            width, or if the mask is not boolean or does not broadcast to the weights.
+        ValueError: if a width is not positive, the backend is unknown or `rngs` is missing; in the call, if the input
+            has another rank or width, or if the mask is not boolean or does not broadcast to the weights.
 
     Example:
         >>> layer = SelfAttention(3, 2, rngs=nnx.Rngs(0))
@@ -55,13 +57,15 @@ class SelfAttention(nnx.Module):
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
+        backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         d_key = d_out if d_key is None else d_key
         check_positive(d_in=d_in, d_out=d_out, d_key=d_key)
+        check_backend(backend)
         self.d_in, self.d_out, self.d_key = d_in, d_out, d_key
-        self.precision = precision
+        self.precision, self.backend = precision, backend
         self.W_query = Linear(d_in, d_key, qkv_bias, **numerics)
         self.W_key = Linear(d_in, d_key, qkv_bias, **numerics)
         self.W_value = Linear(d_in, d_out, qkv_bias, **numerics)
@@ -74,5 +78,9 @@ class SelfAttention(nnx.Module):
         """Return the context vectors, and if asked `(context, weights)`."""
         check_tokens("x", x.shape, "d_in", self.d_in, None)
         return single_head_attention(
-            *self.project(x), mask=mask, precision=self.precision, return_weights=return_weights
+            *self.project(x),
+            mask=mask,
+            precision=self.precision,
+            backend=self.backend,
+            return_weights=return_weights,
         )

@@ -5,6 +5,7 @@ from typing import Any
 from flax import nnx
 
 from flax_attn.attention import single_head_attention
+from flax_attn.backends.choose import check_backend
 from flax_attn.functional.checks import check_tokens
 from flax_attn.functional.shapes import Tokens
 
@@ -13,13 +14,14 @@ class SimplifiedSelfAttention(nnx.Module):
     """`softmax(x x^T) x`: no parameters, no scaling.
 
     Args:
+        backend: of the attention call; `"auto"` or the name of one.
         rngs: not used; taken so that every variant is built alike.
 
     Shapes:
         `(t, d)` or `(b, t, d)`, kept; the weights are `(t, t)` or `(b, t, t)`.
 
     Raises:
-        ValueError: if the input has another rank.
+        ValueError: if the backend is unknown; in the call, if the input has another rank.
 
     Example:
         >>> import jax.numpy as jnp
@@ -28,10 +30,12 @@ class SimplifiedSelfAttention(nnx.Module):
                [0.26894143, 0.7310586 ]], dtype=float32)
     """
 
-    def __init__(self, *, rngs: nnx.Rngs | None = None):
+    def __init__(self, *, backend: str = "auto", rngs: nnx.Rngs | None = None):
         del rngs
+        check_backend(backend)
+        self.backend = backend
 
     def __call__(self, x: Tokens, *, return_weights: bool = False) -> Any:
         """Return the context vectors, and if asked `(context, weights)`."""
         check_tokens("x", x.shape, "d", x.shape[-1], None)
-        return single_head_attention(x, x, x, scale=1.0, return_weights=return_weights)
+        return single_head_attention(x, x, x, scale=1.0, backend=self.backend, return_weights=return_weights)

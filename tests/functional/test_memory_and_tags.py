@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_attn import MultiHeadAttention
+from flax_attn import LayerNorm, MultiHeadAttention, TransformerBlock
+from flax_attn.backends import choose
+from flax_attn.steps import STEPS, steps
 
 TAGS = ("scores", "weights", "context")
 
@@ -75,6 +77,21 @@ def test_gradients_do_not_depend_on_the_policy(tags, close):
         for f in (loss, jax.checkpoint(loss, policy=policy, static_argnums=2))
     )
     close(jax.tree.leaves(remat), jax.tree.leaves(plain))
+
+
+@pytest.mark.parametrize("backend", ["auto", "blocked", "reference"])
+def test_steps_of_a_long_input_are_all_there(backend):
+    t = 512
+    assert t * t > max(choose.SHORT.values())
+    block = TransformerBlock(8, None, 0.0, 2, backend=backend, rngs=nnx.Rngs(0))
+    found = {step.name: step.shape for step in steps(block, jnp.ones((3, t, 8)))}
+    assert list(found) == list(STEPS)
+    assert found["scores"] == found["weights"] == (3, 2, t, t)
+    assert block.att.backend == backend
+
+
+def test_steps_of_a_layer_that_does_not_attend():
+    assert steps(LayerNorm(7), tokens()) == []
 
 
 def call(module, inputs, **options):

@@ -35,16 +35,19 @@ GPT2_CONFIGS = MappingProxyType(
 )
 
 
-def create_gpt2_attention(size: str, dropout: float = 0.1, *, qkv_bias: bool | None = None) -> MultiHeadAttention:
+def create_gpt2_attention(
+    size: str, dropout: float = 0.1, *, qkv_bias: bool | None = None, backend: str = "auto"
+) -> MultiHeadAttention:
     """Return one attention layer of a published GPT-2 size.
 
     Args:
         size: `"small"`, `"medium"`, `"large"` or `"xl"`, or a key of `GPT2_CONFIGS`.
         dropout: the probability that a weight is dropped in train mode.
         qkv_bias: whether the input projections have a bias; None is as published: they do.
+        backend: of the attention call; `"auto"` or the name of one.
 
     Raises:
-        ValueError: if the size is not a published one.
+        ValueError: if the size is not a published one or the backend is unknown.
 
     Example:
         >>> create_gpt2_attention("small").num_heads
@@ -63,4 +66,5 @@ def create_gpt2_attention(size: str, dropout: float = 0.1, *, qkv_bias: bool | N
         dropout,
         config.num_heads,
         config.qkv_bias if qkv_bias is None else qkv_bias,
+        backend=backend,
     )

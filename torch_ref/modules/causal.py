@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_ref.attention import single_head_attention
-from torch_ref.functional.checks import check_positive, check_tokens
+from torch_ref.functional.checks import check_context_length, check_tokens
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.dropout import Dropout
@@ -24,12 +24,13 @@ class CausalAttention(SelfAttention):
         dropout: the probability that a weight is dropped in train mode.
         qkv_bias: whether the three projections have a bias.
         d_key: width of queries and keys; None is d_out.
+        backend: of the attention call; `"auto"` or the name of one.
 
     Shapes:
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
 
     Raises:
-        ValueError: if a width is not positive, or `dropout` lies outside [0, 1); in the call, if
+        ValueError: if a width is not positive, `dropout` lies outside [0, 1) or the backend is unknown; in the call, if
             the input has another rank or width or is longer than `context_length`, or if the mask is not boolean or
             does not broadcast to the weights.
 
@@ -52,9 +53,10 @@ class CausalAttention(SelfAttention):
         qkv_bias: bool = False,
         *,
         d_key: int | None = None,
+        backend: str = "auto",
     ):
-        check_positive(context_length=1 if context_length is None else context_length)
-        super().__init__(d_in, d_out, qkv_bias, d_key=d_key)
+        check_context_length(context_length)
+        super().__init__(d_in, d_out, qkv_bias, d_key=d_key, backend=backend)
         self.context_length = context_length
         self.dropout = Dropout(dropout)
 
@@ -80,5 +82,6 @@ class CausalAttention(SelfAttention):
             *self.project(x),
             mask=Mask.causal() & as_mask(mask, heads=False),
             dropout=self.dropout.keyed(dropout_key),
+            backend=self.backend,
             return_weights=return_weights,
         )

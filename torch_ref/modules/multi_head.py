@@ -6,8 +6,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_ref.attention import BACKENDS, dot_product_attention
-from torch_ref.functional.checks import check_choice, check_heads, check_positive, check_tokens
+from torch_ref.attention import check_backend, dot_product_attention
+from torch_ref.functional.checks import check_context_length, check_heads, check_positive, check_tokens
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.linear import Linear
@@ -40,8 +40,8 @@ class MultiHeadAttention(nn.Module):
         or all without b.
 
     Raises:
-        ValueError: if the heads do not divide, a size is not positive, or `dropout` lies outside [0, 1); in
-            the call, if an input has another rank or width or is longer than `context_length`, if the
+        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1) or the backend is
+            unknown; in the call, if an input has another rank or width or is longer than `context_length`, if the
             module is causal and t != s, or if mask or bias do not fit.
 
     Example:
@@ -75,12 +75,12 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_heads(d_out, num_heads, num_kv_heads)
-        check_choice("backend", backend, ("auto", *BACKENDS))
+        check_backend(backend)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, d_out // num_heads
         self.d_in, self.kdim, self.vdim = d_in, d_in if kdim is None else kdim, d_in if vdim is None else vdim
         self.d_out, self.context_length, self.causal = d_out, context_length, causal
         check_positive(d_in=d_in, kdim=self.kdim, vdim=self.vdim)
-        check_positive(context_length=1 if context_length is None else context_length)
+        check_context_length(context_length)
         self.backend = backend
         self.W_query = Linear(d_in, d_out, qkv_bias)
         self.W_key = Linear(self.kdim, num_kv_heads * self.head_dim, qkv_bias)

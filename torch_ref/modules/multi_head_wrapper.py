@@ -24,6 +24,7 @@ class MultiHeadAttentionWrapper(nn.Module):
         dropout: the probability that a weight is dropped in train mode.
         num_heads: number of heads.
         qkv_bias: whether the projections have a bias.
+        backend: of the attention call; `"auto"` or the name of one.
 
     Shapes:
         `(t, d_in)` to `(t, d_out * n)` or `(b, t, d_in)` to `(b, t, d_out * n)`; the weights are `(n, t, t)` or
@@ -46,11 +47,13 @@ class MultiHeadAttentionWrapper(nn.Module):
         dropout: float,
         num_heads: int,
         qkv_bias: bool = False,
+        *,
+        backend: str = "auto",
     ):
         super().__init__()
         check_positive(num_heads=num_heads)
         self.heads = nn.ModuleList(
-            [CausalAttention(d_in, d_out, context_length, dropout, qkv_bias) for _ in range(num_heads)]
+            [CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, backend=backend) for _ in range(num_heads)]
         )
 
     def forward(

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_ref.attention import single_head_attention
+from torch_ref.attention import check_backend, single_head_attention
 from torch_ref.functional.checks import check_positive, check_tokens
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import Tokens
@@ -21,12 +21,13 @@ class SelfAttention(nn.Module):
         d_out: width of the values, and so of the output.
         qkv_bias: whether the three projections have a bias.
         d_key: width of queries and keys; None is d_out.
+        backend: of the attention call; `"auto"` or the name of one.
 
     Shapes:
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
 
     Raises:
-        ValueError: if a width is not positive; in the call, if the input has another rank or
+        ValueError: if a width is not positive or the backend is unknown; in the call, if the input has another rank or
             width, or if the mask is not boolean or does not broadcast to the weights.
 
     Example:
@@ -46,11 +47,14 @@ class SelfAttention(nn.Module):
         qkv_bias: bool = False,
         *,
         d_key: int | None = None,
+        backend: str = "auto",
     ):
         super().__init__()
         d_key = d_out if d_key is None else d_key
         check_positive(d_in=d_in, d_out=d_out, d_key=d_key)
+        check_backend(backend)
         self.d_in, self.d_out, self.d_key = d_in, d_out, d_key
+        self.backend = backend
         self.W_query = Linear(d_in, d_key, qkv_bias)
         self.W_key = Linear(d_in, d_key, qkv_bias)
         self.W_value = Linear(d_in, d_out, qkv_bias)
@@ -62,4 +66,4 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tokens, *, mask: Mask | Tensor | None = None, return_weights: bool = False) -> Any:
         """Return the context vectors, and if asked `(context, weights)`."""
         check_tokens("x", tuple(x.shape), "d_in", self.d_in, None)
-        return single_head_attention(*self.project(x), mask=mask, return_weights=return_weights)
+        return single_head_attention(*self.project(x), mask=mask, backend=self.backend, return_weights=return_weights)

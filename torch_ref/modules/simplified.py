@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_ref.attention import single_head_attention
+from torch_ref.attention import check_backend, single_head_attention
 from torch_ref.functional.checks import check_tokens
 from torch_ref.functional.shapes import Tokens
 
@@ -12,11 +12,14 @@ from torch_ref.functional.shapes import Tokens
 class SimplifiedSelfAttention(nn.Module):
     """`softmax(x x^T) x`: no parameters, no scaling.
 
+    Args:
+        backend: of the attention call; `"auto"` or the name of one.
+
     Shapes:
         `(t, d)` or `(b, t, d)`, kept; the weights are `(t, t)` or `(b, t, t)`.
 
     Raises:
-        ValueError: if the input has another rank.
+        ValueError: if the backend is unknown; in the call, if the input has another rank.
 
     Example:
         >>> import torch
@@ -25,7 +28,12 @@ class SimplifiedSelfAttention(nn.Module):
                 [0.2689, 0.7311]])
     """
 
+    def __init__(self, *, backend: str = "auto"):
+        super().__init__()
+        check_backend(backend)
+        self.backend = backend
+
     def forward(self, x: Tokens, *, return_weights: bool = False) -> Any:
         """Return the context vectors, and if asked `(context, weights)`."""
         check_tokens("x", tuple(x.shape), "d", x.shape[-1], None)
-        return single_head_attention(x, x, x, scale=1.0, return_weights=return_weights)
+        return single_head_attention(x, x, x, scale=1.0, backend=self.backend, return_weights=return_weights)

@@ -1,0 +1,35 @@
+"""One call that moves a whole model to another backend."""
+
+from flax import nnx
+
+from flax_attn.backends.choose import check_backend
+from flax_attn.functional.checks import check_type
+
+
+def set_backend(model: nnx.Module, backend: str) -> None:
+    """Set the backend of every attention layer of a model: of each submodule that has an attribute `backend`.
+
+    It is a static attribute: a function under `nnx.jit` compiles anew for the changed model.
+
+    Args:
+        model: any module, the model itself included.
+        backend: `"auto"` or the name of one.
+
+    Raises:
+        ValueError: if the backend is unknown, or if the model holds no attention layer.
+
+    Example:
+        >>> from flax_attn import TransformerBlock
+        >>> block = TransformerBlock(6, context_length=5, dropout=0.0, num_heads=2, rngs=nnx.Rngs(0))
+        >>> set_backend(block, "blocked")
+        >>> block.att.backend
+        'blocked'
+    """
+    check_backend(backend)
+    check_type("model", model, nnx.Module, "an nnx.Module; a list of them as nnx.List(layers)")
+    if not any(hasattr(module, "backend") for _, module in nnx.iter_modules(model)):
+        raise ValueError(
+            "set_backend needs a model with an attention layer, a submodule that has an attribute `backend`; got "
+            f"{type(model).__name__}, which has none. Pass the model that holds the layers"
+        )
+    model.set_attributes(backend=backend)

@@ -1,0 +1,130 @@
+"""`backend=` of each module, and `set_backend` for a whole model."""
+
+import jax
+import pytest
+from flax import nnx
+
+import flax_attn
+from flax_attn import MultiHeadAttentionWrapper, TransformerBlock, create_gpt2_attention, set_backend
+from flax_attn.backends import blocked
+
+
+class Model(nnx.Module):
+    """Blocks in a list, and a layer in a dictionary."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([TransformerBlock(6, 9, 0.0, 2, d_hidden=10, rngs=rngs) for _ in range(2)])
+        self.extra = nnx.Dict(wrapper=MultiHeadAttentionWrapper(6, 4, 9, 0.0, 3, rngs=rngs))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.extra["wrapper"](x)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Count the calls that reach the blocked backend."""
+    found, attend = [], blocked.attend
+    monkeypatch.setattr(blocked, "attend", lambda call: (found.append(call), attend(call))[1])
+    return found
+
+
+def backends(model):
+    return [vars(module)["backend"] for _, module in nnx.iter_modules(model) if "backend" in vars(module)]
+
+
+def tokens():
+    return jax.random.normal(jax.random.key(1), (4, 5, 6))
+
+
+def test_each_module_hands_its_backend_on(variant, calls, close):
+    heads = 2 if variant.name == "wrapper" else int(variant.takes("backend"))
+    inputs = variant.inputs()
+    expected = variant.build()(*inputs)
+    assert not calls
+    close(variant.build(backend="blocked")(*inputs), expected)
+    assert len(calls) == heads
+
+
+def test_every_module_that_attends_takes_a_backend(variant):
+    assert variant.takes("backend") == variant.weighs
+
+
+def test_gpt2_attention_takes_a_backend():
+    layer = nnx.eval_shape(lambda: create_gpt2_attention("small", backend="blocked", rngs=nnx.Rngs(0)))
+    assert layer.backend == "blocked"
+
+
+def test_a_refusal_reaches_the_caller_of_a_module(variants):
+    with pytest.raises(flax_attn.Unsupported, match="backend 'splash' cannot honour this call"):
+        variants["multi_head"].build(backend="splash")(*variants["multi_head"].inputs())
+
+
+def test_set_backend_reaches_every_layer(calls, close):
+    model = Model()
+    expected = model(tokens())
+    assert not calls
+    set_backend(model, "blocked")
+    assert backends(model) == ["blocked"] * 5
+    close(model(tokens()), expected)
+    assert len(calls) == 5
+    set_backend(model, "auto")
+    assert backends(model) == ["auto"] * 5
+
+
+def test_set_backend_of_a_layer_itself_and_of_stacked_layers():
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def create(rngs):
+        return TransformerBlock(6, 9, 0.0, 2, rngs=rngs)
+
+    layer, stack = flax_attn.SimplifiedSelfAttention(), create(nnx.Rngs(0))
+    for model in (layer, stack):
+        set_backend(model, "blocked")
+        assert backends(model) == ["blocked"]
+
+
+def test_a_changed_backend_is_traced_anew_and_only_once(calls, close):
+    traces = []
+
+    @nnx.jit
+    def run(model, x):
+        traces.append(model.blocks[0].att.backend)
+        return model(x)
+
+    model = Model()
+    expected = run(model, tokens())
+    set_backend(model, "blocked")
+    close([run(model, tokens()) for _ in range(2)], [expected] * 2)
+    assert traces == ["auto", "blocked"]
+    assert len(calls) == 5
+
+
+def test_set_backend_leaves_parameters_and_copies_alone():
+    model = Model()
+    copy, before = nnx.clone(model), nnx.state(model)
+    set_backend(model, "blocked")
+    assert backends(copy) == ["auto"] * 5
+    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(before)
+
+
+@pytest.mark.parametrize("model", [Model, lambda: flax_attn.RMSNorm(4)], ids=["attention", "none"])
+def test_unknown_name(model):
+    model = model()
+    with pytest.raises(ValueError, match=r"backend must be one of 'auto', 'reference', 'blocked'.*; got 'flash'"):
+        set_backend(model, "flash")
+    assert set(backends(model)) <= {"auto"}
+
+
+def test_a_model_without_attention():
+    with pytest.raises(
+        ValueError, match=r"needs a model with an attention layer.*got FeedForward, which has none\. Pass"
+    ):
+        set_backend(flax_attn.FeedForward(4, rngs=nnx.Rngs(0)), "blocked")
+
+
+def test_what_is_no_module(no_shape_checks):
+    with pytest.raises(ValueError, match=r"model must be .*Module.*; got list\. Pass .*nnx\.List\(layers\)"):
+        set_backend([flax_attn.SimplifiedSelfAttention()], "blocked")  # pyright: ignore[reportArgumentType]
