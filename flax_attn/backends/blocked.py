@@ -47,7 +47,9 @@ def attend(call: Call) -> Array:
     if 0 in call.shape:
         return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
     sums = accumulation_dtype(call.query.dtype)
-    operand = sums if call.platform == "cpu" else call.query.dtype  # lower dtypes are slow on CPU
+    # Lower dtypes are slow on CPU, and float16 does not hold what the backward pass divides by the sum of a long row.
+    low = call.platform != "cpu" and call.query.dtype == jnp.bfloat16
+    operand = call.query.dtype if low else sums
     tiling, rest = _cut(call)
     loop = _Loop(Static(tiling, call.soft_cap, call.precision, operand, sums), width=_width(call))
     scale, poison = jnp.asarray(call.scale, sums), poison_factor(call, sums)

@@ -40,6 +40,9 @@ def _poisoned(call: Call) -> Bool[Array, "b n t 1"]:
 
     def sees(row: Array) -> Bool[Array, "b n"]:
         bad = ~(query[:, row, :, None] & rearrange(key, "b s n -> b n s"))
-        return (call.mask.block(row[None], jnp.arange(s))[:, :, 0] & bad).any(axis=-1)
+        seen = call.mask.block(row[None], jnp.arange(s))[:, :, 0]
+        if call.bias is not None:  # -inf hides too
+            seen = seen & (call.bias[:, :, jnp.minimum(row, call.bias.shape[2] - 1)] != -jnp.inf)
+        return (seen & bad).any(axis=-1)
 
     return rearrange(lax.map(sees, jnp.arange(t), batch_size=_ROWS), "t b n -> b n t 1")

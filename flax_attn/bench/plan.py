@@ -111,5 +111,5 @@ def _contest(
 
 
 def memory_to_use() -> int:
-    """Return two thirds of the bytes of memory of this machine: what a contender may take at most."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 2 // 3
+    """Return a third of the bytes of memory of this machine: what a contender may take at most."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3

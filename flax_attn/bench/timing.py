@@ -10,7 +10,7 @@ import numpy as np
 
 TURN = 0.1  # seconds: calls are repeated to fill a turn, so that the cold start after another's turn weighs little
 REST = 0.02  # seconds before a turn: the threads of PyTorch go on spinning for a while after a call, and hold a core
-PATIENCE = 15.0  # seconds of turns, after which a contender rests; it has at least two
+PATIENCE = 8.0  # seconds of turns, after which a contender rests; it has at least two
 
 Name = TypeVar("Name", bound=Hashable)
 Run = Callable[[int], object]  # computes so many times, and waits for it

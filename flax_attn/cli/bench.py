@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from flax_attn.cli import common
@@ -67,6 +68,8 @@ def _measure(options: argparse.Namespace) -> Any:
 
         def tell(contests, contest):
             progress.update(task, total=len(contests), completed=contests.index(contest), description=contest.title)
+            if not sys.stderr.isatty():  # where no bar is drawn
+                print(f"{contests.index(contest) + 1}/{len(contests)} {contest.title}", file=sys.stderr, flush=True)
 
         return command.run(options.shape, options.backend, options.rounds, options.quick, tell)
 
