@@ -114,7 +114,9 @@ def _forward(loop, query, key, value, options):
         )
 
     parts = jnp.zeros((b, n, t, 1), loop.static.sums)
-    output, tops, totals = _over_heads(loop, b, n, one, place, (jnp.zeros((b, t, n, v), query.dtype), parts, parts))
+    output, tops, totals = _over_heads(
+        loop, b, n, one, place, (jnp.zeros((b, t, n, v), loop.static.sums), parts, parts)
+    )
     return output, (query, key, value, options, output, tops, totals)
 
 
@@ -124,7 +126,7 @@ def _backward(loop, saved, cotangent):
     arrays, group = (query, key, value, _padded_bias(static.tiling, options.bias)), n // key.shape[2]
 
     def one(b, n):
-        kept = Partial(_pick(output, b, n).astype(static.sums), _rows_of(tops, b, n), _rows_of(totals, b, n))
+        kept = Partial(_pick(output, b, n), _rows_of(tops, b, n), _rows_of(totals, b, n))
         found = backward(static, _head(static, arrays, options, b, n), kept, _pick(cotangent, b, n))
         query, key, value = (_pick(x, b, i) for x, i in zip(arrays[:3], (n, n // group, n // group), strict=True))
         d_scale = (found.query * finite(query).astype(static.sums)).sum()

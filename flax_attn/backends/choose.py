@@ -94,7 +94,7 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
         >>> x = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
         >>> found = explain(x, x, x, mask=Mask.causal(), platform="cpu")
         >>> found.backend, found.refusals["cudnn"][:20]
-        ('blocked', 'cudnn runs on a GPU;')
+        ('blocked', 'cudnn runs on NVIDIA')
     """
     backend = options.pop("backend", "auto")
     options.pop("return_weights", None)

@@ -31,14 +31,17 @@ def refuse_options(name: str, call: Call) -> str | None:
 def attend_dense(call: Call, kernel: Callable[..., Array], fill: float) -> Array:
     """Return `kernel(query, key, value, bias, visible)` under the contract, for kernels that do not keep it themselves.
 
-    The kernel gets finite numbers, no bias of -inf or near its own `fill` for hidden scores, and rows that all see
-    something: those that do not are opened, and zeroed afterwards, so that no kernel divides by nothing.
+    The kernel gets finite numbers, zeros for tokens that nobody sees, no bias of -inf or near its own `fill` for hidden
+    scores, and rows that all see something: those that do not are opened, and zeroed afterwards, so that no kernel
+    divides by nothing.
     """
     visible, bias = hide(_array(call), call.bias)
     sees = visible.any(axis=-1, keepdims=True)
     bias = None if bias is None else _above(bias, fill / 2)
-    output = kernel(finite(call.query), finite(call.key), finite(call.value), bias, visible | ~sees)
-    output = jnp.where(rearrange(sees, "b n t 1 -> b t n 1"), output, 0)
+    seeing, seen = rearrange(sees, "b n t 1 -> b t n 1"), rearrange(visible.any(axis=(1, 2)), "b s -> b s 1 1")
+    query = jnp.where(seeing, finite(call.query), 0)
+    key, value = (jnp.where(seen, finite(x), 0) for x in (call.key, call.value))
+    output = jnp.where(seeing, kernel(query, key, value, bias, visible | ~sees), 0)
     return output * rearrange(poison_factor(call, output.dtype), "b n t 1 -> b t n 1")
 
 

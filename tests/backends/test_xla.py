@@ -86,7 +86,9 @@ def test_numbers_that_are_not_finite_reach_the_rows_that_see_them(name, mask, cl
     output = xla.attend(call)
     assert jnp.isnan(output).any()
     assert not jnp.isnan(output).all()
-    check(close, call)
+    # The gradients of keys and values sum over the rows that are NaN; what stands by queries is told apart.
+    ours, theirs = both_ways(xla.attend, call), both_ways(reference, call)
+    close(*({name: found[name] for name in ("output", "query")} for found in (ours, theirs)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -1,0 +1,155 @@
+"""The blocked backend against `torch_ref`, over the table that all backends are held to and over random calls."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import flax_attn
+import torch_ref
+from flax_attn.backends import blocked
+from flax_attn.parity import tolerance
+
+
+def _table():
+    path = Path(__file__).parents[2] / "tests" / "backends" / "conformance.py"
+    spec = importlib.util.spec_from_file_location("conformance_table", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TABLE = _table()
+WORDS = {"flax_attn": np.array([3, 14], np.uint32), "torch_ref": np.array([3, 14])}
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    def patch(block, strip):
+        monkeypatch.setattr(blocked, "_BLOCK", block)
+        monkeypatch.setattr(blocked, "_STRIP", strip)
+
+    return patch
+
+
+def options(case, package, array, words, mask):
+    dropout = {"dropout": package.KeyedDropout(case.rate, array(words))} if case.rate else {}
+    return {"mask": mask, **case.options, **dropout}
+
+
+def ours(case, backend="blocked"):
+    """Return the output and all gradients in float64."""
+    given = {name: jnp.asarray(x) for name, x in case.arrays.items()}
+
+    def both(given, cotangent, words, mask):
+        said = options(case, flax_attn, lambda x: x, words, mask) | {"backend": backend}
+        output, pull = jax.vjp(lambda given: flax_attn.dot_product_attention(**given, **said), given)
+        return {"output": output, **pull(cotangent)[0]}
+
+    mask = case.masked(flax_attn.Mask, jnp.asarray)
+    found = jax.jit(both, compiler_options=TABLE.FAST)(given, jnp.asarray(case.cotangent), WORDS["flax_attn"], mask)
+    return {name: np.array(x) for name, x in found.items()}
+
+
+def theirs(case):
+    """Return the output and all gradients of the PyTorch side."""
+    given = {name: torch.tensor(x, requires_grad=True) for name, x in case.arrays.items()}
+    mask = case.masked(torch_ref.Mask, torch.tensor)
+    said = options(case, torch_ref, torch.tensor, WORDS["torch_ref"], mask)
+    output = torch_ref.dot_product_attention(**given, **said)
+    gradients = torch.autograd.grad(output, list(given.values()), torch.tensor(case.cotangent), materialize_grads=True)
+    return {name: x.detach().numpy() for name, x in zip(("output", *given), (output, *gradients), strict=True)}
+
+
+def check(case):
+    mine, truth = ours(case), theirs(case)
+    if case.poisoned:  # what was seen is NaN for all that a row reads, so only what stands by queries is compared
+        mine, truth = ({name: side[name] for name in ("output", "query")} for side in (mine, truth))
+    forward = tolerance.relative({"output": mine.pop("output")}, {"output": truth.pop("output")})
+    assert forward["output"] <= tolerance.FORWARD
+    backward = tolerance.gradient_errors(mine, truth)
+    assert max(backward.values()) <= tolerance.GRADIENT, backward
+
+
+@pytest.mark.parametrize("case", list(TABLE.CASES.values())[::4], ids=lambda case: case.name)
+def test_equals_pytorch(case, tiles):
+    tiles(*case.tiles)
+    check(case)
+
+
+def offsets(draw, t, s):
+    each = st.integers(-t, s)
+    return draw(st.one_of(each, st.lists(each, min_size=2, max_size=2).map(lambda x: np.array(x, np.int32))))
+
+
+def counts(draw, most):
+    each = st.integers(0, most)
+    return draw(st.one_of(each, st.lists(each, min_size=2, max_size=2).map(lambda x: np.array(x, np.int32))))
+
+
+@st.composite
+def parts(draw, t, s):
+    """Draw one part of a mask, as a function of a package's `Mask` and of what makes arrays."""
+
+    def said(value, array):
+        return array(value) if isinstance(value, np.ndarray) else value
+
+    kind = draw(st.sampled_from(("causal", "window", "prefix", "lengths", "segments", "dense")))
+    offset, query, key = offsets(draw, t, s), counts(draw, t), counts(draw, s)
+    left, right = (draw(st.none() | st.integers(0, s)) for _ in range(2))
+    random = np.random.default_rng(draw(st.integers(0, 2**16)))
+    ids, dense = (random.integers(0, 4, t), random.integers(0, 4, s)), random.random((2, 1, t, s)) < 0.6
+    return {
+        "causal": lambda Mask, array: Mask.causal(said(offset, array)),
+        "window": lambda Mask, array: Mask.window(left, right, said(offset, array)),
+        "prefix": lambda Mask, array: Mask.prefix(said(key, array), said(offset, array)),
+        "lengths": lambda Mask, array: Mask.lengths(query=said(query, array), key=said(key, array)),
+        "segments": lambda Mask, array: Mask.segments(*map(array, ids)),
+        "dense": lambda Mask, array: Mask.dense(array(dense)),
+    }[kind]
+
+
+@st.composite
+def cases(draw):
+    t, s, k, g, h, v = (draw(st.integers(1, most)) for most in (40, 40, 2, 3, 5, 5))
+    sizes = TABLE.Sizes(2, t, s, k * g, k, h, v)
+    masks = draw(st.lists(parts(t, s), max_size=3))
+
+    def mask(Mask, array):
+        whole = Mask()
+        for part in masks:
+            whole = whole & part(Mask, array)
+        return whole
+
+    shape = tuple(size if draw(st.booleans()) else 1 for size in sizes.scores)
+    return TABLE.Case(
+        f"random {draw(st.integers(0, 2**16))}",
+        mask,
+        sizes,
+        draw(st.sampled_from(((16, 8), (8, 8), (32, 4), (12, 5)))),
+        bias=draw(st.sampled_from((None, shape))),
+        hides=draw(st.sampled_from((0.0, 0.3))) if draw(st.booleans()) else 0.0,
+        sinks=draw(st.sampled_from((None, True))),
+        rate=draw(st.sampled_from((0.0, 0.0, 0.3))),
+        scale=draw(st.sampled_from((None, 0.3, 2.0))),
+        soft_cap=draw(st.sampled_from((None, 1.5))),
+    )
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(cases())
+def test_equals_pytorch_over_random_calls(case):
+    case = case if case.bias else replace(case, hides=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "_BLOCK", case.tiles[0])
+        patch.setattr(blocked, "_STRIP", case.tiles[1])
+        check(case)

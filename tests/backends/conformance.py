@@ -1,0 +1,320 @@
+"""The table that every backend is held to: each runs every case, or refuses it for a reason that is listed here."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+HIDE = -np.inf
+FAR = 2**40  # beyond every key
+NEAR_THE_LARGEST = 1e30
+
+
+def _fast() -> dict[str, int | bool]:
+    # Every case is compiled, and run once. Older versions of XLA have emitters that take most of that time.
+    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(jnp.negative, compiler_options=options)(0.0)
+    except jax.errors.JaxRuntimeError:
+        del options["xla_cpu_use_fusion_emitters"]
+    return options
+
+
+FAST = _fast()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one call, by the letters of `functional/shapes.py`."""
+
+    b: int = 2
+    t: int = 38
+    s: int = 50
+    n: int = 4
+    k: int = 2
+    h: int = 3
+    v: int = 6
+
+    @property
+    def scores(self):
+        return self.b, self.n, self.t, self.s
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Args:
+        name: unique in the table.
+        mask: a function of a class `Mask` and of what makes arrays of its framework; None hides nothing.
+        sizes: of query, key and value.
+        tiles: the blocks and strips that the blocked backend is told to take.
+        bias: its shape.
+        hides: the share of the bias that is -inf.
+        sinks: their logits: drawn at random where it is True.
+        rate: of dropout.
+        poke: a function that changes the arrays, for numbers that are not finite or huge.
+        poisoned: whether a row sees a number that is not finite.
+    """
+
+    name: str
+    mask: Callable | None = None
+    sizes: Sizes = Sizes()
+    tiles: tuple[int, int] = (16, 8)
+    bias: tuple[int, ...] | None = None
+    hides: float = 0.0
+    sinks: Any = None
+    rate: float = 0.0
+    scale: float | None = None
+    soft_cap: float | None = None
+    poke: Callable | None = None
+    poisoned: bool = False
+
+    def draw(self, words: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.random.default_rng(zlib.crc32(f"{self.name} {words}".encode())).normal(size=shape)
+
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Query, key and value, and bias and sinks where there are any, in float64."""
+        z = self.sizes
+        shapes = {"query": (z.b, z.t, z.n, z.h), "key": (z.b, z.s, z.k, z.h), "value": (z.b, z.s, z.k, z.v)}
+        shapes |= {} if self.bias is None else {"bias": self.bias}
+        shapes |= {} if self.sinks is None else {"sinks": (z.n,)}
+        made = {name: self.draw(name, shape) for name, shape in shapes.items()}
+        if self.hides:
+            made["bias"][np.random.default_rng(9).random(self.bias) < self.hides] = HIDE
+        if self.sinks not in (None, True):
+            made["sinks"] = np.array(self.sinks)
+        if self.poke is not None:
+            self.poke(**made)
+        return made
+
+    @property
+    def cotangent(self) -> np.ndarray:
+        z = self.sizes
+        return self.draw("cotangent", (z.b, z.t, z.n, z.v))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "soft_cap": self.soft_cap}
+
+    def masked(self, kind: type, array: Callable) -> Any:
+        return None if self.mask is None else self.mask(kind, array)
+
+    @property
+    def visible(self) -> np.ndarray:
+        """What may be seen, the bias included."""
+        from flax_attn import Mask
+
+        mask = Mask() if self.mask is None else self.mask(Mask, np.asarray)
+        bias = self.arrays.get("bias", np.zeros(()))
+        return np.asarray(mask.materialise(*self.sizes.scores)) & (bias != HIDE)
+
+    @property
+    def empty_rows(self) -> np.ndarray:
+        """Which rows of the output, `(b, t, n)`, may see nothing."""
+        return ~self.visible.any(axis=-1).transpose(0, 2, 1)
+
+
+def lengths(*values):
+    return np.array(values, np.int32)
+
+
+def random_mask(*shape, share=0.4):
+    return np.random.default_rng(3).random(shape) < share
+
+
+def put(at, number, *names):
+    """Return a function that puts a number into those arrays, at some tokens of some rows."""
+
+    def poke(**arrays):
+        for name in names:
+            arrays[name][at] = number
+
+    return poke
+
+
+def twins(query, key, **_):
+    """Make every other key score as much as the one before: the largest of a row is then shared, and has a gradient."""
+    query[..., 0] = 0
+    key[:, 1::2, :, 1:] = key[:, ::2, :, 1:]
+
+
+SQUARE, TALL, LONE = Sizes(t=38, s=38), Sizes(t=50, s=22), Sizes(t=1, s=38)
+SORTED = np.arange(38) // 9
+UNSORTED = np.array([SORTED[::-1] % 3, (7 * np.arange(38)) % 4])
+NOBODY, SOMEBODY = np.s_[1, 17:], np.s_[0, 5, 1]
+
+MASKS = [
+    Case("no mask"),
+    Case("causal", lambda Mask, _: Mask.causal(), SQUARE),
+    Case("causal, blocks of one strip", lambda Mask, _: Mask.causal(), SQUARE, (8, 8)),
+    Case("causal, many strips", lambda Mask, _: Mask.causal(), Sizes(t=64, s=64), (32, 4)),
+    Case("causal from the bottom", lambda Mask, _: Mask.causal(13)),
+    Case("causal from the top", lambda Mask, _: Mask.causal(0)),
+    Case("causal with empty rows", lambda Mask, _: Mask.causal(-5)),
+    Case("causal, more queries than keys", lambda Mask, _: Mask.causal(-3), TALL),
+    Case("causal that shows one key to one query", lambda Mask, _: Mask.causal(-37)),
+    Case("causal that shows nothing", lambda Mask, _: Mask.causal(-38)),
+    Case("causal at a traced offset", lambda Mask, array: Mask.causal(array(np.int32(-4)))),
+    Case("causal at an offset a row", lambda Mask, array: Mask.causal(array(lengths(13, -8)))),
+    Case("two causal masks", lambda Mask, array: Mask.causal(5) & Mask.causal(array(lengths(9, 2)))),
+    Case("window within a block", lambda Mask, _: Mask.window(3, 2), SQUARE),
+    Case("window beyond a block", lambda Mask, _: Mask.window(21, 18, 4)),
+    Case("window to the left of its queries", lambda Mask, _: Mask.window(30, 1, -9)),
+    Case("window to the right of its queries", lambda Mask, _: Mask.window(1, 30, 11)),
+    Case("window open to the left", lambda Mask, _: Mask.window(None, 4, 3)),
+    Case("window open to the right", lambda Mask, _: Mask.window(5, None, 3)),
+    Case("window open to the right, more queries than keys", lambda Mask, _: Mask.window(2, None, 0), TALL),
+    Case("window without ends", lambda Mask, _: Mask.window(FAR, FAR, 3)),
+    Case("window at an offset a row", lambda Mask, array: Mask.window(6, 3, array(lengths(0, 12)))),
+    Case("sliding window", lambda Mask, _: Mask.sliding_window(7), SQUARE),
+    Case("sliding window of one", lambda Mask, _: Mask.sliding_window(1), SQUARE),
+    Case("sliding window that leaves the keys", lambda Mask, _: Mask.sliding_window(4, 1), TALL),
+    Case("band that shows nothing", lambda Mask, _: Mask.causal(0) & Mask.window(0, None, 9)),
+    Case("band of three parts", lambda Mask, _: Mask.causal(9) & Mask.window(None, 3, 4) & Mask.window(20, None, 5)),
+    Case("key length", lambda Mask, _: Mask.lengths(key=23)),
+    Case("query length", lambda Mask, _: Mask.lengths(query=20)),
+    Case("lengths beyond the tokens", lambda Mask, _: Mask.lengths(query=FAR, key=FAR)),
+    Case("key lengths, one of them 0", lambda Mask, array: Mask.lengths(key=array(lengths(29, 0)))),
+    Case("lengths", lambda Mask, array: Mask.lengths(query=array(lengths(11, 38)), key=array(lengths(50, 16)))),
+    Case("causal lengths", lambda Mask, array: Mask.causal(4) & Mask.lengths(key=array(lengths(19, 50)), query=30)),
+    Case("window over lengths", lambda Mask, array: Mask.window(6, 3, 2) & Mask.lengths(key=array(lengths(19, 40)))),
+    Case("segments", lambda Mask, array: Mask.segments(array(SORTED)), SQUARE),
+    Case("causal segments", lambda Mask, array: Mask.segments(array(SORTED)) & Mask.causal(), SQUARE),
+    Case("segments in any order", lambda Mask, array: Mask.segments(array(UNSORTED)), SQUARE),
+    Case(
+        "segments of other keys, some without any",
+        lambda Mask, array: Mask.segments(array(np.arange(38) // 5 - 2), array(np.arange(50) // 13 * 2 - 2)),
+    ),
+    Case("prefix", lambda Mask, _: Mask.prefix(19), SQUARE),
+    Case("prefix with empty rows", lambda Mask, _: Mask.prefix(0, offset=-9)),
+    Case(
+        "prefix and offset a row",
+        lambda Mask, array: Mask.prefix(array(lengths(22, 3)), offset=array(lengths(2, -5))),
+    ),
+    Case("window under a prefix", lambda Mask, _: Mask.prefix(19) & Mask.window(12, 9), SQUARE),
+    Case("dense", lambda Mask, array: Mask.dense(array(random_mask(38, 50)))),
+    Case("dense by head", lambda Mask, array: Mask.dense(array(random_mask(4, 38, 50)))),
+    Case("dense by row", lambda Mask, array: Mask.dense(array(random_mask(2, 1, 38, 50)))),
+    Case("dense by row and head", lambda Mask, array: Mask.dense(array(random_mask(2, 4, 38, 50, share=0.1)))),
+    Case("dense over keys", lambda Mask, array: Mask.dense(array(random_mask(2, 1, 1, 50)))),
+    Case("dense over queries", lambda Mask, array: Mask.dense(array(random_mask(4, 38, 1)))),
+    Case("dense that shows nothing", lambda Mask, array: Mask.dense(array(np.zeros((38, 50), bool)))),
+    Case(
+        "everything at once",
+        lambda Mask, array: (
+            Mask.sliding_window(33)
+            & Mask.prefix(array(lengths(9, 20)))
+            & Mask.lengths(key=array(lengths(30, 38)))
+            & Mask.segments(array(SORTED // 2))
+            & Mask.dense(array(random_mask(4, 38, 38, share=0.7)))
+        ),
+        SQUARE,
+        bias=(1, 4, 38, 38),
+        hides=0.2,
+        sinks=True,
+        rate=0.3,
+        scale=0.7,
+        soft_cap=4.0,
+    ),
+]
+
+SHAPES = [
+    Case("one query", sizes=LONE),
+    Case("one query, causal", lambda Mask, _: Mask.causal(37), LONE),
+    Case("one query in a window", lambda Mask, _: Mask.sliding_window(5, 20), LONE),
+    Case("one query and one key", lambda Mask, _: Mask.causal(), Sizes(t=1, s=1)),
+    Case("one key", lambda Mask, _: Mask.causal(-4), Sizes(t=23, s=1)),
+    Case("blocks that fit", lambda Mask, _: Mask.causal(32), Sizes(t=32, s=64)),
+    Case("one head", lambda Mask, _: Mask.causal(), Sizes(b=1, t=19, s=19, n=1, k=1)),
+    Case("multi-head", lambda Mask, _: Mask.causal(2), Sizes(t=21, s=23, n=3, k=3)),
+    Case("multi-query", lambda Mask, array: Mask.lengths(key=array(lengths(9, 21))), Sizes(t=19, s=23, n=6, k=1)),
+    *(
+        Case(f"head width {h}", lambda Mask, _: Mask.causal(3), Sizes(b=1, t=18, s=22, n=2, k=1, h=h, v=h))
+        for h in (1, 7, 64, 80, 128, 256)
+    ),
+    Case("values wider than queries", lambda Mask, _: Mask.causal(3), Sizes(b=1, t=18, s=22, n=2, k=1, h=8, v=80)),
+    Case("no batch rows", lambda Mask, _: Mask.causal(13), Sizes(b=0)),
+    Case("no queries", lambda Mask, _: Mask.lengths(key=7), Sizes(t=0)),
+]
+
+OPTIONS = [
+    Case("scale", scale=-1.7),
+    Case("large logits", lambda Mask, _: Mask.causal(13), scale=1e4, poke=twins),
+    Case("soft cap", lambda Mask, _: Mask.causal(13), scale=3.0, soft_cap=1.5),
+    Case("soft cap and empty rows", lambda Mask, array: Mask.lengths(key=array(lengths(0, 9))), soft_cap=1.5),
+    Case("sinks", sinks=True),
+    Case("sinks and empty rows", lambda Mask, _: Mask.causal(-9), sinks=True),
+    Case("sinks of minus infinity", lambda Mask, _: Mask.causal(-9), sinks=(HIDE, 0.3, HIDE, -2.0)),
+    Case("sinks that take all", lambda Mask, _: Mask.causal(13), sinks=(1e4, -1e4, 40.0, 0.5)),
+    Case("dropout", rate=0.4),
+    Case("dropout in a window", lambda Mask, _: Mask.window(21, 3, 4), rate=0.6, sinks=True),
+    Case("dropout and empty rows", lambda Mask, array: Mask.lengths(key=array(lengths(0, 30))), rate=0.2),
+    Case("bias", bias=(2, 4, 38, 50)),
+    Case("bias of all rows", lambda Mask, _: Mask.causal(-6), bias=(38, 50), hides=0.3),
+    Case("bias of every head", lambda Mask, _: Mask.causal(), SQUARE, bias=(4, 38, 38), hides=0.3),
+    Case("bias of every row", lambda Mask, _: Mask.window(9, 4, 8), bias=(2, 1, 38, 50), hides=0.6),
+    Case("bias of every key", lambda Mask, _: Mask.causal(7), bias=(2, 1, 1, 50), hides=0.5),
+    Case("bias of every query", lambda Mask, _: Mask.window(2, None, -7), bias=(1, 4, 38, 1), hides=0.3),
+    Case("bias of one number", bias=(1, 1, 1, 1)),
+    Case("bias that hides all of some rows", lambda Mask, _: Mask.causal(4), bias=(2, 4, 38, 50), hides=0.9),
+    Case("bias under a soft cap", lambda Mask, _: Mask.causal(-3), bias=(4, 38, 50), hides=0.4, soft_cap=2.0),
+    Case("bias that hides all, under a soft cap", bias=(1, 1, 38, 1), hides=0.4, soft_cap=2.0),
+    Case("bias under lengths", lambda Mask, array: Mask.lengths(key=array(lengths(31, 4))), bias=(2, 4, 38, 50)),
+    Case("bias and dropout", lambda Mask, _: Mask.causal(5), bias=(2, 1, 38, 50), hides=0.3, rate=0.3),
+]
+
+
+def hidden_slots(**arrays):
+    """NaN, infinity and huge numbers where `Mask.lengths(query=17, key=17)` lets nobody look."""
+    for name, number in (("query", np.nan), ("key", np.inf), ("value", np.nan)):
+        arrays[name][0, 17:] = number
+        arrays[name][1, 17:] = NEAR_THE_LARGEST
+
+
+def hidden_by_bias(bias, key, value, **_):
+    bias[..., 17:] = HIDE
+    key[:, 17:], value[:, 30:] = np.nan, np.inf
+
+
+NUMBERS = [
+    Case("what a bias hides", lambda Mask, _: Mask.causal(5), bias=(4, 38, 50), poke=hidden_by_bias),
+    Case("what a bias hides of every query", bias=(2, 1, 1, 50), poke=hidden_by_bias, soft_cap=2.0),
+    Case("what nobody sees", lambda Mask, _: Mask.lengths(query=17, key=17), poke=hidden_slots),
+    Case(
+        "what nobody sees, causal", lambda Mask, _: Mask.causal(13) & Mask.lengths(query=17, key=17), poke=hidden_slots
+    ),
+    Case(
+        "what nobody sees, dense",
+        lambda Mask, array: Mask.dense(array((np.arange(38) < 17)[:, None] & (np.arange(50) < 17))),
+        soft_cap=2.0,
+        sinks=True,
+        poke=hidden_slots,
+    ),
+    Case("what is to come", lambda Mask, _: Mask.causal(-21), poke=put(np.s_[:, 17:], np.nan, "key", "value")),
+    Case("huge to come", lambda Mask, _: Mask.causal(-21), poke=put(np.s_[:, 17:], NEAR_THE_LARGEST, "key", "value")),
+    *(
+        Case(
+            f"{number} in a {name} that is seen, {how}",
+            mask,
+            SQUARE,
+            poke=put(SOMEBODY, number, name),
+            poisoned=True,
+        )
+        for number, name, how, mask in (
+            (np.nan, "query", "causal", lambda Mask, _: Mask.causal()),
+            (np.inf, "key", "sliding", lambda Mask, _: Mask.sliding_window(7)),
+            (-np.inf, "value", "padded", lambda Mask, array: Mask.lengths(query=array(lengths(9, 3)))),
+            (np.nan, "key", "packed", lambda Mask, array: Mask.segments(array(SORTED))),
+            (np.nan, "value", "dense", lambda Mask, array: Mask.dense(array(random_mask(4, 38, 38)))),
+        )
+    ),
+]
+
+CASES = {case.name: case for case in (*MASKS, *SHAPES, *OPTIONS, *NUMBERS)}

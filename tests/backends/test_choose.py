@@ -1,0 +1,148 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flax_attn import KeyedDropout, Mask, dot_product_attention
+from flax_attn.backends import cudnn
+from flax_attn.backends.call import Unsupported, platform_of, prepare
+from flax_attn.backends.choose import BACKENDS, PREFERRED, SHORT, choose, explain, load
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def ask(t=512, s=None, h=64, dtype=jnp.float32, mask=None, **options):
+    key = shape(2, t if s is None else s, 4, h, dtype=dtype)
+    return explain(shape(2, t, 8, h, dtype=dtype), key, key, None, mask, **options)
+
+
+@pytest.mark.parametrize("platform", PREFERRED)
+def test_short_inputs_run_the_formula(platform):
+    most = SHORT[platform]
+    assert ask(1, most, platform=platform).backend == ask(most, 1, platform=platform).backend == "reference"
+    assert ask(1, most + 1, platform=platform).backend not in ("reference", None)
+    assert ask(most + 1, 1, platform=platform).backend not in ("reference", None)
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    monkeypatch.setattr(cudnn, "find_spec", lambda name: name)
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "backend"),
+    [
+        ("cpu", {}, "blocked"),
+        ("cpu", {"dtype": jnp.bfloat16}, "blocked"),
+        ("gpu", {"dtype": jnp.bfloat16}, "cudnn"),
+        ("gpu", {"dtype": jnp.bfloat16, "soft_cap": 2.0}, "blocked"),
+        ("gpu", {}, "blocked"),
+        ("tpu", {"mask": Mask.causal()}, "splash"),
+        ("tpu", {"dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))}, "blocked"),
+    ],
+)
+@pytest.mark.usefixtures("plugin", "no_shape_checks")
+def test_the_first_that_honours_the_call_is_chosen(platform, options, backend):
+    found = ask(platform=platform, **options)
+    assert found.backend == backend
+    assert found.platform == platform
+    assert found.refusals[backend] is None
+    assert f"-> {backend:9}  can run, in about" in str(found)
+
+
+def test_explained_is_what_runs(monkeypatch):
+    ran = []
+    for name in ("blocked", "xla"):
+        monkeypatch.setattr(load(name), "attend", lambda call, name=name: ran.append(name) or call.query)
+    x = jnp.ones((1, 160, 2, 4))
+    for backend in ("auto", "blocked", "xla"):
+        dot_product_attention(x, x, x, backend=backend)
+        assert ran.pop() == explain(x, x, x, backend=backend, platform="cpu").backend
+    dot_product_attention(x[:, :9], x, x)
+    assert not ran
+
+
+def test_one_that_refuses_by_name():
+    found = ask(backend="xla", soft_cap=2.0, platform="cpu")
+    assert found.backend is None
+    assert str(found).startswith("nothing runs on cpu")
+    assert "no soft cap" in str(found)
+    assert "xla" not in found.memory
+    x = jnp.ones((2, 3, 4, 5))
+    with pytest.raises(
+        Unsupported, match=r"^backend 'xla' cannot honour this call: xla has no soft cap; got soft_cap=2"
+    ):
+        dot_product_attention(x, x, x, soft_cap=2.0, backend="xla")
+    with pytest.raises(ValueError, match="cannot honour"):  # for callers that know of no backends
+        dot_product_attention(x, x, x, soft_cap=2.0, backend="xla", return_weights=True)
+
+
+@pytest.mark.parametrize("backend", ["splash", "cudnn"])
+def test_kernels_of_other_platforms_refuse_here(backend):
+    with pytest.raises(Unsupported, match=rf"^backend '{backend}' cannot honour this call: {backend} runs on"):
+        choose(prepare(*[jnp.ones((2, 3, 4, 5))] * 3, platform="cpu"), backend)
+
+
+@pytest.mark.parametrize("act", [dot_product_attention, explain])
+def test_an_unknown_backend_lists_the_names(act):
+    x = jnp.ones((2, 3, 4, 5))
+    names = ", ".join(map(repr, ("auto", *BACKENDS)))
+    with pytest.raises(ValueError, match=rf"^backend must be one of {re.escape(names)}; got 'flash'"):
+        act(x, x, x, backend="flash")
+
+
+def test_an_unknown_platform_lists_the_names():
+    with pytest.raises(ValueError, match=r"^platform must be one of 'cpu', 'gpu', 'tpu'; got 'abacus'$"):
+        ask(platform="abacus")
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+def test_what_no_call_may_be_is_an_error_in_every_backend():
+    x, other = jnp.ones((2, 3, 4, 5)), jnp.ones((2, 3, 4, 6))
+    for backend in ("auto", *BACKENDS):
+        with pytest.raises(ValueError, match="one head width h"):
+            dot_product_attention(x, other, x, backend=backend)
+        with pytest.raises(ValueError, match="must broadcast to"):
+            dot_product_attention(x, x, x, mask=jnp.ones((7, 3), bool), backend=backend)
+        with pytest.raises(ValueError, match="soft_cap must be positive"):
+            dot_product_attention(x, x, x, soft_cap=0.0, backend=backend)
+
+
+def test_explain_takes_what_the_call_takes():
+    x = jnp.ones((9, 4, 8))
+    options = {"scale": 0.5, "soft_cap": 3.0, "sinks": jnp.ones(4), "return_weights": True}
+    dropout = KeyedDropout(0.5, jax.random.key(0))
+    found = explain(x, x, x, jnp.ones((9, 9)), jnp.ones((9, 9), bool), dropout=dropout, **options)
+    assert found.backend == "reference"
+    assert found.refusals["blocked"] is None
+    assert "soft cap" in found.refusals["xla"]
+    assert explain(x, x, x).memory.keys() == {"reference", "blocked", "xla"} or jax.default_backend() != "cpu"
+
+
+def test_platform_of_tracers_is_that_of_the_default_device():
+    seen = []
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        jax.jit(lambda x: seen.append(platform_of(x)) or x)(1.0)
+    assert seen == ["cpu"]
+    assert platform_of(jnp.zeros(1)) == jax.default_backend()
+
+
+@pytest.mark.parametrize(
+    ("backend", "mask", "dtype"),
+    [
+        ("reference", Mask.causal(), "float32"),
+        ("xla", Mask.causal(), "float32"),
+        ("blocked", Mask.causal(), "float32"),
+        ("blocked", Mask(), "bfloat16"),
+        ("blocked", Mask.sliding_window(100), "float32"),
+    ],
+)
+def test_memory_is_about_what_is_compiled(backend, mask, dtype):
+    x = shape(1, 2500, 3, 64, dtype=jnp.dtype(dtype))
+    call = jax.jit(lambda x: dot_product_attention(x, x, x, mask=mask, backend=backend))
+    needed = call.lower(x).compile({"xla_backend_optimization_level": 0}).memory_analysis().temp_size_in_bytes
+    estimate = explain(x, x, x, mask=mask, platform="cpu").memory[backend]
+    assert needed / 2 < estimate < 2 * needed
