@@ -11,7 +11,7 @@ NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
 	@echo 'make test         run all tests'
-	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (ten minutes)'
+	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (a quarter of an hour)'
 	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
 	@echo 'make lint         check format, lint and types'
 	@echo 'make format       format the code'
