@@ -34,11 +34,8 @@ def is_band(call: Call) -> bool:
 def sides(call: Call) -> tuple[int | None, int | None]:
     """Return how many keys a query sees to its left and to its right; None where that hides nothing."""
     _, _, t, s = call.shape
-    windows = [part for part in call.mask.parts if isinstance(part, Window)]
-    causal = [0 for part in call.mask.parts if isinstance(part, Causal)]
-    left = min((w.left for w in windows if w.left is not None), default=t)
-    right = min((*causal, *(w.right for w in windows if w.right is not None)), default=s)
-    return left if left < t - 1 else None, right if right < s - 1 else None
+    (low, high), _ = call.mask.split_band()
+    return None if low is None or -low >= t - 1 else -low, None if high is None or high >= s - 1 else high
 
 
 def has_lengths(call: Call) -> bool:

@@ -84,7 +84,7 @@ def _finish(static: Static, done: Partial, sink: Array | None) -> Partial:
 
 
 def _sink(static: Static, sink: Array) -> Array:
-    return jnp.maximum(sink.astype(static.sums), static.lowest).reshape(1, 1)
+    return sink.astype(static.sums).reshape(1, 1)
 
 
 def backward(static: Static, head: Head, saved: Partial, cotangent: Float[Array, "t v"]) -> Gradients:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -235,7 +234,7 @@ def _masks(call: Call) -> list[splash.Mask]:
     _, n, t, s = call.shape
     parts = tuple(part for part in call.mask.parts if not isinstance(part, Lengths | Segments))
     if all(isinstance(part, Causal | Window) for part in parts):
-        return [_band(parts, (_padded(t), _padded(s)))] * n
+        return [_band(Mask(parts), (_padded(t), _padded(s)))] * n
     with jax.ensure_compile_time_eval():
         block = np.asarray(Mask(parts).block(jnp.arange(t), jnp.arange(s))[0])
     block = np.broadcast_to(block, (len(block), t, s))
@@ -243,14 +242,10 @@ def _masks(call: Call) -> list[splash.Mask]:
     return [splash.NumpyMask(head) for head in block] * (n // len(block))
 
 
-def _band(parts: tuple[Any, ...], shape: tuple[int, int]) -> splash.Mask:
+def _band(mask: Mask, shape: tuple[int, int]) -> splash.Mask:
     """Return the diagonals that all parts let through: the kernel computes these and reads no mask."""
-    low, high = -shape[0], shape[1]  # of key - query
-    for part in parts:
-        left, right = getattr(part, "left", None), getattr(part, "right", 0)  # causal is a window without a left end
-        low = low if left is None else max(low, part.offset - left)
-        high = high if right is None else min(high, part.offset + right)
-    window = None if low == -shape[0] else -low, None if high == shape[1] else high
+    (low, high), _ = mask.split_band()
+    window = None if low is None or low <= -shape[0] else -low, None if high is None or high >= shape[1] else high
     return splash.FullMask(shape) if window == (None, None) else splash.LocalMask(shape, window, offset=0)
 
 
