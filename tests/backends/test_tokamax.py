@@ -65,9 +65,9 @@ def check(close):
     """Equal to the reference when tokamax runs its XLA implementation: not its kernels, but what they are told."""
     pytest.importorskip("tokamax", reason="tokamax is an optional package")
 
-    def check(call, name="xla"):
+    def check(call, name="xla", only=None):
         ours, theirs = both_ways(lambda call: tokamax.attend_with(call, name), call), both_ways(reference, call)
-        close(ours, theirs)
+        close(*({key: side[key] for key in only or side} for side in (ours, theirs)))
         return ours
 
     return check
@@ -102,7 +102,8 @@ def test_soft_cap_and_bias_through_its_xla(check):
 def test_numbers_that_are_not_finite_through_its_xla(mask, check):
     call = build((STRUCTURE | ARRAYS)[mask], dtype=jnp.float32)
     key = call.key.at[0, 2, 1, 2].set(jnp.nan).at[2, 3, 0, 0].set(jnp.inf)
-    output = check(Call(**{**vars(call), "key": key}))["output"]
+    # The gradients of keys and values sum over the rows that are NaN; what stands by queries is told apart.
+    output = check(Call(**{**vars(call), "key": key}), only=("output", "query"))["output"]
     assert jnp.isnan(output).any()
     assert not jnp.isnan(output).all()
 
