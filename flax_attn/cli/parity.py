@@ -11,7 +11,7 @@ from flax_attn.cli import common
 
 if TYPE_CHECKING:
     from flax_attn.parity.cases import Case
-    from flax_attn.parity.ladder import Check
+    from flax_attn.parity.report import Report
 
 
 def add(commands: Any) -> None:
@@ -38,8 +38,9 @@ def _parity(options: argparse.Namespace) -> int:
         import torch
     except ImportError:
         raise common.UsageError('parity needs PyTorch: pip install "flax-attn[torch]"') from None
-    from flax_attn.parity import report
+    from flax_attn.parity import console as tables
     from flax_attn.parity.cases import select
+    from flax_attn.parity.report import write_json
 
     try:
         cases = select(options.variant)
@@ -47,31 +48,31 @@ def _parity(options: argparse.Namespace) -> int:
         raise common.UsageError(str(error)) from None
     common.check_writable(options.json)
     torch.set_num_threads(1)  # several cases run at a time, and the matrices are small
-    results = _climb_all(cases, options.seed)
+    reports = _climb_all(cases, options.seed)
     if options.json:
         try:
-            report.write_json(results, options.seed, options.json)
+            write_json(reports, options.seed, options.json)
         except OSError as error:  # what was measured is still printed
             print(f"flax-attn: cannot write {options.json}: {error}", file=sys.stderr)
     console = common.console(130)
-    console.print(report.table(results))
-    console.print(report.LEGEND, style="dim", highlight=False)
-    for line in report.notes(results):
+    console.print(tables.variants(reports))
+    console.print(tables.LEGEND, style="dim", highlight=False)
+    for line in tables.notes(reports):
         console.print(line, style="dim", highlight=False)
-    for line in report.failures(results):
+    for line in tables.failures(reports):
         console.print(line, style="bold red", highlight=False, soft_wrap=True)
-    good = sum(all(check.passed for check in checks) for checks in results.values())
-    console.print(f"\n{good} of {len(results)} variants equal their PyTorch twin", style="bold", highlight=False)
-    return 0 if report.passed(results) else 1
+    good = sum(report.passed for report in reports)
+    console.print(f"\n{good} of {len(reports)} variants equal their PyTorch twin", style="bold", highlight=False)
+    return 0 if good == len(reports) else 1
 
 
-def _climb_all(cases: list[Case], seed: int) -> dict[str, list[Check]]:
-    from flax_attn.parity.ladder import climb
+def _climb_all(cases: list[Case], seed: int) -> list[Report]:
+    from flax_attn.parity.table import climb
 
-    results = {}
+    reports = []
     with common.progress() as progress, ThreadPoolExecutor(2) as pool:
         task = progress.add_task("comparing", total=len(cases))
-        for case, checks in zip(cases, pool.map(lambda case: climb(case, seed), cases), strict=True):
-            results[case.name] = checks
+        for report in pool.map(lambda case: climb(case, seed), cases):
+            reports.append(report)
             progress.advance(task)
-    return results
+    return reports

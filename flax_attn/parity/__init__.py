@@ -1,1 +1,25 @@
-"""The proof that a variant in `flax_attn` and its twin in `torch_ref` are the same function."""
+"""The proof that two modules are the same function: any JAX module against any PyTorch module.
+
+from flax_attn.parity import compare, assert_parity
+
+report = compare(flax_module, torch_module, [x], layout="torch")     # a report, check by check
+assert_parity(flax_module, torch_module, [x], layout="torch")        # an error that says where they part
+"""
+
+from flax_attn.parity.api import ParityError, assert_parity, compare
+from flax_attn.parity.check import Check
+from flax_attn.parity.ladder import CHECKS
+from flax_attn.parity.recipe import Recipe
+from flax_attn.parity.report import Report
+from flax_attn.parity.sides.side import PairingError
+
+__all__ = [
+    "CHECKS",
+    "Check",
+    "PairingError",
+    "ParityError",
+    "Recipe",
+    "Report",
+    "assert_parity",
+    "compare",
+]

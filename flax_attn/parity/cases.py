@@ -21,7 +21,7 @@ class Case:
     Args:
         name: of the row.
         variant: name of the class or factory in both packages.
-        arguments: of the constructor.
+        arguments: of the constructor; a function makes one from a package, as `call` does.
         inputs: shapes of the inputs, batched.
         call: makes the keyword arguments of the call from a package, `flax_attn` or `torch_ref`.
         unbatched: whether the inputs may come without the batch axis.
@@ -36,7 +36,8 @@ class Case:
 
     def build(self, package: ModuleType, **numerics: Any):
         """Return the module of `package`."""
-        return getattr(package, self.variant)(**self.arguments, **numerics)
+        arguments = {name: value(package) if callable(value) else value for name, value in self.arguments.items()}
+        return getattr(package, self.variant)(**arguments, **numerics)
 
 
 def _multi_head(name: str, *inputs: Shape, call=lambda package: {}, unbatched: bool = True, **arguments: Any) -> Case:
@@ -51,6 +52,7 @@ def _block(name: str, **arguments: Any) -> Case:
 
 _HEAD = {"d_in": 4, "d_out": 6, "context_length": 9, "dropout": 0.3}
 _CROSS = {"causal": False, "kdim": 5, "vdim": 3}
+_PACKED = np.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4], [70, 71, 0, 1, 2]])
 _DENSE = np.random.default_rng(0).random((4, 5, 5)) < 0.6
 
 CASES = (
@@ -88,6 +90,20 @@ CASES = (
         "prefix_dense",
         call=lambda package: {"mask": package.Mask.prefix(2) & package.Mask.dense(_DENSE)},
         causal=False,
+    ),
+    _multi_head("rope", num_heads=2, num_kv_heads=1, qkv_bias=True, rope=lambda package: package.RoPE()),
+    _multi_head(
+        "rope_yarn_packed",
+        call=lambda package: {"positions": _PACKED, "mask": package.Mask.segments(_PACKED - np.arange(5))},
+        unbatched=False,
+        d_out=24,
+        num_heads=2,
+        rope=lambda package: package.RoPE(500.0, width=8, interleaved=True, scaling=package.YaRNScaling(4.0, 40)),
+    ),
+    _multi_head(
+        "alibi",  # of 4 heads: slopes that no dtype rounds
+        call=lambda package: {"bias": package.alibi(4, np.arange(5), np.arange(5))},
+        scale=0.8,
     ),
     _block("gpt2", qkv_bias=True),
     _block("llama_norms", norm="rms_norm", num_kv_heads=1, activation="gelu_exact"),

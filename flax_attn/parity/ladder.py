@@ -1,169 +1,264 @@
-"""The checks of a case, from the cheapest to the dearest. Each returns what it measured beside its rule."""
+"""The checks of a pair, from the cheapest to the dearest. Each returns what it measured beside its rule.
+
+A check that says nothing about a pair raises `NotRun` with the reason, which becomes a line in the report.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
-import jax
+import ml_dtypes
 import numpy as np
-from flax import nnx
 
-from flax_attn import convert
+from flax_attn.functional.checks import check_choice
 from flax_attn.parity import tolerance
-from flax_attn.parity.cases import Case
-from flax_attn.parity.pair import Pair
-from flax_attn.parity.trajectory import train
+from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.pair import NotRun, Pair, SideError
+from flax_attn.parity.regimes import REGIMES
+from flax_attn.parity.sides.side import Answer, PairingError, is_floating
 
 
-@dataclass(frozen=True)
-class Check:
-    """One measurement: `error` must be at most `limit`.
+def shapes(pair: Pair) -> Check:
+    """Names, shapes and dtypes of the outputs."""
+    ours, theirs = pair.ask("flax", pair.uncompiled), pair.plain
+    names = [*theirs.outputs, *(name for name in ours.outputs if name not in theirs.outputs)]
+    seen = {name: (_described(ours, name), _described(theirs, name)) for name in names}
+    errors = {f"{name}: flax {left}, torch {right}": float(left != right) for name, (left, right) in seen.items()}
+    return worst_of("shapes", errors, 0.0)
 
-    Args:
-        name: of the check.
-        error: what was measured; infinite where the two sides cannot even be compared.
-        limit: the rule.
-        worst: the tensor with the largest error.
-        note: what else a reader should know, such as directions left out.
-    """
 
-    name: str
-    error: float
-    limit: float
-    worst: str = ""
-    note: str = ""
+def weights(pair: Pair) -> Check:
+    """Coverage, round trip, and an index probe: every element is numbered, crosses, comes back, and is there once."""
+    if not pair.has_parameters:
+        raise NotRun("there are no parameters")
+    if not pair.shares_weights:
+        raise NotRun("no layout says which parameter is which; both keep their own")
+    return worst_of("weights", dict(_probe(pair)), 0.0)
 
-    @property
-    def passed(self) -> bool:
-        """Whether the rule holds; NaN never passes."""
-        return bool(self.error <= self.limit)
 
-    @property
-    def margin(self) -> float:
-        """How many times the error fits into the limit."""
-        return self.limit / self.error if self.error else np.inf
+def _probe(pair: Pair) -> Iterator[tuple[str, float]]:
+    start, held = 1, []
+    for entry in pair.entries:
+        size = int(np.prod(entry.shape))
+        numbers = np.arange(start, start + size).reshape(entry.shape)
+        parts = entry.split(numbers)
+        again = entry.join(parts)
+        yield entry.theirs, float((again != numbers).sum()) if again.shape == numbers.shape else np.inf
+        held += [np.ravel(part) for part in parts.values()]
+        start += size
+    found = np.sort(np.concatenate(held)) if held else np.arange(0)
+    yield "every element once", float((found != np.arange(1, start)).sum()) if len(found) == start - 1 else np.inf
 
 
 def forward(pair: Pair) -> Check:
-    """Outputs in float64 (rule 2)."""
-    return _check("forward", tolerance.relative(pair.flax64.outputs, pair.truth.outputs), tolerance.FORWARD)
+    """Outputs in float64."""
+    ours, theirs = pair.both(pair.float64)
+    errors = tolerance.relative(ours.outputs, theirs.outputs)
+    low = sorted(
+        {f"{name} is {kind}" for name, kind in ours.dtypes.items() if kind in ("float32", "bfloat16", "float16")}
+    )
+    return worst_of("forward", errors, tolerance.FORWARD, "; ".join(low), flax=ours.outputs, torch=theirs.outputs)
 
 
 def gradients(pair: Pair) -> Check:
-    """Gradients of every parameter and input in float64, under random cotangents (rule 2)."""
-    errors = tolerance.gradient_errors(pair.flax64.gradients, pair.truth.gradients)
-    null = sorted(tolerance.null_directions(pair.truth.gradients))
-    note = f"does not feel {', '.join(null)}" if null else ""
-    return _check("gradients", errors, tolerance.GRADIENT, note)
+    """Gradients of every shared parameter and floating input in float64, under random cotangents."""
+    ours, theirs = pair.both(pair.float64)
+    truth = _shared(pair, theirs.gradients)
+    if not truth:
+        raise NotRun("no parameter is shared and no input is floating")
+    null = sorted(tolerance.null_directions(truth))
+    notes = [f"does not feel {', '.join(null)}"] if null else []
+    notes += ["parameters are not shared: inputs alone"] if pair.has_parameters and not pair.shares_weights else []
+    errors = tolerance.gradient_errors(ours.gradients, truth)
+    return worst_of("gradients", errors, tolerance.GRADIENT, "; ".join(notes), flax=ours.gradients, torch=truth)
 
 
-def float32(pair: Pair) -> Check:
-    """Outputs and gradients in float32, against PyTorch's own error in float32 (rule 4)."""
-    ours, theirs, truth = pair.run_flax("float32"), pair.run_torch("float32", gradients=True), pair.truth
-    null, eps = tolerance.null_directions(truth.gradients), float(np.finfo(np.float32).eps)
-    felt = {name: gradient for name, gradient in truth.gradients.items() if name not in null}
-    errors = tolerance.lower_dtype(ours.outputs, theirs.outputs, truth.outputs, tolerance.LOW_FORWARD, eps)
-    errors |= tolerance.lower_dtype(ours.gradients, theirs.gradients, felt, tolerance.LOW_GRADIENT, eps)
-    return _check("float32", errors, 1.0)
+def second(pair: Pair) -> Check:
+    """Derivative of the gradients along a random direction, in float64."""
+    question = pair.question("second", cotangents=pair.cotangents, tangents=pair.tangents)
+    if any(name not in pair.tangents for name in pair.torch.shapes):
+        raise NotRun("parameters are not shared, so they have no common direction")
+    ours, theirs = pair.both(question)
+    errors = tolerance.gradient_errors(ours.second, _shared(pair, theirs.second))
+    return worst_of("second", errors, tolerance.SECOND, flax=ours.second, torch=theirs.second)
+
+
+def lower(dtype: str, pair: Pair) -> Check:
+    """Outputs and gradients in a lower dtype, against PyTorch's own error in it."""
+    question = pair.lower[dtype]
+    nudges = [question, *(replace(question, name=f"{dtype}, nudged {i}", nudge=i) for i in range(1, tolerance.DRAWS))]
+    try:
+        theirs, *others = [pair.ask("torch", nudged) for nudged in nudges]
+    except SideError as error:
+        raise NotRun(f"the rule is PyTorch's own error, and {error}") from None
+    ours = pair.ask("flax", question)
+    truth, eps = pair.truth, float(ml_dtypes.finfo(dtype).eps)
+    felt = {name: gradient for name, gradient in _shared(pair, truth.gradients).items() if name not in pair.null}
+    outputs = {name: output for name, output in truth.outputs.items() if is_floating(output)}
+    own = [[getattr(draw, kind) for draw in (theirs, *others)] for kind in ("outputs", "gradients")]
+    errors = tolerance.lower_dtype(ours.outputs, own[0], outputs, tolerance.LOW_FORWARD, eps)
+    errors |= tolerance.lower_dtype(ours.gradients, own[1], felt, tolerance.LOW_GRADIENT, eps)
+    kinds = sorted(set(ours.dtypes.values()) ^ set(theirs.dtypes.values()))
+    note = f"outputs are {ours.dtypes} in flax and {theirs.dtypes} in torch" if kinds else ""
+    flax, torch = ({**answer.outputs, **answer.gradients} for answer in (ours, theirs))
+    return worst_of(dtype, errors, 1.0, note, flax=flax, torch=torch)
 
 
 def eager(pair: Pair) -> Check:
-    """Compiled and eager execution of the Flax side (rule 5)."""
-    outputs = pair.run_flax(gradients=False, jit=False).outputs
-    return _check("jit = eager", tolerance.relative(outputs, pair.flax64.outputs), tolerance.FORWARD)
+    """Compiled and eager execution of the Flax side."""
+    outputs = pair.ask("flax", pair.uncompiled).outputs
+    errors = tolerance.relative(outputs, pair.flax64.outputs)
+    return worst_of("jit = eager", errors, tolerance.FORWARD)
 
 
-def dropout(pair: Pair) -> Check | None:
-    """Outputs and gradients in train mode, both sides given the same dropout key; None where nothing is dropped."""
-    if not pair.has_dropout:
-        return None
-    pair.train()
-    try:
-        ours, truth = pair.run_flax(), pair.run_torch(gradients=True)
-    finally:
-        pair.train(False)
-    errors = tolerance.relative(ours.outputs, truth.outputs) | tolerance.gradient_errors(
-        ours.gradients, truth.gradients
-    )
-    if np.allclose(truth.outputs["output"], pair.truth.outputs["output"]):
-        errors["nothing was dropped"] = np.inf
-    return _check("dropout", errors, tolerance.GRADIENT)
+def dropout(pair: Pair) -> Check:
+    """Outputs and gradients in train mode, both sides given the same dropout key."""
+    if not pair.takes("dropout_key"):
+        raise NotRun("the calls take no dropout_key, so the two sides cannot be made to drop the same")
+    ours, theirs = pair.both(pair.training())
+    if all(np.array_equal(theirs.outputs[name], pair.plain.outputs[name], equal_nan=True) for name in theirs.outputs):
+        raise NotRun("nothing is dropped: train mode computes what eval mode does")
+    errors = tolerance.relative(ours.outputs, theirs.outputs)
+    errors |= tolerance.gradient_errors(ours.gradients, _shared(pair, theirs.gradients))
+    flax, torch = ({**answer.outputs, **answer.gradients} for answer in (ours, theirs))
+    return worst_of("dropout", errors, tolerance.GRADIENT, flax=flax, torch=torch)
 
 
-def unbatched(pair: Pair) -> Check | None:
-    """Inputs without the batch axis, on both sides; None where the case needs one."""
-    if not pair.case.unbatched:
-        return None
-    inputs = [x[0] for x in pair.inputs]
-    ours, truth = pair.run_flax(inputs=inputs, gradients=False), pair.run_torch(inputs=inputs)
-    errors = tolerance.relative(ours.outputs, truth.outputs)
-    rows = {f"{name}, row 0 of the batch": output[0] for name, output in pair.truth.outputs.items()}
+def unbatched(pair: Pair) -> Check:
+    """Inputs without the batch axis, on both sides, against the first row of the batch."""
+    sizes = {len(x) for x in pair.inputs.values() if x.ndim}
+    if len(sizes) != 1 or pair.extras:
+        raise NotRun("the inputs have no batch axis in common")
+    ours, theirs = pair.both(pair.question("unbatched", inputs={name: x[0] for name, x in pair.inputs.items()}))
+    errors = tolerance.relative(ours.outputs, theirs.outputs)
+    rows = {f"{name}, row 0 of the batch": output[0] for name, output in pair.plain.outputs.items()}
     errors |= tolerance.relative({f"{name}, row 0 of the batch": x for name, x in ours.outputs.items()}, rows)
-    return _check("unbatched", errors, tolerance.FORWARD)
+    return worst_of("unbatched", errors, tolerance.FORWARD)
 
 
-def layouts(pair: Pair) -> Check | None:
-    """Round trip, bit for bit, and an index probe of every layout that can hold the module; None without parameters."""
+def cache(pair: Pair) -> Check:
+    """Outputs computed in steps with a cache, against all at once."""
+    having = [side for side in ("flax", "torch") if getattr(pair, side).has_cache]
+    if not having:
+        raise NotRun("no call computes in steps: give flax_cached or torch_cached")
+    truth, errors = pair.plain.outputs, {}
+    for side in having:
+        outputs = pair.ask(side, pair.question("cached", cached=True)).outputs
+        errors |= {f"{side}: {name}": error for name, error in tolerance.relative(outputs, truth).items()}
+    return worst_of("cache = full", errors, tolerance.FORWARD)
+
+
+def training(pair: Pair) -> Check:
+    """Losses and parameters over the steps of the recipe in float64."""
     if not pair.has_parameters:
-        return None
-    errors, held = {}, []
-    for layout in convert.LAYOUTS:
+        raise NotRun("there are no parameters")
+    if not pair.shares_weights:
+        raise NotRun("no layout says which parameter is which")
+    ours, truth = pair.trained
+    errors = tolerance.relative(ours, {name: value for name, value in truth.items() if name not in pair.null})
+    return worst_of("training", errors, tolerance.TRAINING, flax=ours, torch=truth)
+
+
+def regime(name: str, pair: Pair) -> Check:
+    """Outputs and gradients in float64 on inputs that are hard on purpose.
+
+    Held to the rule, or to what rounding does to the PyTorch side, whichever is more.
+    """
+    hard = REGIMES[name](pair)
+    plain = pair.question(f"{name}: outputs", inputs=hard.inputs, extras=hard.extras, eager=True)
+    outputs = pair.both(plain)[1].outputs
+    asked = replace(plain, name=name, cotangents=pair.cotangents_for(outputs), eager=False)
+    ours, theirs = (_with_gradients(pair, answer) for answer in pair.both(asked))
+    single = _with_gradients(pair, pair.ask("torch", replace(asked, name=f"{name}: float32", dtype="float32")))
+    errors = {}
+    for names, measure, limit in (
+        (theirs.outputs, tolerance.relative, tolerance.FORWARD),
+        (theirs.gradients, tolerance.gradient_errors, tolerance.GRADIENT),
+    ):
+        kind = "outputs" if names is theirs.outputs else "gradients"
+        rounding = measure(getattr(single, kind), names)
+        errors |= tolerance.conditioned(measure(getattr(ours, kind), names), rounding, limit)
+    flax, torch = ({**answer.outputs, **answer.gradients} for answer in (ours, theirs))
+    return worst_of(name, errors, 1.0, _poisoned(theirs, hard.extras), flax=flax, torch=torch)
+
+
+def _with_gradients(pair: Pair, answer: Answer) -> Answer:
+    named = {f"gradient of {name}": gradient for name, gradient in _shared(pair, answer.gradients).items()}
+    return replace(answer, gradients=named)
+
+
+def _poisoned(truth: Answer, extras) -> str:
+    # Both sides may agree in letting through what they should not.
+    if "lengths" not in extras:
+        return ""
+    bad = [
+        name
+        for name, output in truth.outputs.items()
+        if output.ndim > 1 and output.shape[0] == len(extras["lengths"])
+        for row, length in enumerate(extras["lengths"])
+        if length and not np.isfinite(output[row, :length] if output.shape[1] >= length else output[row]).all()
+    ]
+    return f"PyTorch lets padding reach real tokens of {', '.join(sorted(set(bad)))}" if bad else ""
+
+
+def _shared(pair: Pair, gradients) -> dict[str, np.ndarray]:
+    shared = {entry.theirs for entry in pair.entries} | set(pair.inputs)
+    return {name: gradient for name, gradient in gradients.items() if name in shared}
+
+
+def _described(answer: Answer, name: str) -> str:
+    return f"{answer.dtypes[name]}{list(answer.outputs[name].shape)}" if name in answer.outputs else "nothing"
+
+
+CHECKS: dict[str, Callable[[Pair], Check]] = {
+    "shapes": shapes,
+    "weights": weights,
+    "forward": forward,
+    "gradients": gradients,
+    "second": second,
+    "float32": partial(lower, "float32"),
+    "bfloat16": partial(lower, "bfloat16"),
+    "float16": partial(lower, "float16"),
+    "jit = eager": eager,
+    "dropout": dropout,
+    "unbatched": unbatched,
+    "cache = full": cache,
+    **{name: partial(regime, name) for name in REGIMES},
+    "training": training,
+}
+
+
+def climb(
+    pair: Pair,
+    names: Sequence[str] | None = None,
+    wanted: bool = True,
+    watch: Callable[[str], None] = lambda name: None,
+) -> Iterator[Check]:
+    """Yield the checks of these names, or all; one that does not apply is yielded with the reason.
+
+    Args:
+        pair: what is checked.
+        names: from `CHECKS`; None is all.
+        wanted: whether one of these names that does not apply is a failure.
+        watch: is told each name before its check is made.
+
+    Raises:
+        ValueError: if a name is unknown.
+        PairingError: if a side cannot be run at all.
+    """
+    for name in names or ():
+        check_choice("check", name, tuple(CHECKS))
+    for name in CHECKS if names is None else names:
+        watch(name)
         try:
-            weights = convert.state_dict(pair.flax, layout)
-        except convert.ConversionError:
-            continue  # this layout says that it cannot hold the module: the note lists those that can
-        held.append(layout)
-        errors |= {f"{layout}: {name}": wrong for name, wrong in _probe(pair.flax, layout, weights)}
-    return _check("layouts", errors, 0.0, ", ".join(held))
-
-
-def _probe(module: nnx.Module, layout: str, weights: dict[str, np.ndarray]) -> Iterator[tuple[str, float]]:
-    # Number every element of every entry, load, and store again: a lost, doubled or moved element comes back changed.
-    # Then the numbers inside the module: each must be there once.
-    numbers, start = {}, 1
-    for name, array in weights.items():
-        numbers[name] = np.arange(start, start + array.size, dtype=array.dtype).reshape(array.shape)
-        start += array.size
-    copy = nnx.clone(module)
-    for entries in (weights, numbers):
-        convert.load_state_dict(copy, entries, layout)
-        again = convert.state_dict(copy, layout)
-        for name, array in entries.items():
-            yield name, float((again[name] != array).sum())
-    held = np.sort(np.concatenate([np.ravel(p) for p in jax.tree.leaves(nnx.state(copy, nnx.Param))]))
-    yield "every element once", float((held != np.arange(1, start)).sum())
-
-
-def training(pair: Pair) -> Check | None:
-    """Losses and parameters over 100 steps of AdamW in float64 (rule 3); None without parameters."""
-    if not pair.has_parameters:
-        return None
-    ours, truth = train(pair)
-    null = tolerance.null_directions(pair.truth.gradients)
-    errors = tolerance.relative(ours, {name: value for name, value in truth.items() if name not in null})
-    return _check("training", errors, tolerance.TRAINING)
-
-
-CHECKS: tuple[Callable[[Pair], Check | None], ...] = (
-    forward,
-    gradients,
-    float32,
-    eager,
-    dropout,
-    unbatched,
-    layouts,
-    training,
-)
-
-
-def climb(case: Case, seed: int = 0) -> list[Check]:
-    """Return every check of a case that applies to it, made on the CPU."""
-    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        pair = Pair(case, seed)
-        return [check for check in (rung(pair) for rung in CHECKS) if check is not None]
-
-
-def _check(name: str, errors: dict[str, float], limit: float, note: str = "") -> Check:
-    worst = max(errors, key=lambda name: (np.isnan(errors[name]), errors[name]))
-    return Check(name, float(errors[worst]), limit, worst, note)
+            yield CHECKS[name](pair)
+        except NotRun as reason:
+            yield Check(name, np.inf, 0.0, skipped=str(reason), wanted=wanted and names is not None)
+        except SideError as error:
+            if isinstance(error.__cause__, PairingError):
+                raise error.__cause__ from None
+            yield Check(
+                name, np.inf, 0.0, worst="the call itself", note=str(error), wanted=wanted and names is not None
+            )

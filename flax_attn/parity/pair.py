@@ -1,163 +1,244 @@
-"""Both sides of a case, holding the same weights, behind one way to run them."""
+"""Two sides that hold the same weights, and the questions that both are asked."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import torch
 from flax import nnx
 
-import flax_attn
-import torch_ref
-from flax_attn import convert
-from flax_attn.parity.cases import Case
+from flax_attn.convert.rules import Entry, Layout, plan, problems
+from flax_attn.parity import tolerance
+from flax_attn.parity.recipe import Recipe
+from flax_attn.parity.sides.lesson import Lesson
+from flax_attn.parity.sides.side import Answer, Arrays, PairingError, Question, Side, is_floating
 
-Arrays = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one side computed: outputs, and gradients of parameters and inputs under the cotangents of the pair."""
-
-    outputs: Arrays
-    gradients: Arrays
+COTANGENT, TARGET, TANGENT = 1, 2, 3  # what the seed of a pair is moved by, for each thing drawn from it
 
 
+class SideError(RuntimeError):
+    """One side raised where the other did not."""
+
+
+class NotRun(Exception):
+    """A check that says nothing about a pair; the message says why."""
+
+
+@dataclass
 class Pair:
-    """A case on both sides in float64, every parameter drawn at random and copied from PyTorch to Flax.
+    """Both sides of a comparison, with inputs.
 
-    JAX must have x64 enabled where a pair is used.
+    Args:
+        flax: the JAX side.
+        torch: the PyTorch side, or what was recorded of it.
+        inputs: by name, in the order of the call.
+        entries: the weight map; empty where the sides share no names.
+        seed: of everything that is drawn.
+        recipe: of the training check.
+        extras: what every call is given beside the inputs.
+        redraw: whether all parameters are drawn at random, and none keeps its start at 0 or 1.
     """
 
-    def __init__(self, case: Case, seed: int = 0):
-        self.case, self.seed = case, seed
-        self.random = np.random.default_rng(seed)
-        self.torch = self._torch_module()
-        self.flax = self._flax_module(jnp.float64)
-        convert.load_state_dict(self.flax, self.torch.state_dict())
-        self.inputs = [self.random.normal(size=shape) for shape in case.inputs]
-        self.key = self.random.integers(0, 2**32, 2)
-        self.train(False)
+    flax: Side
+    torch: Side
+    inputs: Arrays
+    entries: Sequence[Entry] = ()
+    seed: int = 0
+    recipe: Recipe = field(default_factory=Recipe)
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    redraw: bool = True
 
-    def _torch_module(self) -> torch.nn.Module:
-        module = self.case.build(torch_ref).double()
-        with torch.no_grad():
-            for parameter in module.parameters():  # biases and norm scales too: none keeps its start at 0 or 1
-                parameter.copy_(torch.from_numpy(self.random.normal(size=parameter.shape) / parameter.shape[-1] ** 0.5))
-        return module
+    def __post_init__(self):
+        self._answers: dict[tuple[str, str], Any] = {}
+        self.weights = self.torch.weights()
+        if self.entries:
+            self.weights = self._drawn() if self.redraw else self.weights
+            self.torch.load(self.weights)
+            self.flax.load(self.weights)
+        self.key = np.random.default_rng(self.seed).integers(0, 2**32, 2)
 
-    def _flax_module(self, dtype: Any) -> nnx.Module:
-        variant = getattr(flax_attn, self.case.variant)
-        accepted = inspect.signature(variant.__init__ if isinstance(variant, type) else variant).parameters
-        rngs = nnx.Rngs(jax.random.key(self.seed, impl="unsafe_rbg"))  # quick to compile, and overwritten anyway
-        numerics = {"param_dtype": dtype, "rngs": rngs}
-        return self.case.build(flax_attn, **{name: value for name, value in numerics.items() if name in accepted})
-
-    def train(self, mode: bool = True) -> None:
-        """Switch both sides to train mode, or to eval mode."""
-        (self.flax.train if mode else self.flax.eval)()
-        self.torch.train(mode)
-
-    @property
-    def has_dropout(self) -> bool:
-        """Whether train mode differs from eval mode."""
-        return self.case.arguments.get("dropout", 0) > 0
+    def _drawn(self) -> Arrays:
+        # Of the size that keeps a Linear layer's output as large as its input.
+        random = np.random.default_rng(self.seed)
+        sizes = {name: array.shape for name, array in self.weights.items()}
+        return {name: random.normal(size=shape) / (shape[-1] if shape else 1) ** 0.5 for name, shape in sizes.items()}
 
     @property
     def has_parameters(self) -> bool:
-        """Whether there is anything to copy and to train."""
-        return any(True for _ in self.torch.parameters())
+        """Whether either side has something to train."""
+        return bool(self.torch.shapes or self.flax.shapes)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether a weight map says which parameter is which."""
+        return bool(self.entries)
+
+    def takes(self, extra: str) -> bool:
+        """Whether both sides take an extra of the call."""
+        return extra in self.flax.accepts and extra in self.torch.accepts
+
+    # What is asked. Answers are kept by the name of the question, so that checks share runs.
+
+    def ask(self, side: str, question: Question) -> Answer:
+        """Return the answer of one side, `"flax"` or `"torch"`, run once for each name of a question."""
+        if (side, question.name) not in self._answers:
+            try:
+                self._answers[side, question.name] = getattr(self, side).ask(question)
+            except NotRun:
+                raise
+            except Exception as error:  # whatever a user's module raises is a result
+                self._answers[side, question.name] = error
+        answer = self._answers[side, question.name]
+        if isinstance(answer, Exception):
+            raise SideError(f"{side} raised {type(answer).__name__}: {answer}") from answer
+        return answer
+
+    def both(self, question: Question) -> tuple[Answer, Answer]:
+        """Return the answers of Flax and of PyTorch.
+
+        Raises:
+            NotRun: if both sides refuse.
+            SideError: if one does.
+        """
+        found, errors = [], []
+        for side in ("flax", "torch"):
+            try:
+                found.append(self.ask(side, question))
+            except SideError as error:
+                errors.append(error)
+        if len(errors) == 2:
+            raise NotRun(f"both sides refuse: {errors[0]}; {errors[1]}")
+        if errors:
+            raise errors[0]
+        return found[0], found[1]
+
+    def question(self, name: str, **changes: Any) -> Question:
+        """Return a question on the inputs of the pair, without gradients unless cotangents are among the changes."""
+        return Question(**{"name": name, "inputs": self.inputs, "extras": self.extras, **changes})
+
+    @property
+    def uncompiled(self) -> Question:
+        """Outputs alone in float64, on the Flax side without `jax.jit`."""
+        return self.question("outputs", eager=True)
 
     @cached_property
-    def truth(self) -> Run:
-        """The PyTorch side in float64."""
-        return self.run_torch(gradients=True)
-
-    @cached_property
-    def flax64(self) -> Run:
-        """The Flax side in float64, compiled."""
-        return self.run_flax()
+    def plain(self) -> Answer:
+        """The outputs of PyTorch in float64."""
+        return self.ask("torch", self.uncompiled)
 
     @cached_property
     def cotangents(self) -> Arrays:
-        """A random cotangent for each output."""
-        outputs = self.run_torch().outputs
-        random = np.random.default_rng(self.seed + 1)
-        return {name: random.normal(size=output.shape) for name, output in outputs.items()}
+        """A random cotangent for each floating output."""
+        return self.cotangents_for(self.plain.outputs)
 
-    def run_flax(self, dtype: str = "float64", inputs: list | None = None, gradients: bool = True, jit: bool = True):
-        """Run the Flax side."""
-        graph, params, rest = nnx.split(self.flax, nnx.Param, ...)
-        params = jax.tree.map(lambda x: x.astype(dtype), params)
-        inputs = [jnp.asarray(x, dtype) for x in (self.inputs if inputs is None else inputs)]
-        words = jnp.asarray(self.key, jnp.uint32)
-        if not gradients:
-            compute = jax.jit(self._outputs, static_argnums=0) if jit else self._outputs
-            return Run(_numpy(compute(graph, params, rest, inputs, words)), {})
-        cotangents = {name: jnp.asarray(c, dtype) for name, c in self.cotangents.items()}
-        named, of_params, of_inputs = self.gradient(graph, params, rest, inputs, cotangents, words)
-        named_gradients = convert.state_dict(nnx.merge(graph, of_params, rest))
-        return Run(_numpy(named), _numpy(named_gradients | self._named_inputs(of_inputs)))
+    def cotangents_for(self, outputs: Arrays) -> Arrays:
+        """Return a random cotangent for each floating output."""
+        random = np.random.default_rng(self.seed + COTANGENT)
+        drawn = {name: random.normal(size=array.shape) for name, array in outputs.items() if is_floating(array)}
+        if not drawn:
+            raise NotRun("no output is floating")
+        return drawn
 
-    def gradient(self, *arguments):
-        """Return outputs, gradients of the parameters and gradients of the inputs, compiled once for each mode."""
-        return self._compiled[self.torch.training and self.has_dropout](*arguments)
+    @property
+    def float64(self) -> Question:
+        """Outputs and gradients in float64."""
+        return self.question("float64", cotangents=self.cotangents)
 
     @cached_property
-    def _compiled(self):
-        def weighted(params, inputs, graph, rest, cotangents, words):
-            named = self._outputs(graph, params, rest, inputs, words)
-            return sum((named[name] * c).sum() for name, c in cotangents.items()), named
+    def truth(self) -> Answer:
+        """PyTorch in float64, with gradients."""
+        return self.ask("torch", self.float64)
 
-        def gradient(graph, params, rest, inputs, cotangents, words):
-            compute = jax.grad(weighted, argnums=(0, 1), has_aux=True)
-            (of_params, of_inputs), named = compute(params, inputs, graph, rest, cotangents, words)
-            return named, of_params, of_inputs
+    @cached_property
+    def flax64(self) -> Answer:
+        """Flax in float64, compiled, with gradients."""
+        return self.ask("flax", self.float64)
 
-        # XLA puts the dropout function into every fusion that uses it, and LLVM takes seconds to optimise them all.
-        levels = {False: {}, True: {"xla_backend_optimization_level": 0}}
-        return {mode: jax.jit(gradient, static_argnums=0, compiler_options=level) for mode, level in levels.items()}
+    @cached_property
+    def null(self) -> set[str]:
+        """The parameters and inputs that the function does not feel."""
+        return tolerance.null_directions(self.truth.gradients)
 
-    def _outputs(self, graph, params, rest, inputs, words):
-        return self.named(nnx.merge(graph, params, rest)(*inputs, **self.options(flax_attn, words)))
+    @property
+    def lower(self) -> dict[str, Question]:
+        """Outputs and gradients in a lower dtype."""
+        names = ("float32", "bfloat16", "float16")
+        return {name: self.question(name, dtype=name, cotangents=self.cotangents) for name in names}
 
-    def run_torch(self, dtype: str = "float64", inputs: list | None = None, gradients: bool = False) -> Run:
-        """Run the PyTorch side."""
-        kind = getattr(torch, dtype)
-        module = copy.deepcopy(self.torch).to(kind)
-        tensors = [torch.tensor(x, dtype=kind) for x in (self.inputs if inputs is None else inputs)]
-        tensors = [tensor.requires_grad_(gradients) for tensor in tensors]
-        with torch.set_grad_enabled(gradients):
-            named = self.named(module(*tensors, **self.options(torch_ref, torch.from_numpy(self.key))))
-        if not gradients:
-            return Run(_numpy(named), {})
-        total = torch.stack([(named[n] * torch.tensor(c, dtype=kind)).sum() for n, c in self.cotangents.items()]).sum()
-        parameters = dict(module.named_parameters())
-        of_all = torch.autograd.grad(total, [*parameters.values(), *tensors], materialize_grads=True)
-        named_gradients = dict(zip(parameters, of_all, strict=False))
-        return Run(_numpy(named), _numpy(named_gradients | self._named_inputs(of_all[len(parameters) :])))
+    def training(self, name: str = "train") -> Question:
+        """Train mode under the pair's dropout key."""
+        extras = {**self.extras, "dropout_key": self.key}
+        return self.question(name, train=True, cotangents=self.cotangents, extras=extras)
 
-    def options(self, package, dropout_key) -> dict[str, Any]:
-        """Return the keyword arguments of the call, for `flax_attn` or `torch_ref`."""
-        method = self.flax.__call__ if package is flax_attn else self.torch.forward
-        accepted = inspect.signature(method).parameters
-        extra = {"return_weights": True, "dropout_key": dropout_key}
-        return dict(self.case.call(package)) | {name: value for name, value in extra.items() if name in accepted}
+    @cached_property
+    def tangents(self) -> Arrays:
+        """A random direction for every shared parameter and floating input."""
+        random = np.random.default_rng(self.seed + TANGENT)
+        leaves = self.weights | {name: array for name, array in self.inputs.items() if is_floating(array)}
+        return {name: random.normal(size=array.shape) for name, array in leaves.items()}
 
-    def named(self, result) -> dict[str, Any]:
-        """Return the outputs of a call by name."""
-        return dict(zip(("output", "weights"), result if isinstance(result, tuple) else (result,), strict=False))
+    def lesson(self) -> Lesson:
+        """Return the training run of the pair: the first floating output is fitted to a random target."""
+        random = np.random.default_rng(self.seed + TARGET)
+        output = next(iter(self.cotangents))
+        keys = random.integers(0, 2**32, (self.recipe.steps, 2))
+        target = random.normal(size=self.cotangents[output].shape)
+        return Lesson(
+            "training",
+            self.recipe,
+            dict(self.inputs),
+            output,
+            target,
+            self.cotangents,
+            keys,
+            self.takes("dropout_key"),
+        )
 
-    def _named_inputs(self, gradients) -> dict[str, Any]:
-        return {f"input {i}": gradient for i, gradient in enumerate(gradients)}
+    @property
+    def trained(self) -> tuple[Arrays, Arrays]:
+        """Final parameters and losses of Flax and of PyTorch."""
+        lesson = self.lesson()
+        for side in ("flax", "torch"):
+            if (side, lesson.name) not in self._answers:
+                self._answers[side, lesson.name] = getattr(self, side).train(lesson)
+        return self._answers["flax", lesson.name], self._answers["torch", lesson.name]
+
+    def with_torch(self, torch: Side) -> Pair:
+        """Return a pair with another PyTorch side, such as one with a fault, that keeps what Flax answered."""
+        other = copy.copy(self)
+        for name in ("plain", "cotangents", "truth", "null"):
+            vars(other).pop(name, None)
+        other.torch = torch
+        other._answers = {key: answer for key, answer in self._answers.items() if key[0] == "flax"}
+        return other
 
 
-def _numpy(arrays) -> Arrays:
-    return {name: convert.to_numpy(array).astype(np.float64) for name, array in arrays.items()}
+def weight_map(flax: Any, shapes: Mapping[str, Any], theirs: Mapping[str, Any], layout: Layout) -> list[Entry]:
+    """Return which parameter is which.
+
+    Args:
+        flax: the module of the Flax side, for the widths of its heads.
+        shapes: of the parameters of the Flax side.
+        theirs: shapes of those of the PyTorch side.
+        layout: between both.
+
+    Raises:
+        PairingError: with a line for every parameter that is missing, unexpected or mis-shaped.
+    """
+    modules = {}
+    if isinstance(flax, nnx.Module):
+        modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(flax)}
+
+    def axes(prefix: str) -> dict[str, int]:
+        head_dim = getattr(modules.get(prefix.rstrip(".")), "head_dim", None)
+        return {} if head_dim is None else {"h": head_dim}
+
+    entries = plan(shapes, layout, axes)
+    wrong = problems(entries, theirs, layout)
+    if wrong:
+        raise PairingError("\n  ".join(["the parameters of the two sides do not pair in this layout:", *wrong]))
+    return entries

@@ -1,103 +1,142 @@
-"""The ladder's results for people and for programs."""
+"""What a comparison found, as data."""
 
+from __future__ import annotations
+
+import importlib.metadata
 import json
+import os
 import platform
-from collections.abc import Mapping, Sequence
-from importlib.metadata import version
-from pathlib import Path
+import sys
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
-from flax_attn.parity import tolerance
-from flax_attn.parity.ladder import Check
+from flax_attn.convert.rules import Entry
+from flax_attn.parity.check import Check
+from flax_attn.parity.pair import Pair
 
-Results = Mapping[str, Sequence[Check]]
-
-COLUMNS = ("forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "layouts", "training")
-
-_LOW, _LOW_GRADIENT = f"{tolerance.LOW_FORWARD:.0f}x", f"{tolerance.LOW_GRADIENT:.0f}x"
-
-LEGEND = f"""\
-forward      float64: largest error over largest value, outputs and weights         rule {tolerance.FORWARD:.0e}
-gradients    float64: every parameter and input, under random cotangents            rule {tolerance.GRADIENT:.0e}
-float32      error over the allowed one: {_LOW} PyTorch's own, {_LOW_GRADIENT} for gradients         rule 1
-jit = eager  float64: compiled against eager                                        rule {tolerance.FORWARD:.0e}
-dropout      float64: train mode with one dropout key, outputs and gradients        rule {tolerance.GRADIENT:.0e}
-unbatched    float64: one example without a batch axis                              rule {tolerance.FORWARD:.0e}
-layouts      weight layouts that come back bit for bit, every element in its place
-training     float64: losses and parameters over 100 steps of AdamW, dropout on     rule {tolerance.TRAINING:.0e}
-margin       how far below its rule the worst check is;  -  does not apply"""
+PACKAGES = ("jax", "jaxlib", "flax", "torch", "numpy", "optax", "flax-attn")
 
 
-def passed(results: Results) -> bool:
-    """Whether every check of every case holds."""
-    return all(check.passed for checks in results.values() for check in checks)
+@dataclass(frozen=True)
+class Report:
+    """Everything a comparison found.
 
+    Args:
+        name: of what was compared.
+        checks: in the order of the ladder, those not run with the reason.
+        entries: the weight map.
+        notes: what a reader should know before the run, such as defaults in which the frameworks differ.
+        seed: of everything that was drawn.
+        environment: versions, devices and settings.
+        command: repeats the comparison from a shell; empty where it was called from Python.
+        divergence: where the two sides part, if a check failed and this could be found out.
+        pair: both sides, for pictures; not part of the written report.
+    """
 
-def table(results: Results) -> Table:
-    """Return one row a variant."""
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    rows.add_column("variant", no_wrap=True)
-    for column in (*COLUMNS, "margin", ""):
-        rows.add_column(column, justify="right", no_wrap=True)
-    for name, checks in results.items():
-        by_name = {check.name: check for check in checks}
-        margin = min(check.margin for check in checks)
-        good = all(check.passed for check in checks)
-        cells = [_cell(by_name.get(column)) for column in COLUMNS]
-        rows.add_row(name, *cells, f"{margin:.1f}x" if margin < 100 else f"{margin:.0f}x", _verdict(good))
-    return rows
+    name: str
+    checks: list[Check]
+    entries: list[Entry] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seed: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+    command: str = ""
+    divergence: Any = None
+    pair: Pair | None = field(default=None, repr=False)
 
+    @property
+    def passed(self) -> bool:
+        """Whether something was measured, and every rule holds."""
+        return all(check.passed for check in self.checks) and any(check.ran for check in self.checks)
 
-def _cell(check: Check | None) -> Text:
-    if check is None:
-        return Text("-", style="dim")
-    if check.name == "layouts" and check.passed:
-        return Text(str(len(check.note.split(", "))))
-    shown = f"{check.error:.2f}" if check.name == "float32" else f"{check.error:.1e}"
-    return Text(shown, style="" if check.passed else "bold red")
+    @property
+    def failed(self) -> list[Check]:
+        """The checks that do not hold."""
+        return [check for check in self.checks if not check.passed]
 
+    @property
+    def margin(self) -> float:
+        """How far below its rule the worst check is."""
+        return min((check.margin for check in self.checks if check.ran), default=np.inf)
 
-def _verdict(good: bool) -> Text:
-    return Text("equal", style="green") if good else Text("DIFFERENT", style="bold red")
+    def check(self, name: str) -> Check | None:
+        """Return the check of a name."""
+        return next((check for check in self.checks if check.name == name), None)
 
+    def explain(self) -> str:
+        """Return the verdict in words, as a failing test prints it."""
+        failed = self.failed or [check for check in self.checks if not check.ran]
+        if self.passed:
+            return f"{self.name}: both sides are the same function, {self.margin:.3g}x below the rules"
+        lines = [f"{self.name}: the two sides differ", *(f"  {check.explain()}" for check in failed)]
+        lines += [f"  {line}" for line in str(self.divergence).splitlines()] if self.divergence else []
+        return "\n".join([*lines, f"  repeat: {self.command}"] if self.command else lines)
 
-def notes(results: Results) -> list[str]:
-    """Return a line for every case with gradients that are rounding only."""
-    return [f"{name}: {c.note}" for name, checks in results.items() for c in checks if c.name == "gradients" and c.note]
-
-
-def failures(results: Results) -> list[str]:
-    """Return a line for every check that does not hold."""
-    return [
-        f"{name}: {check.name}: error {check.error:.3g} at {check.worst!r}, the rule is {check.limit:.0e}"
-        for name, checks in results.items()
-        for check in checks
-        if not check.passed
-    ]
+    def as_dict(self) -> dict[str, Any]:
+        """Return all that was measured, for JSON; what is infinite or NaN is None there."""
+        return {
+            "variant": self.name,
+            "passed": self.passed,
+            "seed": self.seed,
+            "command": self.command,
+            "notes": self.notes,
+            "checks": [_record(check) for check in self.checks],
+            "weights": [_row(entry) for entry in self.entries],
+            "divergence": None if self.divergence is None else self.divergence.as_dict(),
+        }
 
 
 def environment() -> dict[str, str]:
-    """Return what the results depend on."""
-    packages = ("jax", "flax", "torch", "numpy", "optax")
-    return {"python": platform.python_version(), "machine": platform.machine()} | {p: version(p) for p in packages}
+    """Return what results depend on: versions, devices, precision."""
+    found = {"python": platform.python_version(), "machine": platform.machine(), "platform": platform.platform()}
+    found |= {package: _version(package) for package in PACKAGES}
+    found["jax devices"] = ", ".join(str(device) for device in jax.devices())
+    found["jax_enable_x64"] = str(jax.config.jax_enable_x64)
+    found["jax_default_matmul_precision"] = str(jax.config.jax_default_matmul_precision)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        found["torch threads"] = str(torch.get_num_threads())
+        found["torch float32 matmul precision"] = torch.get_float32_matmul_precision()
+        found["torch TF32 (matmul, cuDNN)"] = (
+            f"{torch.backends.cuda.matmul.allow_tf32}, {torch.backends.cudnn.allow_tf32}"
+        )
+    return found | {name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in os.environ}
 
 
-def write_json(results: Results, seed: int, path: str) -> None:
-    """Write everything that was measured; an infinite error is written as null."""
-    cases = [
-        {"variant": name, "passed": all(check.passed for check in checks), "checks": [_record(c) for c in checks]}
-        for name, checks in results.items()
-    ]
-    content = {"passed": passed(results), "seed": seed, "environment": environment(), "cases": cases}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def write_json(reports: list[Report], seed: int, path: str) -> None:
+    """Write everything that was measured."""
+    cases = [report.as_dict() for report in reports]
+    good = all(report.passed for report in reports)
+    content = {"passed": good, "seed": seed, "environment": environment(), "cases": cases}
+    with open(path, "w") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
 
 
 def _record(check: Check) -> dict[str, Any]:
-    numbers = {"error": check.error, "limit": check.limit, "margin": check.margin}
-    finite = {name: value if np.isfinite(value) else None for name, value in numbers.items()}
-    return {"name": check.name, "passed": check.passed, **finite, "worst": check.worst, "note": check.note}
+    record = {key: _finite(value) for key, value in asdict(check).items()}
+    return record | {"passed": check.passed, "margin": _finite(check.margin)}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    return {
+        "flax": list(entry.ours),
+        "torch": entry.theirs,
+        "shapes": [list(shape) for shape in entry.shapes],
+        "shape": list(entry.shape),
+        "pattern": entry.rule.pattern or "as it is",
+    }

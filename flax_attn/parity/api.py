@@ -1,0 +1,213 @@
+"""`compare` and `assert_parity`: any JAX module against any PyTorch module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_attn import convert
+from flax_attn.parity import tolerance
+from flax_attn.parity.ladder import climb
+from flax_attn.parity.pair import Pair, weight_map
+from flax_attn.parity.recipe import Recipe
+from flax_attn.parity.report import Report, environment
+from flax_attn.parity.sides.jax_side import JaxSide
+from flax_attn.parity.sides.side import Arrays, PairingError, Side
+
+
+class ParityError(AssertionError):
+    """Two modules that are not the same function. The message says where; `report` holds everything.
+
+    Attributes:
+        report: what was found.
+    """
+
+    def __init__(self, report: Report):
+        super().__init__(report.explain())
+        self.report = report
+
+
+def compare(
+    flax_module: Any,
+    torch_module: Any,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    *,
+    layout: str | convert.Layout | Sequence[convert.Rule] | None = None,
+    checks: Sequence[str] | None = None,
+    flax_call: Callable | None = None,
+    torch_call: Callable | None = None,
+    flax_cached: Callable | None = None,
+    torch_cached: Callable | None = None,
+    extras: Mapping[str, Any] | None = None,
+    recipe: Recipe | None = None,
+    redraw: bool = True,
+    seed: int = 0,
+    name: str = "",
+    command: str = "",
+    locate: bool = True,
+    watch: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Return what a comparison of two modules finds, check by check.
+
+    Both are copied, get the same weights (drawn at random, so that nothing stands at 0 or 1), and are judged in float64
+    on the CPU against rules that have no knob. The PyTorch side is the truth.
+
+    Args:
+        flax_module: an NNX module, a bound Linen module, an equinox module or a function of arrays.
+        torch_module: an `nn.Module` in eval mode, or a function of tensors.
+        inputs: arrays by position, or by name. Floating ones are cast to the dtype of each run. Where a tuple of
+            integers stands for an array, one of that shape is drawn from the normal distribution.
+        layout: which parameter is which: a name from `convert.LAYOUTS`, a `Layout`, a list of `Rule`, or None where the
+            weights already agree. They are then kept as they are, and checks of single parameters are not run.
+        checks: names from `CHECKS`; None is all. One that is asked for by name and cannot be run is a failure.
+        flax_call: how to call the Flax side, `flax_call(module, *inputs)`, if not as `module(*inputs)`. A parameter
+            named `lengths` or `dropout_key` says that it takes sequence lengths `(b,)`, or two words that decide what
+            dropout drops. It returns an array, or a tuple or mapping of arrays.
+        torch_call: the same for the PyTorch side.
+        flax_cached: a call of the Flax side that computes the same outputs in steps, with a cache.
+        torch_cached: the same for the PyTorch side.
+        extras: what every call is given beside the inputs, such as `lengths`.
+        recipe: of the training check; None is 100 steps of AdamW.
+        redraw: whether parameters are drawn at random; False keeps those of the PyTorch side.
+        seed: of everything that is drawn.
+        name: of the comparison; None is the name of the Flax side.
+        command: that repeats it, for the report.
+        locate: whether to find out where the sides part, if they do.
+        watch: is told the name of each check before it runs.
+
+    Raises:
+        PairingError: if the modules cannot be paired or called: parameters that are missing, unexpected, mis-shaped or
+            claimed twice, outputs that are no arrays, a PyTorch module left in train mode.
+        ValueError: if a check or a layout is unknown.
+
+    Example:
+        >>> import torch
+        >>> from flax import nnx
+        >>> report = compare(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2), [(4, 3)], layout="torch")
+        >>> report.passed, report.check("forward").passed
+        (True, True)
+    """
+    values = _inputs(inputs, seed)
+    positional = not isinstance(inputs, Mapping)
+    with on_cpu():
+        flax, torch = _sides(flax_module, torch_module, positional, (flax_call, torch_call, flax_cached, torch_cached))
+        entries = []
+        if layout is not None and (flax.shapes or torch.shapes):
+            flax.entries = entries = weight_map(flax_module, flax.shapes, torch.shapes, convert.as_layout(layout))
+        recipe = recipe or Recipe()
+        given = {key: np.asarray(value) for key, value in (extras or {}).items()}
+        pair = Pair(flax, torch, values, entries, seed, recipe, given, redraw)
+        _refuse_train_mode(torch_module, pair)
+        return report_on(pair, name or type(flax_module).__name__, checks, command=command, locate=locate, watch=watch)
+
+
+def assert_parity(
+    flax_module: Any, torch_module: Any, inputs: Sequence[Any] | Mapping[str, Any], **options: Any
+) -> Report:
+    """Return the report of `compare`, with the same arguments.
+
+    Raises:
+        ParityError: an `AssertionError`, if any check fails: the guilty tensor, where, how far, the rule.
+        PairingError: as `compare` does.
+
+    Example:
+        >>> import torch
+        >>> import jax.numpy as jnp
+        >>> assert_parity(jnp.sin, torch.cos, [(3, 5)], checks=["forward"], locate=False)
+        Traceback (most recent call last):
+        ...
+        flax_attn.parity.api.ParityError: ...
+    """
+    report = compare(flax_module, torch_module, inputs, **options)
+    if not report.passed:
+        raise ParityError(report)
+    return report
+
+
+def report_on(
+    pair: Pair,
+    name: str,
+    checks: Sequence[str] | None = None,
+    *,
+    wanted: bool = True,
+    command: str = "",
+    locate: bool = True,
+    watch: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Return what the checks of these names find about a pair; one that is `wanted` and does not apply fails."""
+    with on_cpu():
+        _callable(pair)
+        found = list(climb(pair, checks, wanted, watch))
+        return Report(name, found, list(pair.entries), _notes(pair), pair.seed, environment(), command, None, pair)
+
+
+@contextmanager
+def on_cpu():
+    """Compare in float64, on the CPU, where rounding is the only difference that is allowed."""
+    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
+def _callable(pair: Pair) -> None:
+    # A side that cannot be run at all is no failure of parity: it says so before any check.
+    for side in ("torch", "flax"):
+        try:
+            pair.ask(side, pair.uncompiled)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, PairingError):
+                raise error.__cause__ from None
+            raise PairingError(f"the inputs do not go through the {side} side: {error}") from error
+
+
+def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:
+    if not getattr(torch_module, "training", False):
+        return
+    _callable(pair)
+    train = pair.ask("torch", pair.question("left in train mode", train=True)).outputs
+    for name, error in tolerance.relative(train, pair.plain.outputs).items():
+        if error:
+            raise PairingError(
+                f"the PyTorch module was left in train mode, where {name} differs from that in eval mode by a relative "
+                f"{error:.3g}: call .eval() on it. The check 'dropout' compares train mode, under one key for both sides"
+            )
+
+
+def _sides(
+    flax_module: Any, torch_module: Any, positional: bool, calls: Sequence[Callable | None]
+) -> tuple[JaxSide, Side]:
+    from flax_attn.parity.sides.torch_side import TorchSide
+
+    flax_call, torch_call, flax_cached, torch_cached = calls
+    flax = JaxSide(flax_module, flax_call, flax_cached, positional)
+    return flax, TorchSide(torch_module, torch_call, torch_cached, positional)
+
+
+def _inputs(inputs: Sequence[Any] | Mapping[str, Any], seed: int) -> Arrays:
+    if not isinstance(inputs, Mapping | Sequence) or isinstance(inputs, str) or not inputs:
+        raise PairingError(
+            f"inputs are a list of arrays or of shapes, or a mapping of them by name; got {type(inputs).__name__}. "
+            "Pass [x] for one array x"
+        )
+    random = np.random.default_rng(seed + 1000)
+    named = inputs.items() if isinstance(inputs, Mapping) else ((f"input {i}", x) for i, x in enumerate(inputs))
+    return {name: _array(value, random) for name, value in named}
+
+
+def _array(value: Any, random: np.random.Generator) -> np.ndarray:
+    if isinstance(value, tuple):
+        return random.normal(size=value)
+    array = convert.to_numpy(value)
+    return array.astype(np.float64) if array.dtype.kind == "f" or array.dtype.name == "bfloat16" else array
+
+
+def _notes(pair: Pair) -> list[str]:
+    notes = pair.recipe.notes() if pair.has_parameters and pair.torch.framework == "torch" else []
+    if pair.has_parameters and not pair.entries:
+        notes.append(
+            "no layout was given: both sides keep their weights, and those may stand at 0 or 1 and hide a fault"
+        )
+    return notes

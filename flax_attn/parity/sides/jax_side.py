@@ -1,0 +1,201 @@
+"""The JAX side: any module behind the questions, compiled once a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_attn.convert.rules import Entry
+from flax_attn.parity.sides.jax_parts import take_apart
+from flax_attn.parity.sides.lesson import Lesson
+from flax_attn.parity.sides.side import Answer, Arrays, Call, Question, dtypes, float64, is_floating
+
+
+class JaxSide:
+    """A `Side` of JAX. JAX must have x64 enabled where it is used.
+
+    Args:
+        module: whatever `take_apart` takes.
+        call: how to call it; None is `module(*inputs)`.
+        cached_call: how to compute the same in steps, if it can.
+        positional: whether inputs are passed by position.
+        entries: how its parameters become those of the other side; none are shared where this is empty.
+    """
+
+    framework = "flax"
+
+    def __init__(
+        self,
+        module: Any,
+        call: Callable | None = None,
+        cached_call: Callable | None = None,
+        positional: bool = True,
+        entries: Sequence[Entry] = (),
+    ):
+        self.module, self.entries = module, list(entries)
+        self._modes = {train: take_apart(module, train) for train in (False, True)}
+        self._params = dict(self._modes[False].params)
+        self._call = Call(call, self._modes[False].call, positional)
+        self._cached_call = Call(cached_call, self._modes[False].call, positional) if cached_call else None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters, by their own names."""
+        return {name: tuple(param.shape) for name, param in self._params.items()}
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        """The extras that the call takes."""
+        return self._call.accepts
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether there is a call that computes in steps."""
+        return self._cached_call is not None
+
+    def weights(self) -> Arrays:
+        """Return the parameters in float64, by shared names."""
+        return self._shared(self._params)
+
+    def load(self, weights: Arrays) -> None:
+        """Set the parameters, by shared names."""
+        for entry in self.entries:
+            self._params |= {name: jnp.asarray(a) for name, a in entry.split(weights[entry.theirs]).items()}
+
+    def built(self, train: bool = False, dtype: str = "float64") -> Any:
+        """Return the module with its parameters, in a dtype."""
+        return self._modes[train].build(self._cast(self._params, dtype), self._rest(train, dtype))
+
+    def call(self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the outputs of a module of this kind, by name."""
+        return self._call(module, inputs, extras)
+
+    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> dict[str, jax.Array]:
+        """Return inputs as arrays of JAX, floating ones cast."""
+        return {name: jnp.asarray(a, dtype if is_floating(a) else None) for name, a in arrays.items()}
+
+    def ask(self, question: Question) -> Answer:
+        """Run once."""
+        params, rest = self._cast(self._params, question.dtype), self._rest(question.train, question.dtype)
+        inputs, extras = self.arrays(question.inputs, question.dtype), _extras(question.extras)
+        if question.cotangents is None:
+            run = self._outputs if question.eager else self._forward
+            outputs = run(params, inputs, rest, extras, question.train, question.cached)
+            return Answer(float64(outputs), dtypes=dtypes(outputs))
+        cotangents = self.arrays(question.cotangents, question.dtype)
+        if question.tangents is None:
+            outputs, gradients = self.gradient(params, inputs, rest, extras, cotangents, question.train)
+            return Answer(float64(outputs), self._all(*gradients), dtypes=dtypes(outputs))
+        along = self._tangents(question.tangents, params, inputs)
+        return Answer({}, second=self._all(*self._second(params, inputs, rest, extras, cotangents, along)))
+
+    def gradient(self, params, inputs, rest, extras, cotangents, train: bool):
+        """Return outputs, and gradients of parameters and of floating inputs; compiled once for each mode."""
+        return self._gradients[train](params, inputs, rest, extras, cotangents)
+
+    def _outputs(self, params, inputs, rest, extras, train: bool, cached: bool = False) -> dict[str, Any]:
+        call = self._cached_call if cached and self._cached_call else self._call
+        return call(self._modes[train].build(params, rest), inputs, extras)
+
+    @cached_property
+    def _forward(self):
+        return jax.jit(self._outputs, static_argnames=("train", "cached"))
+
+    def _weighted(self, train: bool):
+        def weighted(params, floating, inputs, rest, extras, cotangents):
+            outputs = self._outputs(params, {**inputs, **floating}, rest, extras, train)
+            return sum(jnp.sum(outputs[name] * c) for name, c in cotangents.items()), outputs
+
+        return jax.grad(weighted, argnums=(0, 1), has_aux=True)
+
+    @cached_property
+    def _gradients(self):
+        def gradient(train: bool):
+            def run(params, inputs, rest, extras, cotangents):
+                gradients, outputs = self._weighted(train)(params, _floating(inputs), inputs, rest, extras, cotangents)
+                return outputs, gradients
+
+            return run
+
+        # XLA puts the dropout function into every fusion that uses it, and LLVM takes seconds to optimise them all.
+        levels = {False: {}, True: {"xla_backend_optimization_level": 0}}
+        return {train: jax.jit(gradient(train), compiler_options=level) for train, level in levels.items()}
+
+    @cached_property
+    def _second(self):
+        def second(params, inputs, rest, extras, cotangents, tangents):
+            def gradients(params, floating):
+                return self._weighted(False)(params, floating, inputs, rest, extras, cotangents)[0]
+
+            # Forward over reverse: kernels with a backward pass of their own can be differentiated once more that way.
+            return jax.jvp(gradients, (params, _floating(inputs)), tangents)[1]
+
+        return jax.jit(second)
+
+    def train(self, lesson: Lesson) -> Arrays:
+        """Train a copy; return the final parameters by shared names, and the losses as `loss`."""
+        params, rest = self._cast(self._params, "float64"), self._rest(lesson.train, "float64")
+        optimizer, inputs, losses = lesson.recipe.optax(), self.arrays(lesson.inputs), []
+        zeros = {name: jnp.zeros_like(value) for name, value in self.arrays(lesson.cotangents).items()}
+        target = jnp.asarray(lesson.target)
+        frozen = frozenset(params) - {name for entry in self.entries for name in entry.ours}
+
+        @jax.jit
+        def update(params, state, gradient):
+            with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
+                updates, state = optimizer.update(gradient, state, params)
+                return {name: params[name] + updates[name] for name in params}, state
+
+        def kept(values):
+            return {name: value for name, value in values.items() if name not in frozen}
+
+        state = optimizer.init(kept(params))
+        for words in lesson.keys:
+            # The gradient is compiled for other cotangents already, so it is called twice: for the error, then with it.
+            extras = _extras({"dropout_key": words})
+            outputs, _ = self.gradient(params, inputs, rest, extras, zeros, lesson.train)
+            error = outputs[lesson.output] - target
+            fit = zeros | {lesson.output: 2 * error / error.size}
+            _, (gradient, _) = self.gradient(params, inputs, rest, extras, fit, lesson.train)
+            new, state = update(kept(params), state, kept(gradient))
+            params |= new
+            losses.append(float(jnp.square(error).mean()))
+        return self._shared(params) | {"loss": np.array(losses)}
+
+    def _cast(self, params, dtype: str) -> dict[str, jax.Array]:
+        return {name: jnp.asarray(p, dtype if _is_floating(p) else None) for name, p in params.items()}
+
+    def _rest(self, train: bool, dtype: str) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype) if _is_floating(x) else x, self._modes[train].rest)
+
+    def _tangents(self, tangents: Arrays, params, inputs):
+        own = {}
+        for entry in self.entries:
+            own |= entry.split(tangents[entry.theirs])
+        of_params = {name: jnp.asarray(own[name]) if name in own else jnp.zeros_like(p) for name, p in params.items()}
+        return of_params, {name: jnp.asarray(tangents[name]) for name in _floating(inputs)}
+
+    def _all(self, of_params, of_inputs) -> Arrays:
+        return self._shared(of_params) | float64(of_inputs)
+
+    def _shared(self, params) -> Arrays:
+        arrays = float64(params)
+        return {entry.theirs: entry.join(arrays) for entry in self.entries}
+
+
+def _floating(inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: value for name, value in inputs.items() if _is_floating(value)}
+
+
+def _is_floating(array: Any) -> bool:
+    return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def _extras(extras: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    kinds = {"dropout_key": jnp.uint32}
+    return {name: jnp.asarray(value, kinds.get(name)) for name, value in extras.items()}

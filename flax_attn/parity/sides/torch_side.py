@@ -1,0 +1,162 @@
+"""The PyTorch side: any module, or a function, behind the questions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flax_attn.parity.sides.lesson import Lesson
+from flax_attn.parity.sides.side import Answer, Arrays, Call, PairingError, Question, dtypes, float64, is_floating
+
+
+class TorchSide:
+    """A `Side` of PyTorch, on the CPU. The module that is passed stays as it is.
+
+    Args:
+        module: an `nn.Module`, or a function of tensors.
+        call: how to call it; None is `module(*inputs)`.
+        cached_call: how to compute the same in steps, if it can.
+        positional: whether inputs are passed by position.
+    """
+
+    framework = "torch"
+
+    def __init__(
+        self,
+        module: Any,
+        call: Callable | None = None,
+        cached_call: Callable | None = None,
+        positional: bool = True,
+    ):
+        if not callable(module):
+            raise PairingError(
+                f"the PyTorch side is an nn.Module or a function of tensors; got {type(module).__name__}"
+            )
+        self.module = copy.deepcopy(module).double() if isinstance(module, torch.nn.Module) else module
+        method = module.forward if isinstance(module, torch.nn.Module) else module
+        self._call = Call(call, method, positional)
+        self._cached_call = Call(cached_call, method, positional) if cached_call else None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters; a shared one once."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters(self.module).items()}
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        """The extras that the call takes."""
+        return self._call.accepts
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether there is a call that computes in steps."""
+        return self._cached_call is not None
+
+    def weights(self) -> Arrays:
+        """Return the parameters in float64."""
+        return float64(self._parameters(self.module))
+
+    def load(self, weights: Arrays) -> None:
+        """Set the parameters."""
+        with torch.no_grad():
+            for name, parameter in self._parameters(self.module).items():
+                parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+
+    def call(self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the outputs of a module of this kind, by name."""
+        return self._call(module, inputs, extras)
+
+    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> dict[str, torch.Tensor]:
+        """Return inputs as tensors, floating ones cast."""
+        kind = getattr(torch, dtype)
+        return {name: torch.tensor(a, dtype=kind if is_floating(a) else None) for name, a in arrays.items()}
+
+    def ask(self, question: Question) -> Answer:
+        """Run once."""
+        module, call = self._prepared(question), self._cached_call if question.cached else self._call
+        assert call is not None, "asked for a cache that no call computes"
+        differentiate = question.cotangents is not None
+        inputs = self.arrays(question.inputs)
+        if question.nudge:
+            _dither([*self._parameters(module).values(), *inputs.values()], question)
+        kind = getattr(torch, question.dtype)
+        module = module.to(kind) if isinstance(module, torch.nn.Module) else module
+        inputs = {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
+        for tensor in inputs.values():
+            tensor.requires_grad_(differentiate and tensor.is_floating_point())
+        with torch.set_grad_enabled(differentiate), _kernel(question.tangents is not None):
+            outputs = call(module, inputs, _extras(question.extras))
+            if question.cotangents is None:
+                return Answer(float64(outputs), dtypes=dtypes(outputs))
+            return self._gradients(module, inputs, outputs, question)
+
+    def _gradients(self, module, inputs, outputs, question: Question) -> Answer:
+        cotangents = self.arrays(question.cotangents or {}, question.dtype)
+        total = torch.stack([(outputs[name] * c.to(outputs[name].dtype)).sum() for name, c in cotangents.items()]).sum()
+        leaves = self._parameters(module) | {n: x for n, x in inputs.items() if x.is_floating_point()}
+        twice = question.tangents is not None
+        found = torch.autograd.grad(total, [*leaves.values()], create_graph=twice, materialize_grads=True)
+        gradients = dict(zip(leaves, found, strict=True))
+        if question.tangents is None:
+            return Answer(float64(outputs), float64(gradients), dtypes=dtypes(outputs))
+        along = {name: torch.tensor(question.tangents[name]) for name in leaves}
+        products = [(g * along[name]).sum() for name, g in gradients.items() if g.requires_grad]
+        slope = torch.stack(products).sum() if products else torch.zeros((), dtype=torch.float64, requires_grad=True)
+        second = torch.autograd.grad(slope, [*leaves.values()], materialize_grads=True)
+        return Answer({}, second=float64(dict(zip(leaves, second, strict=True))))
+
+    def train(self, lesson: Lesson) -> Arrays:
+        """Train a copy; return the final parameters, and the losses as `loss`."""
+        module = copy.deepcopy(self.module)
+        module.train(lesson.train)
+        optimizer, schedule = lesson.recipe.torch(module.parameters())
+        inputs, target, losses = self.arrays(lesson.inputs), torch.from_numpy(lesson.target), []
+        for words in lesson.keys:
+            optimizer.zero_grad()
+            output = self._call(module, inputs, _extras({"dropout_key": words}))[lesson.output]
+            loss = (output - target).square().mean()
+            loss.backward()
+            lesson.recipe.clip(module.parameters())
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        return float64(self._parameters(module)) | {"loss": np.array(losses)}
+
+    def _prepared(self, question: Question) -> Any:
+        if not isinstance(self.module, torch.nn.Module):
+            return self.module
+        module = copy.deepcopy(self.module)
+        module.train(question.train)
+        return module.requires_grad_(True)
+
+    @staticmethod
+    def _parameters(module: Any) -> dict[str, torch.nn.Parameter]:
+        return dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
+
+
+@torch.no_grad()
+def _dither(tensors: list[torch.Tensor], question: Question) -> None:
+    # Moves each number by up to half a rounding, so that the cast that follows takes it up or down at random.
+    random, eps = np.random.default_rng(question.nudge), torch.finfo(getattr(torch, question.dtype)).eps
+    for tensor in (tensor for tensor in tensors if tensor.is_floating_point()):
+        tensor.mul_(1 + eps * torch.tensor(random.uniform(-0.5, 0.5, tuple(tensor.shape))))
+
+
+@contextmanager
+def _kernel(twice: bool):
+    # The fused attention of torch has no second derivative; its plain formula has.
+    if not twice:
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def _extras(extras: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in extras.items()}

@@ -1,0 +1,118 @@
+"""The rows of the table of variants, as pairs and reports."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import flax_attn
+from flax_attn import convert
+from flax_attn.parity.api import on_cpu, report_on
+from flax_attn.parity.cases import Case
+from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.pair import Pair, weight_map
+from flax_attn.parity.report import Report
+from flax_attn.parity.sides.jax_side import JaxSide
+from flax_attn.parity.sides.side import Side
+
+# What `make parity` climbs: the rest of the ladder is tested on some rows.
+RUNGS = ("forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "training")
+
+
+def pair_of(case: Case, seed: int = 0, torch: Side | None = None) -> Pair:
+    """Return both sides of a row, with parameters and inputs drawn at random. JAX must have x64 enabled.
+
+    Args:
+        case: the row.
+        seed: of the weights and inputs.
+        torch: what was recorded of the PyTorch side, where there is no torch.
+    """
+    module = _flax_module(case)
+    flax = JaxSide(module, _call(case, flax_attn, module))
+    torch = _torch_side(case) if torch is None else torch
+    if flax.shapes:
+        flax.entries = weight_map(module, flax.shapes, torch.shapes, convert.LAYOUTS["torch_ref"])
+    random = np.random.default_rng(seed)
+    inputs = {f"input {i}": random.normal(size=shape) for i, shape in enumerate(case.inputs)}
+    return Pair(flax, torch, inputs, flax.entries, seed)
+
+
+def climb(case: Case, seed: int = 0, checks: Sequence[str] | None = None, torch: Side | None = None) -> Report:
+    """Return the report of a row: the checks of these names, or the rungs of the table and every layout of weights."""
+    with on_cpu():
+        pair = pair_of(case, seed, torch)
+        report = report_on(pair, case.name, RUNGS if checks is None else checks, wanted=checks is not None)
+        if checks is None and pair.has_parameters:
+            report.checks.insert(-1, layouts(pair))
+        return report
+
+
+def layouts(pair: Pair) -> Check:
+    """Round trip, bit for bit, and an index probe of every layout that can hold the module."""
+    errors, held = {}, []
+    for layout in convert.LAYOUTS:
+        try:
+            weights = convert.state_dict(pair.flax.module, layout)
+        except convert.ConversionError:
+            continue  # this layout says that it cannot hold the module: the note lists those that can
+        held.append(layout)
+        errors |= {f"{layout}: {name}": wrong for name, wrong in _probe(pair.flax.module, layout, weights)}
+    return worst_of("layouts", errors, 0.0, ", ".join(held))
+
+
+def _probe(module: nnx.Module, layout: str, weights: dict[str, np.ndarray]) -> Iterator[tuple[str, float]]:
+    # Number every element of every entry, load, and store again: a lost, doubled or moved element comes back changed.
+    # Then the numbers inside the module: each must be there once.
+    numbers, start = {}, 1
+    for name, array in weights.items():
+        numbers[name] = np.arange(start, start + array.size, dtype=array.dtype).reshape(array.shape)
+        start += array.size
+    copy = nnx.clone(module)
+    for entries in (weights, numbers):
+        convert.load_state_dict(copy, entries, layout)
+        again = convert.state_dict(copy, layout)
+        for name, array in entries.items():
+            yield name, float((again[name] != array).sum())
+    held = np.sort(np.concatenate([np.ravel(p) for p in jax.tree.leaves(nnx.state(copy, nnx.Param))]))
+    yield "every element once", float((held != np.arange(1, start)).sum())
+
+
+def _flax_module(case: Case) -> nnx.Module:
+    variant = getattr(flax_attn, case.variant)
+    accepted = inspect.signature(variant.__init__ if isinstance(variant, type) else variant).parameters
+    rngs = nnx.Rngs(jax.random.key(0, impl="unsafe_rbg"))  # quick to compile, and overwritten anyway
+    numerics = {"param_dtype": jnp.float64, "rngs": rngs}
+    return case.build(flax_attn, **{name: value for name, value in numerics.items() if name in accepted})
+
+
+def _torch_side(case: Case) -> Side:
+    import torch_ref
+    from flax_attn.parity.sides.torch_side import TorchSide
+
+    module = case.build(torch_ref)
+    return TorchSide(module, _call(case, torch_ref, module))
+
+
+def _call(case: Case, package: Any, module: Any) -> Callable:
+    accepted = inspect.signature(module.__call__ if package is flax_attn else module.forward).parameters
+    weigh = {"return_weights": True} if "return_weights" in accepted else {}
+
+    def call(module, *inputs, lengths=None, dropout_key=None):
+        options = weigh | dict(case.call(package))
+        if dropout_key is not None and "dropout_key" in accepted:
+            options["dropout_key"] = dropout_key
+        if lengths is not None:
+            options["mask"] = package.Mask.lengths(query=lengths, key=lengths) & options.get("mask", package.Mask())
+        result = module(*inputs, **options)
+        return dict(zip(("output", "weights"), result if isinstance(result, tuple) else (result,), strict=False))
+
+    def without_lengths(module, *inputs, dropout_key=None):
+        return call(module, *inputs, dropout_key=dropout_key)
+
+    return call if "mask" in accepted else without_lengths
