@@ -6,26 +6,32 @@
     state_dict = convert.state_dict(module, layout="hf_gpt2")         # out of it
     convert.save(module, "weights.safetensors")                       # and the same with files
     convert.load(module, "weights.safetensors")
+    state_dict = convert.to_layout(arrays, layout="nnx_mha")          # and with arrays by name alone
+    arrays = convert.from_layout(state_dict, "nnx_mha", like=arrays)
 
-The layouts are `"torch_ref"` (this package's PyTorch twin and the modules it shares names with), `"fused_qkv"`,
-`"torch_mha"` (`torch.nn.MultiheadAttention`), `"hf_gpt2"` (the attention of Hugging Face's GPT-2) and `"flax"`
-(Flax's own attention, Linen and NNX).
+A layout is a name in `LAYOUTS`, a `Layout`, or the `Rule`s of your own model.
 """
 
-from flax_attn.convert.api import load_state_dict, state_dict, to_numpy
+from flax_attn.convert.api import load_state_dict, parameters, state_dict
+from flax_attn.convert.arrays import from_layout, to_layout, to_numpy
 from flax_attn.convert.files import load, read_file, save
-from flax_attn.convert.layouts import LAYOUTS
+from flax_attn.convert.layouts import LAYOUTS, LayoutLike, as_layout
 from flax_attn.convert.rules import ConversionError, Layout, Rule
 
 __all__ = [
     "LAYOUTS",
     "ConversionError",
     "Layout",
+    "LayoutLike",
     "Rule",
+    "as_layout",
+    "from_layout",
     "load",
     "load_state_dict",
+    "parameters",
     "read_file",
     "save",
     "state_dict",
+    "to_layout",
     "to_numpy",
 ]

@@ -1,24 +1,23 @@
 """Weights into a module and out of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from flax_attn.convert.layouts import LAYOUTS
-from flax_attn.convert.rules import ConversionError, Entry, Layout, plan, problems
-from flax_attn.functional.checks import check_choice
+from flax_attn.convert.arrays import from_layout, layout_name, to_layout
+from flax_attn.convert.layouts import LayoutLike, as_layout
+from flax_attn.convert.rules import Axes, ConversionError
 
 
-def state_dict(module: nnx.Module, layout: str | Layout = "torch_ref", *, prefix: str = "") -> dict[str, np.ndarray]:
+def state_dict(module: nnx.Module, layout: LayoutLike = "torch_ref", *, prefix: str = "") -> dict[str, np.ndarray]:
     """Return the parameters of `module` as flat arrays in a layout.
 
     Args:
         module: any NNX module; the attention layouts want one that has attention inside.
-        layout: a name from `LAYOUTS`, or a `Layout` of your own.
+        layout: a name from `LAYOUTS`, or a `Layout` or a sequence of `Rule`s of your own.
         prefix: put before every name, such as `"transformer.h.0.attn."`.
 
     Returns:
@@ -33,19 +32,20 @@ def state_dict(module: nnx.Module, layout: str | Layout = "torch_ref", *, prefix
         >>> {name: array.shape for name, array in state_dict(Linear(3, 2, rngs=nnx.Rngs(0))).items()}
         {'bias': (2,), 'weight': (2, 3)}
     """
-    arrays = {name: np.array(param[...]) for name, param in _params(module).items()}
-    return {prefix + entry.theirs: entry.join(arrays) for entry in sorted(_entries(module, layout), key=_name)}
+    axes = axes_of(module, layout)
+    arrays = {name: np.asarray(param[...]) for name, param in parameters(module).items()}
+    return to_layout(arrays, layout, axes=axes, prefix=prefix)
 
 
 def load_state_dict(
-    module: nnx.Module, weights: Mapping[str, Any], layout: str | Layout = "torch_ref", *, prefix: str = ""
+    module: nnx.Module, weights: Mapping[str, Any], layout: LayoutLike = "torch_ref", *, prefix: str = ""
 ) -> None:
     """Write the weights of a state dict into `module`, all of them or none.
 
     Args:
         module: the NNX module that takes the weights, each cast to the dtype of its parameter.
         weights: arrays by name: numpy, JAX or PyTorch, flat or nested. It is left as it is.
-        layout: a name from `LAYOUTS`, or a `Layout` of your own.
+        layout: a name from `LAYOUTS`, or a `Layout` or a sequence of `Rule`s of your own.
         prefix: the module's place in the state dict, such as `"transformer.h.0.attn."`; other entries are left alone.
 
     Raises:
@@ -58,107 +58,54 @@ def load_state_dict(
         >>> layer(jnp.ones(3))
         Array([3., 3.], dtype=float32)
     """
-    entries, params = _entries(module, layout), _params(module)
-    theirs = _under(prefix, _flatten(weights))
-    wrong = problems(entries, {name: _shape(name, value) for name, value in theirs.items()}, _layout(layout))
-    if wrong:
-        heading = f"these weights do not fit {type(module).__name__} in the layout {_layout_name(layout)}:"
-        raise ConversionError("\n  ".join([heading, *wrong]))
-    ours = {}
-    for entry in entries:
-        ours |= entry.split(_numbers(entry.theirs, theirs[entry.theirs]))
-    # All are made before any is written, as copies: asarray may share the memory of the caller's weights.
+    axes, params = axes_of(module, layout), parameters(module)
+    ours = from_layout(weights, layout, params, axes=axes, prefix=prefix, what=type(module).__name__)
+    # All are made before any is written, and as copies: asarray may share memory.
     new = {name: jnp.array(ours[name], dtype=param.dtype) for name, param in params.items()}
     for name, param in params.items():
         param[...] = new[name]
 
 
-def to_numpy(array: Any) -> np.ndarray:
-    """Return an array of any framework as numpy; bfloat16 tensors included, which torch itself does not convert."""
-    if hasattr(array, "detach"):  # a torch tensor, told without importing torch
-        array = array.detach().cpu()
-        if str(array.dtype) == "torch.bfloat16":
-            return array.float().numpy().astype(ml_dtypes.bfloat16)
-        return array.numpy()
-    return np.asarray(array)
+def parameters(module: nnx.Module) -> dict[str, nnx.Param]:
+    """Return the parameters of a module by the names that rules know them by: dotted paths.
+
+    As in PyTorch, the layers of an `nnx.Sequential` are named by their index alone: its part `layers` is left out.
+
+    Example:
+        >>> from flax_attn import LayerNorm, Linear
+        >>> list(parameters(nnx.Sequential(Linear(3, 2, rngs=nnx.Rngs(0)), LayerNorm(2))))
+        ['0.bias', '0.kernel', '1.scale', '1.shift']
+    """
+    name = naming(module)
+    return {name(path): node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
 
 
-def _numbers(name: str, value: Any) -> np.ndarray:
-    try:
-        array = to_numpy(value)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise ConversionError(f"{name} is not an array that numpy can hold: {error}") from error
-    if not jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ConversionError(f"{name} must hold real numbers; got dtype {array.dtype}")
-    return array
+def naming(module: nnx.Module) -> Callable[[tuple], str]:
+    """Return what names the nodes of a module by their paths."""
+    sequences = {path for path, submodule in nnx.iter_modules(module) if isinstance(submodule, nnx.Sequential)}
+
+    def name(path: tuple) -> str:
+        parts = [part for i, part in enumerate(path) if part != "layers" or path[:i] not in sequences]
+        return ".".join(map(str, parts))
+
+    return name
 
 
-def _shape(name: str, value: Any) -> tuple[int, ...]:
-    try:
-        return tuple(np.shape(value))
-    except ValueError as error:
-        raise ConversionError(f"{name} is not an array: {error}") from error
-
-
-def _under(prefix: str, weights: dict[str, Any]) -> dict[str, Any]:
-    found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-    if prefix and not found:
-        raise ConversionError(
-            f"no entry starts with the prefix {prefix!r}; the first are {', '.join(list(weights)[:3])}"
-        )
-    return found
-
-
-def _entries(module: nnx.Module, layout: str | Layout) -> list[Entry]:
+def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
+    """Return the axes that the submodules give sizes to, after asking each whether the layout can hold it."""
     if not isinstance(module, nnx.Module):
         raise ConversionError(
             f"weights go into and out of NNX modules; got {type(module)}. Pass the Flax side as the module"
         )
-    table = _layout(layout)
-    modules = {_dotted(path): submodule for path, submodule in nnx.iter_modules(module)}
-    for path, submodule in modules.items():
-        reason = table.refuse(submodule) if hasattr(submodule, "W_query") else None
-        if reason:
-            where = f"{path} ({type(submodule).__name__})" if path else type(submodule).__name__
-            raise ConversionError(f"{where} cannot be stored in the layout {_layout_name(layout)}: {reason}")
+    name, table = naming(module), as_layout(layout)
+    modules = {name(path): submodule for path, submodule in nnx.iter_modules(module)}
+    for where, submodule in modules.items():
+        if reason := table.refuse(submodule):
+            which = f"{where} ({type(submodule).__name__})" if where else type(submodule).__name__
+            raise ConversionError(f"{which} cannot be stored in the layout {layout_name(layout)}: {reason}")
 
     def axes(prefix: str) -> dict[str, int]:
         head_dim = getattr(modules.get(prefix.rstrip(".")), "head_dim", None)
         return {} if head_dim is None else {"h": head_dim}
 
-    return plan({name: param.shape for name, param in _params(module).items()}, table, axes)
-
-
-def _layout(layout: str | Layout) -> Layout:
-    if isinstance(layout, Layout):
-        return layout
-    check_choice("layout", layout, tuple(LAYOUTS))
-    return LAYOUTS[layout]
-
-
-def _layout_name(layout: str | Layout) -> str:
-    return "given" if isinstance(layout, Layout) else repr(layout)
-
-
-def _params(module: nnx.Module) -> dict[str, nnx.Param]:
-    return {_dotted(path): param for path, param in nnx.iter_graph(module) if isinstance(param, nnx.Param)}
-
-
-def _dotted(path) -> str:
-    return ".".join(map(str, path))
-
-
-def _name(entry: Entry) -> str:
-    return entry.theirs
-
-
-def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, Mapping):
-        raise ConversionError(f"weights are arrays by name; got {type(tree)}. Pass a state dict")
-    flat = {}
-    for name, value in tree.items():
-        inner = _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-        if twice := flat.keys() & inner.keys():
-            raise ConversionError(f"these weights hold {', '.join(sorted(twice))} twice, once flat and once nested")
-        flat |= inner
-    return flat
+    return axes

@@ -10,18 +10,17 @@ from flax import nnx
 from safetensors import SafetensorError
 
 from flax_attn.convert.api import load_state_dict, state_dict
-from flax_attn.convert.rules import ConversionError, Layout
+from flax_attn.convert.layouts import LayoutLike
+from flax_attn.convert.rules import ConversionError
 
 
-def save(
-    module: nnx.Module, path: str | PathLike[str], layout: str | Layout = "torch_ref", *, prefix: str = ""
-) -> None:
+def save(module: nnx.Module, path: str | PathLike[str], layout: LayoutLike = "torch_ref", *, prefix: str = "") -> None:
     """Write the parameters of `module` to a safetensors file, in a layout.
 
     Args:
         module: any NNX module.
         path: of the file, ending in `.safetensors`.
-        layout: a name from `LAYOUTS`, or a `Layout` of your own.
+        layout: a name from `LAYOUTS`, or a `Layout` or a sequence of `Rule`s of your own.
         prefix: put before every name.
 
     Raises:
@@ -42,9 +41,7 @@ def save(
     safetensors.numpy.save_file(state_dict(module, layout, prefix=prefix), path)
 
 
-def load(
-    module: nnx.Module, path: str | PathLike[str], layout: str | Layout = "torch_ref", *, prefix: str = ""
-) -> None:
+def load(module: nnx.Module, path: str | PathLike[str], layout: LayoutLike = "torch_ref", *, prefix: str = "") -> None:
     """Write the weights of a file into `module`: `load_state_dict(module, read_file(path), layout)`."""
     load_state_dict(module, read_file(path), layout, prefix=prefix)
 

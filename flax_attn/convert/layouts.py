@@ -1,11 +1,39 @@
 """The known layouts, as tables. A row reads: our parameters, their entry, how one becomes the other."""
 
-from flax_attn.convert.rules import Layout, Rule
+from collections.abc import Sequence
 
-_KERNELS = ("W_query.kernel", "W_key.kernel", "W_value.kernel")
-_BIASES = ("W_query.bias", "W_key.bias", "W_value.bias")
+from flax_attn.convert.refusals import (
+    biases_alike,
+    biases_all,
+    biases_none,
+    features_alike,
+    has_output,
+    heads_alike,
+    inputs_alike,
+    nnx_unless,
+    other_kernels,
+    ours_unless,
+    self_attention,
+    width_kept,
+)
+from flax_attn.convert.rules import ConversionError, Layout, Rule
+
+LayoutLike = str | Layout | Sequence[Rule]
+
+_PROJECTIONS = ("W_query", "W_key", "W_value", "out_proj")
+_INPUTS = _PROJECTIONS[:3]
+_KERNELS = tuple(f"{name}.kernel" for name in _INPUTS)
+_BIASES = tuple(f"{name}.bias" for name in _INPUTS)
 _LINEAR = Rule(("kernel",), "weight", "i o -> o i")
-_SAME = Rule(("*",), "*")
+_SAME = Rule(("{name}",), "{name}")
+_SQUARE = (has_output, biases_alike, heads_alike, width_kept)
+
+
+def _linears(*theirs: str) -> tuple[Rule, ...]:
+    """Return the rules of the four projections, each a PyTorch Linear of another name."""
+    names = list(zip(_PROJECTIONS, theirs, strict=True))
+    kernels = (Rule((f"{ours}.kernel",), f"{name}.weight", "i o -> o i") for ours, name in names)
+    return (*kernels, *(Rule((f"{ours}.bias",), f"{name}.bias") for ours, name in names))
 
 
 def _split_heads(ours: str, theirs: str) -> tuple[Rule, Rule]:
@@ -15,47 +43,32 @@ def _split_heads(ours: str, theirs: str) -> tuple[Rule, Rule]:
     )
 
 
-def _not_fused(module) -> str | None:
-    """Return why the three projections of a module cannot be one."""
-    widths = [getattr(module, name).kernel.shape[0] for name in ("W_query", "W_key", "W_value")]
-    return None if len(set(widths)) == 1 else f"query, key and value inputs are equally wide; got widths {widths}"
-
-
-def _not_flax(module) -> str | None:
-    """Return why a module is not the shape of the usual attention layer: heads, an output, biases all or none."""
-    if not hasattr(module, "out_proj"):
-        return "it holds heads with an output projection, and this module has none"
-    biases = [getattr(module, name).bias is not None for name in ("W_query", "out_proj")]
-    if biases[0] != biases[1]:
-        return f"its projections all have a bias or none has; got qkv_bias={biases[0]}, out_bias={biases[1]}"
-    return None
-
-
-def _not_torch(module) -> str | None:
-    """Return why a module does not fit a format without grouped queries or a change of width."""
-    reason = _not_flax(module)
-    if reason:
-        return reason
-    if module.num_kv_heads != module.num_heads:
-        return f"it has no grouped queries; got num_heads={module.num_heads}, num_kv_heads={module.num_kv_heads}"
-    if module.d_in != module.d_out:
-        return f"its output is as wide as its input; got d_in={module.d_in}, d_out={module.d_out}"
-    return None
-
-
-def _not_gpt2(module) -> str | None:
-    """Return why a module is not the self-attention of GPT-2."""
-    reason = _not_torch(module)
-    if reason is None and module.W_query.bias is None:
-        return "its projections have a bias; got qkv_bias=False, out_bias=False"
-    if reason is None and not module.d_in == module.kdim == module.vdim:
-        return f"it is self-attention; got d_in={module.d_in}, kdim={module.kdim}, vdim={module.vdim}"
-    return reason
+def _packed(names: tuple[str, str, str], part: str, weight: str = "", bias: str = "") -> tuple[Rule, ...]:
+    """Return the rules of query, key and value into torch.nn.MultiheadAttention: packed, or where widths differ not."""
+    return (
+        Rule(tuple(f"{name}.{part}" for name in names), "in_proj_weight", weight),
+        *(
+            Rule((f"{name}.{part}",), f"{letter}_proj_weight", weight)
+            for letter, name in zip("qkv", names, strict=True)
+        ),
+        Rule(tuple(f"{name}.bias" for name in names), "in_proj_bias", bias),
+    )
 
 
 LAYOUTS = {
     # torch_ref, and any PyTorch module with our names: Linear weights are (out, in).
     "torch_ref": Layout((_LINEAR, _SAME), ignored=r"(.*\.)?mask"),
+    # Flax layers and the torch.nn layers of the same names: each framework's own name and axes for the same weight.
+    "torch": Layout(
+        (
+            Rule(("kernel",), "weight", "... i o -> o i ..."),
+            Rule(("embedding",), "weight"),
+            Rule(("scale",), "weight"),
+            Rule(("shift",), "bias"),
+            _SAME,
+        ),
+        refuse=other_kernels,
+    ),
     # One fused projection, `qkv_proj` (out, in) with rows [query; key; value], and `out_proj`.
     "fused_qkv": Layout(
         (
@@ -65,20 +78,29 @@ LAYOUTS = {
             _SAME,
         ),
         ignored=r"(.*\.)?mask",
-        refuse=_not_fused,
+        refuse=ours_unless(inputs_alike),
     ),
     # torch.nn.MultiheadAttention: packed where the three inputs are equally wide, else one weight each.
     "torch_mha": Layout(
+        (*_packed(_INPUTS, "kernel", "i o -> o i"), _LINEAR, _SAME),
+        refuse=ours_unless(*_SQUARE),
+    ),
+    # The same, from flax.nnx.MultiHeadAttention.
+    "nnx_mha": Layout(
         (
-            Rule(_KERNELS, "in_proj_weight", "i o -> o i"),
-            Rule(("W_query.kernel",), "q_proj_weight", "i o -> o i"),
-            Rule(("W_key.kernel",), "k_proj_weight", "i o -> o i"),
-            Rule(("W_value.kernel",), "v_proj_weight", "i o -> o i"),
-            Rule(_BIASES, "in_proj_bias"),
-            _LINEAR,
-            _SAME,
+            *_packed(("query", "key", "value"), "kernel", "i n h -> (n h) i", "n h -> (n h)"),
+            Rule(("out.kernel",), "out_proj.weight", "n h o -> o (n h)"),
+            Rule(("out.bias",), "out_proj.bias"),
         ),
-        refuse=_not_torch,
+        refuse=nnx_unless(heads_alike, features_alike),
+    ),
+    # The same, from equinox.nn.MultiheadAttention, whose weights are (out, in) too.
+    "equinox_mha": Layout(
+        (
+            *_packed(("query_proj", "key_proj", "value_proj"), "weight"),
+            Rule(("output_proj.weight",), "out_proj.weight"),
+            Rule(("output_proj.bias",), "out_proj.bias"),
+        ),
     ),
     # The attention of Hugging Face's GPT-2: Conv1D weights are (in, out), columns [query, key, value].
     "hf_gpt2": Layout(
@@ -89,7 +111,25 @@ LAYOUTS = {
             Rule(("out_proj.bias",), "c_proj.bias"),
         ),
         ignored=r"(.*\.)?(attn\.)?masked_bias|(.*\.)?attn\.bias|bias",
-        refuse=_not_gpt2,
+        refuse=ours_unless(*_SQUARE, biases_all, self_attention),
+    ),
+    # The attention of Hugging Face's Llama, and of the models that follow it.
+    "hf_llama": Layout(
+        _linears("q_proj", "k_proj", "v_proj", "o_proj"),
+        ignored=r"(.*\.)?rotary_emb\.inv_freq",
+        refuse=ours_unless(has_output, biases_alike, width_kept, self_attention),
+    ),
+    # The attention of Hugging Face's BERT; the norm that it keeps beside the output is not part of ours.
+    "hf_bert": Layout(
+        _linears("self.query", "self.key", "self.value", "output.dense"),
+        ignored=r"(.*\.)?output\.LayerNorm\.(weight|bias)",
+        refuse=ours_unless(*_SQUARE, biases_all, self_attention),
+    ),
+    # The attention of Hugging Face's T5; the table of its bias by distance, in the first layer, is not part of ours.
+    "hf_t5": Layout(
+        _linears("q", "k", "v", "o"),
+        ignored=r"(.*\.)?relative_attention_bias\.weight",
+        refuse=ours_unless(has_output, biases_none, heads_alike, width_kept, self_attention),
     ),
     # flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention: the head axis stands apart.
     "flax": Layout(
@@ -100,6 +140,27 @@ LAYOUTS = {
             Rule(("out_proj.kernel",), "out.kernel", "(n h) o -> n h o"),
             Rule(("out_proj.bias",), "out.bias"),
         ),
-        refuse=_not_flax,
+        refuse=ours_unless(has_output, biases_alike),
     ),
 }
+
+
+def as_layout(layout: LayoutLike) -> Layout:
+    """Return a layout given by its name, as a `Layout` or by its rules alone.
+
+    Raises:
+        ConversionError: if there is no layout of that name, or it is none of these.
+
+    Example:
+        >>> as_layout([Rule(("{name}",), "{name}")]).rules
+        (Rule(ours=('{name}',), theirs='{name}', pattern='', axis=0),)
+    """
+    if isinstance(layout, Layout):
+        return layout
+    if isinstance(layout, str):
+        if layout in LAYOUTS:
+            return LAYOUTS[layout]
+    elif isinstance(layout, Sequence) and all(isinstance(rule, Rule) for rule in layout):
+        return Layout(tuple(layout))
+    known = ", ".join(map(repr, LAYOUTS))
+    raise ConversionError(f"layout must be one of {known}, a Layout or a sequence of Rules; got {layout!r}")

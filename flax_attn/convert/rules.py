@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from einops import EinopsError, rearrange
 
 Shape = tuple[int, ...]
 Arrays = Mapping[str, np.ndarray]
+Axes = Callable[[str], Mapping[str, int]]  # the sizes of einops axes that a shape alone does not give, at a prefix
 
 
 class ConversionError(ValueError):
@@ -22,17 +25,32 @@ class ConversionError(ValueError):
 class Rule:
     """One entry of a layout and the parameters it is made of; read forwards it exports, backwards it imports.
 
+    A name is met under any prefix, which is carried over, and so is what `{a}` stands for: any one part of a dotted
+    name. `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",), "layer.{i}.ln.weight")`
+    renames in every block.
+
     Args:
-        ours: names of parameters under one prefix; `("*",)` is any one parameter.
-        theirs: name of the entry under the same prefix; `"*"` keeps the name.
+        ours: names of parameters under one prefix.
+        theirs: name of the entry under the same prefix.
         pattern: einops pattern from a parameter to its part of the entry; `""` leaves it as it is.
         axis: the parts are joined along this axis of the entry.
+
+    Raises:
+        ConversionError: if a placeholder stands in one name and not in another, or twice.
     """
 
     ours: tuple[str, ...]
     theirs: str
     pattern: str = ""
     axis: int = 0
+
+    def __post_init__(self):
+        names = [sorted(re.findall(r"{(\w+)}", name)) for name in (*self.ours, self.theirs)]
+        if any(found != sorted(set(names[0])) for found in names):
+            raise ConversionError(
+                "a rule can be read both ways if each of its names has the same placeholders, each once; "
+                f"got {', '.join(self.ours)} and {self.theirs}"
+            )
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class Layout:
     Args:
         rules: tried in order; a parameter belongs to the first rule that all of its parts are there for.
         ignored: regular expression for names that a state dict may hold beside weights, such as a mask buffer.
-        refuse: says why a module cannot be stored this way, from its attributes, or returns None.
+        refuse: asked of every submodule, says why it cannot be stored this way, from its attributes, or returns None.
     """
 
     rules: tuple[Rule, ...]
@@ -61,21 +79,21 @@ class Entry:
     axes: Mapping[str, int]
 
     def join(self, arrays: Arrays) -> np.ndarray:
-        """Return the entry made from our parameters."""
-        parts = [self._arrange(arrays[name], self.rule.pattern) for name in self.ours]
-        return np.ascontiguousarray(np.concatenate(parts, self.rule.axis) if len(parts) > 1 else parts[0])
+        """Return the entry made from our parameters, as an array of its own."""
+        parts = [self._arrange(arrays[name], shape) for name, shape in zip(self.ours, self.shapes, strict=True)]
+        return np.array(np.concatenate(parts, self.rule.axis) if len(parts) > 1 else parts[0], order="C")
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """Return our parameters made from the entry."""
-        ends = np.cumsum([shape[self.rule.axis] for shape in self.their_shapes])[:-1] if len(self.ours) > 1 else []
-        parts = np.split(array, ends, self.rule.axis)
-        back = " -> ".join(reversed(self.rule.pattern.split(" -> ")))
-        return {name: self._arrange(part, back) for name, part in zip(self.ours, parts, strict=True)}
+        """Return our parameters made from the entry, as arrays of their own."""
+        return {
+            name: np.array(self._arrange(part, shape, back=True), order="C")
+            for name, shape, part in zip(self.ours, self.shapes, self._cut(array), strict=True)
+        }
 
     @property
     def their_shapes(self) -> list[Shape]:
         """The shape of each part within the entry."""
-        return [self._arrange(np.empty(shape, bool), self.rule.pattern).shape for shape in self.shapes]
+        return [self._arrange(np.empty(shape, bool), shape).shape for shape in self.shapes]
 
     @property
     def shape(self) -> Shape:
@@ -90,28 +108,54 @@ class Entry:
         rests = {shape[: self.rule.axis] + shape[self.rule.axis + 1 :] for shape in self.their_shapes}
         return len(self.ours) == 1 or len(rests) == 1
 
-    def _arrange(self, array, pattern):
-        if not pattern:
+    def _cut(self, array: np.ndarray) -> list[np.ndarray]:
+        if len(self.ours) == 1:
+            return [array]
+        widths = [shape[self.rule.axis] for shape in self.their_shapes]
+        return np.split(array, np.cumsum(widths)[:-1], self.rule.axis)
+
+    def _arrange(self, array: np.ndarray, shape: Shape, back: bool = False) -> np.ndarray:
+        """Bring a parameter of this shape to its place in the entry, or back."""
+        if not self.rule.pattern:
             return array
+        left, right = self.rule.pattern.split(" -> ")
+        sizes = {axis: size for axis, size in self.axes.items() if axis in re.findall(r"\w+", left)}
         try:
-            return rearrange(array, pattern, **{axis: n for axis, n in self.axes.items() if axis in pattern})
+            return rearrange(
+                array, f"{right} -> {left}" if back else f"{left} -> {right}", **sizes | _named(left, shape)
+            )
         except EinopsError as error:
             raise ConversionError(
-                f"{', '.join(self.ours)} of shape {array.shape} does not read as {pattern.split(' -> ')[0]!r}. "
+                f"{', '.join(self.ours)} of shape {array.shape} does not read as {left!r}. "
                 "Of stacked layers convert one at a time; for other modules write a Layout"
             ) from error
 
 
-def plan(shapes: Mapping[str, Shape], layout: Layout, axes: Callable[[str], Mapping[str, int]]) -> list[Entry]:
+def _named(side: str, shape: Shape) -> dict[str, int]:
+    """Return the sizes that a shape gives to the axes named alone: all of `"i n h"`, only i of `"(n h) i"`."""
+    axes = re.findall(r"\([^)]*\)|\S+", side)
+    if "..." in axes:
+        at = axes.index("...")
+        axes[at : at + 1] = ["..."] * (len(shape) - len(axes) + 1)
+    return {axis: size for axis, size in zip(axes, shape, strict=False) if axis.isidentifier()}
+
+
+def no_axes(prefix: str) -> Mapping[str, int]:
+    """Give no sizes: the shapes give them all."""
+    return {}
+
+
+def plan(shapes: Mapping[str, Shape], layout: Layout, axes: Axes = no_axes) -> list[Entry]:
     """Return one entry for each name of the layout, every parameter belonging to exactly one.
 
     Args:
         shapes: of our parameters, by name.
         layout: to store them in.
-        axes: the sizes of einops axes, such as `h`, at a prefix.
+        axes: the sizes of einops axes within a prefix, such as `{"h": 64}` at `"block.att."` for `"i (n h) -> i n h"`;
+            those that stand alone on the left of a pattern are read off the shape.
 
     Raises:
-        ConversionError: if the layout has no place for a parameter.
+        ConversionError: if the layout has no place for a parameter, or one entry for two.
     """
     entries, free = [], dict(shapes)
     for rule in layout.rules:
@@ -122,19 +166,44 @@ def plan(shapes: Mapping[str, Shape], layout: Layout, axes: Callable[[str], Mapp
                 free = {name: shape for name, shape in free.items() if name not in entry.ours}
     if free:
         raise ConversionError(f"this layout has no place for {', '.join(f'{n} {s}' for n, s in free.items())}")
+    _check_distinct(entries)
     return entries
 
 
-def _apply(rule: Rule, name: str, free: Mapping[str, Shape], axes) -> Entry | None:
-    if rule.ours == ("*",):
-        return Entry(rule, (name,), name, (free[name],), {}) if name in free else None
-    if name != rule.ours[0] and not name.endswith("." + rule.ours[0]):
+def _apply(rule: Rule, name: str, free: Mapping[str, Shape], axes: Axes) -> Entry | None:
+    found = _expression(rule.ours[0]).fullmatch(name)
+    if found is None:
         return None
-    prefix = name[: len(name) - len(rule.ours[0])]
-    ours = tuple(prefix + part for part in rule.ours)
-    if not all(part in free for part in ours):
+    prefix, parts = found[1] or "", found.groupdict()
+    ours = tuple(prefix + own.format(**parts) for own in rule.ours)
+    if not all(own in free for own in ours):
         return None
-    return Entry(rule, ours, prefix + rule.theirs, tuple(free[part] for part in ours), axes(prefix))
+    shapes = tuple(free[own] for own in ours)
+    return Entry(rule, ours, prefix + rule.theirs.format(**parts), shapes, _enclosing(name, axes))
+
+
+def _enclosing(name: str, axes: Axes) -> dict[str, int]:
+    """Return the sizes given at the prefixes of a name; those of a longer prefix count more."""
+    parts = [f"{part}." for part in name.split(".")]
+    sizes = {}
+    for i in range(len(parts)):
+        sizes |= axes("".join(parts[:i]))
+    return sizes
+
+
+@lru_cache
+def _expression(name: str) -> re.Pattern[str]:
+    """Return what a name of a rule meets: any prefix, then the name, a placeholder being one part of it."""
+    return re.compile(r"(.*\.)?" + re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(name)))
+
+
+def _check_distinct(entries: list[Entry]) -> None:
+    makers = defaultdict(list)
+    for entry in entries:
+        makers[entry.theirs].append(" and ".join(entry.ours))
+    clashes = [f"{name} of {', and of '.join(ours)}" for name, ours in makers.items() if len(ours) > 1]
+    if clashes:
+        raise ConversionError(f"an entry is made once; this layout makes {'; '.join(clashes)}. Rename one in a Layout")
 
 
 def problems(entries: list[Entry], theirs: Mapping[str, Shape], layout: Layout) -> list[str]:

