@@ -2,12 +2,15 @@ import re
 from pathlib import Path
 
 import jax
+import pytest
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").glob("*.md")) if "import torch" in p.read_text())]
 
 
-def test_all_examples_run_in_order():
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_all_examples_run_in_order(path):
     names = {}
     with jax.enable_x64(False):
-        for block in BLOCKS:
+        for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
             exec(block, names)

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -33,6 +34,16 @@ def check_writable(path: str | None) -> None:
     folder = Path(path).absolute().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"cannot write {path}: it must name a file in a folder that exists and can be written to")
+
+
+def device(platform: str | None) -> Any:
+    """Return the first device of a platform; None where none is named."""
+    import jax
+
+    try:
+        return None if platform is None else jax.devices(platform)[0]
+    except RuntimeError as error:
+        raise UsageError(f"no device of the platform {platform!r} here: {error}") from None
 
 
 def seed(text: str) -> int:

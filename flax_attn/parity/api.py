@@ -16,7 +16,10 @@ from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.recipe import Recipe
 from flax_attn.parity.report import Report, environment
 from flax_attn.parity.sides.jax_side import JaxSide
+from flax_attn.parity.sides.recorded import Recorder, Recording
 from flax_attn.parity.sides.side import Arrays, PairingError, Side
+
+Inputs = Sequence[Any] | Mapping[str, Any]
 
 
 class ParityError(AssertionError):
@@ -34,9 +37,9 @@ class ParityError(AssertionError):
 def compare(
     flax_module: Any,
     torch_module: Any,
-    inputs: Sequence[Any] | Mapping[str, Any],
+    inputs: Inputs,
     *,
-    layout: str | convert.Layout | Sequence[convert.Rule] | None = None,
+    layout: convert.LayoutLike | None = None,
     checks: Sequence[str] | None = None,
     flax_call: Callable | None = None,
     torch_call: Callable | None = None,
@@ -49,6 +52,8 @@ def compare(
     name: str = "",
     command: str = "",
     locate: bool = True,
+    record: bool = False,
+    device: Any = None,
     watch: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Return what a comparison of two modules finds, check by check.
@@ -58,9 +63,10 @@ def compare(
 
     Args:
         flax_module: an NNX module, a bound Linen module, an equinox module or a function of arrays.
-        torch_module: an `nn.Module` in eval mode, or a function of tensors.
-        inputs: arrays by position, or by name. Floating ones are cast to the dtype of each run. Where a tuple of
-            integers stands for an array, one of that shape is drawn from the normal distribution.
+        torch_module: an `nn.Module` in eval mode, a function of tensors, or the `Recording` of one.
+        inputs: arrays by position in a list, or by name in a mapping; of a recording its `inputs`. Floating ones are
+            cast to the dtype of each run. Where a tuple of integers stands for an array, one of that shape is drawn
+            from the normal distribution.
         layout: which parameter is which: a name from `convert.LAYOUTS`, a `Layout`, a list of `Rule`, or None where the
             weights already agree. They are then kept as they are, and checks of single parameters are not run.
         checks: names from `CHECKS`; None is all. One that is asked for by name and cannot be run is a failure.
@@ -77,6 +83,8 @@ def compare(
         name: of the comparison; None is the name of the Flax side.
         command: that repeats it, for the report.
         locate: whether to find out where the sides part, if they do.
+        record: whether what the PyTorch side answers is kept, for `export.save`.
+        device: that runs the Flax side in dtypes below float64; None is the CPU.
         watch: is told the name of each check before it runs.
 
     Raises:
@@ -91,23 +99,23 @@ def compare(
         >>> report.passed, report.check("forward").passed
         (True, True)
     """
-    values = _inputs(inputs, seed)
-    positional = not isinstance(inputs, Mapping)
+    recorded = isinstance(torch_module, Recording)
+    values = torch_module.inputs if recorded else _inputs(inputs, seed)
+    positional = not isinstance(inputs, Mapping) or all(name.startswith("input ") for name in inputs)
     with on_cpu():
-        flax, torch = _sides(flax_module, torch_module, positional, (flax_call, torch_call, flax_cached, torch_cached))
-        entries = []
+        flax = JaxSide(flax_module, flax_call, flax_cached, positional, device=device)
+        torch = torch_module if recorded else _torch_side(torch_module, torch_call, torch_cached, positional)
+        torch, entries = Recorder(torch) if record else torch, []
         if layout is not None and (flax.shapes or torch.shapes):
             flax.entries = entries = weight_map(flax_module, flax.shapes, torch.shapes, convert.as_layout(layout))
         recipe = recipe or Recipe()
         given = {key: np.asarray(value) for key, value in (extras or {}).items()}
-        pair = Pair(flax, torch, values, entries, seed, recipe, given, redraw)
+        pair = Pair(flax, torch, values, entries, seed, recipe, given, redraw and not recorded)
         _refuse_train_mode(torch_module, pair)
         return report_on(pair, name or type(flax_module).__name__, checks, command=command, locate=locate, watch=watch)
 
 
-def assert_parity(
-    flax_module: Any, torch_module: Any, inputs: Sequence[Any] | Mapping[str, Any], **options: Any
-) -> Report:
+def assert_parity(flax_module: Any, torch_module: Any, inputs: Inputs, **options: Any) -> Report:
     """Return the report of `compare`, with the same arguments.
 
     Raises:
@@ -171,22 +179,21 @@ def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:
     for name, error in tolerance.relative(train, pair.plain.outputs).items():
         if error:
             raise PairingError(
-                f"the PyTorch module was left in train mode, where {name} differs from that in eval mode by a relative "
-                f"{error:.3g}: call .eval() on it. The check 'dropout' compares train mode, under one key for both sides"
+                f"the PyTorch module was left in train mode, where {name} differs from that in eval mode by a "
+                f"relative {error:.3g}: call .eval() on it. The check 'dropout' compares train mode, under one key "
+                "for both sides"
             )
 
 
-def _sides(
-    flax_module: Any, torch_module: Any, positional: bool, calls: Sequence[Callable | None]
-) -> tuple[JaxSide, Side]:
-    from flax_attn.parity.sides.torch_side import TorchSide
+def _torch_side(*arguments: Any) -> Side:
+    from flax_attn.parity.sides.torch_side import TorchSide  # torch is imported where it is used
 
-    flax_call, torch_call, flax_cached, torch_cached = calls
-    flax = JaxSide(flax_module, flax_call, flax_cached, positional)
-    return flax, TorchSide(torch_module, torch_call, torch_cached, positional)
+    return TorchSide(*arguments)
 
 
-def _inputs(inputs: Sequence[Any] | Mapping[str, Any], seed: int) -> Arrays:
+def _inputs(inputs: Inputs, seed: int) -> Arrays:
+    if hasattr(inputs, "shape") or (isinstance(inputs, tuple) and all(isinstance(size, int) for size in inputs)):
+        inputs = [inputs]  # one array, or one shape
     if not isinstance(inputs, Mapping | Sequence) or isinstance(inputs, str) or not inputs:
         raise PairingError(
             f"inputs are a list of arrays or of shapes, or a mapping of them by name; got {type(inputs).__name__}. "

@@ -57,6 +57,8 @@ class Check:
         if self.where:
             index, ours, theirs = (self.where[key] for key in ("index", "flax", "torch"))
             line += f"; worst element {tuple(index)}: flax {ours:.9g}, torch {theirs:.9g}"
+            if np.isfinite(ours) != np.isfinite(theirs):
+                line += f", not finite in {'torch' if np.isfinite(ours) else 'flax'} alone"
         return f"{line} ({self.note})" if self.note else line
 
 

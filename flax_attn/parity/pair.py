@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from flax_attn.convert.rules import Entry, Layout, plan, problems
+from flax_attn.convert.api import axes_of
+from flax_attn.convert.rules import ConversionError, Entry, Layout, no_axes, plan, problems
 from flax_attn.parity import tolerance
 from flax_attn.parity.recipe import Recipe
 from flax_attn.parity.sides.lesson import Lesson
@@ -20,11 +21,14 @@ from flax_attn.parity.sides.side import Answer, Arrays, PairingError, Question, 
 COTANGENT, TARGET, TANGENT = 1, 2, 3  # what the seed of a pair is moved by, for each thing drawn from it
 
 
+LOWER = ("float32", "bfloat16", "float16")
+
+
 class SideError(RuntimeError):
     """One side raised where the other did not."""
 
 
-class NotRun(Exception):
+class NotRun(Exception):  # noqa: N818, it is no error
     """A check that says nothing about a pair; the message says why."""
 
 
@@ -166,8 +170,7 @@ class Pair:
     @property
     def lower(self) -> dict[str, Question]:
         """Outputs and gradients in a lower dtype."""
-        names = ("float32", "bfloat16", "float16")
-        return {name: self.question(name, dtype=name, cotangents=self.cotangents) for name in names}
+        return {name: self.question(name, dtype=name, cotangents=self.cotangents) for name in LOWER}
 
     def training(self, name: str = "train") -> Question:
         """Train mode under the pair's dropout key."""
@@ -178,7 +181,8 @@ class Pair:
     def tangents(self) -> Arrays:
         """A random direction for every shared parameter and floating input."""
         random = np.random.default_rng(self.seed + TANGENT)
-        leaves = self.weights | {name: array for name, array in self.inputs.items() if is_floating(array)}
+        leaves = {entry.theirs: self.weights[entry.theirs] for entry in self.entries}
+        leaves |= {name: array for name, array in self.inputs.items() if is_floating(array)}
         return {name: random.normal(size=array.shape) for name, array in leaves.items()}
 
     def lesson(self) -> Lesson:
@@ -227,17 +231,12 @@ def weight_map(flax: Any, shapes: Mapping[str, Any], theirs: Mapping[str, Any], 
         layout: between both.
 
     Raises:
-        PairingError: with a line for every parameter that is missing, unexpected or mis-shaped.
+        PairingError: with a line for every parameter that is missing, unexpected or mis-shaped, or claimed twice.
     """
-    modules = {}
-    if isinstance(flax, nnx.Module):
-        modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(flax)}
-
-    def axes(prefix: str) -> dict[str, int]:
-        head_dim = getattr(modules.get(prefix.rstrip(".")), "head_dim", None)
-        return {} if head_dim is None else {"h": head_dim}
-
-    entries = plan(shapes, layout, axes)
+    try:
+        entries = plan(shapes, layout, axes_of(flax, layout) if isinstance(flax, nnx.Module) else no_axes)
+    except ConversionError as error:
+        raise PairingError(f"the parameters of the two sides do not pair: {error}") from error
     wrong = problems(entries, theirs, layout)
     if wrong:
         raise PairingError("\n  ".join(["the parameters of the two sides do not pair in this layout:", *wrong]))

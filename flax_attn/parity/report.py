@@ -93,8 +93,8 @@ def environment() -> dict[str, str]:
     found = {"python": platform.python_version(), "machine": platform.machine(), "platform": platform.platform()}
     found |= {package: _version(package) for package in PACKAGES}
     found["jax devices"] = ", ".join(str(device) for device in jax.devices())
-    found["jax_enable_x64"] = str(jax.config.jax_enable_x64)
-    found["jax_default_matmul_precision"] = str(jax.config.jax_default_matmul_precision)
+    for setting in ("jax_enable_x64", "jax_default_matmul_precision"):
+        found[setting] = str(getattr(jax.config, setting))
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         found["torch threads"] = str(torch.get_num_threads())

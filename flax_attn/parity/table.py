@@ -19,50 +19,60 @@ from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report import Report
 from flax_attn.parity.sides.jax_side import JaxSide
-from flax_attn.parity.sides.side import Side
+from flax_attn.parity.sides.recorded import Recorder, Recording
+from flax_attn.parity.sides.side import Arrays, Side
 
 # What `make parity` climbs: the rest of the ladder is tested on some rows.
 RUNGS = ("forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "training")
 
 
-def pair_of(case: Case, seed: int = 0, torch: Side | None = None) -> Pair:
+def pair_of(case: Case, seed: int = 0, *, record: bool = False) -> Pair:
     """Return both sides of a row, with parameters and inputs drawn at random. JAX must have x64 enabled.
 
     Args:
         case: the row.
         seed: of the weights and inputs.
-        torch: what was recorded of the PyTorch side, where there is no torch.
+        record: whether what the PyTorch side answers is kept, to be exported.
     """
-    module = _flax_module(case)
-    flax = JaxSide(module, _call(case, flax_attn, module))
-    torch = _torch_side(case) if torch is None else torch
-    if flax.shapes:
-        flax.entries = weight_map(module, flax.shapes, torch.shapes, convert.LAYOUTS["torch_ref"])
     random = np.random.default_rng(seed)
     inputs = {f"input {i}": random.normal(size=shape) for i, shape in enumerate(case.inputs)}
-    return Pair(flax, torch, inputs, flax.entries, seed)
+    torch = _torch_side(case)
+    return _paired(case, Recorder(torch) if record else torch, inputs, seed)
 
 
-def climb(case: Case, seed: int = 0, checks: Sequence[str] | None = None, torch: Side | None = None) -> Report:
+def replayed(case: Case, recording: Recording, device: Any = None) -> Pair:
+    """Return the Flax side of a row beside what was recorded of its PyTorch side; lower dtypes run on `device`."""
+    return _paired(case, recording, recording.inputs, recording.about["seed"], device)
+
+
+def _paired(case: Case, torch: Side, inputs: Arrays, seed: int, device: Any = None) -> Pair:
+    module = _flax_module(case)
+    flax = JaxSide(module, _call(case, flax_attn, module), device=device)
+    if flax.shapes:
+        flax.entries = weight_map(module, flax.shapes, torch.shapes, convert.LAYOUTS["torch_ref"])
+    return Pair(flax, torch, inputs, flax.entries, seed, redraw=not isinstance(torch, Recording))
+
+
+def climb(case: Case, seed: int = 0, checks: Sequence[str] | None = None, pair: Pair | None = None) -> Report:
     """Return the report of a row: the checks of these names, or the rungs of the table and every layout of weights."""
     with on_cpu():
-        pair = pair_of(case, seed, torch)
+        pair = pair_of(case, seed) if pair is None else pair
         report = report_on(pair, case.name, RUNGS if checks is None else checks, wanted=checks is not None)
         if checks is None and pair.has_parameters:
-            report.checks.insert(-1, layouts(pair))
+            report.checks.insert(-1, layouts(_flax_module(case)))
         return report
 
 
-def layouts(pair: Pair) -> Check:
+def layouts(module: nnx.Module) -> Check:
     """Round trip, bit for bit, and an index probe of every layout that can hold the module."""
     errors, held = {}, []
     for layout in convert.LAYOUTS:
         try:
-            weights = convert.state_dict(pair.flax.module, layout)
+            weights = convert.state_dict(module, layout)
         except convert.ConversionError:
             continue  # this layout says that it cannot hold the module: the note lists those that can
         held.append(layout)
-        errors |= {f"{layout}: {name}": wrong for name, wrong in _probe(pair.flax.module, layout, weights)}
+        errors |= {f"{layout}: {name}": wrong for name, wrong in _probe(module, layout, weights)}
     return worst_of("layouts", errors, 0.0, ", ".join(held))
 
 

@@ -64,6 +64,18 @@ def null_directions(truth: Arrays) -> set[str]:
     return {name for name, gradient in truth.items() if _largest(gradient) <= NULL * largest}
 
 
+def felt(ours: Arrays, truth: Arrays) -> dict[str, np.ndarray]:
+    """Return which elements of each gradient are more than rounding, those that are 0 on both sides included.
+
+    A packed tensor may hold a null direction beside others, such as the key's part of a packed bias.
+    """
+    largest = max((_largest(gradient) for gradient in truth.values()), default=0.0)
+    return {
+        name: (np.abs(gradient) > NULL * largest) | ((gradient == 0) & (ours[name] == 0))
+        for name, gradient in truth.items()
+    }
+
+
 def gradient_errors(ours: Arrays, truth: Arrays) -> dict[str, float]:
     """Return the relative errors, those of null directions measured by the largest gradient of all."""
     null = null_directions(truth)
@@ -72,17 +84,30 @@ def gradient_errors(ours: Arrays, truth: Arrays) -> dict[str, float]:
     return errors | relative(ours, {name: truth[name] for name in null}, largest)
 
 
-def conditioned(errors: Mapping[str, float], float32: Mapping[str, float], limit: float) -> dict[str, float]:
+def conditioned(
+    errors: Mapping[str, float],
+    float32: Mapping[str, float],
+    limit: float,
+    most: Mapping[str, float] | None = None,
+) -> dict[str, float]:
     """Return errors in float64 over the allowed ones, by name: at most 1 passes.
 
     A function that amplifies rounding cannot agree to the limit in two orders of summation. By how much it does is
     seen where rounding is large: PyTorch's own relative error in float32, scaled by the ratio of the two epsilons and
     with the allowance of one function in another order, is allowed where it exceeds the limit. An error of all digits
-    counts as 1, so that never more than about 1e-7 is allowed.
+    counts as 1, so that never more than about 1e-7 is allowed; a gradient that rounding makes, such as that of a
+    softmax which is a hard choice, has no digits, and `most` says by how much the largest gradient of all exceeds it.
     """
     ratio = float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
-    allowed = {name: max(limit, REORDERED * ratio * min(float32.get(name, 0.0), 1.0)) for name in errors}
-    return {name: error / allowed[name] for name, error in errors.items()}
+    worst = {name: min(float32.get(name, 0.0), (most or {}).get(name, 1.0)) for name in errors}
+    return {name: error / max(limit, REORDERED * ratio * worst[name]) for name, error in errors.items()}
+
+
+def excesses(truth: Arrays) -> dict[str, float]:
+    """Return by how much the largest value of all exceeds the largest of each."""
+    sizes = {name: _largest(value) for name, value in truth.items()}
+    largest = max(sizes.values(), default=0.0)
+    return {name: largest / size if size else np.inf for name, size in sizes.items()}
 
 
 def lower_dtype(ours: Arrays, theirs: Sequence[Arrays], truth: Arrays, factor: float, eps: float) -> dict[str, float]:

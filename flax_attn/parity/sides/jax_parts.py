@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
+from flax_attn.convert.api import naming
 from flax_attn.parity.sides.side import PairingError
 
 
@@ -59,11 +60,12 @@ def _nnx(module: nnx.Module, train: bool) -> Parts:
     (copy.train if train else copy.eval)()
     graph, params, rest = nnx.split(copy, nnx.Param, ...)
     flat = dict(nnx.to_flat_state(params))
-    paths = {".".join(map(str, path)): path for path in flat}
+    name = naming(copy)
+    paths = {name(path): path for path in flat}
 
     def build(params: Mapping[str, jax.Array], rest: Any) -> nnx.Module:
         state = nnx.from_flat_state([(path, flat[path].replace(params[name])) for name, path in paths.items()])
-        return nnx.merge(graph, state, rest)
+        return nnx.merge(graph, state, rest, copy=True)  # a Variable can be changed where it was made alone
 
     return Parts({name: flat[path].get_value() for name, path in paths.items()}, rest, build, type(module).__call__)
 

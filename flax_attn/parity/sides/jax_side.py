@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.sides.jax_parts import take_apart
@@ -25,6 +26,7 @@ class JaxSide:
         cached_call: how to compute the same in steps, if it can.
         positional: whether inputs are passed by position.
         entries: how its parameters become those of the other side; none are shared where this is empty.
+        device: that runs the dtypes below float64, with products in full precision; None is the CPU.
     """
 
     framework = "flax"
@@ -36,8 +38,9 @@ class JaxSide:
         cached_call: Callable | None = None,
         positional: bool = True,
         entries: Sequence[Entry] = (),
+        device: Any = None,
     ):
-        self.module, self.entries = module, list(entries)
+        self.module, self.entries, self.device = module, list(entries), device
         self._modes = {train: take_apart(module, train) for train in (False, True)}
         self._params = dict(self._modes[False].params)
         self._call = Call(call, self._modes[False].call, positional)
@@ -81,6 +84,12 @@ class JaxSide:
 
     def ask(self, question: Question) -> Answer:
         """Run once."""
+        if self.device is None or question.dtype == "float64":
+            return self._ask(question)
+        with jax.default_device(self.device), jax.default_matmul_precision("highest"):
+            return self._ask(question)
+
+    def _ask(self, question: Question) -> Answer:
         params, rest = self._cast(self._params, question.dtype), self._rest(question.train, question.dtype)
         inputs, extras = self.arrays(question.inputs, question.dtype), _extras(question.extras)
         if question.cotangents is None:
@@ -149,7 +158,7 @@ class JaxSide:
         def update(params, state, gradient):
             with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
                 updates, state = optimizer.update(gradient, state, params)
-                return {name: params[name] + updates[name] for name in params}, state
+                return optax.apply_updates(params, updates), state
 
         def kept(values):
             return {name: value for name, value in values.items() if name not in frozen}
@@ -163,7 +172,7 @@ class JaxSide:
             fit = zeros | {lesson.output: 2 * error / error.size}
             _, (gradient, _) = self.gradient(params, inputs, rest, extras, fit, lesson.train)
             new, state = update(kept(params), state, kept(gradient))
-            params |= new
+            params |= dict(new)
             losses.append(float(jnp.square(error).mean()))
         return self._shared(params) | {"loss": np.array(losses)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -66,6 +66,7 @@ class Answer:
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Side(Protocol):
     """One implementation.
 

@@ -105,8 +105,8 @@ class TorchSide:
         gradients = dict(zip(leaves, found, strict=True))
         if question.tangents is None:
             return Answer(float64(outputs), float64(gradients), dtypes=dtypes(outputs))
-        along = {name: torch.tensor(question.tangents[name]) for name in leaves}
-        products = [(g * along[name]).sum() for name, g in gradients.items() if g.requires_grad]
+        along = {name: torch.tensor(tangent) for name, tangent in question.tangents.items()}
+        products = [(g * along[n]).sum() for n, g in gradients.items() if n in along and g.requires_grad]
         slope = torch.stack(products).sum() if products else torch.zeros((), dtype=torch.float64, requires_grad=True)
         second = torch.autograd.grad(slope, [*leaves.values()], materialize_grads=True)
         return Answer({}, second=float64(dict(zip(leaves, second, strict=True))))

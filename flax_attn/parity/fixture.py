@@ -1,0 +1,48 @@
+"""A pytest fixture: put `pytest_plugins = ["flax_attn.parity.fixture"]` into conftest.py.
+
+    def test_my_port(parity):
+        parity(MyFlaxBlock(rngs=nnx.Rngs(0)), MyTorchBlock().eval(), [(2, 7, 16)], layout="torch")
+
+It takes what `compare` takes, and fails the test where the two sides differ. With `--parity-report DIR` every
+comparison that fails also writes its page there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flax_attn.parity.api import ParityError, compare
+from flax_attn.parity.report import Report
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option for the pages."""
+    help_text = "write a page with pictures for every comparison that fails"
+    parser.getgroup("parity").addoption("--parity-report", metavar="DIR", help=help_text)
+
+
+@pytest.fixture
+def parity(request: pytest.FixtureRequest) -> Callable[..., Report]:
+    """Compare two modules, and fail the test where they differ."""
+
+    def check(*arguments, **options) -> Report:
+        named = {"name": request.node.name, "command": f"pytest '{request.node.nodeid}'"}
+        report = compare(*arguments, **{**named, **options})
+        if not report.passed:
+            _write(report, request.config.getoption("--parity-report"))
+            raise ParityError(report)
+        return report
+
+    return check
+
+
+def _write(report: Report, folder: str | None) -> None:
+    if folder is not None:
+        from flax_attn.parity.page import write_page
+
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_page([report], str(Path(folder) / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', report.name)}.html"))

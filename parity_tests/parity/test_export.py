@@ -1,0 +1,178 @@
+"""What was recorded where torch is judges the Flax side where it is not."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from flax import nnx
+
+import flax_attn
+from flax_attn.cli import main
+from flax_attn.parity import compare, export
+from flax_attn.parity.cases import select
+from flax_attn.parity.sides import recorded
+from flax_attn.parity.sides.recorded import ExportError, Recording
+from flax_attn.parity.table import climb, pair_of, replayed
+
+ROW = "causal"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("export")
+    assert main(["parity", "--variant", ROW, "--export", str(path)]) == 0
+    return path
+
+
+@pytest.fixture
+def file(folder, tmp_path):
+    """Return a copy of the export that may be spoilt."""
+    copy = tmp_path / f"{ROW}.safetensors"
+    copy.write_bytes((folder / copy.name).read_bytes())
+    return copy
+
+
+def rewritten(file, **changes):
+    """Change the header of an export, or with `arrays` what it holds."""
+    with safetensors.safe_open(file, "np") as opened:
+        about = json.loads(opened.metadata()["about"])
+        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    for name, change in changes.pop("arrays", {}).items():
+        arrays[name] = change(arrays[name])
+    safetensors.numpy.save_file(arrays, file, {"about": json.dumps(about | changes)})
+    return file
+
+
+def against(file):
+    return climb(*select([ROW]), pair=replayed(*select([ROW]), Recording(file)))
+
+
+def test_an_export_repeats_every_number(folder):
+    live, repeated = climb(*select([ROW])), against(folder / f"{ROW}.safetensors")
+    assert repeated.passed
+    assert [check.name for check in repeated.checks] == [check.name for check in live.checks]
+    assert all(check.ran for check in repeated.checks)
+    assert [check.error for check in repeated.checks] == [check.error for check in live.checks]
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("float64/outputs/output", "forward"),
+        ("float64/gradients/W_value.weight", "gradients"),
+        ("train/outputs/output", "dropout"),
+        ("training/trained/loss", "training"),
+    ],
+)
+def test_every_recorded_number_counts(file, name, check):
+    report = against(rewritten(file, arrays={name: lambda array: array * (1 + 1e-9)}))
+    assert [failed.name for failed in report.failed] == [check]
+
+
+def test_a_check_that_was_not_exported_is_a_line_and_not_a_pass(folder):
+    (case,) = select([ROW])
+    report = climb(case, checks=["second"], pair=replayed(case, Recording(folder / f"{ROW}.safetensors")))
+    assert not report.passed
+    assert "holds no answer to 'second': export again with this check" in report.check("second").skipped
+
+
+def test_a_comparison_of_two_modules_is_exported_and_repeated(tmp_path):
+    theirs = torch.nn.Linear(3, 2)
+    live = compare(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), theirs, [(4, 5, 3)], layout="torch", record=True)
+    path = export.save(live, tmp_path)
+    recording = export.load(tmp_path)["Linear"]
+    assert path.name == "Linear.safetensors"
+    repeated = compare(nnx.Linear(3, 2, rngs=nnx.Rngs(1)), recording, recording.inputs, layout="torch")
+    assert repeated.passed
+    assert [check.error for check in repeated.checks] == [check.error for check in live.checks]
+
+
+def test_the_command_line_compares_against_an_export(folder, capsys, monkeypatch):
+    assert main(["parity", "--against", str(folder)]) == 0
+    assert "1 of 1 variants equal their PyTorch twin" in capsys.readouterr().out
+    call = flax_attn.CausalAttention.__call__
+
+    def off(self, *arguments, **options):
+        output, weights = call(self, *arguments, **options)
+        return output * (1 + 1e-9), weights
+
+    monkeypatch.setattr(flax_attn.CausalAttention, "__call__", off)
+    monkeypatch.setattr("flax_attn.parity.table._call", lambda case, package, module: lambda m, x: off(m, x, return_weights=True))
+    assert main(["parity", "--against", str(folder), "--check", "forward"]) == 1
+
+
+def test_lower_dtypes_may_run_elsewhere(folder):
+    import jax
+
+    (case,) = select([ROW])
+    device = jax.devices("cpu")[0]
+    pair = replayed(case, Recording(folder / f"{ROW}.safetensors"), device)
+    assert climb(case, checks=["float32"], pair=pair).passed
+    assert pair.flax.device is device
+
+
+def test_a_report_that_was_not_recorded_cannot_be_exported(tmp_path):
+    (case,) = select([ROW])
+    report = climb(case, checks=["forward"], pair=pair_of(case))
+    with pytest.raises(ExportError, match="causal was compared without recording: pass record=True"):
+        export.save(report, tmp_path)
+
+
+def spoilt_truncated(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def spoilt_garbage(file):
+    file.write_bytes(b"not a file of weights")
+
+
+def spoilt_not_an_export(file):
+    safetensors.numpy.save_file({"x": np.ones(3)}, file)
+
+
+def spoilt_another_format(file):
+    rewritten(file, format=recorded.FORMAT + 1, version="9.9")
+
+
+def spoilt_other_inputs(file):
+    rewritten(file, arrays={"inputs/input 0": lambda array: array + 1})
+
+
+SPOILT = [
+    (spoilt_truncated, "causal.safetensors is damaged or cut off"),
+    (spoilt_garbage, "causal.safetensors is damaged or cut off"),
+    (spoilt_not_an_export, "holds arrays, but is no export of a comparison"),
+    (spoilt_another_format, "an export of format 2, made by flax-attn 9.9; this version reads format 1. Export again"),
+    (spoilt_other_inputs, "holds an answer to another 'outputs' than is asked"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILT, ids=[spoil.__name__ for spoil, _ in SPOILT])
+def test_an_export_that_cannot_be_used_is_refused(spoil, message, file, capsys):
+    spoil(file)
+    with pytest.raises(ExportError, match=message):
+        against(file)
+    assert main(["parity", "--against", str(file.parent)]) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_parameters_of_a_recording_cannot_be_changed(folder):
+    recording = Recording(folder / f"{ROW}.safetensors")
+    weights = {name: weight + 1 for name, weight in recording.weights().items()}
+    with pytest.raises(ExportError, match="recorded with other parameters, which cannot be changed"):
+        recording.load(weights)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--against", "nowhere"], "no export in nowhere: make one with `flax-attn parity --export nowhere`"),
+        (["--against", "{folder}", "--variant", "rms_norm"], "holds no rms_norm; it holds causal"),
+        (["--against", "{folder}", "--device", "quantum"], "no device of the platform 'quantum' here"),
+    ],
+)
+def test_bad_usage_of_an_export(folder, arguments, message, capsys):
+    assert main(["parity", *(argument.format(folder=folder) for argument in arguments)]) == 2
+    assert message in capsys.readouterr().err
