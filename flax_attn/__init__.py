@@ -5,7 +5,9 @@ from flax_attn.backends.call import Unsupported
 from flax_attn.backends.choose import explain
 from flax_attn.functional.causal_softmax import causal_softmax_masked, causal_softmax_renormalized
 from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, YaRNScaling
 from flax_attn.functional.masks import Mask, create_causal_mask
+from flax_attn.functional.positions import RoPE, alibi, alibi_slopes, sinusoidal, t5_bias, t5_buckets
 from flax_attn.models.gpt2 import GPT2_CONFIGS, GPT2Config, create_gpt2_attention
 from flax_attn.modules.backend import set_backend
 from flax_attn.modules.block import TransformerBlock
@@ -25,19 +27,26 @@ __all__ = [
     "GPT2_CONFIGS",
     "CausalAttention",
     "Dropout",
+    "DynamicNTKScaling",
     "FeedForward",
     "GPT2Config",
     "KeyedDropout",
     "LayerNorm",
     "Linear",
+    "LinearScaling",
+    "Llama3Scaling",
     "Mask",
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
     "RMSNorm",
+    "RoPE",
     "SelfAttention",
     "SimplifiedSelfAttention",
     "TransformerBlock",
     "Unsupported",
+    "YaRNScaling",
+    "alibi",
+    "alibi_slopes",
     "causal_softmax_masked",
     "causal_softmax_renormalized",
     "create_causal_mask",
@@ -46,4 +55,7 @@ __all__ = [
     "explain",
     "set_backend",
     "single_head_attention",
+    "sinusoidal",
+    "t5_bias",
+    "t5_buckets",
 ]

@@ -3,7 +3,9 @@
 from torch_ref.attention import dot_product_attention, single_head_attention
 from torch_ref.functional.causal_softmax import causal_softmax_masked, causal_softmax_renormalized
 from torch_ref.functional.dropout import KeyedDropout
+from torch_ref.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, YaRNScaling
 from torch_ref.functional.masks import Mask, create_causal_mask
+from torch_ref.functional.positions import RoPE, alibi, alibi_slopes, sinusoidal, t5_bias, t5_buckets
 from torch_ref.models.gpt2 import GPT2_CONFIGS, GPT2Config, create_gpt2_attention
 from torch_ref.modules.block import TransformerBlock
 from torch_ref.modules.causal import CausalAttention
@@ -20,22 +22,32 @@ __all__ = [
     "GPT2_CONFIGS",
     "CausalAttention",
     "Dropout",
+    "DynamicNTKScaling",
     "FeedForward",
     "GPT2Config",
     "KeyedDropout",
     "LayerNorm",
     "Linear",
+    "LinearScaling",
+    "Llama3Scaling",
     "Mask",
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
     "RMSNorm",
+    "RoPE",
     "SelfAttention",
     "SimplifiedSelfAttention",
     "TransformerBlock",
+    "YaRNScaling",
+    "alibi",
+    "alibi_slopes",
     "causal_softmax_masked",
     "causal_softmax_renormalized",
     "create_causal_mask",
     "create_gpt2_attention",
     "dot_product_attention",
     "single_head_attention",
+    "sinusoidal",
+    "t5_bias",
+    "t5_buckets",
 ]

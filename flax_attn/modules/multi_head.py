@@ -11,8 +11,10 @@ from jaxtyping import Array, Float
 
 from flax_attn.attention import dot_product_attention
 from flax_attn.backends.choose import check_backend
-from flax_attn.functional.checks import check_context_length, check_heads, check_positive, check_tokens
+from flax_attn.functional.checks import check_context_length, check_heads, check_positive, check_tokens, check_type
 from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.positions import RoPE, as_positions
+from flax_attn.functional.shapes import ArrayLike
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.linear import Linear
 
@@ -22,7 +24,8 @@ class MultiHeadAttention(nnx.Module):
 
         out_proj(concat_i(dropout(softmax(mask(q_i k_j^T / sqrt(h)))) v_j))    with j = i // (num_heads / num_kv_heads)
 
-    With `causal=False` and three inputs it is the layer of "Attention Is All You Need".
+    With `causal=False` and three inputs it is the layer of "Attention Is All You Need". With `rope` it is
+    `scale * (R_t q_i) (R_s k_j)^T`, query and key turned by their positions, as in Llama.
 
     Args:
         d_in: width of the query input, and of key and value inputs unless said.
@@ -37,6 +40,8 @@ class MultiHeadAttention(nnx.Module):
         out_bias: whether the output projection has a bias.
         kdim: width of the key input; None is d_in.
         vdim: width of the value input; None is d_in.
+        rope: rotary positions of queries and keys, for self-attention; None is none.
+        scale: factor on the scores; None is `1 / sqrt(h)`, T5 takes 1.0.
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
@@ -49,9 +54,10 @@ class MultiHeadAttention(nnx.Module):
         or all without b.
 
     Raises:
-        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1), the backend is
-            unknown or `rngs` is missing; in the call, if an input has another rank or width or is longer than
-            `context_length`, if the module is causal and t != s, or if mask or bias do not fit.
+        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1), `rope` does not
+            fit the heads, the backend is unknown or `rngs` is missing; in the call, if an input has another rank or
+            width or is longer than `context_length`, if the module is causal and t != s, if mask, bias or positions do
+            not fit, or if there is a key beside `rope`, or positions without it.
 
     Example:
         >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2,
@@ -79,6 +85,8 @@ class MultiHeadAttention(nnx.Module):
         out_bias: bool = True,
         kdim: int | None = None,
         vdim: int | None = None,
+        rope: RoPE | None = None,
+        scale: float | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
@@ -88,8 +96,12 @@ class MultiHeadAttention(nnx.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_heads(d_out, num_heads, num_kv_heads)
         check_backend(backend)
+        check_type("rope", rope, RoPE | None, "rope=RoPE(), or None")
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, d_out // num_heads
+        self.rope, self.scale = rope, scale
+        if rope is not None:
+            rope.check_head_dim(self.head_dim)
         self.d_in, self.kdim, self.vdim = d_in, d_in if kdim is None else kdim, d_in if vdim is None else vdim
         self.d_out, self.context_length, self.causal = d_out, context_length, causal
         check_positive(d_in=d_in, kdim=self.kdim, vdim=self.vdim)
@@ -109,6 +121,7 @@ class MultiHeadAttention(nnx.Module):
         *,
         mask: Mask | Array | None = None,
         bias: Float[Array, "..."] | None = None,
+        positions: ArrayLike | None = None,
         return_weights: bool = False,
         dropout_key: Array | None = None,
     ) -> Any:
@@ -121,21 +134,31 @@ class MultiHeadAttention(nnx.Module):
             mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend; hides more than
                 `causal` does.
             bias: added to the scaled scores; broadcasts to `(b, n, t, s)`.
+            positions: integers `(t,)` or `(b, t)` that `rope` turns by; None is `0 ... t - 1`. They hide nothing: what
+                is causal goes by the order of the tokens, and packed sequences are kept apart by the mask.
             return_weights: return the weights too; the output stays the same, bit for bit.
             dropout_key: decides what is dropped in train mode; None draws a key from the `dropout` stream.
         """
+        check_tokens("query", query.shape, "d_in", self.d_in, self.context_length)
+        self._check_positions(query, key, positions)
         key = query if key is None else key
         value = key if value is None else value
-        check_tokens("query", query.shape, "d_in", self.d_in, self.context_length)
         check_tokens("key", key.shape, "kdim", self.kdim, self.context_length)
         check_tokens("value", value.shape, "vdim", self.vdim, self.context_length)
 
+        query = rearrange(self.W_query(query), "... t (n h) -> ... t n h", n=self.num_heads)
+        key = rearrange(self.W_key(key), "... s (k h) -> ... s k h", k=self.num_kv_heads)
+        value = rearrange(self.W_value(value), "... s (k h) -> ... s k h", k=self.num_kv_heads)
+        if self.rope is not None:
+            query, key = self.rope(query, positions), self.rope(key, positions)
+
         result = dot_product_attention(
-            rearrange(self.W_query(query), "... t (n h) -> ... t n h", n=self.num_heads),
-            rearrange(self.W_key(key), "... s (k h) -> ... s k h", k=self.num_kv_heads),
-            rearrange(self.W_value(value), "... s (k h) -> ... s k h", k=self.num_kv_heads),
+            query,
+            key,
+            value,
             bias,
             Mask.causal() & as_mask(mask) if self.causal else mask,
+            scale=self.scale,
             dropout=self.dropout.keyed(dropout_key),
             precision=self.precision,
             backend=self.backend,
@@ -144,3 +167,14 @@ class MultiHeadAttention(nnx.Module):
         context, weights = result if return_weights else (result, None)
         output = checkpoint_name(self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output")
         return (output, weights) if return_weights else output
+
+    def _check_positions(self, query: Array, key: Array | None, positions: ArrayLike | None) -> None:
+        if self.rope is None and positions is not None:
+            raise ValueError("positions are for rope, and this module has none. Construct it with rope=RoPE()")
+        if self.rope is not None and key is not None:
+            raise ValueError(
+                "rope turns queries and keys by the positions of one sequence, in self-attention; got a key of shape "
+                f"{key.shape}. Leave it out, or construct the module with rope=None"
+            )
+        if positions is not None:
+            as_positions(positions, query.shape[:-1])
