@@ -6,10 +6,12 @@ NEWEST_BIN := .venv-newest/bin
 NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; done)
 
-.PHONY: help parity test bench tpu lint format test-newest clean
+.PHONY: help parity against mutate test bench tpu lint format test-newest clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
+	@echo 'make against      prove it again on the newest JAX and Flax, without torch, from what make parity exported'
+	@echo 'make mutate       plant known porting faults one by one, and see each caught'
 	@echo 'make test         run all tests'
 	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (a quarter of an hour)'
 	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
@@ -19,7 +21,13 @@ help:
 	@echo 'make clean        remove the environments and caches'
 
 parity: .venv/installed
-	$(BIN)/flax-attn parity $(ARGS)
+	$(BIN)/flax-attn parity --export build/export $(ARGS)
+
+against: .venv-newest/installed
+	$(NEWEST_BIN)/flax-attn parity --against build/export $(ARGS)
+
+mutate: .venv/installed
+	$(BIN)/flax-attn parity mutate
 
 test: .venv/installed
 	$(BIN)/pytest -n auto -ra $(ARGS)
@@ -45,7 +53,7 @@ test-newest: .venv-newest/installed
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flax-attn needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,viz,bench,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,viz,report,bench,dev]'
 	@touch $@
 
 # Installed as a user would, not editable and without torch.

@@ -1,9 +1,75 @@
 import json
+import re
 
+import jax
 import pytest
 
 from flax_attn.cli import main
 from torch_ref.modules.linear import Linear
+
+MODULES = '''
+import jax.numpy as jnp
+import torch
+from flax import nnx
+
+from flax_attn.convert import Rule
+
+TABLE = [Rule(("kernel",), "weight", "i o -> o i"), Rule(("bias",), "bias")]
+
+
+class Table(nnx.Module):
+    """Holds a number that float32 cannot."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        self.table = nnx.Variable(jnp.array([0.1, 0.2]))
+
+    def __call__(self, x):
+        return self.layer(x) + self.table[None]
+
+
+class TorchTable(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        self.register_buffer("table", torch.tensor([0.1, 0.2], dtype=torch.float64))
+
+    def forward(self, x):
+        return self.layer(x) + self.table
+
+
+def flax_linear():
+    return nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+
+def torch_linear():
+    return torch.nn.Linear(3, 2)
+
+
+def torch_dropout():
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.5))[0:2]
+
+
+def flax_embedding():
+    return nnx.Embed(11, 3, rngs=nnx.Rngs(0))
+
+
+def torch_embedding():
+    return torch.nn.Embedding(11, 3)
+
+
+def doubled(module, x):
+    return 2 * module(x)
+'''
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """Put a module of factories into the folder that the command is run in."""
+    name = f"modules_{re.sub(r'[^0-9]', '', tmp_path.name)}_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(MODULES)
+    monkeypatch.chdir(tmp_path)
+    return name
 
 
 def test_parity_prints_the_table_and_writes_all_that_was_measured(tmp_path, capsys):
@@ -30,13 +96,74 @@ def test_a_difference_is_printed_with_its_tensor_and_exits_with_1(monkeypatch, c
     assert "0 of 1 variants" in shown
 
 
+def test_two_targets_are_compared_and_written(modules, tmp_path, capsys):
+    targets = [f"{modules}:flax_linear", f"{modules}:torch_linear"]
+    arguments = [
+        "parity",
+        *targets,
+        "--input",
+        "4,5,3",
+        "--layout",
+        "torch",
+        "--check",
+        "forward",
+        "--check",
+        "training",
+    ]
+    assert main([*arguments, "--json", "r.json", "--junit", "r.xml"]) == 0
+    report = json.loads((tmp_path / "r.json").read_text())["cases"][0]
+    assert [check["name"] for check in report["checks"]] == ["forward", "training"]
+    assert report["command"] == " ".join(["flax-attn", *arguments, "--json", "r.json", "--junit", "r.xml"])
+    assert 'tests="2"' in (tmp_path / "r.xml").read_text()
+    assert "Linear" in capsys.readouterr().out
+
+
+def test_targets_that_differ_exit_with_1(modules, capsys):
+    targets = [f"{modules}:flax_linear", f"{modules}:torch_linear"]
+    call = ["--torch-call", f"{modules}:doubled"]
+    assert main(["parity", *targets, "--input", "4,5,3", "--layout", "torch", "--check", "forward", *call]) == 1
+    assert "forward" in capsys.readouterr().out
+
+
+def test_factories_are_called_with_x64_enabled_and_leave_it_as_it_was(modules):
+    with jax.enable_x64(False):
+        targets = [f"{modules}:Table", f"{modules}:TorchTable"]
+        assert main(["parity", *targets, "--input", "4,3", "--layout", "torch", "--check", "forward"]) == 0
+        assert not jax.config.jax_enable_x64
+
+
+def test_layouts_may_be_targets_and_inputs_integers(modules):
+    linear = [f"{modules}:flax_linear", f"{modules}:torch_linear", "--input", "4,3"]
+    assert main(["parity", *linear, "--layout", f"{modules}:TABLE", "--check", "weights"]) == 0
+    embedding = [f"{modules}:flax_embedding", f"{modules}:torch_embedding", "--input", "int:11:4,7"]
+    assert main(["parity", *embedding, "--layout", "torch", "--check", "gradients"]) == 0
+
+
+def test_a_pair_of_targets_is_exported_and_repeated_with_one(modules, capsys):
+    both = [f"{modules}:flax_linear", f"{modules}:torch_linear", "--input", "4,3", "--layout", "torch"]
+    assert main(["parity", *both, "--check", "forward", "--export", "out"]) == 0
+    one = ["parity", f"{modules}:flax_linear", "--layout", "torch", "--check", "forward", "--against", "out"]
+    assert main(one) == 0
+    assert main([*one, "--flax-call", f"{modules}:doubled"]) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--variant", "CausalAtention"], "no variant is called CausalAtention. Known are: CausalAttention, "),
+        (["--check", "forwards"], "no check is called forwards. Known are: shapes, weights, forward, "),
         (["--json", "/no/such/folder/report.json"], "in a folder that exists"),
+        (["{m}:flax_linear"], "give pkg.mod:flax_factory pkg.mod:torch_factory; got"),
+        (["{m}:flax_linear", "{m}:torch_linear"], "say what goes in: --input 3,5,6"),
+        (["{m}:flax_linear", "{m}:torch_linear", "--input", "3,x"], "an input is a shape such as 3,5,6"),
+        (["{m}:nothing", "{m}:torch_linear"], "has no nothing"),
+        (["no_such_module:f", "{m}:torch_linear"], "cannot import no_such_module"),
+        (["flax_linear", "{m}:torch_linear"], "a target is pkg.mod:name; got flax_linear"),
+        (["{m}:flax_linear", "{m}:torch_linear", "--input", "4,3", "--layout", "none"], "layout must be one of "),
+        (["{m}:flax_linear", "{m}:torch_embedding", "--input", "4,3", "--layout", "torch"], "do not pair"),
+        (["{m}:flax_linear", "{m}:torch_linear", "--input", "4,5"], "the inputs do not go through the torch side"),
     ],
 )
-def test_bad_usage_comes_before_any_work(arguments, message, capsys):
-    assert main(["parity", *arguments]) == 2
+def test_bad_usage_exits_with_2(arguments, message, modules, capsys):
+    assert main(["parity", *(argument.format(m=modules) for argument in arguments)]) == 2
     assert message in capsys.readouterr().err

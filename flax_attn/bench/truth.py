@@ -42,8 +42,8 @@ def excess(found: Arrays, truth: Arrays, plain: Arrays, dtype: str) -> float:
     gradients = {name: array for name, array in truth.items() if name != "output"}
     felt = {name: array for name, array in gradients.items() if name not in tolerance.null_directions(gradients)}
     eps = float(jnp.finfo(dtype).eps)
-    errors = tolerance.lower_dtype(found, plain, {"output": truth["output"]}, tolerance.LOW_FORWARD, eps)
-    errors |= tolerance.lower_dtype(found, plain, felt, tolerance.LOW_GRADIENT, eps)
+    errors = tolerance.lower_dtype(found, [plain], {"output": truth["output"]}, tolerance.LOW_FORWARD, eps)
+    errors |= tolerance.lower_dtype(found, [plain], felt, tolerance.LOW_GRADIENT, eps)
     return float(np.max(list(errors.values())))
 
 

@@ -13,7 +13,8 @@ from flax_attn.cli.common import UsageError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 a parity failure, 2 bad usage."""
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
         return options.run(options)
     except UsageError as error:

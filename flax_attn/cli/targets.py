@@ -6,6 +6,7 @@ import argparse
 import importlib
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,41 +52,44 @@ def checks(options: argparse.Namespace) -> list[str] | None:
 
 def compare(options: argparse.Namespace) -> list[Report]:
     """Return the report on two targets, or on one against an export."""
-    import jax
+    from flax_attn.parity import CHECKS
+    from flax_attn.parity.api import on_cpu
 
-    from flax_attn import parity
-
-    jax.config.update("jax_enable_x64", True)  # before a factory builds anything: tables and constants in float64
-    wanted = 1 if options.against else 2
-    if len(options.target) != wanted:
-        raise common.UsageError(
-            f"{'one target, the Flax side, is compared against an export' if options.against else 'two targets'}: "
-            f"pkg.mod:flax_factory{'' if options.against else ' pkg.mod:torch_factory'}; got {options.target}"
-        )
-    flax_module = _load(options.target[0])()
-    torch_module, inputs = _recorded(options, type(flax_module).__name__) if options.against else _built(options)
-    with common.progress() as progress:
-        task = progress.add_task("comparing", total=len(options.check or parity.CHECKS))
+    sides = ("flax",) if options.against else ("flax", "torch")
+    if len(options.target) != len(sides):
+        wanted = " ".join(f"pkg.mod:{side}_factory" for side in sides)
+        raise common.UsageError(f"give {wanted}; got {' '.join(options.target)}")
+    with on_cpu(), common.progress() as progress:  # x64 is on before a factory builds any table or constant
+        task = progress.add_task("comparing", total=len(options.check or CHECKS))
 
         def watch(name: str) -> None:
             progress.update(task, description=name, advance=1)
 
-        report = parity.compare(
-            flax_module,
-            torch_module,
-            inputs,
-            layout=_layout(options.layout),
-            checks=checks(options),
-            flax_call=_load(options.flax_call) if options.flax_call else None,
-            torch_call=_load(options.torch_call) if options.torch_call else None,
-            seed=options.seed,
-            name=options.name or type(flax_module).__name__,
-            command=shlex.join(["flax-attn", *sys.argv[1:]]),
-            record=bool(options.export),
-            device=common.device(options.device),
-            watch=watch,
-        )
-    return [report]
+        return [_compared(options, watch)]
+
+
+def _compared(options: argparse.Namespace, watch: Callable[[str], None]) -> Report:
+    from flax_attn import parity
+
+    asked, layout = checks(options), _layout(options.layout)
+    flax_module = _load(options.target[0])()
+    name = options.name or type(flax_module).__name__
+    torch_module, inputs = _recorded(options, name) if options.against else _built(options)
+    return parity.compare(
+        flax_module,
+        torch_module,
+        inputs,
+        layout=layout,
+        checks=asked,
+        flax_call=options.flax_call and _load(options.flax_call),
+        torch_call=options.torch_call and _load(options.torch_call),
+        seed=options.seed,
+        name=name,
+        command=shlex.join(["flax-attn", *options.arguments]),
+        record=bool(options.export),
+        device=common.device(options.device),
+        watch=watch,
+    )
 
 
 def _built(options: argparse.Namespace) -> tuple[Any, list[Any]]:
@@ -103,7 +107,7 @@ def _recorded(options: argparse.Namespace, name: str) -> tuple[Any, Any]:
 
     found = export.load(options.against)
     if len(found) > 1:
-        found = export.load(options.against, [options.name or name])
+        found = export.load(options.against, [name])
     recording = next(iter(found.values()))
     return recording, recording.inputs
 

@@ -17,7 +17,7 @@ from flax_attn.parity.recipe import Recipe
 from flax_attn.parity.report import Report, environment
 from flax_attn.parity.sides.jax_side import JaxSide
 from flax_attn.parity.sides.recorded import Recorder, Recording
-from flax_attn.parity.sides.side import Arrays, PairingError, Side
+from flax_attn.parity.sides.side import Arrays, Call, PairingError, Side, is_floating
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 
@@ -111,6 +111,7 @@ def compare(
         recipe = recipe or Recipe()
         given = {key: np.asarray(value) for key, value in (extras or {}).items()}
         pair = Pair(flax, torch, values, entries, seed, recipe, given, redraw and not recorded)
+        _check_extras(pair)
         _refuse_train_mode(torch_module, pair)
         return report_on(pair, name or type(flax_module).__name__, checks, command=command, locate=locate, watch=watch)
 
@@ -148,8 +149,9 @@ def report_on(
 ) -> Report:
     """Return what the checks of these names find about a pair; one that is `wanted` and does not apply fails."""
     with on_cpu():
+        climbing = climb(pair, checks, wanted, watch)
         _callable(pair)
-        found = list(climb(pair, checks, wanted, watch))
+        found = list(climbing)
         return Report(name, found, list(pair.entries), _notes(pair), pair.seed, environment(), command, None, pair)
 
 
@@ -164,11 +166,22 @@ def _callable(pair: Pair) -> None:
     # A side that cannot be run at all is no failure of parity: it says so before any check.
     for side in ("torch", "flax"):
         try:
-            pair.ask(side, pair.uncompiled)
+            answer = pair.ask(side, pair.uncompiled)
         except RuntimeError as error:
             if isinstance(error.__cause__, PairingError):
                 raise error.__cause__ from None
             raise PairingError(f"the inputs do not go through the {side} side: {error}") from error
+        if not answer.outputs:
+            raise PairingError(f"the {side} side returns nothing to compare. Pass a call that returns its arrays")
+
+
+def _check_extras(pair: Pair) -> None:
+    for name in pair.extras:
+        if not pair.takes(name):
+            raise PairingError(
+                f"extras are {' and '.join(Call.EXTRAS)}, where the calls of both sides take them by name; got {name!r}, "
+                f"flax takes {sorted(pair.flax.accepts)}, torch takes {sorted(pair.torch.accepts)}"
+            )
 
 
 def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:
@@ -195,20 +208,32 @@ def _inputs(inputs: Inputs, seed: int) -> Arrays:
     if hasattr(inputs, "shape") or (isinstance(inputs, tuple) and all(isinstance(size, int) for size in inputs)):
         inputs = [inputs]  # one array, or one shape
     if not isinstance(inputs, Mapping | Sequence) or isinstance(inputs, str) or not inputs:
+        got = type(inputs).__name__ if inputs or not isinstance(inputs, Sequence) else f"an empty {inputs!r}"
         raise PairingError(
-            f"inputs are a list of arrays or of shapes, or a mapping of them by name; got {type(inputs).__name__}. "
-            "Pass [x] for one array x"
+            f"inputs are a list of arrays or of shapes, or a mapping of them by name; got {got}. Pass [x] for one "
+            "array x"
         )
     random = np.random.default_rng(seed + 1000)
     named = inputs.items() if isinstance(inputs, Mapping) else ((f"input {i}", x) for i, x in enumerate(inputs))
-    return {name: _array(value, random) for name, value in named}
+    return {name: _array(name, value, random) for name, value in named}
 
 
-def _array(value: Any, random: np.random.Generator) -> np.ndarray:
+def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
     if isinstance(value, tuple):
+        if not all(isinstance(size, int | np.integer) and size >= 0 for size in value):
+            raise PairingError(f"{name}: a tuple is a shape, of sizes from 0; got {value}. Pass other values as an array")
         return random.normal(size=value)
-    array = convert.to_numpy(value)
-    return array.astype(np.float64) if array.dtype.kind == "f" or array.dtype.name == "bfloat16" else array
+    try:
+        array = convert.to_numpy(value)
+    except (TypeError, ValueError) as error:
+        raise PairingError(f"{name} is no array of numbers: {error}. Pass an array, or a shape as a tuple") from error
+    if is_floating(array):
+        return array.astype(np.float64)
+    if array.dtype.kind not in "biu":
+        raise PairingError(
+            f"{name} is no array of real numbers: its dtype is {array.dtype}. Pass an array, or a shape as a tuple"
+        )
+    return array
 
 
 def _notes(pair: Pair) -> list[str]:

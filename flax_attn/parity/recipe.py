@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -142,7 +143,7 @@ def _signature(function: Any) -> dict[str, Any]:
 
 def _clip(most: float) -> optax.GradientTransformation:
     def update(updates, state, params=None):
-        factor = jnp.minimum(1.0, most / (optax.global_norm(updates) + _TORCH_CLIP))
-        return {name: factor * update for name, update in updates.items()}, state
+        factor = jnp.minimum(1.0, most / (optax.tree.norm(updates) + _TORCH_CLIP))
+        return jax.tree.map(lambda update: factor * update, updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

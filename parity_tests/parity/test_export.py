@@ -99,7 +99,9 @@ def test_the_command_line_compares_against_an_export(folder, capsys, monkeypatch
         return output * (1 + 1e-9), weights
 
     monkeypatch.setattr(flax_attn.CausalAttention, "__call__", off)
-    monkeypatch.setattr("flax_attn.parity.table._call", lambda case, package, module: lambda m, x: off(m, x, return_weights=True))
+    monkeypatch.setattr(
+        "flax_attn.parity.table._call", lambda case, package, module: lambda m, x: off(m, x, return_weights=True)
+    )
     assert main(["parity", "--against", str(folder), "--check", "forward"]) == 1
 
 

@@ -55,7 +55,7 @@ def at_full_size(t, s, mask):
 
             return {name: np.asarray(x, np.float64) for name, x in both(given, mask, cotangent).items()}
 
-    sides = run("blocked", "float32"), run("reference", "float32"), run("reference", "float64")
+    sides = run("blocked", "float32"), [run("reference", "float32")], run("reference", "float64")
     eps = float(np.finfo(np.float32).eps)
     errors = tolerance.lower_dtype(*sides, tolerance.LOW_GRADIENT, eps)
     return errors | {"output": tolerance.lower_dtype(*sides, tolerance.LOW_FORWARD, eps)["output"]}

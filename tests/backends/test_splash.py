@@ -166,7 +166,10 @@ def test_interpreted_in_bfloat16_is_as_near_as_the_reference(interpreted):
     truth = run(reference, [x.astype(jnp.float32) for x in inputs], mask=Mask.causal(-50))
     ours, theirs = both(inputs, mask=Mask.causal(-50))
     assert {x.dtype for x in ours.values()} == {jnp.dtype(jnp.bfloat16)}
-    sides = [{name: np.asarray(x, np.float64) for name, x in side.items()} for side in (ours, theirs, truth)]
+    ours, theirs, truth = (
+        {name: np.asarray(x, np.float64) for name, x in side.items()} for side in (ours, theirs, truth)
+    )
+    sides = ours, [theirs], truth
     errors = tolerance.lower_dtype(*sides, tolerance.LOW_GRADIENT, float(jnp.finfo(jnp.bfloat16).eps))
     errors["output"] = tolerance.lower_dtype(*sides, tolerance.LOW_FORWARD, float(jnp.finfo(jnp.bfloat16).eps))[
         "output"

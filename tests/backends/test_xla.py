@@ -103,8 +103,8 @@ def test_lower_dtypes(dtype):
     with jax.enable_x64(True):
         truth = results(reference, jnp.float64)
     eps = float(jnp.finfo(dtype).eps)
-    forward = tolerance.lower_dtype(ours, plain, {"output": truth.pop("output")}, tolerance.LOW_FORWARD, eps)
-    errors = forward | tolerance.lower_dtype(ours, plain, truth, tolerance.LOW_GRADIENT, eps)
+    forward = tolerance.lower_dtype(ours, [plain], {"output": truth.pop("output")}, tolerance.LOW_FORWARD, eps)
+    errors = forward | tolerance.lower_dtype(ours, [plain], truth, tolerance.LOW_GRADIENT, eps)
     assert max(errors.values()) <= 1, errors
     assert (
         xla.attend(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from flax_attn.convert.api import naming
-from flax_attn.parity.sides.side import PairingError
+from flax_attn.parity.sides.side import PairingError, check_kind
 
 
 class Parts(NamedTuple):
@@ -41,23 +41,24 @@ def take_apart(module: Any, train: bool = False) -> Parts:
         >>> sorted(take_apart(nnx.Linear(2, 3, rngs=nnx.Rngs(0))).params)
         ['bias', 'kernel']
     """
+    rule = "the Flax side is an NNX module, a bound Linen module, an equinox module or a function of arrays"
+    check_kind(module, rule, {"torch": "PyTorch"})
     if isinstance(module, nnx.Module):
         return _nnx(module, train)
     if isinstance(module, linen.Module):
         return _linen(module)
-    if callable(module) and not jax.tree_util.all_leaves([module]):
+    if not jax.tree_util.all_leaves([module]):
         return _pytree(module, train)
-    if callable(module):
-        return Parts({}, {}, lambda params, rest: module, module)
-    raise PairingError(
-        "the Flax side is an NNX module, a bound Linen module, an equinox module or a function of arrays; "
-        f"got {type(module).__name__}"
-    )
+    return Parts({}, {}, lambda params, rest: module, module)
 
 
 def _nnx(module: nnx.Module, train: bool) -> Parts:
     copy = nnx.clone(module)
     (copy.train if train else copy.eval)()
+    for _, embed in nnx.iter_modules(copy):
+        # The one layer that takes the dtype of its parameter when it is built; it is to follow that in every run.
+        if isinstance(embed, nnx.Embed) and embed.dtype == embed.embedding.dtype:
+            embed.dtype = None
     graph, params, rest = nnx.split(copy, nnx.Param, ...)
     flat = dict(nnx.to_flat_state(params))
     name = naming(copy)

@@ -118,7 +118,7 @@ class JaxSide:
     def _weighted(self, train: bool):
         def weighted(params, floating, inputs, rest, extras, cotangents):
             outputs = self._outputs(params, {**inputs, **floating}, rest, extras, train)
-            return sum(jnp.sum(outputs[name] * c) for name, c in cotangents.items()), outputs
+            return sum(jnp.sum(outputs[name].astype(c.dtype) * c) for name, c in cotangents.items()), outputs
 
         return jax.grad(weighted, argnums=(0, 1), has_aux=True)
 

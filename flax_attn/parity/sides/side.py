@@ -130,6 +130,27 @@ def _parameters(function: Callable) -> Sequence[str]:
         return []
 
 
+def check_kind(module: Any, rule: str, foreign: Mapping[str, str]) -> None:
+    """Raise for what is no module of a side: not callable, a class, or of another framework.
+
+    Args:
+        module: that was passed.
+        rule: what it should be.
+        foreign: the names of other frameworks, by their packages.
+    """
+    packages = [kind.__module__.partition(".")[0] for kind in type(module).__mro__]
+    framework = next((foreign[package] for package in packages if package in foreign), None)
+    if isinstance(module, type):
+        raise PairingError(f"{rule}; got the class {module.__name__}: pass a module of it")
+    if framework is not None:
+        raise PairingError(
+            f"{rule}; got {type(module).__name__}, of {framework}. "
+            "The order is compare(flax_module, torch_module, inputs)"
+        )
+    if not callable(module):
+        raise PairingError(f"{rule}; got {type(module).__name__}")
+
+
 def named(result: Any) -> dict[str, Any]:
     """Return the arrays of a result by name; None is no output.
 

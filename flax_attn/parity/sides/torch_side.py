@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flax_attn.parity.sides.lesson import Lesson
-from flax_attn.parity.sides.side import Answer, Arrays, Call, PairingError, Question, dtypes, float64, is_floating
+from flax_attn.parity.sides.side import Answer, Arrays, Call, Question, check_kind, dtypes, float64, is_floating
 
 
 class TorchSide:
@@ -34,10 +34,8 @@ class TorchSide:
         cached_call: Callable | None = None,
         positional: bool = True,
     ):
-        if not callable(module):
-            raise PairingError(
-                f"the PyTorch side is an nn.Module or a function of tensors; got {type(module).__name__}"
-            )
+        rule = "the PyTorch side is an nn.Module or a function of tensors"
+        check_kind(module, rule, {"flax": "Flax", "equinox": "Equinox"})
         self.module = copy.deepcopy(module).double() if isinstance(module, torch.nn.Module) else module
         method = module.forward if isinstance(module, torch.nn.Module) else module
         self._call = Call(call, method, positional)

@@ -1,0 +1,132 @@
+"""Training under parity: one model in JAX and in PyTorch, compared after every step of a run.
+
+    pip install "flax-attn[torch,viz]"
+    python examples/trajectory.py --out docs/trajectory.png
+
+Both learn to predict the next character of this project's licence: the same weights at the start, the same batches, the
+same elements dropped, AdamW with warm-up, cosine decay and clipping. In float64 rounding is all that may differ.
+`--defaults` leaves the weight decay of each side at the default of its framework, to see what that does to a run.
+
+References:
+    Loshchilov and Hutter 2019 (arXiv:1711.05101).
+"""
+
+import argparse
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import optax
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from tiny_model import LAYOUT, Batch, Sizes, train_flax, train_torch, twins
+
+from flax_attn import convert
+from flax_attn.parity import Recipe, tolerance
+from flax_attn.parity.api import on_cpu
+
+TEXT = (Path(__file__).parents[1] / "LICENSE").read_text()
+RECIPE = Recipe(steps=300, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0, schedule="cosine", warmup=20)
+BLUE, ORANGE, GREEN = "#0072b2", "#e69f00", "#009e73"  # told apart by the colour-blind, too
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What was seen at every step: the losses, and how far the parameters are apart afterwards.
+
+    Args:
+        ours: the loss in JAX.
+        truth: the loss in PyTorch.
+        parameters: the largest relative difference of all parameters.
+        where: the name of the parameter that has it.
+    """
+
+    ours: np.ndarray
+    truth: np.ndarray
+    parameters: np.ndarray
+    where: list[str]
+
+    @property
+    def loss(self) -> np.ndarray:
+        """The relative difference of the losses."""
+        return np.abs(self.ours - self.truth) / self.truth
+
+
+def characters(text: str, sizes: Sizes, steps: int, b: int = 8, seed: int = 0) -> Iterator[Batch]:
+    """Yield batches of passages from a text, each with a key for dropout."""
+    numbers = np.unique(list(text), return_inverse=True)[1]
+    random = np.random.default_rng(seed)
+    for _ in range(steps):
+        starts = random.integers(0, len(numbers) - sizes.context_length, b)
+        passages = numbers[starts[:, None] + np.arange(sizes.context_length + 1)]
+        yield Batch(passages[:, :-1], passages[:, 1:], random.integers(0, 2**32, 2))
+
+
+def train(ours: Recipe, theirs: Recipe, sizes: Sizes) -> Trajectory:
+    """Train both sides at once, each by its recipe, and compare them after every step."""
+    flax_model, torch_model = twins(sizes)
+    batches = list(characters(TEXT, sizes, ours.steps))
+    steps = zip(train_flax(flax_model, ours, batches), train_torch(torch_model, theirs, batches), strict=True)
+    seen = []
+    for (loss, _), (truth, _) in track(steps, "training both sides", total=ours.steps, transient=True):
+        weights = {name: tensor.numpy() for name, tensor in torch_model.state_dict().items()}
+        errors = tolerance.relative(convert.state_dict(flax_model, LAYOUT), weights)
+        worst = max(errors, key=errors.__getitem__)
+        seen.append((loss, truth, errors[worst], worst))
+    losses, truths, parameters, where = zip(*seen, strict=True)
+    return Trajectory(np.array(losses), np.array(truths), np.array(parameters), list(where))
+
+
+def with_default_decay(recipe: Recipe, optimizer: Callable) -> Recipe:
+    """Return the recipe with the weight decay that an optimizer has if none is given."""
+    return replace(recipe, weight_decay=inspect.signature(optimizer).parameters["weight_decay"].default)
+
+
+def plot(trajectory: Trajectory) -> Figure:
+    """Draw the two losses on one axis, and on a logarithmic one what lies between the sides, under the rule."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    steps = np.arange(1, len(trajectory.truth) + 1)
+    left.plot(steps, trajectory.ours, color=BLUE, linewidth=4, alpha=0.5, label="JAX")
+    left.plot(steps, trajectory.truth, color="black", linewidth=1, linestyle="--", label="PyTorch")
+    left.set(xlabel="step", ylabel="loss, nats a character", title="the loss, on both sides")
+    right.plot(steps, trajectory.parameters, color=ORANGE, label="parameters: the largest of all")
+    right.plot(steps, trajectory.loss, ".", color=GREEN, markersize=3, label="loss, where not equal bit for bit")
+    right.axhline(tolerance.TRAINING, color="black", linestyle=":", label=f"the rule: {tolerance.TRAINING:.0e}")
+    right.set(yscale="log", xlabel="step", ylabel="relative difference", title="JAX against PyTorch, after every step")
+    for panel in (left, right):
+        panel.grid(alpha=0.3)
+        panel.legend()
+    return figure
+
+
+def report(trajectory: Trajectory) -> str:
+    """Return what a run has shown, in three lines."""
+    worst = int(trajectory.parameters.argmax())
+    return (
+        f"{len(trajectory.truth)} steps, loss {trajectory.truth[0]:.4f} to {trajectory.truth[-1]:.4f} in PyTorch and "
+        f"{trajectory.ours[0]:.4f} to {trajectory.ours[-1]:.4f} in JAX\n"
+        f"loss: relative difference at most {trajectory.loss.max():.1e}\n"
+        f"parameters: at most {trajectory.parameters[worst]:.1e}, {trajectory.where[worst]} after step {worst + 1}; "
+        f"the rule is {tolerance.TRAINING:.0e}"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train in JAX and in PyTorch, and compare after every step.")
+    parser.add_argument("--steps", type=int, default=RECIPE.steps)
+    parser.add_argument("--defaults", action="store_true", help="each framework's own default of weight decay")
+    parser.add_argument("--out", type=Path, help="where to draw it")
+    options = parser.parse_args()
+    ours = theirs = replace(RECIPE, steps=options.steps)
+    if options.defaults:
+        ours, theirs = (with_default_decay(ours, optimizer) for optimizer in (optax.adamw, torch.optim.AdamW))
+    with on_cpu():
+        run = train(ours, theirs, Sizes(len(set(TEXT)), context_length=40, num_layers=2, dropout=0.1))
+    Console().print(report(run), highlight=False, soft_wrap=True)
+    if options.out:
+        plot(run).savefig(options.out, dpi=150)
