@@ -119,19 +119,18 @@ def _pairs(options: argparse.Namespace) -> list[tuple[Any, Any]]:
 def _mutate(options: argparse.Namespace) -> int:
     from flax_attn.parity import kill
 
-    with common.progress() as progress:
-        task = progress.add_task("planting faults", total=None)
-
-        def watch(name: str) -> None:
-            progress.update(task, description=f"planting: {name}", advance=1)
-
-        kills = kill.run(watch=watch)
-    console = common.console(130)
+    try:
+        with common.progress() as progress:
+            task = progress.add_task("planting faults", total=len(kill.MUTANTS))
+            kills = kill.run(seed=options.seed, watch=lambda name: progress.update(task, description=name, advance=1))
+    except kill.UnsoundError as error:
+        print(f"flax-attn: {error}", file=sys.stderr)
+        return 1
+    console = common.console(145)
     console.print(kill.table(kills))
-    survived = [found.name for found in kills if found.survived]
-    verdict = f"{len(kills) - len(survived)} of {len(kills)} planted faults were caught"
-    console.print(f"\n{verdict}" + (f"; not caught: {', '.join(survived)}" if survived else ""), style="bold")
-    return 1 if survived else 0
+    console.print(kill.LEGEND, style="dim", highlight=False)
+    console.print(kill.summary(kills), style="bold", highlight=False)
+    return 1 if any(found.survived for found in kills) else 0
 
 
 def _write(reports: list[Report], options: argparse.Namespace) -> None:

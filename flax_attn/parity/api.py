@@ -179,8 +179,8 @@ def _check_extras(pair: Pair) -> None:
     for name in pair.extras:
         if not pair.takes(name):
             raise PairingError(
-                f"extras are {' and '.join(Call.EXTRAS)}, where the calls of both sides take them by name; got {name!r}, "
-                f"flax takes {sorted(pair.flax.accepts)}, torch takes {sorted(pair.torch.accepts)}"
+                f"extras are {' and '.join(Call.EXTRAS)}, where the calls of both sides take them by name; "
+                f"got {name!r}, flax takes {sorted(pair.flax.accepts)}, torch takes {sorted(pair.torch.accepts)}"
             )
 
 
@@ -221,7 +221,9 @@ def _inputs(inputs: Inputs, seed: int) -> Arrays:
 def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
     if isinstance(value, tuple):
         if not all(isinstance(size, int | np.integer) and size >= 0 for size in value):
-            raise PairingError(f"{name}: a tuple is a shape, of sizes from 0; got {value}. Pass other values as an array")
+            raise PairingError(
+                f"{name}: a tuple is a shape, of sizes from 0; got {value}. Pass other values as an array"
+            )
         return random.normal(size=value)
     try:
         array = convert.to_numpy(value)
@@ -237,7 +239,8 @@ def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
 
 
 def _notes(pair: Pair) -> list[str]:
-    notes = pair.recipe.notes() if pair.has_parameters and pair.torch.framework == "torch" else []
+    recorded = isinstance(pair.torch, Recording)  # perhaps where torch is not
+    notes = pair.recipe.notes() if pair.has_parameters and not recorded else []
     if pair.has_parameters and not pair.entries:
         notes.append(
             "no layout was given: both sides keep their weights, and those may stand at 0 or 1 and hide a fault"

@@ -52,7 +52,8 @@ def _block(name: str, **arguments: Any) -> Case:
 
 _HEAD = {"d_in": 4, "d_out": 6, "context_length": 9, "dropout": 0.3}
 _CROSS = {"causal": False, "kdim": 5, "vdim": 3}
-_PACKED = np.array([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4], [70, 71, 0, 1, 2]])
+_PACKED = np.array([[0, 1, 2, 0, 1], [0, 2, 3, 7, 9], [70, 73, 0, 1, 4]])  # with gaps: positions count, not places
+_DOCUMENTS = np.array([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]])
 _DENSE = np.random.default_rng(0).random((4, 5, 5)) < 0.6
 
 CASES = (
@@ -94,7 +95,7 @@ CASES = (
     _multi_head("rope", num_heads=2, num_kv_heads=1, qkv_bias=True, rope=lambda package: package.RoPE()),
     _multi_head(
         "rope_yarn_packed",
-        call=lambda package: {"positions": _PACKED, "mask": package.Mask.segments(_PACKED - np.arange(5))},
+        call=lambda package: {"positions": _PACKED, "mask": package.Mask.segments(_DOCUMENTS)},
         unbatched=False,
         d_out=24,
         num_heads=2,

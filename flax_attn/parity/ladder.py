@@ -203,6 +203,8 @@ def regime(name: str, pair: Pair) -> Check:
     ):
         kind = "outputs" if names is theirs.outputs else "gradients"
         rounding = measure(getattr(single, kind), names)
+        for null in tolerance.null_directions(names) if kind == "gradients" else ():
+            rounding[null] = max(rounding.values())  # it is rounding alone: the others show how large that is
         most = tolerance.excesses(names) if kind == "gradients" else None
         errors |= tolerance.conditioned(measure(getattr(ours, kind), names), rounding, limit, most)
     flax, torch = ({**answer.outputs, **answer.gradients} for answer in (ours, theirs))
@@ -259,7 +261,7 @@ def climb(
     wanted: bool = True,
     watch: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Check]:
-    """Yield the checks of these names, or all; one that does not apply is yielded with the reason.
+    """Return the checks of these names, or all, one by one; one that does not apply comes with the reason.
 
     Args:
         pair: what is checked.
@@ -273,6 +275,10 @@ def climb(
     """
     for name in names or ():
         check_choice("check", name, tuple(CHECKS))
+    return _climb(pair, names, wanted, watch)
+
+
+def _climb(pair: Pair, names: Sequence[str] | None, wanted: bool, watch: Callable[[str], None]) -> Iterator[Check]:
     for name in CHECKS if names is None else names:
         watch(name)
         try:

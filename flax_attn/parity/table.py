@@ -57,7 +57,8 @@ def climb(case: Case, seed: int = 0, checks: Sequence[str] | None = None, pair: 
     """Return the report of a row: the checks of these names, or the rungs of the table and every layout of weights."""
     with on_cpu():
         pair = pair_of(case, seed) if pair is None else pair
-        report = report_on(pair, case.name, RUNGS if checks is None else checks, wanted=checks is not None)
+        rungs = RUNGS if checks is None else checks
+        report = report_on(pair, case.name, rungs, wanted=checks is not None, locate=checks is not None)
         if checks is None and pair.has_parameters:
             report.checks.insert(-1, layouts(_flax_module(case)))
         return report

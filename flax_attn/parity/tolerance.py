@@ -104,10 +104,10 @@ def conditioned(
 
 
 def excesses(truth: Arrays) -> dict[str, float]:
-    """Return by how much the largest value of all exceeds the largest of each."""
-    sizes = {name: _largest(value) for name, value in truth.items()}
+    """Return by how much the largest value of all exceeds what the error of each is measured by."""
+    sizes, null = {name: _largest(value) for name, value in truth.items()}, null_directions(truth)
     largest = max(sizes.values(), default=0.0)
-    return {name: largest / size if size else np.inf for name, size in sizes.items()}
+    return {name: 1.0 if name in null else largest / size for name, size in sizes.items()}
 
 
 def lower_dtype(ours: Arrays, theirs: Sequence[Arrays], truth: Arrays, factor: float, eps: float) -> dict[str, float]:

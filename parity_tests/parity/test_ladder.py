@@ -1,53 +1,33 @@
-"""Every variant climbs the ladder, and the ladder catches the bugs that ports are known for."""
+"""Every variant climbs the ladder, and every check catches what it is there for.
 
-from copy import copy, deepcopy
-from functools import partial
+Faults of the PyTorch side are in `flax_attn.parity.mutants`. Here are those of the Flax side and of the harness.
+"""
 
+import itertools
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
-from einops import rearrange
+from flax import nnx
 
 import flax_attn.functional.reference
-import torch_ref.functional.reference
-import torch_ref.modules.multi_head
+import torch_ref
 from flax_attn.convert.rules import Entry
-from flax_attn.parity import ladder
+from flax_attn.parity import CHECKS, compare, table
 from flax_attn.parity.cases import CASES, select
-from flax_attn.parity.pair import Pair
-from torch_ref.functional.masks import Causal, Lengths
+from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.mutants import MUTANTS
 
-REFERENCE = torch_ref.functional.reference
-RUNGS = {"forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "layouts", "training"}
-
-
-def lines(checks):
-    return "\n".join(f"{c.name}: error {c.error:.3g}, limit {c.limit:.3g}, worst {c.worst} {c.note}" for c in checks)
-
-
-PAIRS = {}
-
-
-def built(case, seed=0):
-    """Return a pair that is compiled once, for the climb and for the faults planted in copies of it."""
-    return PAIRS.get(case.name) or PAIRS.setdefault(case.name, Pair(case, seed))
-
-
-def copy_to_plant_in(case):
-    assert built(case).flax64
-    pair = copy(built(case))
-    pair.torch = deepcopy(pair.torch)
-    vars(pair).pop("truth", None)
-    return pair
+LOWER = {"float32": 23, "bfloat16": 7, "float16": 10}  # bits of the mantissa
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_variant_climbs_the_ladder(case, monkeypatch):
-    monkeypatch.setattr(ladder, "Pair", built)
-    checks = ladder.climb(case)
-    failed = [check for check in checks if not check.passed]
-    assert not failed, f"{case.name}\n{lines(failed)}"
-    assert {check.name for check in checks} == RUNGS - not_for(case)
+def test_every_variant_climbs_the_ladder(case):
+    report = table.climb(case)
+    assert report.passed, report.explain()
+    assert {check.name for check in report.checks if check.ran} == {*table.RUNGS, "layouts"} - not_for(case)
 
 
 def not_for(case):
@@ -64,116 +44,92 @@ def test_every_public_module_has_a_case():
     assert modules - {"Linear", "Dropout"} <= variants
 
 
-def wrong_epsilon(pair, monkeypatch):
-    pair.torch.norm1.eps *= 1.01
+# A fault beside what is right, for every check that a mutant of the PyTorch side cannot fail first. Each stands the
+# float64 forward pass on easy inputs, in batches and compiled.
 
 
-def exact_gelu_for_tanh(pair, monkeypatch):
-    pair.torch.layers[1] = torch.nn.GELU()
+@jax.custom_jvp
+def flat_sine(x):
+    return jnp.sin(x)
 
 
-def tanh_gelu_for_exact(pair, monkeypatch):
-    pair.torch.layers[1] = torch.nn.GELU(approximate="tanh")
+@flat_sine.defjvp
+def _(primals, tangents):
+    return jnp.sin(primals[0]), jnp.cos(jax.lax.stop_gradient(primals[0])) * tangents[0]
 
 
-def scale_by_the_whole_width(pair, monkeypatch):
-    scaled = partial(torch_ref.dot_product_attention, scale=pair.torch.d_out**-0.5)
-    monkeypatch.setattr(torch_ref.modules.multi_head, "dot_product_attention", scaled)
+def doubled_if_eager(x):
+    return x if isinstance(x, jax.core.Tracer) else 2 * x
 
 
-def tile_for_repeat(pair, monkeypatch):
-    def tiled(x, pattern, **axes):
-        return rearrange(x, pattern.replace("(k g)", "(g k)"), **axes)
-
-    monkeypatch.setattr(REFERENCE, "rearrange", tiled)
+def one_pass(x):
+    mean = x.mean(axis=-1, keepdims=True)
+    return x / jnp.sqrt((x**2).mean(axis=-1, keepdims=True) - mean**2 + 0.1)
 
 
-def see_one_token_ahead(pair, monkeypatch):
-    monkeypatch.setattr(Causal, "allow", lambda self, rows, cols: cols <= self.position(rows) + 1)
+def two_passes(x):
+    return x / torch.sqrt(x.var(dim=-1, keepdim=True, correction=0) + 0.1)
 
 
-def not_see_oneself(pair, monkeypatch):
-    monkeypatch.setattr(Causal, "allow", lambda self, rows, cols: cols < self.position(rows))
+def rms_norm_with_a_floor(x):
+    return x / jnp.sqrt(jnp.maximum((x**2).mean(axis=-1, keepdims=True), 1e-5))
 
 
-def top_left_for_offset(pair, monkeypatch):
-    monkeypatch.setattr(Causal, "position", lambda self, rows: rows)
+def all_of_the_largest(x):
+    return jnp.where(x == x.max(axis=1, keepdims=True), x, 0)
 
 
-def one_key_too_many(pair, monkeypatch):
-    monkeypatch.setattr(Lengths, "allow", lambda self, rows, cols: cols <= self.key.reshape(-1, 1, 1, 1))
+def first_of_the_largest(x):
+    return torch.zeros_like(x).scatter(1, *(part for part in x.max(dim=1, keepdim=True)[::-1]))
 
 
-def transposed_square_kernel(pair, monkeypatch):
-    weight = pair.torch.W_value.weight
-    weight.data = weight.data.T.contiguous()
+def table_of_100_positions(x):
+    return x * jnp.minimum(jnp.arange(x.shape[1]), 99)[None, :, None].astype(x.dtype)
 
 
-def swapped_query_and_key(pair, monkeypatch):
-    pair.torch.W_query, pair.torch.W_key = pair.torch.W_key, pair.torch.W_query
+FAULTS = {
+    "shapes": (lambda x: {"output": x, "more": x}, lambda x: {"output": x}),
+    "second": (flat_sine, torch.sin),
+    "jit = eager": (doubled_if_eager, lambda x: 1 * x),
+    "unbatched": (lambda x: jnp.cumsum(x, axis=1), lambda x: torch.cumsum(x, dim=-2)),
+    "small activations": (rms_norm_with_a_floor, lambda x: x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True))),
+    "mean offset": (one_pass, two_passes),
+    "duplicate tokens": (all_of_the_largest, first_of_the_largest),
+    "single token": (lambda x: jnp.squeeze(x.sum(axis=-1)), lambda x: x.sum(dim=-1)),
+    "long sequence": (table_of_100_positions, lambda x: x * torch.arange(x.shape[1])[:, None]),
+}
 
 
-def forgotten_bias(pair, monkeypatch):
-    pair.torch.out_proj.bias.data.zero_()
+def caught(check, *sides, **options):
+    """Return whether a check, and not the forward pass, sees that two functions differ."""
+    report = compare(*sides, [(3, 5, 4)], checks=["forward", check], locate=False, **options)
+    assert report.check("forward").passed, report.explain()
+    return not report.check(check).passed and report.check(check).ran
 
 
-def dropout_not_rescaled(pair, monkeypatch):
-    monkeypatch.setattr(REFERENCE, "drop", lambda weights, keep, rate: torch.where(keep, weights, 0))
+@pytest.mark.parametrize("check", FAULTS)
+def test_a_fault_of_the_flax_side_is_caught(check):
+    assert caught(check, *FAULTS[check])
 
 
-def dropout_shared_by_heads(pair, monkeypatch):
-    keep_grid = REFERENCE.keep_grid
-    monkeypatch.setattr(REFERENCE, "keep_grid", lambda *arguments: keep_grid(*arguments)[:, :1])
+@pytest.mark.parametrize("dtype", LOWER)
+def test_a_loss_of_four_bits_is_caught(dtype):
+    def rounded(x):
+        return jnp.sin(jax.lax.reduce_precision(x, 8, LOWER[dtype] - 4) if x.dtype == dtype else x)
+
+    assert caught(dtype, rounded, torch.sin)
+    assert not caught(dtype, jnp.sin, torch.sin)
 
 
-def one_key_for_every_dropout(pair, monkeypatch):
-    monkeypatch.setattr("torch_ref.modules.block.fold_in", lambda key, index: key)
+@pytest.mark.parametrize("side", ["flax", "torch"])
+def test_a_cache_that_forgets_is_caught(side):
+    options = {f"{side}_cached": lambda function, x: function(x[:, 3:])}
+    report = compare(jnp.sin, torch.sin, [(3, 5, 4)], checks=["cache = full"], locate=False, **options)
+    assert not report.passed
+    assert report.check("cache = full").worst == f"{side}: output"
 
 
-def norm_after_for_norm_before(pair, monkeypatch):
-    pair.torch.norm_first = False
-
-
-def mean_of_values_for_an_empty_row(pair, monkeypatch):
-    def softmax(scores, visible, sinks=None):
-        return torch.softmax(torch.where(visible, scores, torch.finfo(scores.dtype).min), dim=-1)
-
-    monkeypatch.setattr(REFERENCE, "masked_softmax", softmax)
-
-
-def softmax_in_float32(pair, monkeypatch):
-    def softmax(scores, visible, sinks=None):
-        scores = torch.where(visible, scores, -torch.inf)
-        return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
-
-    monkeypatch.setattr(REFERENCE, "masked_softmax", softmax)
-
-
-class WithoutResidual(torch_ref.TransformerBlock):
-    def forward(self, x, *, return_weights=False):
-        x, weights = self.att(self.norm1(x), return_weights=True)
-        return x + self.ff(self.norm2(x)), weights
-
-
-def missing_residual(pair, monkeypatch):
-    pair.torch.__class__ = WithoutResidual
-
-
-def half_of_a_gradient(pair, monkeypatch):
-    masked_softmax = REFERENCE.masked_softmax
-
-    def softmax(*arguments):
-        weights = masked_softmax(*arguments)
-        return (weights + weights.detach()) / 2
-
-    monkeypatch.setattr(REFERENCE, "masked_softmax", softmax)
-
-
-def another_optimizer(pair, monkeypatch):
-    monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, **options: torch.optim.Adam(parameters, **options))
-
-
-def swapped_parts_of_a_fused_entry(pair, monkeypatch):
+def test_swapped_parts_of_a_fused_entry_are_caught(monkeypatch):
     split = Entry.split
 
     def swapped(entry, array):
@@ -181,58 +137,61 @@ def swapped_parts_of_a_fused_entry(pair, monkeypatch):
         return dict(zip(parts, reversed(parts.values()), strict=True))
 
     monkeypatch.setattr(Entry, "split", swapped)
+    layer = flax_attn.MultiHeadAttention(8, 8, None, 0.0, 4, True, causal=False, rngs=nnx.Rngs(0))
+    published = torch.nn.MultiheadAttention(8, 4, batch_first=True).eval()
+    found = compare(
+        *(layer, published, [(3, 5, 8)]),
+        layout="torch_mha",
+        torch_call=lambda module, x: module(x, x, x)[0],
+        checks=["weights"],
+        locate=False,
+    )
+    assert [check.worst for check in found.failed] == ["in_proj_weight"]
+    assert not table.layouts(layer).passed
 
 
-def sums_in_bfloat16(pair, monkeypatch):
-    case = pair.case
-    vars(pair).clear()  # nothing compiled before the fault may serve after it
-    pair.__init__(case)
-
+def test_sums_in_bfloat16_are_caught(monkeypatch):
     def low(dtype):
         return jnp.dtype(jnp.bfloat16) if dtype == jnp.float32 else dtype
 
     monkeypatch.setattr(flax_attn.functional.reference, "accumulation_dtype", low)
+    report = table.climb(*select(["self_attention"]), checks=["forward", "float32"])
+    assert [check.name for check in report.failed] == ["float32"]
 
 
-FAULTS = [
-    (wrong_epsilon, "block_gpt2", "forward"),
-    (exact_gelu_for_tanh, "feed_forward_tanh", "forward"),
-    (tanh_gelu_for_exact, "feed_forward_exact", "forward"),
-    (scale_by_the_whole_width, "multi_head_causal", "forward"),
-    (tile_for_repeat, "multi_head_gqa", "forward"),
-    (see_one_token_ahead, "causal", "forward"),
-    (not_see_oneself, "causal", "forward"),
-    (top_left_for_offset, "multi_head_cross_causal", "forward"),
-    (one_key_too_many, "multi_head_padding", "forward"),
-    (transposed_square_kernel, "multi_head_square", "forward"),
-    (swapped_query_and_key, "self_attention", "forward"),
-    (forgotten_bias, "multi_head_causal", "forward"),
-    (dropout_not_rescaled, "causal", "dropout"),
-    (dropout_shared_by_heads, "multi_head_causal", "dropout"),
-    (one_key_for_every_dropout, "block_gpt2", "dropout"),
-    (norm_after_for_norm_before, "block_gpt2", "forward"),
-    (missing_residual, "block_gpt2", "forward"),
-    (mean_of_values_for_an_empty_row, "multi_head_padding", "forward"),
-    (softmax_in_float32, "multi_head_bidirectional", "forward"),
-    (half_of_a_gradient, "self_attention", "gradients"),
-    (another_optimizer, "self_attention", "training"),
-    (swapped_parts_of_a_fused_entry, "multi_head_square", "layouts"),
-    (sums_in_bfloat16, "self_attention", "float32"),
-]
+def test_every_check_catches_something():
+    here = {*FAULTS, *LOWER, "cache = full", "weights"}
+    assert here | {mutant.check for mutant in MUTANTS} == set(CHECKS)
 
 
-@pytest.mark.parametrize(("plant", "case", "rung"), FAULTS, ids=[f"{plant.__name__}" for plant, *_ in FAULTS])
-def test_a_planted_fault_is_caught(plant, case, rung, monkeypatch):
-    pair = copy_to_plant_in(*select([case]))
-    plant(pair, monkeypatch)
-    check = getattr(ladder, rung)(pair)
-    assert not check.passed, lines([check])
-    assert check.name == rung
-    assert check.worst
+# One measurement beside its rule.
 
 
 def test_a_check_passes_at_its_limit_and_never_with_nan():
-    assert ladder.Check("rule", 1.0, 1.0).passed
-    assert not ladder.Check("rule", 1.0000001, 1.0).passed
-    assert not ladder.Check("rule", float("nan"), 1.0).passed
-    assert not ladder.Check("rule", float("inf"), 1.0).passed
+    assert Check("rule", 1.0, 1.0).passed
+    assert not Check("rule", 1.0000001, 1.0).passed
+    assert not Check("rule", float("nan"), 1.0).passed
+    assert not Check("rule", float("inf"), 1.0).passed
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_check_that_is_not_run_fails_if_it_was_asked_for(wanted):
+    check = Check("rule", 0.0, 1.0, skipped="there is nothing", wanted=wanted)
+    assert check.passed is not wanted
+    assert check.explain() == "rule: not run: there is nothing"
+
+
+def test_the_worst_of_several_errors_is_nan_or_else_the_largest():
+    errors = {"small": 0.1, "large": 7.0, "nan": float("nan")}
+    for order in itertools.permutations(errors):
+        assert worst_of("rule", {name: errors[name] for name in order}, 1.0).worst == "nan"
+    assert worst_of("rule", {"small": 0.1, "large": 7.0}, 1.0).worst == "large"
+    assert not worst_of("rule", {}, 1.0).ran
+
+
+def test_a_failure_says_where_and_how_far():
+    ours, theirs = np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3)
+    theirs[1, 0] = 3.5
+    check = worst_of("forward", {"output": 0.1}, 1e-12, "a note", flax={"output": ours}, torch={"output": theirs})
+    line = "forward: error 0.1 at 'output', the rule is 1e-12; worst element (1, 0): flax 3, torch 3.5"
+    assert check.explain() == f"{line} (a note)"

@@ -117,7 +117,9 @@ class Call:
     def __call__(self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
         """Return the outputs by name."""
         extras = {name: value for name, value in extras.items() if name in self.accepts}
-        arguments, keywords = (inputs.values(), extras) if self.positional else ((), {**inputs, **extras})
+        # By number and not as they come: JAX sorts the names of what it compiles, and 10 stands before 2 there.
+        arguments = [inputs[f"input {i}"] for i in range(len(inputs))] if self.positional else []
+        keywords = extras if self.positional else {**inputs, **extras}
         if self.function is None:
             return named(module(*arguments, **keywords))
         return named(self.function(module, *arguments, **keywords))

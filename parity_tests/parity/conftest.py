@@ -1,0 +1,46 @@
+"""Reports made by hand, for the tests of what is made of them. Names hold what HTML and XML take for their own."""
+
+import math
+
+import pytest
+
+from flax_attn.parity.check import Check
+from flax_attn.parity.localise import Divergence, Node
+from flax_attn.parity.report import Report
+
+EVIL = """<b>a</b> & "b" 'c' </script>"""
+
+
+def node(name, order, free, own, backward=1e-16):
+    return Node(name, "module", order, free, own, backward, 1e-12, (2, 3), "float64", "float64")
+
+
+@pytest.fixture
+def equal():
+    checks = [
+        Check("shapes", 0.0, 0.0, "output"),
+        Check("forward", 2e-16, 1e-12, "output", errors={"output": 2e-16}),
+        Check("float32", 0.5, 1.0, EVIL, f"does not feel {EVIL}", errors={EVIL: 0.5, "bias": 0.25}),
+        Check("dropout", math.inf, 0.0, skipped="nothing is dropped"),
+    ]
+    return Report("equal", checks, environment={"jax": "0.10.2", EVIL: EVIL})
+
+
+@pytest.fixture
+def differing(equal):
+    where = {"index": [1, 2], "flax": 0.5, "torch": 0.25}
+    checks = [
+        equal.checks[0],
+        Check("forward", 3e-4, 1e-12, "output", errors={"output": 3e-4, "other": 1e-16}, where=where),
+        Check("gradients", math.nan, 1e-11, "bias", errors={"bias": math.nan, "output": 1e-15}),
+        equal.checks[3],
+        Check("cache = full", math.inf, 0.0, skipped=f"no call: {EVIL}", wanted=True),
+    ]
+    nodes = (node("norm", 0, 1e-16, 0.0), node(f"att.{EVIL}", 1, 2e-5, 2e-5), node(".", 2, 3e-4, math.nan, 4e-3))
+    divergence = Divergence(nodes, ("torch:extra",), (f"att: torch scales by {EVIL}",))
+    return Report(EVIL, checks, notes=["a note"], seed=7, command="flax-attn parity x:y", divergence=divergence)
+
+
+@pytest.fixture
+def unrun(equal):
+    return Report("unrun", [equal.checks[3]])
