@@ -6,6 +6,11 @@ NEWEST_BIN := .venv-newest/bin
 NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; done)
 
+# What is compiled once is kept: the same small programs come up in the proof and in many tests.
+parity against mutate test test-newest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
+parity against mutate test test-newest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
+parity against mutate test test-newest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
+
 .PHONY: help parity against mutate test bench tpu lint format test-newest clean
 
 help:

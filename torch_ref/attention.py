@@ -11,6 +11,7 @@ from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.reference import reference_attention
 from torch_ref.functional.shapes import Key, Query, Value
+from torch_ref.functional.tags import checkpoint_name
 
 BACKENDS = ("reference",)
 
@@ -80,6 +81,7 @@ def dot_product_attention(
     unbatched = query.ndim == 3
     if unbatched:
         query, key, value = query[None], key[None], value[None]
+    query, key, value = (checkpoint_name(x, n) for n, x in (("query", query), ("key", key), ("value", value)))
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if bias is not None:
         check_bias(tuple(bias.shape), _dtype(bias), shape)
@@ -95,6 +97,7 @@ def dot_product_attention(
         sinks=sinks,
         dropout=dropout,
     )
+    output = checkpoint_name(output, "context")
     if unbatched:
         output, weights = output[0], weights[0]
     return (output, weights) if return_weights else output

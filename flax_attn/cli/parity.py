@@ -50,6 +50,8 @@ def _parity(options: argparse.Namespace) -> int:
         _need_torch()
     for path in (options.json, options.junit, options.html):
         common.check_writable(path)
+    if options.html:
+        _need_page()
     if options.target == ["mutate"]:
         return _mutate(options)
     from flax_attn.convert import ConversionError
@@ -72,6 +74,15 @@ def _need_torch() -> None:
             'parity needs PyTorch: pip install "flax-attn[torch]", or compare with an export: --against DIR'
         ) from None
     torch.set_num_threads(1)  # several cases run at a time, and the matrices are small
+
+
+def _need_page() -> None:
+    from flax_attn.parity import page
+
+    try:
+        page.check_installed()
+    except ImportError as error:
+        raise common.UsageError(str(error)) from None
 
 
 def _table(options: argparse.Namespace) -> list[Report]:

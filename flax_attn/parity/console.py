@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flax_attn.parity import tolerance
+from flax_attn.parity import tolerance, wording
 from flax_attn.parity.check import Check
 from flax_attn.parity.report import Report
 
@@ -30,31 +33,18 @@ margin       how far below its rule the worst check is;  -  does not apply"""
 
 def variants(reports: Sequence[Report]) -> Table:
     """Return one row a variant."""
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    rows.add_column("variant", no_wrap=True)
+    rows = _table("variant", no_wrap=True)
     for column in (*COLUMNS, "margin", ""):
         rows.add_column(column, justify="right", no_wrap=True)
     for report in reports:
         cells = [_cell(report.check(column)) for column in COLUMNS]
-        rows.add_row(report.name, *cells, _margin(report.margin), _verdict(report.passed))
+        rows.add_row(Text(report.name), *cells, wording.margin(report.margin), _verdict(report))
     return rows
 
 
-def _cell(check: Check | None) -> Text:
-    if check is None or not check.ran:
-        return Text("-", style="dim")
-    if check.name == "layouts" and check.passed:
-        return Text(str(len(check.note.split(", "))))
-    shown = f"{check.error:.2f}" if check.limit == 1 else f"{check.error:.1e}"
-    return Text(shown, style="" if check.passed else "bold red")
-
-
-def _margin(margin: float) -> str:
-    return f"{margin:.1f}x" if margin < 100 else f"{margin:.0f}x"
-
-
-def _verdict(good: bool) -> Text:
-    return Text("equal", style="green") if good else Text("DIFFERENT", style="bold red")
+def verdict(report: Report) -> Group:
+    """Return one comparison in full: the verdict, the ladder, where the sides part, and how to repeat it."""
+    return Group(*_verdict_parts(report))
 
 
 def notes(reports: Sequence[Report]) -> list[str]:
@@ -66,3 +56,57 @@ def notes(reports: Sequence[Report]) -> list[str]:
 def failures(reports: Sequence[Report]) -> list[str]:
     """Return a line for every check that does not hold."""
     return [f"{report.name}: {check.explain()}" for report in reports for check in report.failed]
+
+
+def _table(first: str, **options: Any) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, **options)
+    return table
+
+
+def _cell(check: Check | None) -> Text:
+    if check is None or not check.ran:
+        return Text("-", style="dim")
+    if check.name == "layouts" and check.passed:
+        return Text(str(len(check.note.split(", "))))
+    return Text(wording.error(check), style="" if check.passed else "bold red")
+
+
+def _verdict(report: Report) -> Text:
+    return Text(wording.verdict(report), style="green" if report.passed else "bold red")
+
+
+def _verdict_parts(report: Report) -> Iterator[RenderableType]:
+    # What matters most stands last, right above the prompt.
+    yield Text.assemble((report.name, "bold"), ": ", _verdict(report), f"\n{wording.reason(report)}")
+    yield _ladder([check for check in report.checks if check.ran])
+    yield from _titled("not run", (_missing(check) for check in report.checks if not check.ran), "dim")
+    yield from _titled("notes", report.notes)
+    if report.divergence is not None:
+        yield from _titled("where they part", str(report.divergence).splitlines())
+    yield from _titled("repeat", [report.command] if report.command else [])
+
+
+def _ladder(checks: Sequence[Check]) -> Table:
+    rows = _table("check", no_wrap=True)
+    for column in ("error", "rule", "margin"):
+        rows.add_column(column, justify="right", no_wrap=True)
+    rows.add_column("")
+    rows.add_column("worst tensor", overflow="fold")
+    for check in checks:
+        style, mark = ("", "holds") if check.passed else ("bold red", "FAILS")
+        name, error, mark = (Text(text, style) for text in (check.name, wording.error(check), mark))
+        worst = Text.assemble(wording.worst(check), (f"\n{check.note}" if check.note else "", "dim"))
+        rows.add_row(name, error, wording.rule(check), wording.margin(check.margin), mark, worst)
+    return rows
+
+
+def _missing(check: Check) -> str:
+    return f"{check.name}: {check.skipped}" + (", and it was asked for by name: FAILS" if check.wanted else "")
+
+
+def _titled(title: str, lines: Iterable[str], style: str = "") -> Iterator[RenderableType]:
+    text = Text("\n".join(lines), style=style)
+    if text:
+        yield Text(title, style="bold")
+        yield Padding(text, (0, 0, 1, 2), expand=False)

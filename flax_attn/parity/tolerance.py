@@ -93,8 +93,8 @@ def conditioned(
     """Return errors in float64 over the allowed ones, by name: at most 1 passes.
 
     A function that amplifies rounding cannot agree to the limit in two orders of summation. By how much it does is
-    seen where rounding is large: PyTorch's own relative error in float32, scaled by the ratio of the two epsilons and
-    with the allowance of one function in another order, is allowed where it exceeds the limit. An error of all digits
+    seen where rounding is large: the relative error in float32, scaled by the ratio of the two epsilons and with the
+    allowance of one function in another order, is allowed where it exceeds the limit. An error of all digits
     counts as 1, so that never more than about 1e-7 is allowed; a gradient that rounding makes, such as that of a
     softmax which is a hard choice, has no digits, and `most` says by how much the largest gradient of all exceeds it.
     """

@@ -19,6 +19,7 @@ from torch_ref.functional.dropout import KeyedDropout, drop, keep_grid
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import Key, Query, Scores, Value, Visible
+from torch_ref.functional.tags import checkpoint_name
 
 
 def reference_attention(
@@ -50,7 +51,7 @@ def reference_attention(
 
     query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])
     scores = torch.einsum("b t k g h, b s k h -> b k g t s", query, key)
-    scores = rearrange(scores, "b k g t s -> b (k g) t s") * scale
+    scores = checkpoint_name(rearrange(scores, "b k g t s -> b (k g) t s") * scale, "scores")
     if bias is not None:
         scores = scores + bias.to(dtype)
     if soft_cap is not None:
@@ -60,6 +61,7 @@ def reference_attention(
     weights = weights * _poison(visible, query_ok, key_ok & value_ok, dtype)
     if dropout is not None:
         weights = drop(weights, keep_grid(dropout, shape, weights.device), dropout.rate)
+    weights = checkpoint_name(weights, "weights")
 
     grouped = rearrange(weights, "b (k g) t s -> b k g t s", k=value.shape[2])
     output = torch.einsum("b k g t s, b s k v -> b t k g v", grouped, value)
@@ -76,7 +78,7 @@ def masked_softmax(scores: Scores, visible: Visible, sinks: Float[Tensor, " n"] 
         tensor([[0.5000, 0.5000],
                 [0.0000, 0.0000]])
     """
-    scores = torch.where(visible, scores, -torch.inf)
+    scores = checkpoint_name(torch.where(visible, scores, -torch.inf), "masked")
     top = scores.amax(dim=-1, keepdim=True)
     if sinks is not None:
         sinks = sinks[None, :, None, None]

@@ -1,0 +1,38 @@
+"""What the comparisons with the layers of other libraries share."""
+
+import jax
+import pytest
+
+from flax_attn.parity import CHECKS
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+    """Let the layers of other libraries promote as they do."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="package")
+def quick_to_compile():
+    """Compile without optimisation: nothing is timed, and to compile takes most of the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+class Checks:
+    """Names of checks. What is asked for by name must run."""
+
+    core = ("shapes", "weights", "forward", "gradients")
+    quick = (*core, "jit = eager", "huge logits", "small activations", "mean offset", "duplicate tokens")
+
+    @staticmethod
+    def all_but(*names):
+        assert set(names) <= set(CHECKS)
+        return [name for name in CHECKS if name not in names]
+
+
+@pytest.fixture(scope="session")
+def checks():
+    return Checks

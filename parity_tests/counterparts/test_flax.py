@@ -1,0 +1,149 @@
+"""The attention of Flax, NNX and Linen, against torch.nn.MultiheadAttention and against our PyTorch twin."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from flax import linen, nnx
+
+import flax_attn
+import torch_ref
+from flax_attn.convert import Rule
+from flax_attn.parity import assert_parity, compare
+
+B, T, S, D, HEADS, KV = 3, 5, 7, 8, 2, 6
+SELF, CROSS = [(B, T, D)], [(B, T, D), (B, S, KV), (B, S, KV)]
+
+# Flax's attention keeps the heads apart; these are the rows between it and torch_ref.
+TORCH_REF = [
+    *(Rule((f"{name}.kernel",), f"W_{name}.weight", "i n h -> (n h) i") for name in ("query", "key", "value")),
+    *(Rule((f"{name}.bias",), f"W_{name}.bias", "n h -> (n h)") for name in ("query", "key", "value")),
+    Rule(("out.kernel",), "out_proj.weight", "n h o -> o (n h)"),
+    Rule(("out.bias",), "out_proj.bias"),
+]
+
+
+def nnx_attention(**options):
+    return nnx.MultiHeadAttention(HEADS, D, rngs=nnx.Rngs(0), **{"decode": False, **options})
+
+
+def torch_attention(**options):
+    return torch.nn.MultiheadAttention(D, HEADS, batch_first=True, **options).eval()
+
+
+def seen(x, lengths):
+    return None if lengths is None else (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None, :]
+
+
+def sowing(layer, query, key=None, value=None, lengths=None):
+    """Return output and weights; unless they are asked for, `jax.nn` takes the softmax in float32."""
+    capturing = nnx.capture(layer, nnx.Intermediate)
+    output, caught = capturing(query, key, value, mask=seen(query, lengths), sow_weights=True)
+    return output, *caught["attention_weights"]
+
+
+def torch_call(layer, query, key=None, value=None, lengths=None):
+    key, value = (query if x is None else x for x in (key, value))
+    hidden = None if lengths is None else torch.arange(key.shape[1]) >= lengths[:, None]
+    return layer(query, key, value, key_padding_mask=hidden, average_attn_weights=False)
+
+
+def three(layer, x, lengths=None):
+    return layer(x, x, x, mask=seen(x, lengths))
+
+
+def output_of_torch(layer, x):
+    return layer(x, x, x, need_weights=False)[0]
+
+
+def test_nnx(checks):
+    names = (*checks.quick, "second", "float32", "unbatched")
+    options = {"flax_call": sowing, "torch_call": torch_call}
+    assert_parity(nnx_attention(), torch_attention(), SELF, layout="nnx_mha", checks=names, **options)
+
+
+def test_nnx_cross(checks):
+    widths = {"kdim": KV, "vdim": KV}
+    options = {"flax_call": sowing, "torch_call": torch_call}
+    layer = nnx_attention(in_kv_features=KV)
+    assert_parity(layer, torch_attention(**widths), CROSS, layout="nnx_mha", checks=checks.core, **options)
+
+
+def test_nnx_by_itself_takes_the_softmax_in_float32(checks):
+    report = compare(
+        *(nnx_attention(), torch_attention(), SELF),
+        layout="nnx_mha",
+        checks=checks.core,
+        torch_call=output_of_torch,
+        locate=False,
+    )
+    assert [check.name for check in report.failed] == ["forward", "gradients"]
+    assert jnp.finfo(jnp.float64).eps < report.check("forward").error < jnp.finfo(jnp.float32).eps
+
+
+def attend(query, key, value, mask=None, is_causal=False, **options):
+    """Take the place of Flax's own attention inside of its module."""
+    mask = flax_attn.Mask.causal() if is_causal else mask
+    mask = mask.astype(bool) if isinstance(mask, jax.Array) else mask  # while decoding it is in float32
+    return flax_attn.dot_product_attention(query, key, value, mask=mask)
+
+
+def test_nnx_with_our_attention_inside(checks):
+    layer = nnx_attention(attention_fn=attend)
+    assert_parity(layer, torch_attention(), SELF, layout="nnx_mha", checks=checks.core, torch_call=output_of_torch)
+
+
+def test_the_cache_of_nnx_against_our_twin(checks):
+    def in_steps(layer, x):
+        layer.init_cache(x.shape, dtype=x.dtype)
+        return jnp.concatenate([layer(x[:, [i]], decode=True) for i in range(x.shape[1])], axis=1)
+
+    assert_parity(
+        nnx_attention(attention_fn=attend),
+        torch_ref.MultiHeadAttention(D, D, None, 0.0, HEADS, qkv_bias=True).eval(),
+        SELF,
+        layout=TORCH_REF,
+        checks=(*checks.core, "cache = full"),
+        flax_call=lambda layer, x: layer(x, is_causal=True),
+        flax_cached=in_steps,
+    )
+
+
+@pytest.fixture(scope="module")
+def bound():
+    layer = linen.MultiHeadDotProductAttention(num_heads=HEADS)
+    x = jnp.ones((B, T, D))
+    return layer.bind(jax.jit(layer.init)(jax.random.key(0), x, x, x))
+
+
+def test_linen_bound(bound, checks):
+    layer = torch_ref.MultiHeadAttention(D, D, None, 0.0, HEADS, qkv_bias=True, causal=False).eval()
+    names = (*checks.quick, "bfloat16", "training")
+    report = assert_parity(bound, layer, SELF, layout=TORCH_REF, checks=names, flax_call=three)
+    assert report.check("gradients").note == "does not feel W_key.bias"
+
+
+def test_linen_gives_the_mean_of_the_values_where_nothing_is_seen(bound):
+    def ours(layer, x, lengths=None):
+        return layer(x, mask=None if lengths is None else torch_ref.Mask.lengths(key=lengths))
+
+    report = compare(
+        bound,
+        torch_ref.MultiHeadAttention(D, D, None, 0.0, HEADS, qkv_bias=True, causal=False).eval(),
+        SELF,
+        layout=TORCH_REF,
+        checks=["padded rows"],
+        flax_call=three,
+        torch_call=ours,
+        locate=False,
+    )
+    assert not report.passed
+    assert report.check("padded rows").where["index"][0] == 0  # the row of the batch that is all padding
+
+
+def test_linen_through_the_bridge(checks):
+    x = jnp.ones((B, T, D))
+    layer = nnx.bridge.ToNNX(linen.MultiHeadDotProductAttention(num_heads=HEADS), rngs=nnx.Rngs(0))
+    layer.lazy_init(x, x, x)
+    options = {"flax_call": three, "torch_call": output_of_torch}
+    assert_parity(layer, torch_attention(), SELF, layout="nnx_mha", checks=checks.core, **options)

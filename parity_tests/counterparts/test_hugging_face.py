@@ -1,0 +1,167 @@
+"""The attention of Hugging Face's models, as it is, against ours; and a whole block of GPT-2."""
+
+import jax.numpy as jnp
+import pytest
+import torch
+from flax import nnx
+from transformers import BertConfig, DynamicCache, GPT2Config, LlamaConfig, T5Config
+from transformers.models.bert.modeling_bert import BertAttention
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.t5.modeling_t5 import T5Attention
+
+import flax_attn
+from flax_attn import Mask, convert
+from flax_attn.convert import Rule
+from flax_attn.parity import assert_parity, compare
+
+B, T, D, HEADS = 3, 5, 8, 2
+INPUTS = [(B, T, D)]
+
+
+def attention(bias=True, **options):
+    return flax_attn.MultiHeadAttention(D, D, None, 0.0, HEADS, bias, out_bias=bias, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_gpt2(implementation, checks):
+    config = GPT2Config(n_embd=D, n_head=HEADS, attn_implementation=implementation)
+
+    def call(layer, x):
+        hidden = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype).triu(1)
+        return layer(x, attention_mask=hidden if implementation == "eager" else None)[0]
+
+    def in_steps(layer, x):
+        cache = DynamicCache()
+        return torch.cat([layer(x[:, [i]], past_key_values=cache)[0] for i in range(x.shape[1])], dim=1)
+
+    assert_parity(
+        attention(),
+        GPT2Attention(config, layer_idx=0).eval(),
+        INPUTS,
+        layout="hf_gpt2",
+        checks=(*(checks.quick if implementation == "sdpa" else checks.core), "cache = full"),
+        torch_call=call,
+        torch_cached=in_steps,
+    )
+
+
+GPT2_BLOCK = [
+    Rule(tuple(f"att.{name}.kernel" for name in ("W_query", "W_key", "W_value")), "attn.c_attn.weight", axis=1),
+    Rule(tuple(f"att.{name}.bias" for name in ("W_query", "W_key", "W_value")), "attn.c_attn.bias"),
+    Rule(("att.out_proj.kernel",), "attn.c_proj.weight"),
+    Rule(("att.out_proj.bias",), "attn.c_proj.bias"),
+    Rule(("norm{i}.scale",), "ln_{i}.weight"),
+    Rule(("norm{i}.shift",), "ln_{i}.bias"),
+    Rule(("ff.layers.0.kernel",), "mlp.c_fc.weight"),  # Conv1D: in, out, as ours
+    Rule(("ff.layers.0.bias",), "mlp.c_fc.bias"),
+    Rule(("ff.layers.2.kernel",), "mlp.c_proj.weight"),
+    Rule(("ff.layers.2.bias",), "mlp.c_proj.bias"),
+]
+
+
+def test_a_block_of_gpt2(checks):
+    hidden = 12
+    config = GPT2Config(n_embd=D, n_head=HEADS, n_inner=hidden, attn_implementation="sdpa")
+    ours = flax_attn.TransformerBlock(
+        D, context_length=None, dropout=0.0, num_heads=HEADS, d_hidden=hidden, qkv_bias=True, rngs=nnx.Rngs(0)
+    )
+    names = (*checks.quick, "float32", "training")
+    assert_parity(ours, GPT2Block(config, layer_idx=0).eval(), INPUTS, layout=GPT2_BLOCK, checks=names)
+
+
+def llama(implementation, base=500.0):
+    config = LlamaConfig(
+        hidden_size=24,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": base},
+        attn_implementation=implementation,
+    )
+    ours = flax_attn.MultiHeadAttention(
+        24, 24, None, 0.0, 6, True, num_kv_heads=2, rope=flax_attn.RoPE(base), rngs=nnx.Rngs(0)
+    )
+    return ours, LlamaAttention(config, layer_idx=0).eval(), LlamaRotaryEmbedding(config)
+
+
+def angles_in_float64(x, base=500.0, width=4):
+    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.double) / width)
+    turned = torch.outer(torch.arange(x.shape[1], dtype=torch.double), frequencies).repeat(1, 2)[None]
+    return turned.cos().to(x.dtype), turned.sin().to(x.dtype)
+
+
+def test_llama(checks):
+    ours, theirs, _ = llama("sdpa")
+    assert_parity(
+        *(ours, theirs, [(B, T, 24)]),
+        layout="hf_llama",
+        checks=(*checks.quick, "float32"),
+        torch_call=lambda layer, x: layer(x, position_embeddings=angles_in_float64(x))[0],
+    )
+
+
+@pytest.mark.parametrize("part", ["angles", "softmax"])
+def test_llama_by_itself_computes_a_part_in_float32(part, checks):
+    ours, theirs, rotary = llama("sdpa" if part == "angles" else "eager")
+
+    def call(layer, x):
+        hidden = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype).triu(1)
+        turned = rotary(x, torch.arange(x.shape[1])[None]) if part == "angles" else angles_in_float64(x)
+        return layer(x, position_embeddings=turned, attention_mask=hidden)[0]
+
+    inputs, options = [(B, T, 24)], {"layout": "hf_llama", "torch_call": call, "locate": False}
+    report = compare(ours, theirs, inputs, checks=checks.core, **options)
+    assert [check.name for check in report.failed] == ["forward", "gradients"]
+    assert jnp.finfo(jnp.float64).eps < report.check("forward").error < jnp.finfo(jnp.float32).eps
+
+
+def test_bert(checks):
+    config = BertConfig(hidden_size=D, num_attention_heads=HEADS, attn_implementation="sdpa")
+
+    def call(layer, x, lengths=None):
+        return layer(x, mask=None if lengths is None else Mask.lengths(key=lengths))
+
+    def torch_call(layer, x, lengths=None):
+        seen = None if lengths is None else (torch.arange(x.shape[1]) < lengths[:, None])[:, None, None]
+        return layer.output.dense(layer.self(x, attention_mask=seen)[0])  # without the norm that follows
+
+    names = (*checks.quick, "padded rows")
+    options = {"layout": "hf_bert", "flax_call": call, "torch_call": torch_call, "locate": False}
+    pair = attention(causal=False), BertAttention(config).eval(), INPUTS
+    assert_parity(*pair, checks=names, **options)
+    report = compare(*pair, checks=["poisoned padding"], **options)
+    assert "PyTorch lets padding reach real tokens of output" in report.explain()
+
+
+class RelativeAttention(flax_attn.MultiHeadAttention):
+    """The first self-attention of a T5 encoder, which owns the table of the bias by distance."""
+
+    def __init__(self, buckets, max_distance):
+        super().__init__(D, D, None, 0.0, HEADS, causal=False, out_bias=False, scale=1.0, rngs=nnx.Rngs(0))
+        self.table, self.max_distance = nnx.Embed(buckets, HEADS, rngs=nnx.Rngs(0)), max_distance
+
+    def __call__(self, x):
+        places = jnp.arange(x.shape[1])
+        bias = flax_attn.t5_bias(self.table.embedding[...], places, places, max_distance=self.max_distance)
+        return super().__call__(x, bias=bias.astype(x.dtype))
+
+
+def test_t5(checks):
+    config = T5Config(
+        d_model=D,
+        d_kv=D // HEADS,
+        num_heads=HEADS,
+        relative_attention_num_buckets=6,
+        relative_attention_max_distance=4,
+        attn_implementation="eager",
+    )
+    table = Rule(("table.embedding",), "relative_attention_bias.weight")
+    assert_parity(
+        RelativeAttention(6, 4),
+        T5Attention(config, has_relative_attention_bias=True).eval(),
+        INPUTS,
+        layout=[*convert.LAYOUTS["hf_t5"].rules, table],
+        checks=(*checks.quick, "single token"),
+        torch_call=lambda layer, x: layer(x)[0],
+    )

@@ -1,0 +1,44 @@
+"""Plain layers of Flax against those of torch.nn, where nothing is ours."""
+
+import jax
+import numpy as np
+import torch
+from flax import nnx
+
+from flax_attn.parity import assert_parity
+
+B, T, WORDS, D, HIDDEN, CLASSES = 3, 5, 11, 4, 7, 6
+
+
+class Classifier(nnx.Module):
+    """Token ids to scores."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(WORDS, D, rngs=rngs)
+        self.norm = nnx.LayerNorm(D, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+        self.fc1 = nnx.Linear(D, HIDDEN, rngs=rngs)
+        self.fc2 = nnx.Linear(HIDDEN, CLASSES, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        hidden = self.norm(self.embed(tokens))
+        return {"scores": self.fc2(jax.nn.gelu(self.fc1(hidden), approximate=False)), "hidden": hidden}
+
+
+class TorchClassifier(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = torch.nn.Embedding(WORDS, D), torch.nn.LayerNorm(D)
+        self.fc1, self.fc2 = torch.nn.Linear(D, HIDDEN), torch.nn.Linear(HIDDEN, CLASSES, bias=False)
+
+    def forward(self, tokens):
+        hidden = self.norm(self.embed(tokens))
+        return {"scores": self.fc2(torch.nn.functional.gelu(self.fc1(hidden))), "hidden": hidden}
+
+
+def test_a_classifier_of_token_ids():
+    tokens = np.random.default_rng(0).integers(WORDS, size=(B, T))
+    report = assert_parity(Classifier(nnx.Rngs(0)), TorchClassifier().eval(), {"tokens": tokens}, layout="torch")
+    skipped = {check.name: check.skipped for check in report.checks if not check.ran}
+    integers = {"huge logits", "small activations", "mean offset"}
+    assert skipped.keys() == integers | {"dropout", "cache = full", "padded rows", "poisoned padding"}
+    assert all(skipped[name] == "no input is floating" for name in integers)

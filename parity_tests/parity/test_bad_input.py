@@ -1,0 +1,198 @@
+"""What cannot be compared says why, and what to pass instead."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import linen, nnx
+
+from flax_attn.convert import Rule
+from flax_attn.parity import PairingError, ParityError, assert_parity, compare
+
+X = [(4, 3)]
+
+
+def linear(width=2, **options):
+    return nnx.Linear(3, width, rngs=nnx.Rngs(0), **options)
+
+
+def torch_linear(width=2, **options):
+    return torch.nn.Linear(3, width, **options)
+
+
+def say(match):
+    return pytest.raises(PairingError, match=match)
+
+
+@pytest.mark.parametrize(
+    ("flax", "torch_side", "match"),
+    [
+        (3, torch_linear(), r"the Flax side is an NNX module, .* got int"),
+        (linear(), [1.0], r"the PyTorch side is an nn.Module or a function of tensors; got list"),
+        (linen.Dense(2), torch_linear(), r"Dense is a Linen module without variables. Pass module.bind\(variables\)"),
+        (torch_linear(), linear(), r"the Flax side is .* got Linear, of PyTorch. The order is compare\(flax_module, t"),
+        (jnp.sin, linear(), r"the PyTorch side is .* got Linear, of Flax. The order is compare\(flax_module, t"),
+        (nnx.Linear, torch_linear(), r"got the class Linear: pass a module of it"),
+        (linear(), torch.nn.Linear, r"got the class Linear: pass a module of it"),
+    ],
+    ids=["number", "list", "unbound", "swapped", "two of Flax", "Flax class", "PyTorch class"],
+)
+def test_sides_that_are_none(flax, torch_side, match):
+    with say(match):
+        compare(flax, torch_side, X, layout="torch")
+
+
+@pytest.mark.parametrize(
+    ("flax", "torch_side", "layout", "match"),
+    [
+        (linear(), torch_linear(bias=False), "torch", r"(?s)do not pair.*missing bias \(2,\)"),
+        (linear(use_bias=False), torch_linear(), "torch", r"(?s)do not pair.*unexpected bias \(2,\)"),
+        (linear(), torch_linear(5), "torch", r"(?s)do not pair.*mis-shaped weight: expected \(2, 3\), got \(5, 3\)"),
+        (linear(), torch_linear(), [Rule(("kernel",), "weight", "i o -> o i")], r"do not pair.*no place for bias \(2,"),
+        (linear(), torch_linear(), [Rule(("{a}",), "my_{a}")], r"(?s)do not pair.*missing my_bias .*unexpected bias"),
+    ],
+    ids=["missing", "unexpected", "mis-shaped", "no place", "renamed"],
+)
+def test_parameters_that_do_not_pair(flax, torch_side, layout, match):
+    with say(match):
+        compare(flax, torch_side, X, layout=layout)
+
+
+def test_parameters_claimed_twice():
+    class Two(nnx.Module):
+        def __init__(self):
+            self.scale, self.gain = nnx.Param(jnp.ones(3)), nnx.Param(jnp.ones(3))
+
+        def __call__(self, x):
+            return x * self.scale * self.gain
+
+    rules = [Rule(("scale",), "weight"), Rule(("gain",), "weight")]
+    with say(r"an entry is made once; this layout makes weight of scale, and of gain"):
+        compare(Two(), torch.nn.LayerNorm(3, bias=False), X, layout=rules)
+
+
+def test_an_unknown_layout_and_an_unknown_check():
+    with pytest.raises(ValueError, match=r"layout must be one of 'torch_ref', .* got 'pytorch'"):
+        compare(linear(), torch_linear(), X, layout="pytorch")
+    with pytest.raises(ValueError, match=r"check must be one of .*'forward'.*; got 'foward'"):
+        compare(linear(), torch_linear(), X, layout="torch", checks=["foward"])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "match"),
+    [
+        ("x", r"inputs are a list of arrays or of shapes, .* got str. Pass \[x\]"),
+        (3, r"inputs are a list of arrays or of shapes, .* got int"),
+        ([], r"inputs are a list of arrays or of shapes, .* got an empty \[\]"),
+        (["text"], r"input 0 is no array of real numbers: its dtype is <U4. Pass an array, or a shape as a tuple"),
+        ([None], r"input 0 is no array of real numbers: its dtype is object"),
+        ([[[1.0], [1.0, 2.0]]], r"input 0 is no array of numbers: setting an array element"),
+        ([(4, -3)], r"input 0: a tuple is a shape, of sizes from 0; got \(4, -3\)"),
+        ([(4, 0.5)], r"input 0: a tuple is a shape, of sizes from 0; got \(4, 0.5\)"),
+    ],
+    ids=["text", "number", "nothing", "strings", "None", "ragged", "negative", "fraction"],
+)
+def test_inputs_of_a_wrong_kind(inputs, match, no_shape_checks):
+    with say(match):
+        compare(linear(), torch_linear(), inputs, layout="torch")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "match"),
+    [
+        ([(4, 5)], r"do not go through the torch side: torch raised RuntimeError: mat1 and mat2"),
+        ({"x": np.ones((4, 3))}, r"do not go through the torch side: torch raised TypeError: .* keyword argument 'x'"),
+    ],
+    ids=["width", "name"],
+)
+def test_inputs_that_a_side_does_not_take(inputs, match):
+    with say(match):
+        compare(linear(), torch_linear(), inputs, layout="torch")
+
+
+def test_extras_that_a_call_does_not_take():
+    def call(module, x, lengths=None):
+        return module(x)
+
+    lengths = {"lengths": np.array([1, 2, 3, 4])}
+    with say(r"extras are lengths and dropout_key, .* got 'lengths', flax takes \['lengths'\], torch takes \[\]"):
+        compare(linear(), torch_linear(), X, layout="torch", flax_call=call, extras=lengths)
+    with say(r"extras are lengths and dropout_key, .* got 'length'"):
+        compare(linear(), torch_linear(), X, layout="torch", extras={"length": 3})
+
+
+def test_one_side_that_raises():
+    def refuses(module, x):
+        raise RuntimeError("not today")
+
+    with say(r"the inputs do not go through the flax side: flax raised RuntimeError: not today"):
+        compare(linear(), torch_linear(), X, layout="torch", flax_call=refuses)
+    with say(r"the inputs do not go through the torch side: torch raised RuntimeError: not today"):
+        compare(linear(), torch_linear(), X, layout="torch", torch_call=refuses)
+
+
+def test_an_output_that_is_no_array():
+    with say(r"an output is an array, or a tuple or mapping of arrays; 1 is a str. Pass a call that returns arrays"):
+        compare(linear(), torch_linear(), X, layout="torch", torch_call=lambda m, x: (m(x), "note"))
+    with say(r"the output is a function"):
+        compare(linear(), torch_linear(), X, layout="torch", flax_call=lambda m, x: m.__class__.__call__)
+    with say(r"the torch side returns nothing"):
+        compare(linear(), torch_linear(), X, layout="torch", torch_call=lambda m, x: None)
+
+
+def failing(*sides, **options):
+    with pytest.raises(ParityError) as caught:
+        assert_parity(*sides, X, locate=False, **options)
+    return caught.value
+
+
+def test_outputs_of_another_structure_or_dtype():
+    error = failing(lambda x: (x, x[0]), lambda x: {"0": x}, checks=["shapes"])
+    assert "at '1: flax float64[3], torch nothing'" in str(error)
+    error = failing(lambda x: x[:2], lambda x: x, checks=["shapes", "forward"])
+    assert "at 'output: flax float64[2, 3], torch float64[4, 3]'" in str(error)
+    assert np.isinf(error.report.check("forward").error)
+    error = failing(lambda x: x > 0, lambda x: (x > 0).long(), checks=["shapes"])
+    assert "at 'output: flax bool[4, 3], torch int64[4, 3]'" in str(error)
+
+
+@pytest.mark.parametrize("side", ["flax", "torch"])
+def test_nan_on_one_side_alone(side):
+    def call(x):
+        return x / 0.0 * 0.0
+
+    def sound(x):
+        return x
+
+    error = failing(*((call, sound) if side == "flax" else (sound, call)), checks=["forward"])
+    assert f"not finite in {side} alone" in str(error)
+    assert re.search(rf"{side} nan", str(error))
+
+
+def test_a_torch_module_left_in_train_mode():
+    torch_side = torch.nn.Sequential(torch_linear(), torch.nn.Dropout(0.5)).train()
+    rules = [Rule(("kernel",), "0.weight", "i o -> o i"), Rule(("bias",), "0.bias")]
+    with say(r"left in train mode, where output differs .* relative [\d.]+: call .eval\(\) on it"):
+        compare(linear(), torch_side, X, layout=rules)
+    assert torch_side.training
+    assert_parity(linear(), torch_side.eval(), X, layout=rules, checks=["forward"])
+    assert_parity(linear(), torch_linear().train(), X, layout="torch", checks=["forward"])  # nothing to switch
+
+
+def test_a_module_that_computes_in_float32():
+    error = failing(linear(dtype=jnp.float32), torch_linear(), layout="torch", checks=["shapes", "forward"])
+    assert "flax float32[4, 2], torch float64[4, 2]" in str(error)
+    assert (
+        "output is float32 for inputs and parameters in float64: build the Flax side without dtype=, or, where its "
+        "dtype is that of the moment it is built, run `flax-attn parity pkg.mod:flax_factory pkg.mod:torch_factory`"
+    ) in str(error)
+
+
+def test_a_check_that_is_asked_for_and_cannot_run():
+    error = failing(linear(), torch_linear(), layout="torch", checks=["forward", "dropout", "padded rows"])
+    assert "dropout: not run: the calls take no dropout_key" in str(error)
+    assert "padded rows: not run: the calls take no lengths" in str(error)
+    assert "forward" not in str(error)
+    assert not compare(jnp.sin, torch.sin, X, checks=["weights"]).passed, "nothing was measured"

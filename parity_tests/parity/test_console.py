@@ -1,0 +1,75 @@
+"""What a terminal shows of a report."""
+
+import pytest
+from rich.console import Console
+
+from flax_attn.parity import console
+from flax_attn.parity.check import Check
+from flax_attn.parity.report import Report
+
+
+@pytest.fixture
+def show(capsys):
+    def shown(report, width=110):
+        Console(width=width, highlight=False).print(console.verdict(report))
+        return capsys.readouterr().out
+
+    return shown
+
+
+def row(text, name):
+    return next(line for line in text.splitlines() if line.strip().startswith(f"{name} "))
+
+
+def test_verdict_comes_first_and_says_what_it_rests_on(show, equal, differing, unrun):
+    assert show(equal).startswith("equal: equal\nAll 3 checks hold; the nearest is 2.0x below its rule.\n")
+    assert show(differing).splitlines()[0].endswith(": DIFFERENT")
+    assert "2 of 3 checks fail; 1 asked for by name could not be run." in show(differing)
+    assert show(unrun).startswith("unrun: NOT PROVEN\nNo check was run.\n")
+
+
+def test_ladder_has_error_rule_margin_and_worst_element(show, differing):
+    text = show(differing)
+    assert row(text, "shapes").split() == ["shapes", "0", "0", "exact", "holds", "output"]
+    forward = row(text, "forward").split(maxsplit=5)
+    assert forward == ["forward", "3.0e-04", "1e-12", "3e-09x", "FAILS", forward[-1]]
+    assert forward[-1].strip() == "output[1, 2]: flax 0.5, torch 0.25"
+    assert row(text, "gradients").split()[:5] == ["gradients", "nan", "1e-11", "-", "FAILS"]
+
+
+def test_checks_not_run_have_their_reason(show, equal, differing):
+    assert "  dropout: nothing is dropped\n" in show(equal)
+    assert "and it was asked for by name: FAILS" in show(differing)
+
+
+def test_where_they_part_and_the_command_stand_last(show, differing):
+    text = show(differing)
+    places = [text.index(title) for title in ("not run", "notes", "where they part", "repeat")]
+    assert places == sorted(places)
+    assert "first to differ: att." in text
+    assert "att: torch scales by" in text
+    assert text.rstrip().endswith("flax-attn parity x:y")
+
+
+@pytest.mark.parametrize("width", [110, 80])
+def test_nothing_is_cut(show, width):
+    long = "blocks.11.attention.self_attention.W_query.weight"
+    where = {"index": [1023, 767], "flax": -0.123456789e-100, "torch": -0.223456789e-100}
+    checks = [Check(name, 1.25e-300, 1e-301, long, "a note", where=where) for name in ("poisoned padding", "training")]
+    text = show(Report("x", checks), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    joined = "".join(text.split())
+    assert joined.count(f"{long}[1023,767]:flax-1.23456789e-101,torch-2.23456789e-101") == 2 or width == 80
+    assert all(word in joined for word in ("poisonedpadding1.2e-30", "2.23456789e-101", "anote"))
+
+
+def test_markup_in_a_name_is_shown_as_it_is(show, equal):
+    assert "[bold]x[/bold]: equal" in show(Report("[bold]x[/bold]", equal.checks))
+
+
+def test_table_of_variants_marks_what_differs(capsys, equal, differing):
+    Console(width=200).print(console.variants([equal, differing]))
+    good, bad = capsys.readouterr().out.splitlines()[3:5]
+    assert good.split() == ["equal", "2.0e-16", "-", "0.50", "-", "-", "-", "-", "-", "2.0x", "equal"]
+    assert bad.split()[-1] == "DIFFERENT"

@@ -1,0 +1,216 @@
+"""The page: read as text, and as a browser draws it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_attn
+import torch_ref
+from flax_attn.parity import Recipe, compare, sections
+from flax_attn.parity.api import report_on
+from flax_attn.parity.page import page, write_page
+from flax_attn.parity.sides.torch_side import TorchSide
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = {"d_in": 6, "d_out": 8, "context_length": 5, "dropout": 0.0, "num_heads": 2}
+CHECKS = ["forward", "training"]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    ours = flax_attn.MultiHeadAttention(**ARGUMENTS, rngs=nnx.Rngs(0))
+    theirs = torch_ref.MultiHeadAttention(**ARGUMENTS).eval()
+    return compare(ours, theirs, [(3, 5, 6)], layout="torch_ref", checks=CHECKS, recipe=Recipe(steps=4))
+
+
+@pytest.fixture(scope="module")
+def scaled(measured):
+    theirs = TorchSide(torch_ref.MultiHeadAttention(**ARGUMENTS).eval(), lambda module, x: 1.001 * module(x))
+    theirs.load(measured.pair.weights)
+    return report_on(measured.pair.with_torch(theirs), "scaled", CHECKS, locate=False)
+
+
+class Reader(HTMLParser):
+    """Notes elements, their text, and anything left open."""
+
+    EMPTY = {"meta", "br", "img", "link", "input"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text += data
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.elements if name == tag]
+
+
+def read(*reports):
+    reader = Reader(page(reports))
+    assert not reader.open
+    reader.text = " ".join(reader.text.split())
+    return reader
+
+
+def test_one_report_is_told_in_full(differing):
+    text = read(differing).text
+    assert "2 of 3 checks fail; 1 asked for by name could not be run." in text
+    assert "Repeat it: flax-attn parity x:y" in text
+    assert "first to differ: att." in text
+    assert "forward FAILS 3.0e-04 1e-12 3e-09x output[1, 2]: flax 0.5, torch 0.25" in text
+    assert "dropout not run nothing is dropped" in text
+    assert "cache = full FAILS no call: <b>a</b>" in text
+    assert "a note" in text
+    assert "1 nodes could not be compared" in text
+
+
+def test_names_are_escaped(differing, equal):
+    reader = read(differing, equal)
+    assert not reader.all("b")
+    evil = """<b>a</b> & "b" 'c' </script>"""
+    assert reader.text.count(evil) >= 6  # the title, the table, the heading, a node, a diagnosis, the environment
+
+
+def test_many_reports_begin_with_a_table_that_links_to_each(differing, equal):
+    reader = read(equal, differing)
+    assert "1 of 2 comparisons equal" in reader.text
+    links = [a["href"] for a in reader.all("a")]
+    assert links == ["#report-1", "#report-2"]
+    details = {attrs["id"]: "open" in attrs for attrs in reader.all("details") if "id" in attrs}
+    assert details == {"report-1": False, "report-2": True}
+
+
+def test_bars_and_tints_tell_what_holds_from_what_does_not(equal, differing):
+    bars = [attrs for attrs in read(differing).all("div") if attrs.get("class", "").startswith("bar")]
+    assert [bar["class"] for bar in bars] == ["bar", "bar fails", "bar fails"]
+    assert [bar["style"] for bar in bars] == ["--length: 0.0%", "--length: 80.4%", "--length: 100.0%"]
+    tints = [attrs["class"] for attrs in read(equal).all("td") if "heat" in attrs.get("class", "")]
+    assert tints
+    assert not any("over" in tint for tint in tints)
+
+
+def test_tables_and_pictures_can_be_read_aloud(scaled):
+    reader = read(scaled)
+    assert all("scope" in attrs for attrs in reader.all("th"))
+    levels = [int(tag[1]) for tag, _ in reader.elements if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    plots = [attrs for attrs in reader.all("div") if attrs.get("class") == "plot"]
+    assert len(plots) == 3
+    assert all(
+        (plot["role"] == "img" and "ifference" in plot["aria-label"]) or "apart" in plot["aria-label"] for plot in plots
+    )
+
+
+def test_the_weight_map_has_both_names_both_shapes_and_the_pattern(measured):
+    text = read(measured).text
+    assert "W_query.weight 8 6 W_query.kernel 6 8" in text
+    assert "as it is" in text
+
+
+def test_attention_maps_are_those_of_both_sides(measured):
+    section = sections.sections([measured])[0]
+    assert [head.title for head in section.heads] == ["./weights, head 0", "./weights, head 1"]
+    assert not section.missing
+
+
+def test_among_several_only_those_that_differ_have_attention_maps(measured, scaled):
+    equal, differing = sections.sections([measured, scaled])
+    assert (len(equal.heads), len(differing.heads)) == (0, 2)
+    assert equal.losses
+    assert differing.losses
+
+
+def test_what_has_no_room_is_left_out_and_said(measured, monkeypatch):
+    monkeypatch.setattr(sections, "ROOM", 10)
+    section = sections.sections([measured])[0]
+    assert not section.heads
+    assert section.missing.startswith("1 of 1 layers, those that differ least, are left out")
+
+
+def test_a_module_that_cannot_be_listened_to_costs_only_its_maps(measured, monkeypatch):
+    def refuse(pair):
+        raise RuntimeError("deaf <b>")
+
+    monkeypatch.setattr(sections.taps, "record", refuse)
+    assert "There are none: deaf <b>" in read(measured).text
+
+
+def test_nothing_is_trained_for_a_page(measured):
+    untrained = replace(measured, checks=[measured.check("forward")])
+    assert sections.sections([untrained])[0].losses is None
+
+
+def test_the_page_stays_below_6_megabytes(measured, monkeypatch):
+    weights = np.random.default_rng(0).random((1, 9, 40, 41))
+    layers = {f"blocks.{i}.att/weights": (weights, weights + 1e-9 * i) for i in range(48)}
+    monkeypatch.setattr(sections.taps, "record", lambda pair: type("Taps", (), {"attention": layers}))
+    text = page([measured])
+    assert "head 7" in text
+    assert "blocks.47.att/weights" in text  # the one that differs most
+    assert 4e6 < len(text.encode()) < 6e6
+
+
+@pytest.mark.parametrize("package", ["jinja2", "plotly"])
+def test_without_the_extra_an_error_says_what_to_install(package, monkeypatch, equal, tmp_path):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r'a page needs jinja2 and plotly: pip install "flax-attn\[report\]"'):
+        write_page([equal], str(tmp_path / "page.html"))
+
+
+# In a browser.
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Return a function that opens a page and returns what became of it, and what the browser complained about."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        message = f"the page cannot be tried: none of {', '.join(BROWSERS)} is installed"
+        pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
+    quiet = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--no-first-run"]
+
+    def opened(text, width=1400):
+        (tmp_path / "page.html").write_text(text, encoding="utf-8")
+        where = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},8000"]
+        command = [browser, *quiet, *where, "--virtual-time-budget=20000", "--dump-dom", f"file://{tmp_path}/page.html"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    return opened
+
+
+def test_a_browser_draws_every_picture_without_an_error_or_a_request(browse, scaled, differing):
+    dom, complaints = browse(page([replace(scaled, divergence=differing.divergence)]))
+    assert complaints == []
+    assert dom.count('<div class="plot js-plotly-plot"') == 4
+    assert len(re.findall("<image[^>]*data:image/png", dom)) == 1 + 2 * 3  # the nodes, and three maps for each head
+    assert dom.count('<path class="js-line"') == 6  # both losses and the rule, each once more in the legend
+    assert re.search('class="xtick".*?>att.&lt;b&gt;a&lt;/b&gt; &amp; ', dom)  # a name is no markup to plotly either
+
+
+def test_a_request_or_an_error_would_be_seen(browse, equal):
+    wrong = '</main><script>fetch("https://example.com/x"); nothing.at.all</script>'
+    _, complaints = browse(page([equal]).replace("</main>", wrong))
+    assert any("Content Security Policy" in line for line in complaints)
+    assert any("nothing is not defined" in line for line in complaints)

@@ -1,0 +1,101 @@
+"""Each optimizer in the words of optax and of torch.optim: the same steps, to the last digits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from flax_attn.parity import Recipe, compare
+
+STEPS = 60
+BASE = Recipe(steps=STEPS, learning_rate=0.02)
+RECIPES = {
+    "sgd": replace(BASE, optimizer="sgd", momentum=0.9, weight_decay=0.05),
+    "adam": replace(BASE, optimizer="adam", betas=(0.8, 0.95), eps=1e-3, weight_decay=0.05),
+    "adamw": replace(BASE, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.05),
+    "clipped": replace(BASE, optimizer="sgd", clip_norm=0.3),
+    "cosine": replace(BASE, schedule="cosine", warmup=7),
+    "linear": replace(BASE, schedule="linear", warmup=4),
+}
+WRONG = [
+    ("sgd", {"momentum": 0.8999}),
+    ("sgd", {"weight_decay": 0.0501}),
+    ("adam", {"optimizer": "adamw"}),
+    ("adam", {"betas": (0.8, 0.9501)}),
+    ("adamw", {"eps": 1.001e-3}),
+    ("adamw", {"betas": (0.8001, 0.95)}),
+    ("clipped", {"clip_norm": 0.3001}),
+    ("clipped", {"clip_norm": None}),
+    ("cosine", {"warmup": 8}),
+    ("cosine", {"schedule": "linear"}),
+    ("linear", {"warmup": 0}),
+    ("linear", {"learning_rate": 0.02001}),
+]
+
+
+def trained(recipe):
+    sides = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2)
+    return compare(*sides, [(5, 3)], layout="torch", checks=["training"], recipe=recipe, locate=False)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_both_sides_take_the_same_steps(name):
+    report = trained(RECIPES[name])
+    assert report.passed, report.explain()
+    assert report.check("training").errors.keys() == {"weight", "bias", "loss"}
+    losses = report.pair.trained[1]["loss"]
+    assert losses.shape == (STEPS,)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), WRONG, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
+def test_every_hyper_parameter_is_felt(name, change, monkeypatch):
+    other = replace(RECIPES[name], **change).optax()
+    monkeypatch.setattr(Recipe, "optax", lambda self: other)
+    assert not trained(RECIPES[name]).passed
+
+
+def rates_of(scheduler, **options):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE.learning_rate)
+    schedule, rates = scheduler(optimizer, **options), []
+    for _ in range(STEPS):
+        rates += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_schedules_are_those_of_torch():
+    cosine = rates_of(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=STEPS)
+    linear = rates_of(torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=STEPS)
+    assert replace(BASE, schedule="cosine").rates() == pytest.approx(cosine)
+    assert replace(BASE, schedule="linear").rates() == pytest.approx(linear)
+    warm = replace(BASE, schedule="cosine", warmup=4).rates()
+    assert warm[:4] == pytest.approx([0.005, 0.01, 0.015, 0.02])
+    assert warm[4] == BASE.learning_rate
+    assert np.diff(warm[4:]).max() < 0
+
+
+def test_defaults_that_differ_are_named():
+    notes = {name: "\n".join(Recipe(name).notes()) for name in ("sgd", "adam", "adamw")}
+    assert "weight_decay is 0.0001 by default in optax.adamw and 0.01 in torch.optim.AdamW" in notes["adamw"]
+    assert "weight_decay" not in notes["adam"] + notes["sgd"]
+    assert "both divide by the norm + 1e-6 here" in Recipe(clip_norm=1.0).notes()[-1]
+    assert trained(Recipe(steps=1)).notes == Recipe().notes()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"optimizer": "lion"}, r"optimizer must be one of 'sgd', 'adam', 'adamw'; got 'lion'"),
+        ({"schedule": "step"}, r"schedule must be one of 'constant', 'cosine', 'linear'; got 'step'"),
+        ({"steps": 0}, r"steps must be a positive integer; got steps=0"),
+    ],
+)
+def test_a_recipe_that_is_none(options, match):
+    with pytest.raises(ValueError, match=match):
+        Recipe(**options)
