@@ -12,7 +12,7 @@ from flax_attn.cli import common, targets
 
 if TYPE_CHECKING:
     from flax_attn.parity.pair import Pair
-    from flax_attn.parity.report import Report
+    from flax_attn.parity.reports.report import Report
 
 DESCRIPTION = """\
 Without targets: copy random weights from each PyTorch module to its Flax twin, and compare outputs, gradients and
@@ -77,7 +77,7 @@ def _need_torch() -> None:
 
 
 def _need_page() -> None:
-    from flax_attn.parity import page
+    from flax_attn.parity.reports import page
 
     try:
         page.check_installed()
@@ -128,7 +128,7 @@ def _pairs(options: argparse.Namespace) -> list[tuple[Any, Any]]:
 
 
 def _mutate(options: argparse.Namespace) -> int:
-    from flax_attn.parity import kill
+    from flax_attn.parity.mutants import kill
 
     try:
         with common.progress() as progress:
@@ -161,25 +161,25 @@ def _write(reports: list[Report], options: argparse.Namespace) -> None:
 
 
 def _json(reports: list[Report], path: str) -> None:
-    from flax_attn.parity.report import write_json
+    from flax_attn.parity.reports.report import write_json
 
     write_json(reports, reports[0].seed, path)
 
 
 def _junit(reports: list[Report], path: str) -> None:
-    from flax_attn.parity.junit import write_junit
+    from flax_attn.parity.reports.junit import write_junit
 
     write_junit(reports, path)
 
 
 def _page(reports: list[Report], path: str) -> None:
-    from flax_attn.parity.page import write_page
+    from flax_attn.parity.reports.page import write_page
 
     write_page(reports, path)
 
 
 def _show(reports: list[Report], in_full: bool) -> None:
-    from flax_attn.parity import console as tables
+    from flax_attn.parity.reports import console as tables
 
     console = common.console(130)
     if in_full:

@@ -15,7 +15,7 @@ import numpy as np
 from flax_attn.cli import common
 
 if TYPE_CHECKING:
-    from flax_attn.parity.report import Report
+    from flax_attn.parity.reports.report import Report
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from flax_attn.parity.api import ParityError, assert_parity, compare
 from flax_attn.parity.check import Check
 from flax_attn.parity.ladder import CHECKS
 from flax_attn.parity.recipe import Recipe
-from flax_attn.parity.report import Report
+from flax_attn.parity.reports.report import Report
 from flax_attn.parity.sides.side import PairingError
 
 __all__ = [

@@ -14,12 +14,12 @@ from flax_attn.parity import tolerance
 from flax_attn.parity.ladder import climb
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.recipe import Recipe
-from flax_attn.parity.report import Report, environment
+from flax_attn.parity.reports.report import Report, environment
 from flax_attn.parity.sides.jax_side import JaxSide
 from flax_attn.parity.sides.recorded import Recorder, Recording
 from flax_attn.parity.sides.side import Arrays, Call, PairingError, Side, is_floating
 
-Inputs = Sequence[Any] | Mapping[str, Any]
+Inputs = Any  # a list of arrays or shapes, a mapping of them by name, or one of them
 
 
 class ParityError(AssertionError):
@@ -160,7 +160,7 @@ def _located(pair: Pair, notes: list[str]) -> Any:
     if isinstance(pair.torch, Recording):
         notes.append("of a recording there are no intermediate values: where the sides part was not looked for")
         return None
-    from flax_attn.parity.localise import localise
+    from flax_attn.parity.locate.localise import localise
 
     try:
         return localise(pair.with_torch(pair.torch.side) if isinstance(pair.torch, Recorder) else pair)

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 import flax_attn
-from flax_attn.parity.report import Report, environment
+from flax_attn.parity.reports.report import Report, environment
 from flax_attn.parity.sides.recorded import ExportError, Recorder, Recording
 
 

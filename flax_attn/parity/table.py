@@ -17,7 +17,7 @@ from flax_attn.parity.api import on_cpu, report_on
 from flax_attn.parity.cases import Case
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.pair import Pair, weight_map
-from flax_attn.parity.report import Report
+from flax_attn.parity.reports.report import Report
 from flax_attn.parity.sides.jax_side import JaxSide
 from flax_attn.parity.sides.recorded import Recorder, Recording
 from flax_attn.parity.sides.side import Arrays, Side

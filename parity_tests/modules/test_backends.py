@@ -4,9 +4,8 @@ import pytest
 
 import flax_attn
 from flax_attn.backends import blocked
-from flax_attn.parity import ladder
+from flax_attn.parity import table
 from flax_attn.parity.cases import select
-from flax_attn.parity.pair import Pair
 
 
 @pytest.fixture
@@ -20,9 +19,16 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("case", select(["MultiHeadAttention", "TransformerBlock"]), ids=lambda case: case.name)
-def test_blocked_equals_torch(case, calls):
-    pair = Pair(case)
-    flax_attn.set_backend(pair.flax, "blocked")
-    checks = [rung(pair) for rung in (ladder.forward, ladder.gradients, ladder.dropout)]
-    assert not [check for check in checks if check is None or not check.passed]
+def test_blocked_equals_torch(case, calls, monkeypatch):
+    build = table._flax_module
+
+    def blocked_module(case):
+        module = build(case)
+        flax_attn.set_backend(module, "blocked")
+        return module
+
+    monkeypatch.setattr(table, "_flax_module", blocked_module)
+    pair = table.pair_of(case)
+    report = table.climb(case, checks=["shapes", "forward", "gradients", "dropout"], pair=pair)
+    assert report.passed, report.explain()
     assert {call.dropout is None for call in calls} == {True, False}

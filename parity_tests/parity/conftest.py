@@ -5,8 +5,8 @@ import math
 import pytest
 
 from flax_attn.parity.check import Check
-from flax_attn.parity.localise import Divergence, Node
-from flax_attn.parity.report import Report
+from flax_attn.parity.locate.localise import Divergence, Node
+from flax_attn.parity.reports.report import Report
 
 EVIL = """<b>a</b> & "b" 'c' </script>"""
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import torch_ref
 from flax_attn.parity import tolerance
 from flax_attn.parity.cases import select
-from flax_attn.parity.diagnose import diagnose
-from flax_attn.parity.localise import localise
-from flax_attn.parity.resync import Evidence, Target
+from flax_attn.parity.locate.diagnose import diagnose
+from flax_attn.parity.locate.localise import localise
+from flax_attn.parity.locate.resync import Evidence, Target
 from flax_attn.parity.table import pair_of
 
 B, T, S, N, K, H, D = 2, 5, 7, 4, 2, 6, 8

@@ -5,8 +5,8 @@ from xml.etree import ElementTree as Xml
 import pytest
 
 from flax_attn.parity.check import Check
-from flax_attn.parity.junit import write_junit
-from flax_attn.parity.report import Report
+from flax_attn.parity.reports.junit import write_junit
+from flax_attn.parity.reports.report import Report
 
 
 @pytest.fixture

@@ -23,14 +23,14 @@ from flax_attn.convert.rules import Layout, plan
 from flax_attn.functional import reference
 from flax_attn.parity import taps_jax, tolerance
 from flax_attn.parity.cases import select
-from flax_attn.parity.listen import Listener, Recorder
-from flax_attn.parity.localise import localise
-from flax_attn.parity.names import pair_paths
+from flax_attn.parity.locate.listen import Listener, Recorder
+from flax_attn.parity.locate.localise import localise
+from flax_attn.parity.locate.names import pair_paths
+from flax_attn.parity.locate.taps import record
 from flax_attn.parity.pair import NotRun, Pair, weight_map
 from flax_attn.parity.sides.jax_side import JaxSide
 from flax_attn.parity.sides.torch_side import TorchSide
 from flax_attn.parity.table import pair_of
-from flax_attn.parity.taps import record
 from torch_ref.functional.masks import Causal
 
 REFERENCE = torch_ref.functional.reference

@@ -5,11 +5,10 @@ import torch
 from rich.console import Console
 
 import torch_ref
-from flax_attn.parity import kill
 from flax_attn.parity.cases import Case
 from flax_attn.parity.check import Check
-from flax_attn.parity.kill import Kill
-from flax_attn.parity.mutants import MUTANTS, planting
+from flax_attn.parity.mutants import MUTANTS, kill, planting
+from flax_attn.parity.mutants.kill import Kill
 from flax_attn.parity.sides.torch_side import TorchSide
 from torch_ref.functional import mask_parts, masks, positions, reference
 from torch_ref.modules import block, multi_head, norm

@@ -15,9 +15,10 @@ from flax import nnx
 
 import flax_attn
 import torch_ref
-from flax_attn.parity import Recipe, compare, sections
+from flax_attn.parity import Recipe, compare
 from flax_attn.parity.api import report_on
-from flax_attn.parity.page import page, write_page
+from flax_attn.parity.reports import sections
+from flax_attn.parity.reports.page import page, write_page
 from flax_attn.parity.sides.torch_side import TorchSide
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -1,7 +1,7 @@
 """The faults that ports are known for, each planted into the PyTorch side alone.
 
-Every one changes the function or its training, and every one must be caught: `flax_attn.parity.kill` plants them.
-A fault is a function that breaks what it is given; its docstring says what goes wrong.
+Every one changes the function or its training, and every one must be caught: `kill.py` plants them. A fault is a
+function that breaks what it is given; its docstring says what goes wrong.
 """
 
 from flax_attn.parity.mutants import blocks, dropout, heads, masks, norms, positions, scores, training

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from flax_attn.parity import hypotheses, hypotheses_attention, tolerance
-from flax_attn.parity.hypotheses import Forms
-from flax_attn.parity.listen import path_of, spoken
-from flax_attn.parity.resync import Evidence, Target, relative
+from flax_attn.parity import tolerance
+from flax_attn.parity.locate import attention_hypotheses, hypotheses
+from flax_attn.parity.locate.hypotheses import Forms
+from flax_attn.parity.locate.listen import path_of, spoken
+from flax_attn.parity.locate.resync import Evidence, Target, relative
 from flax_attn.parity.sides.side import Arrays
 
 Family = Callable[[np.ndarray, np.ndarray], Forms]
@@ -79,7 +80,7 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
     sources = {name: x for name, x in found.sources.items() if not target.without or name != target.without}
     if found.kind == "step":
         step = found.name.split("/")[1].split("#")[0]
-        for steps in hypotheses_attention.STEPS.get(step, ()):
+        for steps in attention_hypotheses.STEPS.get(step, ()):
             yield lambda value, other, steps=steps: steps(value, other, sources)
         return
     prefix = path_of(found.name).removesuffix(".")
@@ -87,7 +88,7 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
     if target.label == "output" and "input" in sources and own:
         yield lambda value, other: hypotheses.norm(value, sources["input"], own)
         yield lambda value, other: hypotheses.linear(value, sources["input"], own, weights)
-    yield lambda value, other: hypotheses_attention.joined(value, other, sources)
+    yield lambda value, other: attention_hypotheses.joined(value, other, sources)
     yield lambda value, other: hypotheses.total(value, sources)
     yield lambda value, other: hypotheses.activation(value, sources)
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from flax_attn.parity import tolerance
-from flax_attn.parity.diagnose import diagnose
-from flax_attn.parity.listen import spoken
+from flax_attn.parity.locate.diagnose import diagnose
+from flax_attn.parity.locate.listen import spoken
+from flax_attn.parity.locate.resync import Evidence, relative, resynchronise
+from flax_attn.parity.locate.taps import Taps, flax_cotangents, record
 from flax_attn.parity.pair import Pair
-from flax_attn.parity.resync import Evidence, relative, resynchronise
-from flax_attn.parity.taps import Taps, flax_cotangents, record
 
 Errors = Mapping[str, float]
 
@@ -141,7 +141,7 @@ def localise(pair: Pair) -> Divergence:
     taps = record(pair)
     evidence = resynchronise(pair, taps)
     free = {name: relative(taps.flax[name], taps.torch[name]) for name in taps.shared}
-    backward = _backward_errors(pair, taps) if max(free.values()) <= tolerance.FORWARD else {}
+    backward = _backward_errors(pair, taps) if max(free.values(), default=0.0) <= tolerance.FORWARD else {}
     nodes = tuple(_node(name, i, taps, free, evidence, backward) for i, name in enumerate(taps.shared))
     guilty = [evidence[node.name] for node in nodes if node.guilty]
     return Divergence(nodes, taps.apart, tuple(line for found in guilty for line in diagnose(found, pair.weights)))

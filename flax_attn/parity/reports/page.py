@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from flax_attn.parity import tolerance, wording
-from flax_attn.parity.report import Report
+from flax_attn.parity import tolerance
+from flax_attn.parity.reports import wording
+from flax_attn.parity.reports.report import Report
 
 LOWEST, HIGHEST = 1e-6, 1e12  # error over rule, at both ends of a bar
 
@@ -33,8 +34,8 @@ def page(reports: Sequence[Report]) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    from flax_attn.parity import figures
-    from flax_attn.parity.sections import sections
+    from flax_attn.parity.reports import figures
+    from flax_attn.parity.reports.sections import sections
 
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "template"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from flax_attn.parity import attention_formula as formula
+from flax_attn.parity.locate import attention_formula as formula
 from flax_attn.parity.sides.side import Arrays
 
 Forms = Iterator[tuple[str, np.ndarray]]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
-from flax_attn.parity import taps_jax
-from flax_attn.parity.listen import ROOT, Listener, Record, Recorder, by_name, numpy64
-from flax_attn.parity.names import pair_paths
+from flax_attn.parity.locate import taps_jax
+from flax_attn.parity.locate.listen import ROOT, Listener, Record, Recorder, by_name, numpy64
+from flax_attn.parity.locate.names import pair_paths
 from flax_attn.parity.pair import NotRun, Pair
 from flax_attn.parity.sides.jax_side import JaxSide
 from flax_attn.parity.sides.side import Arrays
@@ -88,7 +88,7 @@ def record(pair: Pair) -> Taps:
         >>> list(taps.attention)
         ['./weights']
     """
-    from flax_attn.parity import taps_torch
+    from flax_attn.parity.locate import taps_torch
     from flax_attn.parity.sides.torch_side import TorchSide
 
     if not isinstance(pair.flax, JaxSide) or not isinstance(pair.torch, TorchSide):

@@ -15,7 +15,7 @@ from jax.extend.core.primitives import name_p
 
 from flax_attn.backends.choose import BACKENDS
 from flax_attn.functional import reference
-from flax_attn.parity.listen import ROOT, Listener
+from flax_attn.parity.locate.listen import ROOT, Listener
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.sides.jax_side import JaxSide
 

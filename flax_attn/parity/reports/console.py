@@ -11,9 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flax_attn.parity import tolerance, wording
+from flax_attn.parity import tolerance
 from flax_attn.parity.check import Check
-from flax_attn.parity.report import Report
+from flax_attn.parity.reports import wording
+from flax_attn.parity.reports.report import Report
 
 COLUMNS = ("forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "layouts", "training")
 

@@ -14,7 +14,7 @@ from plotly.subplots import make_subplots
 from flax_attn.parity import tolerance
 
 if TYPE_CHECKING:
-    from flax_attn.parity.localise import Divergence
+    from flax_attn.parity.locate.localise import Divergence
 
 FLOOR = 1e-18  # a logarithm shows no 0: what is equal to the last bit stands here
 HEADS, TOKENS, POINTS = 8, 32, 500  # the most that is drawn of a layer and of a curve, to keep the page small

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_attn.parity import taps_jax, tolerance
-from flax_attn.parity.listen import ROOT, Frame, Listener, Record, floats, numpy64, path_of, substitute
+from flax_attn.parity import tolerance
+from flax_attn.parity.locate import taps_jax
+from flax_attn.parity.locate.listen import ROOT, Frame, Listener, Record, floats, numpy64, path_of, substitute
+from flax_attn.parity.locate.taps import Taps
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.sides.side import Arrays
-from flax_attn.parity.taps import Taps
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flax_attn.parity import figures, taps
 from flax_attn.parity.api import on_cpu
-from flax_attn.parity.figures import Picture
+from flax_attn.parity.locate import taps
 from flax_attn.parity.pair import Pair
-from flax_attn.parity.report import Report
-from flax_attn.parity.wording import times
+from flax_attn.parity.reports import figures
+from flax_attn.parity.reports.figures import Picture
+from flax_attn.parity.reports.report import Report
+from flax_attn.parity.reports.wording import times
 
 TENSORS = 40  # those furthest over their rules, the most that are listed
 ROOM = 700_000  # bytes for the attention maps of a page; plotly itself takes 4.8 MB

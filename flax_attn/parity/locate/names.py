@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from flax_attn.convert.rules import Entry
-from flax_attn.parity.listen import ROOT
+from flax_attn.parity.locate.listen import ROOT
 
 
 def pair_paths(entries: Sequence[Entry], flax: Iterable[str], torch: Iterable[str]) -> dict[str, str]:

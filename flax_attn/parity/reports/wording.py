@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flax_attn.parity.check import Check
-from flax_attn.parity.report import Report
+from flax_attn.parity.reports.report import Report
 
 
 def error(check: Check) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from xml.etree import ElementTree as Xml
 
 from flax_attn.parity.check import Check
-from flax_attn.parity.report import Report
+from flax_attn.parity.reports.report import Report
 
 # XML 1.0 has no way to write these, and a message of a framework may hold them, such as the colours of a terminal.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

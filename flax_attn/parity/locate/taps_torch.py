@@ -13,7 +13,7 @@ from einops import rearrange
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flax_attn.parity.listen import ROOT, Record, Recorder, numpy64
+from flax_attn.parity.locate.listen import ROOT, Record, Recorder, numpy64
 from flax_attn.parity.sides.side import Arrays
 from flax_attn.parity.sides.torch_side import TorchSide
 from torch_ref.functional import tags

@@ -1,0 +1,1 @@
+"""Where two sides part, node by node, and why."""
