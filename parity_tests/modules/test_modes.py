@@ -9,40 +9,40 @@ from flax import nnx
 import flax_attn
 import torch_ref
 from flax_attn.parity.cases import CASES
-from flax_attn.parity.pair import Pair
+from flax_attn.parity.table import pair_of
 
 DROPPING = [case for case in CASES if case.arguments.get("dropout", 0) > 0]
 
 
-@pytest.fixture(params=DROPPING, ids=lambda case: case.name)
-def pair(request):
-    return Pair(request.param)
+@pytest.mark.parametrize("case", DROPPING, ids=lambda case: case.name)
+def test_flax_draws_a_fresh_key_for_each_call_and_none_in_eval_mode(case):
+    pair = pair_of(case)
+    module, inputs = pair.flax.module, [jnp.asarray(x) for x in pair.inputs.values()]
+    call = nnx.jit(lambda module, inputs: module(*inputs, **case.call(flax_attn)))
 
+    def output():
+        return np.asarray(call(module, inputs))
 
-def flax_output(pair):
-    call = nnx.jit(lambda module, inputs: module(*inputs, **pair.case.call(flax_attn)))
-    return lambda: np.asarray(call(pair.flax, [jnp.asarray(x) for x in pair.inputs]))
-
-
-def test_flax_draws_a_fresh_key_for_each_call_and_none_in_eval_mode(pair):
-    output = flax_output(pair)
-    pair.train()
+    module.train()
     first, second = output(), output()
     assert (first != second).any()
-    pair.train(False)
+    module.eval()
     third, fourth = output(), output()
     assert (third == fourth).all()
     assert (third != first).any()
 
 
-def test_torch_draws_from_its_generator_and_not_in_eval_mode(pair):
+@pytest.mark.parametrize("case", DROPPING, ids=lambda case: case.name)
+def test_torch_draws_from_its_generator_and_not_in_eval_mode(case):
+    pair = pair_of(case)
+    module, inputs = pair.torch.module, [torch.from_numpy(x) for x in pair.inputs.values()]
+
     def output(seed):
         torch.manual_seed(seed)
-        inputs = [torch.from_numpy(x) for x in pair.inputs]
-        return pair.torch(*inputs, **pair.case.call(torch_ref)).detach()
+        return module(*inputs, **case.call(torch_ref)).detach()
 
-    pair.train()
+    module.train()
     assert (output(1) == output(1)).all()
     assert (output(1) != output(2)).any()
-    pair.train(False)
+    module.eval()
     assert (output(1) == output(2)).all()
