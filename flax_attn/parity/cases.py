@@ -24,7 +24,6 @@ class Case:
         arguments: of the constructor; a function makes one from a package, as `call` does.
         inputs: shapes of the inputs, batched.
         call: makes the keyword arguments of the call from a package, `flax_attn` or `torch_ref`.
-        unbatched: whether the inputs may come without the batch axis.
     """
 
     name: str
@@ -32,7 +31,6 @@ class Case:
     arguments: Mapping[str, Any]
     inputs: tuple[Shape, ...]
     call: Callable[[ModuleType], Mapping[str, Any]] = field(default=lambda package: {})
-    unbatched: bool = True
 
     def build(self, package: ModuleType, **numerics: Any):
         """Return the module of `package`."""
@@ -40,9 +38,9 @@ class Case:
         return getattr(package, self.variant)(**arguments, **numerics)
 
 
-def _multi_head(name: str, *inputs: Shape, call=lambda package: {}, unbatched: bool = True, **arguments: Any) -> Case:
+def _multi_head(name: str, *inputs: Shape, call=lambda package: {}, **arguments: Any) -> Case:
     arguments = {"d_in": 6, "d_out": 8, "context_length": 9, "dropout": 0.3, "num_heads": 4, **arguments}
-    return Case(f"multi_head_{name}", "MultiHeadAttention", arguments, inputs or ((3, 5, 6),), call, unbatched)
+    return Case(f"multi_head_{name}", "MultiHeadAttention", arguments, inputs or ((3, 5, 6),), call)
 
 
 def _block(name: str, **arguments: Any) -> Case:
@@ -78,7 +76,6 @@ CASES = (
     _multi_head(
         "padding",  # the first row of the batch may see nothing
         call=lambda package: {"mask": package.Mask.lengths(query=np.array([5, 3, 4]), key=np.array([0, 3, 5]))},
-        unbatched=False,
     ),
     _multi_head(
         "packed_window",
@@ -96,7 +93,6 @@ CASES = (
     _multi_head(
         "rope_yarn_packed",
         call=lambda package: {"positions": _PACKED, "mask": package.Mask.segments(_DOCUMENTS)},
-        unbatched=False,
         d_out=24,
         num_heads=2,
         rope=lambda package: package.RoPE(500.0, width=8, interleaved=True, scaling=package.YaRNScaling(4.0, 40)),

@@ -98,8 +98,8 @@ def _each(pair: Pair, change: Callable[[np.ndarray], np.ndarray]) -> Regime:
 
 
 def _tokens(pair: Pair, change: Callable[[np.ndarray], np.ndarray]) -> Regime:
-    if any(x.ndim < 2 for x in pair.inputs.values()):
-        raise NotRun("inputs of rank 1 have no axis of tokens")
+    if any(x.ndim < (3 if is_floating(x) else 2) for x in pair.inputs.values()):
+        raise NotRun("tokens are the second axis of floats of rank 3, or of integers of rank 2; an input has neither")
     return Regime({name: change(x) for name, x in pair.inputs.items()}, dict(pair.extras))
 
 

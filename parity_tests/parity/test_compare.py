@@ -186,3 +186,29 @@ def test_unbatched_inputs_are_asked_of_sides_that_take_them():
         assert check.passed
         assert check.skipped.startswith("one side takes batches alone: ")
         assert not compare(*sides, X, checks=["unbatched"], locate=False).passed, "it was asked for by name"
+
+
+def test_a_first_axis_that_is_always_a_batch_is_no_failure():
+    report = compare(lambda x: x.mean(1), lambda x: x.mean(1), [(3, 5, 4)], locate=False)
+    assert report.passed, report.explain()
+    assert report.check("unbatched").skipped == "PyTorch reads the first axis of any input as a batch"
+
+
+def test_features_are_not_taken_for_tokens():
+    def broadcast(x):
+        return x * np.arange(6.0)[None]  # one feature is let through as well
+
+    report = compare(broadcast, torch.nn.LayerNorm(6), [(4, 6)], locate=False)
+    for name in ("single token", "long sequence", "duplicate tokens"):
+        assert report.check(name).skipped.startswith("tokens are the second axis of floats of rank 3")
+
+
+def test_what_the_pytorch_side_refuses_is_no_regime_for_it():
+    def few(x):
+        if x.shape[1] > 100:
+            raise ValueError("too many tokens")
+        return x
+
+    report = compare(lambda x: x, few, [(3, 5, 4)], locate=False)
+    assert report.passed, report.explain()
+    assert "torch raised ValueError: too many tokens" in report.check("long sequence").skipped
