@@ -13,14 +13,6 @@ def usual_promotion():
         yield
 
 
-@pytest.fixture(autouse=True, scope="package")
-def quick_to_compile():
-    """Compile without optimisation: nothing is timed, and to compile takes most of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 class Checks:
     """Names of checks. What is asked for by name must run."""
 

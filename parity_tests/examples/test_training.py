@@ -25,14 +25,6 @@ def path(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def quick_to_compile():
-    """A few steps are no more than compilation otherwise."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(autouse=True)
 def promotion():
     with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
         yield

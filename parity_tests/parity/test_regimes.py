@@ -114,7 +114,7 @@ def test_a_fault_that_easy_inputs_hide(regime):
     ("inputs", "regime", "reason"),
     [
         ([np.arange(6).reshape(2, 3)], "huge logits", "no input is floating"),
-        ([(4,)], "single token", "inputs of rank 1 have no axis of tokens"),
+        ([(4,)], "single token", "tokens are the second axis of floats of rank 3"),
         ([(2, 3)], "padded rows", "the calls take no lengths: give both a call with a keyword `lengths`"),
     ],
 )
