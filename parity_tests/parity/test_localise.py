@@ -21,8 +21,9 @@ import torch_ref
 from flax_attn.convert import LAYOUTS, Rule
 from flax_attn.convert.rules import Layout, plan
 from flax_attn.functional import reference
-from flax_attn.parity import taps_jax, tolerance
+from flax_attn.parity import tolerance
 from flax_attn.parity.cases import select
+from flax_attn.parity.locate import taps_jax
 from flax_attn.parity.locate.listen import Listener, Recorder
 from flax_attn.parity.locate.localise import localise
 from flax_attn.parity.locate.names import pair_paths
