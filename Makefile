@@ -65,7 +65,7 @@ test-newest: .venv-newest/installed
 .venv-newest/installed: pyproject.toml constraints-newest.txt $(shell find flax_attn -name '*.py')
 	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 or newer found: make test-newest NEWEST_PYTHON=/path/to/python'; exit 1; }
 	$(NEWEST_PYTHON) -m venv --clear .venv-newest
-	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz,tokamax]' beartype hypothesis pytest pytest-xdist
+	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz,tokamax,generate]' beartype hypothesis pytest pytest-xdist
 	@touch $@
 
 .venv-tpu/installed: pyproject.toml constraints.txt $(shell find flax_attn -name '*.py')

@@ -14,3 +14,21 @@ def no_shape_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def checkpoint_here(tmp_path, monkeypatch):
+    """Work in a folder that holds `gpt2/`, as the examples of the documentation do: a small model with a tokenizer."""
+    from flax import nnx
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from flax_attn.models import GPT2, GPT2Config
+
+    words = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(words, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    config = GPT2Config(d_model=8, num_heads=2, num_layers=1, context_length=64, vocab_size=len(words))
+    GPT2(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save(str(tmp_path / "gpt2" / "tokenizer.json"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "gpt2"

@@ -3,17 +3,20 @@
 from flax_attn.attention import dot_product_attention, single_head_attention
 from flax_attn.backends.call import Unsupported
 from flax_attn.backends.choose import explain
+from flax_attn.functional.cache import KVCache
 from flax_attn.functional.causal_softmax import causal_softmax_masked, causal_softmax_renormalized
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, YaRNScaling
 from flax_attn.functional.masks import Mask, create_causal_mask
 from flax_attn.functional.positions import RoPE, alibi, alibi_slopes, sinusoidal, t5_bias, t5_buckets
-from flax_attn.models.gpt2 import GPT2_CONFIGS, GPT2Config, create_gpt2_attention
+from flax_attn.models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config, create_gpt2_attention
+from flax_attn.models.llama import Llama, LlamaConfig
 from flax_attn.modules.backend import set_backend
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.causal import CausalAttention
 from flax_attn.modules.dropout import Dropout
-from flax_attn.modules.feed_forward import FeedForward
+from flax_attn.modules.embedding import Embedding
+from flax_attn.modules.feed_forward import FeedForward, GatedFeedForward
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.modules.multi_head_wrapper import MultiHeadAttentionWrapper
@@ -24,17 +27,23 @@ from flax_attn.modules.simplified import SimplifiedSelfAttention
 __version__ = "0.1.0"
 
 __all__ = [
+    "GPT2",
     "GPT2_CONFIGS",
     "CausalAttention",
     "Dropout",
     "DynamicNTKScaling",
+    "Embedding",
     "FeedForward",
     "GPT2Config",
+    "GatedFeedForward",
+    "KVCache",
     "KeyedDropout",
     "LayerNorm",
     "Linear",
     "LinearScaling",
+    "Llama",
     "Llama3Scaling",
+    "LlamaConfig",
     "Mask",
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",

@@ -53,7 +53,8 @@ def dot_product_attention(
         sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
         dropout: drops weights; the same key drops the same weights in every backend and in `torch_ref`.
         precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: `"reference"`, `"blocked"`, `"xla"`, `"cudnn"`, `"splash"` or `"tokamax"`; `"auto"` chooses one.
+        backend: `"reference"`, `"decode"`, `"blocked"`, `"xla"`, `"cudnn"`, `"splash"`, `"tokamax"`, or `"auto"`, which
+            chooses one.
         return_weights: return `(output, weights)`; the output stays the same, bit for bit.
 
     Returns:

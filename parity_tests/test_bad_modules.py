@@ -41,19 +41,31 @@ def block(side, **keywords):
 CONSTRUCTORS = {
     "num_heads does not divide": (
         lambda side: multi_head(side, num_heads=3),
-        r"num_heads must divide d_out.*d_out=8, num_heads=3\. num_heads may be 1, 2, 4, 8$",
+        r"num_heads must divide d_out.*d_out=8, num_heads=3\. .*may be 1, 2, 4, 8, or give the width as head_dim$",
     ),
     "num_kv_heads does not divide": (
         lambda side: multi_head(side, num_kv_heads=3),
         r"num_kv_heads must divide num_heads.*num_heads=4, num_kv_heads=3\. num_kv_heads may be 1, 2, 4$",
     ),
     "more kv heads than heads": (lambda side: multi_head(side, num_kv_heads=8), r"num_kv_heads must divide num_heads"),
-    "block heads": (lambda side: block(side, num_heads=4), r"num_heads must divide d_out.*may be 1, 2, 3, 6$"),
+    "block heads": (lambda side: block(side, num_heads=4), r"num_heads must divide d_out.*may be 1, 2, 3, 6, or give"),
     "no heads": (lambda side: multi_head(side, num_heads=0), r"num_heads must be a positive integer; got num_heads=0"),
     "no kv heads": (lambda side: multi_head(side, num_kv_heads=0), r"got num_kv_heads=0"),
     "minus heads": (lambda side: multi_head(side, num_heads=-4), r"got num_heads=-4"),
     "float heads": (lambda side: multi_head(side, num_heads=4.0), r"got num_heads=4\.0"),
     "bool heads": (lambda side: multi_head(side, num_heads=True), r"got num_heads=True"),
+    "no head_dim": (lambda side: multi_head(side, head_dim=0), r"head_dim must be a positive integer; got head_dim=0"),
+    "kv heads with head_dim": (
+        lambda side: multi_head(side, num_heads=3, num_kv_heads=2, head_dim=5),
+        r"num_kv_heads must divide num_heads.*num_heads=3, num_kv_heads=2\. num_kv_heads may be 1, 3$",
+    ),
+    "head norm eps": (lambda side: multi_head(side, qk_norm=-1.0), r"eps .*must be at least 0; got eps=-1\.0"),
+    "no window": (lambda side: multi_head(side, window=0), r"window must be a positive integer; got window=0"),
+    "window in both directions": (
+        lambda side: multi_head(side, window=3, causal=False),
+        r"window is that of a causal module.*got window=3, causal=False\. .*mask=Mask\.window\(left, right\)",
+    ),
+    "block window": (lambda side: block(side, window=2, causal=False), r"window is that of a causal module"),
     "no d_out": (lambda side: multi_head(side, d_out=0), r"d_out must be a positive integer; got d_out=0"),
     "no d_in": (lambda side: multi_head(side, d_in=0), r"d_in must be a positive integer; got d_in=0"),
     "no context": (lambda side: multi_head(side, context_length=0), r"context_length must be a positive.*=0"),
@@ -68,6 +80,23 @@ CONSTRUCTORS = {
     "rms width": (lambda side: side.build("RMSNorm", 2.5), r"d_model must be a positive integer; got d_model=2\.5"),
     "feed forward": (lambda side: side.build("FeedForward", 0), r"d_model must be a positive integer; got d_model=0"),
     "hidden": (lambda side: side.build("FeedForward", 4, 0), r"d_hidden must be a positive integer; got d_hidden=0"),
+    "gated": (lambda side: side.build("GatedFeedForward", 0), r"d_model must be a positive integer; got d_model=0"),
+    "gated hidden": (lambda side: side.build("GatedFeedForward", 4, -1), r"d_hidden must be a positive.*d_hidden=-1"),
+    "gated activation": (
+        lambda side: side.build("GatedFeedForward", 4, activation="swish"),
+        r"activation must be one of 'gelu_tanh', 'gelu_exact', 'silu'; got 'swish'",
+    ),
+    "no ids": (lambda side: side.build("Embedding", 0, 3), r"size must be a positive integer; got size=0"),
+    "embedding width": (lambda side: side.build("Embedding", 3, 0), r"d_model must be a positive integer; got d_mod"),
+    "capacity": (
+        lambda side: multi_head(side).init_cache(2, 10),
+        r"a cache holds at most context_length=9 tokens; got capacity=10\. Make it smaller",
+    ),
+    "block capacity": (lambda side: block(side).init_cache(2, 10), r"at most context_length=9 tokens; got capacity=10"),
+    "capacity of a window": (
+        lambda side: multi_head(side, window=5).init_cache(2, 4),
+        r"a cache that rolls holds at least the window.*got window=5, capacity=4",
+    ),
     "layer norm eps": (lambda side: side.build("LayerNorm", 4, -1e-5), r"eps .*must be at least 0; got eps=-1e-05"),
     "rms norm eps": (lambda side: side.build("RMSNorm", 4, NAN), r"eps .*must be at least 0; got eps=nan"),
     "block eps": (lambda side: block(side, eps=-1.0), r"got eps=-1\.0"),
@@ -77,7 +106,7 @@ CONSTRUCTORS = {
     ),
     "activation": (
         lambda side: side.build("FeedForward", 4, activation="gelu"),
-        r"activation must be one of 'gelu_tanh', 'gelu_exact'; got 'gelu'",
+        r"activation must be one of 'gelu_tanh', 'gelu_exact', 'silu'; got 'gelu'",
     ),
     "block activation": (lambda side: block(side, activation="relu"), r"activation must be one of .*got 'relu'"),
     "size": (
@@ -178,6 +207,44 @@ def test_bad_cross_attention(sides, row):
     assert_same_error(sides, act, match)
 
 
+def test_a_cache_is_for_self_attention(sides):
+    def act(side):
+        module, x = multi_head(side), side.array(np.ones((2, 5, 6)))
+        module(x, x, cache=module.init_cache(2, 5))
+
+    assert_same_error(
+        sides, act, r"a cache holds .*in self-attention; got a key of shape \(2, 5, 6\)\. Leave out the key"
+    )
+
+
+IDS = {
+    "beyond": ([0, 7], r"ids choose one of the 7 vectors of an embedding, 0 to 6; got 7\. Tokens come from the token"),
+    "negative": ([-1, 9], r"ids choose one of the 7 vectors of an embedding, 0 to 6; got -1\."),
+    "floats": ([0.0, 1.0], r"ids must be integers; got dtype float64\. Cast them before the call"),
+}
+
+
+@pytest.mark.parametrize(("ids", "match"), IDS.values(), ids=IDS)
+def test_bad_ids(sides, ids, match):
+    assert_same_error(sides, lambda side: side.build("Embedding", 7, 3)(side.array(np.array(ids))), match)
+
+
+def test_positions_beyond_the_context_of_gpt2(sides):
+    def act(side):
+        model = side.build("GPT2", side.GPT2Config(6, 2, 1, context_length=4, vocab_size=11))
+        model(side.array(np.ones((2, 3), int)), positions=side.array(np.array([0, 1, 4])))
+
+    assert_same_error(sides, act, r"ids choose one of the 4 vectors.*got 4\. .*positions stay below its context_length")
+
+
+def test_a_full_cache_of_a_model(sides):
+    def act(side):
+        model = side.build("GPT2", side.GPT2Config(6, 2, 1, context_length=9, vocab_size=11))
+        model(side.array(np.ones((2, 6), int)), cache=model.init_cache(2, 5))
+
+    assert_same_error(sides, act, r"capacity of 5 tokens, 0 of them taken, and 6 more do not fit")
+
+
 def test_causal_cross_attention_needs_an_offset(sides):
     def act(side):
         multi_head(side)(side.array(np.ones((2, 5, 6))), side.array(np.ones((2, 7, 6))))
@@ -185,7 +252,7 @@ def test_causal_cross_attention_needs_an_offset(sides):
     assert_same_error(sides, act, r"offset when t != s.*t=5, s=7\. Choose offset=0 .*or offset=2 .*causal=False")
 
 
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "FeedForward"])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "FeedForward", "GatedFeedForward"])
 def test_wrong_width_of_a_layer(sides, name):
     match = r"last axis of x must be d_model=4; got shape \(3, 5\)"
     assert_same_error(sides, lambda side: side.build(name, 4)(side.array(np.ones((3, 5)))), match)
@@ -198,6 +265,7 @@ NEEDS_PARAMETERS = {
     "MultiHeadAttention": (6, 8, 9, 0.0, 4),
     "MultiHeadAttentionWrapper": (3, 2, 6, 0.0, 2),
     "FeedForward": (3,),
+    "GatedFeedForward": (3,),
     "TransformerBlock": (6, 9, 0.0, 2),
 }
 

@@ -81,7 +81,17 @@ def test_parity_prints_the_table_and_writes_all_that_was_measured(tmp_path, caps
     assert report["passed"]
     assert [case["variant"] for case in report["cases"]] == ["causal", "rms_norm"]
     names = [check["name"] for check in report["cases"][0]["checks"]]
-    assert names == ["forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "layouts", "training"]
+    assert names == [
+        "forward",
+        "gradients",
+        "float32",
+        "jit = eager",
+        "dropout",
+        "unbatched",
+        "cache = full",
+        "layouts",
+        "training",
+    ]
     assert 0 < report["cases"][0]["checks"][0]["error"] < 1e-14
     assert {"jax", "flax", "torch", "python"} <= report["environment"].keys()
 

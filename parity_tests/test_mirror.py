@@ -15,6 +15,10 @@ import torch_ref
 
 ROOTS = {package.__name__: Path(package.__file__).parent for package in (flax_attn, torch_ref)}
 ONE_SIDED_FILES = {
+    "models/pretrained.py": "flax_attn",  # PyTorch has transformers
+    "models/hf_config.py": "flax_attn",
+    "models/hf_fields.py": "flax_attn",
+    "models/hf_rope.py": "flax_attn",
     "modules/backend.py": "flax_attn",  # there is but one backend in torch_ref
     "functional/tags.py": "torch_ref",  # JAX has names of its own
 }
@@ -22,11 +26,25 @@ ONE_SIDED_EXPORTS = {"Unsupported", "explain", "set_backend"}
 ONE_SIDED = {
     "attention.py": {"BACKENDS", "check_backend"},  # beside the table of the backends, which only JAX has
     "functional/dropout.py": {"draw_key"},
-    "functional/masks.py": {"bounds", "row", "split_band"},  # for kernels, which only JAX has
-    "functional/mask_parts.py": {"Bounds", "bounds", "row"},
+    "models/generate.py": {"Steps"},  # between the two programs that are compiled
+    "models/language_model.py": {"from_pretrained", "save_pretrained"},
+    "functional/masks.py": {"bounds", "row", "shift", "split_band"},  # for kernels, which only JAX has
+    "functional/mask_parts.py": {"Bounds", "bounds", "row", "shift"},
 }
 FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "device"}
-FLOORS = ("functional", "convert", "backends", "attention", "sharding", "modules", "models", "parity", "bench", "viz")
+FLOORS = (
+    "functional",
+    "convert",
+    "backends",
+    "attention",
+    "sharding",
+    "modules",
+    "models",
+    "training",
+    "parity",
+    "bench",
+    "viz",
+)
 
 
 def mirrored_files(package):

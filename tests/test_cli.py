@@ -69,7 +69,15 @@ def test_backends_names_the_one_that_would_run_and_every_other(arguments, chosen
     assert main(["backends", *arguments]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == f"{chosen} runs on {arguments[1]}"
-    assert [line[3:].split()[0] for line in lines] == ["reference", "blocked", "xla", "cudnn", "splash", "tokamax"]
+    assert [line[3:].split()[0] for line in lines] == [
+        "reference",
+        "decode",
+        "blocked",
+        "xla",
+        "cudnn",
+        "splash",
+        "tokamax",
+    ]
     assert [line[:2] for line in lines].count("->") == 1
     assert next(line for line in lines if line.startswith("->")).startswith(f"-> {chosen} ")
 
@@ -99,7 +107,7 @@ def test_bench_for_tpu_says_what_to_install_in_one_line(monkeypatch, capsys):
         (["backends", "--kv-heads", "5"], "must divide the query heads"),
         (
             ["bench", "--shape", "1,2,8,8", "--backend", "blokced"],
-            "backend must be one of 'auto', 'reference', 'blocked'",
+            "backend must be one of 'auto', 'reference', 'decode'",
         ),
         (["bench", "--shape", "1,2,8,8", "--plot", "growth.png"], "give one of them"),
         (["bench", "--json", "/no/such/folder/bench.json"], "in a folder that exists"),

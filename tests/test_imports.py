@@ -20,6 +20,7 @@ FLOORS = (
     {"sharding"},
     {"modules"},
     {"models"},
+    {"training"},
     {"parity"},
     {"bench", "steps", "viz"},
     {"cli"},

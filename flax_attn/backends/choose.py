@@ -11,9 +11,10 @@ import jax
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call, Unsupported, platform_of, prepare
+from flax_attn.backends.decode import FEW
 from flax_attn.functional.checks import check_choice
 
-BACKENDS = ("reference", "blocked", "xla", "cudnn", "splash", "tokamax")
+BACKENDS = ("reference", "decode", "blocked", "xla", "cudnn", "splash", "tokamax")
 
 # The first of its platform that does not refuse the call.
 PREFERRED = {
@@ -50,6 +51,8 @@ def choose(call: Call, backend: str = "auto") -> str:
             raise Unsupported(f"backend {backend!r} cannot honour this call: {reason}")
         return backend
     _, _, t, s = call.shape
+    if t <= FEW and t < s and load("decode").refuse(call) is None:
+        return "decode"
     if t * s <= SHORT[call.platform]:
         return "reference"
     return next(name for name in PREFERRED[call.platform] if load(name).refuse(call) is None)

@@ -29,6 +29,7 @@ def add(commands: Any) -> None:
     bench.add_argument("--rounds", type=common.count, default=7, help="turns of each rival (default 7)")
     bench.add_argument("--json", metavar="FILE", help="write all that was measured to FILE")
     bench.add_argument("--plot", metavar="FILE", help="draw time and memory over T to FILE (.png, .svg, .pdf)")
+    bench.add_argument("--models", action="store_true", help="measure GPT-2 small beside transformers instead")
     bench.add_argument("--tpu", action="store_true", help="compile for TPU chips instead, without one")
     bench.set_defaults(run=_bench)
 
@@ -36,6 +37,8 @@ def add(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> int:
     if options.tpu:
         return _tpu()
+    if options.models:
+        return _models(options)
     _check_backends(options.backend)
     common.check_writable(options.json)
     common.check_writable(options.plot)
@@ -94,6 +97,19 @@ def _plot(report: Any, path: str) -> None:
     except (ImportError, OSError, ValueError) as error:  # no matplotlib, no such picture format, no way to write
         raise common.UsageError(str(error)) from None
     print(f"wrote {path}")
+
+
+def _models(options: argparse.Namespace) -> int:
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise common.UsageError(f'{error}: it stands beside transformers, pip install "flax-attn[bench]"') from None
+    from flax_attn.bench import models
+
+    tell = lambda task: print(task, file=sys.stderr, flush=True)  # noqa: E731
+    common.console(150).print(models.table(list(models.rows(options.rounds, options.quick, tell))))
+    return 0
 
 
 def _tpu() -> int:

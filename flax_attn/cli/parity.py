@@ -163,7 +163,7 @@ def _write(reports: list[Report], options: argparse.Namespace) -> None:
 def _json(reports: list[Report], path: str) -> None:
     from flax_attn.parity.reports.report import write_json
 
-    write_json(reports, reports[0].seed, path)
+    write_json(reports, path)
 
 
 def _junit(reports: list[Report], path: str) -> None:
@@ -181,7 +181,7 @@ def _page(reports: list[Report], path: str) -> None:
 def _show(reports: list[Report], in_full: bool) -> None:
     from flax_attn.parity.reports import console as tables
 
-    console = common.console(130)
+    console = common.console(145)
     if in_full:
         for report in reports:
             console.print(tables.verdict(report))

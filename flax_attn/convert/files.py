@@ -1,5 +1,9 @@
-"""State dicts in files: safetensors both ways, PyTorch checkpoints in."""
+"""State dicts in files: safetensors both ways, PyTorch checkpoints in; whole, or an entry at a time."""
 
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -7,11 +11,26 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 from flax import nnx
-from safetensors import SafetensorError
+from jax import Array
+from safetensors import SafetensorError, safe_open
 
 from flax_attn.convert.api import load_state_dict, state_dict
+from flax_attn.convert.arrays import flatten, to_numpy
 from flax_attn.convert.layouts import LayoutLike
-from flax_attn.convert.rules import ConversionError
+from flax_attn.convert.rules import ConversionError, Entry, Shape
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An entry of a file that is not read yet."""
+
+    file: Path
+    shape: Shape
+    dtype: str
+    read: Callable[[], np.ndarray]
 
 
 def save(module: nnx.Module, path: str | PathLike[str], layout: LayoutLike = "torch_ref", *, prefix: str = "") -> None:
@@ -89,3 +108,113 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
             "Save the state_dict() alone, best as safetensors. "
             f"({type(error).__name__}: {str(error).partition('.')[0]})"
         ) from error
+
+
+def find_weights(folder: Path) -> Path:
+    """Return the file of the weights in a folder, or the index of their shards; safetensors come first.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return folder / name
+    raise FileNotFoundError(f"no weights in {folder}: it holds none of {', '.join(WEIGHTS)}")
+
+
+def read_headers(path: Path) -> dict[str, Stored]:
+    """Return the entries of a file of weights, or of all shards of an index, without reading one.
+
+    Only a PyTorch checkpoint is read as a whole, for it cannot be otherwise.
+
+    Raises:
+        FileNotFoundError: if a shard is not there.
+        ConversionError: if a file is damaged, or holds an entry that another one holds too.
+    """
+    stored = {}
+    for file in _shards(path):
+        entries = _safetensors_header(file) if file.suffix == ".safetensors" else _checkpoint_header(file)
+        if twice := stored.keys() & entries.keys():
+            raise ConversionError(f"{file} holds {min(twice)}, and {stored[min(twice)].file} does too. Remove one")
+        stored |= entries
+    return stored
+
+
+def _shards(path: Path) -> list[Path]:
+    if path.suffix != ".json":
+        return [path]
+    try:
+        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{path} is not an index, which names the file of each entry in weight_map") from error
+    for name in names:
+        if not (path.parent / name).is_file():
+            raise FileNotFoundError(f"{path} names the shard {name}, and there is no such file. Copy all of them")
+    return [path.parent / name for name in names]
+
+
+def _safetensors_header(path: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(path, framework="np") as file:
+            names = file.keys()
+            slices = {name: file.get_slice(name) for name in names}
+            headers = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
+    except SafetensorError as error:
+        raise ConversionError(f"{path} is not a whole safetensors file: {error}") from error
+    return {
+        name: Stored(path, shape, _DTYPES.get(dtype, dtype), partial(_read_tensor, path, name))
+        for name, (shape, dtype) in headers.items()
+    }
+
+
+def _read_tensor(path: Path, name: str) -> np.ndarray:
+    # The file is mapped, and what was read of it takes memory until it is closed: so it is opened for each entry.
+    with safe_open(path, framework="np") as file:
+        return file.get_tensor(name)
+
+
+def _checkpoint_header(path: Path) -> dict[str, Stored]:
+    entries = flatten(read_file(path))
+    dtypes = {name: str(getattr(value, "dtype", type(value).__name__)) for name, value in entries.items()}
+    return {
+        name: Stored(path, np.shape(value), dtypes[name].removeprefix("torch."), partial(to_numpy, value))
+        for name, value in entries.items()
+    }
+
+
+def write_shards(folder: Path, entries: list[Entry], params: Mapping[str, Array], max_shard_size: int) -> None:
+    """Write parameters as `model.safetensors`, or as shards of up to `max_shard_size` bytes with an index.
+
+    No more than one shard is in memory at a time. An entry that is larger has a shard of its own.
+    """
+    shards = _packed(entries, params, max_shard_size)
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    names = names if len(shards) > 1 else ["model.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(folder / name, shard, params)
+    if len(shards) > 1:
+        places = {entry.theirs: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        size = sum(_size(entry, params) for entry in entries)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_shard(path: Path, shard: list[Entry], params: Mapping[str, Array]) -> None:
+    arrays = {e.theirs: e.join({name: np.asarray(params[name]) for name in e.ours}) for e in shard}
+    safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
+
+
+def _packed(entries: list[Entry], params: Mapping[str, Array], max_shard_size: int) -> list[list[Entry]]:
+    shards, room = [[]], max_shard_size
+    for entry in entries:
+        size = _size(entry, params)
+        if size > room and shards[-1]:
+            shards.append([])
+            room = max_shard_size
+        shards[-1].append(entry)
+        room -= size
+    return shards
+
+
+def _size(entry: Entry, params: Mapping[str, Array]) -> int:
+    return sum(params[name].nbytes for name in entry.ours)

@@ -9,8 +9,10 @@ from flax_attn.convert.refusals import (
     features_alike,
     has_output,
     heads_alike,
+    heads_share_width,
     inputs_alike,
     nnx_unless,
+    no_qk_norm,
     other_kernels,
     ours_unless,
     self_attention,
@@ -26,7 +28,7 @@ _KERNELS = tuple(f"{name}.kernel" for name in _INPUTS)
 _BIASES = tuple(f"{name}.bias" for name in _INPUTS)
 _LINEAR = Rule(("kernel",), "weight", "i o -> o i")
 _SAME = Rule(("{name}",), "{name}")
-_SQUARE = (has_output, biases_alike, heads_alike, width_kept)
+_SQUARE = (has_output, no_qk_norm, biases_alike, heads_alike, width_kept, heads_share_width)
 
 
 def _linears(*theirs: str) -> tuple[Rule, ...]:
@@ -34,6 +36,23 @@ def _linears(*theirs: str) -> tuple[Rule, ...]:
     names = list(zip(_PROJECTIONS, theirs, strict=True))
     kernels = (Rule((f"{ours}.kernel",), f"{name}.weight", "i o -> o i") for ours, name in names)
     return (*kernels, *(Rule((f"{ours}.bias",), f"{name}.bias") for ours, name in names))
+
+
+def _within(ours: str, theirs: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Return rules for the same parameters inside larger modules."""
+    return tuple(
+        Rule(tuple(f"{ours}.{name}" for name in rule.ours), f"{theirs}.{rule.theirs}", rule.pattern, rule.axis)
+        for rule in rules
+    )
+
+
+def _layer(ours: str, theirs: str, pattern: str = "") -> tuple[Rule, Rule]:
+    """Return the rules of one linear layer."""
+    return Rule((f"{ours}.kernel",), f"{theirs}.weight", pattern), Rule((f"{ours}.bias",), f"{theirs}.bias")
+
+
+def _norm(ours: str, theirs: str) -> tuple[Rule, Rule]:
+    return Rule((f"{ours}.scale",), f"{theirs}.weight"), Rule((f"{ours}.shift",), f"{theirs}.bias")
 
 
 def _split_heads(ours: str, theirs: str) -> tuple[Rule, Rule]:
@@ -55,9 +74,44 @@ def _packed(names: tuple[str, str, str], part: str, weight: str = "", bias: str 
     )
 
 
+_GPT2_ATTENTION = (
+    Rule(_KERNELS, "c_attn.weight", axis=1),  # Conv1D: (in, out), columns [query, key, value]
+    Rule(_BIASES, "c_attn.bias"),
+    *_layer("out_proj", "c_proj"),
+)
+_GPT2_BLOCK = (
+    *_within("att", "attn", _GPT2_ATTENTION),
+    *_layer("ff.layers.0", "mlp.c_fc"),
+    *_layer("ff.layers.2", "mlp.c_proj"),
+    *_norm("norm1", "ln_1"),
+    *_norm("norm2", "ln_2"),
+)
+_GPT2 = (
+    Rule(("tok_emb.embedding",), "transformer.wte.weight"),
+    Rule(("pos_emb.embedding",), "transformer.wpe.weight"),
+    *_within("trf_blocks.{i}", "transformer.h.{i}", _GPT2_BLOCK),
+    *_norm("final_norm", "transformer.ln_f"),
+    Rule(("out_head.kernel",), "lm_head.weight", "i o -> o i"),
+)
+_LLAMA_ATTENTION = _linears("q_proj", "k_proj", "v_proj", "o_proj")
+_LLAMA_BLOCK = (
+    *_within("att", "self_attn", _LLAMA_ATTENTION),
+    *_layer("ff.W_gate", "mlp.gate_proj", "i o -> o i"),
+    *_layer("ff.W_up", "mlp.up_proj", "i o -> o i"),
+    *_layer("ff.W_down", "mlp.down_proj", "i o -> o i"),
+    *_norm("norm1", "input_layernorm"),
+    *_norm("norm2", "post_attention_layernorm"),
+)
+_LLAMA = (
+    Rule(("tok_emb.embedding",), "model.embed_tokens.weight"),
+    *_within("trf_blocks.{i}", "model.layers.{i}", _LLAMA_BLOCK),
+    *_norm("final_norm", "model.norm"),
+    Rule(("out_head.kernel",), "lm_head.weight", "i o -> o i"),
+)
+
 LAYOUTS = {
     # torch_ref, and any PyTorch module with our names: Linear weights are (out, in).
-    "torch_ref": Layout((_LINEAR, _SAME), ignored=r"(.*\.)?mask"),
+    "torch_ref": Layout((_LINEAR, Rule(("embedding",), "weight"), _SAME), ignored=r"(.*\.)?mask"),
     # Flax layers and the torch.nn layers of the same names: each framework's own name and axes for the same weight.
     "torch": Layout(
         (
@@ -102,22 +156,17 @@ LAYOUTS = {
             Rule(("output_proj.bias",), "out_proj.bias"),
         ),
     ),
-    # The attention of Hugging Face's GPT-2: Conv1D weights are (in, out), columns [query, key, value].
+    # Hugging Face's GPT-2, whole or its attention alone. A head that is tied may stand in a file a second time.
     "hf_gpt2": Layout(
-        (
-            Rule(_KERNELS, "c_attn.weight", axis=1),
-            Rule(_BIASES, "c_attn.bias"),
-            Rule(("out_proj.kernel",), "c_proj.weight"),
-            Rule(("out_proj.bias",), "c_proj.bias"),
-        ),
-        ignored=r"(.*\.)?(attn\.)?masked_bias|(.*\.)?attn\.bias|bias",
+        (*_GPT2, *_GPT2_ATTENTION),
+        ignored=r"(.*\.)?(attn\.)?masked_bias|(.*\.)?attn\.bias|bias|(.*\.)?lm_head\.weight",
         refuse=ours_unless(*_SQUARE, biases_all, self_attention),
     ),
-    # The attention of Hugging Face's Llama, and of the models that follow it.
+    # Hugging Face's Llama, and the models that follow it, whole or their attention alone.
     "hf_llama": Layout(
-        _linears("q_proj", "k_proj", "v_proj", "o_proj"),
-        ignored=r"(.*\.)?rotary_emb\.inv_freq",
-        refuse=ours_unless(has_output, biases_alike, width_kept, self_attention),
+        (*_LLAMA, *_LLAMA_ATTENTION),
+        ignored=r"(.*\.)?rotary_emb\.inv_freq|(.*\.)?lm_head\.weight",
+        refuse=ours_unless(has_output, no_qk_norm, biases_alike, width_kept, self_attention),
     ),
     # The attention of Hugging Face's BERT; the norm that it keeps beside the output is not part of ours.
     "hf_bert": Layout(
@@ -129,7 +178,7 @@ LAYOUTS = {
     "hf_t5": Layout(
         _linears("q", "k", "v", "o"),
         ignored=r"(.*\.)?relative_attention_bias\.weight",
-        refuse=ours_unless(has_output, biases_none, heads_alike, width_kept, self_attention),
+        refuse=ours_unless(has_output, no_qk_norm, biases_none, heads_alike, width_kept, self_attention),
     ),
     # flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention: the head axis stands apart.
     "flax": Layout(
@@ -140,7 +189,7 @@ LAYOUTS = {
             Rule(("out_proj.kernel",), "out.kernel", "(n h) o -> n h o"),
             Rule(("out_proj.bias",), "out.bias"),
         ),
-        refuse=ours_unless(has_output, biases_alike),
+        refuse=ours_unless(has_output, no_qk_norm, biases_alike),
     ),
 }
 

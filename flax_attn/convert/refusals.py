@@ -57,6 +57,19 @@ def width_kept(module: Any) -> str | None:
     return f"its output is as wide as its input; got d_in={module.d_in}, d_out={module.d_out}"
 
 
+def heads_share_width(module: Any) -> str | None:
+    """Refuse heads that are together wider or narrower than the output."""
+    n, h, d = module.num_heads, module.head_dim, module.d_out
+    return None if n * h == d else f"its heads share its width; got num_heads={n}, head_dim={h}, d_out={d}"
+
+
+def no_qk_norm(module: Any) -> str | None:
+    """Refuse norms of queries and keys."""
+    if getattr(module, "q_norm", None) is None:
+        return None
+    return f"it has no place for norms of queries and keys; got qk_norm={module.q_norm.eps}"
+
+
 def self_attention(module: Any) -> str | None:
     """Refuse keys and values of another width than the queries."""
     if module.d_in == module.kdim == module.vdim:

@@ -51,13 +51,15 @@ def check_key(shape: tuple[int, ...], dtype: str) -> None:
         )
 
 
-def check_heads(d_out: int, num_heads: int, num_kv_heads: int) -> None:
-    """Raise unless the heads share `d_out` and the query heads share the key/value heads."""
+def check_heads(d_out: int, num_heads: int, num_kv_heads: int, head_dim: int | None = None) -> None:
+    """Raise unless the heads share `d_out` or have a width, and the query heads share the key/value heads."""
     check_positive(d_out=d_out, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    if d_out % num_heads:
+    if head_dim is not None:
+        check_positive(head_dim=head_dim)
+    elif d_out % num_heads:
         raise ValueError(
             f"num_heads must divide d_out, so that all heads have one width; got d_out={d_out}, "
-            f"num_heads={num_heads}. num_heads may be {_divisors(d_out)}"
+            f"num_heads={num_heads}. num_heads may be {_divisors(d_out)}, or give the width as head_dim"
         )
     if num_heads % num_kv_heads:
         raise ValueError(
@@ -153,3 +155,91 @@ def check_broadcast(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> N
             f"{name} must broadcast to (b, n, t, s) = {to}; got shape {shape}. "
             "Over (t, s) it is used as it is; from (b, s) write [:, None, None, :], from (b, t, s) write [:, None]"
         )
+
+
+def check_window(window: int | None, capacity: int) -> None:
+    """Raise unless a cache of this capacity holds all keys of a sliding window."""
+    if window is None:
+        return
+    check_positive(window=window)
+    if window > capacity:
+        raise ValueError(
+            f"a cache that rolls holds at least the window, all keys that a query sees; got window={window}, "
+            f"capacity={capacity}. Take a capacity of at least {window}"
+        )
+
+
+def check_lengths(most: int, t: int) -> None:
+    """Raise if more of the tokens of a call are to be real than there are."""
+    if most > t:
+        raise ValueError(f"lengths count the real tokens of a call of t={t} tokens; got {most}. Pass at most {t}")
+
+
+def check_room(capacity: int, held: int | None, new: int) -> None:
+    """Raise if new tokens do not fit behind those that a row holds; None is not known before the computation."""
+    if (held or 0) + new > capacity:
+        known = "" if held is None else f"{held} of them taken, "
+        raise ValueError(
+            f"the cache has a capacity of {capacity} tokens, {known}and {new} more do not fit. Make it larger, as in "
+            f"KVCache.zeros(b, {(held or 0) + new}, ...), or one that rolls with window="
+        )
+
+
+def check_causal_window(window: int | None, causal: bool) -> None:
+    """Raise unless a module with a window is causal."""
+    if window is None:
+        return
+    check_positive(window=window)
+    if not causal:
+        raise ValueError(
+            f"window is that of a causal module, how many keys in all a token sees; got window={window}, causal=False. "
+            "For one in both directions pass mask=Mask.window(left, right)"
+        )
+
+
+def check_capacity(capacity: int, context_length: int | None) -> None:
+    """Raise unless a cache holds no more tokens than the module takes."""
+    if context_length is not None and capacity > context_length:
+        raise ValueError(
+            f"a cache holds at most context_length={context_length} tokens; got capacity={capacity}. "
+            "Make it smaller or construct the module with a larger context_length"
+        )
+
+
+def check_ids(dtype: str, ends: tuple[int, int] | None, size: int) -> None:
+    """Raise unless ids, of which the smallest and the largest may be known, are integers below `size`."""
+    if not dtype.startswith(("int", "uint")):
+        raise ValueError(f"ids must be integers; got dtype {dtype}. Cast them before the call")
+    if ends is not None and not 0 <= ends[0] <= ends[1] < size:
+        bad = ends[0] if ends[0] < 0 else ends[1]
+        raise ValueError(
+            f"ids choose one of the {size} vectors of an embedding, 0 to {size - 1}; got {bad}. "
+            "Tokens come from the tokenizer of the model, and positions stay below its context_length"
+        )
+
+
+def check_prompt(
+    i: int,
+    length: int,
+    ends: tuple[int, int] | None,
+    vocab_size: int,
+    context_length: int,
+    max_new_tokens: int,
+    capacity: int | None,
+) -> None:
+    """Raise unless prompt `i`, of which the smallest and the largest id are known, fits a model and its cache."""
+    if ends is None:
+        raise ValueError(f"a prompt holds at least one token; prompt {i} is empty. Begin with the model's start token")
+    if ends[0] < 0 or ends[1] >= vocab_size:
+        raise ValueError(
+            f"token ids lie in the vocabulary, 0 to {vocab_size - 1}; got {ends[0] if ends[0] < 0 else ends[1]} in "
+            f"prompt {i}. Encode text with the tokenizer of this model"
+        )
+    if length > context_length:
+        raise ValueError(f"a prompt is at most context_length={context_length} tokens; prompt {i} has {length}. Cut it")
+    for name, room in (("context_length", context_length), ("capacity", capacity)):
+        if room is not None and length + max_new_tokens > room:
+            raise ValueError(
+                f"a prompt and its new tokens together are at most {name}={room}; prompt {i} has {length} tokens and "
+                f"max_new_tokens={max_new_tokens}. Pass max_new_tokens={max(room - length, 0)}, or a shorter prompt"
+            )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,9 +57,16 @@ class Part:
         """Return what Python integers tell of the keys that `rows` see; arrays tell nothing."""
         return Bounds(range(s), range(0))
 
-    def row(self, b: int | Index, n: int | Index) -> Part:
-        """Return the part for one batch row and head."""
+    def row(self, b: int | Index, n: int | Index | None) -> Part:
+        """Return the part for one batch row and head, or for all heads."""
         return self
+
+    def shift(self, start: Count, t: int, s: int) -> Part:
+        """Return the part for the `t` queries from index `start` on, and the first `s` keys."""
+        return self
+
+    def check_whole(self, s: int) -> None:
+        """Raise unless arrays inside are those of a sequence of `s` tokens."""
 
 
 def _flatten(part):
@@ -106,6 +114,9 @@ class _Positioned(Part):
 
     def row(self, b, n):
         return dataclasses.replace(self, offset=_count_of_row(self.offset, b))
+
+    def shift(self, start, t, s):
+        return dataclasses.replace(self, offset=_plus(0 if self.offset is None else self.offset, start))
 
 
 @dataclass(frozen=True)
@@ -191,6 +202,9 @@ class Lengths(Part):
     def row(self, b, n):
         return Lengths(_count_of_row(self.query, b), _count_of_row(self.key, b))
 
+    def shift(self, start, t, s):
+        return Lengths(None if self.query is None else _plus(self.query, -start), self.key)
+
 
 @dataclass(frozen=True)
 class Segments(Part):
@@ -217,6 +231,16 @@ class Segments(Part):
     def row(self, b, n):
         return Segments(_pick(jnp.atleast_2d(self.query), b, 0), _pick(jnp.atleast_2d(self.key), b, 0))
 
+    def shift(self, start, t, s):
+        (query, key), rows = map(jnp.atleast_2d, (self.query, self.key)), _rows_from(start, t)
+        query, rows = (jnp.broadcast_to(x, (max(len(query), len(rows)), x.shape[1])) for x in (query, rows))
+        query = jnp.take_along_axis(query, rows, axis=1, mode="clip")
+        return Segments(query, jnp.broadcast_to(key, (max(len(query), len(key)), key.shape[1]))[:, :s])
+
+    def check_whole(self, s):
+        _check_whole("segments", self.query.shape[-1:], s)
+        _check_whole("key segments", self.key.shape[-1:], s)
+
 
 @dataclass(frozen=True)
 class Dense(Part):
@@ -234,13 +258,44 @@ class Dense(Part):
         return array if array.shape[3] == 1 else array[:, :, :, cols.reshape(-1)]
 
     def row(self, b, n):
-        return Dense(_pick(_pick(_of_rank_4(self.array), b, 0), n, 1))
+        array = _pick(_of_rank_4(self.array), b, 0)
+        return Dense(array if n is None else _pick(array, n, 1))
+
+    def shift(self, start, t, s):
+        array, rows = _of_rank_4(self.array)[..., :s], _rows_from(start, t)
+        if array.shape[2] > 1:
+            # One row of the batch has one start, and so one set of rows; a single start serves all.
+            array = jnp.broadcast_to(array, (max(len(array), len(rows)), *array.shape[1:]))
+            array = array[:, :, rows[0]] if len(rows) == 1 else jax.vmap(lambda a, r: a[:, r])(array, rows)
+        return Dense(array)
+
+    def check_whole(self, s):
+        _check_whole("mask", [size for size in self.array.shape[-2:] if size != 1], s)
 
 
 def _check_rows(name: str, values: Count | None, b: int) -> None:
     shape = tuple(getattr(values, "shape", ()))
     if shape not in ((), (1,), (b,)):
         raise ValueError(f"{name} must be one integer or one a row, shape ({b},); got shape {shape}")
+
+
+def _check_whole(name: str, sizes: Sequence[int], s: int) -> None:
+    if any(size != s for size in sizes):
+        raise ValueError(
+            f"under a cache the mask is that of the whole sequence, with one row and one column for each of the "
+            f"capacity={s} tokens it can hold; got {name} of {', '.join(map(str, sizes))} tokens. Pad it to the "
+            "capacity: what stands beyond the tokens is hidden"
+        )
+
+
+def _plus(values: Count, more: Count) -> Count:
+    if isinstance(values, int) and isinstance(more, int):
+        return values + more
+    return jnp.atleast_1d(jnp.asarray(values, jnp.int32)) + jnp.atleast_1d(jnp.asarray(more, jnp.int32))
+
+
+def _rows_from(start: Count, t: int) -> Integer[Array, "#b t"]:
+    return jnp.asarray(start, jnp.int32).reshape(-1, 1) + jnp.arange(t, dtype=jnp.int32)[None]
 
 
 def _of_rank_4(array: Array) -> Array:

@@ -164,8 +164,8 @@ class Mask:
             high += [] if right is None else [offset + right]
         return (max(low, default=None), min(high, default=None)), Mask(tuple(rest))
 
-    def row(self, b: int | Index, n: int | Index) -> Mask:
-        """Return the mask of batch row `b` and head `n`, as one of a call with one row and one head.
+    def row(self, b: int | Index, n: int | Index | None = None) -> Mask:
+        """Return the mask of batch row `b` and head `n`, as one of a call with one row and one head; None is all heads.
 
         `b` and `n` may be traced. Integers inside the mask stay static.
 
@@ -177,6 +177,37 @@ class Mask:
                    [1, 1, 0]], dtype=int32)
         """
         return Mask(tuple(part.row(b, n) for part in self.parts))
+
+    def at(self, rows: Integer[Array, "#b t"], cols: Integer[Array, "#b s"]) -> Bool[Array, "#b #n #t #s"]:
+        """Return the mask at query indices and key indices that each row of the batch has of its own.
+
+        Example:
+            >>> Mask.causal().at(jnp.array([[4], [5]]), jnp.array([[3, 4, 5], [3, 4, 5]])).astype(int)[:, 0, 0]
+            Array([[1, 1, 0],
+                   [1, 1, 1]], dtype=int32)
+        """
+
+        def one(b, rows, cols):
+            block = self.row(b).block(rows, cols)[0]
+            return jnp.broadcast_to(block, (len(block), len(rows), len(cols)))
+
+        return jax.vmap(one)(jnp.arange(len(rows)), rows, cols)
+
+    def shift(self, start: Count, t: int, s: int) -> Mask:
+        """Return the mask of the `t` queries from index `start` on and the first `s` keys, as one of a call of its own.
+
+        What `at` tells of consecutive indices, with the structure kept.
+
+        Example:
+            >>> Mask.sliding_window(5).shift(7, t=1, s=16)
+            Mask.window(4, 0, offset=7)
+        """
+        return Mask(tuple(part.shift(start, t, s) for part in self.parts))
+
+    def check_whole(self, s: int) -> None:
+        """Raise unless the arrays inside are those of a sequence of `s` tokens."""
+        for part in self.parts:
+            part.check_whole(s)
 
 
 def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:

@@ -7,6 +7,7 @@ their positions as they are. Learned positions are an embedding like any other: 
 from bisect import bisect_left
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
@@ -293,6 +294,30 @@ def as_positions(positions: ArrayLike, tokens: tuple[int, ...] | None = None) ->
     if tokens is not None and positions.shape not in (tokens, tokens[-1:]):
         raise ValueError(f"{rule}, one for each of the tokens {tokens}; {got}. Without b they serve every row")
     return positions.astype(int)
+
+
+def segment_positions(segments: ArrayLike) -> Integer[Array, "*b t"]:
+    """Return the place of each token within its run of equal ids: the positions of packed documents.
+
+    Args:
+        segments: integers `(t,)` or `(b, t)`, as in `Mask.segments`.
+
+    Raises:
+        ValueError: if they are not integers, or of another rank.
+
+    Example:
+        >>> segment_positions([7, 7, 7, 2, 2, 9])
+        Array([0, 1, 2, 0, 1, 0], dtype=int32)
+    """
+    ids = jnp.asarray(segments)
+    if not jnp.issubdtype(ids.dtype, np.integer) or ids.ndim not in (1, 2):
+        raise ValueError(
+            "segments must be integers of shape (t,) or (b, t), one id a token; "
+            f"got shape {ids.shape}, dtype {ids.dtype}. Cast and reshape them before the call"
+        )
+    begins = jnp.diff(ids, axis=-1, prepend=ids[..., :1] - 1) != 0
+    places = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
+    return places - jax.lax.cummax(jnp.where(begins, places, 0), axis=ids.ndim - 1)
 
 
 def _offsets(query_positions: ArrayLike, key_positions: ArrayLike) -> Integer[Array, "*b t s"]:

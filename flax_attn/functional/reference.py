@@ -29,7 +29,7 @@ def reference_attention(
     bias: Float[Array, "#b #n #t #s"] | None,
     mask: Mask,
     *,
-    scale: float,
+    scale: float | Float[Array, ""],
     soft_cap: float | None,
     sinks: Float[Array, " n"] | None,
     dropout: KeyedDropout | None,

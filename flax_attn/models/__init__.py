@@ -1,1 +1,8 @@
-"""Published models, built from the modules."""
+"""Whole models: GPT-2 and Llama, their checkpoints, and text from them."""
+
+from flax_attn.models.generate import generate
+from flax_attn.models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config
+from flax_attn.models.language_model import LanguageModel
+from flax_attn.models.llama import Llama, LlamaConfig
+
+__all__ = ["GPT2", "GPT2_CONFIGS", "GPT2Config", "LanguageModel", "Llama", "LlamaConfig", "generate"]

@@ -1,4 +1,4 @@
-"""The feed-forward layer of a transformer block."""
+"""The feed-forward layers of a transformer block: plain and gated."""
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,24 @@ def _gelu_exact(x: Array) -> Array:
     return jax.nn.gelu(x.astype(accumulation_dtype(x.dtype)), approximate=False).astype(x.dtype)
 
 
-ACTIVATIONS = {"gelu_tanh": _gelu_tanh, "gelu_exact": _gelu_exact}
+def _silu(x: Array) -> Array:
+    """`x / (1 + exp(-x))`, in at least float32."""
+    return jax.nn.silu(x.astype(accumulation_dtype(x.dtype))).astype(x.dtype)
+
+
+ACTIVATIONS = {"gelu_tanh": _gelu_tanh, "gelu_exact": _gelu_exact, "silu": _silu}
 
 
 class FeedForward(nnx.Module):
-    """`Linear(d_hidden, d_model)(gelu(Linear(d_model, d_hidden)(x)))`.
+    """`Linear(d_hidden, d_model)(activation(Linear(d_model, d_hidden)(x)))`.
 
     The two forms of GELU differ by up to 5e-4: a model trained with one and run with the other is a different model.
 
     Args:
         d_model: width of input and output.
         d_hidden: width in between; None is `4 * d_model`.
-        activation: `"gelu_tanh"` (GPT-2) or `"gelu_exact"` (BERT).
+        activation: `"gelu_tanh"` (GPT-2), `"gelu_exact"` (BERT) or `"silu"`.
+        bias: whether the two layers have one.
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
@@ -58,6 +64,7 @@ class FeedForward(nnx.Module):
         d_model: int,
         d_hidden: int | None = None,
         activation: str = "gelu_tanh",
+        bias: bool = True,
         *,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -70,7 +77,11 @@ class FeedForward(nnx.Module):
         check_positive(d_model=d_model, d_hidden=d_hidden)
         self.d_model = d_model
         self.layers = nnx.List(
-            [Linear(d_model, d_hidden, **numerics), ACTIVATIONS[activation], Linear(d_hidden, d_model, **numerics)]
+            [
+                Linear(d_model, d_hidden, bias, **numerics),
+                ACTIVATIONS[activation],
+                Linear(d_hidden, d_model, bias, **numerics),
+            ]
         )
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
@@ -78,3 +89,57 @@ class FeedForward(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class GatedFeedForward(nnx.Module):
+    """`W_down(activation(W_gate(x)) * W_up(x))`: SwiGLU with `"silu"` (Llama), GeGLU with a GELU (Gemma).
+
+    Args:
+        d_model: width of input and output.
+        d_hidden: width in between; None is `4 * d_model`.
+        activation: `"silu"`, `"gelu_tanh"` or `"gelu_exact"`.
+        bias: whether the three layers have one.
+        dtype: of the computation; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+
+    Shapes:
+        `(..., d_model)`, kept.
+
+    Raises:
+        ValueError: if a width is not positive, the activation is unknown, `rngs` is missing, or the input has another
+            width.
+
+    Example:
+        >>> GatedFeedForward(3, 8, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
+        (5, 3)
+
+    References:
+        Shazeer 2020 (arXiv:2002.05202).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int | None = None,
+        activation: str = "silu",
+        bias: bool = False,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        check_choice("activation", activation, tuple(ACTIVATIONS))
+        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        d_hidden = 4 * d_model if d_hidden is None else d_hidden
+        check_positive(d_model=d_model, d_hidden=d_hidden)
+        self.d_model, self.activation = d_model, ACTIVATIONS[activation]
+        self.W_gate = Linear(d_model, d_hidden, bias, **numerics)
+        self.W_up = Linear(d_model, d_hidden, bias, **numerics)
+        self.W_down = Linear(d_hidden, d_model, bias, **numerics)
+
+    def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
+        check_width("x", x.shape, "d_model", self.d_model)
+        return self.W_down(self.activation(self.W_gate(x)) * self.W_up(x))

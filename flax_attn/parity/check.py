@@ -62,6 +62,13 @@ class Check:
         return f"{line} ({self.note})" if self.note else line
 
 
+def finite(value: Any) -> Any:
+    """Return a value for JSON, which has no infinity and no NaN: None stands for these, inside mappings too."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
 def worst_of(
     name: str,
     errors: dict[str, float],

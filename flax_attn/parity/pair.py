@@ -172,10 +172,10 @@ class Pair:
         """Outputs and gradients in a lower dtype."""
         return {name: self.question(name, dtype=name, cotangents=self.cotangents) for name in LOWER}
 
-    def training(self, name: str = "train") -> Question:
+    def training(self) -> Question:
         """Train mode under the pair's dropout key."""
         extras = {**self.extras, "dropout_key": self.key}
-        return self.question(name, train=True, cotangents=self.cotangents, extras=extras)
+        return self.question("train", train=True, cotangents=self.cotangents, extras=extras)
 
     @cached_property
     def tangents(self) -> Arrays:
@@ -195,6 +195,7 @@ class Pair:
             "training",
             self.recipe,
             dict(self.inputs),
+            self.extras,
             output,
             target,
             self.cotangents,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import pack
 from flax import nnx
 
 import flax_attn
@@ -23,7 +24,7 @@ from flax_attn.parity.sides.recorded import Recorder, Recording
 from flax_attn.parity.sides.side import Arrays, Side
 
 # What `make parity` climbs: the rest of the ladder is tested on some rows.
-RUNGS = ("forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "training")
+RUNGS = ("forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "cache = full", "training")
 
 
 def pair_of(case: Case, seed: int = 0, *, record: bool = False) -> Pair:
@@ -34,9 +35,7 @@ def pair_of(case: Case, seed: int = 0, *, record: bool = False) -> Pair:
         seed: of the weights and inputs.
         record: whether what the PyTorch side answers is kept, to be exported.
     """
-    random = np.random.default_rng(seed)
-    inputs = {f"input {i}": random.normal(size=shape) for i, shape in enumerate(case.inputs)}
-    torch = _torch_side(case)
+    inputs, torch = case.draw(np.random.default_rng(seed)), _torch_side(case)
     return _paired(case, Recorder(torch) if record else torch, inputs, seed)
 
 
@@ -47,7 +46,7 @@ def replayed(case: Case, recording: Recording, device: Any = None) -> Pair:
 
 def _paired(case: Case, torch: Side, inputs: Arrays, seed: int, device: Any = None) -> Pair:
     module = _flax_module(case)
-    flax = JaxSide(module, _call(case, flax_attn, module), device=device)
+    flax = JaxSide(module, _call(case, flax_attn, module), _in_steps(case, flax_attn, jnp), device=device)
     if flax.shapes:
         flax.entries = weight_map(module, flax.shapes, torch.shapes, convert.LAYOUTS["torch_ref"])
     return Pair(flax, torch, inputs, flax.entries, seed, redraw=not isinstance(torch, Recording))
@@ -103,19 +102,20 @@ def _flax_module(case: Case) -> nnx.Module:
 
 
 def _torch_side(case: Case) -> Side:
+    import torch
+
     import torch_ref
     from flax_attn.parity.sides.torch_side import TorchSide
 
     module = case.build(torch_ref)
-    return TorchSide(module, _call(case, torch_ref, module))
+    return TorchSide(module, _call(case, torch_ref, module), _in_steps(case, torch_ref, torch))
 
 
 def _call(case: Case, package: Any, module: Any) -> Callable:
-    accepted = inspect.signature(module.__call__ if package is flax_attn else module.forward).parameters
-    weigh = {"return_weights": True} if "return_weights" in accepted else {}
+    accepted = _accepted(module)
 
     def call(module, *inputs, lengths=None, dropout_key=None):
-        options = weigh | dict(case.call(package))
+        options = _weigh(module) | dict(case.call(package))
         if dropout_key is not None and "dropout_key" in accepted:
             options["dropout_key"] = dropout_key
         if lengths is not None:
@@ -127,3 +127,43 @@ def _call(case: Case, package: Any, module: Any) -> Callable:
         return call(module, *inputs, dropout_key=dropout_key)
 
     return call if "mask" in accepted else without_lengths
+
+
+def _accepted(module: Any) -> Any:
+    return inspect.signature(getattr(module, "forward", module.__call__)).parameters
+
+
+def _weigh(module: Any) -> dict[str, bool]:
+    return {"return_weights": True} if "return_weights" in _accepted(module) else {}
+
+
+def _in_steps(case: Case, package: Any, arrays: Any) -> Callable | None:
+    """Return the call that computes a row with a cache, chunk by chunk; `arrays` is the library of the package's."""
+    if not case.chunks:
+        return None
+
+    def call(module, x):
+        options, total, start, found = dict(case.call(package)), x.shape[1], 0, []
+        positions = options.pop("positions", None)
+        cache = module.init_cache(len(x), total if case.capacity is None else case.capacity)
+        for size in case.chunks:
+            now, before, start = slice(start, start + size), cache, start + size
+            placed = {} if positions is None else {"positions": positions[:, now]}
+            *outputs, cache = module(x[:, now], cache=cache, **options, **placed, **_weigh(module))
+            found.append((outputs[0], *(_in_order(w, before, cache, total, arrays) for w in outputs[1:])))
+        joined = (pack(parts, shape)[0] for parts, shape in zip(zip(*found, strict=True), _PACKED, strict=False))
+        return dict(zip(("output", "weights"), joined, strict=False))
+
+    return call
+
+
+_PACKED = ("b * d", "b n * s")
+
+
+def _in_order(weights: Any, before: Any, after: Any, total: int, arrays: Any) -> Any:
+    # The keys of a cache that rolls stand in any order, beside the new ones where these do not fit in.
+    places = after.key_positions
+    if weights.shape[-1] != after.capacity:
+        places = pack([before.key_positions, before.positions(weights.shape[-2])], "b *")[0]
+    here = places[:, None, None, :, None] == arrays.arange(total, dtype=places.dtype)[None, None, None, None]
+    return arrays.where(here, weights[..., None], 0).sum(-2)

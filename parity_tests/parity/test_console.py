@@ -71,5 +71,5 @@ def test_markup_in_a_name_is_shown_as_it_is(show, equal):
 def test_table_of_variants_marks_what_differs(capsys, equal, differing):
     Console(width=200).print(console.variants([equal, differing]))
     good, bad = capsys.readouterr().out.splitlines()[3:5]
-    assert good.split() == ["equal", "2.0e-16", "-", "0.50", "-", "-", "-", "-", "-", "2.0x", "equal"]
+    assert good.split() == ["equal", "2.0e-16", "-", "0.50", "-", "-", "-", "-", "-", "-", "2.0x", "equal"]
     assert bad.split()[-1] == "DIFFERENT"

@@ -60,6 +60,7 @@ TOUCHED = (
     *(torch_ref, reference, positions, masks, multi_head, block, norm, torch.optim),
     *(value for value in vars(mask_parts).values() if isinstance(value, type)),
     *(masks.Mask, positions.RoPE, norm.LayerNorm, norm.RMSNorm, torch.nn.GELU),
+    *(torch_ref.KVCache, torch_ref.GPT2, torch_ref.GatedFeedForward, torch_ref.MultiHeadAttention),
 )
 
 

@@ -22,8 +22,8 @@ def ask(t=512, s=None, h=64, dtype=jnp.float32, mask=None, **options):
 @pytest.mark.parametrize("platform", PREFERRED)
 def test_short_inputs_run_the_formula(platform):
     most = SHORT[platform]
-    assert ask(1, most, platform=platform).backend == ask(most, 1, platform=platform).backend == "reference"
-    assert ask(1, most + 1, platform=platform).backend not in ("reference", None)
+    assert ask(32, most // 32, platform=platform).backend == ask(most, 1, platform=platform).backend == "reference"
+    assert ask(32, most // 32 + 1, platform=platform).backend not in ("reference", None)
     assert ask(most + 1, 1, platform=platform).backend not in ("reference", None)
 
 
@@ -51,6 +51,16 @@ def test_the_first_that_honours_the_call_is_chosen(platform, options, backend):
     assert found.platform == platform
     assert found.refusals[backend] is None
     assert f"-> {backend:9}  can run, in about" in str(found)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_step_of_decoding_is_decoded_unless_it_drops(platform):
+    one, many = jnp.ones((2, 1, 4, 8)), jnp.ones((2, 300, 4, 8))
+    assert explain(one, many, many, platform=platform).backend == "decode"
+    dropout = KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))
+    assert explain(one, many, many, platform=platform, dropout=dropout).backend == "reference"
+    assert explain(one, one, one, platform=platform).backend == "reference"
 
 
 def test_explained_is_what_runs(monkeypatch):
@@ -119,7 +129,7 @@ def test_explain_takes_what_the_call_takes():
     assert found.backend == "reference"
     assert found.refusals["blocked"] is None
     assert "soft cap" in found.refusals["xla"]
-    assert explain(x, x, x).memory.keys() == {"reference", "blocked", "xla"} or jax.default_backend() != "cpu"
+    assert explain(x, x, x).memory.keys() == {"reference", "decode", "blocked", "xla"} or jax.default_backend() != "cpu"
 
 
 def test_platform_of_tracers_is_that_of_the_default_device():

@@ -63,7 +63,9 @@ TOGETHER = (  # what heads share or do not share when they are taken together
     "bias of every key", "bias under a soft cap", "what nobody sees, causal", "what a bias hides",
     "-inf in a value that is seen, padded", "nan in a key that is seen, packed",
 )  # fmt: skip
+DECODE = {"which drop no weights": lambda case: case.rate > 0}
 RUNS = [
+    Run("decode", "float64", refuses=DECODE, cases=TOGETHER),
     Run("blocked", "float64"),
     Run("blocked", "float64", "gpu", cases=TOGETHER),
     Run("xla", "float32", refuses=COMMON | NO_CAP, cases=(*TOGETHER, *tuple(CASES)[::4]), width=1),
@@ -180,10 +182,11 @@ def test_equals_the_reference(run, case, on):
 @pairs(refused=True)
 def test_refuses_by_name_what_it_cannot_honour(run, case, on):
     on(run.platform, case.tiles)
-    arrays = {name: jnp.asarray(x).astype(run.dtype) for name, x in case.arrays.items()}
-    options = {"mask": case.masked(Mask, jnp.asarray), "dropout": dropout(case, jnp.asarray(WORDS)), **case.options}
-    with pytest.raises(Unsupported, match=f"^backend '{run.backend}' cannot honour this call: ") as refusal:
-        dot_product_attention(**arrays, **options, backend=run.backend)
+    refused = pytest.raises(Unsupported, match=f"^backend '{run.backend}' cannot honour this call: ")
+    with jax.enable_x64(run.dtype == "float64"), refused as refusal:
+        arrays = {name: jnp.asarray(x).astype(run.dtype) for name, x in case.arrays.items()}
+        options = {"mask": case.masked(Mask, jnp.asarray), "dropout": dropout(case, jnp.asarray(WORDS))}
+        dot_product_attention(**arrays, **options, **case.options, backend=run.backend)
     assert any(phrase in str(refusal.value) for phrase in run.phrases(case))
 
 
@@ -200,6 +203,7 @@ LOWER = (
 
 
 LOWER_RUNS = [
+    Run("decode", "bfloat16", refuses=DECODE, cases=LOWER[1::2]),
     Run("blocked", "float32", cases=LOWER),
     Run("blocked", "bfloat16", cases=LOWER[::2]),
     Run("blocked", "float16", "gpu", cases=LOWER),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,9 @@ class Part:
     def allow(self, rows: Index, cols: Index) -> Tensor:
         """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
         raise NotImplementedError
+
+    def check_whole(self, s: int) -> None:
+        """Raise unless arrays inside are those of a sequence of `s` tokens."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,10 @@ class Segments(Part):
         key = torch.atleast_2d(self.key).to(rows.device)[:, cols.reshape(-1)]
         return query[:, None, :, None] == key[:, None, None, :]
 
+    def check_whole(self, s):
+        _check_whole("segments", self.query.shape[-1:], s)
+        _check_whole("key segments", self.key.shape[-1:], s)
+
 
 @dataclass(frozen=True)
 class Dense(Part):
@@ -153,11 +161,23 @@ class Dense(Part):
         array = array if array.shape[2] == 1 else array[:, :, rows.reshape(-1)]
         return array if array.shape[3] == 1 else array[:, :, :, cols.reshape(-1)]
 
+    def check_whole(self, s):
+        _check_whole("mask", [size for size in self.array.shape[-2:] if size != 1], s)
+
 
 def _check_rows(name: str, values: Count | None, b: int) -> None:
     shape = tuple(getattr(values, "shape", ()))
     if shape not in ((), (1,), (b,)):
         raise ValueError(f"{name} must be one integer or one a row, shape ({b},); got shape {shape}")
+
+
+def _check_whole(name: str, sizes: Sequence[int], s: int) -> None:
+    if any(size != s for size in sizes):
+        raise ValueError(
+            f"under a cache the mask is that of the whole sequence, with one row and one column for each of the "
+            f"capacity={s} tokens it can hold; got {name} of {', '.join(map(str, sizes))} tokens. Pad it to the "
+            "capacity: what stands beyond the tokens is hidden"
+        )
 
 
 def _of_rank_4(array: Tensor) -> Tensor:

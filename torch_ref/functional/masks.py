@@ -128,6 +128,23 @@ class Mask:
     def __repr__(self) -> str:
         return expression(self.parts)
 
+    def at(self, rows: Integer[Tensor, "#b t"], cols: Integer[Tensor, "#b s"]) -> Bool[Tensor, "#b #n #t #s"]:
+        """Return the mask at query indices and key indices that each row of the batch has of its own.
+
+        Example:
+            >>> Mask.causal().at(torch.tensor([[4], [5]]), torch.tensor([[3, 4, 5], [3, 4, 5]])).int()[:, 0, 0]
+            tensor([[1, 1, 0],
+                    [1, 1, 1]], dtype=torch.int32)
+        """
+        blocks = [self.block(*indices) for indices in zip(rows, cols, strict=True)]
+        full = [block.expand(len(rows), -1, rows.shape[1], cols.shape[1]) for block in blocks]
+        return torch.stack([block[i] for i, block in enumerate(full)])
+
+    def check_whole(self, s: int) -> None:
+        """Raise unless the arrays inside are those of a sequence of `s` tokens."""
+        for part in self.parts:
+            part.check_whole(s)
+
 
 def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
     """Return a `Mask` for whatever may be passed as one; None hides nothing.

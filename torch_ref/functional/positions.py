@@ -299,6 +299,31 @@ def as_positions(positions: ArrayLike, tokens: tuple[int, ...] | None = None) ->
     return positions.long()
 
 
+def segment_positions(segments: ArrayLike) -> Integer[Tensor, "*b t"]:
+    """Return the place of each token within its run of equal ids: the positions of packed documents.
+
+    Args:
+        segments: integers `(t,)` or `(b, t)`, as in `Mask.segments`.
+
+    Raises:
+        ValueError: if they are not integers, or of another rank.
+
+    Example:
+        >>> segment_positions([7, 7, 7, 2, 2, 9])
+        tensor([0, 1, 2, 0, 1, 0])
+    """
+    ids = torch.as_tensor(segments)
+    shape, dtype = tuple(ids.shape), ids.dtype
+    if dtype.is_floating_point or dtype == torch.bool or len(shape) not in (1, 2):
+        raise ValueError(
+            "segments must be integers of shape (t,) or (b, t), one id a token; "
+            f"got shape {shape}, dtype {str(dtype).removeprefix('torch.')}. Cast and reshape them before the call"
+        )
+    begins = torch.diff(ids, dim=-1, prepend=ids[..., :1] - 1) != 0
+    places = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)
+    return places - torch.where(begins, places, 0).cummax(dim=-1).values
+
+
 def _offsets(query_positions: ArrayLike, key_positions: ArrayLike) -> Integer[Tensor, "*b t s"]:
     query, key = as_positions(query_positions), as_positions(key_positions)
     if query.shape[:-1] != key.shape[:-1]:

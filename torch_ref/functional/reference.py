@@ -29,7 +29,7 @@ def reference_attention(
     bias: Float[Tensor, "#b #n #t #s"] | None,
     mask: Mask,
     *,
-    scale: float,
+    scale: float | Float[Tensor, ""],
     soft_cap: float | None,
     sinks: Float[Tensor, " n"] | None,
     dropout: KeyedDropout | None,

@@ -1,15 +1,39 @@
-"""GPT-2: the published sizes, and their attention layer."""
+"""GPT-2: the model, the published sizes, and their attention layer."""
 
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from jaxtyping import Integer
+from torch import Tensor, nn
+
 from torch_ref.functional.checks import check_choice
+from torch_ref.functional.shapes import Tokens
+from torch_ref.models.language_model import LanguageModel, initialise
+from torch_ref.modules.block import TransformerBlock
+from torch_ref.modules.dropout import Dropout
+from torch_ref.modules.embedding import Embedding
+from torch_ref.modules.linear import Linear
 from torch_ref.modules.multi_head import MultiHeadAttention
+from torch_ref.modules.norm import LayerNorm
 
 
 @dataclass(frozen=True)
 class GPT2Config:
     """The numbers of one size of GPT-2.
+
+    Args:
+        d_model: width of the tokens.
+        num_heads: number of heads.
+        num_layers: number of blocks.
+        context_length: the longest input taken.
+        vocab_size: number of tokens.
+        qkv_bias: whether the input projections of the attention have a bias.
+        dropout: the probability that an attention weight, or an element of an embedding or a sublayer's output, is
+            dropped in train mode.
+        d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
+        activation: of the feed-forward layer.
+        eps: of the norms.
+        tied: whether the output head is the table of the tokens.
 
     Example:
         >>> GPT2_CONFIGS["gpt2-medium"].num_heads
@@ -23,6 +47,10 @@ class GPT2Config:
     vocab_size: int = 50257
     qkv_bias: bool = True
     dropout: float = 0.1
+    d_hidden: int | None = None
+    activation: str = "gelu_tanh"
+    eps: float = 1e-5
+    tied: bool = True
 
 
 GPT2_CONFIGS = MappingProxyType(
@@ -33,6 +61,68 @@ GPT2_CONFIGS = MappingProxyType(
         "gpt2-xl": GPT2Config(1600, 25, 48),
     }
 )
+
+
+class GPT2(LanguageModel):
+    """GPT-2: learned positions, norm before the sublayer, GELU in its tanh form.
+
+        x = drop(tok_emb[tokens] + pos_emb[positions]);  x = block_i(x) for each i;  logits = final_norm(x) @ tok_emb^T
+
+    Args:
+        config: its numbers; `GPT2_CONFIGS` holds the published ones.
+        backend: of the attention calls; `"auto"` or the name of one.
+        remat: whether the backward pass computes each block again instead of keeping what it made.
+
+    Shapes:
+        tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> import torch
+        >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11))
+        >>> model(torch.ones((4, 5), dtype=torch.long)).shape
+        torch.Size([4, 5, 11])
+
+    References:
+        Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        *,
+        backend: str = "auto",
+        remat: bool = False,
+    ):
+        super().__init__()
+        self.config, self.remat = config, remat
+        self.tok_emb = Embedding(config.vocab_size, config.d_model)
+        self.pos_emb = Embedding(config.context_length, config.d_model)
+        self.drop_emb = Dropout(config.dropout)
+        self.trf_blocks = nn.ModuleList(
+            TransformerBlock(
+                config.d_model,
+                config.context_length,
+                config.dropout,
+                config.num_heads,
+                config.qkv_bias,
+                d_hidden=config.d_hidden,
+                activation=config.activation,
+                eps=config.eps,
+                backend=backend,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.final_norm = LayerNorm(config.d_model, config.eps)
+        self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False)
+        initialise(self)
+
+    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+        """Return the vectors of tokens and of their positions, summed, and dropped in train mode."""
+        x = self.tok_emb(tokens)
+        return self.drop_emb(x + self.pos_emb(positions), dropout_key=dropout_key)
 
 
 def create_gpt2_attention(

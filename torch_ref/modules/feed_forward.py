@@ -1,4 +1,6 @@
-"""The feed-forward layer of a transformer block."""
+"""The feed-forward layers of a transformer block: plain and gated."""
+
+from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -6,18 +8,19 @@ from torch import Tensor, nn
 from torch_ref.functional.checks import check_choice, check_positive, check_width
 from torch_ref.modules.linear import Linear
 
-ACTIVATIONS = {"gelu_tanh": "tanh", "gelu_exact": "none"}
+ACTIVATIONS = {"gelu_tanh": partial(nn.GELU, "tanh"), "gelu_exact": nn.GELU, "silu": nn.SiLU}
 
 
 class FeedForward(nn.Module):
-    """`Linear(d_hidden, d_model)(gelu(Linear(d_model, d_hidden)(x)))`.
+    """`Linear(d_hidden, d_model)(activation(Linear(d_model, d_hidden)(x)))`.
 
     The two forms of GELU differ by up to 5e-4: a model trained with one and run with the other is a different model.
 
     Args:
         d_model: width of input and output.
         d_hidden: width in between; None is `4 * d_model`.
-        activation: `"gelu_tanh"` (GPT-2) or `"gelu_exact"` (BERT).
+        activation: `"gelu_tanh"` (GPT-2), `"gelu_exact"` (BERT) or `"silu"`.
+        bias: whether the two layers have one.
 
     Shapes:
         `(..., d_model)`, kept.
@@ -34,16 +37,55 @@ class FeedForward(nn.Module):
         Hendrycks and Gimpel 2016 (arXiv:1606.08415).
     """
 
-    def __init__(self, d_model: int, d_hidden: int | None = None, activation: str = "gelu_tanh"):
+    def __init__(self, d_model: int, d_hidden: int | None = None, activation: str = "gelu_tanh", bias: bool = True):
         super().__init__()
         check_choice("activation", activation, tuple(ACTIVATIONS))
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
         check_positive(d_model=d_model, d_hidden=d_hidden)
         self.d_model = d_model
         self.layers = nn.Sequential(
-            Linear(d_model, d_hidden), nn.GELU(approximate=ACTIVATIONS[activation]), Linear(d_hidden, d_model)
+            Linear(d_model, d_hidden, bias), ACTIVATIONS[activation](), Linear(d_hidden, d_model, bias)
         )
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
         check_width("x", tuple(x.shape), "d_model", self.d_model)
         return self.layers(x)
+
+
+class GatedFeedForward(nn.Module):
+    """`W_down(activation(W_gate(x)) * W_up(x))`: SwiGLU with `"silu"` (Llama), GeGLU with a GELU (Gemma).
+
+    Args:
+        d_model: width of input and output.
+        d_hidden: width in between; None is `4 * d_model`.
+        activation: `"silu"`, `"gelu_tanh"` or `"gelu_exact"`.
+        bias: whether the three layers have one.
+
+    Shapes:
+        `(..., d_model)`, kept.
+
+    Raises:
+        ValueError: if a width is not positive, the activation is unknown, or the input has another width.
+
+    Example:
+        >>> import torch
+        >>> GatedFeedForward(3, 8)(torch.ones((5, 3))).shape
+        torch.Size([5, 3])
+
+    References:
+        Shazeer 2020 (arXiv:2002.05202).
+    """
+
+    def __init__(self, d_model: int, d_hidden: int | None = None, activation: str = "silu", bias: bool = False):
+        super().__init__()
+        check_choice("activation", activation, tuple(ACTIVATIONS))
+        d_hidden = 4 * d_model if d_hidden is None else d_hidden
+        check_positive(d_model=d_model, d_hidden=d_hidden)
+        self.d_model, self.activation = d_model, ACTIVATIONS[activation]()
+        self.W_gate = Linear(d_model, d_hidden, bias)
+        self.W_up = Linear(d_model, d_hidden, bias)
+        self.W_down = Linear(d_hidden, d_model, bias)
+
+    def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
+        check_width("x", tuple(x.shape), "d_model", self.d_model)
+        return self.W_down(self.activation(self.W_gate(x)) * self.W_up(x))

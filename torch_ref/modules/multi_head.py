@@ -1,23 +1,35 @@
 """Multi-head, grouped-query and multi-query attention; self or cross; causal or not."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from torch_ref.attention import check_backend, dot_product_attention
-from torch_ref.functional.checks import check_context_length, check_heads, check_positive, check_tokens, check_type
+from torch_ref.functional.cache import KVCache
+from torch_ref.functional.checks import (
+    check_capacity,
+    check_causal_window,
+    check_context_length,
+    check_heads,
+    check_positive,
+    check_tokens,
+    check_type,
+)
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.positions import RoPE, as_positions
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.functional.tags import checkpoint_name
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.linear import Linear
+from torch_ref.modules.norm import RMSNorm
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention in `num_heads` heads of width `h = d_out / num_heads`, joined by an output projection.
+    """Attention in `num_heads` heads of width h, joined by an output projection.
 
         out_proj(concat_i(dropout(softmax(mask(q_i k_j^T / sqrt(h)))) v_j))    with j = i // (num_heads / num_kv_heads)
 
@@ -29,7 +41,7 @@ class MultiHeadAttention(nn.Module):
         d_out: width of all query heads together, and of the output.
         context_length: the longest query or key input taken; None is no limit.
         dropout: the probability that a weight is dropped in train mode.
-        num_heads: number of query heads; divides d_out.
+        num_heads: number of query heads; divides d_out unless `head_dim` is given.
         qkv_bias: whether the three input projections have a bias.
         num_kv_heads: number of key/value heads; divides num_heads. None is num_heads (multi-head), fewer is
             grouped-query, 1 is multi-query attention.
@@ -37,7 +49,10 @@ class MultiHeadAttention(nn.Module):
         out_bias: whether the output projection has a bias.
         kdim: width of the key input; None is d_in.
         vdim: width of the value input; None is d_in.
+        head_dim: width h of a head; None is `d_out / num_heads`.
+        window: of a causal module, how many keys in all a token sees, itself included; None is all.
         rope: rotary positions of queries and keys, for self-attention; None is none.
+        qk_norm: epsilon of an `RMSNorm` over each head of queries and keys, before they are turned; None is no norm.
         scale: factor on the scores; None is `1 / sqrt(h)`, T5 takes 1.0.
         backend: of the attention call; `"auto"` or the name of one.
 
@@ -47,12 +62,12 @@ class MultiHeadAttention(nn.Module):
 
     Raises:
         ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1), `rope` does not
-            fit the heads or the backend is unknown; in the call, if an input has another rank or width or is longer
-            than `context_length`, if the module is causal and t != s, if mask, bias or positions do not fit, or if
-            there is a key beside `rope`, or positions without it.
+            fit the heads, there is a window without `causal` or the backend is unknown; in the call, if an input has
+            another rank or width or is longer than `context_length`, if the module is causal and t != s, if mask, bias
+            or positions do not fit, if there is a key beside `rope` or a cache, or positions without `rope`, or if the
+            cache is full.
 
     Example:
-        >>> import torch
         >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2)
         >>> output, weights = layer(torch.ones((3, 5, 6)), return_weights=True)
         >>> output.shape, weights.shape
@@ -77,17 +92,22 @@ class MultiHeadAttention(nn.Module):
         out_bias: bool = True,
         kdim: int | None = None,
         vdim: int | None = None,
+        head_dim: int | None = None,
+        window: int | None = None,
         rope: RoPE | None = None,
+        qk_norm: float | None = None,
         scale: float | None = None,
         backend: str = "auto",
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_heads(d_out, num_heads, num_kv_heads)
+        check_heads(d_out, num_heads, num_kv_heads, head_dim)
+        check_causal_window(window, causal)
         check_backend(backend)
         check_type("rope", rope, RoPE | None, "rope=RoPE(), or None")
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, d_out // num_heads
-        self.rope, self.scale = rope, scale
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim = d_out // num_heads if head_dim is None else head_dim
+        self.window, self.rope, self.scale = window, rope, scale
         if rope is not None:
             rope.check_head_dim(self.head_dim)
         self.d_in, self.kdim, self.vdim = d_in, d_in if kdim is None else kdim, d_in if vdim is None else vdim
@@ -95,10 +115,12 @@ class MultiHeadAttention(nn.Module):
         check_positive(d_in=d_in, kdim=self.kdim, vdim=self.vdim)
         check_context_length(context_length)
         self.backend = backend
-        self.W_query = Linear(d_in, d_out, qkv_bias)
+        self.W_query = Linear(d_in, num_heads * self.head_dim, qkv_bias)
         self.W_key = Linear(self.kdim, num_kv_heads * self.head_dim, qkv_bias)
         self.W_value = Linear(self.vdim, num_kv_heads * self.head_dim, qkv_bias)
-        self.out_proj = Linear(d_out, d_out, out_bias)
+        self.out_proj = Linear(num_heads * self.head_dim, d_out, out_bias)
+        self.q_norm = None if qk_norm is None else RMSNorm(self.head_dim, qk_norm)
+        self.k_norm = None if qk_norm is None else RMSNorm(self.head_dim, qk_norm)
         self.dropout = Dropout(dropout)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
@@ -112,44 +134,48 @@ class MultiHeadAttention(nn.Module):
         value: Float[Tensor, "*b s vdim"] | None = None,
         *,
         mask: Mask | Tensor | None = None,
-        bias: Float[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | Callable | None = None,
         positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        cache: KVCache | None = None,
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
     ) -> Any:
-        """Return the output, and if asked `(output, weights)`.
+        """Return the output, followed by the weights if asked for, and by the cache if there is one.
 
         Args:
             query: what asks.
             key: what is looked up; None is the query (self-attention).
             value: what is read; None is the key.
             mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend; hides more than
-                `causal` does.
-            bias: added to the scaled scores; broadcasts to `(b, n, t, s)`.
-            positions: integers `(t,)` or `(b, t)` that `rope` turns by; None is `0 ... t - 1`. They hide nothing: what
-                is causal goes by the order of the tokens, and packed sequences are kept apart by the mask.
+                `causal` does. Under a cache it is that of the whole sequence, the same in every call.
+            bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. Or a function that makes it from the places
+                of queries and keys in their sequences, integers `(b, t)` and `(b, s)`, such as
+                `lambda query, key: alibi(num_heads, query, key)`.
+            positions: integers `(t,)` or `(b, t)` that `rope` turns by; None is the order of the tokens. They hide
+                nothing: what is causal goes by the order, and packed sequences are kept apart by the mask.
+            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is all.
+            cache: keys and values of what came before, from `init_cache`; the new ones are stored behind them.
             return_weights: return the weights too; the output stays the same, bit for bit.
             dropout_key: decides what is dropped in train mode; None draws a key from torch's generator.
         """
         check_tokens("query", tuple(query.shape), "d_in", self.d_in, self.context_length)
-        self._check_positions(query, key, positions)
-        key = query if key is None else key
-        value = key if value is None else value
-        check_tokens("key", tuple(key.shape), "kdim", self.kdim, self.context_length)
-        check_tokens("value", tuple(value.shape), "vdim", self.vdim, self.context_length)
-
-        query = rearrange(self.W_query(query), "... t (n h) -> ... t n h", n=self.num_heads)
-        key = rearrange(self.W_key(key), "... s (k h) -> ... s k h", k=self.num_kv_heads)
-        value = rearrange(self.W_value(value), "... s (k h) -> ... s k h", k=self.num_kv_heads)
-        if self.rope is not None:
-            query, key = self.rope(query, positions), self.rope(key, positions)
-
+        self._check_self_attention(query, key, positions, cache)
+        t = query.shape[-2]
+        places = torch.arange(t, device=query.device) if cache is None else cache.positions(t, lengths)
+        q, k, v = self._project(query, key, value, places if positions is None else positions)
+        mask = self._mask(mask)
+        if cache is not None:
+            k, v, mask, key_places, cache = cache.extend(k, v, mask, lengths)
+        else:
+            key_places = torch.arange(k.shape[-3], device=k.device)
+            mask = mask if lengths is None else mask & Mask.lengths(query=lengths, key=lengths)
         result = dot_product_attention(
-            query,
-            key,
-            value,
-            bias,
-            Mask.causal() & as_mask(mask) if self.causal else mask,
+            q,
+            k,
+            v,
+            bias(places, key_places) if callable(bias) else bias,
+            mask,
             scale=self.scale,
             dropout=self.dropout.keyed(dropout_key),
             backend=self.backend,
@@ -157,15 +183,60 @@ class MultiHeadAttention(nn.Module):
         )
         context, weights = result if return_weights else (result, None)
         output = checkpoint_name(self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output")
-        return (output, weights) if return_weights else output
+        results = (output, *((weights,) if return_weights else ()), *((cache,) if cache is not None else ()))
+        return results if len(results) > 1 else output
 
-    def _check_positions(self, query: Tensor, key: Tensor | None, positions: ArrayLike | None) -> None:
+    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
+        """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
+
+        With a `window` it rolls: the capacity is that of the window and a call together, and sequences have no end.
+        `dtype` None is that of the key projection.
+
+        Raises:
+            ValueError: if the capacity is beyond `context_length`, or less than the window.
+        """
+        if self.window is None:
+            check_capacity(capacity, self.context_length)
+        own = self.W_key.weight
+        numerics = {"dtype": own.dtype if dtype is None else dtype, "device": own.device}
+        return KVCache.zeros(b, capacity, self.num_kv_heads, self.head_dim, window=self.window, **numerics)
+
+    def _project(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: ArrayLike
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        key = query if key is None else key
+        value = key if value is None else value
+        check_tokens("key", tuple(key.shape), "kdim", self.kdim, self.context_length)
+        check_tokens("value", tuple(value.shape), "vdim", self.vdim, self.context_length)
+        q = rearrange(self.W_query(query), "... t (n h) -> ... t n h", n=self.num_heads)
+        k = rearrange(self.W_key(key), "... s (k h) -> ... s k h", k=self.num_kv_heads)
+        v = rearrange(self.W_value(value), "... s (k h) -> ... s k h", k=self.num_kv_heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            q, k = self.rope(q, positions), self.rope(k, positions)
+        return q, k, v
+
+    def _mask(self, mask: Mask | Tensor | None) -> Mask:
+        if not self.causal:
+            return as_mask(mask)
+        own = Mask.causal() if self.window is None else Mask.sliding_window(self.window)
+        return own & as_mask(mask)
+
+    def _check_self_attention(
+        self, query: Tensor, key: Tensor | None, positions: ArrayLike | None, cache: KVCache | None
+    ) -> None:
         if self.rope is None and positions is not None:
             raise ValueError("positions are for rope, and this module has none. Construct it with rope=RoPE()")
         if self.rope is not None and key is not None:
             raise ValueError(
                 "rope turns queries and keys by the positions of one sequence, in self-attention; got a key of shape "
                 f"{tuple(key.shape)}. Leave it out, or construct the module with rope=None"
+            )
+        if cache is not None and key is not None:
+            raise ValueError(
+                "a cache holds the keys and values of one sequence, in self-attention; got a key of shape "
+                f"{tuple(key.shape)}. Leave out the key, or the cache"
             )
         if positions is not None:
             as_positions(positions, tuple(query.shape)[:-1])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flax_attn.parity import tolerance
+from flax_attn.parity.check import finite
 from flax_attn.parity.locate.diagnose import diagnose
 from flax_attn.parity.locate.listen import spoken
 from flax_attn.parity.locate.resync import Evidence, relative, resynchronise
@@ -58,8 +59,7 @@ class Node:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the node for JSON; what is infinite or NaN is None there."""
-        values = {name: _finite(value) for name, value in vars(self).items()}
-        return values | {"shape": list(self.shape), "diverges": self.diverges, "guilty": self.guilty}
+        return finite(vars(self)) | {"shape": list(self.shape), "diverges": self.diverges, "guilty": self.guilty}
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,3 @@ def _backward_errors(pair: Pair, taps: Taps) -> dict[str, float]:
     ours, theirs = flax_cotangents(pair, taps), taps.cotangents
     names = [name for name in taps.shared if name in theirs and ours[name].shape == theirs[name].shape]
     return tolerance.gradient_errors({name: ours[name] for name in names}, {name: theirs[name] for name in names})
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -16,7 +16,17 @@ from flax_attn.parity.check import Check
 from flax_attn.parity.reports import wording
 from flax_attn.parity.reports.report import Report
 
-COLUMNS = ("forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "layouts", "training")
+COLUMNS = (
+    "forward",
+    "gradients",
+    "float32",
+    "jit = eager",
+    "dropout",
+    "unbatched",
+    "cache = full",
+    "layouts",
+    "training",
+)
 
 _LOW, _LOW_GRADIENT = f"{tolerance.LOW_FORWARD:.0f}x", f"{tolerance.LOW_GRADIENT:.0f}x"
 
@@ -27,6 +37,7 @@ float32      error over the allowed one: {_LOW} PyTorch's own, {_LOW_GRADIENT} f
 jit = eager  float64: compiled against eager                                        rule {tolerance.FORWARD:.0e}
 dropout      float64: train mode with one dropout key, outputs and gradients        rule {tolerance.GRADIENT:.0e}
 unbatched    float64: one example without a batch axis                              rule {tolerance.FORWARD:.0e}
+cache = full float64: in chunks and steps with a cache, both sides                  rule {tolerance.FORWARD:.0e}
 layouts      weight layouts that come back bit for bit, every element in its place
 training     float64: losses and parameters over 100 steps of AdamW, dropout on     rule {tolerance.TRAINING:.0e}
 margin       how far below its rule the worst check is;  -  does not apply"""

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from flax_attn.convert.rules import Entry
-from flax_attn.parity.check import Check
+from flax_attn.parity.check import Check, finite
 from flax_attn.parity.pair import Pair
 
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "numpy", "optax", "flax-attn")
@@ -112,24 +112,18 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def write_json(reports: list[Report], seed: int, path: str) -> None:
-    """Write everything that was measured."""
+def write_json(reports: list[Report], path: str) -> None:
+    """Write everything that was measured, and where: seed and environment are those of the reports."""
     cases = [report.as_dict() for report in reports]
     good = all(report.passed for report in reports)
-    content = {"passed": good, "seed": seed, "environment": environment(), "cases": cases}
+    content = {"passed": good, "seed": reports[0].seed, "environment": reports[0].environment, "cases": cases}
     with open(path, "w") as file:
         file.write(json.dumps(content, indent=1) + "\n")
 
 
 def _record(check: Check) -> dict[str, Any]:
-    record = {key: _finite(value) for key, value in asdict(check).items()}
-    return record | {"passed": check.passed, "margin": _finite(check.margin)}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not np.isfinite(value) else value
+    record = {key: finite(value) for key, value in asdict(check).items()}
+    return record | {"passed": check.passed, "margin": finite(check.margin)}
 
 
 def _row(entry: Entry) -> dict[str, Any]:

@@ -14,10 +14,10 @@ import optax
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.sides.jax_parts import take_apart
 from flax_attn.parity.sides.lesson import Lesson
-from flax_attn.parity.sides.side import Answer, Arrays, Call, Question, dtypes, float64, is_floating
+from flax_attn.parity.sides.side import Answer, Arrays, Called, Question, dtypes, float64, is_floating
 
 
-class JaxSide:
+class JaxSide(Called):
     """A `Side` of JAX. JAX must have x64 enabled where it is used.
 
     Args:
@@ -43,23 +43,12 @@ class JaxSide:
         self.module, self.entries, self.device = module, list(entries), device
         self._modes = {train: take_apart(module, train) for train in (False, True)}
         self._params = dict(self._modes[False].params)
-        self._call = Call(call, self._modes[False].call, positional)
-        self._cached_call = Call(cached_call, self._modes[False].call, positional) if cached_call else None
+        super().__init__(self._modes[False].call, call, cached_call, positional)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters, by their own names."""
         return {name: tuple(param.shape) for name, param in self._params.items()}
-
-    @property
-    def accepts(self) -> frozenset[str]:
-        """The extras that the call takes."""
-        return self._call.accepts
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether there is a call that computes in steps."""
-        return self._cached_call is not None
 
     def weights(self) -> Arrays:
         """Return the parameters in float64, by shared names."""
@@ -73,10 +62,6 @@ class JaxSide:
     def built(self, train: bool = False, dtype: str = "float64") -> Any:
         """Return the module with its parameters, in a dtype."""
         return self._modes[train].build(self._cast(self._params, dtype), self._rest(train, dtype))
-
-    def call(self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the outputs of a module of this kind, by name."""
-        return self._call(module, inputs, extras)
 
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> dict[str, jax.Array]:
         """Return inputs as arrays of JAX, floating ones cast."""
@@ -108,8 +93,7 @@ class JaxSide:
         return self._gradients[train](params, inputs, rest, extras, cotangents)
 
     def _outputs(self, params, inputs, rest, extras, train: bool, cached: bool = False) -> dict[str, Any]:
-        call = self._cached_call if cached and self._cached_call else self._call
-        return call(self._modes[train].build(params, rest), inputs, extras)
+        return self.call(self._modes[train].build(params, rest), inputs, extras, cached)
 
     @cached_property
     def _forward(self):
@@ -166,7 +150,7 @@ class JaxSide:
         state = optimizer.init(kept(params))
         for words in lesson.keys:
             # The gradient is compiled for other cotangents already, so it is called twice: for the error, then with it.
-            extras = _extras({"dropout_key": words})
+            extras = _extras({**lesson.extras, "dropout_key": words})
             outputs, _ = self.gradient(params, inputs, rest, extras, zeros, lesson.train)
             error = outputs[lesson.output] - target
             fit = zeros | {lesson.output: 2 * error / error.size}

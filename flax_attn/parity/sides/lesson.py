@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ class Lesson:
         name: of the run; an export files the result under it.
         recipe: the optimizer.
         inputs: of every step.
+        extras: what every call is given beside them.
         output: name of the output that is fitted.
         target: of that output.
         cotangents: one for each output, for their shapes.
@@ -28,6 +30,7 @@ class Lesson:
     name: str
     recipe: Recipe
     inputs: Arrays
+    extras: Mapping[str, np.ndarray]
     output: str
     target: np.ndarray
     cotangents: Arrays

@@ -125,6 +125,31 @@ class Call:
         return named(self.function(module, *arguments, **keywords))
 
 
+class Called:
+    """What the sides that run a module share: how it is called, whole or in steps, and what the calls take."""
+
+    def __init__(self, method: Callable, call: Callable | None, cached_call: Callable | None, positional: bool):
+        self._calls = {False: Call(call, method, positional)}
+        if cached_call:
+            self._calls[True] = Call(cached_call, method, positional)
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        """The extras that the call takes."""
+        return self._calls[False].accepts
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether there is a call that computes in steps."""
+        return True in self._calls
+
+    def call(
+        self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any], cached: bool = False
+    ) -> dict[str, Any]:
+        """Return the outputs of a module of this kind, by name; computed in steps if `cached`."""
+        return self._calls[cached](module, inputs, extras)
+
+
 def _parameters(function: Callable) -> Sequence[str]:
     try:
         return list(inspect.signature(function).parameters)

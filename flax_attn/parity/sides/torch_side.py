@@ -12,10 +12,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flax_attn.parity.sides.lesson import Lesson
-from flax_attn.parity.sides.side import Answer, Arrays, Call, Question, check_kind, dtypes, float64, is_floating
+from flax_attn.parity.sides.side import Answer, Arrays, Called, Question, check_kind, dtypes, float64, is_floating
 
 
-class TorchSide:
+class TorchSide(Called):
     """A `Side` of PyTorch, on the CPU. The module that is passed stays as it is.
 
     Args:
@@ -38,23 +38,12 @@ class TorchSide:
         check_kind(module, rule, {"flax": "Flax", "equinox": "Equinox"})
         self.module = copy.deepcopy(module).double() if isinstance(module, torch.nn.Module) else module
         method = module.forward if isinstance(module, torch.nn.Module) else module
-        self._call = Call(call, method, positional)
-        self._cached_call = Call(cached_call, method, positional) if cached_call else None
+        super().__init__(method, call, cached_call, positional)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters; a shared one once."""
         return {name: tuple(parameter.shape) for name, parameter in self._parameters(self.module).items()}
-
-    @property
-    def accepts(self) -> frozenset[str]:
-        """The extras that the call takes."""
-        return self._call.accepts
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether there is a call that computes in steps."""
-        return self._cached_call is not None
 
     def weights(self) -> Arrays:
         """Return the parameters in float64."""
@@ -66,10 +55,6 @@ class TorchSide:
             for name, parameter in self._parameters(self.module).items():
                 parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
 
-    def call(self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the outputs of a module of this kind, by name."""
-        return self._call(module, inputs, extras)
-
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> dict[str, torch.Tensor]:
         """Return inputs as tensors, floating ones cast."""
         kind = getattr(torch, dtype)
@@ -77,9 +62,7 @@ class TorchSide:
 
     def ask(self, question: Question) -> Answer:
         """Run once."""
-        module, call = self._prepared(question), self._cached_call if question.cached else self._call
-        assert call is not None, "asked for a cache that no call computes"
-        differentiate = question.cotangents is not None
+        module, differentiate = self._prepared(question), question.cotangents is not None
         inputs = self.arrays(question.inputs)
         if question.nudge:
             _dither([*self._parameters(module).values(), *inputs.values()], question)
@@ -89,7 +72,7 @@ class TorchSide:
         for tensor in inputs.values():
             tensor.requires_grad_(differentiate and tensor.is_floating_point())
         with torch.set_grad_enabled(differentiate), _kernel(question.tangents is not None):
-            outputs = call(module, inputs, _extras(question.extras))
+            outputs = self.call(module, inputs, _extras(question.extras), question.cached)
             if question.cotangents is None:
                 return Answer(float64(outputs), dtypes=dtypes(outputs))
             return self._gradients(module, inputs, outputs, question)
@@ -117,7 +100,7 @@ class TorchSide:
         inputs, target, losses = self.arrays(lesson.inputs), torch.from_numpy(lesson.target), []
         for words in lesson.keys:
             optimizer.zero_grad()
-            output = self._call(module, inputs, _extras({"dropout_key": words}))[lesson.output]
+            output = self.call(module, inputs, _extras({**lesson.extras, "dropout_key": words}))[lesson.output]
             loss = (output - target).square().mean()
             loss.backward()
             lesson.recipe.clip(module.parameters())

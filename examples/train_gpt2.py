@@ -1,0 +1,177 @@
+"""Train a small GPT-2 on what is at hand: the documentation strings of Python's standard library.
+
+    pip install "flax-attn[generate]"
+    python examples/train_gpt2.py --folder build/gpt2
+    flax-attn generate --model build/gpt2/model --prompt "Return the"
+
+A tokenizer of 2048 tokens is made on the spot. Documents are packed into rows, and none sees another. A run that was
+stopped goes on where it was when the same command is given again. The folder `model` is one that transformers
+loads, too.
+
+References:
+    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+"""
+
+import argparse
+import ast
+import json
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from flax_attn import GPT2, GPT2Config
+from flax_attn.models import generate
+from flax_attn.training import Checkpoints, train_step
+
+CONFIG = GPT2Config(d_model=192, num_heads=6, num_layers=4, context_length=256, vocab_size=2048, dropout=0.1)
+END, PROMPT, ROWS = "<|endoftext|>", "Return the", 8
+NOT_LIBRARY = {"idlelib", "lib2to3", "site-packages", "test", "tests"}
+
+
+def docstrings(library: Path) -> list[str]:
+    """Return every documentation string under a folder once, in the order of the files. Nothing is imported."""
+    found: dict[str, None] = {}
+    for file in sorted(library.rglob("*.py")):
+        if NOT_LIBRARY.isdisjoint(file.relative_to(library).parts):
+            found.update(dict.fromkeys(_docstrings_of(file)))
+    return list(found)
+
+
+def _docstrings_of(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from filter(None, [ast.get_docstring(node)])
+
+
+def make_tokenizer(file: Path, texts: list[str], vocab_size: int) -> Tokenizer:
+    """Return the tokenizer in a file; where there is none, learn byte pairs from the texts and write it."""
+    if file.exists():
+        return Tokenizer.from_file(str(file))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **options))
+    tokenizer.save(str(file))
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents as tokens, packed into rows of `t`: in a new order each epoch, end to end, cut wherever a row ends."""
+
+    documents: list[np.ndarray]
+    t: int
+
+    @property
+    def rows(self) -> int:
+        """How many there are in an epoch."""
+        return sum(map(len, self.documents)) // self.t
+
+    def epoch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of an epoch and the number of the document that each is of, `(rows, t)`."""
+        order = np.random.default_rng(number).permutation(len(self.documents))
+        tokens = np.concatenate([self.documents[i] for i in order])
+        segments = np.repeat(np.arange(len(order)), [len(self.documents[i]) for i in order])
+        return tuple(x[: self.rows * self.t].reshape(-1, self.t).astype(np.int32) for x in (tokens, segments))
+
+    def batches(self, read: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yield batches after `read` rows, each with how many rows are read after it."""
+        if self.rows < ROWS:
+            raise ValueError(f"a batch has {ROWS} rows of {self.t} tokens; got {self.rows} in all. Take more text")
+        while True:
+            tokens, segments = self.epoch(read // self.rows)
+            for start in range(read % self.rows, self.rows, ROWS):
+                batch = tokens[start : start + ROWS], segments[start : start + ROWS]
+                if len(batch[0]) == ROWS:  # what is left of an epoch is skipped: one shape, compiled once
+                    yield read - read % self.rows + start + ROWS, *batch
+            read = (read // self.rows + 1) * self.rows
+
+
+def make_optimizer(model: GPT2, steps: int) -> nnx.Optimizer:
+    """Return AdamW with warm-up, cosine decay and clipping."""
+    rates = optax.warmup_cosine_decay_schedule(0.0, 2e-3, warmup_steps=steps // 10, decay_steps=steps, end_value=1e-4)
+    adamw = optax.adamw(rates, b2=0.95, weight_decay=0.1)
+    return nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adamw), wrt=nnx.Param)
+
+
+def sample(model: GPT2, tokenizer: Tokenizer, seed: int) -> str:
+    """Return a few words of the model's, in one line."""
+    prompt, stop = tokenizer.encode(PROMPT).ids, [tokenizer.token_to_id(END)]
+    options = {"temperature": 0.7, "top_k": 40, "stop_tokens": stop, "key": jax.random.key(seed)}
+    return " ".join(tokenizer.decode([*prompt, *generate(model, prompt, 40, **options)]).split())
+
+
+def train(model: GPT2, corpus: Corpus, tokenizer: Tokenizer, folder: Path, steps: int, every: int) -> list[float]:
+    """Train to step `steps` from the last checkpoint in a folder; return the losses. Save, and sample, now and then."""
+    optimizer, losses = make_optimizer(model, steps), []
+    with Checkpoints(folder) as checkpoints, Progress(transient=True) as progress:
+        done, start = resume(checkpoints, model, optimizer)
+        bar, began = progress.add_task("", total=steps, completed=done), time.perf_counter()
+        batches = zip(range(done + 1, steps + 1), corpus.batches(start), strict=False)
+        for step, (read, tokens, segments) in batches:
+            losses.append(float(train_step(model, optimizer, tokens, segments=segments)))
+            progress.update(bar, completed=step, description=f"loss {losses[-1]:.3f}")
+            if step % every == 0 or step == steps:
+                checkpoints.save(step, model, optimizer, rows_read=read)
+                recent = losses[-every:]
+                speed = len(recent) * tokens.size / (time.perf_counter() - began)
+                report(progress.console, step, recent, speed, sample(model, tokenizer, step))
+                began = time.perf_counter()
+    return losses
+
+
+def resume(checkpoints: Checkpoints, model: GPT2, optimizer: nnx.Optimizer) -> tuple[int, int]:
+    """Go back to the last checkpoint, if there is one; return its step and how many rows were read by then."""
+    if checkpoints.latest is None:
+        return 0, 0
+    step, extra = checkpoints.restore(model, optimizer)
+    print(f"goes on after step {step}")
+    return step, extra["rows_read"]
+
+
+def report(console: Console, step: int, losses: list[float], speed: float, text: str) -> None:
+    """Print where the run stands, and what the model says now."""
+    console.print(f"step {step:>5}   loss {np.mean(losses):.3f}   {speed:,.0f} tokens/s", highlight=False)
+    console.print(f"    {text}", style="green", markup=False, highlight=False)
+
+
+def write(model: GPT2, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the folder of a checkpoint, as Hugging Face has it, with the tokenizer and the token that ends a text."""
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id(END)}))
+
+
+def main(folder: Path, steps: int = 600, every: int = 100, config: GPT2Config = CONFIG) -> tuple[GPT2, list[float]]:
+    """Train, write the model, and return it and the loss of every step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = docstrings(Path(sysconfig.get_path("stdlib")))
+    tokenizer = make_tokenizer(folder / "tokenizer.json", texts, config.vocab_size)
+    end = tokenizer.token_to_id(END)
+    documents = [np.array([*found.ids, end]) for found in tokenizer.encode_batch(texts)]
+    corpus = Corpus(documents, config.context_length)
+    model = GPT2(replace(config, vocab_size=tokenizer.get_vocab_size()), rngs=nnx.Rngs(0))
+    Console().print(f"{len(texts)} documents, {sum(map(len, documents))} tokens, {corpus.rows} rows", highlight=False)
+    losses = train(model, corpus, tokenizer, folder / "checkpoints", steps, every)
+    write(model, tokenizer, folder / "model")
+    return model, losses
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train a small GPT-2 on the documentation of Python's library.")
+    parser.add_argument("--folder", type=Path, required=True, help="of checkpoints and model; a run in it goes on")
+    parser.add_argument("--steps", type=int, default=600, help="in all (default 600); the schedule ends with them")
+    parser.add_argument("--every", type=int, default=100, help="how many steps lie between checkpoints (default 100)")
+    main(**vars(parser.parse_args()))

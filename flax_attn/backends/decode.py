@@ -1,0 +1,82 @@
+"""Attention of a few queries over many keys, as in a step of decoding: keys and values are read once, never copied.
+
+The formula in its plainest form, checked by what comes out: where keys, values and queries are all finite, so are all
+scores and the output. If any is not, the call is computed again from inputs in which what is not finite is kept apart.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array
+
+from flax_attn.backends.call import Call
+from flax_attn.backends.reference import attend as formula
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.reference import hide, masked_softmax
+
+FEW = 16  # queries, from which on tiles pay
+_ARRAYS = ("query", "key", "value", "bias", "mask", "scale", "sinks")
+
+
+def refuse(call: Call) -> str | None:
+    """Return why the call cannot run here."""
+    if call.dropout is not None:
+        return "decode is for steps of decoding, which drop no weights; got dropout. Call .eval() on the module"
+    return None
+
+
+def attend(call: Call) -> Array:
+    """Return `(b, t, n, v)`; differentiable in every mode and to every order, as the formula is."""
+    arrays = {name: getattr(call, name) for name in _ARRAYS}
+    arrays["scale"] = jnp.asarray(call.scale, accumulation_dtype(call.query.dtype))
+    return _attend((call.soft_cap, call.precision, call.platform), arrays)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(options: tuple, arrays: dict[str, Any]) -> Array:
+    call = _call(options, arrays)
+    output, scores = _plain(call)
+    # A number that is not finite spoils every score or output it takes part in, those of hidden keys too.
+    clean = jnp.isfinite(scores).all() & jnp.isfinite(output).all()
+    return lax.cond(clean, lambda: output, lambda: formula(call))
+
+
+@_attend.defjvp
+def _differentiate(options: tuple, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return jax.jvp(lambda arrays: formula(_call(options, arrays)), primals, tangents)
+
+
+def _call(options: tuple, arrays: dict[str, Any]) -> Call:
+    soft_cap, precision, platform = options
+    return Call(**arrays, soft_cap=soft_cap, dropout=None, precision=precision, platform=platform)
+
+
+def memory(call: Call) -> int:
+    """Return the bytes of the scores and the weights."""
+    b, n, t, s = call.shape
+    return 2 * b * n * t * s * accumulation_dtype(call.query.dtype).itemsize
+
+
+def _plain(call: Call) -> tuple[Array, Array]:
+    (b, n, t, s), k = call.shape, call.key.shape[2]
+    sums = accumulation_dtype(call.query.dtype)
+    visible = jnp.broadcast_to(call.mask.block(jnp.arange(t), jnp.arange(s)), (b, n, t, s))
+    visible, bias = hide(visible, call.bias)
+    products = {"precision": call.precision, "preferred_element_type": sums}
+
+    query = rearrange(call.query, "b t (k g) h -> b t k g h", k=k)
+    scores = jnp.einsum("b t k g h, b s k h -> b k g t s", query, call.key, **products)
+    raw = scores = rearrange(scores, "b k g t s -> b (k g) t s") * call.scale
+    if bias is not None:
+        scores = scores + bias.astype(sums)
+    if call.soft_cap is not None:
+        scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
+    weights = masked_softmax(scores, visible, None if call.sinks is None else call.sinks.astype(sums))
+
+    weights = rearrange(weights, "b (k g) t s -> b k g t s", k=k).astype(call.value.dtype)
+    output = jnp.einsum("b k g t s, b s k v -> b t k g v", weights, call.value, **products)
+    return rearrange(output, "b t k g v -> b t (k g) v").astype(call.query.dtype), raw

@@ -1,0 +1,108 @@
+"""`flax-attn generate`: text from a checkpoint folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from flax_attn.cli import common
+from flax_attn.cli.common import UsageError
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    generate = commands.add_parser(
+        "generate",
+        help="continue a text with a checkpoint from a local folder",
+        description="Continue a text with a GPT-2 or Llama checkpoint from a local Hugging Face folder: config.json, "
+        "safetensors and tokenizer.json. The text is written as it is made; nothing is downloaded.",
+    )
+    generate.add_argument("--model", metavar="DIR", required=True, help="the folder of the checkpoint")
+    generate.add_argument("--prompt", required=True, help="the text to continue")
+    generate.add_argument("--max-new-tokens", type=common.count, default=100, help="at most (default 100)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default 0)")
+    generate.add_argument("--top-k", type=common.count, help="draw from so many of the likeliest tokens")
+    generate.add_argument("--top-p", type=float, help="draw from the likeliest tokens that hold so much probability")
+    generate.add_argument("--seed", type=common.seed, default=0, help="of what is drawn (default 0)")
+    generate.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as stored"
+    )
+    generate.set_defaults(run=_generate)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    import jax
+
+    from flax_attn.models import LanguageModel, generate
+
+    tokenizer = _tokenizer(Path(options.model))
+    stops = _stop_tokens(Path(options.model))
+    prompt = tokenizer.encode(options.prompt).ids
+    try:
+        model = LanguageModel.from_pretrained(options.model, param_dtype=options.dtype)
+        began, printer = time.perf_counter(), _Printer(tokenizer)
+        generate(
+            model,
+            prompt,
+            options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            stop_tokens=stops,
+            key=jax.random.key(options.seed),
+            callback=printer,
+        )
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from None
+    printer.close(time.perf_counter() - began)
+    return 0
+
+
+class _Printer:
+    """Writes text as its tokens come: a character may take several of them."""
+
+    def __init__(self, tokenizer: Any):
+        from tokenizers.decoders import DecodeStream
+
+        self.tokenizer, self.stream, self.count = tokenizer, DecodeStream(skip_special_tokens=True), 0
+
+    def __call__(self, row: int, token: int) -> None:
+        self.count += 1
+        sys.stdout.write(self.stream.step(self.tokenizer, token) or "")
+        sys.stdout.flush()
+
+    def close(self, seconds: float) -> None:
+        print(flush=True)
+        print(f"{self.count} tokens in {seconds:.1f} s, compilation included", file=sys.stderr)
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UsageError('text needs the tokenizers library: pip install "flax-attn[generate]"') from None
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UsageError(f"no tokenizer at {path}: text needs the tokenizer.json that the model was trained with")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise UsageError(f"{path} is not a tokenizer that the tokenizers library reads: {error}") from None
+
+
+def _stop_tokens(folder: Path) -> list[int]:
+    """Return the ids that end a text, as generation_config.json says, or else config.json."""
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        if not path.is_file():
+            continue
+        try:
+            found = json.loads(path.read_text()).get("eos_token_id")
+        except ValueError as error:
+            raise UsageError(f"{path} is not JSON: {error}") from None
+        if found is not None:
+            return found if isinstance(found, list) else [found]
+    return []

@@ -1,0 +1,185 @@
+"""Text from a language model: the prompts in one call, then a token at a time, with a cache."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from flax_attn.functional.checks import check_positive, check_prompt
+from flax_attn.functional.dropout import key_words
+from flax_attn.models.language_model import Cache, LanguageModel
+from flax_attn.models.sampling import Sampling, sample
+
+Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Array
+_BUCKET = 64  # prompts and caches are as long as a multiple of it, so that one compilation serves many
+
+
+def generate(
+    model: LanguageModel,
+    tokens: Prompts,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    key: Array | None = None,
+    capacity: int | None = None,
+    callback: Callable[[int, int], Any] | None = None,
+) -> list[int] | list[list[int]]:
+    """Return the tokens that follow a prompt, or each prompt of a batch.
+
+    The model runs in eval mode, whatever mode it is in. It is compiled twice, for the prompts and for the steps, and
+    again only when the number of prompts, their length or the length of all in multiples of 64, or `top_k` and
+    the like change.
+
+    Args:
+        model: a `GPT2`, a `Llama` or a `LanguageModel` of your own.
+        tokens: a prompt `(t,)`, or a batch of them: `(b, t)`, or lists that may differ in length.
+        max_new_tokens: how many tokens are made at most.
+        temperature: 0 takes the likeliest token, 1 draws from the model's distribution.
+        top_k: how many of the likeliest tokens may be drawn; None is all.
+        top_p: how much probability those that may be drawn hold at least; None is all.
+        stop_tokens: a row ends with the first of these, which is its last token.
+        key: a `jax.random.key` or its two words, for a temperature above 0: the same key gives the same tokens.
+        capacity: of the cache, in tokens; None is what prompts and new tokens need.
+        callback: called with the row and the token as soon as one is there, row by row.
+
+    Returns:
+        The new tokens, without the prompt: a list for one prompt, and a list of lists for a batch.
+
+    Raises:
+        ValueError: if a prompt is empty, longer than the model's context or holds ids outside the vocabulary, if
+            prompt and new tokens together do not fit the context or the capacity, if a number is out of range, or if
+            `temperature` is above 0 and there is no key.
+
+    Example:
+        >>> from flax_attn.models import GPT2, GPT2Config
+        >>> model = GPT2(GPT2Config(8, 2, 1, context_length=16, vocab_size=11), rngs=nnx.Rngs(0))
+        >>> [len(row) for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
+        [5, 5]
+    """
+    sampling, window = Sampling(temperature, top_k, top_p), model.window
+    check_positive(max_new_tokens=max_new_tokens)
+    prompts, single = as_prompts(tokens)
+    for i, prompt in enumerate(prompts):
+        ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
+        sizes = model.config.vocab_size, model.config.context_length, max_new_tokens, None if window else capacity
+        check_prompt(i, len(prompt), ends, *sizes)
+    words = _key_words(key, temperature)
+
+    graph, state = nnx.split(_in_eval_mode(model))
+    padded, lengths = _pad(prompts, model.config.context_length)
+    total = _bucket(lengths.max() + max_new_tokens, model.config.context_length)
+    stops = jnp.asarray(stop_tokens, jnp.int32).reshape(-1)
+    sizes = capacity or window or total, _bucket(max_new_tokens)
+    steps = _prefill(graph, state, padded, lengths, words, stops, *sizes, sampling)
+    rows = [[] for _ in prompts]
+    # The same program runs to the end, or one token at a time for someone who listens.
+    for until in range(1, max_new_tokens + 1) if callback else (max_new_tokens,):
+        if until > 1:
+            steps = _decode(graph, state, steps, until, words, stops, sampling)
+        _collect(steps, rows, frozenset(stop_tokens), callback)
+    return rows[0] if single else rows
+
+
+class Steps(NamedTuple):
+    """Where decoding stands: `count` tokens of each row are made, and the last of them is not in the cache yet."""
+
+    count: Array
+    made: Array
+    done: Array
+    cache: Cache
+
+
+@partial(jax.jit, static_argnums=(0, 6, 7, 8))
+def _prefill(graph, state, tokens, lengths, key, stops, capacity: int, room: int, sampling: Sampling) -> Steps:
+    model = nnx.merge(graph, state)
+    # Known to be empty, so that the prompt attends to itself alone.
+    empty = tuple(replace(cache, length=0) for cache in model.init_cache(len(tokens), capacity))
+    hidden, cache = model.hidden(tokens, lengths=lengths, cache=empty)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    token = sample(model.logits(last), sampling, key, 0)
+    made = jnp.zeros((len(tokens), room), jnp.int32).at[:, 0].set(token)
+    return Steps(jnp.asarray(1, jnp.int32), made, _stopped(token, stops), cache)
+
+
+@partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
+def _decode(graph, state, steps: Steps, until, key, stops, sampling: Sampling) -> Steps:
+    def step(steps: Steps) -> Steps:
+        model = nnx.merge(graph, state)
+        token = jax.lax.dynamic_slice_in_dim(steps.made, steps.count - 1, 1, axis=1)
+        hidden, cache = model.hidden(token, cache=steps.cache)
+        token = sample(model.logits(hidden[:, 0]), sampling, key, steps.count)
+        made = jax.lax.dynamic_update_slice_in_dim(steps.made, token[:, None], steps.count, axis=1)
+        return Steps(steps.count + 1, made, steps.done | _stopped(token, stops), cache)
+
+    return jax.lax.while_loop(lambda steps: (steps.count < until) & ~steps.done.all(), step, steps)
+
+
+def _stopped(token: Array, stops: Array) -> Array:
+    return (token[:, None] == stops[None]).any(axis=1)
+
+
+def _collect(steps: Steps, rows: list[list[int]], stops: frozenset[int], callback: Callable | None) -> None:
+    made = np.asarray(steps.made[:, : int(steps.count)])
+    for i in range(max(map(len, rows)), made.shape[1]):
+        for b, row in enumerate(rows):
+            if not (row and row[-1] in stops):
+                row.append(int(made[b, i]))
+                if callback:
+                    callback(b, row[-1])
+
+
+def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
+    """Return prompts as arrays of ids, and whether there was but one, without a batch axis.
+
+    Raises:
+        ValueError: if they are not integers, or of another shape.
+
+    Example:
+        >>> as_prompts([[1, 2], [3]])
+        ([array([1, 2]), array([3])], False)
+    """
+    many = [np.asarray(row) for row in tokens]
+    single = all(row.ndim == 0 for row in many)
+    prompts = [np.asarray(tokens)] if single else many
+    for prompt in prompts:
+        if prompt.ndim != 1 or (len(prompt) and not np.issubdtype(prompt.dtype, np.integer)):
+            raise ValueError(
+                "prompts are integers (t,), (b, t) or lists of them that may differ in length; got one of shape "
+                f"{prompt.shape}, dtype {prompt.dtype}. Encode text with the tokenizer of the model first"
+            )
+    return prompts, single
+
+
+def _key_words(key: Array | None, temperature: float) -> Array:
+    if key is not None:
+        return key_words(key)
+    if temperature > 0:
+        raise ValueError(f"temperature={temperature} draws tokens, which needs a key. Pass key=jax.random.key(0)")
+    return jnp.zeros(2, jnp.uint32)
+
+
+def _pad(prompts: list[np.ndarray], limit: int) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    padded = np.zeros((len(prompts), _bucket(lengths.max(), limit)), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return padded, lengths
+
+
+def _bucket(size: Any, limit: int | None = None) -> int:
+    return min(-(-int(size) // _BUCKET) * _BUCKET, limit or 2**31)
+
+
+def _in_eval_mode(model: LanguageModel) -> LanguageModel:
+    model = nnx.merge(*nnx.split(model))  # shares its arrays
+    model.eval()
+    return model

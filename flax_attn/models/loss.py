@@ -1,0 +1,146 @@
+"""The loss of a language model: how surprised it is by each next token."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Integer
+
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.masks import Mask
+from flax_attn.functional.positions import segment_positions
+from flax_attn.functional.shapes import ArrayLike
+from flax_attn.models.language_model import LanguageModel
+
+_ROWS = 512  # tokens whose logits are held at a time
+
+
+def next_token_loss(
+    model: LanguageModel,
+    tokens: Integer[Array, "*b t"],
+    *,
+    lengths: ArrayLike | int | None = None,
+    segments: ArrayLike | None = None,
+    dropout_key: Array | None = None,
+) -> Float[Array, ""]:
+    """Return the mean cross entropy of each next token, given those before it.
+
+        mean over i of -log softmax(logits_i)[token_{i + 1}]
+
+    The logits of 512 tokens at a time are made, and their gradients with them, so that the memory taken does not grow
+    with the number of tokens times that of words. Sums are taken in at least float32.
+
+    Args:
+        model: in train mode it drops; `model.eval()` switches that off.
+        tokens: `(b, t)` or `(t,)`.
+        lengths: how many tokens of each row are real, `(b,)`; what follows is padding and counts nothing. None is all.
+        segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees its own document
+            alone, positions start again in each, and the first token of a document is not asked for. None is one.
+        dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
+
+    Shapes:
+        Returns one number; 0 where no token is asked for.
+
+    Raises:
+        ValueError: if there are less than two tokens, the segments are not one id a token, or where the model does.
+
+    Example:
+        >>> from flax_attn.models import GPT2, GPT2Config
+        >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11), rngs=nnx.Rngs(0))
+        >>> loss, gradients = nnx.value_and_grad(lambda model: next_token_loss(model, jnp.ones((4, 5), int)))(model)
+        >>> round(float(loss), 1), round(float(jnp.log(11)), 1)
+        (2.4, 2.4)
+    """
+    if tokens.shape[-1] < 2:
+        raise ValueError(
+            f"the loss is that of the tokens after the first, so there must be two; got shape {tokens.shape}. "
+            "Leave out rows of one token"
+        )
+    options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, tokens.shape)}
+    hidden = model.hidden(tokens, **options)
+    asked = _asked(tokens, lengths, segments)
+    dtype = accumulation_dtype(hidden.dtype)
+    weights = asked.astype(dtype) / jnp.maximum(asked.sum(), 1).astype(dtype)
+    arrays = (hidden, jnp.roll(tokens, -1, axis=-1), weights)
+    return _total(*_head(model), *_chunks(*(x if tokens.ndim == 2 else x[None] for x in arrays)))
+
+
+def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
+    if segments is None:
+        return {}
+    positions = segment_positions(segments)
+    if positions.shape not in (tokens, tokens[-1:]):
+        raise ValueError(
+            f"segments must have one id a token, shape {tokens} or {tokens[-1:]}; got shape {positions.shape}. "
+            "Pack them as the tokens are"
+        )
+    return {"mask": Mask.segments(segments), "positions": positions}
+
+
+def _asked(tokens: Array, lengths: ArrayLike | int | None, segments: ArrayLike | None) -> Bool[Array, "*b t"]:
+    """Return which tokens are followed by one that counts."""
+    following = jnp.broadcast_to(jnp.arange(1, tokens.shape[-1] + 1), tokens.shape)
+    real = tokens.shape[-1] if lengths is None else jnp.broadcast_to(jnp.asarray(lengths), tokens.shape[:-1])[..., None]
+    asked = following < real
+    if segments is None:
+        return asked
+    ids = jnp.broadcast_to(jnp.asarray(segments), tokens.shape)
+    return asked & (ids == jnp.roll(ids, -1, axis=-1))
+
+
+def _head(model: LanguageModel) -> tuple[Callable, Any]:
+    """Return what makes logits, as a function of its parameters and of what it reads, and the parameters."""
+    name = "tok_emb" if model.out_head is None else "out_head"
+    graph, head, rest = nnx.split(model, nnx.PathContains(name), ...)
+    return lambda head, hidden: nnx.merge(graph, head, rest).logits(hidden), head
+
+
+def _chunks(*arrays: Array) -> list[Array]:
+    """Return arrays `(b, t, ...)` as `(count, b, chunk, ...)`, about `_ROWS` tokens a chunk, filled up with zeros."""
+    b, t = arrays[0].shape[:2]
+    chunk = -(-t // -(-b * t // _ROWS)) if b else t
+    fill = -t % chunk
+    padded = (jnp.pad(x, [(0, 0), (0, fill), *[(0, 0)] * (x.ndim - 2)]) for x in arrays)
+    return [rearrange(x, "b (count chunk) ... -> count b chunk ...", chunk=chunk) for x in padded]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array) -> Float[Array, ""]:
+    """Return the sum of the weighted losses of all chunks."""
+
+    def add(total, chunk):
+        return total + _loss(logits, head, *chunk), None
+
+    return jax.lax.scan(add, jnp.zeros((), weights.dtype), (hidden, targets, weights))[0]
+
+
+def _total_forward(logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array):
+    # The gradients are taken here, while the logits of a chunk are at hand: to make them again would cost a third more.
+    differentiate = jax.value_and_grad(partial(_loss, logits), argnums=(0, 1))
+
+    def add(sums, chunk):
+        loss, (of_head, of_hidden) = differentiate(head, *chunk)
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, (loss, of_head)), of_hidden
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), head)
+    start = (jnp.zeros((), weights.dtype), zeros)
+    (loss, of_head), of_hidden = jax.lax.scan(add, start, (hidden, targets, weights))
+    return loss, (jax.tree.map(lambda total, x: total.astype(x.dtype), of_head, head), of_hidden)
+
+
+def _total_backward(logits: Callable, gradients: tuple, cotangent: Array):
+    of_head, of_hidden = jax.tree.map(lambda x: cotangent.astype(x.dtype) * x, gradients)
+    return of_head, of_hidden, None, None
+
+
+_total.defvjp(_total_forward, _total_backward)
+
+
+def _loss(logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array) -> Float[Array, ""]:
+    scores = logits(head, hidden).astype(weights.dtype)
+    chosen = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    return ((jax.nn.logsumexp(scores, axis=-1) - chosen) * weights).sum()

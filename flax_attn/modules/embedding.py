@@ -1,0 +1,61 @@
+"""Embeddings: of tokens, and of positions where they are learned."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype, PrecisionLike
+from jax.core import Tracer
+from jaxtyping import Array, Float, Integer
+
+from flax_attn.functional.checks import check_ids, check_positive
+
+
+class Embedding(nnx.Module):
+    """A table of learned vectors: `embedding[ids]`, drawn from a standard normal as `torch.nn.Embedding` is.
+
+    Args:
+        size: how many vectors there are.
+        d_model: width of a vector.
+        dtype: of the result; None is that of the parameters.
+        param_dtype: of the parameters.
+        precision: of the product in `attend`, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params`.
+
+    Shapes:
+        integers `(...)` to `(..., d_model)`; embedding `(size, d_model)`.
+
+    Raises:
+        ValueError: if a size is not positive, or if an id is not an integer in `0 ... size - 1`. Ids that are traced
+            cannot raise: one outside gives NaN.
+
+    Example:
+        >>> Embedding(5, 3, rngs=nnx.Rngs(0))(jnp.array([[0, 4]])).shape
+        (1, 2, 3)
+    """
+
+    def __init__(
+        self,
+        size: int,
+        d_model: int,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        rngs: nnx.Rngs,
+    ):
+        check_positive(size=size, d_model=d_model)
+        self.dtype, self.precision = dtype, precision
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (size, d_model), param_dtype))
+
+    def __call__(self, ids: Integer[Array, "*shape"]) -> Float[Array, "*shape d"]:
+        table = self.embedding[...]
+        ends = None if isinstance(ids, Tracer) or ids.size == 0 else (int(ids.min()), int(ids.max()))
+        check_ids(ids.dtype.name, ends, len(table))
+        found = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        return found if self.dtype is None else found.astype(self.dtype)
+
+    def attend(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape size"]:
+        """Return `x @ embedding^T`: the table as an output head, with weights tied to those of the input."""
+        table = self.embedding[...]
+        dtype = jnp.result_type(x, table) if self.dtype is None else self.dtype
+        return jnp.einsum("...d,vd->...v", x.astype(dtype), table.astype(dtype), precision=self.precision)

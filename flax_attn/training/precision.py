@@ -1,0 +1,105 @@
+"""Parameters of low precision under an optimizer that works in float32."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from flax_attn.functional.dtypes import accumulation_dtype
+
+
+class Float32State(NamedTuple):
+    """What `float32_state` keeps.
+
+    Args:
+        master: the float32 copy of each parameter of less than float32, in the order of the parameters.
+        inner: the state of the optimizer itself.
+    """
+
+    master: tuple[Array, ...]
+    inner: optax.OptState
+
+
+def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer that keeps a float32 copy of parameters of low precision, and does its work on that.
+
+        master = master + update(float32(gradient), master);  parameter = bfloat16(master)
+
+    In bfloat16 alone a weight of 1 does not feel a step of less than 0.002. The copy does, and the parameter follows:
+    after `optax.apply_updates` it is the copy, rounded. Parameters of float32 or more are handed on as they are.
+
+    Args:
+        optimizer: any, a schedule, clipping or weight decay included. It sees float32 alone.
+
+    Raises:
+        ValueError: if `update` is called without parameters.
+
+    Example:
+        >>> optimizer = float32_state(optax.sgd(2.0**-10))
+        >>> parameters = jnp.ones(2, jnp.bfloat16)
+        >>> state = optimizer.init(parameters)
+        >>> with jax.numpy_dtype_promotion("standard"):  # JAX's default: updates are float32
+        ...     for _ in range(5):
+        ...         updates, state = optimizer.update(jnp.ones(2, jnp.bfloat16), state, parameters)
+        ...         parameters = optax.apply_updates(parameters, updates)
+        >>> parameters, state.master[0]
+        (Array([0.996094, 0.996094], dtype=bfloat16), Array([0.9951172, 0.9951172], dtype=float32))
+
+    References:
+        Micikevicius et al. 2017 (arXiv:1710.03740).
+    """
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> Float32State:
+        master = tuple(_widen(p) for p in jax.tree.leaves(params) if _is_low(p))
+        return Float32State(master, inner.init(_with_master(params, master)))
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any):
+        if params is None:
+            raise ValueError(
+                "float32_state needs the parameters, to move them to where their float32 copies are; got params=None. "
+                "Call update(gradients, state, params)"
+            )
+        wide = _with_master(params, state.master)
+        wide_updates, held = inner.update(jax.tree.map(_widen, updates), state.inner, wide, **extra)
+        moved = optax.apply_updates(wide, wide_updates)
+        leaves, tree = jax.tree.flatten(params)
+        steps, master = [], []
+        for p, step, new in zip(leaves, jax.tree.leaves(wide_updates), jax.tree.leaves(moved), strict=True):
+            if _is_low(p):
+                step, copy = _follow(p, new)
+                master.append(copy)
+            steps.append(step)
+        return tree.unflatten(steps), Float32State(tuple(master), held)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _follow(p: Array, new: Array) -> tuple[Array, Array]:
+    """Return the step that takes a parameter to the rounded copy, and the copy."""
+    rounded = _round(new, p.dtype)
+    step = rounded - _widen(p)
+    # A parameter that shrinks 2**16-fold at once may lie between what float32 can add up to: the copy then yields.
+    reached = _round(_widen(p) + step, p.dtype)
+    return step, jnp.where(reached == rounded, new, reached)
+
+
+def _round(x: Array, dtype: Any) -> Array:
+    # Without the barrier XLA may leave out the way to the lower precision and back.
+    return _widen(jax.lax.optimization_barrier(x.astype(dtype)))
+
+
+def _is_low(p: Array) -> bool:
+    return accumulation_dtype(p.dtype) != p.dtype
+
+
+def _widen(x: Array) -> Array:
+    return x.astype(accumulation_dtype(x.dtype))
+
+
+def _with_master(params: Any, master: tuple[Array, ...]) -> Any:
+    """Return the parameters, those of low precision replaced by their copies."""
+    copies = iter(master)
+    return jax.tree.map(lambda p: next(copies) if _is_low(p) else p, params)

@@ -1,0 +1,48 @@
+"""One step of training a language model."""
+
+from functools import partial
+
+from flax import nnx
+from jaxtyping import Array, Float, Integer
+
+from flax_attn.functional.shapes import ArrayLike
+from flax_attn.models.language_model import LanguageModel
+from flax_attn.models.loss import next_token_loss
+
+
+@partial(nnx.jit, donate_argnames=("model", "optimizer"))
+def train_step(
+    model: LanguageModel,
+    optimizer: nnx.Optimizer,
+    tokens: Integer[Array, "*b t"],
+    *,
+    lengths: ArrayLike | int | None = None,
+    segments: ArrayLike | None = None,
+    dropout_key: Array | None = None,
+) -> Float[Array, ""]:
+    """Change the model by one step of its optimizer, and return the loss before it.
+
+    The arguments are those of `next_token_loss`. Compiled once for each shape. The old parameters and the old state of
+    the optimizer make room for the new ones: arrays that were taken out of the model before cannot be read any more.
+
+    Raises:
+        ValueError: where `next_token_loss` does.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> from flax_attn import GPT2, GPT2Config
+        >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11), rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.sgd(0.2, momentum=0.9), wrt=nnx.Param)
+        >>> tokens = jnp.array([[1, 2, 3, 4, 5, 6], [5, 6, 7, 8, 9, 10]])
+        >>> losses = [float(train_step(model, optimizer, tokens)) for _ in range(20)]
+        >>> round(losses[0], 1), losses[-1] < 1.5
+        (2.4, True)
+    """
+
+    def loss(model: LanguageModel) -> Float[Array, ""]:
+        return next_token_loss(model, tokens, lengths=lengths, segments=segments, dropout_key=dropout_key)
+
+    value, gradients = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, gradients)
+    return value

@@ -1,0 +1,210 @@
+"""The cache of keys and values by itself: what it holds, what queries see of it, what it refuses, on both sides."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_attn.parity import tolerance
+
+B, T, N, K, H = 2, 9, 4, 2, 3
+RANDOM = np.random.default_rng(0)
+QUERY, KEY, VALUE = (RANDOM.normal(size=(B, T, heads, H)) for heads in (N, K, K))
+WIDTHS = (1, 2, 4)  # of calls: few, so that little is compiled
+KINDS = {"linear": (T, None), "rolling in place": (7, 3), "rolling": (4, 3), "no larger than the window": (3, 3)}
+
+
+def zeros(side, capacity, window=None, dtype="float64"):
+    kind = getattr(jnp, dtype) if side.is_flax else side.array(np.zeros(1), dtype).dtype
+    return side.KVCache.zeros(B, capacity, K, H, window=window, dtype=kind)
+
+
+def new(side, t, dtype="float64"):
+    return side.array(np.ones((B, t, K, H)), dtype)
+
+
+def call(side):
+    """Return one call of attention with a cache, compiled where there is a compiler."""
+
+    def attend(cache, query, key, value, lengths):
+        mask = side.Mask.causal() if cache.window is None else None
+        held = cache.extend(key, value, mask, lengths)
+        return side.dot_product_attention(query, held.key, held.value, mask=held.mask), held.cache
+
+    return side.jit(attend)
+
+
+@pytest.fixture(scope="module")
+def attends(sides):
+    return [(side, call(side)) for side in sides]
+
+
+def in_calls(side, attend, cache, plan):
+    """Return the output of the calls of a plan, a width and a number of tokens a row each, at the places of tokens."""
+    held, whole = np.zeros(B, int), np.zeros((B, T, N, H))
+    for width, counts in plan:
+        where = np.minimum(held[:, None] + np.arange(width), T - 1)
+        padding = np.arange(width) >= counts[:, None]
+        cut = [np.where(padding[..., None, None], np.nan, x[np.arange(B)[:, None], where]) for x in (QUERY, KEY, VALUE)]
+        output, cache = attend(cache, *map(side.array, cut), side.array(counts))
+        for row, count in enumerate(counts):
+            whole[row, held[row] : held[row] + count] = side.numpy(output)[row, :count]
+        held = held + counts
+    return whole, held
+
+
+PLANS = st.lists(st.tuples(st.sampled_from(WIDTHS), st.tuples(*[st.integers(0, max(WIDTHS))] * B)), max_size=8)
+
+
+def cut_to_fit(plan):
+    """Return a plan of at most T tokens a row, with at most as many in a call as it is wide."""
+    held = np.zeros(B, int)
+    for width, counts in plan:
+        counts = np.minimum(np.minimum(counts, width), T - held)
+        held = held + counts
+        yield width, counts
+
+
+@pytest.mark.parametrize(("capacity", "window"), KINDS.values(), ids=KINDS)
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(plan=PLANS)
+def test_any_chunks_of_any_lengths_equal_the_full_forward(attends, capacity, window, plan):
+    found, plan = {}, list(cut_to_fit(plan))
+    for side, attend in attends:
+        mask = side.Mask.causal() if window is None else side.Mask.sliding_window(window)
+        full = side.numpy(side.dot_product_attention(*map(side.array, (QUERY, KEY, VALUE)), mask=mask))
+        found[side.name], held = in_calls(side, attend, zeros(side, capacity, window), plan)
+    truth = np.where(np.arange(T)[:, None, None] < held[:, None, None, None], full, 0.0)
+    errors = tolerance.relative(found, dict.fromkeys(found, truth), scale=1.0)
+    assert max(errors.values()) <= tolerance.FORWARD, errors
+
+
+def test_where_tokens_stand(side):
+    cache = zeros(side, 6).append(new(side, 4), new(side, 4), side.array(np.array([4, 1])))
+    assert cache.length.tolist() == [4, 1]
+    assert cache.positions(3).tolist() == [[4, 5, 6], [1, 2, 3]]
+    assert cache.positions(3, side.array(np.array([2, 3]))).tolist() == [[4, 5, 0], [1, 2, 3]]
+    assert cache.key_positions.tolist() == [[0, 1, 2, 3, -1, -1], [0, -1, -1, -1, -1, -1]]
+
+
+def test_where_keys_of_one_that_rolls_stand(side):
+    cache = zeros(side, 4, window=3).append(new(side, 3), new(side, 3))
+    cache = cache.append(new(side, 3), new(side, 3), side.array(np.array([3, 1])))
+    assert cache.key_positions.tolist() == [[4, 5, 2, 3], [0, 1, 2, 3]]
+    assert not np.asarray(cache.overflow).any()
+    assert cache.append(new(side, 9), new(side, 9)).key_positions.tolist() == [[12, 13, 14, 11], [12, 9, 10, 11]]
+
+
+def test_padding_is_not_stored(side):
+    cache = zeros(side, 6).append(*[side.array(np.full((B, 4, K, H), 7.0))] * 2, side.array(np.array([4, 1])))
+    stored = side.numpy(cache.key)[:, 0, :, 0]
+    assert stored.tolist() == [[7, 7, 7, 7, 0, 0], [7, 0, 0, 0, 0, 0]]
+
+
+def test_what_is_passed_in_stays_as_it_is(side):
+    cache = zeros(side, 6)
+    cache.append(new(side, 4), new(side, 4))
+    assert (side.numpy(cache.key) == 0).all()
+    assert cache.length.tolist() == [0, 0]
+
+
+def test_one_sequence_without_a_batch_axis(side):
+    batched, single = zeros(side, 6), side.KVCache.zeros(None, 6, K, H, dtype=zeros(side, 6).key.dtype)
+    arrays = [side.array(x[:, :4]) for x in (QUERY, KEY, VALUE)]
+    held = batched.extend(arrays[1], arrays[2], side.Mask.causal(), 3)
+    one = single.extend(arrays[1][0], arrays[2][0], side.Mask.causal(), 3)
+    assert (side.numpy(one.key) == side.numpy(held.key)[0]).all()
+    assert one.key_positions.tolist() == held.key_positions[0].tolist() == [0, 1, 2, -1, -1, -1]
+    outputs = [side.dot_product_attention(arrays[0][0], one.key, one.value, mask=one.mask)]
+    outputs += [side.dot_product_attention(arrays[0], held.key, held.value, mask=held.mask)[0]]
+    assert (side.numpy(outputs[0]) == side.numpy(outputs[1])).all()
+    assert one.cache.length.tolist() == 3
+
+
+def test_a_narrow_cache_serves_a_wide_computation(side):
+    arrays = [side.array(x, "float32") for x in (QUERY, KEY, VALUE)]
+    held = zeros(side, T, dtype="bfloat16").extend(*arrays[1:], side.Mask.causal())
+    assert str(held.cache.key.dtype).endswith("bfloat16")
+    assert held.key.dtype == arrays[1].dtype
+    rounded = [side.array(side.numpy(side.array(x, "bfloat16")).astype("float32")) for x in (KEY, VALUE)]
+    outputs = [
+        side.numpy(side.dot_product_attention(arrays[0], *pair, mask=mask))
+        for pair, mask in ((rounded, side.Mask.causal()), ((held.key, held.value), held.mask))
+    ]
+    assert max(tolerance.reordered({"": outputs[1]}, {"": outputs[0]}).values()) <= 1
+    assert (outputs[0] != side.numpy(side.dot_product_attention(*arrays, mask=side.Mask.causal()))).any()
+
+
+def filled(side, count=5):
+    return zeros(side, 8).append(new(side, count), new(side, count))
+
+
+def extend(side, t, cache=None, mask=None, lengths=None):
+    cache = filled(side) if cache is None else cache
+    return cache.extend(new(side, t), new(side, t), mask, None if lengths is None else side.array(np.array(lengths)))
+
+
+ROOM = (
+    r"capacity of 8 tokens, 5 of them taken, and 4 more do not fit.*KVCache\.zeros\(b, 9, \.\.\.\), or one that rolls"
+)
+WHOLE = r"mask is that of the whole sequence, .*capacity=8 tokens it can hold; got {}\. Pad it to the capacity"
+BAD = {
+    "window 0": (lambda side: zeros(side, 8, window=0), r"window must be a positive integer; got window=0"),
+    "wide window": (
+        lambda side: zeros(side, 4, window=5),
+        r"holds at least the window.*got window=5, capacity=4\. Take a capacity of at least 5",
+    ),
+    "no capacity": (lambda side: zeros(side, 0), r"capacity must be a positive integer; got capacity=0"),
+    "no heads": (lambda side: side.KVCache.zeros(2, 4, 0, 3), r"num_kv_heads must be a positive integer"),
+    "no width": (lambda side: side.KVCache.zeros(2, 4, 3, -1), r"head_dim must be a positive integer; got head_dim=-1"),
+    "full": (lambda side: extend(side, 4), ROOM),
+    "one row full": (lambda side: extend(side, 6, lengths=[1, 4]), ROOM),
+    "the fuller row": (lambda side: extend(side, 6, extend(side, 3, lengths=[3, 0]).cache, lengths=[0, 4]), ROOM),
+    "longer than all": (lambda side: extend(side, 9, zeros(side, 8)), r"0 of them taken, and 9 more do not fit"),
+    "lengths": (
+        lambda side: extend(side, 2, lengths=[1, 3]),
+        r"lengths count the real tokens of a call of t=2 tokens; got 3\. Pass at most 2",
+    ),
+    "lengths in one that rolls": (
+        lambda side: extend(side, 2, zeros(side, 4, window=3), lengths=[1, 3]),
+        r"lengths count the real tokens of a call of t=2 tokens; got 3\. Pass at most 2",
+    ),
+    "mask": (
+        lambda side: extend(side, 2, mask=side.Mask.dense(np.ones((2, 5), bool))),
+        WHOLE.format("mask of 2, 5 tokens"),
+    ),
+    "segments": (
+        lambda side: extend(side, 2, mask=side.Mask.segments(np.zeros(7, int))),
+        WHOLE.format("segments of 7 tokens"),
+    ),
+    "key segments": (
+        lambda side: extend(side, 2, mask=side.Mask.segments(np.zeros(8, int), np.zeros(9, int))),
+        WHOLE.format("key segments of 9 tokens"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("act", "match"), BAD.values(), ids=BAD)
+def test_bad_calls_have_the_same_words(sides, act, match):
+    messages = []
+    for side in sides:
+        with pytest.raises(ValueError, match=match) as caught:
+            act(side)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_row_may_be_filled_to_the_last_token(side):
+    assert extend(side, 3).cache.length.tolist() == [8, 8]
+    held = extend(side, 6, lengths=[3, 0])
+    assert held.cache.length.tolist() == [8, 5]
+    assert extend(side, 6, held.cache, lengths=[0, 3]).cache.length.tolist() == [8, 8]  # beside one that is full
+
+
+def test_masks_that_are_the_same_for_all_tokens_need_no_size(side):
+    held = extend(side, 2, mask=side.Mask.dense(np.array([[True]])))
+    assert re.search("dense", repr(held.mask).lower())
+    assert tuple(held.key.shape) == (B, 8, K, H)

@@ -1,0 +1,157 @@
+"""Whole models: equal on both sides, in one call, in steps and in chunks, and document by document."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_attn import convert
+from flax_attn.parity import tolerance
+
+B, T, VOCAB = 3, 7, 11
+TOTALS = np.array([7, 4, 6])
+STEPS = (((4, 1, 3), 4), ((1, 1, 1), 1), ((1, 1, 1), 1), ((1, 1, 1), 1))
+CHUNKS = (((3, 0, 2), 4), ((2, 2, 0), 4), ((2, 2, 4), 4))
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (B, T))
+SIZES = {"context_length": 7, "vocab_size": VOCAB}
+LLAMA = {"d_model": 8, "d_hidden": 12, "num_heads": 4, "num_layers": 2, **SIZES}
+
+
+def gpt2(**options):
+    return "GPT2", lambda side: side.GPT2Config(6, 3, 2, **SIZES, **options)
+
+
+def llama(rope=lambda side: side.RoPE(), **options):
+    return "Llama", lambda side: side.LlamaConfig(**LLAMA, **options, rope=rope(side))
+
+
+MODELS = {
+    "gpt2": gpt2(),
+    "gpt2 untied": gpt2(tied=False, qkv_bias=False, d_hidden=10, activation="gelu_exact"),
+    "llama": llama(num_kv_heads=2, attention_bias=True, ff_bias=True),
+    "llama 3": llama(lambda side: side.RoPE(500.0, scaling=side.Llama3Scaling(8.0, 20)), num_kv_heads=2),
+    "mistral": llama(num_kv_heads=2, window=3),
+    "qwen 3": llama(num_kv_heads=1, head_dim=6, qk_norm=1e-6, tied=True),
+}
+EVERY = pytest.mark.parametrize(("name", "config"), MODELS.values(), ids=MODELS)
+
+
+def both(sides, name, config):
+    """Return each side with its model, the weights of both being the same."""
+    ours, theirs = (side.build(name, config(side)) for side in sides)
+    random = np.random.default_rng(1)
+    weights = {name: random.normal(0, 0.5, a.shape) for name, a in convert.state_dict(ours).items()}
+    convert.load_state_dict(ours, weights)
+    theirs.load_state_dict({name: sides[1].array(weight) for name, weight in weights.items()})
+    for model in (ours, theirs):
+        model.eval()
+    return list(zip(sides, (ours, theirs), strict=True))
+
+
+def calls(plan):
+    """Yield how many tokens of each row are real in each call, and which they are."""
+    held = np.zeros(B, int)
+    for counts, width in plan:
+        yield np.array(counts), np.minimum(held[:, None] + np.arange(width), T - 1)
+        held = held + counts
+
+
+def in_calls(side, model, plan, capacity=T):
+    call = side.jit(lambda cache, tokens, lengths: model(tokens, lengths=lengths, cache=cache))
+    cache, whole = model.init_cache(B, capacity), np.zeros((B, T, VOCAB))
+    for counts, where in calls(plan):
+        real = np.arange(where.shape[1]) < counts[:, None]
+        tokens = np.where(real, TOKENS[np.arange(B)[:, None], where], VOCAB - 1)
+        logits, cache = call(cache, side.array(tokens), side.array(counts))
+        for row, count in enumerate(counts):
+            whole[row, where[row, :count]] = side.numpy(logits)[row, :count]
+    return whole
+
+
+def real(logits):
+    return np.where(np.arange(T)[:, None] < TOTALS[:, None, None], logits, 0.0)
+
+
+def assert_equal(found, truth, rule=tolerance.FORWARD):
+    errors = tolerance.relative(found, dict.fromkeys(found, truth))
+    assert max(errors.values()) <= rule, errors
+
+
+@EVERY
+def test_steps_and_chunks_equal_the_full_forward(sides, name, config):
+    found = {}
+    for side, model in both(sides, name, config):
+        full = side.jit(lambda tokens, lengths, model=model: model(tokens, lengths=lengths))
+        found[f"{side.name}: full"] = real(side.numpy(full(side.array(TOKENS), side.array(TOTALS))))
+        found |= {f"{side.name}: {i}": in_calls(side, model, plan) for i, plan in enumerate((STEPS, CHUNKS))}
+    assert_equal(found, found["torch_ref: full"])
+    assert np.abs(found["torch_ref: full"]).max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
+def test_packed_documents_equal_each_by_itself(sides, kind):
+    ids, places, ends = np.array([0, 0, 0, 1, 1, 1, 1]), np.array([0, 1, 2, 0, 1, 2, 3]), ((0, 3), (3, 7))
+    for side, model in both(sides, *MODELS[kind]):
+        packed = side.jit(lambda x, p, model=model, side=side: model(x, positions=p, mask=side.Mask.segments(ids)))
+        alone = side.jit(lambda x, model=model: model(x))
+        truth = np.concatenate([side.numpy(alone(side.array(TOKENS[:, i:j]))) for i, j in ends], axis=1)
+        found = {"packed": side.numpy(packed(side.array(TOKENS), side.array(places)))}
+
+        def step(cache, x, p, model=model, side=side):
+            return model(x, positions=p, mask=side.Mask.segments(ids), cache=cache)
+
+        step, cache, logits = side.jit(step), model.init_cache(B, T), []
+        for i, j in ((0, 4), (4, 5), (5, 6), (6, 7)):
+            output, cache = step(cache, side.array(TOKENS[:, i:j]), side.array(places[i:j]))
+            logits.append(side.numpy(output))
+        assert_equal({**found, "cached": np.concatenate(logits, axis=1)}, truth)
+
+
+def test_a_window_is_the_same_in_a_cache_of_any_size(sides):
+    for side, model in both(sides, *MODELS["mistral"]):
+        found = {f"{side.name}: {capacity}": in_calls(side, model, STEPS, capacity) for capacity in (3, 4)}
+        assert_equal(found, in_calls(side, model, CHUNKS))
+
+
+def test_one_sequence_without_a_batch_axis(sides):
+    for side, model in both(sides, *MODELS["qwen 3"]):
+        step, cache, found = (
+            side.jit(lambda cache, x, model=model: model(x, cache=cache)),
+            model.init_cache(None, T),
+            [],
+        )
+        for i, j in ((0, 4), (4, 5), (5, 6), (6, 7)):
+            logits, cache = step(cache, side.array(TOKENS[0, i:j]))
+            found.append(side.numpy(logits))
+        truth = side.numpy(side.jit(lambda x, model=model: model(x))(side.array(TOKENS[:1])))[0]
+        assert_equal({side.name: np.concatenate(found)}, truth)
+
+
+def test_hidden_and_head_are_the_two_halves_of_a_call(sides):
+    for side, model in both(sides, *MODELS["gpt2"]):
+        halves = side.jit(lambda x, model=model: model.logits(model.hidden(x)))(side.array(TOKENS))
+        whole = side.jit(lambda x, model=model: model(x))(side.array(TOKENS))
+        assert_equal({side.name: side.numpy(halves)}, side.numpy(whole))
+
+
+def test_recomputed_blocks_have_the_same_gradients(sides):
+    found = {}
+    for side in sides:
+        for remat in (False, True):
+            model = side.build("GPT2", MODELS["gpt2"][1](side), remat=remat)
+            found[side.name, remat] = gradients(side, model)
+    for side in sides:
+        errors = tolerance.gradient_errors(found[side.name, True], found[side.name, False])
+        assert max(errors.values()) <= tolerance.GRADIENT, errors
+
+
+def gradients(side, model):
+    """Return the gradients of the parameters, which start alike, by name."""
+    model.eval()
+    if side.is_flax:
+        found = nnx.jit(nnx.grad(lambda model, x: (model(x) ** 2).sum()))(model, side.array(TOKENS))
+        return {str(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
+    for i, parameter in enumerate(model.parameters()):
+        parameter.data = side.array(np.random.default_rng(i).normal(0, 0.3, tuple(parameter.shape)))
+    (model(side.array(TOKENS)) ** 2).sum().backward()
+    return {name: side.numpy(parameter.grad) for name, parameter in model.named_parameters()}

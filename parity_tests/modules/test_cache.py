@@ -1,0 +1,218 @@
+"""Modules under a cache: all at once, prefill and steps, and chunks of any size are one function, on both sides."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import torch_ref
+from flax_attn import convert
+from flax_attn.parity import cases as table
+from flax_attn.parity import tolerance
+
+B, T, D = 3, 7, 6
+TOTALS = np.array([7, 4, 6])  # tokens of each row
+# How many tokens of each row come in each call, and how wide the call is: few widths, so that little is compiled.
+STEPS = (((4, 1, 3), 4), ((1, 1, 1), 1), ((1, 1, 1), 1), ((1, 1, 1), 1))
+CHUNKS = (((3, 0, 2), 4), ((2, 2, 0), 4), ((2, 2, 4), 4))
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(B, T, D))
+IDS = np.array([[0, 0, 0, 1, 1, 1, 1], [5, 5, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 4, 4]])
+PLACES = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4], [7, 9, 12, 13, 14, 0, 1]])
+TABLE = RANDOM.normal(size=(8, 4))
+DENSE = RANDOM.random((B, 4, T, T)) < 0.6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module, and what every call of it is told beside the tokens.
+
+    Args:
+        variant: name of the class.
+        arguments: of the constructor, or functions that make them from a side.
+        options: makes the masks and biases of a call from a side and the size of a mask of the whole sequence.
+        positions: of the tokens, where they are given.
+        capacity: of the cache.
+    """
+
+    variant: str
+    arguments: Mapping[str, Any]
+    options: Callable[[Any, int], Mapping[str, Any]] = field(default=lambda side, size: {})
+    positions: Any = None
+    capacity: int = 9
+
+    def build(self, side):
+        made = {name: value(side) if callable(value) else value for name, value in self.arguments.items()}
+        module = side.build(self.variant, **made)
+        module.eval()
+        return module
+
+
+def heads(*, options=lambda side, size: {}, positions=None, capacity=9, **arguments):
+    defaults = {"d_in": D, "d_out": 16, "context_length": 11, "dropout": 0.3, "num_heads": 4}
+    return Case("MultiHeadAttention", {**defaults, **arguments}, options, positions, capacity)
+
+
+def block(**arguments):
+    capacity, options = arguments.pop("capacity", 9), arguments.pop("options", lambda side, size: {})
+    defaults = {"d_model": D, "context_length": 11, "dropout": 0.3, "num_heads": 3, "d_hidden": 10}
+    return Case("TransformerBlock", {**defaults, **arguments}, options, None, capacity)
+
+
+def rope(scaling=None, numbers=(), **keywords):
+    return lambda side: side.RoPE(50.0, scaling=scaling and getattr(side, scaling)(*numbers), **keywords)
+
+
+def padded(array, size, axes):
+    """Return a mask or ids of the whole sequence: of at least as many tokens as the cache holds."""
+    return np.pad(array, [(0, max(size - n, 0) if axis in axes else 0) for axis, n in enumerate(array.shape)])
+
+
+def segments(side, size):
+    return {"mask": side.Mask.segments(padded(IDS, size, (1,)))}
+
+
+def dense(array, *axes):
+    return lambda side, size: {"mask": side.array(padded(array, size, axes))}
+
+
+def packed_window(side, size):
+    mask = side.Mask.segments(padded(IDS, size, (1,))) & side.Mask.dense(padded(DENSE, size, (2, 3)))
+    return {"mask": mask & side.Mask.window(1, None)}
+
+
+LLAMA = {"norm": "rms_norm", "gated": True, "activation": "silu", "ff_bias": False, "out_bias": False}
+
+CAUSAL_BY_MASK = ("multi_head_packed_window", "multi_head_prefix_dense")
+CASES = {
+    "plain": heads(qkv_bias=True),
+    "gqa, qk_norm, head_dim": heads(num_kv_heads=2, head_dim=5, qk_norm=1e-3, qkv_bias=True),
+    "mqa": heads(num_kv_heads=1, out_bias=False),
+    "rope": heads(rope=rope()),
+    "rope, qk_norm, gqa": heads(rope=rope(), qk_norm=1e-3, num_kv_heads=2, head_dim=6),
+    "rope interleaved": heads(rope=rope(interleaved=True)),
+    "rope partial": heads(rope=rope(width=2)),
+    "rope linear": heads(rope=rope("LinearScaling", (3.0,))),
+    "rope yarn": heads(rope=rope("YaRNScaling", (4.0, 6))),
+    "rope llama3": heads(rope=rope("Llama3Scaling", (8.0, 20))),
+    "rope dynamic": heads(rope=rope("DynamicNTKScaling", (4.0, 8))),
+    "alibi": heads(options=lambda side, size: {"bias": lambda q, k: side.alibi(4, q, k)}),
+    "t5": heads(scale=1.0, options=lambda side, size: {"bias": lambda q, k: side.t5_bias(side.array(TABLE), q, k)}),
+    "window mask": heads(options=lambda side, size: {"mask": side.Mask.sliding_window(3)}),
+    "lengths": heads(options=lambda side, size: {"mask": side.Mask.lengths(key=np.array([5, 4, 0]), query=6)}),
+    "segments": heads(options=segments, rope=rope(), positions=PLACES),
+    "segments of all rows": heads(options=lambda side, size: {"mask": side.Mask.segments(padded(IDS[0], size, (0,)))}),
+    "prefix": heads(causal=False, options=lambda side, size: {"mask": side.Mask.prefix(np.array([3, 1, 2]))}),
+    "prefix and segments": heads(
+        causal=False,
+        options=lambda side, size: {
+            "mask": side.Mask.prefix(np.array([3, 1, 2])) & side.Mask.segments(padded(IDS[0], size, (0,)))
+        },
+    ),
+    "dense": heads(options=dense(DENSE, 2, 3)),
+    "dense (t, s)": heads(options=dense(DENSE[0, 0], 0, 1)),
+    "dense keys": heads(options=dense(DENSE[:, :1, :1], 3)),
+    "dense queries": heads(options=dense(DENSE[..., :1], 2)),
+    "all masks": heads(options=packed_window, num_kv_heads=2),
+    "window 3 in 3": heads(window=3, capacity=3),
+    "window 3 in 4": heads(window=3, capacity=4, rope=rope(), num_kv_heads=2),
+    "window 3 in 6": heads(window=3, capacity=6, qk_norm=1e-3, rope=rope("YaRNScaling", (4.0, 6))),
+    "window 3 in 12": heads(window=3, capacity=12),
+    "window 1": heads(window=1, capacity=2),
+    "window and alibi": heads(
+        window=3, capacity=4, options=lambda side, size: {"bias": lambda q, k: side.alibi(4, q, k)}
+    ),
+    "window and all masks": heads(window=4, capacity=5, options=packed_window, rope=rope(), positions=PLACES),
+    "block gpt2": block(qkv_bias=True),
+    "block llama": block(**LLAMA, rope=rope(), num_kv_heads=1, head_dim=4),
+    "block qwen": block(**LLAMA, rope=rope(), num_kv_heads=1, head_dim=4, qk_norm=1e-6),
+    "block mistral": block(**LLAMA, rope=rope(), window=3, head_dim=4, capacity=5),
+    "block post-norm": block(norm_first=False, activation="gelu_exact", options=segments),
+}
+
+
+def same_weights(case, sides):
+    """Return the module of each side, with the same random weights in both."""
+    ours, theirs = (case.build(side) for side in sides)
+    random = np.random.default_rng(1)
+    weights = {name: random.normal(0, 0.4, a.shape) for name, a in convert.state_dict(ours).items()}
+    convert.load_state_dict(ours, weights)
+    theirs.load_state_dict({name: sides[1].array(weight) for name, weight in weights.items()})
+    return zip(sides, (ours, theirs), strict=True)
+
+
+def calls(plan):
+    """Yield, of each call of a plan, how many tokens of each row are real and which of the sequence they are."""
+    held = np.zeros(B, int)
+    for counts, width in plan:
+        yield np.array(counts), np.minimum(held[:, None] + np.arange(width), T - 1)
+        held = held + counts
+
+
+def chunks(side, plan, *arrays):
+    """Return the tokens of each call, what is padding being NaN, and the other arrays alike, and the lengths."""
+    found = []
+    for counts, where in calls(plan):
+        real = np.arange(where.shape[1]) < counts[:, None]
+        cut = [np.take_along_axis(a, where.reshape(*where.shape, *(1,) * (a.ndim - 2)), 1) for a in arrays]
+        cut[0][~real] = np.nan
+        found.append([*map(side.array, cut), side.array(counts)])
+    return found
+
+
+def joined(plan, outputs):
+    """Return the outputs of all calls at the places of their tokens; padding is 0."""
+    whole = np.zeros((B, T, outputs[0].shape[-1]))
+    for (counts, where), output in zip(calls(plan), outputs, strict=True):
+        for row, count in enumerate(counts):
+            whole[row, where[row, :count]] = output[row, :count]
+    return whole
+
+
+def full(side, case, module):
+    options = {**case.options(side, T), **({} if case.positions is None else {"positions": side.array(case.positions)})}
+    output = side.jit(lambda x, lengths: module(x, lengths=lengths, **options))(side.array(X), side.array(TOTALS))
+    return joined(((TOTALS, T),), [side.numpy(output)])
+
+
+def in_calls(side, case, module):
+    """Return a function that computes the outputs in the calls of a plan."""
+    options, arrays = case.options(side, case.capacity), [X] if case.positions is None else [X, case.positions]
+
+    @side.jit
+    def call(cache, x, *rest):
+        placed = {"positions": rest[0]} if rest[1:] else {}
+        return module(x, lengths=rest[-1], cache=cache, **placed, **options)
+
+    def run(plan):
+        cache, outputs = module.init_cache(B, case.capacity), []
+        for chunk in chunks(side, plan, *arrays):
+            output, cache = call(cache, *chunk)
+            outputs.append(side.numpy(output))
+        return joined(plan, outputs)
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_steps_and_chunks_equal_the_full_forward(sides, case):
+    found = {}
+    for side, module in same_weights(case, sides):
+        run = in_calls(side, case, module)
+        outputs = {"full": full(side, case, module), "steps": run(STEPS), "chunks": run(CHUNKS)}
+        found |= {f"{side.name}: {name}": output for name, output in outputs.items()}
+    truth = found["torch_ref: full"]
+    errors = tolerance.relative(found, dict.fromkeys(found, truth))
+    assert max(errors.values()) <= tolerance.FORWARD, errors
+    assert np.abs(truth).max() > 0.1
+
+
+def test_every_causal_row_of_the_table_is_computed_in_steps():
+    for row in (row for row in table.CASES if len(row.inputs) == 1):
+        module = row.build(torch_ref)
+        attention = getattr(module, "att", module)
+        causal = getattr(attention, "causal", True) or row.name in CAUSAL_BY_MASK
+        assert bool(row.chunks) == (hasattr(module, "init_cache") and causal), row.name
+        assert not row.chunks or sum(row.chunks) == row.inputs[0][1], row.name

@@ -1,0 +1,140 @@
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, generate
+from flax_attn.models.sampling import Sampling, keep_likeliest, sample
+
+GPT = GPT2Config(8, 2, 2, context_length=24, vocab_size=31)
+LLAMA = LlamaConfig(8, 12, 4, 2, num_kv_heads=2, context_length=200, vocab_size=31)
+WINDOWED = LlamaConfig(8, 12, 4, 2, num_kv_heads=2, context_length=200, vocab_size=31, window=5)
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [30], [9, 9]]
+
+
+def build(config):
+    model = (GPT2 if isinstance(config, GPT2Config) else Llama)(config, rngs=nnx.Rngs(0))
+    for param in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        param[...] = 20 * param[...]  # decided, so that no near-ties depend on the order of a sum
+    return model
+
+
+@pytest.fixture(scope="module", params=[GPT, LLAMA, WINDOWED], ids=["gpt2", "llama", "windowed"])
+def model(request):
+    return build(request.param)
+
+
+def naive(model, prompt, new):
+    """Return greedy tokens by the full forward of all tokens, one at a time; what stands after them is hidden."""
+    model.eval()
+    tokens, forward = np.zeros(24, int), nnx.jit(lambda model, tokens: model(tokens))
+    tokens[: len(prompt)] = prompt
+    for i in range(len(prompt), len(prompt) + new):
+        tokens[i] = forward(model, tokens)[i - 1].argmax()
+    return tokens[len(prompt) : len(prompt) + new].tolist()
+
+
+def test_greedy_equals_the_full_forward_for_every_row_of_a_batch(model):
+    assert generate(model, PROMPTS, 12) == [naive(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_one_prompt_gives_one_list_and_arrays_do_as_well(model):
+    alone = generate(model, PROMPTS[0], 5)
+    assert alone == generate(model, np.array(PROMPTS[0]), 5) == generate(model, jnp.array([PROMPTS[0]]), 5)[0]
+    assert all(type(token) is int for token in alone)
+
+
+def test_a_row_ends_with_its_stop_token_and_the_others_go_on(model):
+    free = generate(model, PROMPTS, 12)
+    stop = free[0][3]
+    cut = [row[: row.index(stop) + 1] if stop in row else row for row in free]
+    assert generate(model, PROMPTS, 12, stop_tokens=[stop]) == cut
+    assert len(cut[0]) < 12
+
+
+def test_the_callback_hears_every_token_in_order(model):
+    heard = [[] for _ in PROMPTS]
+    rows = generate(model, PROMPTS, 6, callback=lambda row, token: heard[row].append(token))
+    assert heard == rows == generate(model, PROMPTS, 6)
+
+
+def test_the_same_key_draws_the_same_tokens_and_another_key_others(model):
+    options = {"temperature": 1.5, "top_k": 20, "top_p": 0.95}
+    one, again, other = (generate(model, PROMPTS, 12, key=jax.random.key(k), **options) for k in (0, 0, 1))
+    assert one == again != other
+    assert generate(model, PROMPTS, 12, temperature=0.5, top_k=1, key=jax.random.key(0)) == generate(model, PROMPTS, 12)
+
+
+def test_the_model_runs_in_eval_mode_and_stays_in_its_own():
+    model = build(GPT2Config(8, 2, 2, context_length=24, vocab_size=31, dropout=0.9))
+    model.train()
+    assert generate(model, PROMPTS, 5) == generate(model, PROMPTS, 5)
+    assert not model.drop_emb.deterministic
+
+
+def test_lengths_within_a_bucket_share_two_programs():
+    model, steps = build(LLAMA), sys.modules["flax_attn.models.generate"]
+    generate(model, [[1, 2, 3], [4]], 7)
+    sizes = steps._prefill._cache_size(), steps._decode._cache_size()
+    generate(model, [[1] * 60, [4] * 9], 2)
+    generate(model, [[7], [4] * 31], 9)
+    assert (steps._prefill._cache_size(), steps._decode._cache_size()) == sizes
+    generate(model, [[1] * 70, [4]], 3)
+    assert (steps._prefill._cache_size(), steps._decode._cache_size()) == (sizes[0] + 1, sizes[1] + 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        ([], {}, r"^a prompt holds at least one token; prompt 0 is empty"),
+        ([[1], []], {}, r"^a prompt holds at least one token; prompt 1 is empty"),
+        ([1, 31], {}, r"^token ids lie in the vocabulary, 0 to 30; got 31 in prompt 0"),
+        ([[1], [-2]], {}, r"^token ids lie in the vocabulary, 0 to 30; got -2 in prompt 1"),
+        ([1.5], {}, r"^prompts are integers .* got one of shape \(1,\), dtype float64"),
+        ([[[1]]], {}, r"^prompts are integers .* got one of shape \(1, 1\)"),
+        ([1] * 25, {}, r"^a prompt is at most context_length=24 tokens; prompt 0 has 25"),
+        (
+            [1] * 20,
+            {},
+            r"together are at most context_length=24; prompt 0 has 20 tokens and max_new_tokens=5\. Pass",
+        ),
+        (
+            [1] * 6,
+            {"capacity": 10},
+            r"together are at most capacity=10; prompt 0 has 6 tokens .* max_new_tokens=4",
+        ),
+        ([1], {"max_new_tokens": 0}, r"^max_new_tokens must be a positive integer; got max_new_tokens=0"),
+        ([1], {"temperature": 0.5}, r"^temperature=0.5 draws tokens, which needs a key\. Pass key=jax"),
+        ([1], {"top_k": 3}, r"^temperature=0 takes the likeliest token.* got top_k=3, top_p=None"),
+        ([1], {"temperature": -1.0}, r"^temperature must be at least 0, and finite; got -1"),
+        ([1], {"temperature": 1.0, "top_k": 0}, r"^top_k must be a positive integer; got top_k=0"),
+        ([1], {"temperature": 1.0, "top_p": 0.0}, r"^top_p is a probability in \(0, 1\]; got top_p=0"),
+    ],
+)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_bad_calls(tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(build(GPT), tokens, **{"max_new_tokens": 5, **options})
+
+
+def test_top_k_and_top_p_keep_the_likeliest():
+    logits = jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2], [0.97, 0.01, 0.01, 0.01]]))
+
+    def kept(**options):
+        return np.isfinite(keep_likeliest(logits, Sampling(1.0, **options))).tolist()
+
+    assert kept(top_k=2) == [[False, True, True, False], [True, False, False, False]] or kept(top_k=2)[1] == [True] * 4
+    assert kept(top_p=0.69) == [[False, True, True, False], [True, False, False, False]]
+    assert kept(top_p=0.71) == [[False, True, True, True], [True, False, False, False]]
+    assert kept(top_k=3, top_p=0.5) == [[False, True, True, False], [True, False, False, False]]
+    assert kept(top_k=9) == [[True] * 4] * 2
+
+
+def test_draws_follow_the_distribution():
+    logits = jnp.log(jnp.tile(jnp.array([[0.1, 0.6, 0.3]]), (4000, 1)))
+    drawn = np.asarray(sample(logits, Sampling(1.0), jnp.array([3, 4], jnp.uint32), 7))
+    shares = np.bincount(drawn, minlength=3) / len(drawn)
+    np.testing.assert_allclose(shares, [0.1, 0.6, 0.3], atol=5 * (0.25 / len(drawn)) ** 0.5)

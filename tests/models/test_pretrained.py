@@ -1,0 +1,455 @@
+"""Hugging Face folders written by hand: what is read, what is refused and with which words, what is left behind."""
+
+import json
+import tracemalloc
+from dataclasses import replace
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from flax_attn import MultiHeadAttention, convert
+from flax_attn.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YaRNScaling
+from flax_attn.functional.positions import RoPE
+from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, pretrained
+from flax_attn.models.hf_config import read_config, write_config
+from flax_attn.models.language_model import LanguageModel
+
+GPT2_FIELDS = {"model_type": "gpt2", "n_embd": 6, "n_head": 2, "n_layer": 2, "n_positions": 8, "vocab_size": 11}
+LLAMA_FIELDS = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 10,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "vocab_size": 11,
+}
+LLAMA = LlamaConfig(8, 10, num_heads=4, num_layers=2, num_kv_heads=2, head_dim=2, context_length=16, vocab_size=11)
+
+
+def gpt2_shapes(d=6, layers=2, context=8, vocab=11):
+    shapes = {"wte.weight": (vocab, d), "wpe.weight": (context, d), "ln_f.weight": (d,), "ln_f.bias": (d,)}
+    for i in range(layers):
+        linear = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d), "mlp.c_fc": (d, 4 * d), "mlp.c_proj": (4 * d, d)}
+        for name, shape in {**linear, "ln_1": (d,), "ln_2": (d,)}.items():
+            shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[-1:]}
+    return {f"transformer.{name}": shape for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def weights():
+    draw = np.random.default_rng(0)
+    return {name: draw.normal(0, 0.5, shape).astype("float32") for name, shape in gpt2_shapes().items()}
+
+
+@pytest.fixture
+def folder(tmp_path, weights):
+    """A folder of GPT-2."""
+    (tmp_path / "config.json").write_text(json.dumps(GPT2_FIELDS))
+    safetensors.numpy.save_file(weights, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def write_fields(folder, fields, **changes):
+    (folder / "config.json").write_text(json.dumps({**fields, **changes}))
+
+
+def test_every_weight_is_in_its_place(folder, weights):
+    model = GPT2.from_pretrained(folder)
+    block, spec = model.trf_blocks[1], {name.removeprefix("transformer."): w for name, w in weights.items()}
+    query, key, value = np.split(spec["h.1.attn.c_attn.weight"], 3, axis=1)
+    for ours, theirs in [
+        (model.tok_emb.embedding, spec["wte.weight"]),
+        (model.pos_emb.embedding, spec["wpe.weight"]),
+        (model.final_norm.shift, spec["ln_f.bias"]),
+        (block.att.W_query.kernel, query),
+        (block.att.W_key.kernel, key),
+        (block.att.W_value.kernel, value),
+        (block.att.out_proj.bias, spec["h.1.attn.c_proj.bias"]),
+        (block.ff.layers[0].kernel, spec["h.1.mlp.c_fc.weight"]),
+        (block.ff.layers[2].bias, spec["h.1.mlp.c_proj.bias"]),
+        (block.norm2.scale, spec["h.1.ln_2.weight"]),
+    ]:
+        np.testing.assert_array_equal(ours[...], theirs)
+
+
+def test_what_is_read_is_a_model_like_any_other(folder):
+    model = GPT2.from_pretrained(folder, dropout=0.5)
+    twin = nnx.eval_shape(lambda: GPT2(model.config, rngs=nnx.Rngs(0)))
+    twin.eval()
+    assert nnx.graphdef(model) == nnx.graphdef(twin)
+    shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), nnx.state(m, nnx.Param)) for m in (model, twin)]
+    assert shapes[0] == shapes[1]
+    assert jnp.isfinite(model(jnp.array([[1, 5, 10, 0]]))).all()
+
+
+def test_each_dropout_has_a_stream_of_its_own(folder):
+    models = [GPT2.from_pretrained(folder, dropout=0.5, rngs=nnx.Rngs(seed)) for seed in (0, 0, 1)]
+    keys = [[str(jax.random.key_data(k[...])) for k in jax.tree.leaves(m, is_leaf=is_key) if is_key(k)] for m in models]
+    assert len(set(keys[0])) == len(keys[0]) == 5
+    assert keys[0] == keys[1]
+    assert not set(keys[0]) & set(keys[2])
+
+
+def is_key(leaf):
+    return isinstance(leaf, nnx.RngKey)
+
+
+def test_options_reach_the_model(folder):
+    model = GPT2.from_pretrained(folder, dtype=jnp.bfloat16, backend="blocked", remat=True, precision="highest")
+    assert (model.remat, model.trf_blocks[0].att.backend, model.tok_emb.precision) == (True, "blocked", "highest")
+    assert model(jnp.array([[1, 5]])).dtype == jnp.bfloat16
+
+
+def test_only_one_weight_at_a_time_is_in_memory_twice(tmp_path):
+    write_fields(tmp_path, GPT2_FIELDS, n_embd=256, n_layer=4, vocab_size=20)
+    arrays = {name: np.zeros(shape, "float32") for name, shape in gpt2_shapes(256, 4, vocab=20).items()}
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    GPT2.from_pretrained(tmp_path)  # what is traced once and kept
+    tracemalloc.start()
+    model = GPT2.from_pretrained(tmp_path)
+    now, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert model.config.num_layers == 4
+    assert peak - now < sum(array.nbytes for array in arrays.values()) / 3
+
+
+@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False), (None, False)])
+def test_progress_is_shown_where_someone_looks(folder, capsys, progress, shown):
+    GPT2.from_pretrained(folder, progress=progress)
+    output = capsys.readouterr()
+    assert ("weights" in output.err, output.out) == (shown, "")
+
+
+def change(folder, weights, **arrays):
+    """Write the weights with other ones; None leaves one out."""
+    kept = {name: array for name, array in {**weights, **arrays}.items() if array is not None}
+    safetensors.numpy.save_file(kept, folder / "model.safetensors")
+
+
+def test_all_that_does_not_fit_is_said_at_once(folder, weights):
+    wrong = {"transformer.ln_f.bias": np.ones(7, "float32"), "transformer.h.2.ln_1.bias": np.ones(6, "float32")}
+    change(folder, weights, **wrong, **{"transformer.wpe.weight": None, "transformer.h.0.ln_1.bias": np.ones(6, int)})
+    with pytest.raises(convert.ConversionError, match=r"safetensors does not hold the weights of the GPT2") as raised:
+        GPT2.from_pretrained(folder)
+    for line in (
+        "missing transformer.wpe.weight (8, 6)",
+        "mis-shaped transformer.ln_f.bias: expected (6,), got (7,)",
+        "unexpected transformer.h.2.ln_1.bias (6,)",
+        "not readable transformer.h.0.ln_1.bias: its dtype is I64",
+    ):
+        assert f"\n  {line}" in str(raised.value)
+
+
+def test_an_untied_head_is_missed(folder):
+    write_fields(folder, GPT2_FIELDS, tie_word_embeddings=False)
+    with pytest.raises(convert.ConversionError, match=r"missing lm_head\.weight \(11, 6\)"):
+        GPT2.from_pretrained(folder)
+
+
+def test_nothing_is_read_before_all_is_checked(folder, weights, monkeypatch):
+    change(folder, weights, **{"transformer.wpe.weight": None})
+    monkeypatch.setattr("flax_attn.convert.files._read_tensor", lambda path, name: pytest.fail(f"read {name}"))
+    with pytest.raises(convert.ConversionError, match="missing"):
+        GPT2.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 100, -1])
+def test_a_truncated_file(folder, keep):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(convert.ConversionError, match=r"model\.safetensors is not a whole safetensors file"):
+        GPT2.from_pretrained(folder)
+
+
+def shard(folder, weights, places):
+    """Write the weights as two shards, and an index."""
+    names = sorted(weights)
+    for i in range(2):
+        part = {name: weights[name] for name in names[i::2]}
+        safetensors.numpy.save_file(part, folder / f"model-0000{i + 1}-of-00002.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(places))
+
+
+SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+
+def test_an_index_that_names_a_shard_that_is_not_there(folder, weights):
+    shard(folder, weights, {"weight_map": dict(zip("ab", SHARDS, strict=True))})
+    (folder / SHARDS[1]).unlink()
+    with pytest.raises(FileNotFoundError, match=r"index\.json names the shard model-00002-of-00002\.safetensors, and"):
+        GPT2.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("index", [{}, [], {"weight_map": "model"}])
+def test_a_broken_index(folder, weights, index):
+    shard(folder, weights, index)
+    with pytest.raises(convert.ConversionError, match=r"index\.json is not an index"):
+        GPT2.from_pretrained(folder)
+
+
+def test_a_weight_in_two_shards(folder, weights):
+    shard(folder, weights, {"weight_map": dict(zip("ab", SHARDS, strict=True))})
+    (folder / SHARDS[1]).write_bytes((folder / SHARDS[0]).read_bytes())
+    with pytest.raises(convert.ConversionError, match=r"00002\.safetensors holds transformer.*00001-of-.* does too"):
+        GPT2.from_pretrained(folder)
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no weights in .*none of model\.safetensors, "):
+        GPT2.from_pretrained(folder)
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*gpt2\. Nothing is downloaded"):
+        GPT2.from_pretrained(tmp_path / "gpt2")
+
+
+def test_no_config(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no config\.json in "):
+        GPT2.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(("text", "match"), [("{", "is not JSON: "), ("[1]", "must hold an object.*got list")])
+def test_a_broken_config(folder, text, match):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"config\.json {match}"):
+        GPT2.from_pretrained(folder)
+
+
+def test_the_config_of_the_other_model(folder):
+    with pytest.raises(ValueError, match=r"config\.json is that of a GPT2, not of a Llama\. Take GPT2"):
+        Llama.from_pretrained(folder)
+
+
+def test_float64_needs_the_mode_of_64_bits(folder, weights):
+    with pytest.raises(ValueError, match=r"float64 need JAX in its mode of 64 bits"):
+        GPT2.from_pretrained(folder, param_dtype="float64")
+    change(folder, {name: array.astype("float64") for name, array in weights.items()})
+    with pytest.raises(ValueError, match=r"float64 need JAX in its mode of 64 bits"):
+        GPT2.from_pretrained(folder)
+    assert GPT2.from_pretrained(folder, param_dtype="float32").tok_emb.embedding.dtype == jnp.float32
+
+
+def test_a_param_dtype_of_integers(folder):
+    with pytest.raises(ValueError, match=r"param_dtype must be floating point; got int8"):
+        GPT2.from_pretrained(folder, param_dtype=jnp.int8)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+REFUSED = [
+    (GPT2_FIELDS, {"model_type": "bert"}, r"model_type must be one of 'gpt2', 'llama', 'mistral'; got 'bert'"),
+    (GPT2_FIELDS, {"n_embd": "768"}, r"n_embd must be of the kind int; got \"768\""),
+    (GPT2_FIELDS, {"n_layer": True}, r"n_layer must be of the kind int; got true"),
+    (GPT2_FIELDS, {"vocab_size": None}, r"vocab_size must be of the kind int; got null"),
+    (GPT2_FIELDS, {"activation_function": "relu"}, r"activation_function must be one of 'gelu_new', .*; got 'relu'"),
+    (GPT2_FIELDS, {"scale_attn_weights": False}, r"scale_attn_weights must be true, .*; got false"),
+    (GPT2_FIELDS, {"scale_attn_by_inverse_layer_idx": True}, r"inverse_layer_idx must be false, .*; got true"),
+    (GPT2_FIELDS, {"add_cross_attention": True}, r"add_cross_attention must be false, .*; got true"),
+    (GPT2_FIELDS, {"is_causal": False}, r"is_causal must be true, .*; got false"),
+    (GPT2_FIELDS, {"quantization_config": {"bits": 4}}, r"quantization_config must be null, .*; got \{\"bits\": 4\}"),
+    (GPT2_FIELDS, {"embd_pdrop": 0.2}, r"one probability of dropout; got attn_pdrop=0\.1, embd_pdrop=0\.2.*dropout="),
+    (LLAMA_FIELDS, {"hidden_act": "relu"}, r"hidden_act must be one of .*; got 'relu'"),
+    (LLAMA_FIELDS, {"sliding_window": 8}, r"sliding_window must be null, .*; got 8"),
+    (LLAMA_FIELDS, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be 1\.0, .*; got 0\.5"),
+    (LLAMA_FIELDS, {"rope_scaling": {"type": "su"}}, r"rope_scaling: type must be one of 'default', .*; got 'su'"),
+    (LLAMA_FIELDS, {"rope_parameters": {"rope_type": "longrope"}}, r"rope_parameters: rope_type must be one of"),
+    (LLAMA_FIELDS, {"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters lacks the field factor"),
+    (LLAMA_FIELDS, {"rope_scaling": {"type": "llama3", "factor": 8.0}}, r"rope_scaling lacks the field low_freq"),
+    (LLAMA_FIELDS, {"rope_parameters": {**YARN, "short_factor": [1]}}, r"short_factor=\[1\] would be ignored"),
+    (LLAMA_FIELDS, {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor must be 1\.0"),
+    (LLAMA_FIELDS, {"rope_scaling": {"type": "dynamic", "factor": 0.5}}, r"factor is how many times .*factor=0\.5"),
+]
+
+
+@pytest.mark.parametrize(("fields", "changes", "match"), REFUSED)
+def test_a_config_that_asks_for_another_function(tmp_path, fields, changes, match):
+    write_fields(tmp_path, fields, **changes)
+    with pytest.raises(ValueError, match=match) as raised:
+        read_config(tmp_path)
+    assert "config.json" in str(raised.value) or "factor is how" in str(raised.value)
+
+
+@pytest.mark.parametrize("fields", [GPT2_FIELDS, LLAMA_FIELDS], ids=["gpt2", "llama"])
+def test_a_config_that_lacks_a_field(tmp_path, fields):
+    for name in fields.keys() - {"num_key_value_heads"}:
+        write_fields(tmp_path, {n: value for n, value in fields.items() if n != name})
+        with pytest.raises(ValueError, match=rf"config\.json lacks the field {name}\."):
+            read_config(tmp_path)
+
+
+def test_three_probabilities_are_one_if_asked(tmp_path):
+    write_fields(tmp_path, GPT2_FIELDS, embd_pdrop=0.2)
+    assert read_config(tmp_path, dropout=0.3).dropout == 0.3
+
+
+def test_what_a_mistral_leaves_out(tmp_path):
+    fields = {name: value for name, value in LLAMA_FIELDS.items() if name != "num_key_value_heads"}
+    write_fields(tmp_path, fields, model_type="mistral", num_attention_heads=8)
+    config = read_config(tmp_path)
+    assert (config.window, config.num_kv_heads) == (4096, 8)
+    write_fields(tmp_path, fields)
+    assert (read_config(tmp_path).window, read_config(tmp_path).num_kv_heads) == (None, None)
+
+
+def test_the_original_context_beside_the_rope_counts_first(tmp_path):
+    write_fields(tmp_path, LLAMA_FIELDS, rope_scaling={**YARN, "original_max_position_embeddings": 8})
+    assert read_config(tmp_path).rope.scaling == YaRNScaling(4.0, 8)
+    both = {**YARN, "original_max_position_embeddings": 8}
+    write_fields(tmp_path, LLAMA_FIELDS, rope_scaling=both, original_max_position_embeddings=5)
+    assert read_config(tmp_path).rope.scaling == YaRNScaling(4.0, 5)
+
+
+SCALINGS = [
+    None,
+    LinearScaling(2.0),
+    DynamicNTKScaling(4.0, 4),
+    Llama3Scaling(8.0, 8),
+    YaRNScaling(4.0, 4),
+    YaRNScaling(4.0, 4, 16.0, 2.0, truncate=False, attention_factor=1.5),
+    YaRNScaling(4.0, 4, mscale=0.7, mscale_all_dim=0.4),
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_a_rope_is_read_as_it_was_written(tmp_path, scaling):
+    config = replace(LLAMA, rope=RoPE(500.0, scaling=scaling), activation="gelu_exact", dropout=0.25)
+    (tmp_path / "config.json").write_text(write_config(config, "float32"))
+    assert read_config(tmp_path) == config
+
+
+def test_a_scale_that_transformers_would_ignore_becomes_an_amplitude(tmp_path):
+    scaling = YaRNScaling(4.0, 4, mscale=0.7)
+    (tmp_path / "config.json").write_text(write_config(replace(LLAMA, rope=RoPE(scaling=scaling)), "float32"))
+    assert read_config(tmp_path).rope.scaling == YaRNScaling(4.0, 4, attention_factor=scaling.amplitude())
+
+
+class HalfScaling(Scaling):
+    def frequencies(self, base, width):
+        return base ** -np.linspace(0, 0.5, width // 2)
+
+
+UNWRITABLE = [
+    ({"qk_norm": 1e-6}, r"Llama of transformers has no norms of queries and keys; got qk_norm=1e-06"),
+    ({"num_heads": 3, "num_kv_heads": 1}, r"a width that its heads divide.*got d_model=8, num_heads=3"),
+    ({"window": 4, "ff_bias": True}, r"stored as Mistral, which has no biases; got attention_bias=False, ff_bias=True"),
+    ({"rope": RoPE(interleaved=True)}, r"turns whole heads, .*got rope\.interleaved=True, rope\.width=None"),
+    ({"head_dim": 4, "rope": RoPE(width=2)}, r"turns whole heads, .*got rope\.interleaved=False, rope\.width=2"),
+    ({"rope": RoPE(scaling=HalfScaling(2.0))}, r"scales by LinearScaling, .*; got HalfScaling\(factor=2\.0\)"),
+    ({"rope": RoPE(scaling=DynamicNTKScaling(2.0, 4))}, r"original one: 8; got context_length=16.*context_length=8"),
+]
+
+
+@pytest.mark.parametrize(("changes", "match"), UNWRITABLE)
+def test_a_config_that_transformers_does_not_compute(changes, match):
+    with pytest.raises(ValueError, match=match):
+        write_config(replace(LLAMA, **changes), "float32")
+
+
+@pytest.mark.parametrize("changes", [{"qkv_bias": False}, {"tied": False, "qkv_bias": False}])
+def test_a_model_that_the_layout_does_not_hold_is_not_written(tmp_path, changes):
+    model = GPT2(GPT2Config(6, 2, 1, context_length=8, vocab_size=11, **changes), rngs=nnx.Rngs(0))
+    with pytest.raises(convert.ConversionError, match=r"all have a bias or none has"):
+        model.save_pretrained(tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layout", ["torch_mha", "hf_gpt2", "hf_llama", "hf_bert", "hf_t5", "flax"])
+def test_attention_with_norms_of_queries_and_keys_is_refused(layout):
+    attention = nnx.eval_shape(lambda: attention_layer(qk_norm=1e-6))
+    with pytest.raises(convert.ConversionError, match=r"no place for norms of queries and keys; got qk_norm=1e-06"):
+        convert.state_dict(attention, layout)
+
+
+@pytest.mark.parametrize("layout", ["torch_mha", "hf_gpt2", "hf_bert"])
+def test_heads_of_a_width_of_their_own_are_refused(layout):
+    attention = nnx.eval_shape(lambda: attention_layer(head_dim=5))
+    with pytest.raises(convert.ConversionError, match=r"share its width; got num_heads=4, head_dim=5, d_out=8"):
+        convert.state_dict(attention, layout)
+
+
+def attention_layer(**options):
+    return MultiHeadAttention(8, 8, None, 0.0, 4, True, **options, rngs=nnx.Rngs(0))
+
+
+def test_what_else_a_folder_holds_stays(folder, weights):
+    model = GPT2.from_pretrained(folder)
+    (folder / "tokenizer.json").write_text("kept")
+    model.save_pretrained(folder, max_shard_size=2000)
+    files = {file.name for file in folder.iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < files
+    assert "model.safetensors" not in files
+    again = GPT2.from_pretrained(folder)
+    again.save_pretrained(folder)
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    written = safetensors.numpy.load_file(folder / "model.safetensors")
+    assert {name: array.tobytes() for name, array in written.items()} == {n: a.tobytes() for n, a in weights.items()}
+
+
+def test_shards_are_as_large_as_allowed(folder):
+    GPT2.from_pretrained(folder).save_pretrained(folder / "new", max_shard_size=700)
+    index = json.loads((folder / "new" / "model.safetensors.index.json").read_text())
+    shards = [safetensors.numpy.load_file(file) for file in sorted((folder / "new").glob("model-*.safetensors"))]
+    sizes = [sum(array.nbytes for array in arrays.values()) for arrays in shards]
+    assert all(size <= 700 or len(arrays) == 1 for size, arrays in zip(sizes, shards, strict=True))
+    assert all(a + b > 700 for a, b in pairwise(sizes))
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert sorted(index["weight_map"]) == sorted(name for arrays in shards for name in arrays)
+
+
+@pytest.mark.parametrize("at", ["write_shards", "_move"])
+def test_a_crash_leaves_the_model_that_was_there(folder, monkeypatch, at):
+    model = GPT2.from_pretrained(folder)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    monkeypatch.setattr(pretrained, at, lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.save_pretrained(folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert not list(folder.parent.glob(f".{folder.name}*"))
+
+
+def test_a_crash_between_the_files_leaves_nothing_that_loads(folder, monkeypatch):
+    model = GPT2.from_pretrained(folder)
+    moved = []
+
+    def move_one(source, target):
+        moved.append(target.name)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(type(folder), "replace", move_one)
+    with pytest.raises(OSError, match="full"):
+        model.save_pretrained(folder)
+    assert moved == ["model.safetensors"]
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        GPT2.from_pretrained(folder)
+
+
+def test_a_path_that_is_a_file(folder):
+    model = GPT2.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"stored as a folder; got .*config\.json, which is a file"):
+        model.save_pretrained(folder / "config.json")
+
+
+class Other(LanguageModel):
+    """A model that transformers does not know."""
+
+
+def test_a_model_of_another_kind(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"transformers knows GPT2 and Llama; got Other\. Use flax_attn\.convert\.save"
+    ):
+        Other().save_pretrained(tmp_path)
+
+
+def test_a_shard_of_no_size(folder):
+    with pytest.raises(ValueError, match="max_shard_size must be a positive integer; got max_shard_size=0"):
+        GPT2.from_pretrained(folder).save_pretrained(folder, max_shard_size=0)

@@ -1,0 +1,179 @@
+"""The cache under transforms of JAX, and tokens that do not fit where nothing can raise."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_attn
+from flax_attn import RoPE
+
+B, T, D, CAPACITY = 2, 6, 8, 7
+MODULES = {
+    "linear": {"rope": RoPE(50.0), "num_kv_heads": 2},
+    "rolling": {"rope": RoPE(50.0), "window": 3, "qk_norm": 1e-3},
+}
+
+
+@pytest.fixture(params=MODULES.values(), ids=MODULES)
+def module(request):
+    layer = flax_attn.MultiHeadAttention(D, D, 9, 0.0, 4, **request.param, rngs=nnx.Rngs(0))
+    for i, (_, param) in enumerate(nnx.to_flat_state(nnx.state(layer, nnx.Param))):
+        param.set_value(jnp.asarray(np.random.default_rng(i).normal(0, 0.6, param.shape), jnp.float32))
+    return layer
+
+
+@pytest.fixture
+def linear():
+    return flax_attn.MultiHeadAttention(D, D, 9, 0.0, 4, rope=RoPE(), rngs=nnx.Rngs(0))
+
+
+@pytest.fixture
+def x():
+    return jnp.asarray(np.random.default_rng(9).normal(size=(B, T, D)), jnp.float32)
+
+
+def step(module):
+    """Return the step of a loop: the cache and a token of each row in, both out."""
+
+    def body(cache, token):
+        output, cache = module(token[:, None], cache=cache)
+        return cache, output[:, 0]
+
+    return body
+
+
+def test_scan(module, x, close):
+    cache = module.init_cache(B, CAPACITY)
+    cache, outputs = jax.jit(lambda cache, x: jax.lax.scan(step(module), cache, x))(cache, x.swapaxes(0, 1))
+    close(outputs.swapaxes(0, 1), jax.jit(module)(x))
+    assert cache.length.tolist() == [T, T]
+
+
+def test_while_loop(module, x, close):
+    @jax.jit
+    def run(cache, x):
+        def body(state):
+            i, cache, outputs = state
+            cache, output = step(module)(cache, jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False))
+            return i + 1, cache, jax.lax.dynamic_update_index_in_dim(outputs, output, i, 1)
+
+        return jax.lax.while_loop(lambda state: state[0] < T, body, (0, cache, jnp.zeros_like(x)))[2]
+
+    close(run(module.init_cache(B, CAPACITY), x), jax.jit(module)(x))
+
+
+def test_vmap_over_caches_of_single_sequences(module, x, close):
+    single = module.init_cache(None, CAPACITY)
+    caches = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (B, *leaf.shape)), single)
+
+    def run(cache, x, lengths):
+        first, cache = module(x[..., :4, :], lengths=lengths, cache=cache)
+        second, cache = module(x[..., 4:, :], cache=cache)
+        return first, second, cache.length
+
+    lengths = jnp.array([4, 2], jnp.int32)
+    found = jax.jit(jax.vmap(run))(caches, x, lengths)
+    assert found[2].tolist() == [6, 4]
+    close(found[:2], jax.jit(run)(module.init_cache(B, CAPACITY), x, lengths)[:2])
+
+
+def test_a_step_is_compiled_once(module, x):
+    @jax.jit
+    def one(cache, token):
+        return module(token, cache=cache)
+
+    cache = module.init_cache(B, CAPACITY)
+    before = jax.tree.structure(cache), jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache)
+    for i in range(3):
+        _, cache = one(cache, x[:, i : i + 1])
+    assert one._cache_size() == 1
+    assert (jax.tree.structure(cache), jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache)) == before
+
+
+def test_one_that_is_known_to_be_empty_equals_one_that_is_empty(module, x, close):
+    cache, lengths = module.init_cache(B, CAPACITY), jnp.array([5, 2], jnp.int32)
+    call = jax.jit(lambda cache, x: module(x, lengths=lengths, cache=cache))
+    known, empty = call(replace(cache, length=0), x), call(cache, x)
+    close(known[0], empty[0])
+    assert known[1].length.tolist() == empty[1].length.tolist() == [5, 2]
+    assert known[1].key_positions.tolist() == empty[1].key_positions.tolist()
+    more = [jax.jit(lambda held: module(x[:, :2], cache=held)[0])(held) for held in (known[1], empty[1])]
+    close(*more)
+
+
+def test_lengths_that_are_known_stay_known(linear, x, close):
+    cache = replace(linear.init_cache(B, CAPACITY), length=0)
+    call, outputs = jax.jit(lambda cache, x: linear(x, cache=cache)), []
+    for start, stop in ((0, 3), (3, 4), (4, 6)):
+        output, cache = call(cache, x[:, start:stop])
+        outputs.append(output)
+        assert cache.length == stop
+    close(jnp.concatenate(outputs, axis=1), jax.jit(linear)(x))
+    with pytest.raises(ValueError, match=r"capacity of 7 tokens, 6 of them taken, and 2 more do not fit"):
+        call(cache, x[:, :2])
+
+
+def test_gradients_through_prefill_and_steps(module, x, close):
+    graph, params = nnx.split(module)
+    mark = jnp.asarray(np.random.default_rng(3).normal(size=(B, T, D)), jnp.float32)
+
+    def in_calls(params, x):
+        layer = nnx.merge(graph, params)
+        cache, outputs = layer.init_cache(B, CAPACITY), []
+        for start, stop in ((0, 3), (3, 4), (4, 6)):
+            output, cache = layer(x[:, start:stop], cache=cache)
+            outputs.append(output)
+        return (jnp.concatenate(outputs, axis=1) * mark).sum()
+
+    def full(params, x):
+        return (nnx.merge(graph, params)(x) * mark).sum()
+
+    found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(params, x) for f in (in_calls, full))
+    close(jax.tree.leaves(found), jax.tree.leaves(expected))
+
+
+def test_tokens_that_do_not_fit_make_their_row_nan_and_no_other(linear, x):
+    call = jax.jit(lambda cache, x, lengths: linear(x, lengths=lengths, cache=cache))
+    cache = linear.init_cache(B, CAPACITY)
+    _, cache = call(cache, x, jnp.array([6, 2], jnp.int32))
+    fits, _ = call(cache, x[:, :2], jnp.array([1, 2], jnp.int32))
+    spoilt, after = call(cache, x[:, :2], jnp.array([2, 2], jnp.int32))
+    assert not np.isnan(fits).any()
+    assert np.isnan(spoilt[0]).all()
+    assert (spoilt[1] == fits[1]).all()
+    assert after.overflow.tolist() == [True, False]
+    assert (after.key[0, :, :6] == cache.key[0, :, :6]).all()
+    again, after = call(after, x[:, :1], jnp.array([0, 1], jnp.int32))
+    assert np.isnan(again[0]).all()
+    assert not np.isnan(again[1]).any()
+    assert after.overflow.tolist() == [True, False]
+
+
+def test_a_whole_model_says_so_too():
+    config = flax_attn.GPT2Config(6, 2, 2, context_length=4, vocab_size=11, dropout=0.0)
+    model = flax_attn.GPT2(config, rngs=nnx.Rngs(0))
+    call = jax.jit(lambda tokens, lengths, cache: model(tokens, lengths=lengths, cache=cache))
+    tokens, lengths = jnp.ones((B, 3), jnp.int32), jnp.array([3, 1], jnp.int32)
+    _, cache = call(tokens, lengths, model.init_cache(B, 4))
+    logits, cache = call(tokens, jnp.array([2, 3], jnp.int32), cache)
+    assert np.isnan(logits[0]).all()
+    assert not np.isnan(logits[1]).any()
+
+
+@pytest.mark.parametrize("bad", [11, -1])
+def test_ids_outside_the_table_are_nan_where_they_are_traced(bad):
+    table = flax_attn.Embedding(11, 3, rngs=nnx.Rngs(0))
+    found = jax.jit(table)(jnp.array([2, bad, 10], jnp.int32))
+    assert np.isnan(found).all(axis=1).tolist() == [False, True, False]
+
+
+def test_a_narrow_cache_of_a_module(linear, x):
+    cache = linear.init_cache(B, CAPACITY, jnp.bfloat16)
+    output, cache = jax.jit(lambda cache, x: linear(x, cache=cache))(cache, x)
+    assert (cache.key.dtype, output.dtype) == (jnp.bfloat16, jnp.float32)
+    error = np.abs(output - jax.jit(linear)(x)).max() / np.abs(output).max()
+    assert 1e-5 < error < 1e-2

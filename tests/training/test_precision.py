@@ -1,0 +1,125 @@
+"""An optimizer in float32 over parameters of low precision: what it keeps, and that parameters follow it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flax_attn import GPT2, GPT2Config
+from flax_attn.training import float32_state, train_step
+
+RANDOM = np.random.default_rng(0)
+VALUES = {"kernel": RANDOM.normal(size=(5, 7)) * 10.0 ** RANDOM.integers(-2, 3, (5, 7)), "scale": RANDOM.normal(size=3)}
+STEPS = 200
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax adds float32 updates to the parameters
+        yield
+
+
+def parameters(low):
+    return {"kernel": jnp.asarray(VALUES["kernel"], low), "scale": jnp.asarray(VALUES["scale"], jnp.float32)}
+
+
+def as_float32(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def train(optimizer, params, gradients):
+    state = optimizer.init(params)
+    for gradient in gradients:
+        updates, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def gradients_of(params, steps):
+    return [jax.tree.map(lambda x: jnp.asarray(RANDOM.normal(1, 1, x.shape), x.dtype), params) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_small_steps_add_up_as_in_float32(low):
+    optimizer, params = optax.sgd(1e-4, momentum=0.5), parameters(low)
+    gradients = gradients_of(params, STEPS)
+    found, state = train(float32_state(optimizer), params, gradients)
+    truth, _ = train(optimizer, as_float32(params), as_float32(gradients))
+    np.testing.assert_array_equal(state.master[0], truth["kernel"])
+    np.testing.assert_array_equal(found["kernel"], truth["kernel"].astype(low))
+    np.testing.assert_array_equal(found["scale"], truth["scale"])
+    assert {name: x.dtype for name, x in found.items()} == {"kernel": low, "scale": jnp.float32}
+
+
+def test_a_step_that_bfloat16_does_not_feel():
+    ones = {"kernel": jnp.ones(4, jnp.bfloat16)}
+    gradients = [ones] * STEPS
+    assert (train(optax.sgd(1e-4), ones, gradients)[0]["kernel"] == 1).all()
+    found, _ = train(float32_state(optax.sgd(1e-4)), ones, gradients)
+    np.testing.assert_array_equal(found["kernel"], jnp.full(4, 0.98, jnp.bfloat16))
+
+
+def test_only_what_is_low_has_a_copy():
+    optimizer, params = optax.adamw(0.1), parameters(jnp.bfloat16)
+    state = float32_state(optimizer).init(params)
+    assert [(x.shape, x.dtype.name) for x in state.master] == [((5, 7), "float32")]
+    assert {x.dtype.name for x in jax.tree.leaves(state.inner)} == {"float32", "int32"}
+    assert float32_state(optimizer).init(parameters(jnp.float32)).master == ()
+
+
+def test_compiled_parameters_are_the_copies_rounded():
+    params = {"kernel": jnp.asarray(RANDOM.normal(size=20000), jnp.bfloat16)}
+    optimizer = float32_state(optax.adamw(0.1))
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for gradient in gradients_of(params, 5):
+        updates, state = update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_array_equal(params["kernel"], state.master[0].astype(jnp.bfloat16))
+
+
+def test_a_parameter_that_all_but_vanishes():
+    """From a copy just below 1 to one just below 0: the step between is not a float32 number."""
+    optimizer, tiny = float32_state(optax.sgd(1.0)), 3 * 2.0**-24
+    params = jnp.ones(1, jnp.bfloat16)
+    state = optimizer.init(params)
+    for aim in (0.999, -tiny):
+        updates, state = optimizer.update(state.master[0] - jnp.float32(aim), state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_array_equal(params, state.master[0].astype(jnp.bfloat16))
+    assert 0 < -params[0].astype(jnp.float32) < 2 * tiny
+
+
+def test_extra_arguments_reach_the_optimizer():
+    seen = []
+
+    def update(updates, state, params=None, *, value):
+        seen.append(value)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    params = jnp.ones(2, jnp.bfloat16)
+    optimizer = float32_state(inner)
+    optimizer.update(params, optimizer.init(params), params, value=3)
+    assert seen == [3]
+
+
+def test_without_parameters():
+    optimizer = float32_state(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"needs the parameters, .*; got params=None\. Call update\("):
+        optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)))
+
+
+def test_a_model_in_bfloat16_learns():
+    config = GPT2Config(8, 2, 1, context_length=8, vocab_size=11, dropout=0.0)
+    model = GPT2(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, float32_state(optax.adamw(0.01)), wrt=nnx.Param)
+    tokens = jnp.arange(12).reshape(2, 6) % 11
+    losses = [float(train_step(model, optimizer, tokens)) for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
+    copies = jax.tree.leaves(nnx.as_pure(optimizer.opt_state).master)
+    params = jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Param)))
+    assert len(copies) == len(params)
+    for copy, param in zip(copies, params, strict=True):
+        np.testing.assert_array_equal(param, copy.astype(jnp.bfloat16))

@@ -1,0 +1,62 @@
+"""One step: it is what its parts do, and it leaves nothing behind."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flax_attn import GPT2, GPT2Config
+from flax_attn.models.loss import next_token_loss
+from flax_attn.training import train_step
+
+TOKENS = np.arange(15).reshape(3, 5) % 11
+OPTIONS = {"lengths": np.array([5, 3, 4]), "segments": np.array([0, 0, 1, 1, 1])}
+
+
+def build(dropout=0.3, remat=False):
+    config = GPT2Config(8, 2, 1, context_length=8, vocab_size=11, dropout=dropout)
+    model = GPT2(config, remat=remat, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.5, momentum=0.9), wrt=nnx.Param)
+
+
+def leaves(node):
+    return [x for x in jax.tree.leaves(nnx.as_pure(nnx.state(node))) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def test_it_is_the_loss_its_gradient_and_the_optimizer(close):
+    model, optimizer = build()
+    twin, other = build()
+    loss = train_step(model, optimizer, TOKENS, dropout_key=jax.random.key(3), **OPTIONS)
+
+    @nnx.jit
+    def step(model, optimizer, tokens):
+        def surprise(model):
+            return next_token_loss(model, tokens, dropout_key=jax.random.key(3), **OPTIONS)
+
+        truth, gradients = nnx.value_and_grad(surprise)(model)
+        optimizer.update(model, gradients)
+        return truth
+
+    truth = step(twin, other, TOKENS)
+    close([loss, *leaves(model), *leaves(optimizer)], [truth, *leaves(twin), *leaves(other)])
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_every_step_drops_something_else(remat):
+    model, optimizer = build(dropout=0.5, remat=remat)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
+    losses = [float(train_step(model, optimizer, TOKENS)) for _ in range(3)]
+    assert len(set(losses)) == 3
+    model.eval()
+    losses = [float(train_step(model, optimizer, TOKENS)) for _ in range(2)]
+    assert losses[0] == losses[1]
+
+
+def test_the_old_parameters_make_room():
+    model, optimizer = build()
+    old = model.tok_emb.embedding[...]
+    train_step(model, optimizer, TOKENS)
+    assert old.is_deleted()
+    assert not model.tok_emb.embedding[...].is_deleted()

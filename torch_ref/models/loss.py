@@ -1,0 +1,86 @@
+"""The loss of a language model: how surprised it is by each next token."""
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+from torch.nn import functional
+
+from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.functional.masks import Mask
+from torch_ref.functional.positions import segment_positions
+from torch_ref.functional.shapes import ArrayLike
+from torch_ref.models.language_model import LanguageModel
+
+
+def next_token_loss(
+    model: LanguageModel,
+    tokens: Integer[Tensor, "*b t"],
+    *,
+    lengths: ArrayLike | int | None = None,
+    segments: ArrayLike | None = None,
+    dropout_key: Tensor | None = None,
+) -> Float[Tensor, ""]:
+    """Return the mean cross entropy of each next token, given those before it.
+
+        mean over i of -log softmax(logits_i)[token_{i + 1}]
+
+    Sums are taken in at least float32.
+
+    Args:
+        model: in train mode it drops; `model.eval()` switches that off.
+        tokens: `(b, t)` or `(t,)`.
+        lengths: how many tokens of each row are real, `(b,)`; what follows is padding and counts nothing. None is all.
+        segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees its own document
+            alone, positions start again in each, and the first token of a document is not asked for. None is one.
+        dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
+
+    Shapes:
+        Returns one number; 0 where no token is asked for.
+
+    Raises:
+        ValueError: if there are less than two tokens, the segments are not one id a token, or where the model does.
+
+    Example:
+        >>> from torch_ref.models import GPT2, GPT2Config
+        >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11))
+        >>> loss = next_token_loss(model, torch.ones((4, 5), dtype=torch.long))
+        >>> loss.backward()
+        >>> abs(loss.item() - torch.tensor(11.0).log().item()) < 0.5
+        True
+    """
+    shape = tuple(tokens.shape)
+    if shape[-1] < 2:
+        raise ValueError(
+            f"the loss is that of the tokens after the first, so there must be two; got shape {shape}. "
+            "Leave out rows of one token"
+        )
+    options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, shape)}
+    logits = model(tokens, **options)
+    asked = _asked(tokens, lengths, segments)
+    logits = rearrange(logits.to(accumulation_dtype(logits.dtype)), "... t v -> (... t) v")
+    losses = functional.cross_entropy(logits, tokens.roll(-1, dims=-1).flatten(), reduction="none")
+    return (losses * asked.flatten()).sum() / asked.sum().clamp(min=1)
+
+
+def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
+    if segments is None:
+        return {}
+    positions = segment_positions(segments)
+    if tuple(positions.shape) not in (tokens, tokens[-1:]):
+        raise ValueError(
+            f"segments must have one id a token, shape {tokens} or {tokens[-1:]}; got shape {tuple(positions.shape)}. "
+            "Pack them as the tokens are"
+        )
+    return {"mask": Mask.segments(segments), "positions": positions}
+
+
+def _asked(tokens: Tensor, lengths: ArrayLike | int | None, segments: ArrayLike | None) -> Bool[Tensor, "*b t"]:
+    """Return which tokens are followed by one that counts."""
+    following = torch.arange(1, tokens.shape[-1] + 1).expand(tokens.shape)
+    real = tokens.shape[-1] if lengths is None else torch.as_tensor(lengths).expand(tokens.shape[:-1])[..., None]
+    asked = following < real
+    if segments is None:
+        return asked
+    ids = torch.as_tensor(segments).expand(tokens.shape)
+    return asked & (ids == ids.roll(-1, dims=-1))

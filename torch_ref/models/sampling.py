@@ -1,0 +1,94 @@
+"""The next token from its logits: greedy, or drawn by temperature, top-k and top-p."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from torch_ref.functional.checks import check_positive
+from torch_ref.functional.dropout import threefry_2x32
+from torch_ref.functional.dtypes import accumulation_dtype
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn.
+
+        softmax(logits / temperature), cut to the top_k likeliest tokens, and of these to the fewest that hold top_p
+
+    Args:
+        temperature: 0 is greedy, the likeliest token; 1 draws from the model's own distribution.
+        top_k: how many of the likeliest tokens may be drawn; None is all.
+        top_p: how much probability those that may be drawn hold at least, in (0, 1]; None is all.
+
+    Raises:
+        ValueError: if a number lies outside its range, or if `top_k` or `top_p` is given to greedy decoding.
+
+    Example:
+        >>> Sampling(0.8, top_k=50).top_k
+        50
+
+    References:
+        Fan et al. 2018, top-k (arXiv:1805.04833); Holtzman et al. 2019, top-p (arXiv:1904.09751).
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be at least 0, and finite; got {self.temperature}. For greedy pass 0")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ValueError(
+                "temperature=0 takes the likeliest token, and top_k and top_p choose among several; got "
+                f"top_k={self.top_k}, top_p={self.top_p}. Leave them out or pass a temperature, such as 1.0"
+            )
+        if self.top_k is not None:
+            check_positive(top_k=self.top_k)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is a probability in (0, 1]; got top_p={self.top_p}. For all tokens pass None")
+
+
+def keep_likeliest(logits: Float[Tensor, "b v"], sampling: Sampling) -> Float[Tensor, "b v"]:
+    """Return `logits / temperature`, and -inf where a token is not to be drawn. Equals of the last that is stay too.
+
+    Example:
+        >>> keep_likeliest(torch.log(torch.tensor([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6))
+        tensor([[-0.6931, -1.2040,    -inf]])
+    """
+    logits = logits.to(accumulation_dtype(logits.dtype)) / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        logits = _from(logits, logits.topk(sampling.top_k).values[:, -1:])
+    if sampling.top_p is not None:
+        ordered = logits.sort(dim=-1, descending=True).values
+        chances = ordered.softmax(dim=-1)
+        inside = chances.cumsum(dim=-1) - chances < sampling.top_p  # what the likelier ones hold falls short
+        logits = _from(logits, torch.where(inside, ordered, torch.inf).amin(dim=-1, keepdim=True))
+    return logits
+
+
+def sample(
+    logits: Float[Tensor, "b v"], sampling: Sampling, key: Integer[Tensor, "2"], step: Integer[Tensor, ""] | int
+) -> Integer[Tensor, " b"]:
+    """Return a token for every row, decided by (key, step, row) alone: the same in both frameworks.
+
+    Drawn with Gumbel noise: `argmax(logits / temperature - log(-log(u)))`.
+
+    Example:
+        >>> sample(torch.tensor([[0.0, 3.0, 1.0]]), Sampling(), torch.tensor([0, 0]), 0)
+        tensor([1])
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1)
+    kept = keep_likeliest(logits, sampling)
+    rows, words = (torch.arange(size) for size in logits.shape)
+    own = threefry_2x32((key[0], key[1]), (torch.as_tensor(step), rows[:, None]))
+    bits, _ = threefry_2x32(own, (words[None], torch.tensor(0)))
+    uniform = ((bits >> 8).to(kept.dtype) + 0.5) / 2**24
+    return (kept - torch.log(-torch.log(uniform))).argmax(dim=-1)
+
+
+def _from(logits: Tensor, least: Tensor) -> Tensor:
+    return torch.where(logits >= least, logits, -torch.inf)
