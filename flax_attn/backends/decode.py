@@ -33,16 +33,17 @@ def attend(call: Call) -> Array:
     """Return `(b, t, n, v)`; differentiable in every mode and to every order, as the formula is."""
     arrays = {name: getattr(call, name) for name in _ARRAYS}
     arrays["scale"] = jnp.asarray(call.scale, accumulation_dtype(call.query.dtype))
+    # Heads first, as a cache stores them. In the other order XLA copies them for each product, and for the branch.
+    arrays |= {name: rearrange(arrays[name], "b s k h -> b k s h") for name in ("key", "value")}
     return _attend((call.soft_cap, call.precision, call.platform), arrays)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(options: tuple, arrays: dict[str, Any]) -> Array:
-    call = _call(options, arrays)
-    output, scores = _plain(call)
+    output, scores = _plain(_call(options, arrays), arrays["key"], arrays["value"])
     # A number that is not finite spoils every score or output it takes part in, those of hidden keys too.
     clean = jnp.isfinite(scores).all() & jnp.isfinite(output).all()
-    return lax.cond(clean, lambda: output, lambda: formula(call))
+    return lax.cond(clean, lambda: output, lambda: formula(_call(options, arrays)))
 
 
 @_attend.defjvp
@@ -52,7 +53,8 @@ def _differentiate(options: tuple, primals: tuple, tangents: tuple) -> tuple[Arr
 
 def _call(options: tuple, arrays: dict[str, Any]) -> Call:
     soft_cap, precision, platform = options
-    return Call(**arrays, soft_cap=soft_cap, dropout=None, precision=precision, platform=platform)
+    tokens_first = {name: rearrange(arrays[name], "b k s h -> b s k h") for name in ("key", "value")}
+    return Call(**(arrays | tokens_first), soft_cap=soft_cap, dropout=None, precision=precision, platform=platform)
 
 
 def memory(call: Call) -> int:
@@ -61,22 +63,25 @@ def memory(call: Call) -> int:
     return 2 * b * n * t * s * accumulation_dtype(call.query.dtype).itemsize
 
 
-def _plain(call: Call) -> tuple[Array, Array]:
-    (b, n, t, s), k = call.shape, call.key.shape[2]
+def _plain(call: Call, key: Array, value: Array) -> tuple[Array, Array]:
+    """Return the output and the scores; keys and values `(b, k, s, h)`."""
+    (b, n, t, s), k = call.shape, key.shape[1]
     sums = accumulation_dtype(call.query.dtype)
     visible = jnp.broadcast_to(call.mask.block(jnp.arange(t), jnp.arange(s)), (b, n, t, s))
     visible, bias = hide(visible, call.bias)
     products = {"precision": call.precision, "preferred_element_type": sums}
+    heads = ((0, 1), (0, 1))
 
-    query = rearrange(call.query, "b t (k g) h -> b t k g h", k=k)
-    scores = jnp.einsum("b t k g h, b s k h -> b k g t s", query, call.key, **products)
-    raw = scores = rearrange(scores, "b k g t s -> b (k g) t s") * call.scale
+    # The queries of all heads that share keys are the columns of one matrix.
+    query = rearrange(call.query, "b t (k g) h -> b k (g t) h", k=k)
+    scores = lax.dot_general(key, query, (((3,), (3,)), heads), **products)
+    raw = scores = rearrange(scores, "b k s (g t) -> b (k g) t s", t=t) * call.scale
     if bias is not None:
         scores = scores + bias.astype(sums)
     if call.soft_cap is not None:
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
     weights = masked_softmax(scores, visible, None if call.sinks is None else call.sinks.astype(sums))
 
-    weights = rearrange(weights, "b (k g) t s -> b k g t s", k=k).astype(call.value.dtype)
-    output = jnp.einsum("b k g t s, b s k v -> b t k g v", weights, call.value, **products)
-    return rearrange(output, "b t k g v -> b t (k g) v").astype(call.query.dtype), raw
+    weights = rearrange(weights, "b (k g) t s -> b k (g t) s", k=k).astype(value.dtype)
+    output = lax.dot_general(weights, value, (((3,), (2,)), heads), **products)
+    return rearrange(output, "b k (g t) v -> b t (k g) v", t=t).astype(call.query.dtype), raw

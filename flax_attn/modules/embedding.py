@@ -7,6 +7,7 @@ from flax.typing import Dtype, PrecisionLike
 from jax.core import Tracer
 from jaxtyping import Array, Float, Integer
 
+from flax_attn.backends.matrix_product import dot_general
 from flax_attn.functional.checks import check_ids, check_positive
 
 
@@ -58,4 +59,5 @@ class Embedding(nnx.Module):
         """Return `x @ embedding^T`: the table as an output head, with weights tied to those of the input."""
         table = self.embedding[...]
         dtype = jnp.result_type(x, table) if self.dtype is None else self.dtype
-        return jnp.einsum("...d,vd->...v", x.astype(dtype), table.astype(dtype), precision=self.precision)
+        contract_last = (((x.ndim - 1,), (1,)), ((), ()))
+        return dot_general(x.astype(dtype), table.astype(dtype), contract_last, precision=self.precision)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 
+from flax_attn.backends.matrix_product import dot_general
 from flax_attn.functional.checks import check_positive
 
 
@@ -61,5 +62,6 @@ class Linear(nnx.Linear):
             precision=precision,
             kernel_init=uniform,
             bias_init=uniform,
+            dot_general=dot_general,
             rngs=rngs,
         )

@@ -113,7 +113,7 @@ def test_set_backend_leaves_parameters_and_copies_alone():
 @pytest.mark.parametrize("model", [Model, lambda: flax_attn.RMSNorm(4)], ids=["attention", "none"])
 def test_unknown_name(model):
     model = model()
-    with pytest.raises(ValueError, match=r"backend must be one of 'auto', 'reference', 'blocked'.*; got 'flash'"):
+    with pytest.raises(ValueError, match=r"backend must be one of 'auto', 'reference', .*'blocked'.*; got 'flash'"):
         set_backend(model, "flash")
     assert set(backends(model)) <= {"auto"}
 
