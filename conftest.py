@@ -1,4 +1,4 @@
-"""What all tests share: the strictest JAX, and a way around the shape checks for input that is wrong on purpose."""
+"""What all tests share: the strictest JAX, and ways around it."""
 
 import jax
 import jaxtyping
@@ -6,11 +6,21 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_disable_most_optimizations", True)  # most of the time is taken by compiling
+
+
+@pytest.fixture
+def as_a_user_has_jax():
+    """Compute in float32, with JAX's own promotion and all optimisations: what documentation and examples run with."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture
 def no_shape_checks():
-    """Let wrong shapes and types reach the library's own errors."""
+    """Let shapes and types that are wrong on purpose reach the library's own errors."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

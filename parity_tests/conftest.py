@@ -22,14 +22,6 @@ def x64():
         yield
 
 
-@pytest.fixture(autouse=True)
-def quick_to_compile():
-    """Compile without optimisation: nothing is timed here, and to compile takes most of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @dataclass(frozen=True)
 class Side:
     """One package, so that a test can be written once for both."""

@@ -148,7 +148,7 @@ def test_parameters_are_drawn_in_the_order_of_plain_linear_layers(name):
 def test_gpt2_sizes(package):
     assert tuple(package.GPT2_CONFIGS) == SIZES
     for name in SIZES:
-        assert dataclasses.asdict(package.GPT2_CONFIGS[name]) == JOURNEY["gpt2"][name]
+        assert JOURNEY["gpt2"][name].items() <= dataclasses.asdict(package.GPT2_CONFIGS[name]).items()
 
 
 def count(package, *arguments, **keywords):

@@ -1,7 +1,6 @@
 import re
 from pathlib import Path
 
-import jax
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -18,22 +17,20 @@ def test_the_first_example_runs_by_itself():
     exec(BLOCKS[0], {})
 
 
-@pytest.mark.usefixtures("checkpoint_here")
+@pytest.mark.usefixtures("as_a_user_has_jax", "checkpoint_here")
 def test_examples_run_in_order_without_those_for_torch():
     names = {}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as a user has JAX
-        for block in BLOCKS:
-            if "torch" not in block:
-                exec(block, names)
+    for block in BLOCKS:
+        if "torch" not in block:
+            exec(block, names)
 
 
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if "import torch" not in path.read_text()]
 
 
-@pytest.mark.usefixtures("checkpoint_here")
+@pytest.mark.usefixtures("as_a_user_has_jax", "checkpoint_here")
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_examples_of_the_other_pages_run_in_order(path):
     names = {}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        for block in blocks(path):
-            exec(block, names)
+    for block in blocks(path):
+        exec(block, names)

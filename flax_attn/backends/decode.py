@@ -82,6 +82,6 @@ def _plain(call: Call, key: Array, value: Array) -> tuple[Array, Array]:
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
     weights = masked_softmax(scores, visible, None if call.sinks is None else call.sinks.astype(sums))
 
-    weights = rearrange(weights, "b (k g) t s -> b k (g t) s", k=k).astype(value.dtype)
-    output = lax.dot_general(weights, value, (((3,), (2,)), heads), **products)
+    weights = rearrange(weights, "b (k g) t s -> b k (g t) s", k=k)
+    output = lax.dot_general(weights, value.astype(sums), (((3,), (2,)), heads), **products)
     return rearrange(output, "b k (g t) v -> b t (k g) v", t=t).astype(call.query.dtype), raw

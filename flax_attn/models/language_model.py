@@ -155,10 +155,10 @@ def initialise(model: LanguageModel, rngs: nnx.Rngs) -> None:
         if not isinstance(param, nnx.Param):
             continue
         if path[-1] == "bias":
-            param[...] = jnp.zeros_like(param[...])
+            param.set_value(jnp.zeros_like(param[...]))
         elif path[-1] in ("kernel", "embedding"):
             std = 0.02 * (2 * len(model.trf_blocks)) ** -0.5 if _ends_a_residual_path(path) else 0.02
-            param[...] = std * jax.random.normal(rngs.params(), param.shape, param.dtype)
+            param.set_value(std * jax.random.normal(rngs.params(), param.shape, param.dtype))
 
 
 def _ends_a_residual_path(path: tuple) -> bool:

@@ -197,8 +197,11 @@ def regime(name: str, pair: Pair) -> Check:
     ours, theirs = (_with_gradients(pair, answer) for answer in pair.both(asked))
     # Rounding shows in float32: of outputs on the PyTorch side, so that a port that amplifies it is seen; of gradients
     # on both, because where a softmax saturates either may hit a zero exactly and show none.
+    # One draw of it may be a lucky one.
     low = replace(asked, name=f"{name}: float32", dtype="float32")
-    singles = [_with_gradients(pair, answer) for answer in pair.both(low)]
+    nudges = [replace(low, name=f"{low.name}, nudged {i}", nudge=i) for i in range(1, tolerance.DRAWS)]
+    answers = [*pair.both(low), *(pair.ask("torch", nudged) for nudged in nudges)]
+    singles = [_with_gradients(pair, answer) for answer in answers]
     rounding = tolerance.relative(singles[1].outputs, theirs.outputs)
     errors = tolerance.conditioned(tolerance.relative(ours.outputs, theirs.outputs), rounding, tolerance.FORWARD)
     rounding = _largest(tolerance.gradient_errors(single.gradients, theirs.gradients) for single in singles)
@@ -210,8 +213,8 @@ def regime(name: str, pair: Pair) -> Check:
 
 
 def _largest(errors: Iterable[dict[str, float]]) -> dict[str, float]:
-    first, second = errors
-    return {name: max(error, second[name]) for name, error in first.items()}
+    first, *others = errors
+    return {name: max(error, *(other[name] for other in others)) for name, error in first.items()}
 
 
 def _with_gradients(pair: Pair, answer: Answer) -> Answer:

@@ -67,13 +67,16 @@ def null_directions(truth: Arrays) -> set[str]:
 def felt(ours: Arrays, truth: Arrays) -> dict[str, np.ndarray]:
     """Return which elements of each gradient are more than rounding, those that are 0 on both sides included.
 
-    A packed tensor may hold a null direction beside others, such as the key's part of a packed bias.
+    A packed tensor may hold a null direction beside others, such as the key's part of a packed bias. Where some of its
+    elements are rounding, those that are 0 may be rounding that came out so.
     """
     largest = max((_largest(gradient) for gradient in truth.values()), default=0.0)
-    return {
-        name: (np.abs(gradient) > NULL * largest) | ((gradient == 0) & (ours[name] == 0))
-        for name, gradient in truth.items()
-    }
+
+    def of(gradient: np.ndarray, other: np.ndarray) -> np.ndarray:
+        more, zero = np.abs(gradient) > NULL * largest, (gradient == 0) & (other == 0)
+        return more | zero if (more | zero).all() else more
+
+    return {name: of(gradient, ours[name]) for name, gradient in truth.items()}
 
 
 def gradient_errors(ours: Arrays, truth: Arrays) -> dict[str, float]:

@@ -18,15 +18,9 @@ from flax_attn.training import Checkpoints
 
 FILE = str(Path(__file__).parents[2] / "examples" / "train_gpt2.py")
 EXAMPLE = SimpleNamespace(**runpy.run_path(FILE))
+pytestmark = pytest.mark.usefixtures("as_a_user_has_jax")
 CONFIG = GPT2Config(d_model=16, num_heads=2, num_layers=1, context_length=64, vocab_size=320, dropout=0.0)
 STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def as_a_user_has_it(x64):
-    """Float32, and with optax's own promotion of dtypes."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.fixture(scope="module")

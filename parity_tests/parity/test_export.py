@@ -53,7 +53,7 @@ def test_an_export_repeats_every_number(folder):
     live, repeated = climb(*select([ROW])), against(folder / f"{ROW}.safetensors")
     assert repeated.passed
     assert [check.name for check in repeated.checks] == [check.name for check in live.checks]
-    assert all(check.ran for check in repeated.checks)
+    assert [check.name for check in repeated.checks if not check.ran] == ["cache = full"]  # it has none
     assert [check.error for check in repeated.checks] == [check.error for check in live.checks]
 
 
