@@ -23,8 +23,12 @@ from flax_attn.parity.mutants import MUTANTS
 LOWER = {"float32": 23, "bfloat16": 7, "float16": 10}  # bits of the mantissa
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_variant_climbs_the_ladder(case):
+ROWS = ["simplified", "causal", "multi_head_wrapper", "multi_head_gqa", "multi_head_padding", "block_llama", "gpt2"]
+
+
+@pytest.mark.parametrize("case", select(ROWS), ids=lambda case: case.name)
+def test_a_variant_climbs_the_ladder(case):
+    """Of each kind one: `make parity` climbs with all of them."""
     report = table.climb(case)
     assert report.passed, report.explain()
     assert {check.name for check in report.checks if check.ran} == {*table.RUNGS, "layouts"} - not_for(case)
