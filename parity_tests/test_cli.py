@@ -3,6 +3,7 @@ import re
 
 import jax
 import pytest
+import torch
 
 from flax_attn.cli import main
 from torch_ref.modules.linear import Linear
@@ -104,6 +105,15 @@ def test_a_difference_is_printed_with_its_tensor_and_exits_with_1(monkeypatch, c
     assert "DIFFERENT" in shown
     assert "self_attention: forward: error" in shown
     assert "0 of 1 variants" in shown
+
+
+def test_rows_are_located_one_by_one(monkeypatch, capsys):
+    monkeypatch.setattr(Linear, "forward", lambda self, x: torch.nn.functional.linear(x, self.weight + 1e-3, self.bias))
+    rows = ["causal", "multi_head_square", "multi_head_gqa", "block_bert"]
+    assert main(["parity", "--check", "forward", *(word for row in rows for word in ("--variant", row))]) == 1
+    printed = capsys.readouterr()
+    assert "IndexError" not in printed.err
+    assert printed.out.count("fault") >= len(rows)
 
 
 def test_two_targets_are_compared_and_written(modules, tmp_path, capsys):

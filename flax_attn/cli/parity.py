@@ -86,12 +86,13 @@ def _need_page() -> None:
 
 
 def _table(options: argparse.Namespace) -> list[Report]:
-    """Return the reports of the rows of the table, two at a time."""
+    """Return the reports of the rows of the table."""
     from flax_attn.parity.table import climb
 
     pairs, reports = _pairs(options), []
     checks = targets.checks(options)
-    with common.progress() as progress, ThreadPoolExecutor(2) as pool:
+    # Two at a time, but for checks that are asked for: where they fail and part is found by listening to the process.
+    with common.progress() as progress, ThreadPoolExecutor(1 if checks else 2) as pool:
         task = progress.add_task("comparing", total=len(pairs))
         for report in pool.map(lambda row: climb(row[0], options.seed, checks, row[1]()), pairs):
             reports.append(report)
