@@ -1,5 +1,6 @@
 """Checkpoints: a run that is killed, also in the middle of a save, goes on to the same bits."""
 
+import os
 import re
 import signal
 import subprocess
@@ -71,7 +72,8 @@ def hang_in_the_third_save():
 def killed(folder, at):
     """Run in another process until it prints `at`, and kill it; return the losses that it printed."""
     command = [sys.executable, __file__, str(folder), *(["hang"] if at.startswith("in") else [])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
+    options = {"cwd": Path(__file__).parents[2], "env": os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}}  # as here
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
         lines = []
         for line in process.stdout:
             lines.append(line.split())
