@@ -44,7 +44,7 @@ def run(folder, seed=0):
             assert extra == {"read": [done]}
         for step in range(done + 1, STEPS + 1):
             losses[step] = take_step(model, optimizer, TOKENS[step])
-            print(step, losses[step].hex(), flush=True)
+            tell(f"{step} {losses[step].hex()}")
             if step % 2 == 0:
                 checkpoints.save(step, model, optimizer, read=[step])
     return losses, arrays(model, optimizer)
@@ -56,13 +56,19 @@ def arrays(model, optimizer):
     return {jax.tree_util.keystr(path): np.array(x) for path, x in jax.tree_util.tree_leaves_with_path(keys)}
 
 
+def tell(line):
+    """Print in one piece: saves are written, and tell of it, beside the run."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def hang_in_the_third_save():
     finalize, calls = ocp.StandardCheckpointHandler.finalize, []
 
     def slow(self, directory):
         calls.append(directory)
         if len(calls) == 3:
-            print("in the middle of a save", flush=True)
+            tell("in the middle of a save")
             time.sleep(600)
         finalize(self, directory)
 
