@@ -1,4 +1,4 @@
-"""Attention of a few queries over many keys, as in a step of decoding: keys and values are read once, never copied.
+"""Attention of a few queries over many keys, as in a step of decoding: keys and values are read once, and not copied.
 
 The formula in its plainest form, checked by what comes out: where keys, values and queries are all finite, so are all
 scores and the output. If any is not, the call is computed again from inputs in which what is not finite is kept apart.
@@ -66,6 +66,7 @@ def memory(call: Call) -> int:
 def _plain(call: Call, key: Array, value: Array) -> tuple[Array, Array]:
     """Return the output and the scores; keys and values `(b, k, s, h)`."""
     (b, n, t, s), k = call.shape, key.shape[1]
+    g = n // k  # not t, which may be 0: no queries
     sums = accumulation_dtype(call.query.dtype)
     visible = jnp.broadcast_to(call.mask.block(jnp.arange(t), jnp.arange(s)), (b, n, t, s))
     visible, bias = hide(visible, call.bias)
@@ -75,7 +76,7 @@ def _plain(call: Call, key: Array, value: Array) -> tuple[Array, Array]:
     # The queries of all heads that share keys are the columns of one matrix.
     query = rearrange(call.query, "b t (k g) h -> b k (g t) h", k=k)
     scores = lax.dot_general(key, query, (((3,), (3,)), heads), **products)
-    raw = scores = rearrange(scores, "b k s (g t) -> b (k g) t s", t=t) * call.scale
+    raw = scores = rearrange(scores, "b k s (g t) -> b (k g) t s", g=g) * call.scale
     if bias is not None:
         scores = scores + bias.astype(sums)
     if call.soft_cap is not None:
@@ -84,4 +85,4 @@ def _plain(call: Call, key: Array, value: Array) -> tuple[Array, Array]:
 
     weights = rearrange(weights, "b (k g) t s -> b k (g t) s", k=k)
     output = lax.dot_general(weights, value.astype(sums), (((3,), (2,)), heads), **products)
-    return rearrange(output, "b k (g t) v -> b t (k g) v", t=t).astype(call.query.dtype), raw
+    return rearrange(output, "b k (g t) v -> b t (k g) v", g=g).astype(call.query.dtype), raw
