@@ -35,7 +35,7 @@ def pair_paths(entries: Sequence[Entry], flax: Iterable[str], torch: Iterable[st
     pairs = {ROOT: ROOT}
     groups = _groups(held_by_theirs)
     for held, chain in _groups(held_by_ours).items():
-        pairs |= _aligned(chain, groups.get(held, []))
+        pairs |= _matched(chain, groups.get(held, []))
     free = {path for path, held in held_by_theirs.items() if held == frozenset()}
     for path in (path for path, held in held_by_ours.items() if held == frozenset()):
         there = _moved(path, pairs)
@@ -60,7 +60,7 @@ def _groups(held: dict[str, frozenset[int] | None]) -> dict[frozenset[int], list
     return groups
 
 
-def _aligned(ours: list[str], theirs: list[str]) -> dict[str, str]:
+def _matched(ours: list[str], theirs: list[str]) -> dict[str, str]:
     # A module within a module may hold the same weights: equal names first, then from the inside out.
     pairs = {path: path for path in ours if path in theirs}
     left, right = ([p for p in sorted(chain, key=len, reverse=True) if p not in pairs] for chain in (ours, theirs))
