@@ -14,7 +14,6 @@ from jax.extend.core import get_opaque_trace_state
 from jax.extend.core.primitives import name_p
 
 from flax_attn.backends.registry import BACKENDS
-from flax_attn.functional import reference
 from flax_attn.parity.locate.listen import ROOT, Listener
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.sides.jax_side import JaxSide
