@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from flax_attn.backends.choose import check_backend
+from flax_attn.backends.registry import check_backend
 from flax_attn.bench import plan
 from flax_attn.bench.contest import Contest, hold
 from flax_attn.bench.report import Report, machine
