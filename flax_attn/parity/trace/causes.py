@@ -40,23 +40,19 @@ def causes_of(found: Evidence, weights: Arrays, lower: Mapping[str, Lower] | Non
         >>> causes_of(found, {"norm1.scale": scale})
         ['norm1: flax has eps=1e-05, torch 1e-06']
     """
-    wrong = [target for target in found.targets if not target.error <= tolerance.FORWARD]
-    causes = (_cause(found, target, weights, lower or {}) for target in wrong)
-    return [f"{_place(found, target)}: {cause}" for target, cause in zip(wrong, causes, strict=True) if cause]
+    wrong = [target for target in found.targets if not target.error <= max(tolerance.FORWARD, target.rounding)]
+    return [line for target in wrong if (line := _cause(found, target, weights, lower or {}))]
 
 
 def _cause(found: Evidence, target: Target, weights: Arrays, lower: Mapping[str, Lower]) -> str:
+    place = spoken(found.name) if target.label == "output" else f"{spoken(found.name)}, {target.label}"
     forms = [_fitted(family, target) for family in _families(found, target, weights)]
-    two = next((both for both in forms if all(both.values()) and both["flax"] != both["torch"]), None)
-    if two:
-        return _difference(two["flax"], two["torch"])
-    one = next((both for both in forms if any(both.values()) and not all(both.values())), None)
-    return (
-        _lower_operations(found, target, lower)
-        or _rounded(target)
-        or _one_pass_variance(found, target, weights)
-        or (_known_on_one_side(one) if one else "")
-    )
+    both = next((fits for fits in forms if all(fits.values()) and fits["flax"] != fits["torch"]), None)
+    if both:
+        return f"{place}: {_difference(both['flax'], both['torch'])}"
+    one = next((fits for fits in forms if any(fits.values()) and not all(fits.values())), None)
+    cause = _rounded(target) or _one_pass_variance(found, target, weights) or (_known_on_one_side(one) if one else "")
+    return _lower_operations(found, target, lower) or (f"{place}: {cause}" if cause else "")
 
 
 def _fitted(family: Family, target: Target) -> dict[str, str]:
@@ -110,10 +106,6 @@ def _own(found: Evidence, weights: Arrays) -> Arrays:
     return {name: w for name, w in weights.items() if name.rpartition(".")[0] == prefix}
 
 
-def _place(found: Evidence, target: Target) -> str:
-    return spoken(found.name) if target.label == "output" else f"{spoken(found.name)}, {target.label}"
-
-
 # Precision.
 
 
@@ -128,7 +120,7 @@ def _lower_operations(found: Evidence, target: Target, lower: Mapping[str, Lower
         for kind in kinds:
             dtypes = {side: sides[side].get(kind, "float64") for side in SIDES}
             if target.error <= max(map(_rounding, dtypes.values())):
-                return f"flax has {kind} in {dtypes['flax']}, torch in {dtypes['torch']}"
+                return f"{spoken(path)}: flax has {kind} in {dtypes['flax']}, torch in {dtypes['torch']}"
         if path == ".":
             return ""
         path = path.rpartition(".")[0] or "."

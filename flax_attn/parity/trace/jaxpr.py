@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from flax_attn.parity.trace.hooks import Observer
 
 INLINED = ("jit", "pjit", "remat2", "checkpoint", "closed_call")
-SOFTMAX_AXES = ("broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "max", "copy")
+RESHAPES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "stop_gradient", "max", "copy")
 
 mark_p = Primitive("mark")
 mark_p.multiple_results = True
@@ -113,13 +113,16 @@ def _softmaxes(jaxpr: Any) -> Iterator[tuple[Any, tuple[Any, tuple[int, ...]]]]:
     made = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
 
     def origin(atom: Any, name: str) -> Any:
-        # The operation of this name that a value comes from, but for changes of shape and a bound.
+        """Return the operation of this name that a value comes from, but for changes of shape."""
         eqn = None if isinstance(atom, Literal) else made.get(atom)
         if eqn is None or eqn.primitive.name == name:
             return eqn
-        through = ("broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "max", "copy")
         operands = [x for x in eqn.invars if not isinstance(x, Literal)]
-        return origin(operands[0], name) if eqn.primitive.name in through and len(operands) == 1 else None
+        return origin(operands[0], name) if eqn.primitive.name in RESHAPES and len(operands) == 1 else None
+
+    def untransposed(atom: Any) -> Any:
+        eqn = made.get(atom)
+        return atom if eqn is None or eqn.primitive.name != "transpose" else untransposed(eqn.invars[0])
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "div" or any(isinstance(atom, Literal) for atom in eqn.invars):
@@ -129,5 +132,5 @@ def _softmaxes(jaxpr: Any) -> Iterator[tuple[Any, tuple[Any, tuple[int, ...]]]]:
             continue
         shifted = origin(exp.invars[0], "sub")
         top = None if shifted is None else origin(shifted.invars[1], "reduce_max")
-        if top is not None and top.invars[0] is shifted.invars[0]:
-            yield eqn, (shifted.invars[0], tuple(total.params["axes"]))
+        if top is not None and untransposed(top.invars[0]) is untransposed(shifted.invars[0]):
+            yield eqn, (shifted.invars[0], tuple(map(int, total.params["axes"])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +25,14 @@ class Target:
         flax: what Flax computes from the values of PyTorch.
         torch: what PyTorch computed.
         without: the submodule that it is passed to, whose output is therefore no source of it.
+        rounding: how far off it may be because Flax takes what it is computed from in a lower dtype only.
     """
 
     label: str
     flax: Any
     torch: np.ndarray
     without: str = ""
+    rounding: float = 0.0
 
     @property
     def error(self) -> float:
@@ -57,8 +60,10 @@ class Evidence:
 
     @property
     def error(self) -> float:
-        """The largest error of what it computes; NaN if its inputs differ, so that the error may not be its own."""
-        return max((target.error for target in self.targets), default=np.nan) if self.same_inputs else np.nan
+        """The largest error of what it computes; NaN if that may not be its own, because what it is given differs."""
+        errors = [target.error for target in self.targets if not target.error <= target.rounding]
+        judged = self.same_inputs and (errors or not any(target.rounding for target in self.targets))
+        return max(errors, default=0.0 if self.targets else np.nan) if judged else np.nan
 
 
 def relative(flax: np.ndarray, torch: np.ndarray) -> float:
@@ -104,6 +109,7 @@ class _Substitution(Observer):
         self.found = found
         self.reference: Mapping[str, tuple[tuple[Any, ...], Any]] = {}
         self.evidence: dict[str, Evidence] = {}
+        self.roundings: dict[str, float] = {}
 
     def targets(self) -> list[Target]:
         return [target for evidence in self.evidence.values() for target in evidence.targets]
@@ -127,27 +133,42 @@ class _Substitution(Observer):
         parent, child = self.evidence.get(self.enclosing.name), _within(frame.name, self.enclosing.name)
         if parent is not None:
             pairs = enumerate(zip(frame.inputs, theirs, strict=False))
-            parent.targets += [Target(f"{_numbered('input', i)} of {child}", x, r, child) for i, (x, r) in pairs]
+            parent.targets += [self._target(f"{_numbered('input', i)} of {child}", x, r, child) for i, (x, r) in pairs]
 
     def left(self, frame: Frame, output: Any) -> Any:
         if frame.name not in self.reference:
             return output
-        self.evidence[frame.name].targets.append(Target("output", output, self.found.torch[frame.name]))
+        target = Target("output", output, self.found.torch[frame.name], rounding=self.roundings.get(frame.name, 0.0))
+        self.evidence[frame.name].targets.append(target)
         return self._replaced(frame.name, output, known=frame.name != ROOT)
 
     def stepped(self, name: str, value: Any) -> Any:
         if name not in self.reference:
             return value
-        sources = self.evidence[self.enclosing.name].sources if self.enclosing.name in self.evidence else {}
+        parent = self.evidence.get(self.enclosing.name)
+        sources = self._earlier_steps(name) | (parent.sources if parent else {})
         axes = self.found.axes.get(name)
-        target = Target("output", axes.to_torch(value) if axes else value, self.found.torch[name])
-        self.evidence[name] = Evidence(name, "step", [target], dict(sources))
+        target = self._target("output", axes.to_torch(value) if axes else value, self.found.torch[name])
+        self.evidence[name] = Evidence(name, "step", [target], sources)
         return self._replaced(name, value, known=True)
 
+    def _earlier_steps(self, name: str) -> Arrays:
+        """Return the steps of PyTorch before one in the same call, those among them that Flax does not have."""
+        steps = itertools.takewhile(lambda step: step != name, self.found.theirs)
+        prefix = f"{self.enclosing.name}/"
+        return {s.removeprefix(prefix): self.found.theirs[s].output for s in steps if s.startswith(prefix)}
+
+    def _target(self, label: str, flax: Any, torch: np.ndarray, without: str = "") -> Target:
+        return Target(label, flax, torch, without, self.roundings.get(self.enclosing.name, 0.0))
+
     def _replaced(self, name: str, value: Any, known: bool) -> Any:
+        if not self.frames:
+            return value
         if known and self.enclosing.name in self.evidence:
             sources = self.evidence[self.enclosing.name].sources
             sources[_within(name, self.enclosing.name)] = self.found.torch[name]
+        if value.dtype != jnp.float64:
+            self.roundings[self.enclosing.name] = tolerance.REORDERED * float(jnp.finfo(value.dtype).eps)
         reference = jnp.asarray(self.reference[name][1])
         return reference.astype(value.dtype) if reference.shape == value.shape else value
 
