@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import jax
 import numpy as np
 
 from flax_attn import convert
@@ -15,6 +13,7 @@ from flax_attn.parity.adapters.adapter import Adapter, Arrays, Call, PairingErro
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.recording import Recorder, Recording
 from flax_attn.parity.checks import run_checks
+from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report, environment
 from flax_attn.parity.training import Recipe
@@ -152,7 +151,7 @@ def report_on(
         running = run_checks(pair, checks, wanted, watch)
         _callable(pair)
         found, notes = list(running), _notes(pair)
-        divergence = _located(pair, notes) if locate else None
+        divergence = _located(pair, notes) if locate and not all(check.passed for check in found) else None
         return Report(name, found, list(pair.entries), notes, pair.seed, environment(), command, divergence, pair)
 
 
@@ -167,13 +166,6 @@ def _located(pair: Pair, notes: list[str]) -> Any:
     except Exception as error:  # hooks in other people's modules: the verdict stands without them
         notes.append(f"where the sides part could not be looked for: {type(error).__name__}: {error}")
         return None
-
-
-@contextmanager
-def on_cpu():
-    """Compare in float64, on the CPU, where rounding is the only difference that is allowed."""
-    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
 
 
 def _callable(pair: Pair) -> None:

@@ -178,7 +178,7 @@ def flax_cotangents(pair: Pair, found: Activations) -> Arrays:
 
         return jax.grad(weighted)(zeros)
 
-    arrays = found.traced.compiled(gradient)(zeros, pair.flax.arrays(pair.cotangents))
+    arrays = found.traced.compiled(gradient)(zeros, {n: jnp.asarray(c) for n, c in pair.cotangents.items()})
     arrays = {name: numpy64(array) for name, array in arrays.items()}
     return {name: axes[name].to_torch(array) if name in axes else array for name, array in arrays.items()}
 

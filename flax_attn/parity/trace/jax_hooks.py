@@ -153,7 +153,7 @@ def _marking(cls: type, path: str) -> type:
 
     @wraps(cls.__call__)
     def call(self, *args, **kwargs):
-        return _call(path, super(marking, self).__call__, args, kwargs)
+        return _call(path, super(marking, self).__call__, args, kwargs)  # pyright: ignore
 
     names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     marking = type(cls)(cls.__name__, (cls,), names)
@@ -181,7 +181,7 @@ def _name_steps(module: Any) -> None:
             setattr(module, attribute, value)
     attention = getattr(module, "attention_fn", None)
     if callable(attention) and isinstance(module, nnx.Module):
-        module.attention_fn = _stepping(attention)
+        setattr(module, "attention_fn", _stepping(attention))  # noqa: B010, an attribute of some modules
 
 
 def _stepping(attention: Callable) -> Callable:

@@ -121,7 +121,7 @@ def _softmaxes(jaxpr: Any) -> Iterator[tuple[Any, tuple[Any, tuple[int, ...]]]]:
         return origin(operands[0], name) if eqn.primitive.name in RESHAPES and len(operands) == 1 else None
 
     def untransposed(atom: Any) -> Any:
-        eqn = made.get(atom)
+        eqn = None if isinstance(atom, Literal) else made.get(atom)
         return atom if eqn is None or eqn.primitive.name != "transpose" else untransposed(eqn.invars[0])
 
     for eqn in jaxpr.eqns:
@@ -131,6 +131,6 @@ def _softmaxes(jaxpr: Any) -> Iterator[tuple[Any, tuple[Any, tuple[int, ...]]]]:
         if exp is None or exp.primitive.name != "exp" or total is None or total.invars[0] is not eqn.invars[0]:
             continue
         shifted = origin(exp.invars[0], "sub")
-        top = None if shifted is None else origin(shifted.invars[1], "reduce_max")
-        if top is not None and untransposed(top.invars[0]) is untransposed(shifted.invars[0]):
+        top = origin(shifted.invars[1], "reduce_max") if shifted else None
+        if shifted and top and untransposed(top.invars[0]) is untransposed(shifted.invars[0]):
             yield eqn, (shifted.invars[0], tuple(map(int, total.params["axes"])))
