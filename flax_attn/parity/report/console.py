@@ -18,7 +18,7 @@ from flax_attn.parity.check import Check
 from flax_attn.parity.report import wording
 from flax_attn.parity.report.findings import Findings
 
-PAIRS = 60  # the most that are listed
+PAIRS = 30  # the most that are listed
 COLUMNS = (
     "forward",
     "gradients",

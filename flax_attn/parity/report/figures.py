@@ -13,6 +13,7 @@ from plotly.subplots import make_subplots
 from flax_attn.parity.report.scale import COLORS, FLOOR
 from flax_attn.parity.trace.localise import Divergence
 
+LABELS = 12  # nodes that are named on the axis, the first of those that are wrong
 HEADS, TOKENS, POINTS = 8, 32, 500  # the most that is drawn of a layer and of a curve, to keep the page small
 FLAX, TORCH = "#e8710a", "#1a73e8"
 
@@ -55,7 +56,8 @@ def divergence(found: Divergence) -> Picture:
         )
     )
     marked = {node.order for node in (found.first, *found.locally_wrong) if node}
-    marks = [i for i, node in enumerate(found.nodes) if node.order in marked]
+    marks = [i for i, node in enumerate(found.nodes) if node.order in marked][:LABELS]
+    figure.update_yaxes(showgrid=False, zeroline=False)
     figure.update_xaxes(tickvals=marks, ticktext=[names[i] for i in marks], tickangle=-30, showgrid=False)
     words = (
         f"{len(names)} nodes in order of execution, from left to right; "

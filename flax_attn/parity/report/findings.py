@@ -10,6 +10,7 @@ import numpy as np
 from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check, finite
 from flax_attn.parity.pair import Pair
+from flax_attn.parity.trace.causes import grouped
 from flax_attn.parity.trace.localise import Divergence
 
 
@@ -56,8 +57,8 @@ class Findings:
 
     @property
     def causes(self) -> list[str]:
-        """What is known to make the two sides differ, one sentence each."""
-        return list(self.divergence.causes) if self.divergence else []
+        """What is known to make the two sides differ, one sentence each; those of repeated layers are one."""
+        return grouped(self.divergence.causes) if self.divergence else []
 
     @property
     def where(self) -> list[str]:
@@ -82,7 +83,7 @@ class Findings:
         return {
             "variant": self.name,
             "passed": self.passed,
-            "causes": self.causes,
+            "causes": list(self.divergence.causes) if self.divergence else [],
             "divergence": None if self.divergence is None else self.divergence.as_dict(),
             "checks": [_record(check) for check in self.checks],
             "weights": [_row(entry) for entry in self.entries],

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flax_attn.parity.report.figures import Picture
 
 TENSORS = 40  # the most that are listed, those furthest over their rules first
+SAVE = 'Pictures are on the page that report.save("report.html") writes.'
 MAP_BYTES = 700_000  # for the attention maps of a page; plotly itself takes 4.8 MB
 
 
@@ -77,7 +78,7 @@ def page(reports: Sequence[Findings], pictures: bool = True) -> str:
         lstrip_blocks=True,
     )
     templates.globals |= {"wording": wording, "tolerance": tolerance, "share": scale.share}
-    parts = sections(reports) if pictures else [Section(report, _tensors(report)) for report in reports]
+    parts = sections(reports) if pictures else [Section(report, _tensors(report), missing=SAVE) for report in reports]
     script = get_plotlyjs() if any(part.pictures for part in parts) else ""
     return templates.get_template("page.html.j2").render(sections=parts, plotly=script, legend=scale.legend())
 

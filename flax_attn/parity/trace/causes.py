@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ Family = Callable[[np.ndarray, np.ndarray], Forms]
 Lower = Mapping[str, Mapping[str, str]]
 LOW = ("bfloat16", "float16", "float32")
 SIDES = ("flax", "torch")
+REPEATS = 3  # of the same cause that are named
 
 
 def causes_of(found: Evidence, weights: Arrays, lower: Mapping[str, Lower] | None = None) -> list[str]:
@@ -42,6 +43,25 @@ def causes_of(found: Evidence, weights: Arrays, lower: Mapping[str, Lower] | Non
     """
     wrong = [target for target in found.targets if not target.error <= max(tolerance.FORWARD, target.rounding)]
     return [line for target in wrong if (line := _cause(found, target, weights, lower or {}))]
+
+
+def grouped(causes: Sequence[str]) -> list[str]:
+    """Return causes with those of repeated layers on one line, which names the first of them.
+
+    Example:
+        >>> grouped([f"blocks.{i}.norm: flax has eps=1e-06, torch 1e-05" for i in range(6)])
+        ['blocks.0.norm: flax has eps=1e-06, torch 1e-05 (also blocks.1.norm, blocks.2.norm, blocks.3.norm and 2 more)']
+    """
+    found: dict[str, list[str]] = {}
+    for cause in causes:
+        node, _, sentence = cause.partition(": ")
+        found.setdefault(f"{re.sub('[0-9]+', '', node)}: {sentence}", []).append(cause)
+    return [_with_repeats(same[0], [re.split("[,:]", cause)[0] for cause in same[1:]]) for same in found.values()]
+
+
+def _with_repeats(cause: str, others: list[str]) -> str:
+    more = f" and {len(others) - REPEATS} more" if len(others) > REPEATS else ""
+    return f"{cause} (also {', '.join(others[:REPEATS])}{more})" if others else cause
 
 
 def _cause(found: Evidence, target: Target, weights: Arrays, lower: Mapping[str, Lower]) -> str:

@@ -12,11 +12,12 @@ from flax_attn.parity import tolerance
 from flax_attn.parity.check import finite
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.activations import Activations, flax_cotangents, record
-from flax_attn.parity.trace.causes import causes_of
+from flax_attn.parity.trace.causes import causes_of, grouped
 from flax_attn.parity.trace.hooks import spoken
 from flax_attn.parity.trace.substitute import Evidence, relative, rerun
 
 Errors = Mapping[str, float]
+LISTED = 8  # nodes that are listed in words
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Divergence:
 
     def __str__(self) -> str:
         """Return a few lines, the causes first."""
-        return "\n".join([*self.causes, *self.where()])
+        return "\n".join([*grouped(self.causes), *self.where()])
 
     def where(self) -> Iterator[str]:
         """Yield where the sides differ, a line each: the first difference, then the nodes that are locally wrong."""
@@ -121,8 +122,10 @@ class Divergence:
             yield f"none of {len(self.nodes)} nodes differs"
         else:
             yield f"first difference: {spoken(first.name)}, error {first.error:.3g}, rule {first.limit:.0e}"
-        for node in self.locally_wrong:
+        for node in self.locally_wrong[:LISTED]:
             yield f"locally wrong: {spoken(node.name)}, error {node.local_error:.3g} on the same inputs"
+        if len(self.locally_wrong) > LISTED:
+            yield f"locally wrong: {len(self.locally_wrong) - LISTED} more"
 
 
 def localise(pair: Pair) -> Divergence:

@@ -149,6 +149,8 @@ class _Functions(TorchFunctionMode):
         query, key, value = self._step(query, "query"), self._step(key, "key"), self._step(value, "value")
         # The one kernel that has a softmax to observe, called by its name: the choice of kernels is process-wide.
         kernel = torch.ops.aten._scaled_dot_product_attention_math
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
         context, _ = kernel(query, key, value, attn_mask, dropout_p, is_causal, **options)
         return self._step(context, "context")
 
