@@ -112,7 +112,7 @@ def test_two_faults_in_a_deep_stack_are_found_and_named():
 
 
 @pytest.mark.parametrize("name", ["multi_head_gqa", "block_gpt2", "block_bert", "multi_head_wrapper"])
-def test_a_healthy_pair_has_no_wrong_node(name):
+def test_a_healthy_pair_has_no_node_that_is_wrong(name):
     divergence = localise(row(name))
     assert divergence.first is None
     assert divergence.locally_wrong == ()
@@ -198,7 +198,7 @@ def residual_dropped_before_the_norm(block, x, **options):
         ),
     ],
 )
-def test_a_dropped_residual_is_the_fault_of_the_container(name, fault, words):
+def test_a_dropped_residual_is_an_error_of_the_container(name, fault, words):
     divergence = localise(patched(row(name), fault))
     assert names(divergence.locally_wrong) == ["."]
     assert words in str(divergence)
@@ -277,7 +277,7 @@ def test_every_step_of_attention_is_recorded_on_both_sides():
     assert (np.isneginf(found.torch["./masked"]) == hidden).all()
 
 
-def test_another_backend_is_heard_as_the_reference():
+def test_another_backend_is_observed_as_the_reference():
     arguments = {"d_in": 6, "d_out": 8, "context_length": 9, "dropout": 0.0, "num_heads": 4}
     ours = flax_attn.MultiHeadAttention(**arguments, backend="blocked", rngs=nnx.Rngs(0))
     found = record(paired(ours, torch_ref.MultiHeadAttention(**arguments), (3, 5, 6)))
@@ -492,21 +492,21 @@ def test_a_node_that_is_given_something_else_has_no_error_of_its_own():
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_the_attention_of_pytorch_itself_is_heard(need_weights):
+def test_the_attention_of_pytorch_itself_is_observed(need_weights):
     ours = flax_attn.MultiHeadAttention(8, 8, None, 0.0, 4, True, causal=False, rngs=nnx.Rngs(0))
     theirs = torch.nn.MultiheadAttention(8, 4, batch_first=True)
     pair = paired(
         ours, theirs, (3, 5, 8), layout="torch_mha", torch_call=lambda m, x: m(x, x, x, need_weights=need_weights)[0]
     )
-    heard = ["masked", "weights"] if need_weights else ["query", "key", "value", "masked", "weights", "context"]
+    steps = ["masked", "weights"] if need_weights else ["query", "key", "value", "masked", "weights", "context"]
     divergence = localise(pair)
-    assert names(divergence.nodes) == [*(f"./{step}" for step in heard), "."]
+    assert names(divergence.nodes) == [*(f"./{step}" for step in steps), "."]
     assert divergence.first is None
     assert divergence.locally_wrong == ()
 
 
 @pytest.mark.parametrize(("scale", "wrong"), [(0.5, []), (0.25, ["./masked"])])
-def test_the_softmax_of_jax_itself_is_heard(scale, wrong):
+def test_the_softmax_of_jax_itself_is_observed(scale, wrong):
     visible = np.tril(np.ones((5, 5), bool))
 
     def ours(q, k, v):
@@ -538,7 +538,7 @@ def test_hidden_is_hidden_whatever_number_hides_it():
     assert divergence.first is None
 
 
-def test_the_attention_of_jax_itself_is_heard():
+def test_the_attention_of_jax_itself_is_observed():
     def ours(q, k, v):
         with jax.numpy_dtype_promotion("standard"):
             return jax.nn.dot_product_attention(q, k, v)
@@ -560,7 +560,7 @@ class LinenPair(linen.Module):
         return linen.Dense(5, param_dtype=jnp.float64)(x)
 
 
-def test_a_linen_module_is_heard():
+def test_a_linen_module_is_observed():
     x = jnp.ones((3, 4))
     module = LinenPair()
     bound = module.bind(module.init(jax.random.key(0), x))
@@ -582,22 +582,26 @@ class EquinoxPair(equinox.Module):
         return self.second(jnp.sin(self.first(x)))
 
 
-def test_an_equinox_module_is_heard_where_it_is_not_mapped():
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_equinox_module_is_observed_also_where_it_is_mapped(mapped):
     keys = jax.random.split(jax.random.key(0))
     ours = EquinoxPair(equinox.nn.Linear(4, 6, key=keys[0]), equinox.nn.Linear(6, 5, key=keys[1]))
     theirs = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 6), "second": torch.nn.Linear(6, 5)})
+    flax_call = (lambda m, x: jax.vmap(m)(x)) if mapped else None
 
     def call(m, x):
         return m["second"](torch.cos(m["first"](x)))
 
+    shape = (7, 4) if mapped else (4,)
     before = dict(vars(equinox.nn.Linear))
-    divergence = localise(paired(ours, theirs, (4,), layout="torch_ref", torch_call=call))
+    pair = paired(ours, theirs, shape, layout="torch_ref", flax_call=flax_call, torch_call=call)
+    divergence = localise(pair)
     assert names(divergence.nodes) == ["first", "second", "."]
     assert names(divergence.locally_wrong) == ["."]
     assert dict(vars(equinox.nn.Linear)) == before
 
 
-def test_a_record_of_an_earlier_run_cannot_be_heard():
+def test_a_recording_of_an_earlier_run_cannot_be_located():
     pair = patched(row("layer_norm"))
     pair.torch = SimpleNamespace(framework="torch")
     with pytest.raises(NotRun, match="one of these is the recording of an earlier run"):

@@ -89,7 +89,7 @@ def test_names_are_escaped(differing, equal):
     reader = read(differing, equal)
     assert not reader.all("b")
     evil = """<b>a</b> & "b" 'c' </script>"""
-    assert reader.text.count(evil) >= 6  # the title, the table, the heading, a node, a diagnosis, the environment
+    assert reader.text.count(evil) >= 6  # the title, the table, the heading, a node, a cause, the environment
 
 
 def test_many_reports_begin_with_a_table_that_links_to_each(differing, equal):

@@ -1,4 +1,4 @@
-"""One tree of names for the modules of two sides, read off the map of their weights."""
+"""Which submodule of one side is which of the other, from the pairs of their parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flax_attn.parity.trace.hooks import ROOT
 def pair_paths(entries: Sequence[Entry], flax: Iterable[str], torch: Iterable[str]) -> dict[str, str]:
     """Return the path on the PyTorch side of every submodule of the Flax side that has a counterpart.
 
-    Two modules are counterparts if they hold the same weights, and all of them: where several of our projections are
-    one of theirs, those pair at their parent alone. Modules without weights pair by the same path under counterparts.
+    Two modules are counterparts if they hold exactly the same parameters: where several projections of Flax are one of
+    PyTorch, only their parents pair. Modules without parameters pair by equal paths under counterparts.
 
     Args:
-        entries: the weight map; where it is empty, modules pair by equal paths.
+        entries: the pairs of parameters; where there are none, modules pair by equal paths.
         flax: paths of the submodules of the Flax side that can be called.
         torch: those of the PyTorch side.
 
@@ -45,7 +45,7 @@ def pair_paths(entries: Sequence[Entry], flax: Iterable[str], torch: Iterable[st
 
 
 def _held(path: str, names: Sequence[Sequence[str]]) -> frozenset[int] | None:
-    """Return which entries lie under a path; None where one lies there in part."""
+    """Return which entries lie under a path; None if one is only partly there."""
     inside = [[name.startswith(f"{path}.") for name in parts] for parts in names]
     if any(any(parts) and not all(parts) for parts in inside):
         return None
