@@ -29,9 +29,8 @@ class Report(Findings):
         >>> report = Report("layer norm", [Check("forward", 2e-16, 1e-12, "output")])
         >>> report
         Report('layer norm': equal, 1 check)
-        >>> print(report)
-        layer norm: equal
-        All 1 checks hold; the nearest is 5000x below its rule...
+        >>> print(report.explain())
+        layer norm: both sides are the same function, 5e+03x below the rules
     """
 
     def __repr__(self) -> str:

@@ -111,16 +111,13 @@ def record(pair: Pair) -> Activations:
         NotRun: if a side is the recording of an earlier run, which has no intermediate values.
 
     Example:
-        >>> import torch
-        >>> from flax import nnx
+        >>> import jax, torch
         >>> from flax_attn.parity import compare
-        >>> from flax_attn.parity.compare import on_cpu
-        >>> flax = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), jax.nn.relu)
-        >>> torch = torch.nn.ModuleDict({"layers": torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())})
-        >>> pair = compare(flax, torch, [(5, 3)], layout="torch", torch_call=lambda m, x: m.layers(x)).pair
+        >>> from flax_attn.parity.cpu import on_cpu
+        >>> pair = compare(jax.nn.softmax, torch.nn.Softmax(-1).eval(), [(5, 3)], checks=["forward"]).pair
         >>> with on_cpu():
         ...     record(pair).shared
-        ['layers.0', '.']
+        ['./masked', './weights', '.']
     """
     from flax_attn.parity.adapters.torch_adapter import TorchAdapter
     from flax_attn.parity.trace import torch_hooks

@@ -138,15 +138,14 @@ def localise(pair: Pair) -> Divergence:
         NotRun: if a side is the recording of an earlier run.
 
     Example:
-        >>> import torch
-        >>> from flax import nnx
+        >>> import jax, torch
         >>> from flax_attn.parity import compare
-        >>> from flax_attn.parity.compare import on_cpu
-        >>> flax = nnx.LayerNorm(8, rngs=nnx.Rngs(0), use_fast_variance=False)
-        >>> pair = compare(flax, torch.nn.LayerNorm(8), [(5, 8)], layout="torch", checks=["forward"]).pair
+        >>> from flax_attn.parity.cpu import on_cpu
+        >>> from flax_attn.parity.trace.localise import localise
+        >>> pair = compare(jax.nn.gelu, torch.nn.GELU().eval(), [(5, 3)], checks=["forward"]).pair
         >>> with on_cpu():
-        ...     print(localise(pair).causes[0])
-        the whole module: flax has eps=1e-06, torch 1e-05
+        ...     localise(pair).causes
+        ('the whole module: flax has tanh GELU of input, torch has exact GELU of input',)
     """
     found = record(pair)
     evidence = rerun(found)
