@@ -6,7 +6,7 @@ import pytest
 
 from flax_attn.parity.check import Check
 from flax_attn.parity.report.report import Report
-from flax_attn.parity.trace.localise import Divergence, Node
+from flax_attn.parity.trace.divergence import Divergence, Node
 
 EVIL = """<b>a</b> & "b" 'c' </script>"""
 

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from flax_attn.parity.report.scale import COLORS, FLOOR
-from flax_attn.parity.trace.localise import Divergence
+from flax_attn.parity.trace.divergence import Divergence
 
 LABELS = 12  # nodes that are named on the axis, the first of those that are wrong
 HEADS, TOKENS, POINTS = 8, 32, 500  # the most that is drawn of a layer and of a curve, to keep the page small

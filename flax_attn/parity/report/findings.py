@@ -11,7 +11,7 @@ from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check, finite
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.causes import grouped
-from flax_attn.parity.trace.localise import Divergence
+from flax_attn.parity.trace.divergence import Divergence
 
 
 @dataclass(frozen=True)
