@@ -313,7 +313,7 @@ class Breaks(Observer):
 
 def test_nothing_is_patched_while_another_thread_runs_the_same_classes():
     """Neither classes nor modules of either framework are others while a comparison runs, nor after one that breaks."""
-    pair, seen, done = row("block_gpt2"), [], threading.Event()
+    pair, seen, ready, done = row("block_gpt2"), [], threading.Event(), threading.Event()
     flax_classes = {type(inner) for _, inner in nnx.iter_modules(pair.flax.module)}
     torch_classes = {type(inner) for inner in pair.torch.module.modules()}
     owners = [*flax_classes, *torch_classes, jax.nn, name_p, torch.nn.functional, flax_attn.functional.reference]
@@ -324,6 +324,7 @@ def test_nothing_is_patched_while_another_thread_runs_the_same_classes():
         with on_cpu(), torch.no_grad():
             flax, theirs = pair.flax.built(), deepcopy(pair.torch.module).eval()
             expected = flax(jnp.asarray(x.numpy())), theirs(x)
+            ready.set()
             while not done.is_set():
                 flax_same, torch_same = (
                     (flax(jnp.asarray(x.numpy())) == expected[0]).all(),
@@ -334,6 +335,7 @@ def test_nothing_is_patched_while_another_thread_runs_the_same_classes():
 
     thread = threading.Thread(target=other)
     thread.start()
+    assert ready.wait(300)
     try:
         assert localise(pair).first is None
         with pytest.raises(RuntimeError, match="broken on purpose"):
