@@ -49,7 +49,7 @@ class KVCache:
     A pytree of fixed shapes: it goes through `jit`, `vmap`, `lax.scan` and `lax.while_loop`. Keys are stored after
     rotation. With `window` it rolls: the slots of tokens that no later query sees are used again, and a sequence has
     no end. Without, tokens beyond the capacity are an error where the lengths are known; where they are traced, nothing
-    is overwritten and the row is marked: `overflow` tells, and modules turn its output into NaN.
+    is overwritten and the row is marked: `invalid` tells, and modules turn its output into NaN.
 
     Args:
         key: `(b, k, s, h)`, heads first, so that a step reads the keys of a head in one piece; s is the capacity.
@@ -104,7 +104,7 @@ class KVCache:
         return self.key.shape[-2]
 
     @property
-    def overflow(self) -> Bool[Array, "*b"]:
+    def invalid(self) -> Bool[Array, "*b"]:
         """Which rows were given more tokens than fit: what they hold is not the whole sequence."""
         lengths = self._lengths
         return jnp.zeros_like(lengths, bool) if self.window else lengths > self.capacity

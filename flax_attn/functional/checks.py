@@ -72,6 +72,29 @@ def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
 
 
+def check_block_norms(norm_first: bool, norm1: object, norm2: object, post_norm1: object, post_norm2: object) -> None:
+    """Raise unless a block that normalises the sums has a norm for each, and no others."""
+    norms = {"norm1": norm1, "norm2": norm2, "post_norm1": post_norm1, "post_norm2": post_norm2}
+    given = [name for name, norm in norms.items() if norm is not None]
+    if norm_first or given == ["norm1", "norm2"]:
+        return
+    raise ValueError(
+        "norm_first=False normalises the two sums, with norm1 and norm2 and no post norms; "
+        f"got {', '.join(given) or 'no norm'}. For any other norms pass norm_first=True"
+    )
+
+
+def check_block_widths(d_model: int, attention: dict[str, int], parts: dict[str, int | None]) -> None:
+    """Raise unless all parts of a block are as wide as the input of its attention; None is not known."""
+    wrong = {f"att.{name}": width for name, width in attention.items() if width != d_model}
+    wrong |= {f"{name}.d_model": width for name, width in parts.items() if width not in (None, d_model)}
+    if wrong:
+        raise ValueError(
+            f"all parts of a block have one width; got att.d_in={d_model}, "
+            f"{', '.join(f'{name}={width}' for name, width in wrong.items())}. Construct them with one d_model"
+        )
+
+
 def check_tokens(name: str, shape: tuple[int, ...], width_name: str, width: int, context_length: int | None) -> None:
     """Raise unless `shape` is `(t, width)` or `(b, t, width)` with `t <= context_length`."""
     if len(shape) not in (2, 3):
@@ -134,6 +157,11 @@ def check_options(num_heads: int, sinks: tuple[int, ...] | None, soft_cap: float
     """Raise unless there is one sink a query head and the cap is positive."""
     if sinks is not None and sinks != (num_heads,):
         raise ValueError(f"sinks must be one logit a query head, shape ({num_heads},); got shape {sinks}")
+    check_soft_cap(soft_cap)
+
+
+def check_soft_cap(soft_cap: float | None) -> None:
+    """Raise unless the bound of the scores is positive."""
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be positive; got soft_cap={soft_cap}. For no cap pass None")
 

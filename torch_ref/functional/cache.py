@@ -99,7 +99,7 @@ class KVCache:
         return self.key.shape[-2]
 
     @property
-    def overflow(self) -> Bool[Tensor, "*b"]:
+    def invalid(self) -> Bool[Tensor, "*b"]:
         """Which rows were given more tokens than fit: none, as that is an error."""
         return torch.zeros_like(self._lengths, dtype=torch.bool)
 

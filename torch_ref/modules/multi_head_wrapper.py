@@ -10,9 +10,10 @@ from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.causal import CausalAttention
+from torch_ref.modules.typed import TypedModule
 
 
-class MultiHeadAttentionWrapper(nn.Module):
+class MultiHeadAttentionWrapper(TypedModule):
     """`concat(head_1(x), ..., head_n(x))` of `CausalAttention` heads; no output projection.
 
     The plain way to many heads: n small products instead of one. `MultiHeadAttention` computes all heads at once.

@@ -2,16 +2,17 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_ref.attention import check_backend, single_head_attention
 from torch_ref.functional.checks import check_positive, check_tokens
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.linear import Linear
+from torch_ref.modules.typed import TypedModule
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(TypedModule):
     """One head, every token attending to every token.
 
         softmax(q k^T / sqrt(d_key)) v    with q = x W_query, k = x W_key, v = x W_value

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from torch import nn
-
 from torch_ref.attention import check_backend, single_head_attention
 from torch_ref.functional.checks import check_tokens
 from torch_ref.functional.shapes import Tokens
+from torch_ref.modules.typed import TypedModule
 
 
-class SimplifiedSelfAttention(nn.Module):
+class SimplifiedSelfAttention(TypedModule):
     """`softmax(x x^T) x`: no parameters, no scaling.
 
     Args:
