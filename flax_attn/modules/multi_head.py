@@ -265,9 +265,7 @@ class MultiHeadAttention(nnx.Module):
         self, query: Array, key: Array | None, positions: ArrayLike | None, cache: KVCache | None
     ) -> None:
         if self.rope is None and positions is not None:
-            raise ValueError(
-                "positions are for rope; got positions, rope=None. Construct the module with rope=RoPE()"
-            )
+            raise ValueError("positions are for rope; got positions, rope=None. Construct the module with rope=RoPE()")
         if self.rope is not None and key is not None:
             raise ValueError(
                 "rope rotates queries and keys by the positions of one sequence, in self-attention; got a key of shape "
