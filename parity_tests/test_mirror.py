@@ -15,10 +15,13 @@ import torch_ref
 
 ROOTS = {package.__name__: Path(package.__file__).parent for package in (flax_attn, torch_ref)}
 ONE_SIDED_FILES = {
-    "models/pretrained.py": "flax_attn",  # PyTorch has transformers
-    "models/hf_config.py": "flax_attn",
-    "models/hf_fields.py": "flax_attn",
-    "models/hf_rope.py": "flax_attn",
+    "models/registry.py": "flax_attn",  # PyTorch has transformers
+    "models/hugging_face/__init__.py": "flax_attn",
+    "models/hugging_face/decoder.py": "flax_attn",
+    "models/hugging_face/family.py": "flax_attn",
+    "models/hugging_face/fields.py": "flax_attn",
+    "models/hugging_face/folder.py": "flax_attn",
+    "models/hugging_face/rope.py": "flax_attn",
     "modules/backend.py": "flax_attn",  # there is but one backend in torch_ref
     "functional/tags.py": "torch_ref",  # JAX has names of its own
 }
@@ -31,7 +34,7 @@ ONE_SIDED = {
     "functional/masks.py": {"bounds", "row", "shift", "split_band"},  # for kernels, which only JAX has
     "functional/mask_parts.py": {"Bounds", "bounds", "row", "shift"},
 }
-FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "device"}
+FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "numerics", "device"}
 FLOORS = (
     "functional",
     "convert",

@@ -17,6 +17,7 @@ import flax_attn
 import torch_ref
 import torch_ref.models.loss
 from flax_attn import convert
+from flax_attn.models import from_pretrained
 from flax_attn.parity import tolerance
 from flax_attn.training import train_step
 
@@ -163,8 +164,8 @@ def test_a_model_of_transformers_learns_alike(name, tmp_path, monkeypatch):
     build = transformers.AutoModelForCausalLM.from_config
     theirs = randomised(build(config, attn_implementation="sdpa").double())
     theirs.save_pretrained(tmp_path)
-    ours = getattr(flax_attn, name).from_pretrained(tmp_path)
-    layout = f"hf_{name.lower()}"
+    ours = from_pretrained(tmp_path)
+    layout = ours.family.layout
 
     def loss(tokens):
         tokens = torch.from_numpy(tokens)
