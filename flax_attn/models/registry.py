@@ -9,10 +9,12 @@ from flax_attn.models.hugging_face.fields import read_fields
 from flax_attn.models.hugging_face.folder import LoadOptions
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.llama import Llama
+from flax_attn.models.qwen2 import Qwen2
 
 FAMILIES: tuple[type[LanguageModel[Any]], ...] = (
     GPT2,
     Llama,
+    Qwen2,
 )
 
 

@@ -37,6 +37,7 @@ MODELS = {
     "llama 3": llama(lambda side: side.RoPE(500.0, scaling=side.Llama3Scaling(8.0, 20)), num_kv_heads=2),
     "mistral": llama(num_kv_heads=2, window=3),
     "full and windowed layers": llama(num_kv_heads=1, head_dim=6, window=3, full_layers=(0,), tied=True),
+    "qwen2": decoder("Qwen2", num_kv_heads=2, window=3, full_layers=(0,)),
 }
 EVERY = pytest.mark.parametrize(("name", "config"), MODELS.values(), ids=MODELS)
 

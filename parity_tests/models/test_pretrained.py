@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, modeling_rope_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
 
 from flax_attn import convert
 from flax_attn.models import GPT2, Llama, from_pretrained
@@ -33,7 +34,7 @@ LLAMA_SIZES = {
     "max_position_embeddings": CONTEXT,
     "vocab_size": 13,
 }
-MODULES = (modeling_rope_utils, modeling_llama, modeling_mistral)
+MODULES = (modeling_rope_utils, modeling_llama, modeling_mistral, modeling_qwen2)
 NO_IDS = {"bos_token_id": None, "eos_token_id": None}
 
 
@@ -124,6 +125,7 @@ FUNCTIONS = [
     ("GPT2", {"tie_word_embeddings": False, "n_inner": 10, "layer_norm_epsilon": 0.1, "n_layer": 1}),
     ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 0.1, "hidden_act": "gelu"}),
     ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None, "num_hidden_layers": 1}),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
 ]
 
 
@@ -227,6 +229,13 @@ KINDS = {  # with no field at its default
     },
     "Llama": {"attention_bias": True, "mlp_bias": True, "attention_dropout": 0.3, "rms_norm_eps": 0.01},
     "Mistral": {"sliding_window": 5, "tie_word_embeddings": True, "hidden_act": "gelu"},
+    "Qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "attention_dropout": 0.3,
+        "tie_word_embeddings": True,
+    },
 }
 
 

@@ -18,6 +18,7 @@ from flax_attn.functional.positions import RoPE
 from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, from_pretrained, save_pretrained
 from flax_attn.models.hugging_face import folder as loader
 from flax_attn.models.hugging_face.fields import read_fields
+from flax_attn.models.qwen2 import Qwen2
 from flax_attn.models.registry import FAMILIES, model_class, model_types
 
 GPT2_FIELDS = {"model_type": "gpt2", "n_embd": 6, "n_head": 2, "n_layer": 2, "n_positions": 8, "vocab_size": 11}
@@ -31,6 +32,8 @@ LLAMA_FIELDS = {
     "max_position_embeddings": 16,
     "vocab_size": 11,
 }
+QWEN2_FIELDS = {**LLAMA_FIELDS, "model_type": "qwen2"}
+SLIDING, FULL = "sliding_attention", "full_attention"
 LLAMA = LlamaConfig(8, 10, num_heads=4, num_layers=2, num_kv_heads=2, head_dim=2, context_length=16, vocab_size=11)
 
 
@@ -285,6 +288,19 @@ REFUSED = [
         {"embd_pdrop": 0.2},
         r"has one probability of dropout; got attn_pdrop=0\.1, embd_pdrop=0\.2.*dropout=",
     ),
+    (QWEN2_FIELDS, {"hidden_act": "relu"}, r"hidden_act must be one of .*; got 'relu'"),
+    (QWEN2_FIELDS, {"use_sliding_window": 1}, r"use_sliding_window must be of the kind bool; got 1"),
+    (
+        QWEN2_FIELDS,
+        {"layer_types": [FULL]},
+        r"layer_types must name .* each of num_hidden_layers=2 layers; got \['full",
+    ),
+    (QWEN2_FIELDS, {"layer_types": [FULL, "linear"]}, r"layer_types must name 'sliding_attention' or .*'linear'\]"),
+    (
+        QWEN2_FIELDS,
+        {"layer_types": [FULL, SLIDING]},
+        r"needs a window; got use_sliding_window=false, sliding_window=4096",
+    ),
     (LLAMA_FIELDS, {"hidden_act": "relu"}, r"hidden_act must be one of .*; got 'relu'"),
     (LLAMA_FIELDS, {"sliding_window": 8}, r"sliding_window must be null, .*; got 8"),
     (LLAMA_FIELDS, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be 1\.0, .*; got 0\.5"),
@@ -326,6 +342,40 @@ def test_what_a_mistral_leaves_out(tmp_path):
     assert (config.window, config.num_kv_heads) == (4096, 8)
     write_fields(tmp_path, fields)
     assert (read_config(tmp_path).window, read_config(tmp_path).num_kv_heads) == (None, None)
+
+
+def test_what_a_qwen2_leaves_out(tmp_path):
+    write_fields(tmp_path, {name: LLAMA_FIELDS[name] for name in LLAMA_FIELDS if name != "num_key_value_heads"})
+    fields = {"model_type": "qwen2", "num_attention_heads": 32, "num_key_value_heads": None, "hidden_size": 32}
+    write_fields(tmp_path, LLAMA_FIELDS, **fields)
+    assert (read_config(tmp_path).window, read_config(tmp_path).num_kv_heads) == (None, None)
+    del fields["num_key_value_heads"]
+    write_fields(tmp_path, {**LLAMA_FIELDS, **fields, "num_hidden_layers": 30}, use_sliding_window=True)
+    assert read_config(tmp_path).full_layers == tuple(range(28))
+
+
+WINDOWS = [
+    ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, (5, 5)),
+    ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, (None, 5)),
+    ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}, (None, None)),
+    ({"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL]}, (5, None)),
+    ({"use_sliding_window": True, "sliding_window": None}, (None, None)),
+    ({"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}, (None, None)),
+]
+
+
+@pytest.mark.parametrize(("changes", "windows"), WINDOWS)
+def test_the_window_of_each_layer_is_read_and_written(tmp_path, changes, windows):
+    write_fields(tmp_path, QWEN2_FIELDS, **changes)
+    config = read_config(tmp_path)
+    assert config.windows == windows
+    (tmp_path / "config.json").write_text(loader.write_config(Qwen2.family, config, "float32"))
+    assert read_config(tmp_path).windows == windows
+
+
+def test_a_layer_that_is_not_there():
+    with pytest.raises(ValueError, match=r"full_layers must be numbers of layers, 0 to 1; got \(2,\)"):
+        replace(LLAMA, window=3, full_layers=(2,))
 
 
 def test_the_original_context_beside_the_rope_counts_first(tmp_path):
