@@ -10,11 +10,13 @@ from flax_attn.models.hugging_face.folder import LoadOptions
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.llama import Llama
 from flax_attn.models.qwen2 import Qwen2
+from flax_attn.models.qwen3 import Qwen3
 
 FAMILIES: tuple[type[LanguageModel[Any]], ...] = (
     GPT2,
     Llama,
     Qwen2,
+    Qwen3,
 )
 
 

@@ -22,6 +22,7 @@ MODELS = {
     "GPT2": {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 256},
     "Llama": DECODER,
     "Qwen2": {**DECODER, "use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1},
+    "Qwen3": {**DECODER, "head_dim": 6},
 }
 
 

@@ -38,6 +38,7 @@ MODELS = {
     "mistral": llama(num_kv_heads=2, window=3),
     "full and windowed layers": llama(num_kv_heads=1, head_dim=6, window=3, full_layers=(0,), tied=True),
     "qwen2": decoder("Qwen2", num_kv_heads=2, window=3, full_layers=(0,)),
+    "qwen3": decoder("Qwen3", num_kv_heads=1, head_dim=6, attention_bias=True, tied=True),
 }
 EVERY = pytest.mark.parametrize(("name", "config"), MODELS.values(), ids=MODELS)
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, modeling_rope_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
 
 from flax_attn import convert
 from flax_attn.models import GPT2, Llama, from_pretrained
@@ -34,7 +35,7 @@ LLAMA_SIZES = {
     "max_position_embeddings": CONTEXT,
     "vocab_size": 13,
 }
-MODULES = (modeling_rope_utils, modeling_llama, modeling_mistral, modeling_qwen2)
+MODULES = (modeling_rope_utils, modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3)
 NO_IDS = {"bos_token_id": None, "eos_token_id": None}
 
 
@@ -120,12 +121,16 @@ def assert_equal_logits(ours, theirs):
     assert errors["logits"] <= tolerance.FORWARD, errors
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 FUNCTIONS = [
     ("GPT2", {"activation_function": "gelu", "reorder_and_upcast_attn": True}),
     ("GPT2", {"tie_word_embeddings": False, "n_inner": 10, "layer_norm_epsilon": 0.1, "n_layer": 1}),
     ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 0.1, "hidden_act": "gelu"}),
     ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None, "num_hidden_layers": 1}),
-    ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("Qwen2", {**WINDOW, "max_window_layers": 1}),
+    ("Qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 1, "head_dim": 6}),
+    ("Qwen3", {"attention_bias": True, "rms_norm_eps": 0.1, **WINDOW, "layer_types": [SLIDING, FULL]}),
 ]
 
 
@@ -236,6 +241,7 @@ KINDS = {  # with no field at its default
         "attention_dropout": 0.3,
         "tie_word_embeddings": True,
     },
+    "Qwen3": {**WINDOW, "layer_types": [SLIDING, FULL], "max_window_layers": 0, "attention_bias": True},
 }
 
 

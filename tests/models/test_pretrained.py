@@ -378,6 +378,12 @@ def test_a_layer_that_is_not_there():
         replace(LLAMA, window=3, full_layers=(2,))
 
 
+def test_what_a_qwen3_leaves_out(tmp_path):
+    fields = {name: value for name, value in LLAMA_FIELDS.items() if name != "num_key_value_heads"}
+    write_fields(tmp_path, fields, model_type="qwen3", num_attention_heads=32)
+    assert (read_config(tmp_path).head_dim, read_config(tmp_path).num_kv_heads) == (128, 32)
+
+
 def test_the_original_context_beside_the_rope_counts_first(tmp_path):
     write_fields(tmp_path, LLAMA_FIELDS, rope_scaling={**YARN, "original_max_position_embeddings": 8})
     assert read_config(tmp_path).rope.scaling == YaRNScaling(4.0, 8)
