@@ -49,6 +49,6 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
     for prompt, tokens in zip(prompts(), found, strict=True):
         ids = torch.tensor([prompt])
         options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-        truth = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
-        assert len(set(truth)) > 20  # not stuck on a few words
-        assert tokens == truth
+        reference = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+        assert len(set(reference)) > 20  # not stuck on a few words
+        assert tokens == reference

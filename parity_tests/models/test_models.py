@@ -85,8 +85,8 @@ def real(logits):
     return np.where(np.arange(T)[:, None] < TOTALS[:, None, None], logits, 0.0)
 
 
-def assert_equal(found, truth, rule=tolerance.FORWARD):
-    errors = tolerance.relative(found, dict.fromkeys(found, truth))
+def assert_equal(found, reference, rule=tolerance.FORWARD):
+    errors = tolerance.relative(found, dict.fromkeys(found, reference))
     assert max(errors.values()) <= rule, errors
 
 
@@ -107,7 +107,7 @@ def test_packed_documents_equal_each_by_itself(sides, kind):
     for side, model in both(sides, *MODELS[kind]):
         packed = side.jit(lambda x, p, model=model, side=side: model(x, positions=p, mask=side.Mask.segments(ids)))
         alone = side.jit(lambda x, model=model: model(x))
-        truth = np.concatenate([side.numpy(alone(side.array(TOKENS[:, i:j]))) for i, j in ends], axis=1)
+        reference = np.concatenate([side.numpy(alone(side.array(TOKENS[:, i:j]))) for i, j in ends], axis=1)
         found = {"packed": side.numpy(packed(side.array(TOKENS), side.array(places)))}
 
         def step(cache, x, p, model=model, side=side):
@@ -117,7 +117,7 @@ def test_packed_documents_equal_each_by_itself(sides, kind):
         for i, j in ((0, 4), (4, 5), (5, 6), (6, 7)):
             output, cache = step(cache, side.array(TOKENS[:, i:j]), side.array(places[i:j]))
             logits.append(side.numpy(output))
-        assert_equal({**found, "cached": np.concatenate(logits, axis=1)}, truth)
+        assert_equal({**found, "cached": np.concatenate(logits, axis=1)}, reference)
 
 
 def test_a_window_is_the_same_in_a_cache_of_any_size(sides):
@@ -136,8 +136,8 @@ def test_one_sequence_without_a_batch_axis(sides):
         for i, j in ((0, 4), (4, 5), (5, 6), (6, 7)):
             logits, cache = step(cache, side.array(TOKENS[0, i:j]))
             found.append(side.numpy(logits))
-        truth = side.numpy(side.jit(lambda x, model=model: model(x))(side.array(TOKENS[:1])))[0]
-        assert_equal({side.name: np.concatenate(found)}, truth)
+        reference = side.numpy(side.jit(lambda x, model=model: model(x))(side.array(TOKENS[:1])))[0]
+        assert_equal({side.name: np.concatenate(found)}, reference)
 
 
 def test_hidden_and_head_are_the_two_halves_of_a_call(sides):
