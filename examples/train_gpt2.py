@@ -114,7 +114,7 @@ def sample(model: GPT2, tokenizer: Tokenizer, seed: int) -> str:
 
 
 def train(model: GPT2, corpus: Corpus, tokenizer: Tokenizer, folder: Path, steps: int, every: int) -> list[float]:
-    """Train to step `steps` from the last checkpoint in a folder; return the losses. Save and sample every few steps."""
+    """Train to step `steps` from the last checkpoint in a folder; return the losses. Save and sample regularly."""
     optimizer, losses = make_optimizer(model, steps), []
     with Checkpoints(folder) as checkpoints, Progress(transient=True) as progress:
         done, start = resume(checkpoints, model, optimizer)
