@@ -11,7 +11,7 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("parity", "show", "backends", "bench"))
+    assert all(command in shown for command in ("parity", "show", "backends", "bench", "generate"))
 
 
 def test_no_command_is_bad_usage():
@@ -87,7 +87,7 @@ def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, cap
     assert main(["bench", "--shape", "1,2,24,8", "--rounds", "2", "--backend", "blocked", "--json", str(path)]) == 0
     assert "(1, 2, 24, 8) forward+backward" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]
-    ours = [row for row in rows if row["rival"] == "ours blocked"]
+    ours = [row for row in rows if row["implementation"] == "ours blocked"]
     assert [row["status"] for row in ours] == ["timed", "timed"]
     assert all(len(row["seconds"]) == 2 and row["error"] <= 1 for row in ours)
 

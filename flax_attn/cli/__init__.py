@@ -12,7 +12,7 @@ from flax_attn.cli.common import UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 a parity failure, 2 bad usage."""
+    """Run the command line and return its exit code: 0 done, 1 a check failed, 2 bad usage."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
