@@ -11,7 +11,7 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("parity", "show", "backends", "bench", "generate"))
+    assert all(command in shown for command in ("parity", "show", "backends", "bench", "generate", "docs"))
 
 
 def test_no_command_is_bad_usage():
