@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
-    from jaxlib.xla_client import Device
+    from jaxlib._jax import Device
     from matplotlib.figure import Figure
 
 

@@ -94,8 +94,8 @@ def faults_page(rows: Sequence[FaultRow]) -> str:
     return f"""{NOTE}
 # Planted faults
 
-The {len(rows)} known porting faults that are planted, one at a time, into the PyTorch module of a variant, and the check
-that detects each first. [The proof](proof.md#the-checks-are-tested) has the command that plants them.
+The {len(rows)} known porting faults that are planted, one at a time, into the PyTorch module of a variant, and the
+check that detects each first. [The proof](proof.md#the-checks-are-tested) has the command that plants them.
 
 {markdown(("fault", "planted in", "detected by"), rows)}"""
 
