@@ -67,4 +67,4 @@ def test_missing_or_repeated_markers_are_bad_usage(page, folder, capsys):
 def test_a_table_goes_between_two_markers(page):
     with pytest.raises(ValueError, match="must stand between one line"):
         docs.between_markers(page, "table")
-    assert docs.between_markers(PAGE, "new\n") == f"# Backends\n\n{docs.BEGIN}\nnew\n\n{docs.END}\nThe rest.\n"
+    assert docs.between_markers(PAGE, "new") == f"# Backends\n\n{docs.BEGIN}\nnew\n\n{docs.END}\nThe rest.\n"

@@ -20,6 +20,8 @@ ONE_SIDED_FILES = {
     "models/hf_fields.py": "flax_attn",
     "models/hf_rope.py": "flax_attn",
     "modules/backend.py": "flax_attn",  # torch_ref has only one backend
+    "functional/kv_range.py": "flax_attn",  # for kernels, which only JAX has
+    "modules/matrix_product.py": "flax_attn",  # works around a limit of XLA
     "functional/tags.py": "torch_ref",  # JAX has checkpoint_name
 }
 ONE_SIDED_EXPORTS = {"Unsupported", "explain", "set_backend"}
@@ -28,8 +30,8 @@ ONE_SIDED = {
     "functional/dropout.py": {"draw_key"},
     "models/generate.py": {"Steps"},  # between the two programs that are compiled
     "models/language_model.py": {"from_pretrained", "save_pretrained"},
-    "functional/masks.py": {"bounds", "row", "shift", "split_band"},  # for kernels, which only JAX has
-    "functional/mask_parts.py": {"Bounds", "bounds", "row", "shift"},
+    "functional/masks.py": {"kv_range", "row", "shift", "split_band"},  # for kernels, which only JAX has
+    "functional/mask_parts.py": {"kv_range", "band", "row", "shift"},
 }
 FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "device"}
 LAYERS = ("functional", "attention", "modules", "models")

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from flax_attn.backends.choose import check_backend
+from flax_attn.backends.registry import BACKENDS, check_backend, load
 from flax_attn.bench import machine
 from flax_attn.bench.benchmark import GIB, Benchmark, Measurement, measure
 from flax_attn.bench.functions import functions, ours
@@ -19,7 +19,6 @@ from flax_attn.bench.workload import Workload
 
 Shape = tuple[int, int, int, int]
 
-NATIVE = {"cpu": (), "gpu": ("cudnn", "tokamax"), "tpu": ("splash",)}  # backends that run on one platform only
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
 PRODUCT = {"cpu": 2048, "gpu": 8192, "tpu": 8192}  # width of a matrix product that takes a few milliseconds at least
 GROWTH_LIMIT = 4 * GIB
@@ -116,7 +115,7 @@ def default_backends(platform: str) -> tuple[str, ...]:
         >>> default_backends("tpu")
         ('auto', 'splash', 'blocked', 'reference')
     """
-    native = NATIVE[platform]
+    native = [name for name in BACKENDS if platform in (load(name).platforms or ())]
     return ("auto", *native, *(["blocked"] if native else []), "reference")
 
 

@@ -57,7 +57,7 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _check_backends(names: list[str]) -> None:
-    from flax_attn.backends.choose import check_backend
+    from flax_attn.backends.registry import check_backend
 
     try:
         for name in names:

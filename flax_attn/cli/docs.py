@@ -34,13 +34,6 @@ class FaultRow(NamedTuple):
     check: str
 
 
-class BackendRow(NamedTuple):
-    """A backend: its name, and what it is in a line."""
-
-    name: str
-    summary: str
-
-
 def add(commands: Any) -> None:
     """Add the command."""
     docs = commands.add_parser(
@@ -69,11 +62,13 @@ def _docs(options: argparse.Namespace) -> int:
 
 
 def _pages(folder: Path) -> Iterator[tuple[Path, str]]:
+    from flax_attn.backends.registry import markdown_table
+
     yield folder / "variants.md", variants_page(_variants())
     yield folder / "faults.md", faults_page(_faults())
     path = folder / "backends.md"
     try:
-        yield path, between_markers(path.read_text(), backends_table(_backends()))
+        yield path, between_markers(path.read_text(), markdown_table())
     except ValueError as error:
         raise common.UsageError(f"{path}: {error}") from None
 
@@ -100,11 +95,6 @@ check that detects each first. [The proof](proof.md#the-checks-are-tested) has t
 {markdown(("fault", "planted in", "detected by"), rows)}"""
 
 
-def backends_table(rows: Sequence[BackendRow]) -> str:
-    """Return the table of all backends."""
-    return markdown(("backend", "what it is"), rows)
-
-
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     r"""Return a table in Markdown.
 
@@ -120,7 +110,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def between_markers(page: str, table: str) -> str:
-    """Return a page with a table in place of what stands between the two markers.
+    """Return a page with the text between the two markers replaced by a table.
 
     Raises:
         ValueError: if a marker is missing or repeated.
@@ -128,7 +118,7 @@ def between_markers(page: str, table: str) -> str:
     if (page.count(BEGIN), page.count(END)) != (1, 1):
         raise ValueError(f"the table must stand between one line {BEGIN.strip()} and one line {END.strip()}")
     head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+    return f"{head}{BEGIN}\n{table}\n\n{END}{rest.split(END)[1]}"
 
 
 def keywords(arguments: Mapping[str, Any]) -> str:
@@ -173,9 +163,3 @@ def _faults() -> list[FaultRow]:
     from flax_attn.proof.faults import FAULTS
 
     return [FaultRow(fault.what.removesuffix("."), f"`{fault.row.name}`", fault.check) for fault in FAULTS]
-
-
-def _backends() -> list[BackendRow]:
-    from flax_attn.backends.choose import BACKENDS, load
-
-    return [BackendRow(f"`{name}`", (load(name).__doc__ or "").splitlines()[0]) for name in BACKENDS]
