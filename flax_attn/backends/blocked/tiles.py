@@ -1,4 +1,4 @@
-"""The tiles of one head: where they lie, what is seen in them, and their scores. Both passes walk over them."""
+"""The tiles of one head: where they are, what is visible in them, and their scores, for both passes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from flax_attn.backends.extent import extent
-from flax_attn.backends.slices import take
-from flax_attn.backends.tiling import Strip, Tiling
+from flax_attn.backends.blocked.slices import take
+from flax_attn.backends.blocked.tiling import EdgeTile, Tiling
 from flax_attn.functional.dropout import KeyedDropout, keep_mask
-from flax_attn.functional.mask_parts import Dense, Segments, Window
+from flax_attn.functional.kv_range import KVRange
 from flax_attn.functional.masks import Mask
 
 
 @dataclass(frozen=True)
 class Static:
-    """What is known before tracing: the cut, and how to compute.
+    """What is known before tracing: the tiling, and how to compute.
 
     Args:
-        tiling: how queries and keys are cut.
+        tiling: how queries and keys are divided.
         soft_cap: of the scores, or None.
         precision: of the matrix products.
         operand: the dtype that matrix products read.
@@ -54,7 +53,7 @@ class Head(NamedTuple):
 
     Shapes:
         query `(t, h)`, key `(s, h)`, value `(s, v)`; bias of rank 4 for all heads, or None; sink a scalar or None; mask
-        what is hidden beside the band, as one of one row and one head; b and n the indices of this head.
+        what the band of the tiling does not say, for this row and head; b and n the indices of this head.
     """
 
     query: Float[Array, "t h"]
@@ -69,7 +68,7 @@ class Head(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries from `row` against keys from `col`; `visible` is what is seen of it, None is all."""
+    """Queries from `row` against keys from `col`; `visible` is the mask of the tile, None if nothing is hidden."""
 
     row: Array
     rows: int
@@ -90,76 +89,76 @@ def starts(tiling: Tiling) -> Array:
 
 def edges(static: Static, head: Head, start: Array) -> Iterator[tuple[slice, list[Tile]]]:
     """Yield rows of the block at `start`, and the tiles in which the band ends for them."""
-    for row, strips in groupby(static.tiling.strips, lambda strip: strip.row):
-        yield slice(row, row + static.tiling.strip), [_edge(static.tiling, head, start, strip) for strip in strips]
+    for row, same_rows in groupby(static.tiling.edges, lambda edge: edge.row):
+        yield slice(row, row + static.tiling.edge), [_at_edge(static.tiling, head, start, edge) for edge in same_rows]
 
 
-def _edge(tiling: Tiling, head: Head, start: Array, strip: Strip) -> Tile:
-    tile = Tile(start + strip.row, strip.rows, start + strip.col, strip.cols)
+def _at_edge(tiling: Tiling, head: Head, start: Array, edge: EdgeTile) -> Tile:
+    tile = Tile(start + edge.row, edge.rows, start + edge.col, edge.cols)
     rows, cols = tile.indices
-    distance = (strip.col - strip.row) + jnp.arange(strip.cols)[None] - jnp.arange(strip.rows)[:, None]
-    seen = [] if tiling.low is None else [distance >= tiling.low]
-    seen += [] if tiling.high is None else [distance <= tiling.high]
-    seen += [(cols >= 0)[None]] if tiling.before else []
-    seen += [(cols < tiling.s)[None]] if tiling.crosses_end else []
-    seen += [head.mask.block(rows, cols)[0, 0]] if head.mask.parts else []
-    return tile._replace(visible=reduce(jnp.logical_and, seen))
+    distance = (edge.col - edge.row) + jnp.arange(edge.cols)[None] - jnp.arange(edge.rows)[:, None]
+    conditions = [] if tiling.low is None else [distance >= tiling.low]
+    conditions += [] if tiling.high is None else [distance <= tiling.high]
+    conditions += [(cols >= 0)[None]] if tiling.pad_before else []
+    conditions += [(cols < tiling.s)[None]] if tiling.edges_cross_end else []
+    conditions += [head.mask.block(rows, cols)[0, 0]] if head.mask.parts else []
+    return tile._replace(visible=reduce(jnp.logical_and, conditions))
 
 
 def over_chunks(static: Static, head: Head, start: Array, step: Callable[[Any, Tile], Any], carry: Any) -> Any:
-    """Return `carry` taken by `step` over the keys that the band shows to the whole block at `start`.
+    """Return `carry` after `step(carry, tile)` for the chunks of keys that the band shows to a whole block.
 
-    First over the chunks in which all is seen, then over those where the mask or the end of the keys hides something.
+    First for the chunks in which all is visible, then for those where the mask or the end of the keys hides something.
     """
     tiling, chunk = static.tiling, static.tiling.chunk
-    if tiling.narrow:
+    if tiling.edges_only:
         return carry
-    first, stop, open_stop = _loop_bounds(tiling, head, start)
+    kv_range = _chunk_range(tiling, head, start)
+    first, stop, inner_first, inner_stop = (jnp.asarray(x, jnp.int32) for x in kv_range)
 
-    def chunk_at(index, checked):
+    def chunk_at(index, masked):
         tile = Tile(start, tiling.block, first + index * chunk, chunk)
-        if not checked:
+        if not masked:
             return tile
         rows, cols = tile.indices
         return tile._replace(visible=(cols < stop)[None] & head.mask.block(rows, cols)[0, 0])
 
-    whole = jnp.maximum(open_stop - first, 0) // chunk
-    if not any(isinstance(part, Dense | Segments | Window) for part in head.mask.parts):  # these have no whole chunks
+    whole = jnp.int32(0)
+    if not kv_range.needs_mask:
+        whole = jnp.where(inner_first <= first, jnp.maximum(inner_stop - first, 0) // chunk, 0)
         carry = lax.fori_loop(jnp.int32(0), whole, lambda i, carry: step(carry, chunk_at(i, False)), carry)
-    if head.mask.parts or not tiling.even:
+    if head.mask.parts or not tiling.chunks_fit:
         count = -(-jnp.maximum(stop - first, 0) // chunk)
         carry = lax.fori_loop(whole, count, lambda i, carry: step(carry, chunk_at(i, True)), carry)
     return carry
 
 
-def _loop_bounds(tiling: Tiling, head: Head, start: Array) -> tuple[Array, Array, Array]:
-    low, high = tiling.loop
-    first = jnp.int32(0) if low is None else jnp.maximum(start + low, 0)
-    stop = jnp.int32(tiling.s) if high is None else jnp.minimum(start + high, tiling.s)
-    seen = extent(head.mask, start, jnp.minimum(start + tiling.block, tiling.t) - 1, tiling.s)
-    stop = jnp.minimum(stop, seen.stop)
-    return jnp.maximum(first, seen.start), stop, jnp.minimum(stop, seen.open)
+def _chunk_range(tiling: Tiling, head: Head, start: Array) -> KVRange:
+    low, high = tiling.chunk_keys
+    first, stop = 0 if low is None else start + low, tiling.s if high is None else start + high
+    last_row = jnp.minimum(start + tiling.block, tiling.t) - 1
+    return KVRange(first, stop, first, stop) & head.mask.kv_range(start, last_row, tiling.s)
 
 
 def scores(static: Static, head: Head, query: Array, tile: Tile) -> tuple[Array, Array]:
     """Return the scores of a tile, -inf where hidden, and the same before anything is hidden."""
-    found, visible = static.dot(query, keys(static, head.key, tile).T), tile.visible
+    x, visible = static.dot(query, keys(static, head.key, tile).T), tile.visible
     if head.bias is not None:
         bias = _bias_tile(static, head, head.bias, tile)
-        found = found + bias
-        if static.soft_cap is not None:  # which would turn the -inf that hides into a number
+        x = x + bias
+        if static.soft_cap is not None:  # the cap would turn the -inf that hides into a number
             visible = (bias != -jnp.inf) & (True if visible is None else visible)
     if static.soft_cap is not None:
-        found = static.soft_cap * jnp.tanh(found / static.soft_cap)
-    return (found if visible is None else jnp.where(visible, found, -jnp.inf)), found
+        x = static.soft_cap * jnp.tanh(x / static.soft_cap)
+    return (x if visible is None else jnp.where(visible, x, -jnp.inf)), x
 
 
 def keys(static: Static, x: Array, tile: Tile) -> Array:
     """Return the keys or values of a tile."""
-    return lax.dynamic_slice_in_dim(x, tile.col + static.tiling.before, tile.cols)
+    return lax.dynamic_slice_in_dim(x, tile.col + static.tiling.pad_before, tile.cols)
 
 
-def kept(static: Static, head: Head, tile: Tile) -> Array | None:
+def dropout_factors(static: Static, head: Head, tile: Tile) -> Array | None:
     """Return the factors of dropout: 0 or `1 / (1 - rate)`."""
     if head.dropout is None:
         return None
@@ -170,10 +169,10 @@ def kept(static: Static, head: Head, tile: Tile) -> Array | None:
 
 def _bias_tile(static: Static, head: Head, bias: Array, tile: Tile) -> Array:
     whole, part = bias.shape, (1, 1, tile.rows, tile.cols)
-    at = [0 if size == 1 else i for i, size in zip((head.b, head.n, *place(static, tile)), whole, strict=True)]
+    at = [0 if size == 1 else i for i, size in zip((head.b, head.n, *padded_start(static, tile)), whole, strict=True)]
     return take(bias, at, [min(pair) for pair in zip(whole, part, strict=True)])[0, 0].astype(static.sums)
 
 
-def place(static: Static, tile: Tile) -> tuple[Array, Array]:
+def padded_start(static: Static, tile: Tile) -> tuple[Array, Array]:
     """Return where a tile begins in arrays that are padded to the tiling."""
-    return tile.row, tile.col + static.tiling.before
+    return tile.row, tile.col + static.tiling.pad_before

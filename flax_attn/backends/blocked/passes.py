@@ -9,8 +9,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_attn.backends.slices import add
-from flax_attn.backends.tiles import Head, Static, Tile, edges, kept, keys, over_chunks, place, scores, starts
+from flax_attn.backends.blocked.slices import add
+from flax_attn.backends.blocked.tiles import (
+    Head,
+    Static,
+    Tile,
+    dropout_factors,
+    edges,
+    keys,
+    over_chunks,
+    padded_start,
+    scores,
+    starts,
+)
 
 
 class Partial(NamedTuple):
@@ -46,11 +57,11 @@ def forward(static: Static, head: Head) -> Partial:
         def step(done, tile):
             return done & _forward_tile(static, head, query, tile)
 
-        strips = [
-            reduce(Partial.__and__, [_forward_tile(static, head, query[at], tile) for tile in tiles])
-            for at, tiles in edges(static, head, start)
+        parts = [
+            reduce(Partial.__and__, [_forward_tile(static, head, query[rows], tile) for tile in tiles])
+            for rows, tiles in edges(static, head, start)
         ]
-        done = Partial(*map(jnp.concatenate, zip(*strips, strict=True))) if strips else _nothing(static, head)
+        done = Partial(*map(jnp.concatenate, zip(*parts, strict=True))) if parts else _nothing(static, head)
         return _finish(static, over_chunks(static, head, start, step, done), head.sink)
 
     return Partial(*(_rows(static, x) for x in lax.map(block, starts(static.tiling))))
@@ -67,11 +78,11 @@ def _nothing(static: Static, head: Head) -> Partial:
 
 
 def _forward_tile(static: Static, head: Head, query: Array, tile: Tile) -> Partial:
-    found, _ = scores(static, head, query, tile)
-    top = jnp.maximum(found.max(axis=-1, keepdims=True), static.lowest)
-    exps = jnp.exp(found - top)
+    masked, _ = scores(static, head, query, tile)
+    top = jnp.maximum(masked.max(axis=-1, keepdims=True), static.lowest)
+    exps = jnp.exp(masked - top)
     total = exps.sum(axis=-1, keepdims=True)
-    factors = kept(static, head, tile)
+    factors = dropout_factors(static, head, tile)
     exps = exps if factors is None else exps * factors
     return Partial(static.dot(exps, keys(static, head.value, tile)), top, total)
 
@@ -79,89 +90,89 @@ def _forward_tile(static: Static, head: Head, query: Array, tile: Tile) -> Parti
 def _finish(static: Static, done: Partial, sink: Array | None) -> Partial:
     if sink is not None:  # a key that every row sees, with a value of zero
         one = jnp.ones((1, 1), static.sums)
-        done = done & Partial(0 * one, _sink(static, sink), one)
+        done = done & Partial(0 * one, _as_column(static, sink), one)
     return done._replace(output=done.output / jnp.where(done.total == 0, 1, done.total))
 
 
-def _sink(static: Static, sink: Array) -> Array:
+def _as_column(static: Static, sink: Array) -> Array:
     return sink.astype(static.sums).reshape(1, 1)
 
 
 def backward(static: Static, head: Head, saved: Partial, cotangent: Float[Array, "t v"]) -> Gradients:
     """Return the gradients of one head."""
     tiling = static.tiling
-    rows, delta = _prepare(static, head, saved, cotangent)
+    all_rows, delta = _prepare(static, head, saved, cotangent)
 
     def block(sums, start):
-        mine = rows.block(start, tiling.block)
+        block_rows = all_rows.block(start, tiling.block)
 
         def step(carry, tile):
-            d_query, sums = _backward_tile(static, head, mine, tile, carry[1])
+            d_query, sums = _backward_tile(static, head, block_rows, tile, carry[1])
             return carry[0] + d_query, sums
 
-        strips = []
-        for at, tiles in edges(static, head, start):
-            d_strip = []
+        parts = []
+        for rows, tiles in edges(static, head, start):
+            d_rows = []
             for tile in tiles:
-                d_query, sums = _backward_tile(static, head, mine.part(at), tile, sums)
-                d_strip.append(d_query)
-            strips.append(sum(d_strip))
-        d_query = jnp.concatenate(strips) if strips else jnp.zeros(mine.query.shape, static.sums)
+                d_query, sums = _backward_tile(static, head, block_rows.part(rows), tile, sums)
+                d_rows.append(d_query)
+            parts.append(sum(d_rows))
+        d_query = jnp.concatenate(parts) if parts else jnp.zeros(block_rows.query.shape, static.sums)
         d_query, sums = over_chunks(static, head, start, step, (d_query, sums))
         return sums, d_query
 
     bias = None if head.bias is None else jnp.zeros(head.bias.shape[2:], static.sums)
     sums = jnp.zeros(head.key.shape[::-1], static.sums), jnp.zeros(head.value.shape[::-1], static.sums), bias
     (d_key, d_value, d_bias), d_query = lax.scan(block, sums, starts(tiling))
-    real = slice(tiling.before, tiling.before + tiling.s)
-    d_sink = None if head.sink is None else -(jnp.exp(_sink(static, head.sink) - saved.top) * delta).sum()
+    real = slice(tiling.pad_before, tiling.pad_before + tiling.s)
+    d_sink = None if head.sink is None else -(jnp.exp(_as_column(static, head.sink) - saved.top) * delta).sum()
     return Gradients(_rows(static, d_query), d_key[:, real].T, d_value[:, real].T, d_bias, d_sink)
 
 
-class _Given(NamedTuple):
-    # What the backward pass knows of some queries. Turned copies, because a product with the transpose of a tile of
+class _Rows(NamedTuple):
+    # What the backward pass reads of some queries. Transposed copies, because a product with the transpose of a tile of
     # scores takes three times as long on CPU as one with the transpose of a query.
     query: Array
     cotangent: Array
     delta: Array
     top: Array
-    query_turned: Array
-    cotangent_turned: Array
+    query_t: Array
+    cotangent_t: Array
 
-    def block(self, start: Array, size: int) -> _Given:
-        return _Given(*(lax.dynamic_slice_in_dim(x, start, size, i // 4) for i, x in enumerate(self)))
+    def block(self, start: Array, size: int) -> _Rows:
+        return _Rows(*(lax.dynamic_slice_in_dim(x, start, size, i // 4) for i, x in enumerate(self)))
 
-    def part(self, at: slice) -> _Given:
-        return _Given(*(x[:, at] if i // 4 else x[at] for i, x in enumerate(self)))
+    def part(self, at: slice) -> _Rows:
+        return _Rows(*(x[:, at] if i // 4 else x[at] for i, x in enumerate(self)))
 
 
-def _prepare(static: Static, head: Head, saved: Partial, cotangent: Array) -> tuple[_Given, Array]:
+def _prepare(static: Static, head: Head, saved: Partial, cotangent: Array) -> tuple[_Rows, Array]:
     # The sum is divided out here, so that no tile has to: with e = exp(x - top), dv = e^T do, dx = e (do v^T - delta).
     share = jnp.where(saved.total == 0, 0, 1 / jnp.where(saved.total == 0, 1, saved.total))
     cotangent = cotangent.astype(static.sums) * share
     delta = (saved.output * cotangent).sum(axis=-1, keepdims=True)
     pad = ((0, head.query.shape[0] - static.tiling.t), (0, 0))
     padded = jnp.pad(cotangent.astype(static.operand), pad)
-    given = _Given(head.query, padded, jnp.pad(delta, pad), jnp.pad(saved.top, pad), head.query.T, padded.T)
-    return given, delta
+    rows = _Rows(head.query, padded, jnp.pad(delta, pad), jnp.pad(saved.top, pad), head.query.T, padded.T)
+    return rows, delta
 
 
-def _backward_tile(static: Static, head: Head, rows: _Given, tile: Tile, sums: tuple) -> tuple[Array, tuple]:
+def _backward_tile(static: Static, head: Head, rows: _Rows, tile: Tile, sums: tuple) -> tuple[Array, tuple]:
     d_key, d_value, d_bias = sums
-    found, capped = scores(static, head, rows.query, tile)
-    exps = jnp.exp(found - rows.top)
+    masked, capped = scores(static, head, rows.query, tile)
+    exps = jnp.exp(masked - rows.top)
     d_exps = static.dot(rows.cotangent, keys(static, head.value, tile).T)
-    factors = kept(static, head, tile)
+    factors = dropout_factors(static, head, tile)
     dropped, d_exps = (exps, d_exps) if factors is None else (exps * factors, d_exps * factors)
     d_scores = exps * (d_exps - rows.delta)
     if static.soft_cap is not None:
         d_scores = d_scores * (1 - (capped / static.soft_cap) ** 2)
-    d_scores = jnp.where(exps == 0, 0, d_scores)  # whatever overflowed in slots that are not seen
-    row, col = place(static, tile)
-    d_key = add(d_key, static.dot(rows.query_turned, d_scores), (0, col))
-    d_value = add(d_value, static.dot(rows.cotangent_turned, dropped), (0, col))
+    d_scores = jnp.where(exps == 0, 0, d_scores)  # what overflowed where nothing is seen
+    row, col = padded_start(static, tile)
+    d_key = add(d_key, static.dot(rows.query_t, d_scores), (0, col))
+    d_value = add(d_value, static.dot(rows.cotangent_t, dropped), (0, col))
     if d_bias is not None:
-        flat = tuple(axis for axis in (0, 1) if d_bias.shape[axis] == 1)
-        at = [0 if axis in flat else index for axis, index in enumerate((row, col))]
-        d_bias = add(d_bias, d_scores.sum(axis=flat, keepdims=True), at)
+        broadcast = tuple(axis for axis in (0, 1) if d_bias.shape[axis] == 1)
+        at = [0 if axis in broadcast else index for axis, index in enumerate((row, col))]
+        d_bias = add(d_bias, d_scores.sum(axis=broadcast, keepdims=True), at)
     return static.dot(d_scores, keys(static, head.key, tile)), (d_key, d_value, d_bias)

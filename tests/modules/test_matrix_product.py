@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_attn.backends.matrix_product import dot_general
+from flax_attn.modules.matrix_product import dot_general
 
 SHAPES = [(32,), (1, 32), (1, 1, 32), (5, 32), (2, 5, 32), (2, 1, 3, 32), (0, 5, 32), (1, 30), (1, 1, 30)]
 

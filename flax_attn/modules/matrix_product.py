@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from flax_attn.backends.call import platform_of
+from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
 
 _PARTS = 16  # that the product of a single token is summed up from
