@@ -14,14 +14,13 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Array
 
 from flax_attn.functional.checks import check_positive
 
-Lengths = TypeVar("Lengths", Array, np.ndarray)
+Lengths = TypeVar("Lengths")  # an array of any framework
 Frequencies = np.ndarray  # (width / 2,), float64, radians a token, from the fastest to the slowest
 
 
@@ -121,7 +120,8 @@ class DynamicNTKScaling(Scaling):
 
     def stretch(self, length: Lengths) -> Lengths:
         """Return the factor that the slowest frequency of an input of this length is divided by."""
-        return 1 + self.factor * (length / self.original_context_length - 1).clip(0)
+        array: Any = length
+        return 1 + self.factor * (array / self.original_context_length - 1).clip(0)
 
     def exponents(self, width: int) -> np.ndarray:
         """Return the power of the stretch in each frequency: 0 in the fastest, -1 in the slowest."""

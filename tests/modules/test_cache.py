@@ -174,7 +174,7 @@ def test_lengths_that_cannot_be_make_their_row_nan_and_no_other(module, x, lengt
 
 def test_an_eager_call_reads_no_values(module, x, monkeypatch):
     """Whatever it read would make it wait for the device."""
-    table, ids = flax_attn.Embedding(11, D, rngs=nnx.Rngs(0)), jnp.array([[1, 2], [3, 99]], jnp.int32)
+    table, ids = flax_attn.Embedding(11, D, rngs=nnx.Rngs(0)), jnp.array([[1, 2], [99, 3]], jnp.int32)
     cache, lengths, positions = module.init_cache(B, CAPACITY), jnp.array([2, 1], jnp.int32), jnp.array([5, 6])
     read = property(lambda array: pytest.fail("the call reads the values of an array"))
     with monkeypatch.context() as patch:
