@@ -1,11 +1,12 @@
 """Whole models: equal on both sides, in one call, in steps and in chunks, and document by document."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 
+import torch_ref
 from flax_attn import convert
 from flax_attn.parity import tolerance
 
@@ -147,24 +148,17 @@ def test_hidden_and_head_are_the_two_halves_of_a_call(sides):
         assert_equal({side.name: side.numpy(halves)}, side.numpy(whole))
 
 
-def test_recomputed_blocks_have_the_same_gradients(sides):
-    found = {}
-    for side in sides:
-        for remat in (False, True):
-            model = side.build("GPT2", MODELS["gpt2"][1](side), remat=remat)
-            found[side.name, remat] = gradients(side, model)
-    for side in sides:
-        errors = tolerance.gradient_errors(found[side.name, True], found[side.name, False])
-        assert max(errors.values()) <= tolerance.GRADIENT, errors
+def test_recomputed_blocks_have_the_same_gradients():
+    """In torch_ref; `tests/training/test_remat.py` does the same for flax_attn."""
+    found = [gradients(torch_ref.GPT2(MODELS["gpt2"][1](torch_ref), remat=remat).double()) for remat in (False, True)]
+    errors = tolerance.gradient_errors(*found)
+    assert max(errors.values()) <= tolerance.GRADIENT, errors
 
 
-def gradients(side, model):
+def gradients(model):
     """Return the gradients of the parameters, which start alike, by name."""
     model.eval()
-    if side.is_flax:
-        found = nnx.jit(nnx.grad(lambda model, x: (model(x) ** 2).sum()))(model, side.array(TOKENS))
-        return {str(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
     for i, parameter in enumerate(model.parameters()):
-        parameter.data = side.array(np.random.default_rng(i).normal(0, 0.3, tuple(parameter.shape)))
-    (model(side.array(TOKENS)) ** 2).sum().backward()
-    return {name: side.numpy(parameter.grad) for name, parameter in model.named_parameters()}
+        parameter.data = torch.from_numpy(np.random.default_rng(i).normal(0, 0.3, tuple(parameter.shape)))
+    (model(torch.from_numpy(TOKENS)) ** 2).sum().backward()
+    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
