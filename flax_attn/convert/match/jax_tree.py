@@ -59,7 +59,7 @@ def _attributes(module: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(module, nnx.List | list | tuple):
         items = enumerate(module)
     else:
-        items = vars(module).items()
+        items = ((name, value) for name, value in vars(module).items() if not name.startswith("_pytree__"))
     return ((str(name), value) for name, value in items)
 
 
