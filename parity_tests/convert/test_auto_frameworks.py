@@ -48,10 +48,10 @@ def gpt2(tied):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_embd": 12, "n_head": 3, "n_layer": 3, "n_positions": 9, "vocab_size": 13, "tie_word_embeddings": tied}
-    config = flax_attn.GPT2Config(
+    config = flax_attn.models.GPT2Config(
         vocab_size=13, context_length=9, d_model=12, num_heads=3, num_layers=3, dropout=0.0, tied=tied
     )
-    return flax_attn.GPT2Model(config, rngs=R, **F64), GPT2LMHeadModel(GPT2Config(**sizes))
+    return flax_attn.models.GPT2(config, rngs=R, **F64), GPT2LMHeadModel(GPT2Config(**sizes))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -84,10 +84,10 @@ def test_llama_of_hugging_face(tied):
             tie_word_embeddings=tied,
         )
     )
-    config = flax_attn.LlamaConfig(
+    config = flax_attn.models.LlamaConfig(
         vocab_size=13, context_length=9, d_model=12, d_hidden=20, num_heads=6, num_kv_heads=2, num_layers=3, tied=tied
     )
-    ours = flax_attn.LlamaModel(config, rngs=R, **F64)
+    ours = flax_attn.models.Llama(config, rngs=R, **F64)
     by_name = convert.state_dict(ours, "hf_llama")
     paired = convert.state_dict(ours, convert.auto(ours, theirs))
     assert paired.keys() == by_name.keys()

@@ -16,7 +16,8 @@ def problems_of(found: Matching) -> list[str]:
     """Return a line for every layer without a partner, with several, or with one that contradicts its name."""
     lines = _lone_parts(found) + _lone_layers(found)
     for one, other in found.conflicts:
-        lines.append(f"flax {_text(one)} and torch {_text(other)} stand in the same place, but their names disagree")
+        differ = "names" if one.fits(other) else "kinds"
+        lines.append(f"flax {_text(one)} and torch {_text(other)} are in the same place, but their {differ} differ")
     for ours, theirs in found.ambiguous:
         lines.append(f"ambiguous: flax {_texts(ours)} fit torch {_texts(theirs)} in more than one way")
     return lines
