@@ -163,13 +163,15 @@ class _Level:
                 found.pairs.append((one, other, evidence))
 
     def _contradicted(self, one: Layer, other: Layer) -> bool:
-        """Whether either has a namesake of its kind on the other side, or both are different inputs of attention."""
+        """Whether either has the name of another layer of its kind, or both are different inputs of attention."""
         inputs = [ATTENTION_INPUTS.intersection(self._key(item, side).words) for side, item in enumerate((one, other))]
         if all(inputs) and inputs[0] != inputs[1]:
             return True
-        return self._namesake(one, 0, self.theirs) or self._namesake(other, 1, self.ours)
+        if self._key(one, 0) == self._key(other, 1):
+            return False
+        return self._has_namesake(one, 0, self.theirs) or self._has_namesake(other, 1, self.ours)
 
-    def _namesake(self, item: Layer, side: int, others: Sequence[Item]) -> bool:
+    def _has_namesake(self, item: Layer, side: int, others: Sequence[Item]) -> bool:
         key = self._key(item, side)
         if not key.words or key.numbers:
             return False

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from flax_attn.convert.match.matcher import Item, Matching
 from flax_attn.convert.match.names import key_of
 from flax_attn.convert.match.tree import PARAMETER, Layer, layers_of
-from flax_attn.convert.rules import Rule
 
 SHOWN = 20  # lines of a message
 
@@ -75,9 +74,11 @@ def _texts(items: Sequence[Item]) -> str:
 
 def _example(found: Matching) -> str:
     """Return a rule as one would write it for the first problem."""
-    pairs = [*found.ambiguous, *(([one], [other]) for one, other in found.conflicts), (found.ours, found.theirs)]
+    namesakes = [
+        ([one], [other]) for one in found.ours for other in found.theirs if key_of(one.path) == key_of(other.path)
+    ]
+    pairs = [*found.ambiguous, *(([one], [other]) for one, other in found.conflicts), *namesakes]
     for ours, theirs in pairs:
-        if ours and theirs:
-            names = [next(iter(next(layers_of(side[0])).parts.values())).tensor.name for side in (ours, theirs)]
-            return f"Rule(({names[0]!r},), {names[1]!r})"
-    return f"{Rule.__name__}((name,), their_name)"
+        names = [next(iter(next(layers_of(side[0])).parts.values())).tensor.name for side in (ours, theirs)]
+        return f"Rule(({names[0]!r},), {names[1]!r})"
+    return "Rule((flax_name,), torch_name)"
