@@ -8,8 +8,9 @@
     convert.load(module, "weights.safetensors")
     state_dict = convert.to_layout(arrays, layout="nnx_mha")          # and with arrays by name alone
     arrays = convert.from_layout(state_dict, "nnx_mha", like=arrays)
+    layout = convert.auto(module, torch_module)                       # which parameter is which, from the models
 
-A layout is a name in `LAYOUTS`, a `Layout`, or the `Rule`s of your own model.
+A layout is a name in `LAYOUTS`, a `Layout`, the `Rule`s of your own model, or what `auto` returns.
 """
 
 from flax_attn.convert.api import load_state_dict, parameters, state_dict, statistics, tensors

@@ -162,7 +162,7 @@ LAYOUTS = {
             Rule(("output_proj.bias",), "out_proj.bias"),
         ),
     ),
-    # Hugging Face's GPT-2, whole or its attention alone. A head that is tied may stand in a file a second time.
+    # Hugging Face's GPT-2, whole or its attention alone. A file may hold a tied head a second time.
     "hf_gpt2": Layout(
         (*_GPT2, *_GPT2_ATTENTION),
         ignored=r"(.*\.)?(attn\.)?masked_bias|(.*\.)?attn\.bias|bias|(.*\.)?lm_head\.weight",
@@ -174,7 +174,7 @@ LAYOUTS = {
         ignored=r"(.*\.)?rotary_emb\.inv_freq|(.*\.)?lm_head\.weight",
         refuse=ours_unless(has_output, no_qk_norm, biases_alike, width_kept, self_attention),
     ),
-    # The attention of Hugging Face's BERT; the norm that it keeps beside the output is not part of ours.
+    # The attention of Hugging Face's BERT; the norm after its output is not part of ours.
     "hf_bert": Layout(
         _linears("self.query", "self.key", "self.value", "output.dense"),
         ignored=r"(.*\.)?output\.LayerNorm\.(weight|bias)",
@@ -186,7 +186,7 @@ LAYOUTS = {
         ignored=r"(.*\.)?relative_attention_bias\.weight",
         refuse=ours_unless(has_output, no_qk_norm, biases_none, heads_alike, width_kept, self_attention),
     ),
-    # flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention: the head axis stands apart.
+    # flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention: the head axis is separate.
     "flax": Layout(
         (
             *_split_heads("W_query", "query"),

@@ -25,8 +25,7 @@ class ConversionError(ValueError):
 class Rule:
     """One entry of a layout and the parameters it is made of; read forwards it exports, backwards it imports.
 
-    A name is met under any prefix, which is carried over, and so is what `{a}` stands for: any one part of a dotted
-    name. `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",), "layer.{i}.ln.weight")`
+    A name matches under any prefix, and `{a}` matches any one part of a dotted name; both are carried over. `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",), "layer.{i}.ln.weight")`
     renames in every block.
 
     Args:
@@ -36,7 +35,7 @@ class Rule:
         axis: the parts are joined along this axis of the entry.
 
     Raises:
-        ConversionError: if a placeholder stands in one name and not in another, or twice.
+        ConversionError: if a placeholder is in one name and not in another, or twice in one.
     """
 
     ours: tuple[str, ...]
@@ -59,8 +58,8 @@ class Layout:
 
     Args:
         rules: tried in order; a parameter belongs to the first rule that all of its parts are there for.
-        ignored: regular expression for names that a state dict may hold beside weights, such as a mask buffer.
-        refuse: asked of every submodule, says why it cannot be stored this way, from its attributes, or returns None.
+        ignored: regular expression for other names that a state dict may hold, such as a mask buffer.
+        refuse: called with every submodule; returns why it cannot be stored this way, or None.
     """
 
     rules: tuple[Rule, ...]
@@ -164,7 +163,7 @@ def plan(
         shapes: of our parameters, by name.
         layout: to store them in.
         axes: the sizes of einops axes within a prefix, such as `{"h": 64}` at `"block.att."` for `"i (n h) -> i n h"`;
-            those that stand alone on the left of a pattern are read off the shape.
+            those that are alone on the left of a pattern are read from the shape.
         statistics: the names among `shapes` that are running statistics.
 
     Raises:
@@ -214,7 +213,7 @@ def _enclosing(name: str, axes: Axes) -> dict[str, int]:
 
 @lru_cache
 def _expression(name: str) -> re.Pattern[str]:
-    """Return what a name of a rule meets: any prefix, then the name, a placeholder being one part of it."""
+    """Return the expression of a name in a rule: any prefix, then the name, where a placeholder is one part."""
     return re.compile(r"(.*\.)?" + re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(name)))
 
 

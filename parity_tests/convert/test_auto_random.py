@@ -154,7 +154,7 @@ def assert_exact(twins, flax, theirs, pairing):
     assert all((stored[name] == value.detach().numpy()).all() for name, value in theirs.named_parameters())
 
 
-EXAMPLES = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @EXAMPLES
@@ -177,7 +177,7 @@ def test_the_same_names_or_the_same_order_are_enough(data, style):
     assert_exact(twins, flax, theirs, convert.auto(flax, theirs))
 
 
-@settings(EXAMPLES, max_examples=40)
+@settings(EXAMPLES, max_examples=20)
 @given(st.data())
 def test_what_one_side_has_alone_is_always_refused(data):
     flax, theirs = Twins(data.draw).module(data.draw(trees()))

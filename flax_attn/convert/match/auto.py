@@ -55,9 +55,9 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
     by_rules = _by_rules(rules, flax_module, torch_module)
     taken = {name for row in by_rules for name in row.ours}, {row.theirs for row in by_rules}
     rows = [*by_rules, *_rows(_match(flax_module, torch_module, *taken))]
-    names = state_names(torch_module)
-    rows.sort(key=lambda row: names.index(row.theirs))
-    ignored = set(names) - {row.theirs for row in rows}
+    places = {name: n for n, name in enumerate(state_names(torch_module))}
+    rows.sort(key=lambda row: places[row.theirs])
+    ignored = places.keys() - {row.theirs for row in rows}
     # A name is looked for under any prefix, so the longer of two that end alike has to come first.
     made = sorted((_rule(row) for row in rows), key=lambda rule: -rule.ours[0].count("."))
     return Pairing(tuple(made), "|".join(map(re.escape, sorted(ignored))), rows=tuple(rows))

@@ -132,7 +132,7 @@ def own_layers(branch: Branch, path: tuple[str, ...], heads: bool = False) -> li
 
     Args:
         branch: the module.
-        path: where it stands.
+        path: its attributes, from the root.
         heads: whether it is a projection of an attention layer of Linen.
     """
     if branch.module is None:

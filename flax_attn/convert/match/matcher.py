@@ -85,7 +85,7 @@ class _Level:
         self._contents: dict[int, Hashable] = {}
 
     def contents(self, item: Item) -> Hashable:
-        """Return what an item holds, wherever it stands inside."""
+        """Return what an item holds, wherever inside."""
         if id(item) not in self._contents:
             own = sorted(map(repr, map(self.signature, layers_of(item))))
             self._contents[id(item)] = own[0] if len(own) == 1 else tuple(own)
@@ -185,7 +185,7 @@ class _Level:
         yield distinguishing(paths[0]), distinguishing(paths[1])
 
     def _same_order(self, left: list[Item], right: list[Item]) -> bool:
-        """Whether modules, or parameters, stand in the same order everywhere on this level."""
+        """Whether modules, or parameters, are in the same order everywhere on this level."""
         raw = _is_parameter(left[0])
         orders = [[self.contents(i) for i in items if _is_parameter(i) == raw] for items in (self.ours, self.theirs)]
         return self.ordered and orders[0] == orders[1]

@@ -23,7 +23,7 @@ def torch_tree(module: Any, without: Collection[str] = (), split: bool = True) -
     Args:
         module: the model.
         without: names of tensors that are left out.
-        split: whether a projection of query, key and value at once counts as three layers.
+        split: whether a fused projection of query, key and value counts as three layers.
     """
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     return simplify(_grow(_branch(module, "", names, without), (), split))
@@ -74,7 +74,7 @@ def _multihead_attention(branch: Branch, path: tuple[str, ...], split: bool) -> 
 
 
 def _is_three(branch: Branch | None) -> bool:
-    """Whether a Conv1D gives query, key and value at once."""
+    """Whether a Conv1D is a fused projection of query, key and value."""
     weight = None if branch is None else branch.tensors.get("weight")
     return weight is not None and weight.shape[1] == 3 * weight.shape[0]
 

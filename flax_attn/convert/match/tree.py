@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from flax_attn.convert.rules import Shape
 
-PARAMETER = "Parameter"  # the kind of a parameter that stands directly on a user's module
+PARAMETER = "Parameter"  # the kind of a parameter that is an attribute of a user's module
 NORMS = {"LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "Norm"}  # "Norm" where the parameters do not tell which
 
 
