@@ -25,8 +25,9 @@ class ConversionError(ValueError):
 class Rule:
     """One entry of a layout and the parameters it is made of; read forwards it exports, backwards it imports.
 
-    A name matches under any prefix, and `{a}` matches any one part of a dotted name; both are carried over. `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",), "layer.{i}.ln.weight")`
-    renames in every block.
+    A name matches under any prefix, and `{a}` matches any one part of a dotted name; both are carried over.
+    `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",), "layer.{i}.ln.weight")` renames in
+    every block.
 
     Args:
         ours: names of parameters under one prefix.

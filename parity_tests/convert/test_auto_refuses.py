@@ -77,6 +77,12 @@ def test_query_and_key_of_each_others_shape_are_refused():
     ]
 
 
+def test_a_query_is_no_key_of_the_same_shape():
+    ours = Flax(query=nnx.Linear(4, D, rngs=R), value=nnx.Linear(5, D, rngs=R))
+    found = lines(ours, Torch(k=nn.Linear(4, D), v=nn.Linear(5, D)))
+    assert found[1].startswith("  flax query.kernel (4, 6), query.bias (6,) (Linear) and torch k.weight (6, 4)")
+
+
 def test_names_that_contradict_the_shapes_are_refused():
     ours = Flax(up=nnx.Linear(4, D, rngs=R), down=nnx.Linear(D, 4, rngs=R))
     found = lines(ours, Torch(up=nn.Linear(D, 4), down=nn.Linear(4, D)))
