@@ -7,8 +7,8 @@ from flax.typing import Dtype, PrecisionLike
 from jax.core import Tracer
 from jaxtyping import Array, Float, Integer
 
-from flax_attn.backends.matrix_product import dot_general
 from flax_attn.functional.checks import check_ids, check_positive
+from flax_attn.modules.matrix_product import dot_general
 
 
 class Embedding(nnx.Module):

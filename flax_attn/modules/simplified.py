@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 
 from flax_attn.attention import single_head_attention
-from flax_attn.backends.choose import check_backend
+from flax_attn.backends.registry import check_backend
 from flax_attn.functional.checks import check_tokens
 from flax_attn.functional.shapes import Tokens
 

@@ -4,8 +4,8 @@ import pytest
 
 import flax_attn
 from flax_attn.backends import blocked
-from flax_attn.parity import table
-from flax_attn.parity.cases import select
+from flax_attn.proof import table
+from flax_attn.proof.variants import select
 
 
 @pytest.fixture

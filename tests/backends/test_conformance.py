@@ -162,8 +162,8 @@ def on(monkeypatch):
 
     def patch(platform: str, tiles: tuple[int, int] = (16, 8)):
         monkeypatch.setattr("flax_attn.backends.call.platform_of", lambda _: platform)
-        monkeypatch.setattr(blocked, "_BLOCK", tiles[0])
-        monkeypatch.setattr(blocked, "_STRIP", tiles[1])
+        monkeypatch.setattr(load("blocked"), "block", tiles[0])
+        monkeypatch.setattr(load("blocked"), "edge", tiles[1])
 
     return patch
 

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from flax_attn import LayerNorm, MultiHeadAttention, TransformerBlock
-from flax_attn.backends import choose
+from flax_attn.backends import reference
 from flax_attn.steps import STEPS, steps
 
 TAGS = ("scores", "weights", "context")
@@ -82,7 +82,7 @@ def test_gradients_do_not_depend_on_the_policy(tags, close):
 @pytest.mark.parametrize("backend", ["auto", "blocked", "reference"])
 def test_steps_of_a_long_input_are_all_there(backend):
     t = 512
-    assert t * t > max(choose.SHORT.values())
+    assert t * t > max(reference.SHORT.values())
     block = TransformerBlock(8, None, 0.0, 2, backend=backend, rngs=nnx.Rngs(0))
     found = {step.name: step.shape for step in steps(block, jnp.ones((3, t, 8)))}
     assert list(found) == list(STEPS)
