@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch_ref
-from flax_attn.parity.cases import CASES
+from flax_attn.proof.variants import CASES
 
 B, T, N, H = 2, 5, 3, 4
 RANDOM = np.random.default_rng(0)

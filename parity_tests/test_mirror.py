@@ -19,6 +19,7 @@ ONE_SIDED_FILES = {
     "models/hf_config.py": "flax_attn",
     "models/hf_fields.py": "flax_attn",
     "models/hf_rope.py": "flax_attn",
+    "modules/matrix_product.py": "flax_attn",  # for XLA on CPU
     "modules/backend.py": "flax_attn",  # there is but one backend in torch_ref
     "functional/kv_range.py": "flax_attn",  # for kernels
     "functional/tags.py": "torch_ref",  # JAX has names of its own

@@ -12,7 +12,7 @@ from flax_attn.cli import common, targets
 
 if TYPE_CHECKING:
     from flax_attn.parity.pair import Pair
-    from flax_attn.parity.reports.report import Report
+    from flax_attn.parity.report.report import Report
 
 DESCRIPTION = """\
 Without targets: copy random weights from each PyTorch module to its Flax twin, and compare outputs, gradients and
@@ -55,7 +55,7 @@ def _parity(options: argparse.Namespace) -> int:
     if options.target == ["mutate"]:
         return _mutate(options)
     from flax_attn.convert import ConversionError
-    from flax_attn.parity.sides.side import PairingError
+    from flax_attn.parity.adapters.adapter import PairingError
 
     try:
         reports = targets.compare(options) if options.target else _table(options)
@@ -73,11 +73,11 @@ def _need_torch() -> None:
         raise common.UsageError(
             'parity needs PyTorch: pip install "flax-attn[torch]", or compare with an export: --against DIR'
         ) from None
-    torch.set_num_threads(1)  # several cases run at a time, and the matrices are small
+    torch.set_num_threads(1)  # several variants run at a time, and the matrices are small
 
 
 def _need_page() -> None:
-    from flax_attn.parity.reports import page
+    from flax_attn.parity.report import page
 
     try:
         page.check_installed()
@@ -87,7 +87,7 @@ def _need_page() -> None:
 
 def _table(options: argparse.Namespace) -> list[Report]:
     """Return the reports of the rows of the table."""
-    from flax_attn.parity.table import climb
+    from flax_attn.proof.table import climb
 
     pairs, reports = _pairs(options), []
     checks = targets.checks(options)
@@ -102,46 +102,47 @@ def _table(options: argparse.Namespace) -> list[Report]:
 
 def _pairs(options: argparse.Namespace) -> list[tuple[Any, Any]]:
     """Return each row with a function that makes its pair."""
-    from flax_attn.parity import export, table
-    from flax_attn.parity.api import on_cpu
-    from flax_attn.parity.cases import select
+    from flax_attn.parity import export
+    from flax_attn.parity.compare import on_cpu
+    from flax_attn.proof import table
+    from flax_attn.proof.variants import select
 
     try:
-        cases = select(options.variant)
+        variants = select(options.variant)
     except ValueError as error:
         raise common.UsageError(str(error)) from None
     recordings, device = {}, common.device(options.device)
     if options.against:
-        recordings = export.load(options.against, [case.name for case in cases] if options.variant else None)
-        cases = [case for case in cases if case.name in recordings]
-        if not cases:
+        recordings = export.load(options.against, [variant.name for variant in variants] if options.variant else None)
+        variants = [variant for variant in variants if variant.name in recordings]
+        if not variants:
             raise common.UsageError(
                 f"{options.against} holds no variant of the table; it holds {', '.join(recordings)}"
             )
 
-    def pair(case: Any) -> Pair:
+    def pair(variant: Any) -> Pair:
         with on_cpu():
             if options.against:
-                return table.replayed(case, recordings[case.name], device)
-            return table.pair_of(case, options.seed, record=bool(options.export))
+                return table.replayed(variant, recordings[variant.name], device)
+            return table.pair_of(variant, options.seed, record=bool(options.export))
 
-    return [(case, lambda case=case: pair(case)) for case in cases]
+    return [(variant, lambda variant=variant: pair(variant)) for variant in variants]
 
 
 def _mutate(options: argparse.Namespace) -> int:
-    from flax_attn.parity.mutants import kill
+    from flax_attn.proof.faults import detect
 
     try:
         with common.progress() as progress:
-            task = progress.add_task("planting faults", total=len(kill.MUTANTS))
-            kills = kill.run(seed=options.seed, watch=lambda name: progress.update(task, description=name, advance=1))
-    except kill.UnsoundError as error:
+            task = progress.add_task("planting faults", total=len(detect.FAULTS))
+            kills = detect.run(seed=options.seed, watch=lambda name: progress.update(task, description=name, advance=1))
+    except detect.UnsoundError as error:
         print(f"flax-attn: {error}", file=sys.stderr)
         return 1
     console = common.console(145)
-    console.print(kill.table(kills))
-    console.print(kill.LEGEND, style="dim", highlight=False)
-    console.print(kill.summary(kills), style="bold", highlight=False)
+    console.print(detect.table(kills))
+    console.print(detect.LEGEND, style="dim", highlight=False)
+    console.print(detect.summary(kills), style="bold", highlight=False)
     return 1 if any(found.survived for found in kills) else 0
 
 
@@ -162,25 +163,25 @@ def _write(reports: list[Report], options: argparse.Namespace) -> None:
 
 
 def _json(reports: list[Report], path: str) -> None:
-    from flax_attn.parity.reports.report import write_json
+    from flax_attn.parity.report.report import write_json
 
     write_json(reports, path)
 
 
 def _junit(reports: list[Report], path: str) -> None:
-    from flax_attn.parity.reports.junit import write_junit
+    from flax_attn.parity.report.junit import write_junit
 
     write_junit(reports, path)
 
 
 def _page(reports: list[Report], path: str) -> None:
-    from flax_attn.parity.reports.page import write_page
+    from flax_attn.parity.report.page import write_page
 
     write_page(reports, path)
 
 
 def _show(reports: list[Report], in_full: bool) -> None:
-    from flax_attn.parity.reports import console as tables
+    from flax_attn.parity.report import console as tables
 
     console = common.console(145)
     if in_full:

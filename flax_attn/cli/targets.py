@@ -15,7 +15,7 @@ import numpy as np
 from flax_attn.cli import common
 
 if TYPE_CHECKING:
-    from flax_attn.parity.reports.report import Report
+    from flax_attn.parity.report.report import Report
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def checks(options: argparse.Namespace) -> list[str] | None:
 def compare(options: argparse.Namespace) -> list[Report]:
     """Return the report on two targets, or on one against an export."""
     from flax_attn.parity import CHECKS
-    from flax_attn.parity.api import on_cpu
+    from flax_attn.parity.compare import on_cpu
 
     sides = ("flax",) if options.against else ("flax", "torch")
     if len(options.target) != len(sides):

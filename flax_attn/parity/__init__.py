@@ -6,12 +6,12 @@ report = compare(flax_module, torch_module, [x], layout="torch")     # a report,
 assert_parity(flax_module, torch_module, [x], layout="torch")        # an error that says where they part
 """
 
-from flax_attn.parity.api import ParityError, assert_parity, compare
+from flax_attn.parity.adapters.adapter import PairingError
 from flax_attn.parity.check import Check
-from flax_attn.parity.ladder import CHECKS
-from flax_attn.parity.recipe import Recipe
-from flax_attn.parity.reports.report import Report
-from flax_attn.parity.sides.side import PairingError
+from flax_attn.parity.checks import CHECKS
+from flax_attn.parity.compare import ParityError, assert_parity, compare
+from flax_attn.parity.report.report import Report
+from flax_attn.parity.training import Recipe
 
 __all__ = [
     "CHECKS",

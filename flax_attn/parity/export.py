@@ -8,8 +8,8 @@ from os import PathLike
 from pathlib import Path
 
 import flax_attn
-from flax_attn.parity.reports.report import Report, environment
-from flax_attn.parity.sides.recorded import ExportError, Recorder, Recording
+from flax_attn.parity.adapters.recording import ExportError, Recorder, Recording
+from flax_attn.parity.report.report import Report, environment
 
 
 def save(report: Report, folder: str | PathLike[str]) -> Path:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from flax_attn.parity.api import ParityError, compare
-from flax_attn.parity.reports.report import Report
+from flax_attn.parity.compare import ParityError, compare
+from flax_attn.parity.report.report import Report
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,7 +42,7 @@ def parity(request: pytest.FixtureRequest) -> Callable[..., Report]:
 
 def _write(report: Report, folder: str | None) -> None:
     if folder is not None:
-        from flax_attn.parity.reports.page import write_page
+        from flax_attn.parity.report.page import write_page
 
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_page([report], str(Path(folder) / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', report.name)}.html"))

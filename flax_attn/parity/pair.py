@@ -1,4 +1,4 @@
-"""Two sides that hold the same weights, and the questions that both are asked."""
+"""Two sides that hold the same weights, and the specs that both are asked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from flax import nnx
 from flax_attn.convert.api import axes_of
 from flax_attn.convert.rules import ConversionError, Entry, Layout, no_axes, plan, problems
 from flax_attn.parity import tolerance
-from flax_attn.parity.recipe import Recipe
-from flax_attn.parity.sides.lesson import Lesson
-from flax_attn.parity.sides.side import Answer, Arrays, PairingError, Question, Side, is_floating
+from flax_attn.parity.adapters.adapter import Adapter, Arrays, PairingError, Result, RunSpec, is_floating
+from flax_attn.parity.training import Recipe, TrainingSpec
 
 COTANGENT, TARGET, TANGENT = 1, 2, 3  # what the seed of a pair is moved by, for each thing drawn from it
 
@@ -24,7 +23,7 @@ COTANGENT, TARGET, TANGENT = 1, 2, 3  # what the seed of a pair is moved by, for
 LOWER = ("float32", "bfloat16", "float16")
 
 
-class SideError(RuntimeError):
+class AdapterError(RuntimeError):
     """One side raised where the other did not."""
 
 
@@ -47,8 +46,8 @@ class Pair:
         redraw: whether all parameters are drawn at random, and none keeps its start at 0 or 1.
     """
 
-    flax: Side
-    torch: Side
+    flax: Adapter
+    torch: Adapter
     inputs: Arrays
     entries: Sequence[Entry] = ()
     seed: int = 0
@@ -57,7 +56,7 @@ class Pair:
     redraw: bool = True
 
     def __post_init__(self):
-        self._answers: dict[tuple[str, str], Any] = {}
+        self._results: dict[tuple[str, str], Any] = {}
         self.weights = self.torch.weights()
         if self.entries:
             self.weights = self._drawn() if self.redraw else self.weights
@@ -85,34 +84,34 @@ class Pair:
         """Whether both sides take an extra of the call."""
         return extra in self.flax.accepts and extra in self.torch.accepts
 
-    # What is asked. Answers are kept by the name of the question, so that checks share runs.
+    # What is asked. Answers are kept by the name of the spec, so that checks share runs.
 
-    def ask(self, side: str, question: Question) -> Answer:
-        """Return the answer of one side, `"flax"` or `"torch"`, run once for each name of a question."""
-        if (side, question.name) not in self._answers:
+    def run(self, side: str, spec: RunSpec) -> Result:
+        """Return the result of one side, `"flax"` or `"torch"`, run once for each name of a spec."""
+        if (side, spec.name) not in self._results:
             try:
-                self._answers[side, question.name] = getattr(self, side).ask(question)
+                self._results[side, spec.name] = getattr(self, side).run(spec)
             except NotRun:
                 raise
             except Exception as error:  # whatever a user's module raises is a result
-                self._answers[side, question.name] = error
-        answer = self._answers[side, question.name]
-        if isinstance(answer, Exception):
-            raise SideError(f"{side} raised {type(answer).__name__}: {answer}") from answer
-        return answer
+                self._results[side, spec.name] = error
+        result = self._results[side, spec.name]
+        if isinstance(result, Exception):
+            raise AdapterError(f"{side} raised {type(result).__name__}: {result}") from result
+        return result
 
-    def both(self, question: Question) -> tuple[Answer, Answer]:
-        """Return the answers of Flax and of PyTorch.
+    def both(self, spec: RunSpec) -> tuple[Result, Result]:
+        """Return the results of Flax and of PyTorch.
 
         Raises:
             NotRun: if both sides refuse.
-            SideError: if one does.
+            AdapterError: if one does.
         """
         found, errors = [], []
         for side in ("flax", "torch"):
             try:
-                found.append(self.ask(side, question))
-            except SideError as error:
+                found.append(self.run(side, spec))
+            except AdapterError as error:
                 errors.append(error)
         if len(errors) == 2:
             raise NotRun(f"both sides refuse: {errors[0]}; {errors[1]}")
@@ -120,19 +119,19 @@ class Pair:
             raise errors[0]
         return found[0], found[1]
 
-    def question(self, name: str, **changes: Any) -> Question:
-        """Return a question on the inputs of the pair, without gradients unless cotangents are among the changes."""
-        return Question(**{"name": name, "inputs": self.inputs, "extras": self.extras, **changes})
+    def run_spec(self, name: str, **changes: Any) -> RunSpec:
+        """Return a spec on the inputs of the pair, without gradients unless cotangents are among the changes."""
+        return RunSpec(**{"name": name, "inputs": self.inputs, "extras": self.extras, **changes})
 
     @property
-    def uncompiled(self) -> Question:
+    def uncompiled(self) -> RunSpec:
         """Outputs alone in float64, on the Flax side without `jax.jit`."""
-        return self.question("outputs", eager=True)
+        return self.run_spec("outputs", eager=True)
 
     @cached_property
-    def plain(self) -> Answer:
+    def plain(self) -> Result:
         """The outputs of PyTorch in float64."""
-        return self.ask("torch", self.uncompiled)
+        return self.run("torch", self.uncompiled)
 
     @cached_property
     def cotangents(self) -> Arrays:
@@ -148,34 +147,34 @@ class Pair:
         return drawn
 
     @property
-    def float64(self) -> Question:
+    def float64(self) -> RunSpec:
         """Outputs and gradients in float64."""
-        return self.question("float64", cotangents=self.cotangents)
+        return self.run_spec("float64", cotangents=self.cotangents)
 
     @cached_property
-    def truth(self) -> Answer:
+    def reference(self) -> Result:
         """PyTorch in float64, with gradients."""
-        return self.ask("torch", self.float64)
+        return self.run("torch", self.float64)
 
     @cached_property
-    def flax64(self) -> Answer:
+    def flax64(self) -> Result:
         """Flax in float64, compiled, with gradients."""
-        return self.ask("flax", self.float64)
+        return self.run("flax", self.float64)
 
     @cached_property
     def null(self) -> set[str]:
         """The parameters and inputs that the function does not feel."""
-        return tolerance.null_directions(self.truth.gradients)
+        return tolerance.null_directions(self.reference.gradients)
 
     @property
-    def lower(self) -> dict[str, Question]:
+    def lower(self) -> dict[str, RunSpec]:
         """Outputs and gradients in a lower dtype."""
-        return {name: self.question(name, dtype=name, cotangents=self.cotangents) for name in LOWER}
+        return {name: self.run_spec(name, dtype=name, cotangents=self.cotangents) for name in LOWER}
 
-    def training(self) -> Question:
+    def training(self) -> RunSpec:
         """Train mode under the pair's dropout key."""
         extras = {**self.extras, "dropout_key": self.key}
-        return self.question("train", train=True, cotangents=self.cotangents, extras=extras)
+        return self.run_spec("train", train=True, cotangents=self.cotangents, extras=extras)
 
     @cached_property
     def tangents(self) -> Arrays:
@@ -185,13 +184,13 @@ class Pair:
         leaves |= {name: array for name, array in self.inputs.items() if is_floating(array)}
         return {name: random.normal(size=array.shape) for name, array in leaves.items()}
 
-    def lesson(self) -> Lesson:
+    def training_spec(self) -> TrainingSpec:
         """Return the training run of the pair: the first floating output is fitted to a random target."""
         random = np.random.default_rng(self.seed + TARGET)
         output = next(iter(self.cotangents))
         keys = random.integers(0, 2**32, (self.recipe.steps, 2))
         target = random.normal(size=self.cotangents[output].shape)
-        return Lesson(
+        return TrainingSpec(
             "training",
             self.recipe,
             dict(self.inputs),
@@ -206,19 +205,19 @@ class Pair:
     @property
     def trained(self) -> tuple[Arrays, Arrays]:
         """Final parameters and losses of Flax and of PyTorch."""
-        lesson = self.lesson()
+        spec = self.training_spec()
         for side in ("flax", "torch"):
-            if (side, lesson.name) not in self._answers:
-                self._answers[side, lesson.name] = getattr(self, side).train(lesson)
-        return self._answers["flax", lesson.name], self._answers["torch", lesson.name]
+            if (side, spec.name) not in self._results:
+                self._results[side, spec.name] = getattr(self, side).train(spec)
+        return self._results["flax", spec.name], self._results["torch", spec.name]
 
-    def with_torch(self, torch: Side) -> Pair:
+    def with_torch(self, torch: Adapter) -> Pair:
         """Return a pair with another PyTorch side, such as one with a fault, that keeps what Flax answered."""
         other = copy.copy(self)
-        for name in ("plain", "cotangents", "truth", "null"):
+        for name in ("plain", "cotangents", "reference", "null"):
             vars(other).pop(name, None)
         other.torch = torch
-        other._answers = {key: answer for key, answer in self._answers.items() if key[0] == "flax"}
+        other._results = {key: result for key, result in self._results.items() if key[0] == "flax"}
         return other
 
 

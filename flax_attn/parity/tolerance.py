@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-FORWARD = 1e-12  # float64: largest error over the largest value of the truth
+FORWARD = 1e-12  # float64: largest error over the largest value of the reference
 GRADIENT = 1e-11
 SECOND = 1e-10  # gradients once more differentiated
 TRAINING = 1e-10  # 100 steps of AdamW
@@ -21,21 +21,21 @@ NULL = 1e-13  # a gradient this far below the largest one is rounding: a directi
 Arrays = Mapping[str, np.ndarray]
 
 
-def relative(ours: Arrays, truth: Arrays, scale: float = 0.0) -> dict[str, float]:
-    """Return `max|ours - truth| / max(max|truth|, scale)` by name, over what is finite.
+def relative(ours: Arrays, reference: Arrays, scale: float = 0.0) -> dict[str, float]:
+    """Return `max|ours - reference| / max(max|reference|, scale)` by name, over what is finite.
 
     NaN and the infinities must stand at the same places on both sides; elsewhere the error is infinite.
     """
-    return {name: _relative(ours[name], truth[name], scale) if name in ours else np.inf for name in truth}
+    return {name: _relative(ours[name], reference[name], scale) if name in ours else np.inf for name in reference}
 
 
-def _relative(ours: np.ndarray, truth: np.ndarray, scale: float) -> float:
-    if ours.shape != truth.shape:
+def _relative(ours: np.ndarray, reference: np.ndarray, scale: float) -> float:
+    if ours.shape != reference.shape:
         return np.inf
-    finite = np.isfinite(truth)
-    if not np.array_equal(ours[~finite], truth[~finite], equal_nan=True) or not np.isfinite(ours[finite]).all():
+    finite = np.isfinite(reference)
+    if not np.array_equal(ours[~finite], reference[~finite], equal_nan=True) or not np.isfinite(ours[finite]).all():
         return np.inf
-    error, size = _largest(ours[finite] - truth[finite]), max(_largest(truth[finite]), scale)
+    error, size = _largest(ours[finite] - reference[finite]), max(_largest(reference[finite]), scale)
     return error / size if size else (0.0 if error == 0 else np.inf)
 
 
@@ -43,48 +43,48 @@ def _largest(values: np.ndarray) -> float:
     return float(np.max(np.abs(values), initial=0.0, where=np.isfinite(values)))
 
 
-def reordered(ours: Arrays, truth: Arrays) -> dict[str, float]:
+def reordered(ours: Arrays, reference: Arrays) -> dict[str, float]:
     """Return the error of one function evaluated twice in its own dtype over the allowed one: at most 1 passes.
 
     Values that are rounding only, beside the largest of all, are measured by that.
     """
-    largest = max((_largest(value) for value in truth.values()), default=0.0)
+    largest = max((_largest(value) for value in reference.values()), default=0.0)
 
     def excess(name: str) -> float:
-        allowed = REORDERED * float(np.finfo(truth[name].dtype).eps)
-        scale = largest if _largest(truth[name]) <= allowed * largest else 0.0
-        return _relative(ours[name].astype(np.float64), truth[name].astype(np.float64), scale) / allowed
+        allowed = REORDERED * float(np.finfo(reference[name].dtype).eps)
+        scale = largest if _largest(reference[name]) <= allowed * largest else 0.0
+        return _relative(ours[name].astype(np.float64), reference[name].astype(np.float64), scale) / allowed
 
-    return {name: excess(name) for name in truth}
+    return {name: excess(name) for name in reference}
 
 
-def null_directions(truth: Arrays) -> set[str]:
+def null_directions(reference: Arrays) -> set[str]:
     """Return the names of gradients that are rounding only, such as that of a key bias, which softmax ignores."""
-    largest = max((_largest(gradient) for gradient in truth.values()), default=0.0)
-    return {name for name, gradient in truth.items() if _largest(gradient) <= NULL * largest}
+    largest = max((_largest(gradient) for gradient in reference.values()), default=0.0)
+    return {name for name, gradient in reference.items() if _largest(gradient) <= NULL * largest}
 
 
-def felt(ours: Arrays, truth: Arrays) -> dict[str, np.ndarray]:
+def nonzero_gradient(ours: Arrays, reference: Arrays) -> dict[str, np.ndarray]:
     """Return which elements of each gradient are more than rounding, those that are 0 on both sides included.
 
     A packed tensor may hold a null direction beside others, such as the key's part of a packed bias. Where some of its
     elements are rounding, those that are 0 may be rounding that came out so.
     """
-    largest = max((_largest(gradient) for gradient in truth.values()), default=0.0)
+    largest = max((_largest(gradient) for gradient in reference.values()), default=0.0)
 
     def of(gradient: np.ndarray, other: np.ndarray) -> np.ndarray:
         more, zero = np.abs(gradient) > NULL * largest, (gradient == 0) & (other == 0)
         return more | zero if (more | zero).all() else more
 
-    return {name: of(gradient, ours[name]) for name, gradient in truth.items()}
+    return {name: of(gradient, ours[name]) for name, gradient in reference.items()}
 
 
-def gradient_errors(ours: Arrays, truth: Arrays) -> dict[str, float]:
+def gradient_errors(ours: Arrays, reference: Arrays) -> dict[str, float]:
     """Return the relative errors, those of null directions measured by the largest gradient of all."""
-    null = null_directions(truth)
-    largest = max((_largest(gradient) for gradient in truth.values()), default=0.0)
-    errors = relative(ours, {name: g for name, g in truth.items() if name not in null})
-    return errors | relative(ours, {name: truth[name] for name in null}, largest)
+    null = null_directions(reference)
+    largest = max((_largest(gradient) for gradient in reference.values()), default=0.0)
+    errors = relative(ours, {name: g for name, g in reference.items() if name not in null})
+    return errors | relative(ours, {name: reference[name] for name in null}, largest)
 
 
 def conditioned(
@@ -106,17 +106,19 @@ def conditioned(
     return {name: error / max(limit, REORDERED * ratio * worst[name]) for name, error in errors.items()}
 
 
-def excesses(truth: Arrays) -> dict[str, float]:
+def excesses(reference: Arrays) -> dict[str, float]:
     """Return by how much the largest value of all exceeds what the error of each is measured by."""
-    sizes, null = {name: _largest(value) for name, value in truth.items()}, null_directions(truth)
+    sizes, null = {name: _largest(value) for name, value in reference.items()}, null_directions(reference)
     largest = max(sizes.values(), default=0.0)
     return {name: 1.0 if name in null else largest / size for name, size in sizes.items()}
 
 
-def lower_dtype(ours: Arrays, theirs: Sequence[Arrays], truth: Arrays, factor: float, eps: float) -> dict[str, float]:
+def lower_dtype(
+    ours: Arrays, theirs: Sequence[Arrays], reference: Arrays, factor: float, eps: float
+) -> dict[str, float]:
     """Return our error over the allowed one, by name: at most 1 passes.
 
-    Allowed is `factor` times the error of PyTorch in the same dtype, plus one rounding of the truth itself, without
+    Allowed is `factor` times the error of PyTorch in the same dtype, plus one rounding of the reference itself, without
     which a value that PyTorch happens to hit exactly would allow nothing. In maximum, mean and 99th percentile.
 
     PyTorch's error is partly luck, in a small tensor mostly: `theirs` are several draws of it, the first on the
@@ -125,16 +127,16 @@ def lower_dtype(ours: Arrays, theirs: Sequence[Arrays], truth: Arrays, factor: f
     statistics = (np.max, np.mean, lambda values: np.percentile(values, 99))
 
     def excess(name: str) -> float:
-        finite = np.isfinite(truth[name])  # what PyTorch overflows is not asked of us
+        finite = np.isfinite(reference[name])  # what PyTorch overflows is not asked of us
         for draw in theirs:
             finite &= np.isfinite(draw[name])
-        if name not in ours or ours[name].shape != truth[name].shape or not np.isfinite(ours[name][finite]).all():
+        if name not in ours or ours[name].shape != reference[name].shape or not np.isfinite(ours[name][finite]).all():
             return np.inf
         if not finite.any():
             return 0.0
-        own, *others = (np.abs(x[name] - truth[name])[finite] for x in (ours, *theirs))
-        size = np.abs(truth[name][finite])
+        own, *others = (np.abs(x[name] - reference[name])[finite] for x in (ours, *theirs))
+        size = np.abs(reference[name][finite])
         allowed = (factor * max(s(other) for other in others) + eps * s(size) for s in statistics)
         return float(max(s(own) / max(most, np.finfo(float).tiny) for s, most in zip(statistics, allowed, strict=True)))
 
-    return {name: excess(name) for name in truth}
+    return {name: excess(name) for name in reference}

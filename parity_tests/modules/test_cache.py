@@ -9,8 +9,8 @@ import pytest
 
 import torch_ref
 from flax_attn import convert
-from flax_attn.parity import cases as table
 from flax_attn.parity import tolerance
+from flax_attn.proof import variants as table
 
 B, T, D = 3, 7, 6
 TOTALS = np.array([7, 4, 6])  # tokens of each row
@@ -86,7 +86,7 @@ def packed_window(side, size):
 LLAMA = {"norm": "rms_norm", "gated": True, "activation": "silu", "ff_bias": False, "out_bias": False}
 
 CAUSAL_BY_MASK = ("multi_head_packed_window", "multi_head_prefix_dense")
-CASES = {
+VARIANTS = {
     "plain": heads(qkv_bias=True),
     "gqa, qk_norm, head_dim": heads(num_kv_heads=2, head_dim=5, qk_norm=1e-3, qkv_bias=True),
     "mqa": heads(num_kv_heads=1, out_bias=False),
@@ -196,7 +196,7 @@ def in_calls(side, case, module):
     return run
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", VARIANTS.values(), ids=VARIANTS)
 def test_steps_and_chunks_equal_the_full_forward(sides, case):
     found = {}
     for side, module in same_weights(case, sides):
@@ -210,7 +210,7 @@ def test_steps_and_chunks_equal_the_full_forward(sides, case):
 
 
 def test_every_causal_row_of_the_table_is_computed_in_steps():
-    for row in (row for row in table.CASES if len(row.inputs) == 1):
+    for row in (row for row in table.VARIANTS if len(row.inputs) == 1):
         module = row.build(torch_ref)
         attention = getattr(module, "att", module)
         causal = getattr(attention, "causal", True) or row.name in CAUSAL_BY_MASK

@@ -8,8 +8,8 @@ from flax import nnx
 
 import flax_attn
 import torch_ref
-from flax_attn.parity.cases import CASES
-from flax_attn.parity.table import pair_of
+from flax_attn.proof.table import pair_of
+from flax_attn.proof.variants import CASES
 
 DROPPING = [case for case in CASES if case.arguments.get("dropout", 0) > 0]
 

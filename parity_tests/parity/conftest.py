@@ -5,8 +5,8 @@ import math
 import pytest
 
 from flax_attn.parity.check import Check
-from flax_attn.parity.locate.localise import Divergence, Node
-from flax_attn.parity.reports.report import Report
+from flax_attn.parity.report.report import Report
+from flax_attn.parity.trace.localise import Divergence, Node
 
 EVIL = """<b>a</b> & "b" 'c' </script>"""
 

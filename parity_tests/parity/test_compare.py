@@ -113,13 +113,13 @@ def test_weights_are_drawn_unless_they_are_to_be_kept():
 
 def measured(seed, **options):
     report = assert_parity(linear(), torch.nn.Linear(3, 2), X, layout="torch", checks=["gradients"], seed=seed)
-    return report.check("gradients").where, report.pair.truth
+    return report.check("gradients").where, report.pair.reference
 
 
 def test_a_seed_repeats_everything_and_another_draws_anew():
-    (place, truth), (again, same), (_, other) = measured(0), measured(0), measured(1)
+    (place, reference), (again, same), (_, other) = measured(0), measured(0), measured(1)
     assert place == again
-    for name, gradient in truth.gradients.items():
+    for name, gradient in reference.gradients.items():
         assert (gradient == same.gradients[name]).all()
         assert (gradient != other.gradients[name]).any()
 

@@ -4,8 +4,8 @@ import pytest
 from rich.console import Console
 
 from flax_attn.parity.check import Check
-from flax_attn.parity.reports import console
-from flax_attn.parity.reports.report import Report
+from flax_attn.parity.report import console
+from flax_attn.parity.report.report import Report
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 import torch_ref
 from flax_attn.parity import tolerance
-from flax_attn.parity.cases import select
-from flax_attn.parity.locate.diagnose import diagnose
-from flax_attn.parity.locate.localise import localise
-from flax_attn.parity.locate.resync import Evidence, Target
-from flax_attn.parity.table import pair_of
+from flax_attn.parity.trace.diagnose import diagnose
+from flax_attn.parity.trace.localise import localise
+from flax_attn.parity.trace.substitute import Evidence, Target
+from flax_attn.proof.table import pair_of
+from flax_attn.proof.variants import select
 
 B, T, S, N, K, H, D = 2, 5, 7, 4, 2, 6, 8
 RANDOM = np.random.default_rng(0)

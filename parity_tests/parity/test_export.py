@@ -11,10 +11,10 @@ from flax import nnx
 import flax_attn
 from flax_attn.cli import main
 from flax_attn.parity import compare, export
-from flax_attn.parity.cases import select
-from flax_attn.parity.sides import recorded
-from flax_attn.parity.sides.recorded import ExportError, Recording
-from flax_attn.parity.table import climb, pair_of, replayed
+from flax_attn.parity.adapters import recorded
+from flax_attn.parity.adapters.recording import ExportError, Recording
+from flax_attn.proof.table import climb, pair_of, replayed
+from flax_attn.proof.variants import select
 
 ROW = "causal"
 
@@ -72,10 +72,10 @@ def test_every_recorded_number_counts(file, name, check):
 
 
 def test_a_check_that_was_not_exported_is_a_line_and_not_a_pass(folder):
-    (case,) = select([ROW])
-    report = climb(case, checks=["second"], pair=replayed(case, Recording(folder / f"{ROW}.safetensors")))
+    (variant,) = select([ROW])
+    report = climb(variant, checks=["second"], pair=replayed(variant, Recording(folder / f"{ROW}.safetensors")))
     assert not report.passed
-    assert "holds no answer to 'second': export again with this check" in report.check("second").skipped
+    assert "holds no result to 'second': export again with this check" in report.check("second").skipped
 
 
 def test_a_comparison_of_two_modules_is_exported_and_repeated(tmp_path):
@@ -100,7 +100,7 @@ def test_the_command_line_compares_against_an_export(folder, capsys, monkeypatch
 
     monkeypatch.setattr(flax_attn.CausalAttention, "__call__", off)
     monkeypatch.setattr(
-        "flax_attn.parity.table._call", lambda case, package, module: lambda m, x: off(m, x, return_weights=True)
+        "flax_attn.proof.table._call", lambda variant, package, module: lambda m, x: off(m, x, return_weights=True)
     )
     assert main(["parity", "--against", str(folder), "--check", "forward"]) == 1
 
@@ -108,16 +108,16 @@ def test_the_command_line_compares_against_an_export(folder, capsys, monkeypatch
 def test_lower_dtypes_may_run_elsewhere(folder):
     import jax
 
-    (case,) = select([ROW])
+    (variant,) = select([ROW])
     device = jax.devices("cpu")[0]
-    pair = replayed(case, Recording(folder / f"{ROW}.safetensors"), device)
-    assert climb(case, checks=["float32"], pair=pair).passed
+    pair = replayed(variant, Recording(folder / f"{ROW}.safetensors"), device)
+    assert climb(variant, checks=["float32"], pair=pair).passed
     assert pair.flax.device is device
 
 
 def test_a_report_that_was_not_recorded_cannot_be_exported(tmp_path):
-    (case,) = select([ROW])
-    report = climb(case, checks=["forward"], pair=pair_of(case))
+    (variant,) = select([ROW])
+    report = climb(variant, checks=["forward"], pair=pair_of(variant))
     with pytest.raises(ExportError, match="causal was compared without recording: pass record=True"):
         export.save(report, tmp_path)
 
@@ -147,7 +147,7 @@ SPOILT = [
     (spoilt_garbage, "causal.safetensors is damaged or cut off"),
     (spoilt_not_an_export, "holds arrays, but is no export of a comparison"),
     (spoilt_another_format, "an export of format 2, made by flax-attn 9.9; this version reads format 1. Export again"),
-    (spoilt_other_inputs, "holds an answer to another 'outputs' than is asked"),
+    (spoilt_other_inputs, "holds an result to another 'outputs' than is asked"),
 ]
 
 

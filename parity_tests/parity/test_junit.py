@@ -5,8 +5,8 @@ from xml.etree import ElementTree as Xml
 import pytest
 
 from flax_attn.parity.check import Check
-from flax_attn.parity.reports.junit import write_junit
-from flax_attn.parity.reports.report import Report
+from flax_attn.parity.report.junit import write_junit
+from flax_attn.parity.report.report import Report
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def test_every_check_is_a_case(written, equal, differing):
     suites = root.findall("testsuite")
     assert [suite.get("name") for suite in suites] == ["equal", differing.name]
     for suite, report in zip(suites, (equal, differing), strict=True):
-        cases = suite.findall("testcase")
-        assert [(case.get("classname"), case.get("name")) for case in cases] == [
+        variants = suite.findall("testcase")
+        assert [(variant.get("classname"), variant.get("name")) for variant in variants] == [
             (report.name, check.name) for check in report.checks
         ]
 
@@ -47,9 +47,9 @@ def test_a_failure_says_where_and_how_far(written, differing):
 def test_what_was_not_run_is_skipped_with_the_reason_or_fails_if_it_was_asked_for(written, differing):
     root = written(differing)
     assert root.find(".//testcase[@name='dropout']/skipped").get("message") == "nothing is dropped"
-    case = root.find(".//testcase[@name='cache = full']")
-    assert case.find("skipped") is None
-    assert "not run: no call: <b>a</b>" in case.find("failure").get("message")
+    variant = root.find(".//testcase[@name='cache = full']")
+    assert variant.find("skipped") is None
+    assert "not run: no call: <b>a</b>" in variant.find("failure").get("message")
 
 
 def test_environment_seed_and_command_are_properties(written, differing, equal):
@@ -60,7 +60,7 @@ def test_environment_seed_and_command_are_properties(written, differing, equal):
 
 def test_what_xml_cannot_hold_is_left_out(written):
     report = Report("x\x1b[1m", [Check("forward", 1.0, 0.5, "a\x00b", "\ud800 \U0001f600")])
-    case = written(report).find(".//testcase")
-    assert case.get("classname") == "x[1m"
-    assert "at 'a\\x00b'" in case.find("failure").get("message")
-    assert "\U0001f600" in case.find("failure").text
+    variant = written(report).find(".//testcase")
+    assert variant.get("classname") == "x[1m"
+    assert "at 'a\\x00b'" in variant.find("failure").get("message")
+    assert "\U0001f600" in variant.find("failure").text

@@ -22,16 +22,16 @@ from flax_attn.convert import LAYOUTS, Rule
 from flax_attn.convert.rules import Layout, plan
 from flax_attn.functional import reference
 from flax_attn.parity import tolerance
-from flax_attn.parity.cases import select
-from flax_attn.parity.locate import taps_jax
-from flax_attn.parity.locate.listen import Listener, Recorder
-from flax_attn.parity.locate.localise import localise
-from flax_attn.parity.locate.names import pair_paths
-from flax_attn.parity.locate.taps import record
+from flax_attn.parity.adapters.jax_adapter import JaxAdapter
+from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.pair import NotRun, Pair, weight_map
-from flax_attn.parity.sides.jax_side import JaxSide
-from flax_attn.parity.sides.torch_side import TorchSide
-from flax_attn.parity.table import pair_of
+from flax_attn.parity.trace import jax_hooks
+from flax_attn.parity.trace.activations import record
+from flax_attn.parity.trace.hooks import Listener, Recorder
+from flax_attn.parity.trace.localise import localise
+from flax_attn.parity.trace.names import pair_paths
+from flax_attn.proof.table import pair_of
+from flax_attn.proof.variants import select
 from torch_ref.functional.masks import Causal
 
 REFERENCE = torch_ref.functional.reference
@@ -62,7 +62,7 @@ class TorchStack(torch.nn.Module):
 
 
 def paired(flax, theirs, *shapes, layout="torch_ref", flax_call=None, torch_call=None):
-    ours, theirs = JaxSide(flax, flax_call), TorchSide(theirs, torch_call)
+    ours, theirs = JaxAdapter(flax, flax_call), TorchAdapter(theirs, torch_call)
     if ours.shapes:
         ours.entries = weight_map(flax, ours.shapes, theirs.shapes, LAYOUTS[layout])
     random = np.random.default_rng(0)
@@ -291,7 +291,7 @@ def test_another_backend_is_heard_as_the_reference():
 
 def eagerly(side, inputs):
     module = side.built()
-    taps_jax._use_reference(module)
+    jax_hooks._use_reference(module)
     return side.call(module, side.arrays(inputs), {})
 
 
@@ -300,7 +300,7 @@ def eagerly(side, inputs):
 def test_listening_leaves_every_bit_as_it_is(name, listener):
     pair = row(name)
     plain = eagerly(pair.flax, pair.inputs)
-    heard = taps_jax.run(pair, listener("flax", {}))
+    heard = jax_hooks.run(pair, listener("flax", {}))
     assert plain.keys() == heard.keys()
     assert all((plain[key] == heard[key]).all() for key in plain)
 
@@ -320,7 +320,7 @@ def test_classes_are_restored_also_after_an_exception():
     pair = row("block_gpt2")
     before = swapped_things(pair.flax.module)
     with pytest.raises(RuntimeError, match="broken on purpose"):
-        taps_jax.run(pair, Breaks("flax", {}))
+        jax_hooks.run(pair, Breaks("flax", {}))
     assert all(dict(vars(owner)) == attributes for owner, attributes in before)
 
 

@@ -16,10 +16,10 @@ from flax import nnx
 import flax_attn
 import torch_ref
 from flax_attn.parity import Recipe, compare
-from flax_attn.parity.api import report_on
-from flax_attn.parity.reports import sections
-from flax_attn.parity.reports.page import page, write_page
-from flax_attn.parity.sides.torch_side import TorchSide
+from flax_attn.parity.adapters.torch_adapter import TorchAdapter
+from flax_attn.parity.compare import report_on
+from flax_attn.parity.report import sections
+from flax_attn.parity.report.page import page, write_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = {"d_in": 6, "d_out": 8, "context_length": 5, "dropout": 0.0, "num_heads": 2}
@@ -35,7 +35,7 @@ def measured():
 
 @pytest.fixture(scope="module")
 def scaled(measured):
-    theirs = TorchSide(torch_ref.MultiHeadAttention(**ARGUMENTS).eval(), lambda module, x: 1.001 * module(x))
+    theirs = TorchAdapter(torch_ref.MultiHeadAttention(**ARGUMENTS).eval(), lambda module, x: 1.001 * module(x))
     theirs.load(measured.pair.weights)
     return report_on(measured.pair.with_torch(theirs), "scaled", CHECKS, locate=False)
 

@@ -8,12 +8,12 @@ from flax_attn.parity import tolerance
 NAN = np.nan
 
 
-def relative(ours, truth, scale=0.0):
-    return tolerance.relative({"x": np.array(ours)}, {"x": np.array(truth)}, scale)["x"]
+def relative(ours, reference, scale=0.0):
+    return tolerance.relative({"x": np.array(ours)}, {"x": np.array(reference)}, scale)["x"]
 
 
 @pytest.mark.parametrize(
-    ("ours", "truth", "error"),
+    ("ours", "reference", "error"),
     [
         ([1.0, 4.0], [1.0, 4.0], 0.0),
         ([1.0, 5.0], [1.0, 4.0], 0.25),
@@ -31,8 +31,8 @@ def relative(ours, truth, scale=0.0):
         ([[1.0, 2.0]], [1.0, 2.0], np.inf),
     ],
 )
-def test_relative(ours, truth, error):
-    assert relative(ours, truth) == error
+def test_relative(ours, reference, error):
+    assert relative(ours, reference) == error
 
 
 def test_an_infinite_truth_never_passes_unless_it_is_hit():
@@ -45,9 +45,9 @@ def test_relative_measures_small_tensors_by_the_scale():
 
 
 def test_a_tensor_that_one_side_lacks_is_as_wrong_as_can_be():
-    truth = {"x": np.ones(2)}
-    assert tolerance.relative({}, truth) == {"x": np.inf}
-    assert tolerance.lower_dtype({}, [truth], truth, 2.0, 0.0) == {"x": np.inf}
+    reference = {"x": np.ones(2)}
+    assert tolerance.relative({}, reference) == {"x": np.inf}
+    assert tolerance.lower_dtype({}, [reference], reference, 2.0, 0.0) == {"x": np.inf}
 
 
 GRADIENTS = {"W_query": np.array([3.0, -2.0]), "W_key.bias": np.array([2e-13, -1e-13]), "zero": np.zeros(2)}
@@ -73,10 +73,10 @@ def test_a_wrong_gradient_is_seen_even_in_a_null_direction(name):
 
 
 def test_elements_are_felt_where_they_are_more_than_rounding_or_zero_on_both_sides():
-    truth = {"dead": np.array([3.0, 0.0]), "packed": np.array([3.0, 2e-13, 0.0, 0.0]), "small": np.array([1e-14])}
+    reference = {"dead": np.array([3.0, 0.0]), "packed": np.array([3.0, 2e-13, 0.0, 0.0]), "small": np.array([1e-14])}
     ours = {"dead": np.array([3.0, 0.0]), "packed": np.array([3.0, 1e-13, 0.0, 1e-14]), "small": np.array([0.0])}
-    found = tolerance.felt(ours, truth)
-    assert {name: felt.tolist() for name, felt in found.items()} == {
+    found = tolerance.nonzero_gradient(ours, reference)
+    assert {name: nonzero_gradient.tolist() for name, nonzero_gradient in found.items()} == {
         "dead": [True, True],
         "packed": [True, False, False, False],  # the 0 beside rounding may be rounding, too
         "small": [False],
@@ -93,13 +93,13 @@ EPS64, EPS32 = np.finfo(np.float64).eps, np.finfo(np.float32).eps
 
 
 def test_the_same_function_in_another_order_may_differ_by_some_roundings():
-    truth = {"x": np.array([4.0, 1.0]), "rounding": np.array([1e-15])}
-    off = {"x": truth["x"] + 4 * tolerance.REORDERED * EPS64 * np.array([0.5, 0]), "rounding": np.array([-1e-15])}
-    errors = tolerance.reordered(off, truth)
+    reference = {"x": np.array([4.0, 1.0]), "rounding": np.array([1e-15])}
+    off = {"x": reference["x"] + 4 * tolerance.REORDERED * EPS64 * np.array([0.5, 0]), "rounding": np.array([-1e-15])}
+    errors = tolerance.reordered(off, reference)
     assert errors["x"] == pytest.approx(0.5, rel=0.01)
     assert errors["rounding"] < 0.1  # measured by the largest of all
-    assert tolerance.reordered({"y": -truth["x"]}, {"y": truth["x"]})["y"] > 1e9
-    single = {"x": truth["x"].astype(np.float32)}
+    assert tolerance.reordered({"y": -reference["x"]}, {"y": reference["x"]})["y"] > 1e9
+    single = {"x": reference["x"].astype(np.float32)}
     assert tolerance.reordered({"x": single["x"] * (1 + 32 * EPS32)}, single)["x"] == pytest.approx(0.5, rel=0.01)
 
 

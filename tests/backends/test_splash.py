@@ -252,7 +252,9 @@ def test_refusal_of_x64(x64):
 
 def test_refusal_of_a_traced_dense_mask():
     reasons = []
-    jax.jit(lambda mask: reasons.append(splash.BACKEND.refuse(make(*arrays(), mask=mask, platform="tpu"))))(MASKS["dense"])
+    jax.jit(lambda mask: reasons.append(splash.BACKEND.refuse(make(*arrays(), mask=mask, platform="tpu"))))(
+        MASKS["dense"]
+    )
     assert re.search(r"known before tracing; got a traced one\. Build it outside jax\.jit", reasons[0] or "runs")
 
 

@@ -167,4 +167,7 @@ def test_refuses_dtypes(no_shape_checks):
 def test_refuses_nothing_to_compute():
     call = build()
     empty = Call(**{**vars(call), "query": call.query[:, :0]})
-    assert xla.BACKEND.refuse(empty) == "xla needs at least one batch row and one query token; got (b, n, t, s) = (3, 4, 0, 7)"
+    assert (
+        xla.BACKEND.refuse(empty)
+        == "xla needs at least one batch row and one query token; got (b, n, t, s) = (3, 4, 0, 7)"
+    )

@@ -1,0 +1,1 @@
+"""The implementations that are compared: each behind the same specs."""

@@ -1,0 +1,226 @@
+"""What a side can be asked, and what it results: numpy arrays by name, whatever the framework."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from flax_attn import convert
+
+Arrays = dict[str, np.ndarray]
+Shape = tuple[int, ...]
+
+
+class PairingError(ValueError):
+    """Two modules that cannot be compared: the message says why, and what to pass instead."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run of a side.
+
+    Args:
+        name: of the run; an export files the result under it.
+        inputs: by name, in the order of the call.
+        extras: what the call takes beside the inputs: `lengths`, `dropout_key`.
+        dtype: that floating inputs and all parameters are cast to.
+        train: whether in train mode.
+        cotangents: of the outputs, to ask for gradients; None is outputs alone.
+        tangents: of parameters and inputs, to ask for the directional derivative of the gradients.
+        eager: whether the Flax side is run without `jax.jit`.
+        cached: whether the outputs are computed in steps with a cache, by the call given for that.
+        rounding_seed: seed by which all parameters and inputs are rounded up or down at random; 0 rounds to the nearest.
+            The PyTorch side alone is asked for it.
+    """
+
+    name: str
+    inputs: Arrays
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    dtype: str = "float64"
+    train: bool = False
+    cotangents: Arrays | None = None
+    tangents: Arrays | None = None
+    eager: bool = False
+    cached: bool = False
+    rounding_seed: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a side computed, in float64 whatever it was computed in.
+
+    Args:
+        outputs: by name.
+        gradients: of parameters and floating inputs, under the cotangents.
+        second: derivatives of the gradients along the tangents.
+        dtypes: of the outputs, as they were computed.
+    """
+
+    outputs: Arrays
+    gradients: Arrays = field(default_factory=dict)
+    second: Arrays = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """One implementation.
+
+    Attributes:
+        framework: `"flax"` or `"torch"`.
+        shapes: of its parameters, by its own names.
+        accepts: which extras its call takes.
+        has_cache: whether it was given a call that computes in steps.
+    """
+
+    framework: str
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+
+    @property
+    def accepts(self) -> frozenset[str]: ...
+
+    @property
+    def has_cache(self) -> bool: ...
+
+    def weights(self) -> Arrays:
+        """Return the parameters in float64, by the names that both sides share."""
+        ...
+
+    def load(self, weights: Arrays) -> None:
+        """Set the parameters, by the names that both sides share."""
+        ...
+
+    def run(self, spec: RunSpec) -> Result:
+        """Run once."""
+        ...
+
+    def train(self, spec: Any) -> Arrays:
+        """Train a copy; return the final parameters, and the losses as `loss`."""
+        ...
+
+
+class Call:
+    """How a module is called: by the caller's own function, or plainly; extras go only where they are taken."""
+
+    EXTRAS = ("lengths", "dropout_key")
+
+    def __init__(self, call: Callable | None, method: Callable, positional: bool):
+        self.function, self.positional = call, positional
+        self.accepts = frozenset(self.EXTRAS).intersection(_parameters(method if call is None else call))
+
+    def __call__(self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the outputs by name."""
+        extras = {name: value for name, value in extras.items() if name in self.accepts}
+        # By number and not as they come: JAX sorts the names of what it compiles, and 10 stands before 2 there.
+        arguments = [inputs[f"input {i}"] for i in range(len(inputs))] if self.positional else []
+        keywords = extras if self.positional else {**inputs, **extras}
+        if self.function is None:
+            return named(module(*arguments, **keywords))
+        return named(self.function(module, *arguments, **keywords))
+
+
+class ModuleAdapter:
+    """What the sides that run a module share: how it is called, whole or in steps, and what the calls take."""
+
+    def __init__(self, method: Callable, call: Callable | None, cached_call: Callable | None, positional: bool):
+        self._calls = {False: Call(call, method, positional)}
+        if cached_call:
+            self._calls[True] = Call(cached_call, method, positional)
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        """The extras that the call takes."""
+        return self._calls[False].accepts
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether there is a call that computes in steps."""
+        return True in self._calls
+
+    def call(
+        self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any], cached: bool = False
+    ) -> dict[str, Any]:
+        """Return the outputs of a module of this kind, by name; computed in steps if `cached`."""
+        return self._calls[cached](module, inputs, extras)
+
+
+def _parameters(function: Callable) -> Sequence[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # built in
+        return []
+
+
+def check_kind(module: Any, rule: str, foreign: Mapping[str, str]) -> None:
+    """Raise for what is no module of a side: not callable, a class, or of another framework.
+
+    Args:
+        module: that was passed.
+        rule: what it should be.
+        foreign: the names of other frameworks, by their packages.
+    """
+    packages = [kind.__module__.partition(".")[0] for kind in type(module).__mro__]
+    framework = next((foreign[package] for package in packages if package in foreign), None)
+    if isinstance(module, type):
+        raise PairingError(f"{rule}; got the class {module.__name__}: pass a module of it")
+    if framework is not None:
+        raise PairingError(
+            f"{rule}; got {type(module).__name__}, of {framework}. "
+            "The order is compare(flax_module, torch_module, inputs)"
+        )
+    if not callable(module):
+        raise PairingError(f"{rule}; got {type(module).__name__}")
+
+
+def named(result: Any) -> dict[str, Any]:
+    """Return the arrays of a result by name; None is no output.
+
+    Raises:
+        PairingError: if something in it is not an array.
+
+    Example:
+        >>> sorted(named((np.ones(2), None)))
+        ['output']
+        >>> sorted(named({"logits": np.ones(2), "hidden": (np.ones(3), np.ones(4))}))
+        ['hidden.0', 'hidden.1', 'logits']
+    """
+    found = dict(_walk("", result))
+    return {"output": next(iter(found.values()))} if len(found) == 1 and not isinstance(result, Mapping) else found
+
+
+def _walk(name: str, value: Any):
+    if value is None:
+        return
+    if isinstance(value, Mapping | tuple | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, inner in items:
+            yield from _walk(f"{name}.{key}" if name else str(key), inner)
+    elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        yield name or "output", value
+    else:
+        raise PairingError(
+            f"an output is an array, or a tuple or mapping of arrays; {name or 'the output'} is a "
+            f"{type(value).__name__}. Pass a call that returns arrays, such as torch_call=lambda m, x: m(x)[0]"
+        )
+
+
+def is_floating(array: Any) -> bool:
+    """Whether an array of numpy holds floating numbers, those of `ml_dtypes` included."""
+    return np.issubdtype(array.dtype, np.floating) or array.dtype.name in ("bfloat16",)
+
+
+def float64(arrays: Mapping[str, Any]) -> Arrays:
+    """Return arrays of any framework as numpy, floating ones as float64."""
+    found = {name: convert.to_numpy(array) for name, array in arrays.items()}
+    return {name: array.astype(np.float64) if is_floating(array) else array for name, array in found.items()}
+
+
+def dtypes(arrays: Mapping[str, Any]) -> dict[str, str]:
+    """Return the dtype of each array, without the framework's name."""
+    return {name: str(array.dtype).removeprefix("torch.") for name, array in arrays.items()}

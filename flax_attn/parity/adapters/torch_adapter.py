@@ -1,0 +1,152 @@
+"""The PyTorch side: any module, or a function, behind the specs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flax_attn.parity.adapters.adapter import (
+    Arrays,
+    ModuleAdapter,
+    Result,
+    RunSpec,
+    check_kind,
+    dtypes,
+    float64,
+    is_floating,
+)
+from flax_attn.parity.training import TrainingSpec
+
+
+class TorchAdapter(ModuleAdapter):
+    """A `Adapter` of PyTorch, on the CPU. The module that is passed stays as it is.
+
+    Args:
+        module: an `nn.Module`, or a function of tensors.
+        call: how to call it; None is `module(*inputs)`.
+        cached_call: how to compute the same in steps, if it can.
+        positional: whether inputs are passed by position.
+    """
+
+    framework = "torch"
+
+    def __init__(
+        self,
+        module: Any,
+        call: Callable | None = None,
+        cached_call: Callable | None = None,
+        positional: bool = True,
+    ):
+        rule = "the PyTorch side is an nn.Module or a function of tensors"
+        check_kind(module, rule, {"flax": "Flax", "equinox": "Equinox"})
+        self.module = copy.deepcopy(module).double() if isinstance(module, torch.nn.Module) else module
+        method = module.forward if isinstance(module, torch.nn.Module) else module
+        super().__init__(method, call, cached_call, positional)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters; a shared one once."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters(self.module).items()}
+
+    def weights(self) -> Arrays:
+        """Return the parameters in float64."""
+        return float64(self._parameters(self.module))
+
+    def load(self, weights: Arrays) -> None:
+        """Set the parameters."""
+        with torch.no_grad():
+            for name, parameter in self._parameters(self.module).items():
+                parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+
+    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> dict[str, torch.Tensor]:
+        """Return inputs as tensors, floating ones cast."""
+        kind = getattr(torch, dtype)
+        return {name: torch.tensor(a, dtype=kind if is_floating(a) else None) for name, a in arrays.items()}
+
+    def run(self, spec: RunSpec) -> Result:
+        """Run once."""
+        module, differentiate = self._prepared(spec), spec.cotangents is not None
+        inputs = self.arrays(spec.inputs)
+        if spec.rounding_seed:
+            _dither([*self._parameters(module).values(), *inputs.values()], spec)
+        kind = getattr(torch, spec.dtype)
+        module = module.to(kind) if isinstance(module, torch.nn.Module) else module
+        inputs = {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
+        for tensor in inputs.values():
+            tensor.requires_grad_(differentiate and tensor.is_floating_point())
+        with torch.set_grad_enabled(differentiate), _kernel(spec.tangents is not None):
+            outputs = self.call(module, inputs, _extras(spec.extras), spec.cached)
+            if spec.cotangents is None:
+                return Result(float64(outputs), dtypes=dtypes(outputs))
+            return self._gradients(module, inputs, outputs, spec)
+
+    def _gradients(self, module, inputs, outputs, spec: RunSpec) -> Result:
+        cotangents = self.arrays(spec.cotangents or {}, spec.dtype)
+        total = torch.stack([(outputs[name] * c.to(outputs[name].dtype)).sum() for name, c in cotangents.items()]).sum()
+        leaves = self._parameters(module) | {n: x for n, x in inputs.items() if x.is_floating_point()}
+        twice = spec.tangents is not None
+        found = torch.autograd.grad(total, [*leaves.values()], create_graph=twice, materialize_grads=True)
+        gradients = dict(zip(leaves, found, strict=True))
+        if spec.tangents is None:
+            return Result(float64(outputs), float64(gradients), dtypes=dtypes(outputs))
+        along = {name: torch.tensor(tangent) for name, tangent in spec.tangents.items()}
+        products = [(g * along[n]).sum() for n, g in gradients.items() if n in along and g.requires_grad]
+        slope = torch.stack(products).sum() if products else torch.zeros((), dtype=torch.float64, requires_grad=True)
+        second = torch.autograd.grad(slope, [*leaves.values()], materialize_grads=True)
+        return Result({}, second=float64(dict(zip(leaves, second, strict=True))))
+
+    def train(self, spec: TrainingSpec) -> Arrays:
+        """Train a copy; return the final parameters, and the losses as `loss`."""
+        module = copy.deepcopy(self.module)
+        module.train(spec.train)
+        optimizer, schedule = spec.recipe.torch(module.parameters())
+        inputs, target, losses = self.arrays(spec.inputs), torch.from_numpy(spec.target), []
+        for words in spec.keys:
+            optimizer.zero_grad()
+            output = self.call(module, inputs, _extras({**spec.extras, "dropout_key": words}))[spec.output]
+            loss = (output - target).square().mean()
+            loss.backward()
+            spec.recipe.clip(module.parameters())
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        return float64(self._parameters(module)) | {"loss": np.array(losses)}
+
+    def _prepared(self, spec: RunSpec) -> Any:
+        if not isinstance(self.module, torch.nn.Module):
+            return self.module
+        module = copy.deepcopy(self.module)
+        module.train(spec.train)
+        return module.requires_grad_(True)
+
+    @staticmethod
+    def _parameters(module: Any) -> dict[str, torch.nn.Parameter]:
+        return dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
+
+
+@torch.no_grad()
+def _dither(tensors: list[torch.Tensor], spec: RunSpec) -> None:
+    # Moves each number by up to half a rounding, so that the cast that follows takes it up or down at random.
+    random, eps = np.random.default_rng(spec.rounding_seed), torch.finfo(getattr(torch, spec.dtype)).eps
+    for tensor in (tensor for tensor in tensors if tensor.is_floating_point()):
+        tensor.mul_(1 + eps * torch.tensor(random.uniform(-0.5, 0.5, tuple(tensor.shape))))
+
+
+@contextmanager
+def _kernel(twice: bool):
+    # The fused attention of torch has no second derivative; its plain formula has.
+    if not twice:
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def _extras(extras: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in extras.items()}

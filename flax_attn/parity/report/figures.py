@@ -1,0 +1,153 @@
+"""The pictures of a page: plotly figures that follow its colours. Needs plotly: `pip install "flax-attn[report]"`."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from flax_attn.parity import tolerance
+
+if TYPE_CHECKING:
+    from flax_attn.parity.trace.localise import Divergence
+
+FLOOR = 1e-18  # a logarithm shows no 0: what is equal to the last bit stands here
+HEADS, TOKENS, POINTS = 8, 32, 500  # the most that is drawn of a layer and of a curve, to keep the page small
+FLAX, TORCH = "#e8710a", "#1a73e8"
+
+# Blue holds, and turns to orange at the rule: told apart by readers who do not tell red from green.
+_COLORS = ((FLOOR, "#1f4e79"), (tolerance.FORWARD, "#a9cbe8"), (tolerance.FORWARD, "#fdc98a"), (1.0, "#a11d07"))
+ERRORS = [[1 - np.log10(error) / np.log10(FLOOR), color] for error, color in _COLORS]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with what it says in words, for those who do not see it.
+
+    Args:
+        title: above it.
+        words: below it, and read aloud.
+        data: the figure, as plotly's JSON.
+        height: in pixels.
+    """
+
+    title: str
+    words: str
+    data: str
+    height: int
+
+
+def divergence(found: Divergence) -> Picture:
+    """Draw the errors of all nodes in order of execution: running freely, of their own, of the cotangent."""
+    names = [_text(node.name) for node in found.nodes]
+    rows = {kind: [getattr(node, kind) for node in found.nodes] for kind in ("backward", "own", "free")}
+    rows = {kind: errors for kind, errors in rows.items() if not np.isnan(errors).all()}
+    shown = [[f"{error:.1e}" for error in errors] for errors in rows.values()]
+    figure = go.Figure(
+        go.Heatmap(
+            z=_logarithm(list(rows.values())),
+            y=list(rows),
+            text=shown,
+            customdata=[names] * len(rows),
+            hovertemplate="%{customdata}<br>%{y}: %{text}<extra></extra>",
+            xgap=1,
+            ygap=3,
+            hoverongaps=False,
+            **_error_scale(),
+        )
+    )
+    marked = {node.order for node in (found.first, *found.guilty) if node}
+    places = [i for i, node in enumerate(found.nodes) if node.order in marked]
+    figure.update_xaxes(tickvals=places, ticktext=[names[i] for i in places], tickangle=-30, showgrid=False)
+    words = (
+        f"{len(names)} nodes in order of execution, from left to right; "
+        f"{sum(node.diverges for node in found.nodes)} differ when both sides run freely, "
+        f"{len(found.guilty)} of their own."
+    )
+    return _picture(figure, "Errors of every node", words, 190, {"t": 12, "b": 50, "l": 70, "r": 12})
+
+
+def attention(name: str, flax: np.ndarray, torch: np.ndarray) -> list[Picture]:
+    """Draw the weights `(b, n, t, s)` of both sides and their difference, a picture a head of the first example."""
+    heads = [side[0, :HEADS, :TOKENS, :TOKENS] for side in (flax, torch)]
+    return [_head(f"{name}, head {i}", *head) for i, head in enumerate(zip(*heads, strict=True))]
+
+
+def losses(flax: np.ndarray, torch: np.ndarray, rule: float) -> Picture:
+    """Draw the losses of both sides, and below it how far apart they are."""
+    steps = np.unique(np.linspace(0, len(torch) - 1, POINTS).astype(int))
+    apart = np.abs(flax - torch) / np.max(np.abs(torch))
+    figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.08)
+    curve = {"x": steps + 1, "mode": "lines"}
+    figure.add_scatter(y=torch[steps], name="torch", line={"color": TORCH, "width": 5}, opacity=0.55, **curve)
+    figure.add_scatter(y=flax[steps], name="flax", line={"color": FLAX, "width": 2, "dash": "dash"}, **curve)
+    figure.add_scatter(
+        x=steps + 1,
+        y=np.maximum(apart[steps], FLOOR),
+        mode="markers",
+        name="difference",
+        marker={"color": "#7f7f7f", "size": 4},
+        row=2,
+        col=1,
+    )
+    ends = {"x": [0, len(torch) + 1], "y": [rule, rule]}
+    figure.add_scatter(**ends, mode="lines", name="rule", line={"color": FLAX, "dash": "dot"}, row=2, col=1)
+    figure.update_yaxes(type="log", exponentformat="power")
+    figure.update_yaxes(title="loss", row=1)
+    figure.update_yaxes(title="difference", range=np.log10([FLOOR / 2, 1]), dtick=6, row=2)
+    figure.update_xaxes(title="step", row=2)
+    figure.update_xaxes(range=[0, len(torch) + 1])
+    figure.update_layout(legend={"orientation": "h", "y": 1.12})
+    words = (
+        f"{len(torch)} steps: torch from {torch[0]:.4g} to {torch[-1]:.4g}, flax from {flax[0]:.4g} to {flax[-1]:.4g}; "
+        f"at most {np.max(apart):.1e} of the largest loss apart. The rule is {rule:.0e}."
+    )
+    return _picture(figure, "Losses", words, 360, {"t": 12, "b": 40, "l": 80, "r": 12})
+
+
+def _head(title: str, flax: np.ndarray, torch: np.ndarray) -> Picture:
+    apart = np.abs(flax - torch)
+    query, key = np.unravel_index(np.argmax(apart), apart.shape)
+    figure = make_subplots(1, 3, subplot_titles=["flax", "torch", "difference"], horizontal_spacing=0.04)
+    weights = {"coloraxis": "coloraxis", "hovertemplate": "query %{y}, key %{x}<br>%{z:.6g}<extra></extra>"}
+    hover = "query %{y}, key %{x}<br>10^%{z:.1f}<extra></extra>"
+    figure.add_heatmap(z=np.float32(flax), row=1, col=1, **weights)
+    figure.add_heatmap(z=np.float32(torch), row=1, col=2, **weights)
+    figure.add_heatmap(z=_logarithm(apart), hovertemplate=hover, row=1, col=3, **_error_scale())
+    figure.update_yaxes(autorange="reversed", showticklabels=False)
+    figure.update_xaxes(showticklabels=False)
+    figure.update_layout(coloraxis={"colorscale": "Viridis", "cmin": 0.0, "showscale": False})
+    words = f"Largest difference {apart.max():.1e}, at query {query}, key {key}."
+    return _picture(figure, title, words, 150, {"t": 24, "b": 4, "l": 4, "r": 4})
+
+
+def _error_scale() -> dict[str, Any]:
+    return {"colorscale": ERRORS, "zmin": np.log10(FLOOR), "zmax": 0.0, "showscale": False}
+
+
+def _logarithm(errors: Any) -> np.ndarray:
+    # In float32, and what is infinite as the largest that is finite: JSON has no infinity.
+    return np.log10(np.clip(np.asarray(errors, np.float64), FLOOR, 1e30)).astype(np.float32)
+
+
+def _picture(figure: go.Figure, title: str, words: str, height: int, margin: dict[str, int]) -> Picture:
+    clear = "rgba(0,0,0,0)"  # the page's own background and colour of text
+    figure.update_layout(template="none", paper_bgcolor=clear, plot_bgcolor=clear, height=height, margin=margin)
+    # plotly writes `<` as an escape, so that no name can end the script that holds it.
+    data = str(figure.to_json())
+    return Picture(title, words, data, height)
+
+
+def _text(name: str) -> str:
+    """Return a name as plotly takes it: it reads `<b>` and `&lt;` in a text as HTML."""
+    return html.escape(name, quote=False)
+
+
+def legend() -> Sequence[tuple[str, str]]:
+    """Return the colours of errors and where they stand, for a scale in CSS."""
+    return [(f"{100 * place:.1f}%", color) for place, color in ERRORS]

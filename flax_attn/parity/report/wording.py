@@ -1,0 +1,91 @@
+"""Numbers and verdicts in words, alike at a terminal and on a page."""
+
+from __future__ import annotations
+
+from flax_attn.parity.check import Check
+from flax_attn.parity.report.report import Report
+
+
+def error(check: Check) -> str:
+    """Return what was measured: a count, a share of what is allowed, or a relative error.
+
+    Example:
+        >>> [error(Check("c", 0.4567, limit)) for limit in (0.0, 1.0, 1e-12)]
+        ['0.457', '0.46', '4.6e-01']
+    """
+    if not check.ran:
+        return "-"
+    if check.limit == 0:
+        return f"{check.error:.3g}"
+    plain = check.limit == 1 and 0.01 <= check.error < 100
+    return f"{check.error:.2f}" if plain else f"{check.error:.1e}"
+
+
+def rule(check: Check) -> str:
+    """Return the largest error that holds.
+
+    Example:
+        >>> [rule(Check("c", 0.0, limit)) for limit in (0.0, 1.0, 1e-12)]
+        ['0', '1', '1e-12']
+    """
+    return f"{check.limit:g}" if check.ran else "-"
+
+
+def times(error: float, limit: float) -> float:
+    """Return how many times its rule an error is. NaN is as far over as can be, and so is what is never allowed.
+
+    Example:
+        >>> times(3.0, 2.0), times(0.0, 0.0), times(1.0, 0.0), times(float("nan"), 2.0)
+        (1.5, 0.0, inf, inf)
+    """
+    if error != error:
+        return float("inf")
+    return error / limit if limit else (float("inf") if error else 0.0)
+
+
+def margin(times: float) -> str:
+    """Return how many times the error fits into the rule.
+
+    Example:
+        >>> [margin(times) for times in (float("inf"), 12345.0, 2.14, 0.3, 2e-11, 0.0, float("nan"))]
+        ['exact', '1e+04x', '2.1x', '0.3x', '2e-11x', '0x', '-']
+    """
+    if times in (float("inf"), 0.0) or times != times:
+        return {float("inf"): "exact", 0.0: "0x"}.get(times, "-")
+    if times >= 1000 or times < 0.1:
+        return f"{times:.0e}x"
+    return f"{times:.0f}x" if times >= 100 else f"{times:.1f}x"
+
+
+def worst(check: Check) -> str:
+    """Return the tensor with the largest error; where the rule is broken, its worst element on both sides.
+
+    Example:
+        >>> worst(Check("c", 2.0, 1.0, "bias", where={"index": [3], "flax": 0.25, "torch": 0.5}))
+        'bias[3]: flax 0.25, torch 0.5'
+    """
+    if check.passed or not check.where:
+        return check.worst
+    index = ", ".join(map(str, check.where["index"]))
+    return f"{check.worst}[{index}]: flax {check.where['flax']:.9g}, torch {check.where['torch']:.9g}"
+
+
+def verdict(report: Report) -> str:
+    """Return it in a word or two."""
+    if report.passed:
+        return "equal"
+    return "DIFFERENT" if any(check.ran for check in report.failed) else "NOT PROVEN"
+
+
+def reason(report: Report) -> str:
+    """Return what the verdict rests on, in a sentence."""
+    ran = [check for check in report.checks if check.ran]
+    if not ran:
+        return "No check was run."
+    if report.passed:
+        return f"All {len(ran)} checks hold; the nearest is {margin(report.margin)} below its rule."
+    failed = [check for check in report.failed if check.ran]
+    missing = [check for check in report.failed if not check.ran]
+    parts = [f"{len(failed)} of {len(ran)} checks fail"] if failed else []
+    parts += [f"{len(missing)} asked for by name could not be run"] if missing else []
+    return f"{'; '.join(parts)}."

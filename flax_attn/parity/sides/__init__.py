@@ -1,1 +1,0 @@
-"""The implementations that are compared: each behind the same questions."""

@@ -1,0 +1,111 @@
+"""What a module may compute: the forms that ports are known to confuse, in plain NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import combinations
+
+import numpy as np
+
+from flax_attn.parity import tolerance
+from flax_attn.parity.adapters.adapter import Arrays
+
+Forms = Iterator[tuple[str, np.ndarray]]
+TERMS = 4  # of a sum
+SUMMANDS = 8  # that are tried
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+ACTIVATIONS = {
+    "exact GELU": lambda x: x * (1 + _erf(x / math.sqrt(2))) / 2,
+    "tanh GELU": lambda x: x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "quick GELU, x * sigmoid(1.702 x)": lambda x: x * _sigmoid(1.702 * x),
+    "ReLU": lambda x: np.maximum(x, 0),
+    "SiLU": lambda x: x * _sigmoid(x),
+}
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return (1 + np.tanh(x / 2)) / 2
+
+
+def activation(value: np.ndarray, sources: Arrays) -> Forms:
+    """A function of every number."""
+    for name, x in sources.items():
+        if x.shape == value.shape:
+            yield from ((f"{text} of {name}", function(x)) for text, function in ACTIVATIONS.items())
+
+
+def total(value: np.ndarray, sources: Arrays) -> Forms:
+    """A sum of what is there: how residual connections are wired."""
+    distinct = {x.tobytes(): (name, x) for name, x in reversed(sources.items()) if x.shape == value.shape}
+    summands = list(distinct.values())[:SUMMANDS][::-1]
+    for count in range(1, TERMS + 1):
+        for terms in combinations(summands, count):
+            names = [name for name, _ in terms]
+            yield " + ".join(names) + (" alone" if count == 1 else ""), np.sum([x for _, x in terms], axis=0)
+
+
+def linear(value: np.ndarray, x: np.ndarray, own: Arrays, everything: Arrays) -> Forms:
+    """A matrix product, with a bias or without; also with weights of another layer."""
+    matrix, bias = (next((w for w in own.values() if w.ndim == ndim), None) for ndim in (2, 1))
+    if matrix is None:
+        return
+    biases = {name: w for name, w in everything.items() if w.shape == value.shape[-1:]}
+    for text, product in _products("weight", x, matrix, value.shape):
+        if bias is not None:
+            yield f"{text} + bias", product + bias
+        yield text if bias is None else f"{text} without its bias", product
+        yield from ((f"{text} + {name}", product + w) for name, w in biases.items())
+    for other, w in everything.items():
+        for text, product in _products(other, x, w, value.shape) if w.shape == matrix.shape else ():
+            yield text if bias is None else f"{text} + bias", product if bias is None else product + bias
+            yield from ((f"{text} + {name}", product + w) for name, w in biases.items() if _beside(name, other))
+
+
+def _products(name: str, x: np.ndarray, matrix: np.ndarray, shape: tuple[int, ...]) -> Forms:
+    for text, w in ((f"x @ {name}.T", matrix.T), (f"x @ {name}", matrix)):
+        if x.shape[-1] == w.shape[0] and (*x.shape[:-1], w.shape[1]) == shape:
+            yield text, x @ w
+
+
+def _beside(name: str, other: str) -> bool:
+    return name.rpartition(".")[0] == other.rpartition(".")[0]
+
+
+def norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
+    """Layer norm and RMS norm, with the epsilon that fits best."""
+    vectors = [w for w in own.values() if w.shape == x.shape[-1:]]
+    if value.shape != x.shape or not 1 <= len(vectors) <= 2 or len(vectors) < len(own):
+        return
+    scale, shift = vectors[0], vectors[1] if len(vectors) == 2 else np.zeros_like(vectors[0])
+    centred = x - x.mean(-1, keepdims=True)
+    kinds = {
+        "layer norm": (centred, (centred**2).mean(-1, keepdims=True)),
+        "RMS norm": (x, (x**2).mean(-1, keepdims=True)),
+        "layer norm with the variance divided by d - 1": (centred, centred.var(-1, ddof=1, keepdims=True)),
+    }
+    affine = {"": (scale, shift), ", scale and shift swapped": (shift, scale), ", times 1 + scale": (1 + scale, shift)}
+    for kind, (centre, square) in kinds.items():
+        for how, (a, b) in affine.items():
+            yield from _with_epsilon(kind, how, value, centre, square, a, b)
+
+
+def _with_epsilon(kind, how, value, centre, square, scale, shift) -> Forms:
+    if not scale.all():
+        return
+    normal = (value - shift) / scale
+    factor = (centre * normal).sum(-1, keepdims=True) / (centre**2).sum(-1, keepdims=True)
+    if not (np.isfinite(factor).all() and (factor > 0).all()):
+        return
+    inside = _epsilon(factor**-2 - square)
+    yield f"{kind} with eps={inside:g}{how}", centre / np.sqrt(square + inside) * scale + shift
+    beside = _epsilon(1 / factor - np.sqrt(square))
+    text = f"{kind} with eps={beside:g} added to the standard deviation{how}"
+    yield text, centre / (np.sqrt(square) + beside) * scale + shift
+
+
+def _epsilon(found: np.ndarray) -> float:
+    # To three digits, as people write it; what is not so does not fit. What rounding leaves of 0 is 0.
+    number = float(f"{np.median(found):.2e}")
+    return number if number > tolerance.REORDERED * np.finfo(np.float64).eps else 0.0

@@ -1,0 +1,178 @@
+"""One optimizer in the words of optax and of torch.optim, every hyper-parameter given to both."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from flax_attn.functional.checks import check_choice, check_positive
+from flax_attn.parity.adapters.adapter import Arrays
+
+if TYPE_CHECKING:
+    import torch
+
+OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+SCHEDULES = ("constant", "cosine", "linear")
+_TORCH_CLIP = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How both sides are trained.
+
+    Args:
+        optimizer: `"adamw"` (decoupled weight decay), `"adam"` (weight decay is L2) or `"sgd"`.
+        steps: how many.
+        learning_rate: at the top of the schedule.
+        betas: of Adam and AdamW.
+        eps: of Adam and AdamW, added outside the root.
+        momentum: of SGD.
+        weight_decay: of all three.
+        clip_norm: gradients are scaled to at most this global norm, as torch does; None does not clip.
+        schedule: `"constant"`, or to 0 in `steps` as `"cosine"` or `"linear"`.
+        warmup: steps of linear growth before it.
+
+    Raises:
+        ValueError: if the optimizer or the schedule is unknown, or `steps` is not positive.
+
+    Example:
+        >>> Recipe("sgd", steps=3, learning_rate=0.1, schedule="linear", warmup=1).rates()
+        [0.1, 0.1, 0.05]
+
+    References:
+        Loshchilov and Hutter 2019 (arXiv:1711.05101).
+    """
+
+    optimizer: str = "adamw"
+    steps: int = 100
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.0
+    weight_decay: float = 1e-2
+    clip_norm: float | None = None
+    schedule: str = "constant"
+    warmup: int = 0
+
+    def __post_init__(self):
+        check_choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_positive(steps=self.steps)
+
+    def rates(self) -> list[float]:
+        """Return the learning rate of every step."""
+        return [self.learning_rate * self._factor(step) for step in range(self.steps)]
+
+    def _factor(self, step: int) -> float:
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        done = (step - self.warmup) / max(self.steps - self.warmup, 1)
+        return {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done}[self.schedule]
+
+    def optax(self) -> optax.GradientTransformation:
+        """Return it in optax; its count starts at 0."""
+        steps = [] if self.clip_norm is None else [_clip(self.clip_norm)]
+        decay = optax.add_decayed_weights(self.weight_decay)
+        moments = optax.scale_by_adam(*self.betas, eps=self.eps)
+        steps += {
+            "sgd": [decay, optax.trace(self.momentum)],
+            "adam": [decay, moments],
+            "adamw": [moments, decay],
+        }[self.optimizer]
+        rates = self.rates()
+        return optax.chain(*steps, optax.scale_by_learning_rate(lambda count: jnp.asarray(rates)[count]))
+
+    def torch(self, parameters: Iterable[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Any]:
+        """Return the optimizer and the schedule of torch.optim."""
+        import torch
+
+        options = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        options |= {"momentum": self.momentum} if self.optimizer == "sgd" else {"betas": self.betas, "eps": self.eps}
+        optimizer = getattr(torch.optim, OPTIMIZERS[self.optimizer])(parameters, **options)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self._factor)
+
+    def clip(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Scale the gradients of torch parameters as the recipe says."""
+        if self.clip_norm is not None:
+            import torch
+
+            torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+
+    def notes(self) -> list[str]:
+        """Return a line for every default in which the two frameworks differ, so that a port must not rely on it.
+
+        Example:
+            >>> [line for line in Recipe("adamw").notes() if "weight_decay" in line]
+            ['weight_decay is 0.0001 by default in optax.adamw and 0.01 in torch.optim.AdamW: both are given 0.01 here']
+        """
+        ours, theirs = _defaults(self.optimizer)
+        given = asdict(self)
+        lines = [
+            f"{name} is {ours[name]} by default in optax.{self.optimizer} and {theirs[name]} in "
+            f"torch.optim.{OPTIMIZERS[self.optimizer]}: both are given {given.get(name)} here"
+            for name in sorted(ours.keys() & theirs.keys())
+            if (ours[name] or 0) != (theirs[name] or 0)
+        ]
+        if self.clip_norm is not None:
+            lines.append(
+                "torch.nn.utils.clip_grad_norm_ divides by the norm + 1e-6, optax.clip_by_global_norm by the norm: "
+                "both divide by the norm + 1e-6 here"
+            )
+        return lines
+
+
+def _defaults(optimizer: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    import torch
+
+    ours = _signature(getattr(optax, optimizer))
+    theirs = _signature(getattr(torch.optim, OPTIMIZERS[optimizer]))
+    ours |= {"betas": (ours.pop("b1"), ours.pop("b2"))} if "b1" in ours else {}
+    return ours, theirs
+
+
+def _signature(function: Any) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+
+def _clip(most: float) -> optax.GradientTransformation:
+    def update(updates, state, params=None):
+        factor = jnp.minimum(1.0, most / (optax.tree.norm(updates) + _TORCH_CLIP))
+        return jax.tree.map(lambda update: factor * update, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """Fit one output to a target by its mean square.
+
+    Args:
+        name: of the run; an export files the result under it.
+        recipe: the optimizer.
+        inputs: of every step.
+        extras: what every call is given beside them.
+        output: name of the output that is fitted.
+        target: of that output.
+        cotangents: one for each output, for their shapes.
+        keys: `(steps, 2)`, the dropout key of every step.
+        train: whether in train mode.
+    """
+
+    name: str
+    recipe: Recipe
+    inputs: Arrays
+    extras: Mapping[str, np.ndarray]
+    output: str
+    target: np.ndarray
+    cotangents: Arrays
+    keys: np.ndarray
+    train: bool

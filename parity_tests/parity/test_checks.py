@@ -1,0 +1,202 @@
+"""Every variant climbs the ladder, and every check catches what it is there for.
+
+Faults of the PyTorch side are in `flax_attn.proof.faults`. Here are those of the Flax side and of the harness.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+import flax_attn.functional.reference
+import torch_ref
+from flax_attn.convert.rules import Entry
+from flax_attn.parity import CHECKS, compare
+from flax_attn.parity.check import Check, worst_of
+from flax_attn.proof import table
+from flax_attn.proof.variants import VARIANTS, select
+
+LOWER = {"float32": 23, "bfloat16": 7, "float16": 10}  # bits of the mantissa
+
+
+ROWS = ["simplified", "causal", "multi_head_wrapper", "multi_head_gqa", "multi_head_padding", "block_llama", "gpt2"]
+
+
+@pytest.mark.parametrize("variant", select(ROWS), ids=lambda variant: variant.name)
+def test_a_variant_climbs_the_ladder(variant):
+    """Of each kind one: `make parity` climbs with all of them."""
+    report = table.climb(variant)
+    assert report.passed, report.explain()
+    assert {check.name for check in report.checks if check.ran} == {*table.DEFAULT_CHECKS, "layouts"} - not_for(variant)
+
+
+def not_for(variant):
+    """Return the rungs that say nothing about a variant."""
+    skipped = set() if variant.arguments.get("dropout") or variant.module == "GPT2" else {"dropout"}
+    skipped |= set() if variant.chunks else {"cache = full"}
+    skipped |= {"unbatched"} if variant.name in ("multi_head_padding", "multi_head_rope_yarn_packed") else set()
+    return skipped | ({"layouts", "training"} if variant.module == "SimplifiedSelfAttention" else set())
+
+
+def test_every_public_module_has_a_case():
+    variants = {variant.module for variant in VARIANTS}
+    modules = {name for name in torch_ref.__all__ if isinstance(getattr(torch_ref, name), type)}
+    modules = {name for name in modules if issubclass(getattr(torch_ref, name), torch.nn.Module)}
+    assert modules - {"Linear", "Dropout"} <= variants
+
+
+# A fault beside what is right, for every check that a fault of the PyTorch side cannot fail first. Each stands the
+# float64 forward pass on easy inputs, in batches and compiled.
+
+
+@jax.custom_jvp
+def flat_sine(x):
+    return jnp.sin(x)
+
+
+@flat_sine.defjvp
+def _(primals, tangents):
+    return jnp.sin(primals[0]), jnp.cos(jax.lax.stop_gradient(primals[0])) * tangents[0]
+
+
+def doubled_if_eager(x):
+    return x if isinstance(x, jax.core.Tracer) else 2 * x
+
+
+def one_pass(x):
+    mean = x.mean(axis=-1, keepdims=True)
+    return x / jnp.sqrt((x**2).mean(axis=-1, keepdims=True) - mean**2 + 0.1)
+
+
+def two_passes(x):
+    return x / torch.sqrt(x.var(dim=-1, keepdim=True, correction=0) + 0.1)
+
+
+def rms_norm_with_a_floor(x):
+    return x / jnp.sqrt(jnp.maximum((x**2).mean(axis=-1, keepdims=True), 1e-5))
+
+
+def all_of_the_largest(x):
+    return jnp.where(x == x.max(axis=1, keepdims=True), x, 0)
+
+
+def first_of_the_largest(x):
+    return torch.zeros_like(x).scatter(1, *(part for part in x.max(dim=1, keepdim=True)[::-1]))
+
+
+def table_of_100_positions(x):
+    return x * jnp.minimum(jnp.arange(x.shape[1]), 99)[None, :, None].astype(x.dtype)
+
+
+FAULTS = {
+    "shapes": (lambda x: {"output": x, "more": x}, lambda x: {"output": x}),
+    "second": (flat_sine, torch.sin),
+    "jit = eager": (doubled_if_eager, lambda x: 1 * x),
+    "unbatched": (lambda x: jnp.cumsum(x, axis=1), lambda x: torch.cumsum(x, dim=-2)),
+    "small activations": (rms_norm_with_a_floor, lambda x: x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True))),
+    "mean offset": (one_pass, two_passes),
+    "duplicate tokens": (all_of_the_largest, first_of_the_largest),
+    "single token": (lambda x: jnp.squeeze(x.sum(axis=-1)), lambda x: x.sum(dim=-1)),
+    "long sequence": (table_of_100_positions, lambda x: x * torch.arange(x.shape[1])[:, None]),
+}
+
+
+def caught(check, *sides, **options):
+    """Return whether a check, and not the forward pass, sees that two functions differ."""
+    report = compare(*sides, [(3, 5, 4)], checks=["forward", check], locate=False, **options)
+    assert report.check("forward").passed, report.explain()
+    return not report.check(check).passed and report.check(check).ran
+
+
+@pytest.mark.parametrize("check", FAULTS)
+def test_a_fault_of_the_flax_side_is_caught(check):
+    assert caught(check, *FAULTS[check])
+
+
+@pytest.mark.parametrize("dtype", LOWER)
+def test_a_loss_of_four_bits_is_caught(dtype):
+    def rounded(x):
+        return jnp.sin(jax.lax.reduce_precision(x, 8, LOWER[dtype] - 4) if x.dtype == dtype else x)
+
+    assert caught(dtype, rounded, torch.sin)
+    assert not caught(dtype, jnp.sin, torch.sin)
+
+
+@pytest.mark.parametrize("side", ["flax", "torch"])
+def test_a_cache_that_forgets_is_caught(side):
+    options = {f"{side}_cached": lambda function, x: function(x[:, 3:])}
+    report = compare(jnp.sin, torch.sin, [(3, 5, 4)], checks=["cache = full"], locate=False, **options)
+    assert not report.passed
+    assert report.check("cache = full").worst == f"{side}: output"
+
+
+def test_swapped_parts_of_a_fused_entry_are_caught(monkeypatch):
+    split = Entry.split
+
+    def swapped(entry, array):
+        parts = split(entry, array)
+        return dict(zip(parts, reversed(parts.values()), strict=True))
+
+    monkeypatch.setattr(Entry, "split", swapped)
+    layer = flax_attn.MultiHeadAttention(8, 8, None, 0.0, 4, True, causal=False, rngs=nnx.Rngs(0))
+    published = torch.nn.MultiheadAttention(8, 4, batch_first=True).eval()
+    found = compare(
+        *(layer, published, [(3, 5, 8)]),
+        layout="torch_mha",
+        torch_call=lambda module, x: module(x, x, x)[0],
+        checks=["weights"],
+        locate=False,
+    )
+    assert [check.worst for check in found.failed] == ["in_proj_weight"]
+    assert not table.layouts(layer).passed
+
+
+def test_sums_in_bfloat16_are_caught(monkeypatch):
+    def low(dtype):
+        return jnp.dtype(jnp.bfloat16) if dtype == jnp.float32 else dtype
+
+    monkeypatch.setattr(flax_attn.functional.reference, "accumulation_dtype", low)
+    report = table.climb(*select(["self_attention"]), checks=["forward", "float32"])
+    assert [check.name for check in report.failed] == ["float32"]
+
+
+def test_every_check_catches_something():
+    here = {*FAULTS, *LOWER, "cache = full", "weights"}
+    assert here | {fault.check for fault in FAULTS} == set(CHECKS)
+
+
+# One measurement beside its rule.
+
+
+def test_a_check_passes_at_its_limit_and_never_with_nan():
+    assert Check("rule", 1.0, 1.0).passed
+    assert not Check("rule", 1.0000001, 1.0).passed
+    assert not Check("rule", float("nan"), 1.0).passed
+    assert not Check("rule", float("inf"), 1.0).passed
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_check_that_is_not_run_fails_if_it_was_asked_for(wanted):
+    check = Check("rule", 0.0, 1.0, skipped="there is nothing", wanted=wanted)
+    assert check.passed is not wanted
+    assert check.explain() == "rule: not run: there is nothing"
+
+
+def test_the_worst_of_several_errors_is_nan_or_else_the_largest():
+    errors = {"small": 0.1, "large": 7.0, "nan": float("nan")}
+    for order in itertools.permutations(errors):
+        assert worst_of("rule", {name: errors[name] for name in order}, 1.0).worst == "nan"
+    assert worst_of("rule", {"small": 0.1, "large": 7.0}, 1.0).worst == "large"
+    assert not worst_of("rule", {}, 1.0).ran
+
+
+def test_a_failure_says_where_and_how_far():
+    ours, theirs = np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3)
+    theirs[1, 0] = 3.5
+    check = worst_of("forward", {"output": 0.1}, 1e-12, "a note", flax={"output": ours}, torch={"output": theirs})
+    line = "forward: error 0.1 at 'output', the rule is 1e-12; worst element (1, 0): flax 3, torch 3.5"
+    assert check.explain() == f"{line} (a note)"

@@ -1,0 +1,188 @@
+"""Hard inputs: each shows a fault that easy ones hide, and fails no function that is the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from flax_attn.parity import Recipe, compare, tolerance
+
+B, T, D = 3, 5, 4
+
+
+def hidden(x, lengths):
+    places = (jnp if isinstance(x, jax.Array) else torch).arange(x.shape[1])
+    return places[None, :, None] >= (x.shape[1] if lengths is None else lengths[:, None, None])
+
+
+def attend(x):
+    return torch.softmax(x @ x.mT, dim=-1) @ x
+
+
+def attend_in_jax(x):
+    return jax.nn.softmax(x @ x.mT, axis=-1) @ x
+
+
+def attend_without_the_largest_taken_off(x):
+    weights = jnp.exp(x @ x.mT)
+    return weights / weights.sum(axis=-1, keepdims=True) @ x
+
+
+def unit(x, least=1e-12):
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), least)
+
+
+def normed(x):
+    return torch.nn.functional.layer_norm(x, (D,))
+
+
+def normed_in_two_passes(x):
+    centred = x - x.mean(axis=-1, keepdims=True)
+    return centred / jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5)
+
+
+def normed_in_one_pass(x):
+    variance = (x**2).mean(axis=-1, keepdims=True) - x.mean(axis=-1, keepdims=True) ** 2
+    return (x - x.mean(axis=-1, keepdims=True)) / jnp.sqrt(variance + 1e-5)
+
+
+def gaps_in_torch(x):
+    return torch.linalg.vector_norm(x - x.roll(1, 1), dim=-1)
+
+
+def gaps(x):
+    squares = ((x - jnp.roll(x, 1, axis=1)) ** 2).sum(axis=-1)
+    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+
+
+def gaps_without_a_gradient_at_0(x):
+    return jnp.sqrt(((x - jnp.roll(x, 1, axis=1)) ** 2).sum(axis=-1))
+
+
+def waves(x, last=10**6):
+    return x * jnp.cos(jnp.minimum(jnp.arange(x.shape[1]), last).astype(x.dtype))[None, :, None]
+
+
+def waves_in_torch(x):
+    return x * torch.arange(x.shape[1]).to(x.dtype).cos()[:, None]
+
+
+def mean(x, lengths=None):
+    return jnp.where(hidden(x, lengths), 0, x).sum(axis=1) / jnp.maximum((~hidden(x, lengths)).sum(axis=1), 1)
+
+
+def mean_of_all_where_nothing_is_seen(x, lengths=None):
+    empty = hidden(x, lengths).all(axis=1)
+    return jnp.where(empty, x.mean(axis=1), mean(x, lengths))
+
+
+def mean_that_multiplies_by_the_mask(x, lengths=None):
+    seen = ~hidden(x, lengths)
+    return (x * seen.astype(x.dtype)).sum(axis=1) / jnp.maximum(seen.sum(axis=1), 1)
+
+
+def mean_in_torch(x, lengths=None):
+    seen = ~hidden(x, lengths)
+    return torch.where(seen, x, 0).sum(1) / seen.sum(1).clamp(min=1)
+
+
+FAULTS = {
+    "huge logits": (attend, attend_in_jax, attend_without_the_largest_taken_off),
+    "small activations": (lambda x: torch.nn.functional.normalize(x, dim=-1), unit, lambda x: unit(x, 0.05)),
+    "mean offset": (normed, normed_in_two_passes, normed_in_one_pass),
+    "duplicate tokens": (gaps_in_torch, gaps, gaps_without_a_gradient_at_0),
+    "single token": (lambda x: x.sin(), jnp.sin, lambda x: jnp.sin(x).squeeze()),
+    "long sequence": (waves_in_torch, waves, lambda x: waves(x, 127)),
+    "padded rows": (mean_in_torch, mean, mean_of_all_where_nothing_is_seen),
+    "poisoned padding": (mean_in_torch, mean, mean_that_multiplies_by_the_mask),
+}
+
+
+@pytest.mark.parametrize("stress", FAULTS)
+def test_a_fault_that_easy_inputs_hide(stress):
+    theirs, sound, faulty = FAULTS[stress]
+    with jax.numpy_dtype_promotion("standard"):
+        report = compare(sound, theirs, [(B, T, D)], checks=["forward", stress], locate=False)
+        assert report.passed, report.explain()
+        report = compare(faulty, theirs, [(B, T, D)], checks=["forward", stress], locate=False)
+    assert [check.name for check in report.failed] == [stress]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "stress", "reason"),
+    [
+        ([np.arange(6).reshape(2, 3)], "huge logits", "no input is floating"),
+        ([(4,)], "single token", "tokens are the second axis of floats of rank 3"),
+        ([(2, 3)], "padded rows", "the calls take no lengths: give both a call with a keyword `lengths`"),
+    ],
+)
+def test_regimes_that_say_nothing(inputs, stress, reason):
+    check = compare(jnp.negative, torch.neg, inputs, checks=[stress]).check(stress)
+    assert check.skipped.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ([(2, 3), (2, 4)], r"lengths are those of one sequence; the inputs have [(2, 3), (2, 4)]"),
+        ([np.arange(6).reshape(2, 3)] * 2, "no input is floating, so none can hold NaN"),
+    ],
+)
+def test_padding_that_says_nothing(inputs, reason):
+    def first(x, y, lengths=None):
+        return x
+
+    assert compare(first, first, inputs, checks=["poisoned padding"]).check("poisoned padding").skipped == reason
+
+
+def test_a_gradient_that_rounding_makes_is_allowed_and_not_much_more():
+    # Of a softmax that is a hard choice: one side has 0, the other rounding, beside a gradient of 1e3.
+    reference = {"gradient": np.array([2e-9]), "largest": np.array([1e3])}
+    most = tolerance.excesses(reference)
+    assert most == pytest.approx({"gradient": 5e11, "largest": 1.0})
+    float32 = {"gradient": 1e9, "largest": 1e-7}
+
+    def excess(error):
+        errors = {"gradient": error, "largest": 0.0}
+        return tolerance.conditioned(errors, float32, tolerance.GRADIENT, most)["gradient"]
+
+    assert excess(1.0) < 1 < excess(1e3)
+    assert tolerance.conditioned({"gradient": 1.0}, float32, tolerance.GRADIENT)["gradient"] > 1
+    assert tolerance.excesses({"none": np.zeros(2), "one": np.ones(2)}) == {"none": 1.0, "one": 1.0}
+
+
+class Packed(nnx.Module):
+    """A packed bias of which the function feels one half."""
+
+    def __init__(self):
+        self.bias = nnx.Param(jnp.zeros(2 * D))
+
+    def __call__(self, x):
+        unfelt, bias = jnp.split(self.bias[...], 2)
+        return jax.nn.softmax(x + unfelt.sum()) * bias
+
+
+class TorchPacked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(2 * D))
+
+    def forward(self, x):
+        unfelt, bias = self.bias.chunk(2)
+        return torch.softmax(unfelt.sum() + x, dim=-1) * bias
+
+
+def test_what_a_packed_parameter_does_not_feel_is_named_and_left_out_of_training():
+    recipe = Recipe(steps=20, eps=1e-12)  # Adam makes rounding as large as any other step
+    with jax.numpy_rank_promotion("allow"):
+        report = compare(
+            Packed(), TorchPacked(), [(B, T, D)], layout="torch", checks=["gradients", "training"], recipe=recipe
+        )
+    assert report.passed, report.explain()
+    assert report.check("gradients").note == f"does not feel {D} of {2 * D} elements of bias"
+    ours, theirs = report.pair.trained
+    halves = zip(np.split(ours["bias"], 2), np.split(theirs["bias"], 2), strict=True)
+    unfelt, nonzero_gradient = (tolerance.relative({"half": a}, {"half": b})["half"] for a, b in halves)
+    assert nonzero_gradient <= tolerance.TRAINING < unfelt
