@@ -94,11 +94,8 @@ def _probe(module: nnx.Module, layout: str, weights: dict[str, np.ndarray]) -> I
 
 
 def _flax_module(variant: Variant) -> nnx.Module:
-    made = getattr(flax_attn, variant.module)
-    accepted = inspect.signature(made.__init__ if isinstance(made, type) else made).parameters
     rngs = nnx.Rngs(jax.random.key(0, impl="unsafe_rbg"))  # quick to compile, and overwritten anyway
-    numerics = {"param_dtype": jnp.float64, "rngs": rngs}
-    return variant.build(flax_attn, **{name: value for name, value in numerics.items() if name in accepted})
+    return variant.build(flax_attn, param_dtype=jnp.float64, rngs=rngs)
 
 
 def _torch_side(variant: Variant) -> Adapter:

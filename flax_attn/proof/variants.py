@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from flax_attn.proof.build import build
+
 Shape = tuple[int, ...]
 
 
@@ -21,7 +23,7 @@ class Variant:
     Args:
         name: of the row.
         module: name of the class or factory in both packages.
-        arguments: of the constructor; a function makes one from a package, as `call` does.
+        arguments: of `build`; a function makes one from a package, as `call` does.
         inputs: shapes of the inputs, batched.
         call: makes the keyword arguments of the call from a package, `flax_attn` or `torch_ref`.
         vocab_size: of inputs that are integers below it; None is floats.
@@ -48,7 +50,7 @@ class Variant:
     def build(self, package: ModuleType, **numerics: Any):
         """Return the module of `package`."""
         arguments = {name: value(package) if callable(value) else value for name, value in self.arguments.items()}
-        return getattr(package, self.module)(**arguments, **numerics)
+        return build(package, self.module, numerics=numerics, **arguments)
 
 
 _CHUNKS = (2, 1, 2)  # several tokens first, one, and several behind others
@@ -69,7 +71,7 @@ def _multi_head(
 
 
 def _block(name: str, *, chunks: tuple[int, ...] = _CHUNKS, capacity: int | None = None, **arguments: Any) -> Variant:
-    arguments = {"d_model": 6, "context_length": 9, "dropout": 0.3, "num_heads": 2, "d_hidden": 10, **arguments}
+    arguments = {"d_model": 6, "context_length": 9, "dropout": 0.3, "num_heads": 2, **arguments}
     return Variant(f"block_{name}", "TransformerBlock", arguments, ((3, 5, 6),), chunks=chunks, capacity=capacity)
 
 
@@ -79,8 +81,9 @@ def _model(variant: str, config: Callable[[ModuleType], Any]) -> Variant:
 
 _HEAD = {"d_in": 4, "d_out": 6, "context_length": 9, "dropout": 0.3}
 _CROSS = {**_OPEN, "kdim": 5, "vdim": 3}
+_EXACT = ("FeedForward", {"d_hidden": 10, "activation": "gelu_exact"})
 _LLAMA = {
-    **{"norm": "rms_norm", "gated": True, "activation": "silu", "ff_bias": False, "out_bias": False, "num_kv_heads": 1},
+    **{"norm": "RMSNorm", "ff": ("GatedFeedForward", {"d_hidden": 10}), "out_bias": False, "num_kv_heads": 1},
     **{"head_dim": 4, "rope": lambda package: package.RoPE()},
 }
 _PACKED = np.array([[0, 1, 2, 0, 1], [0, 2, 3, 7, 9], [70, 73, 0, 1, 4]])  # with gaps: positions count, not places
@@ -137,16 +140,24 @@ VARIANTS = (
     _multi_head(
         "alibi",  # of 4 heads: slopes that no dtype rounds
         call=lambda package: {"bias": lambda query, key: package.alibi(4, query, key)},
-        scale=0.8,
+        scores=lambda package: package.Scores(scale=0.8),
     ),
     _multi_head("qk_norm", num_kv_heads=2, head_dim=6, qk_norm=1e-3, rope=lambda package: package.RoPE()),
+    _multi_head(
+        "soft_cap_sinks",
+        num_kv_heads=2,
+        scores=lambda package: package.Scores(scale=0.7, soft_cap=1.5, sinks=True),
+    ),
     _multi_head("window", num_kv_heads=2, window=2, capacity=2),
     _block("gpt2", qkv_bias=True),
-    _block("llama_norms", norm="rms_norm", num_kv_heads=1, activation="gelu_exact"),
-    _block("bert", norm_first=False, activation="gelu_exact", eps=1e-3, **_OPEN),
-    _block("post_rms", norm_first=False, norm="rms_norm"),
+    _block("llama_norms", norm="RMSNorm", num_kv_heads=1, ff=_EXACT),
+    _block("bert", norm_first=False, ff=_EXACT, eps=1e-3, **_OPEN),
+    _block("post_rms", norm_first=False, norm="RMSNorm"),
     _block("llama", **_LLAMA),
+    _block("qwen2", **_LLAMA, qkv_bias=True),
     _block("qwen_window", **_LLAMA, qk_norm=1e-6, window=2, capacity=3),
+    _block("gemma2", **_LLAMA, norms=("norm1", "norm2", "post_norm1", "post_norm2")),
+    _block("olmo2", **_LLAMA, norms=("post_norm1", "post_norm2")),
     Variant("layer_norm", "LayerNorm", {"d_model": 4, "eps": 1e-3}, ((3, 5, 4),)),
     Variant("rms_norm", "RMSNorm", {"d_model": 4, "eps": 1e-3}, ((3, 5, 4),)),
     Variant("feed_forward_tanh", "FeedForward", {"d_model": 4, "d_hidden": 7}, ((3, 5, 4),)),

@@ -15,7 +15,7 @@ from flax_attn.functional.masks import Count, Mask
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """Causal self-attention on `(b, t, n, h)`, or a whole layer of that size.
 
     Args:
@@ -24,7 +24,7 @@ class Work:
         t: tokens.
         h: head width.
         backward: also the gradients of all inputs (and parameters) under a random cotangent.
-        window: causal and this many keys in all; None is every key before.
+        window: sliding window, in keys; None is causal without a window.
         dtype: of inputs and output.
         layer: projections included, on `(b, t, n * h)`.
     """
@@ -40,10 +40,10 @@ class Work:
 
     @property
     def pairs(self) -> int:
-        """How many (query, key) pairs one head sees: about half of `t * t` without a window.
+        """The number of visible (query, key) pairs of one head: about half of `t * t` without a window.
 
         Example:
-            >>> Work(1, 1, 4, 8).pairs, Work(1, 1, 4, 8, window=2).pairs
+            >>> Workload(1, 1, 4, 8).pairs, Workload(1, 1, 4, 8, window=2).pairs
             (10, 7)
         """
         width = min(self.window or self.t, self.t)
@@ -51,10 +51,10 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """Operations of the matrix products on the pairs that are seen, whatever a rival really computes.
+        """Operations of the matrix products on the visible pairs, whatever an implementation really computes.
 
-        Two products forward; seven with the backward pass, which makes the scores anew. A layer has four projections
-        besides, of three products each with the backward pass.
+        Two products forward; seven with the backward pass, which computes the scores again. A layer adds four
+        projections, of three products each with the backward pass.
         """
         attention = 2 * (7 if self.backward else 2) * self.b * self.n * self.pairs * self.h
         projections = 2 * (12 if self.backward else 4) * self.b * self.t * (self.n * self.h) ** 2
@@ -67,7 +67,7 @@ class Work:
         return f"{shape} {'forward+backward' if self.backward else 'forward'}"
 
     def mask(self, offset: Count | None = None) -> Mask:
-        """Return the mask; an offset is given where the queries are some of the rows."""
+        """Return the mask; `offset` is the position of the first query where the queries are only some of the rows."""
         return Mask.causal(offset) if self.window is None else Mask.sliding_window(self.window, offset)
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Work:
 
 
 @lru_cache(maxsize=2)
-def inputs(work: Work) -> tuple[np.ndarray, ...]:
+def inputs(work: Workload) -> tuple[np.ndarray, ...]:
     """Return random query, key, value and cotangent `(b, t, n, h)`, or input and cotangent `(b, t, d)` of a layer."""
     random = np.random.default_rng(0)
     shape = (work.b, work.t, work.n * work.h) if work.layer else (work.b, work.t, work.n, work.h)
@@ -84,7 +84,7 @@ def inputs(work: Work) -> tuple[np.ndarray, ...]:
 
 
 def with_gradients(compute: Callable[..., Any], backward: bool) -> Callable[..., tuple]:
-    """Return a function of `(*inputs, cotangent)` that gives the output, and if asked the gradient of each input."""
+    """Return a function of `(*inputs, cotangent)` that returns the output and, if `backward`, each input's gradient."""
 
     def forward(*arguments):
         return (compute(*arguments[:-1]),)
