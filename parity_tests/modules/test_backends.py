@@ -3,17 +3,18 @@
 import pytest
 
 import flax_attn
-from flax_attn.backends import blocked
+from flax_attn.backends.registry import load
 from flax_attn.proof import table
 from flax_attn.proof.variants import select
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Cut into small tiles, and keep the calls that reach the backend."""
-    found, attend = [], blocked.attend
-    monkeypatch.setattr(blocked, "_BLOCK", 4)
-    monkeypatch.setattr(blocked, "_STRIP", 2)
+    """Use small tiles, and keep the calls that reach the backend."""
+    blocked, found = load("blocked"), []
+    attend = blocked.attend
+    monkeypatch.setattr(blocked, "block", 4)
+    monkeypatch.setattr(blocked, "edge", 2)
     monkeypatch.setattr(blocked, "attend", lambda call: (found.append(call), attend(call))[1])
     return found
 

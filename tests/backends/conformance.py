@@ -1,16 +1,20 @@
-"""The table that every backend is held to: each runs every case, or refuses it for a reason that is listed here."""
+"""The cases that every backend has to compute as the reference does, and the reference for them."""
 
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flax_attn import KeyedDropout, Mask
+from flax_attn.functional.reference import reference_attention
+
 HIDE = -np.inf
+KEY = np.array([3, 14], np.uint32)
 FAR = 2**40  # beyond every key
 NEAR_THE_LARGEST = 1e30
 
@@ -53,13 +57,13 @@ class Case:
         name: unique in the table.
         mask: a function of a class `Mask` and of what makes arrays of its framework; None hides nothing.
         sizes: of query, key and value.
-        tiles: the blocks and strips that the blocked backend is told to take.
+        tiles: the sizes of blocks and edge tiles for the blocked backend.
         bias: its shape.
         hides: the share of the bias that is -inf.
         sinks: their logits: drawn at random where it is True.
         rate: of dropout.
-        poke: a function that changes the arrays, for numbers that are not finite or huge.
-        poisoned: whether a row sees a number that is not finite.
+        change: a function that changes the arrays, for numbers that are not finite or huge.
+        nonfinite: whether a row sees a number that is not finite.
     """
 
     name: str
@@ -72,11 +76,11 @@ class Case:
     rate: float = 0.0
     scale: float | None = None
     soft_cap: float | None = None
-    poke: Callable | None = None
-    poisoned: bool = False
+    change: Callable | None = None
+    nonfinite: bool = False
 
-    def draw(self, words: str, shape: tuple[int, ...]) -> np.ndarray:
-        return np.random.default_rng(zlib.crc32(f"{self.name} {words}".encode())).normal(size=shape)
+    def draw(self, array: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.random.default_rng(zlib.crc32(f"{self.name} {array}".encode())).normal(size=shape)
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -90,8 +94,8 @@ class Case:
             made["bias"][np.random.default_rng(9).random(self.bias) < self.hides] = HIDE
         if self.sinks not in (None, True):
             made["sinks"] = np.array(self.sinks)
-        if self.poke is not None:
-            self.poke(**made)
+        if self.change is not None:
+            self.change(**made)
         return made
 
     @property
@@ -109,8 +113,6 @@ class Case:
     @property
     def visible(self) -> np.ndarray:
         """What may be seen, the bias included."""
-        from flax_attn import Mask
-
         mask = Mask() if self.mask is None else self.mask(Mask, np.asarray)
         bias = self.arrays.get("bias", np.zeros(()))
         return np.asarray(mask.materialise(*self.sizes.scores)) & (bias != HIDE)
@@ -132,11 +134,11 @@ def random_mask(*shape, share=0.4):
 def put(at, number, *names):
     """Return a function that puts a number into those arrays, at some tokens of some rows."""
 
-    def poke(**arrays):
+    def change(**arrays):
         for name in names:
             arrays[name][at] = number
 
-    return poke
+    return change
 
 
 def twins(query, key, **_):
@@ -246,7 +248,7 @@ SHAPES = [
 
 OPTIONS = [
     Case("scale", scale=-1.7),
-    Case("large logits", lambda Mask, _: Mask.causal(13), scale=1e4, poke=twins),
+    Case("large logits", lambda Mask, _: Mask.causal(13), scale=1e4, change=twins),
     Case("soft cap", lambda Mask, _: Mask.causal(13), scale=3.0, soft_cap=1.5),
     Case("soft cap and empty rows", lambda Mask, array: Mask.lengths(key=array(lengths(0, 9))), soft_cap=1.5),
     Case("sinks", sinks=True),
@@ -284,28 +286,30 @@ def hidden_by_bias(bias, key, value, **_):
 
 
 NUMBERS = [
-    Case("what a bias hides", lambda Mask, _: Mask.causal(5), bias=(4, 38, 50), poke=hidden_by_bias),
-    Case("what a bias hides of every query", bias=(2, 1, 1, 50), poke=hidden_by_bias, soft_cap=2.0),
-    Case("what nobody sees", lambda Mask, _: Mask.lengths(query=17, key=17), poke=hidden_slots),
+    Case("what a bias hides", lambda Mask, _: Mask.causal(5), bias=(4, 38, 50), change=hidden_by_bias),
+    Case("what a bias hides of every query", bias=(2, 1, 1, 50), change=hidden_by_bias, soft_cap=2.0),
+    Case("what nobody sees", lambda Mask, _: Mask.lengths(query=17, key=17), change=hidden_slots),
     Case(
-        "what nobody sees, causal", lambda Mask, _: Mask.causal(13) & Mask.lengths(query=17, key=17), poke=hidden_slots
+        "what nobody sees, causal",
+        lambda Mask, _: Mask.causal(13) & Mask.lengths(query=17, key=17),
+        change=hidden_slots,
     ),
     Case(
         "what nobody sees, dense",
         lambda Mask, array: Mask.dense(array((np.arange(38) < 17)[:, None] & (np.arange(50) < 17))),
         soft_cap=2.0,
         sinks=True,
-        poke=hidden_slots,
+        change=hidden_slots,
     ),
-    Case("what is to come", lambda Mask, _: Mask.causal(-21), poke=put(np.s_[:, 17:], np.nan, "key", "value")),
-    Case("huge to come", lambda Mask, _: Mask.causal(-21), poke=put(np.s_[:, 17:], NEAR_THE_LARGEST, "key", "value")),
+    Case("what is to come", lambda Mask, _: Mask.causal(-21), change=put(np.s_[:, 17:], np.nan, "key", "value")),
+    Case("huge to come", lambda Mask, _: Mask.causal(-21), change=put(np.s_[:, 17:], NEAR_THE_LARGEST, "key", "value")),
     *(
         Case(
             f"{number} in a {name} that is seen, {how}",
             mask,
             SQUARE,
-            poke=put(SOMEBODY, number, name),
-            poisoned=True,
+            change=put(SOMEBODY, number, name),
+            nonfinite=True,
         )
         for number, name, how, mask in (
             (np.nan, "query", "causal", lambda Mask, _: Mask.causal()),
@@ -318,3 +322,46 @@ NUMBERS = [
 ]
 
 CASES = {case.name: case for case in (*MASKS, *SHAPES, *OPTIONS, *NUMBERS)}
+
+
+def reference_results(case: Case, dtype: str, data: str | None = None) -> dict[str, np.ndarray]:
+    """Return the output and all gradients of the formula, in float64, computed in a dtype from data rounded to another.
+
+    Compiled for the sizes of a case alone: mask, bias, sinks and scale are arrays.
+    """
+    z, given = case.sizes, case.arrays
+    full = {"bias": np.zeros(z.scores), "sinks": np.full(z.n, HIDE)} | given
+    full["bias"] = np.broadcast_to(full["bias"], z.scores)
+    with jax.enable_x64("float64" in (dtype, data)), np.errstate(over="ignore"):
+        arrays = {name: jnp.asarray(x, data or dtype).astype(dtype) for name, x in full.items()}
+        cotangent = jnp.asarray(case.cotangent, data or dtype).astype(dtype)
+        mask = Mask() if case.mask is None else case.mask(Mask, jnp.asarray)
+        visible = mask.materialise(*z.scores)
+        scale = jnp.asarray(
+            z.h**-0.5 if case.scale is None else case.scale, "float64" if dtype == "float64" else "float32"
+        )
+        found = _reference(arrays, cotangent, visible, scale, KEY, soft_cap=case.soft_cap, rate=case.rate)
+    found = {name: np.asarray(x, np.float64) for name, x in found.items() if name in ("output", *given)}
+    if "bias" in given:
+        found["bias"] = _summed(found["bias"], given["bias"].shape)
+    return found
+
+
+@partial(jax.jit, static_argnames=("soft_cap", "rate"), compiler_options=FAST)
+def _reference(arrays, cotangent, visible, scale, key_data, soft_cap, rate):
+    dropout = KeyedDropout(rate, key_data) if rate else None
+    options = {"scale": scale, "soft_cap": soft_cap, "dropout": dropout, "precision": None}
+
+    def attend(arrays):
+        query, key, value, bias, sinks = (arrays[name] for name in ("query", "key", "value", "bias", "sinks"))
+        return reference_attention(query, key, value, bias, Mask.dense(visible), sinks=sinks, **options)[0]
+
+    output, pull = jax.vjp(attend, arrays)
+    return {"output": output, **pull(cotangent)[0]}
+
+
+def _summed(gradient: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    # The gradient of what was broadcast.
+    padded = (1,) * (gradient.ndim - len(shape)) + shape
+    axes = tuple(axis for axis, size in enumerate(padded) if size == 1)
+    return gradient.sum(axis=axes, keepdims=True).reshape(shape)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flax_attn import Mask, dot_product_attention
+from flax_attn.functional.mask_parts import Part
 
 B, N, T, S, H = 3, 4, 5, 7, 6
 
@@ -141,7 +142,7 @@ def test_masks_of_integers_are_hashable_arguments():
     np.testing.assert_array_equal(static(mask), table(mask))
 
 
-def test_a_block_is_a_cut_of_the_whole(mask):
+def test_a_block_is_a_slice_of_the_whole(mask):
     rows, cols = jnp.array([1, 4, 2]), jnp.array([6, 0, 3, 5])
     block = mask.resolve(B, N, T, S).block(rows, cols)
     np.testing.assert_array_equal(
@@ -155,60 +156,147 @@ def keys_seen(seen, rows):
     return np.flatnonzero(seen.any(axis=(0, 1, 2))).tolist(), np.flatnonzero(seen.all(axis=(0, 1, 2))).tolist()
 
 
-def is_normal(keys):
-    return keys.step == 1 and (len(keys) > 0 or (keys.start, keys.stop) == (0, 0))
+def keys_of(kv_range):
+    """Return the keys of the outer and of the inner range."""
+    outer, inner = range(kv_range.start, kv_range.stop), range(kv_range.inner_start, kv_range.inner_stop)
+    return list(outer), list(inner)
 
 
-def test_bounds_of_integers_are_exact():
+def kv_range(mask, rows):
+    return mask.kv_range(rows[0], rows[-1], S)
+
+
+def test_kv_ranges_of_integers_are_exact_and_static():
     for mask in (Mask(), *OF_INTEGERS):
         seen = table(mask)
         for rows in SOME_ROWS:
-            bounds = mask.bounds(rows, S)
-            assert (list(bounds.outer), list(bounds.inner)) == keys_seen(seen, rows), (mask, rows)
-            assert all(map(is_normal, bounds)), (mask, rows)
+            found = kv_range(mask, rows)
+            assert all(isinstance(limit, int) for limit in found)
+            assert keys_of(found) == keys_seen(seen, rows), (mask, rows)
+            assert found.needs_mask == (not keys_of(found)[1]), (mask, rows)
 
 
-def test_bounds_of_conjunctions_hold():
+def test_kv_ranges_of_conjunctions_hold():
     some = [(mask, table(mask)) for mask in OF_INTEGERS[::7]]
     for several in (*combinations(some, 2), *combinations(some[::3], 3)):
         mask, seen = reduce(and_, [mask for mask, _ in several]), reduce(and_, [seen for _, seen in several])
         for rows in SOME_ROWS:
-            bounds, (by_some, by_all) = mask.bounds(rows, S), keys_seen(seen, rows)
-            assert set(by_some) <= set(bounds.outer), (mask, rows)
-            assert list(bounds.inner) == by_all, (mask, rows)
-            assert all(map(is_normal, bounds)), (mask, rows)
+            (outer, inner), (by_some, by_all) = keys_of(kv_range(mask, rows)), keys_seen(seen, rows)
+            assert set(by_some) <= set(outer), (mask, rows)
+            assert inner == by_all, (mask, rows)
 
 
-def test_bounds_hold_where_arrays_tell_nothing(mask):
+def test_kv_ranges_hold_over_batch_and_heads(mask):
     for rows in SOME_ROWS:
-        bounds, (by_some, by_all) = mask.bounds(rows, S), keys_seen(table(mask), rows)
-        assert set(by_some) <= set(bounds.outer)
-        assert set(bounds.inner) <= set(by_all)
+        (outer, inner), (by_some, by_all) = keys_of(kv_range(mask, rows)), keys_seen(table(mask), rows)
+        assert set(by_some) <= set(outer)
+        assert set(inner) <= set(by_all)
 
 
 @pytest.mark.parametrize(
-    ("mask", "outer", "inner"),
+    ("mask", "expected"),
     [
-        (Mask.causal(jnp.array([2, -1, 0])), range(S), range(0)),
-        (Mask.causal(jnp.array(2)) & Mask.prefix(1, offset=-1), range(3), range(0)),
-        (Mask.prefix(3, offset=jnp.array(2)), range(S), range(3)),
-        (Mask.prefix(jnp.array(3), offset=-1), range(S), range(2)),
-        (Mask.window(None, None, jnp.array(1)), range(S), range(S)),
-        (Mask.window(None, 1, jnp.array(1)), range(S), range(0)),
-        (Mask.lengths(query=4, key=jnp.array(3)), range(S), range(0)),
-        (Mask.lengths(query=2, key=jnp.array(3)), range(0), range(0)),
-        (Mask.lengths(query=jnp.array(5), key=3), range(3), range(0)),
-        (Mask.lengths(query=5, key=3), range(3), range(3)),
-        (MASKS["dense"], range(S), range(0)),
-        (MASKS["segments"], range(S), range(0)),
-        (MASKS["segments"] & Mask.sliding_window(2, 2), range(3, 6), range(0)),
+        (Mask.causal(2) & Mask.prefix(1, offset=-1), (0, 3, 0, 2)),
+        (Mask.sliding_window(3, 2), (2, 6, 3, 5)),
+        (Mask.lengths(query=2, key=jnp.array(3)), (0, 0, 0, 0)),  # hidden from all, whatever the array holds
+        (Mask.lengths(query=5, key=3), (0, 3, 0, 3)),
+        (MASKS["dense"], (0, S, 0, 0)),
+        (MASKS["dense"] & Mask.sliding_window(2, 2), (3, 6, 0, 0)),
     ],
 )
-def test_bounds_use_the_integers_beside_arrays(mask, outer, inner):
-    traced = jax.make_jaxpr(lambda mask: seen.append(mask.bounds(range(2, 4), S)))
-    seen = [mask.bounds(range(2, 4), S)]
-    assert not traced(mask).eqns  # pure Python: no array is touched
-    assert seen == [(outer, inner)] * 2
+def test_what_depends_on_integers_alone_is_known_before_tracing(mask, expected):
+    found = [mask.kv_range(2, 3, S)]
+    jax.make_jaxpr(lambda mask: found.append(mask.kv_range(2, 3, S)))(mask)
+    assert found == [expected] * 2
+    assert all(isinstance(limit, int) for limit in found[1])
+
+
+def test_the_inner_range_of_segments_is_known_to_be_empty():
+    found = []
+    jax.make_jaxpr(lambda mask: found.append(mask.kv_range(2, 3, S)))(MASKS["segments"] & Mask.sliding_window(2, 2))
+    assert found[0].needs_mask
+
+
+ROWS, COLS = 9, 11
+ONE_ROW = {
+    "nothing": Mask(),
+    "causal": Mask.causal(jnp.array([2])),
+    "causal below": Mask.causal(-4),
+    "window": Mask.window(3, 1, jnp.array([-2])),
+    "window open to the left": Mask.window(None, 1, jnp.array([4])),
+    "window open to the right": Mask.window(1, None, jnp.array([-5])),
+    "prefix": Mask.prefix(jnp.array([4]), offset=-2),
+    "lengths": Mask.lengths(query=jnp.array([6]), key=jnp.array([8])),
+    "no keys": Mask.lengths(key=0),
+    "far lengths": Mask.lengths(query=2**40, key=2**40),
+    "several": Mask.causal(jnp.array([2])) & Mask.lengths(key=jnp.array([7])) & Mask.window(4, None, jnp.array([2])),
+}
+NOT_TIGHT = {
+    "segments": Mask.segments(np.array([0, 0, 1, 1, 1, 3, 3, 3, 3]), np.array([0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 9])),
+    "unsorted segments": Mask.segments(
+        np.array([5, 5, -1, 0, 5, 2, 2, 0, 7]), np.array([0, 5, 5, 0, 3, 2, 2, 5, 1, 1, 4])
+    ),
+    "extreme segments": Mask.segments(
+        np.array([-(2**31), 0, 2**31 - 1] * 3, np.int32), np.array([2**31 - 1] * 6 + [-(2**31)] * 5, np.int32)
+    ),
+    "dense": Mask.dense(np.arange(ROWS * COLS).reshape(ROWS, COLS) % 5 > 2),
+}
+
+
+@pytest.mark.parametrize("name", [*ONE_ROW, *NOT_TIGHT])
+def test_kv_ranges_of_traced_queries_hold_what_is_seen(name):
+    mask = (ONE_ROW | NOT_TIGHT)[name]
+    seen = np.broadcast_to(mask.block(jnp.arange(ROWS), jnp.arange(COLS))[0, 0], (ROWS, COLS))
+    spans = np.array([(first, last) for first in range(ROWS) for last in range(first, ROWS)], np.int32)
+    found = jax.vmap(lambda span: jnp.stack(list(map(jnp.int32, mask.kv_range(span[0], span[1], COLS)))))(spans)
+    for (first, last), limits in zip(spans, np.asarray(found), strict=True):
+        rows, (start, stop, inner_start, inner_stop) = seen[first : last + 1], limits
+        cols = np.flatnonzero(rows.any(axis=0))
+        assert all(start <= col < stop for col in cols)
+        assert rows[:, inner_start : max(inner_stop, inner_start)].all()
+        if name in ONE_ROW:
+            by_all = np.flatnonzero(rows.all(axis=0))
+            assert list(range(inner_start, inner_stop)) == list(by_all)
+            assert not len(cols) or (start, stop) == (cols[0], cols[-1] + 1)
+
+
+def test_sorted_segments_are_skipped():
+    ids = jnp.arange(12, dtype=jnp.int32) // 4
+    assert Mask.segments(ids).kv_range(jnp.int32(5), jnp.int32(6), 12)[:2] == (4, 8)
+
+
+class Checkerboard(Part):
+    """A kind of part that the package does not know, defined by `allow` alone: every other key, shifted by head."""
+
+    def __init__(self, heads):
+        self.heads = heads
+
+    def allow(self, rows, cols):
+        return (rows + cols + self.heads[:, :, None, None]) % 2 == 0
+
+
+def checkerboard():
+    return Mask((Checkerboard(jnp.arange(B * N).reshape(B, N)),))
+
+
+def test_an_unknown_part_shows_every_key_and_needs_a_mask():
+    mask = checkerboard()
+    assert mask.kv_range(0, 2, S) == (0, S, 0, 0)
+    assert (mask & Mask.causal(1)).split_band() == ((None, 1), mask)
+    assert "Checkerboard" in repr(mask)
+
+
+def test_an_unknown_part_has_rows_and_shifts():
+    mask = checkerboard()
+    np.testing.assert_array_equal(row_by_row(mask), table(mask)[..., 1:])
+    rows = mask.row(1)
+    np.testing.assert_array_equal(rows.materialise(1, N, T, S)[0], table(mask)[1])
+    np.testing.assert_array_equal(rows.row(0, 2).materialise(1, 1, T, S)[0, 0], table(mask)[1, 2])
+    for start in (1, jnp.array(1), jnp.array([1])):
+        np.testing.assert_array_equal(mask.shift(start, T - 1, S).materialise(B, N, T - 1, S), table(mask)[:, :, 1:])
+    shifted = mask.shift(jnp.array([0, 2, 1]), 2, S).materialise(B, N, 2, S)
+    expected = [table(mask)[b, :, start : start + 2] for b, start in enumerate((0, 2, 1))]
+    np.testing.assert_array_equal(shifted, expected)
 
 
 @jax.jit
@@ -242,19 +330,20 @@ def test_a_row_is_a_mask_of_one_row_and_one_head(mask, b):
     np.testing.assert_array_equal(row.materialise(1, 1, T, S)[0, 0], table(mask)[1, 2])
 
 
-def test_a_row_keeps_integers_static_and_bounds():
+def test_a_row_keeps_integers_static_and_the_kv_range():
     mask = Mask.sliding_window(3, 2) & Mask.prefix(4, 1) & Mask.lengths(query=4, key=jnp.array([3, 2, 0]))
     row = jax.eval_shape(lambda mask, b: mask.row(b, 0), mask, jnp.int32(1))
     assert row.parts[:2] == mask.parts[:2]
     assert row.parts[2].query == 4
-    assert row.bounds(range(1, 3), S) == mask.bounds(range(1, 3), S)
+    assert row.parts[0].kv_range(1, 2, S) == mask.parts[0].kv_range(1, 2, S)
+    assert all(isinstance(limit, int) for part in row.parts[:2] for limit in part.kv_range(1, 2, S))
 
 
 @pytest.mark.parametrize("huge", [2**31, 2**40, 2**70])
 def test_integers_beyond_every_index(huge):
     everything = Mask.window(huge, huge, 0) & Mask.lengths(query=huge, key=huge) & Mask.prefix(huge, 0)
     assert table(everything).all()
-    assert everything.bounds(range(T), S) == (range(S), range(S))
+    assert everything.kv_range(0, T - 1, S) == (0, S, 0, S)
     assert not table(Mask.lengths(key=-huge)).any()
 
 
