@@ -7,6 +7,7 @@ from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, YaRNScaling
 from torch_ref.functional.masks import Mask, create_causal_mask
 from torch_ref.functional.positions import RoPE, alibi, alibi_slopes, sinusoidal, t5_bias, t5_buckets
+from torch_ref.functional.scores import Scores
 from torch_ref.models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config, create_gpt2_attention
 from torch_ref.models.llama import Llama, LlamaConfig
 from torch_ref.modules.block import TransformerBlock
@@ -44,6 +45,7 @@ __all__ = [
     "MultiHeadAttentionWrapper",
     "RMSNorm",
     "RoPE",
+    "Scores",
     "SelfAttention",
     "SimplifiedSelfAttention",
     "TransformerBlock",

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from flax_attn.functional.checks import check_positive, check_prompt
-from flax_attn.functional.dropout import key_words
+from flax_attn.functional.dropout import key_data
 from flax_attn.models.language_model import Cache, LanguageModel
 from flax_attn.models.sampling import Sampling, sample
 
@@ -161,7 +161,7 @@ def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
 
 def _key_words(key: Array | None, temperature: float) -> Array:
     if key is not None:
-        return key_words(key)
+        return key_data(key)
     if temperature > 0:
         raise ValueError(f"temperature={temperature} draws tokens, which needs a key. Pass key=jax.random.key(0)")
     return jnp.zeros(2, jnp.uint32)

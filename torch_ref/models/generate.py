@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_ref.functional.checks import check_positive, check_prompt
-from torch_ref.functional.dropout import key_words
+from torch_ref.functional.dropout import key_data
 from torch_ref.models.language_model import LanguageModel
 from torch_ref.models.sampling import Sampling, sample
 
@@ -113,7 +113,7 @@ def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
 
 def _key_words(key: Tensor | None, temperature: float) -> Tensor:
     if key is not None:
-        return key_words(key)
+        return key_data(key)
     if temperature > 0:
         raise ValueError(f"temperature={temperature} draws tokens, which needs a key. Pass key=torch.tensor([7, 42])")
     return torch.tensor([0, 0])

@@ -1,13 +1,14 @@
 """Dropout as a module: where the rate is kept and the keys come from."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_ref.functional.checks import check_rate
 from torch_ref.functional.dropout import KeyedDropout, draw_key, drop, keep_grid
 from torch_ref.functional.shapes import Tokens
+from torch_ref.modules.typed import TypedModule
 
 
-class Dropout(nn.Module):
+class Dropout(TypedModule):
     """Zero elements at `rate` and divide the rest by `1 - rate`; in eval mode, and at rate 0, the identity.
 
     Each call draws a fresh key from torch's generator, unless it is handed one: the same key drops
