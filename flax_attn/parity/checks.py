@@ -126,7 +126,9 @@ def _in_lower_dtype(pair: Pair, spec: RunSpec) -> Result:
         return pair.run("flax", spec)
     except AdapterError as error:
         if spec.dtype == "float16" and on_cpu and _MISSING_PRODUCT.search(str(error.__cause__)):
-            raise NotRun(f"XLA has no such float16 product on a CPU: {error}. Pass device= to use a GPU or TPU") from None
+            raise NotRun(
+                f"XLA has no such float16 product on a CPU: {error}. Pass device= to use a GPU or TPU"
+            ) from None
         raise
 
 

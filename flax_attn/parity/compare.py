@@ -147,7 +147,7 @@ def pair_modules(
     device: jax.Device | None = None,
     **options: Any,
 ) -> Pair:
-    """Return both modules as a pair with the same weights. The arguments are those of `compare`, and:
+    """Return both modules as a pair with the same weights; the arguments are those of `compare`.
 
     Args:
         flax_module: as of `compare`.
@@ -252,7 +252,9 @@ def _check_callable(pair: Pair) -> None:
                 raise error.__cause__ from None
             raise PairingError(f"the inputs do not go through the {framework} module: {error}") from error
         if not result.outputs:
-            raise PairingError(f"the {framework} module returns nothing to compare. Pass a call that returns its arrays")
+            raise PairingError(
+                f"the {framework} module returns nothing to compare. Pass a call that returns its arrays"
+            )
 
 
 def _check_extras(pair: Pair) -> None:
@@ -322,7 +324,5 @@ def _notes(pair: Pair) -> list[str]:
     recorded = isinstance(pair.torch, Recording)  # perhaps where torch is not
     notes = pair.recipe.notes() if pair.has_parameters and not recorded else []
     if pair.has_parameters and not pair.entries:
-        notes.append(
-            "layout=None: both modules keep their weights, and one that is 0 or 1 may hide a difference"
-        )
+        notes.append("layout=None: both modules keep their weights, and one that is 0 or 1 may hide a difference")
     return notes

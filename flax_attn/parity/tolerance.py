@@ -1,7 +1,7 @@
 """The rules of equality, each derived once. No check has a tolerance of its own.
 
-In float64 on a CPU two equal functions differ by rounding alone, around 1e-16 an operation. A wrong epsilon, a tanh for an
-erf or a transposed square matrix is ten orders of magnitude above the limits below.
+In float64 on a CPU two equal functions differ by rounding alone, around 1e-16 an operation. A wrong epsilon, a tanh
+for an erf or a transposed square matrix is ten orders of magnitude above the limits below.
 """
 
 from collections.abc import Mapping, Sequence

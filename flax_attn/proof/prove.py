@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -17,13 +20,13 @@ import flax_attn
 from flax_attn import convert
 from flax_attn.parity.adapters.adapter import Adapter, Arrays
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
-from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
+from flax_attn.parity.adapters.recording import Recording, RecordingAdapter, save
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.checks import CHECKS
 from flax_attn.parity.compare import on_cpu, report_on
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
-from flax_attn.proof.variants import Variant
+from flax_attn.proof.variants import Variant, select
 
 # The checks of every variant by default; `--full` runs all.
 DEFAULT_CHECKS = ("forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "cache = full", "training")
@@ -46,9 +49,7 @@ def pair_with(variant: Variant, recording: Recording, device: jax.Device | None 
     return _paired(variant, recording, recording.inputs, recording.about["seed"], device)
 
 
-def _paired(
-    variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: jax.Device | None = None
-) -> Pair:
+def _paired(variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: jax.Device | None = None) -> Pair:
     module, layout = _flax_module(variant), convert.LAYOUTS["torch_ref"]
     flax = JaxAdapter(module, _call(variant, flax_attn, module), _cached_call(variant, flax_attn, jnp), device=device)
     flax.entries = weight_map(module, flax.shapes, torch.shapes, layout) if flax.shapes else []
@@ -56,7 +57,12 @@ def _paired(
 
 
 def prove(
-    variant: Variant, seed: int = 0, checks: Sequence[str] | None = None, *, full: bool = False, pair: Pair | None = None
+    variant: Variant,
+    seed: int = 0,
+    checks: Sequence[str] | None = None,
+    *,
+    full: bool = False,
+    pair: Pair | None = None,
 ) -> Report:
     """Return the report of a variant.
 
@@ -74,6 +80,42 @@ def prove(
         if checks is None and pair.has_parameters:
             report.checks.insert(-1, layouts(_flax_module(variant)))
         return report
+
+
+def prove_all(
+    names: Sequence[str], workers: int, watch: Callable[[], None] = lambda: None, **options: Any
+) -> list[Report]:
+    """Return the reports of several variants, from as many processes.
+
+    Args:
+        names: of the variants.
+        workers: how many processes.
+        watch: called after each report.
+        options: of `_prove_in_worker`.
+    """
+    context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork does not copy
+    with ProcessPoolExecutor(min(workers, len(names)), context, initializer=_one_thread) as pool:
+        # The last rows of the table take longest, so they start first.
+        running = {name: pool.submit(_prove_in_worker, name, **options) for name in reversed(names)}
+        for _ in as_completed(running.values()):
+            watch()
+        return [running[name].result() for name in names]
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the matrices are small, and each core has a process
+
+
+def _prove_in_worker(name: str, *, seed: int, full: bool, export: str | None) -> Report:
+    (variant,) = select([name])
+    with on_cpu():
+        pair = pair_of(variant, seed, record=bool(export))
+    report = prove(variant, seed, full=full, pair=pair)
+    if export:
+        save(report, export)
+    return replace(report, pair=None)  # modules stay in the process that made them
 
 
 def layouts(module: nnx.Module) -> Check:

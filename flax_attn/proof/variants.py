@@ -234,9 +234,7 @@ VARIANTS = (
     _layer("swiglu", "GatedFeedForward", d_model=4, d_hidden=7),
     _layer("geglu", "GatedFeedForward", d_model=4, activation="gelu_tanh", bias=True),
     Variant("embedding", "Embedding", lambda p: p.Embedding(7, 4), ((3, 5),), vocab_size=7),
-    _model(
-        "GPT2", lambda p: p.GPT2Config(6, 3, 2, context_length=9, vocab_size=11, dropout=0.3), dropout=True
-    ),
+    _model("GPT2", lambda p: p.GPT2Config(6, 3, 2, context_length=9, vocab_size=11, dropout=0.3), dropout=True),
     _model("Llama", lambda p: p.LlamaConfig(8, 12, 4, 2, 2, context_length=9, vocab_size=11)),
 )
 

@@ -104,12 +104,12 @@ class JaxAdapter(ModuleAdapter):
         params, state = _cast(self._params, "float64"), self._state(spec.train, "float64")
         inputs, losses = self.arrays(spec.inputs), []
         fit, update, optimizer_state = self._training_step(spec, params)
-        cotangents = self.arrays({name: np.zeros_like(value) for name, value in spec.cotangents.items()})
+        zeros = self.arrays({name: np.zeros_like(value) for name, value in spec.cotangents.items()})
         for key in spec.keys:
             extras = _extras({**spec.extras, "dropout_key": key})
             run = partial(self._gradients, params, inputs, state, extras, train=spec.train)
-            loss, cotangent = fit(run(cotangents=cotangents)[0][spec.output])
-            _, (gradients, _) = run(cotangents={**cotangents, spec.output: cotangent})
+            loss, cotangent = fit(run(zeros)[0][spec.output])
+            _, (gradients, _) = run({**zeros, spec.output: cotangent})
             params, optimizer_state = update(params, optimizer_state, gradients)
             losses.append(loss)
         return self._shared(params) | {"loss": np.array(losses)}

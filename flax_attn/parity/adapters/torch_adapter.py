@@ -23,7 +23,6 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.training import TrainingSpec
 
-
 STATISTICS = ("running_mean", "running_var")
 
 
