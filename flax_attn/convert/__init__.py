@@ -12,10 +12,12 @@
 A layout is a name in `LAYOUTS`, a `Layout`, or the `Rule`s of your own model.
 """
 
-from flax_attn.convert.api import load_state_dict, parameters, state_dict
+from flax_attn.convert.api import load_state_dict, parameters, state_dict, statistics, tensors
 from flax_attn.convert.arrays import from_layout, to_layout, to_numpy
 from flax_attn.convert.files import load, read_file, save
 from flax_attn.convert.layouts import LAYOUTS, LayoutLike, as_layout
+from flax_attn.convert.match.auto import auto
+from flax_attn.convert.match.pairing import PairedTensor, Pairing
 from flax_attn.convert.rules import ConversionError, Layout, Rule
 
 __all__ = [
@@ -23,8 +25,11 @@ __all__ = [
     "ConversionError",
     "Layout",
     "LayoutLike",
+    "PairedTensor",
+    "Pairing",
     "Rule",
     "as_layout",
+    "auto",
     "from_layout",
     "load",
     "load_state_dict",
@@ -32,6 +37,8 @@ __all__ = [
     "read_file",
     "save",
     "state_dict",
+    "statistics",
+    "tensors",
     "to_layout",
     "to_numpy",
 ]

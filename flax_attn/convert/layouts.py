@@ -28,6 +28,7 @@ _KERNELS = tuple(f"{name}.kernel" for name in _INPUTS)
 _BIASES = tuple(f"{name}.bias" for name in _INPUTS)
 _LINEAR = Rule(("kernel",), "weight", "i o -> o i")
 _SAME = Rule(("{name}",), "{name}")
+_STATISTICS = (Rule(("mean",), "running_mean"), Rule(("var",), "running_var"))  # of BatchNorm
 _SQUARE = (has_output, no_qk_norm, biases_alike, heads_alike, width_kept, heads_share_width)
 
 
@@ -69,7 +70,10 @@ _GPT2_ATTENTION = (
 )
 LAYOUTS = {
     # torch_ref, and any PyTorch module with our names: Linear weights are (out, in).
-    "torch_ref": Layout((_LINEAR, Rule(("embedding",), "weight"), _SAME), ignored=r"(.*\.)?mask"),
+    "torch_ref": Layout(
+        (_LINEAR, Rule(("embedding",), "weight"), *_STATISTICS, _SAME),
+        ignored=r"(.*\.)?(mask|num_batches_tracked)",
+    ),
     # Flax layers and the torch.nn layers of the same names: each framework's own name and axes for the same weight.
     "torch": Layout(
         (
@@ -77,8 +81,10 @@ LAYOUTS = {
             Rule(("embedding",), "weight"),
             Rule(("scale",), "weight"),
             Rule(("shift",), "bias"),
+            *_STATISTICS,
             _SAME,
         ),
+        ignored=r"(.*\.)?num_batches_tracked",
         refuse=other_kernels,
     ),
     # One fused projection, `qkv_proj` (out, in) with rows [query; key; value], and `out_proj`.

@@ -21,7 +21,7 @@ from flax_attn.parity.compare import on_cpu
 from flax_attn.parity.pair import NotRun
 from flax_attn.proof.faults import FAULTS, Fault
 from flax_attn.proof.faults.formulas import Formula
-from flax_attn.proof.table import pair_of
+from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import Variant
 
 # From the cheapest to the dearest. A lower dtype is not among them: PyTorch's own error is its rule, so that a fault
