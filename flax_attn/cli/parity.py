@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Without targets: copy random weights from each PyTorch module to its Flax twin, and compare outputs, gradients and
-training. With two targets, pkg.mod:factory each, compare the modules that these functions return. With `mutate`, plant
-known porting faults and see each caught. Exits with 0 if all are equal, 1 if anything differs, 2 on bad usage."""
+training. With two targets, pkg.mod:factory each, compare the modules that these functions return. With `mutate`, patch
+in known porting faults and see each detected. Exits with 0 if all are equal, 1 if anything differs, 2 on bad usage."""
 
 
 def add(commands: Any) -> None:
@@ -134,16 +134,18 @@ def _mutate(options: argparse.Namespace) -> int:
 
     try:
         with common.progress() as progress:
-            task = progress.add_task("planting faults", total=len(detect.FAULTS))
-            kills = detect.run(seed=options.seed, watch=lambda name: progress.update(task, description=name, advance=1))
-    except detect.UnsoundError as error:
+            task = progress.add_task("patching in faults", total=len(detect.FAULTS))
+            detections = detect.detect(
+                seed=options.seed, watch=lambda name: progress.update(task, description=name, advance=1)
+            )
+    except detect.FailsWithoutFaultError as error:
         print(f"flax-attn: {error}", file=sys.stderr)
         return 1
     console = common.console(145)
-    console.print(detect.table(kills))
+    console.print(detect.table(detections))
     console.print(detect.LEGEND, style="dim", highlight=False)
-    console.print(detect.summary(kills), style="bold", highlight=False)
-    return 1 if any(found.survived for found in kills) else 0
+    console.print(detect.summary(detections), style="bold", highlight=False)
+    return 0 if all(found.detected for found in detections) else 1
 
 
 def _write(reports: list[Report], options: argparse.Namespace) -> None:

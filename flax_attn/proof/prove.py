@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import pack
+from einops import pack, rearrange
 from flax import nnx
 
 import flax_attn
@@ -46,9 +46,7 @@ def pair_with(variant: Variant, recording: Recording, device: jax.Device | None 
     return _paired(variant, recording, recording.inputs, recording.about["seed"], device)
 
 
-def _paired(
-    variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: jax.Device | None = None
-) -> Pair:
+def _paired(variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: jax.Device | None = None) -> Pair:
     module, layout = _flax_module(variant), convert.LAYOUTS["torch_ref"]
     flax = JaxAdapter(module, _call(variant, flax_attn, module), _cached_call(variant, flax_attn, jnp), device=device)
     flax.entries = weight_map(module, flax.shapes, torch.shapes, layout) if flax.shapes else []
@@ -56,7 +54,12 @@ def _paired(
 
 
 def prove(
-    variant: Variant, seed: int = 0, checks: Sequence[str] | None = None, *, full: bool = False, pair: Pair | None = None
+    variant: Variant,
+    seed: int = 0,
+    checks: Sequence[str] | None = None,
+    *,
+    full: bool = False,
+    pair: Pair | None = None,
 ) -> Report:
     """Return the report of a variant.
 
@@ -162,21 +165,31 @@ def _cached_call(variant: Variant, package: ModuleType, arrays: Any) -> Callable
         return None
 
     def call(module, x):
-        options, total, start, found = dict(variant.call(package)), x.shape[1], 0, []
-        positions = options.pop("positions", None)
+        options, rows, total, found = dict(variant.call(package)), np.arange(len(x))[:, None], x.shape[1], []
+        positions, chunks = options.pop("positions", None), _chunks(variant, *x.shape[:2])
         cache = module.init_cache(len(x), total if variant.capacity is None else variant.capacity)
-        for size in variant.chunks:
-            now, before, start = slice(start, start + size), cache, start + size
-            own = {} if positions is None else {"positions": positions[:, now]}
-            *outputs, cache = module(x[:, now], cache=cache, **options, **own, **_weights_option(module))
+        for tokens, lengths in chunks:
+            before, now = cache, (rows, np.minimum(tokens, total - 1))
+            own = {} if positions is None else {"positions": positions[now]}
+            own |= {} if (tokens < total).all() else {"lengths": lengths}
+            *outputs, cache = module(x[now], cache=cache, **options, **own, **_weights_option(module))
             found.append((outputs[0], *(_in_order(w, before, cache, total, arrays) for w in outputs[1:])))
-        joined = (pack(parts, shape)[0] for parts, shape in zip(zip(*found, strict=True), _PACKED, strict=False))
-        return dict(zip(_NAMES, joined, strict=False))
+        order = np.argsort(np.concatenate([tokens for tokens, _ in chunks], 1), stable=True)[:, :total]
+        output, *weights = (arrays.concatenate(parts, 1)[rows, order] for parts in zip(*found, strict=True))
+        return {"output": output} | ({"weights": rearrange(weights[0], "b t n s -> b n t s")} if weights else {})
 
     return call
 
 
-_PACKED = ("b * d", "b n * s")
+def _chunks(variant: Variant, b: int, total: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the indices `(b, t)` of the tokens of each step, `total` for padding, and how many each row has."""
+    chunks, start = [], np.zeros((b, 1), int)
+    for size in variant.chunks:
+        lengths = np.full(b, size)
+        steps = np.arange(lengths.max())[None]
+        chunks.append((np.where(steps < lengths[:, None], start + steps, total), lengths))
+        start = start + lengths[:, None]
+    return chunks
 
 
 def _in_order(weights: Any, before: Any, after: Any, total: int, arrays: Any) -> Any:
@@ -185,4 +198,4 @@ def _in_order(weights: Any, before: Any, after: Any, total: int, arrays: Any) ->
     if weights.shape[-1] != after.capacity:
         positions = pack([before.key_positions, before.positions(weights.shape[-2])], "b *")[0]
     here = positions[:, None, None, :, None] == arrays.arange(total, dtype=positions.dtype)[None, None, None, None]
-    return arrays.where(here, weights[..., None], 0).sum(-2)
+    return rearrange(arrays.where(here, weights[..., None], 0).sum(-2), "b n t s -> b t n s")
