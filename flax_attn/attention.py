@@ -1,7 +1,7 @@
-"""One attention call under one contract: checked once, then handed to a backend."""
+"""One attention call under one contract: checked once, then computed by a backend."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 from einops import rearrange
@@ -9,11 +9,61 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from flax_attn.backends import reference
-from flax_attn.backends.call import prepare
-from flax_attn.backends.choose import choose, load
+from flax_attn.backends.call import Call, prepare
+from flax_attn.backends.choose import choose
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.shapes import Key, Query, Value
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The options of `dot_product_attention`, as keyword arguments of what passes them on."""
+
+    scale: float | None
+    soft_cap: float | None
+    sinks: Float[Array, " n"] | None
+    dropout: KeyedDropout | None
+    precision: jax.lax.PrecisionLike
+    backend: str
+
+
+@overload
+def dot_product_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Array | None = None,
+    mask: Mask | Array | None = None,
+    *,
+    return_weights: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Array | None = None,
+    mask: Mask | Array | None = None,
+    *,
+    return_weights: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def dot_product_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Array | None = None,
+    mask: Mask | Array | None = None,
+    *,
+    return_weights: bool,
+    **options: Unpack[AttentionOptions],
+) -> Array | tuple[Array, Array]: ...
 
 
 def dot_product_attention(
@@ -30,7 +80,7 @@ def dot_product_attention(
     precision: jax.lax.PrecisionLike = None,
     backend: str = "auto",
     return_weights: bool = False,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Scaled dot-product attention.
 
         output = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks)) @ value
@@ -38,9 +88,9 @@ def dot_product_attention(
     Query head `i` reads key/value head `i // (n / k)`: multi-head for k = n, grouped-query for k < n, multi-query
     for k = 1. The softmax and all sums are in float32 for lower dtypes, and in the dtype of the inputs otherwise.
 
-    Backends differ in speed and memory and not in what they compute: `explain` says which one runs a call, and why.
-    The intermediates are named for `jax.checkpoint_policies`: query, key, value, context, and in the reference also
-    scores and weights.
+    All backends compute the same function and differ in speed and memory: `explain` says which one runs a call, and
+    why. The intermediates are named for `jax.checkpoint_policies`: query, key, value, context, and in the reference
+    also scores, masked and weights.
 
     Args:
         query: `(b, t, n, h)` or `(t, n, h)`.
@@ -53,8 +103,7 @@ def dot_product_attention(
         sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
         dropout: drops weights; the same key drops the same weights in every backend and in `torch_ref`.
         precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: `"reference"`, `"decode"`, `"blocked"`, `"xla"`, `"cudnn"`, `"splash"`, `"tokamax"`, or `"auto"`, which
-            chooses one.
+        backend: the name of a backend (`flax_attn.backends.registry.BACKENDS`), or `"auto"`, which chooses one.
         return_weights: return `(output, weights)`; the output stays the same, bit for bit.
 
     Returns:
@@ -79,15 +128,55 @@ def dot_product_attention(
     options = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "dropout": dropout, "precision": precision}
     call = prepare(query, key, value, bias, mask, **options)
     call = replace(call, **{name: checkpoint_name(getattr(call, name), name) for name in ("query", "key", "value")})
-    chosen = choose(call, backend)
-    if chosen == "reference":
-        output, weights = reference.with_weights(call)
-    else:
-        output, weights = load(chosen).attend(call), reference.with_weights(call)[1] if return_weights else None
+    output, weights = _attend(call, backend, return_weights)
     output = checkpoint_name(output, "context")
     if query.ndim == 3:
         output, weights = output[0], None if weights is None else weights[0]
-    return (output, weights) if return_weights else output
+    return output if weights is None else (output, weights)
+
+
+def _attend(call: Call, backend: str, return_weights: bool) -> tuple[Array, Array | None]:
+    chosen = choose(call, backend)
+    if not return_weights:
+        return chosen.attend(call), None
+    output, weights = reference.with_weights(call)
+    return output if chosen.name == "reference" else chosen.attend(call), weights
+
+
+@overload
+def single_head_attention(
+    query: Float[Array, "*b t h"],
+    key: Float[Array, "*b s h"],
+    value: Float[Array, "*b s v"],
+    *,
+    mask: Mask | Array | None = None,
+    return_weights: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Array: ...
+
+
+@overload
+def single_head_attention(
+    query: Float[Array, "*b t h"],
+    key: Float[Array, "*b s h"],
+    value: Float[Array, "*b s v"],
+    *,
+    mask: Mask | Array | None = None,
+    return_weights: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def single_head_attention(
+    query: Float[Array, "*b t h"],
+    key: Float[Array, "*b s h"],
+    value: Float[Array, "*b s v"],
+    *,
+    mask: Mask | Array | None = None,
+    return_weights: bool,
+    **options: Unpack[AttentionOptions],
+) -> Array | tuple[Array, Array]: ...
 
 
 def single_head_attention(
@@ -96,13 +185,14 @@ def single_head_attention(
     value: Float[Array, "*b s v"],
     *,
     mask: Mask | Array | None = None,
-    **options: Any,
-) -> Any:
+    return_weights: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Array | tuple[Array, Array]:
     """`dot_product_attention` of one head, without a head axis.
 
     Shapes:
         query `(b, t, h)`, key `(b, s, h)`, value `(b, s, v)`, or all without b; mask `(b, t, s)` or broadcasting to it.
-        Returns `(b, t, v)`, and if asked the weights `(b, t, s)`.
+        Returns `(b, t, v)`, and with `return_weights` also the weights `(b, t, s)`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -112,8 +202,9 @@ def single_head_attention(
                [0.26894143, 0.7310586 ]], dtype=float32)
     """
     query, key, value = (rearrange(x, "... t h -> ... t 1 h") for x in (query, key, value))
-    result = dot_product_attention(query, key, value, mask=as_mask(mask, heads=False), **options)
-    if not options.get("return_weights"):
-        return rearrange(result, "... t 1 v -> ... t v")
-    context, weights = result
-    return rearrange(context, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")
+    mask = as_mask(mask, heads=False)
+    if not return_weights:
+        output = dot_product_attention(query, key, value, mask=mask, **options)
+        return rearrange(output, "... t 1 v -> ... t v")
+    output, weights = dot_product_attention(query, key, value, mask=mask, return_weights=True, **options)
+    return rearrange(output, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")

@@ -107,7 +107,7 @@ SAME = {
 }
 
 ALIKE = {
-    "backend": (attend(backend="flash"), r"backend must be one of 'auto', 'reference'.*; got 'flash'"),
+    "backend": (attend(backend="flash"), r"backend must be one of 'auto', .*'reference'.*; got 'flash'"),
     "float mask": (attend(mask=zeros(5, 7)), r"must be boolean, True = attend; got dtype (torch\.)?float64.*as bias"),
     "int mask": (attend(mask=zeros(5, 7, dtype="int32")), r"must be boolean.*int32.*mask\.(astype\(bool\)|bool\(\))"),
     "dense float": (mask("dense", np.ones((5, 7))), r"must be boolean.*pass them as bias"),

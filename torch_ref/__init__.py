@@ -6,7 +6,8 @@ from torch_ref.functional.causal_softmax import causal_softmax_masked, causal_so
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, YaRNScaling
 from torch_ref.functional.masks import Mask, create_causal_mask
-from torch_ref.functional.positions import RoPE, alibi, alibi_slopes, sinusoidal, t5_bias, t5_buckets
+from torch_ref.functional.positions import RoPE, sinusoidal
+from torch_ref.functional.relative import alibi, alibi_slopes, t5_bias, t5_buckets
 from torch_ref.functional.scores import Scores
 from torch_ref.models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config, create_gpt2_attention
 from torch_ref.models.llama import Llama, LlamaConfig

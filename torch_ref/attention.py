@@ -1,6 +1,6 @@
-"""One attention call under one contract: checked once, then handed to a backend."""
+"""One attention call under one contract: checked once, then computed by a backend."""
 
-from typing import Any
+from typing import Literal, TypedDict, Unpack, overload
 
 from einops import rearrange
 from jaxtyping import Float
@@ -21,6 +21,55 @@ def check_backend(backend: str) -> None:
     check_choice("backend", backend, ("auto", *BACKENDS))
 
 
+class AttentionOptions(TypedDict, total=False):
+    """The options of `dot_product_attention`, as keyword arguments of what passes them on."""
+
+    scale: float | None
+    soft_cap: float | None
+    sinks: Float[Tensor, " n"] | None
+    dropout: KeyedDropout | None
+    backend: str
+
+
+@overload
+def dot_product_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Tensor | None = None,
+    mask: Mask | Tensor | None = None,
+    *,
+    return_weights: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def dot_product_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Tensor | None = None,
+    mask: Mask | Tensor | None = None,
+    *,
+    return_weights: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def dot_product_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Tensor | None = None,
+    mask: Mask | Tensor | None = None,
+    *,
+    return_weights: bool,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def dot_product_attention(
     query: Query,
     key: Key,
@@ -34,7 +83,7 @@ def dot_product_attention(
     dropout: KeyedDropout | None = None,
     backend: str = "auto",
     return_weights: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention.
 
         output = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks)) @ value
@@ -52,7 +101,7 @@ def dot_product_attention(
         soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`.
         sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
         dropout: drops weights; the same key drops the same weights in every backend and in `flax_attn`.
-        backend: `"auto"` or `"reference"`, which are one here.
+        backend: `"auto"` or `"reference"`, which are the same here.
         return_weights: return `(output, weights)`; the output stays the same, bit for bit.
 
     Returns:
@@ -103,19 +152,56 @@ def dot_product_attention(
     return (output, weights) if return_weights else output
 
 
+@overload
 def single_head_attention(
     query: Float[Tensor, "*b t h"],
     key: Float[Tensor, "*b s h"],
     value: Float[Tensor, "*b s v"],
     *,
     mask: Mask | Tensor | None = None,
-    **options: Any,
-) -> Any:
+    return_weights: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def single_head_attention(
+    query: Float[Tensor, "*b t h"],
+    key: Float[Tensor, "*b s h"],
+    value: Float[Tensor, "*b s v"],
+    *,
+    mask: Mask | Tensor | None = None,
+    return_weights: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def single_head_attention(
+    query: Float[Tensor, "*b t h"],
+    key: Float[Tensor, "*b s h"],
+    value: Float[Tensor, "*b s v"],
+    *,
+    mask: Mask | Tensor | None = None,
+    return_weights: bool,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def single_head_attention(
+    query: Float[Tensor, "*b t h"],
+    key: Float[Tensor, "*b s h"],
+    value: Float[Tensor, "*b s v"],
+    *,
+    mask: Mask | Tensor | None = None,
+    return_weights: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
     """`dot_product_attention` of one head, without a head axis.
 
     Shapes:
         query `(b, t, h)`, key `(b, s, h)`, value `(b, s, v)`, or all without b; mask `(b, t, s)` or broadcasting to it.
-        Returns `(b, t, v)`, and if asked the weights `(b, t, s)`.
+        Returns `(b, t, v)`, and with `return_weights` also the weights `(b, t, s)`.
 
     Example:
         >>> import torch
@@ -125,11 +211,12 @@ def single_head_attention(
                 [0.2689, 0.7311]])
     """
     query, key, value = (rearrange(x, "... t h -> ... t 1 h") for x in (query, key, value))
-    result = dot_product_attention(query, key, value, mask=as_mask(mask, heads=False), **options)
-    if not options.get("return_weights"):
-        return rearrange(result, "... t 1 v -> ... t v")
-    context, weights = result
-    return rearrange(context, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")
+    mask = as_mask(mask, heads=False)
+    if not return_weights:
+        output = dot_product_attention(query, key, value, mask=mask, **options)
+        return rearrange(output, "... t 1 v -> ... t v")
+    output, weights = dot_product_attention(query, key, value, mask=mask, return_weights=True, **options)
+    return rearrange(output, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")
 
 
 def _dtype(x: Tensor) -> str:

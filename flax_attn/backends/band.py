@@ -1,4 +1,4 @@
-"""For kernels that know a causal mask, a window and lengths as structure, so that no array over `(t, s)` is made."""
+"""For kernels that take a causal mask, a window and lengths as structure, so that no array over `(t, s)` is made."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -9,8 +9,9 @@ from einops import rearrange
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
-from flax_attn.backends.quarantine import finite, poison_factor
-from flax_attn.functional.mask_parts import Causal, Lengths, Window
+from flax_attn.backends.nonfinite import row_factor
+from flax_attn.functional.mask_parts import Lengths
+from flax_attn.functional.nonfinite import zero_nonfinite
 
 
 class Band(NamedTuple):
@@ -23,12 +24,10 @@ class Band(NamedTuple):
 
 
 def is_band(call: Call) -> bool:
-    """Return whether the whole mask is a `Band`, so that no array has to be made of it."""
-
-    def fits(part):
-        return isinstance(part, Lengths) or (isinstance(part, Causal | Window) and _zero(part.offset))
-
-    return call.bias is None and all(map(fits, call.mask.parts))
+    """Return whether the whole mask is a `Band` with the query's own position in it, and there is no bias."""
+    (low, high), rest = call.mask.split_band()
+    inside = (low is None or low <= 0) and (high is None or high >= 0)
+    return call.bias is None and inside and all(isinstance(part, Lengths) for part in rest.parts)
 
 
 def sides(call: Call) -> tuple[int | None, int | None]:
@@ -46,14 +45,14 @@ def has_lengths(call: Call) -> bool:
 def attend_band(call: Call, kernel: Callable[[Call, Band, Array, Array, Array], Array]) -> Array:
     """Return `kernel(call, band, query, key, value)` under the contract, without an array over (t, s).
 
-    The kernel gets finite numbers and at least one query and one key a row; what it makes of padding is zeroed.
+    The kernel gets finite numbers and at least one query and one key a row; its output for padding is zeroed.
     """
     band = _band(call)
     real = Band(band.left, band.right, jnp.maximum(band.query, 1), jnp.maximum(band.key, 1))
-    output = kernel(call, real, finite(call.query), finite(call.key), finite(call.value))
+    output = kernel(call, real, *map(zero_nonfinite, (call.query, call.key, call.value)))
     sees = jnp.arange(call.shape[2], dtype=jnp.int32)[None] < band.query[:, None]
     output = jnp.where(sees[..., None, None], output, 0)
-    return output * rearrange(poison_factor(call, output.dtype), "b n t 1 -> b t n 1")
+    return output * rearrange(row_factor(call, output.dtype), "b n t 1 -> b t n 1")
 
 
 def _band(call: Call) -> Band:
@@ -69,7 +68,3 @@ def _length(call: Call, name: str, size: int) -> Array:
     whole = jnp.full(call.query.shape[0], size, jnp.int32)
     rows = (jnp.asarray(length, jnp.int32).reshape(-1) for length in given if length is not None)
     return jnp.maximum(reduce(jnp.minimum, rows, whole), 0)
-
-
-def _zero(offset) -> bool:
-    return isinstance(offset, int) and offset == 0

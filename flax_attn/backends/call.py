@@ -1,4 +1,4 @@
-"""One attention call, checked: all that a backend needs to refuse it or to run it."""
+"""One attention call after all checks: what a backend gets."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jaxtyping import Array, Float
 
+from flax_attn.backends.platform import platform_of
 from flax_attn.functional.checks import check_bias, check_inputs, check_options, check_type
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.shapes import Key, Query, Value
 
 
-class Unsupported(ValueError):  # noqa: N818 (a refusal, not a fault)
-    """Raised when a backend that was asked for by name cannot honour the call.
+class Unsupported(ValueError):  # noqa: N818 (a refusal, not an error of the library)
+    """Raised when a backend that was asked for by name cannot run the call.
 
     Example:
         >>> import jax.numpy as jnp
@@ -39,7 +39,7 @@ class Call:
         key: `(b, s, k, h)`, k dividing n.
         value: `(b, s, k, v)`.
         bias: None, or of rank 4 and broadcasting to `(b, n, t, s)`; `-inf` hides.
-        mask: resolved: offsets are filled in and shapes fit.
+        mask: for these sizes, with its offsets filled in.
         scale: factor on the scores.
         soft_cap: None or positive.
         sinks: None or `(n,)`.
@@ -81,7 +81,7 @@ def prepare(
     precision: jax.lax.PrecisionLike = None,
     platform: str | None = None,
 ) -> Call:
-    """Return the call that these arguments of `dot_product_attention` make, or raise `ValueError`."""
+    """Return the arguments of `dot_product_attention` as a call, or raise `ValueError`."""
     check_inputs(query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name))
     check_options(query.shape[-2], None if sinks is None else sinks.shape, soft_cap)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
@@ -95,24 +95,3 @@ def prepare(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     mask = as_mask(mask).resolve(*shape)
     return Call(query, key, value, bias, mask, scale, soft_cap, sinks, dropout, precision, platform)
-
-
-def platform_of(x: Any) -> str:
-    """Return where a computation on `x` runs: `"cpu"`, `"gpu"` or `"tpu"`.
-
-    Where the array itself cannot tell, it is the device of the mesh in use, else JAX's default.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> platform_of(jnp.zeros(1)) in ("cpu", "gpu", "tpu")
-        True
-    """
-    mesh = jax.sharding.get_abstract_mesh().abstract_device
-    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
-        platform = next(iter(x.devices())).platform
-    elif mesh is not None:
-        platform = mesh.platform
-    else:
-        platform = getattr(default, "platform", default) or jax.default_backend()
-    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

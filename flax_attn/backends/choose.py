@@ -1,66 +1,50 @@
-"""Which backend runs a call: asked for by name, or chosen by platform and size from one table."""
+"""Which backend runs a call: the one asked for by name, or the first of the registry that takes it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import jax
 from jaxtyping import Array
 
-from flax_attn.backends.call import Call, Unsupported, platform_of, prepare
-from flax_attn.backends.decode import FEW
+from flax_attn.backends.backend import Backend
+from flax_attn.backends.call import Call, Unsupported, prepare
+from flax_attn.backends.platform import PLATFORMS, platform_of
+from flax_attn.backends.registry import BACKENDS, check_backend, load
 from flax_attn.functional.checks import check_choice
 
-BACKENDS = ("reference", "decode", "blocked", "xla", "cudnn", "splash", "tokamax")
 
-# The first of its platform that does not refuse the call.
-PREFERRED = {
-    "cpu": ("blocked",),
-    "gpu": ("cudnn", "blocked"),
-    "tpu": ("splash", "blocked"),
-}
-# Up to this many scores a head, t * s, the formula itself is as quick and compiles sooner. Measured on CPU, where the
-# two cross between 32 and 64 tokens; guessed elsewhere.
-SHORT = {"cpu": 2048, "gpu": 256 * 256, "tpu": 256 * 256}
-
-
-def check_backend(backend: str) -> None:
-    """Raise unless `backend` is `"auto"` or the name of one."""
-    check_choice("backend", backend, ("auto", *BACKENDS))
-
-
-def load(name: str) -> ModuleType:
-    """Return the module of a backend; imported when it is first needed."""
-    return import_module(f"flax_attn.backends.{name}")
-
-
-def choose(call: Call, backend: str = "auto") -> str:
-    """Return the name of the backend that runs the call.
+def choose(call: Call, backend: str = "auto") -> Backend:
+    """Return the backend that runs the call.
 
     Raises:
         Unsupported: if a backend that is asked for by name cannot honour the call.
         ValueError: if there is no backend of that name.
     """
     check_backend(backend)
-    if backend != "auto":
-        reason = load(backend).refuse(call)
-        if reason:
-            raise Unsupported(f"backend {backend!r} cannot honour this call: {reason}")
-        return backend
-    _, _, t, s = call.shape
-    if t <= FEW and t < s and load("decode").refuse(call) is None:
-        return "decode"
-    if t * s <= SHORT[call.platform]:
-        return "reference"
-    return next(name for name in PREFERRED[call.platform] if load(name).refuse(call) is None)
+    if backend == "auto":
+        candidates = map(load, BACKENDS)
+        return next(x for x in candidates if x.preferred(call) and refusal(x, call) is None)
+    reason = refusal(load(backend), call)
+    if reason is not None:
+        raise Unsupported(f"backend {backend!r} cannot honour this call: {reason}")
+    return load(backend)
+
+
+def refusal(backend: Backend, call: Call) -> str | None:
+    """Return why a backend cannot run the call, for its platform or for a reason of its own, or None."""
+    if backend.platforms is not None and call.platform not in backend.platforms:
+        return (
+            f"{backend.name} runs on {' and '.join(p.upper() for p in backend.platforms)}; got platform "
+            f'"{call.platform}". Pass backend="auto"'
+        )
+    return backend.refuse(call)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found.
+    """The result of `explain`.
 
     Args:
         backend: the name of the backend that would run, or None if the one asked for refuses.
@@ -89,20 +73,20 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
     `platform`, to ask about `"cpu"`, `"gpu"` or `"tpu"` instead of the machine at hand.
 
     Raises:
-        ValueError: where `dot_product_attention` does, refusals aside.
+        ValueError: where `dot_product_attention` does, except that a refusal is part of the result.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from flax_attn import Mask
         >>> x = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
         >>> found = explain(x, x, x, mask=Mask.causal(), platform="cpu")
-        >>> found.backend, found.refusals["cudnn"][:20]
-        ('blocked', 'cudnn runs on NVIDIA')
+        >>> found.backend, found.refusals["cudnn"]
+        ('blocked', 'cudnn runs on GPU; got platform "cpu". Pass backend="auto"')
     """
     backend = options.pop("backend", "auto")
     options.pop("return_weights", None)
     options["platform"] = options.get("platform") or platform_of(query)
-    check_choice("platform", options["platform"], tuple(PREFERRED))
+    check_choice("platform", options["platform"], PLATFORMS)
     found = []
 
     def trace(query: Array, key: Array, value: Array, bias: Array | None) -> None:
@@ -113,10 +97,10 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
 
 
 def _explain(call: Call, backend: str) -> Explanation:
-    refusals = {name: load(name).refuse(call) for name in BACKENDS}
+    refusals = {name: refusal(load(name), call) for name in BACKENDS}
     memory = {name: load(name).memory(call) for name, reason in refusals.items() if reason is None}
     try:
-        chosen = choose(call, backend)
+        chosen = choose(call, backend).name
     except Unsupported:
         chosen = None
     return Explanation(chosen, call.platform, refusals, memory)

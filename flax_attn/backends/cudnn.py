@@ -1,4 +1,4 @@
-"""cuDNN's fused attention on NVIDIA GPUs: half precision, memory linear in the number of tokens. Source: `jax.nn`."""
+"""cuDNN's fused attention on NVIDIA GPUs, in half precision, with memory linear in the number of tokens."""
 
 from functools import partial
 from importlib.util import find_spec
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from flax_attn.backends.backend import Backend
 from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
 from flax_attn.backends.dense import array_size, attend_dense, refuse_options
@@ -15,22 +16,50 @@ from flax_attn.backends.dense import array_size, attend_dense, refuse_options
 _FILLS = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}  # what jax adds to a hidden score
 
 
-def refuse(call: Call) -> str | None:
-    """Return why cuDNN cannot honour the call, or None."""
-    h, dtype = call.query.shape[-1], call.query.dtype.name
-    if call.platform != "gpu":
-        return f'cudnn runs on NVIDIA GPUs; got platform "{call.platform}". Pass backend="auto"'
-    if not any(find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
-        return 'cudnn needs the CUDA plugin of JAX, which is not installed: pip install "jax[cuda]"'
-    if dtype not in _FILLS:
-        return f"cudnn needs bfloat16 or float16; got {dtype}"
-    if h % 8 or h > 128:
-        return f"cudnn needs a head width that is a multiple of 8 and at most 128 to run on every GPU; got h={h}"
-    if isinstance(call.scale, jax.Array):
-        return f"cudnn needs a scale that is known before tracing; got {call.scale}. Multiply it into the query"
-    if call.soft_cap is not None:
-        return f'cudnn has no soft cap; got soft_cap={call.soft_cap}. Pass backend="auto"'
-    return refuse_options("cudnn", call) or (None if _keeps(call) else _refuse_array(call))
+class CuDNN(Backend):
+    """`jax.nn.dot_product_attention` with its cuDNN implementation."""
+
+    name = "cudnn"
+    platforms = ("gpu",)
+    source = "`jax.nn`"
+    structure = "causal and sliding windows at t = s, lengths"
+    limits = (
+        "all but bfloat16 and float16, head widths above 128 or no multiple of 8, soft cap, sinks, dropout, a "
+        "precision, odd t or s with a mask or bias that is an array"
+    )
+
+    def preferred(self, call: Call) -> bool:
+        return True
+
+    def refuse(self, call: Call) -> str | None:
+        """Return why cuDNN cannot honour the call, or None."""
+        h, dtype = call.query.shape[-1], call.query.dtype.name
+        if not any(find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+            return 'cudnn needs the CUDA plugin of JAX, which is not installed: pip install "jax[cuda]"'
+        if dtype not in _FILLS:
+            return f"cudnn needs bfloat16 or float16; got {dtype}"
+        if h % 8 or h > 128:
+            return f"cudnn needs a head width that is a multiple of 8 and at most 128 to run on every GPU; got h={h}"
+        if isinstance(call.scale, jax.Array):
+            return f"cudnn needs a scale that is known before tracing; got {call.scale}. Multiply it into the query"
+        if call.soft_cap is not None:
+            return f'cudnn has no soft cap; got soft_cap={call.soft_cap}. Pass backend="auto"'
+        return refuse_options("cudnn", call) or (None if _keeps(call) else _refuse_array(call))
+
+    def attend(self, call: Call) -> Array:
+        """Return the output; causal masks, sliding windows and lengths stay structure, all others become an array."""
+        try:
+            if _keeps(call):
+                return attend_band(call, _kernel)
+            return attend_dense(call, partial(_array_kernel, call), _FILLS[call.query.dtype.name])
+        except NotImplementedError as limit:  # of this GPU or of this version of cuDNN
+            raise Unsupported(f"cudnn: {limit}") from limit
+
+    def memory(self, call: Call) -> int:
+        """Return the bytes of finite copies of query, key and value and of the raw output, and of the array if any."""
+        copies = sum(x.size for x in (call.query, call.query, call.key, call.value))
+        array = 0 if _keeps(call) else array_size(call)
+        return (copies + array) * call.query.dtype.itemsize
 
 
 def _refuse_array(call: Call) -> str | None:
@@ -48,23 +77,6 @@ def _refuse_array(call: Call) -> str | None:
             f"an array when s % 128 == 64; got s={s}. Pad the keys"
         )
     return None
-
-
-def attend(call: Call) -> Array:
-    """Return the output; causal masks, sliding windows and lengths stay structure, all others become an array."""
-    try:
-        if _keeps(call):
-            return attend_band(call, _kernel)
-        return attend_dense(call, partial(_array_kernel, call), _FILLS[call.query.dtype.name])
-    except NotImplementedError as limit:  # of this GPU or of this version of cuDNN
-        raise Unsupported(f"cudnn: {limit}") from limit
-
-
-def memory(call: Call) -> int:
-    """Return the bytes of finite copies of query, key and value and of the raw output, and of the array if any."""
-    copies = sum(x.size for x in (call.query, call.query, call.key, call.value))
-    array = 0 if _keeps(call) else array_size(call)
-    return (copies + array) * call.query.dtype.itemsize
 
 
 def _keeps(call: Call) -> bool:
@@ -89,3 +101,6 @@ def _attention(call: Call, *arrays: Any, lengths: tuple[Array, Array], **structu
     if has_lengths(call) or t % 128 or s % 128:
         structure |= {"query_seq_lengths": lengths[0], "key_value_seq_lengths": lengths[1]}
     return jax.nn.dot_product_attention(*arrays, scale=float(call.scale), implementation="cudnn", **structure)
+
+
+BACKEND = CuDNN()

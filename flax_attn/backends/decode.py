@@ -1,7 +1,7 @@
-"""Attention of a few queries over many keys, as in a step of decoding: keys and values are read once, and not copied.
+"""The formula for a few queries over many keys, as in a step of decoding: keys and values are read once.
 
-The formula in its plainest form, checked by what comes out: where keys, values and queries are all finite, so are all
-scores and the output. If any is not, the call is computed again from inputs in which what is not finite is kept apart.
+Non-finite numbers are looked for in the scores and the output, which are small: where these are finite, so is what
+they were computed from, or it is hidden. Otherwise the call is computed again by the formula, which handles them.
 """
 
 from functools import partial
@@ -13,42 +13,60 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array
 
+from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
-from flax_attn.backends.reference import attend as formula
+from flax_attn.backends.nonfinite import all_finite
+from flax_attn.backends.reference import with_weights
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.reference import hide, masked_softmax
+from flax_attn.functional.reference import capped_scores, hide, masked_softmax
 
-FEW = 16  # queries, from which on tiles pay
+FEW = 16  # queries; with more, tiles are quicker
 _ARRAYS = ("query", "key", "value", "bias", "mask", "scale", "sinks")
 
 
-def refuse(call: Call) -> str | None:
-    """Return why the call cannot run here."""
-    if call.dropout is not None:
-        return "decode is for steps of decoding, which drop no weights; got dropout. Call .eval() on the module"
-    return None
+class Decode(Backend):
+    """A few queries over many keys."""
 
+    name = "decode"
+    limits = "dropout"
 
-def attend(call: Call) -> Array:
-    """Return `(b, t, n, v)`; differentiable in every mode and to every order, as the formula is."""
-    arrays = {name: getattr(call, name) for name in _ARRAYS}
-    arrays["scale"] = jnp.asarray(call.scale, accumulation_dtype(call.query.dtype))
-    # Heads first, as a cache stores them. In the other order XLA copies them for each product, and for the branch.
-    arrays |= {name: rearrange(arrays[name], "b s k h -> b k s h") for name in ("key", "value")}
-    return _attend((call.soft_cap, call.precision, call.platform), arrays)
+    def preferred(self, call: Call) -> bool:
+        _, _, t, s = call.shape
+        return t <= FEW and t < s
+
+    def refuse(self, call: Call) -> str | None:
+        if call.dropout is not None:
+            return "decode is for steps of decoding, which drop no weights; got dropout. Call .eval() on the module"
+        return None
+
+    def attend(self, call: Call) -> Array:
+        """Return `(b, t, n, v)`; differentiable in every mode and to every order, as the formula is."""
+        arrays = {name: getattr(call, name) for name in _ARRAYS}
+        arrays["scale"] = jnp.asarray(call.scale, accumulation_dtype(call.query.dtype))
+        # Heads first, as a cache stores them. In the other order XLA copies them for each product, and for the branch.
+        arrays |= {name: rearrange(arrays[name], "b s k h -> b k s h") for name in ("key", "value")}
+        return _attend((call.soft_cap, call.precision, call.platform), arrays)
+
+    def memory(self, call: Call) -> int:
+        """Return the bytes of the scores and the weights."""
+        b, n, t, s = call.shape
+        return 2 * b * n * t * s * accumulation_dtype(call.query.dtype).itemsize
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(options: tuple, arrays: dict[str, Any]) -> Array:
     output, scores = _plain(_call(options, arrays), arrays["key"], arrays["value"])
-    # A number that is not finite spoils every score or output it takes part in, those of hidden keys too.
-    clean = jnp.isfinite(scores).all() & jnp.isfinite(output).all()
-    return lax.cond(clean, lambda: output, lambda: formula(_call(options, arrays)))
+    # A number that is not finite makes every score or output that it takes part in so too, also those of hidden keys.
+    return lax.cond(all_finite(scores, output), lambda: output, lambda: _formula(options, arrays))
 
 
 @_attend.defjvp
 def _differentiate(options: tuple, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    return jax.jvp(lambda arrays: formula(_call(options, arrays)), primals, tangents)
+    return jax.jvp(partial(_formula, options), primals, tangents)
+
+
+def _formula(options: tuple, arrays: dict[str, Any]) -> Array:
+    return with_weights(_call(options, arrays))[0]
 
 
 def _call(options: tuple, arrays: dict[str, Any]) -> Call:
@@ -57,14 +75,8 @@ def _call(options: tuple, arrays: dict[str, Any]) -> Call:
     return Call(**(arrays | tokens_first), soft_cap=soft_cap, dropout=None, precision=precision, platform=platform)
 
 
-def memory(call: Call) -> int:
-    """Return the bytes of the scores and the weights."""
-    b, n, t, s = call.shape
-    return 2 * b * n * t * s * accumulation_dtype(call.query.dtype).itemsize
-
-
 def _plain(call: Call, key: Array, value: Array) -> tuple[Array, Array]:
-    """Return the output and the scores; keys and values `(b, k, s, h)`."""
+    """Return the output and the scaled scores; keys and values `(b, k, s, h)`."""
     (b, n, t, s), k = call.shape, key.shape[1]
     g = n // k  # not t, which may be 0: no queries
     sums = accumulation_dtype(call.query.dtype)
@@ -76,13 +88,12 @@ def _plain(call: Call, key: Array, value: Array) -> tuple[Array, Array]:
     # The queries of all heads that share keys are the columns of one matrix.
     query = rearrange(call.query, "b t (k g) h -> b k (g t) h", k=k)
     scores = lax.dot_general(key, query, (((3,), (3,)), heads), **products)
-    raw = scores = rearrange(scores, "b k s (g t) -> b (k g) t s", g=g) * call.scale
-    if bias is not None:
-        scores = scores + bias.astype(sums)
-    if call.soft_cap is not None:
-        scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
-    weights = masked_softmax(scores, visible, None if call.sinks is None else call.sinks.astype(sums))
+    scores = rearrange(scores, "b k s (g t) -> b (k g) t s", g=g) * call.scale
+    weights = masked_softmax(capped_scores(scores, bias, call.soft_cap), visible, call.sinks)
 
     weights = rearrange(weights, "b (k g) t s -> b k (g t) s", k=k)
     output = lax.dot_general(weights, value.astype(sums), (((3,), (2,)), heads), **products)
-    return rearrange(output, "b k (g t) v -> b t (k g) v", g=g).astype(call.query.dtype), raw
+    return rearrange(output, "b k (g t) v -> b t (k g) v", g=g).astype(call.query.dtype), scores
+
+
+BACKEND = Decode()

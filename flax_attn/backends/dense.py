@@ -8,7 +8,8 @@ from einops import rearrange
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
-from flax_attn.backends.quarantine import finite, poison_factor
+from flax_attn.backends.nonfinite import row_factor
+from flax_attn.functional.nonfinite import zero_nonfinite
 from flax_attn.functional.reference import hide
 
 
@@ -32,17 +33,17 @@ def attend_dense(call: Call, kernel: Callable[..., Array], fill: float) -> Array
     """Return `kernel(query, key, value, bias, visible)` under the contract, for kernels that do not keep it themselves.
 
     The kernel gets finite numbers, zeros for tokens that nobody sees, no bias of -inf or near its own `fill` for hidden
-    scores, and rows that all see something: those that do not are opened, and zeroed afterwards, so that no kernel
-    divides by nothing.
+    scores, and rows that all see something: those that do not are shown every key, and zeroed afterwards, so that no
+    kernel divides by zero.
     """
     visible, bias = hide(_array(call), call.bias)
     sees = visible.any(axis=-1, keepdims=True)
     bias = None if bias is None else _above(bias, fill / 2)
     seeing, seen = rearrange(sees, "b n t 1 -> b t n 1"), rearrange(visible.any(axis=(1, 2)), "b s -> b s 1 1")
-    query = jnp.where(seeing, finite(call.query), 0)
-    key, value = (jnp.where(seen, finite(x), 0) for x in (call.key, call.value))
+    query = jnp.where(seeing, zero_nonfinite(call.query), 0)
+    key, value = (jnp.where(seen, zero_nonfinite(x), 0) for x in (call.key, call.value))
     output = jnp.where(seeing, kernel(query, key, value, bias, visible | ~sees), 0)
-    return output * rearrange(poison_factor(call, output.dtype), "b n t 1 -> b t n 1")
+    return output * rearrange(row_factor(call, output.dtype), "b n t 1 -> b t n 1")
 
 
 def array_size(call: Call) -> int:

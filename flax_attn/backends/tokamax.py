@@ -1,4 +1,4 @@
-"""Fused attention on NVIDIA GPUs by Mosaic and Triton kernels, half precision. Source: openxla/tokamax, optional."""
+"""Fused attention on NVIDIA GPUs by tokamax's Mosaic and Triton kernels, in half precision; chosen by name only."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from flax_attn.backends.backend import Backend
 from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
 from flax_attn.backends.dense import array_size, attend_dense, refuse_options
@@ -14,37 +15,42 @@ from flax_attn.backends.dense import array_size, attend_dense, refuse_options
 _FILL = float(jnp.finfo(jnp.float32).min)  # what the kernels put in the place of a hidden score
 
 
-def refuse(call: Call) -> str | None:
-    """Return why tokamax cannot honour the call, or None."""
-    if not find_spec("tokamax"):
-        return "tokamax is not installed: pip install tokamax (Python 3.12 or newer)"
-    if call.platform != "gpu":
-        return f'tokamax is used for its GPU kernels; got platform "{call.platform}". Pass backend="auto"'
-    if call.query.dtype.name not in ("bfloat16", "float16"):
-        return f"tokamax needs bfloat16 or float16 for its kernels; got {call.query.dtype.name}"
-    if isinstance(call.scale, jax.Array):
-        return f"tokamax needs a scale that is known before tracing; got {call.scale}. Multiply it into the query"
-    if call.soft_cap is not None and implementation() != "mosaic":
-        return (
-            "tokamax has a gradient of the soft cap on GPUs of compute capability 9 and 10 only; got "
-            f'soft_cap={call.soft_cap}. Pass backend="auto"'
-        )
-    return refuse_options("tokamax", call)
+class Tokamax(Backend):
+    """`tokamax.dot_product_attention`."""
 
+    name = "tokamax"
+    platforms = ("gpu",)
+    source = "openxla/tokamax, optional"
+    structure = "causal, windows, key lengths"
+    limits = "all but bfloat16 and float16, sinks, dropout, a precision, and before Hopper soft cap"
 
-def attend(call: Call) -> Array:
-    """Return the output of the kernel that has a gradient on this GPU."""
-    try:
-        return attend_with(call, implementation())
-    except NotImplementedError as limit:  # of this GPU or of this version of tokamax
-        raise Unsupported(f"tokamax: {limit}") from limit
+    def refuse(self, call: Call) -> str | None:
+        """Return why tokamax cannot honour the call, or None."""
+        if not find_spec("tokamax"):
+            return "tokamax is not installed: pip install tokamax (Python 3.12 or newer)"
+        if call.query.dtype.name not in ("bfloat16", "float16"):
+            return f"tokamax needs bfloat16 or float16 for its kernels; got {call.query.dtype.name}"
+        if isinstance(call.scale, jax.Array):
+            return f"tokamax needs a scale that is known before tracing; got {call.scale}. Multiply it into the query"
+        if call.soft_cap is not None and implementation() != "mosaic":
+            return (
+                "tokamax has a gradient of the soft cap on GPUs of compute capability 9 and 10 only; got "
+                f'soft_cap={call.soft_cap}. Pass backend="auto"'
+            )
+        return refuse_options("tokamax", call)
 
+    def attend(self, call: Call) -> Array:
+        """Return the output of the kernel that has a gradient on this GPU."""
+        try:
+            return attend_with(call, implementation())
+        except NotImplementedError as limit:  # of this GPU or of this version of tokamax
+            raise Unsupported(f"tokamax: {limit}") from limit
 
-def memory(call: Call) -> int:
-    """Return the bytes of finite copies of query, key and value and of the raw output, and of the arrays if any."""
-    copies = sum(x.size for x in (call.query, call.query, call.key, call.value)) * call.query.dtype.itemsize
-    bias = 0 if call.bias is None else call.bias.dtype.itemsize
-    return copies if _keeps(call) else copies + array_size(call) * (1 + bias)
+    def memory(self, call: Call) -> int:
+        """Return the bytes of finite copies of query, key and value and of the raw output, and of the arrays if any."""
+        copies = sum(x.size for x in (call.query, call.query, call.key, call.value)) * call.query.dtype.itemsize
+        bias = 0 if call.bias is None else call.bias.dtype.itemsize
+        return copies if _keeps(call) else copies + array_size(call) * (1 + bias)
 
 
 def implementation() -> str:
@@ -83,3 +89,6 @@ def _structure(call: Call, band: Band) -> dict:
         return {"is_causal": causal, **lengths}
     window = t if band.left is None else band.left, s if band.right is None else band.right
     return {"local_window_size": window, **lengths}
+
+
+BACKEND = Tokamax()

@@ -1,38 +1,51 @@
-"""`jax.nn.dot_product_attention` compiled by XLA. The whole scores in memory, on every platform. Source: `jax.nn`."""
+"""`jax.nn.dot_product_attention` compiled by XLA, with all scores in memory."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
 from flax_attn.backends.dense import attend_dense, refuse_options
 
 _FILL = -0.7 * float(jnp.finfo(jnp.float32).max)  # what jax.nn puts in the place of a hidden score
 
 
-def refuse(call: Call) -> str | None:
-    """Return why jax.nn cannot honour the call, or None."""
-    if call.query.dtype.name not in ("float32", "bfloat16", "float16"):
-        return f"xla takes its softmax in float32 and needs float32, bfloat16 or float16; got {call.query.dtype.name}"
-    if call.soft_cap is not None:
-        return f'xla has no soft cap; got soft_cap={call.soft_cap}. Pass backend="auto"'
-    return refuse_options("xla", call)
+class Xla(Backend):
+    """`jax.nn.dot_product_attention`."""
+
+    name = "xla"
+    source = "`jax.nn`"
+    limits = "float64, soft cap, sinks, dropout, a precision, values of another width than queries"
+
+    def refuse(self, call: Call) -> str | None:
+        """Return why jax.nn cannot honour the call, or None."""
+        if call.query.dtype.name not in ("float32", "bfloat16", "float16"):
+            return (
+                f"xla takes its softmax in float32 and needs float32, bfloat16 or float16; got {call.query.dtype.name}"
+            )
+        if call.soft_cap is not None:
+            return f'xla has no soft cap; got soft_cap={call.soft_cap}. Pass backend="auto"'
+        return refuse_options("xla", call)
+
+    def attend(self, call: Call) -> Array:
+        """Return the output, the whole mask given as one boolean array."""
+        return attend_dense(call, partial(_kernel, call), _FILL)
+
+    def memory(self, call: Call) -> int:
+        """Return `12 b n t s`: scores, exponentials and weights, each in float32."""
+        b, n, t, s = call.shape
+        return 12 * b * n * t * s
 
 
-def attend(call: Call) -> Array:
-    """Return the output, the whole mask given as one boolean array."""
-
-    def kernel(query, key, value, bias, visible):
-        # In lower dtypes jax.nn rounds the weights, has no float16 but on GPUs, and no gradient if promotion is strict.
-        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-        bias = None if bias is None else bias.astype(jnp.float32)
-        output = jax.nn.dot_product_attention(query, key, value, bias, visible, scale=call.scale, implementation="xla")
-        return output.astype(call.query.dtype)
-
-    return attend_dense(call, kernel, _FILL)
+def _kernel(call: Call, query: Array, key: Array, value: Array, bias: Array | None, visible: Array) -> Array:
+    # In lower dtypes jax.nn rounds the weights, has float16 on GPUs only, and no gradient if promotion is strict.
+    query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    bias = None if bias is None else bias.astype(jnp.float32)
+    output = jax.nn.dot_product_attention(query, key, value, bias, visible, scale=call.scale, implementation="xla")
+    return output.astype(call.query.dtype)
 
 
-def memory(call: Call) -> int:
-    """Return `12 b n t s`: scores, exponentials and weights, each in float32."""
-    b, n, t, s = call.shape
-    return 12 * b * n * t * s
+BACKEND = Xla()

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """The command line: `flax-attn parity`, `faults`, `show`, `backends`, `bench`, `generate`."""
+=======
+"""The command line: `flax-attn parity`, `show`, `backends`, `bench`, `generate`, `docs`."""
+>>>>>>> h/faults
 
 from __future__ import annotations
 
@@ -7,12 +11,16 @@ import sys
 from collections.abc import Sequence
 
 import flax_attn
+<<<<<<< HEAD
 from flax_attn.cli import backends, bench, faults, generate, parity, show
+=======
+from flax_attn.cli import backends, bench, docs, generate, parity, show
+>>>>>>> h/faults
 from flax_attn.cli.common import UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 a parity failure, 2 bad usage."""
+    """Run the command line and return its exit code: 0 done, 1 a check failed, 2 bad usage."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
@@ -26,6 +34,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flax-attn", description=flax_attn.__doc__)
     parser.add_argument("--version", action="version", version=f"flax-attn {flax_attn.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+<<<<<<< HEAD
     for command in (parity, faults, show, backends, bench, generate):
+=======
+    for command in (parity, show, backends, bench, generate, docs):
+>>>>>>> h/faults
         command.add(commands)
     return parser

@@ -10,8 +10,8 @@ from flax_attn.cli import common
 from flax_attn.cli.parity import need_torch
 
 DESCRIPTION = """\
-Patch known porting faults into the PyTorch modules one by one, and name the check that detects each. Exits with 0 if all
-are detected, 1 if one is not or a check fails without a fault."""
+Patch known porting faults into the PyTorch modules one by one, and name the check that detects each. Exits with 0 if
+all are detected, 1 if one is not or a check fails without a fault."""
 
 
 def add(commands: Any) -> None:
@@ -28,12 +28,16 @@ def _faults(options: argparse.Namespace) -> int:
     try:
         with common.progress() as progress:
             task = progress.add_task("patching", total=len(detect.FAULTS))
-            found = detect.run(seed=options.seed, watch=lambda name: progress.update(task, description=name, advance=1))
-    except detect.UnsoundError as error:
+
+            def watch(name: str) -> None:
+                progress.update(task, description=name, advance=1)
+
+            found = detect.detect(seed=options.seed, watch=watch)
+    except detect.FailsWithoutFaultError as error:
         print(f"flax-attn: {error}", file=sys.stderr)
         return 1
     console = common.console(145)
     console.print(detect.table(found))
     console.print(detect.LEGEND, style="dim", highlight=False)
     console.print(detect.summary(found), style="bold", highlight=False)
-    return 1 if any(not fault.detected for fault in found) else 0
+    return 0 if all(detection.detected for detection in found) else 1

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from flax_attn.proof.variants import Variant
 
 DESCRIPTION = """\
-Without targets: give each PyTorch module of this package and its Flax twin the same random weights, and compare outputs,
-gradients, dropout, caches and training; --full runs every check there is. With two targets, pkg.mod:factory each,
-compare the modules that these functions return. Exits with 0 if all are equal, 1 if anything differs, 2 on bad usage."""
+Without targets: give each PyTorch module of this package and its Flax twin the same random weights, and compare
+outputs, gradients, dropout, caches and training; --full runs every check there is. With two targets, pkg.mod:factory
+each, compare the modules that these functions return. Exits with 0 if all are equal, 1 if anything differs, 2 on bad
+usage."""
 
 
 def add(commands: Any) -> None:

@@ -32,8 +32,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--layout",
         metavar="NAME",
         default="auto",
-        help="which parameter is which: auto (the default) pairs them by layers, none keeps the weights as they are; or "
-        "a name, or pkg.mod:TABLE",
+        help="which parameter is which: auto (the default) pairs them by layers, none keeps the weights as they are; "
+        "or the name of a layout, or pkg.mod:TABLE",
     )
     for framework in ("flax", "torch"):
         help_text = f"pkg.mod:call, called as call(module, *inputs), {framework}"

@@ -22,9 +22,11 @@ def check_context_length(context_length: int | None) -> None:
 
 
 def check_type(name: str, value: object, kind: Any, remedy: str) -> None:
-    """Raise unless `value` is of a kind."""
+    """Raise unless `value` is an instance of `kind`, a class or a union of them."""
     if not isinstance(value, kind):
-        raise ValueError(f"{name} must be {kind}; got {type(value).__name__}. Pass {remedy}")
+        kinds = [one.__name__ for one in getattr(kind, "__args__", (kind,))]
+        expected = " or ".join(kinds).replace("NoneType", "None")
+        raise ValueError(f"{name} must be {expected}; got {type(value).__name__}. Pass {remedy}")
 
 
 def check_eps(eps: float) -> None:

@@ -8,62 +8,52 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
 from flax_attn.functional.checks import check_broadcast
+from flax_attn.functional.kv_range import UNBOUNDED, KVRange, Limit, limits, maximum, where
 from flax_attn.functional.shapes import Index
 
 Count = int | Integer[Array, ""] | Integer[Array, " b"]
-_FAR = 2**62  # beyond every key: what is not known before tracing may lie anywhere
-
-
-class Bounds(NamedTuple):
-    """What is known before tracing of the keys that some queries see.
-
-    Keys outside `outer` are hidden from all of them, keys inside `inner` are seen by all of them.
-    """
-
-    outer: range
-    inner: range
-
-    def __and__(self, other: Bounds) -> Bounds:
-        return Bounds(_overlap(self.outer, other.outer), _overlap(self.inner, other.inner))
-
-
-def _overlap(one: range, other: range) -> range:
-    start, stop = max(one.start, other.start), min(one.stop, other.stop)
-    return range(start, stop) if start < stop else range(0)
 
 
 class Part:
-    """One condition on (query, key). Python integers stay static under `jax.jit`, arrays are traced."""
+    """One condition on (query, key). Python integers stay static under `jax.jit`, arrays are traced.
+
+    A new kind of part has to define `allow`, and is then correct in every backend. `kv_range` and `band` let kernels
+    skip what is hidden; `row` and `shift` keep the structure of a part whose `allow` depends on the batch row or shape.
+    """
 
     def __init_subclass__(cls):
         jax.tree_util.register_pytree_node(cls, _flatten, lambda static, children: _unflatten(cls, static, children))
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Part:
-        """Return the part made definite for a call of this size, or raise `ValueError`."""
+        """Return the part for a call of this size, its defaults filled in, or raise `ValueError`."""
         return self
 
     def allow(self, rows: Index, cols: Index) -> Array:
         """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
         raise NotImplementedError
 
-    def bounds(self, rows: range, s: int) -> Bounds:
-        """Return what Python integers tell of the keys that `rows` see; arrays tell nothing."""
-        return Bounds(range(s), range(0))
+    def kv_range(self, first: Limit, last: Limit, s: int) -> KVRange:
+        """Return which of `s` keys the queries `first` to `last` may see; by default any, and none is seen by all."""
+        return KVRange(0, s, 0, 0)
+
+    def band(self) -> tuple[int | None, int | None] | None:
+        """Return `(low, high)` if the part is `low <= key - query <= high` with integers known before tracing."""
+        return None
 
     def row(self, b: int | Index, n: int | Index | None) -> Part:
         """Return the part for one batch row and head, or for all heads."""
-        return self
+        return _RowOf(self, b, n)
 
     def shift(self, start: Count, t: int, s: int) -> Part:
         """Return the part for the `t` queries from index `start` on, and the first `s` keys."""
-        return self
+        return _Shifted(self, start)
 
     def check_whole(self, s: int) -> None:
         """Raise unless arrays inside are those of a sequence of `s` tokens."""
@@ -107,10 +97,10 @@ class _Positioned(Part):
     def position(self, rows):
         return rows + _per_row(0 if self.offset is None else self.offset)
 
-    def reach(self, rows: range) -> tuple[int, int]:
-        """Return the least and the greatest position that a query of `rows` may have."""
-        least, most = _limits(0 if self.offset is None else self.offset, -_FAR, _FAR)
-        return rows[0] + least, rows[-1] + most
+    def positions(self, first: Limit, last: Limit) -> tuple[Limit, Limit]:
+        """Return the least and the greatest position of the queries `first` to `last`, over the batch."""
+        least, greatest = limits(0 if self.offset is None else self.offset)
+        return first + least, last + greatest
 
     def row(self, b, n):
         return dataclasses.replace(self, offset=_count_of_row(self.offset, b))
@@ -126,9 +116,12 @@ class Causal(_Positioned):
     def allow(self, rows, cols):
         return cols <= self.position(rows)
 
-    def bounds(self, rows, s):
-        first, last = self.reach(rows)
-        return Bounds(range(last + 1), range(first + 1))
+    def kv_range(self, first, last, s):
+        least, greatest = self.positions(first, last)
+        return KVRange(0, greatest + 1, 0, least + 1)
+
+    def band(self):
+        return (None, self.offset or 0) if isinstance(self.offset, int | None) else None
 
 
 @dataclass(frozen=True)
@@ -147,11 +140,17 @@ class Window(_Positioned):
             inside &= distance <= _per_row(self.right)
         return inside
 
-    def bounds(self, rows, s):
-        first, last = self.reach(rows)
-        starts = [0 if self.left is None else position - self.left for position in (first, last)]
-        stops = [s if self.right is None else position + self.right + 1 for position in (first, last)]
-        return Bounds(range(starts[0], stops[1]), range(starts[1], stops[0]))
+    def kv_range(self, first, last, s):
+        least, greatest = self.positions(first, last)
+        left, right = (limits(UNBOUNDED if size is None else size)[0] for size in (self.left, self.right))
+        return KVRange(least - left, greatest + right + 1, greatest - left, least + right + 1)
+
+    def band(self):
+        if not isinstance(self.offset, int | None):
+            return None
+        offset = self.offset or 0
+        low = None if self.left is None else offset - self.left
+        return low, None if self.right is None else offset + self.right
 
 
 @dataclass(frozen=True)
@@ -167,9 +166,9 @@ class Prefix(_Positioned):
     def allow(self, rows, cols):
         return (cols <= self.position(rows)) | (cols < _per_row(self.length))
 
-    def bounds(self, rows, s):
-        (first, last), (least, most) = self.reach(rows), _limits(self.length, 0, s)
-        return Bounds(range(max(last + 1, most)), range(max(first + 1, least)))
+    def kv_range(self, first, last, s):
+        (least, greatest), (shortest, longest) = self.positions(first, last), limits(self.length)
+        return KVRange(0, maximum(greatest + 1, longest), 0, maximum(least + 1, shortest))
 
     def row(self, b, n):
         return Prefix(_count_of_row(self.length, b), offset=_count_of_row(self.offset, b))
@@ -195,9 +194,9 @@ class Lengths(Part):
             inside = inside & (cols < _per_row(self.key))
         return inside
 
-    def bounds(self, rows, s):
-        (least_query, most_query), (least_key, most_key) = _limits(self.query, 0, _FAR), _limits(self.key, 0, s)
-        return Bounds(range(most_key if rows[0] < most_query else 0), range(least_key if rows[-1] < least_query else 0))
+    def kv_range(self, first, last, s):
+        query, key = (limits(UNBOUNDED if count is None else count) for count in (self.query, self.key))
+        return KVRange(0, where(first < query[1], key[1], 0), 0, where(last < query[0], key[0], 0))
 
     def row(self, b, n):
         return Lengths(_count_of_row(self.query, b), _count_of_row(self.key, b))
@@ -227,6 +226,17 @@ class Segments(Part):
         query = jnp.atleast_2d(self.query)[:, rows.reshape(-1)]
         key = jnp.atleast_2d(self.key)[:, cols.reshape(-1)]
         return query[:, None, :, None] == key[:, None, None, :]
+
+    def kv_range(self, first, last, s):
+        # Ids in any order: the keys whose id lies between the least and the greatest id of these queries.
+        query, key = jnp.atleast_2d(self.query), jnp.atleast_2d(self.key)
+        index, ids = jnp.arange(query.shape[1], dtype=jnp.int32), jnp.iinfo(query.dtype)
+        asking = ((index >= first) & (index <= last))[None]
+        least = jnp.where(asking, query, ids.max).min(axis=1, keepdims=True).astype(key.dtype)
+        greatest = jnp.where(asking, query, ids.min).max(axis=1, keepdims=True).astype(key.dtype)
+        near = ((key >= least) & (key <= greatest)).any(axis=0)
+        start, after = (jnp.argmax(x).astype(jnp.int32) for x in (near, near[::-1]))
+        return KVRange(start, jnp.where(near.any(), s - after, 0), 0, 0)
 
     def row(self, b, n):
         return Segments(_pick(jnp.atleast_2d(self.query), b, 0), _pick(jnp.atleast_2d(self.key), b, 0))
@@ -273,6 +283,38 @@ class Dense(Part):
         _check_whole("mask", [size for size in self.array.shape[-2:] if size != 1], s)
 
 
+@dataclass(frozen=True)
+class _RowOf(Part):
+    """Any part at one batch row and one head; None is all heads."""
+
+    part: Part
+    b: int | Index
+    n: int | Index | None
+
+    def allow(self, rows, cols):
+        block = _pick(_of_rank_4(self.part.allow(rows, cols)), self.b, 0)
+        return block if self.n is None else _pick(block, self.n, 1)
+
+
+@dataclass(frozen=True)
+class _Shifted(Part):
+    """Any part, its queries counted from index `start`, one integer or one a row."""
+
+    part: Part
+    start: Count
+
+    def allow(self, rows, cols):
+        def one(b, start):
+            return _pick(_of_rank_4(self.part.allow(rows + start, cols)), b, 0)[0]
+
+        if isinstance(self.start, int):
+            return self.part.allow(rows + self.start, cols)
+        starts = jnp.atleast_1d(self.start).astype(jnp.int32)
+        if len(starts) == 1:
+            return self.part.allow(rows + starts[0], cols)
+        return jax.vmap(one)(jnp.arange(len(starts), dtype=jnp.int32), starts)
+
+
 def _check_rows(name: str, values: Count | None, b: int) -> None:
     shape = tuple(getattr(values, "shape", ()))
     if shape not in ((), (1,), (b,)):
@@ -300,13 +342,6 @@ def _rows_from(start: Count, t: int) -> Integer[Array, "#b t"]:
 
 def _of_rank_4(array: Array) -> Array:
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
-
-
-def _limits(values: Any, least: int, most: int) -> tuple[int, int]:
-    # Between which integers the values lie, as far as it is known before tracing. None is unbounded.
-    if isinstance(values, int):
-        return values, values
-    return (most if values is None else least), most
 
 
 def _count_of_row(values: Any, b: int | Index) -> Any:

@@ -4,7 +4,7 @@ The same text in both packages: it needs no framework.
 """
 
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from math import prod
 from typing import Any
 
@@ -27,6 +27,8 @@ def expression(parts: tuple[Any, ...]) -> str:
 
 
 def _call(part: Any) -> str:
+    if not is_dataclass(part):  # a kind of part from elsewhere
+        return f"Mask(({part!r},))"
     values = [(field, getattr(part, field.name)) for field in fields(part)]
     arguments = [_literal(value) for field, value in values if field.default is not None]
     arguments += [f"{f.name}={_literal(value)}" for f, value in values if f.default is None and value is not None]

@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Integer
 
 from flax_attn.functional.checks import check_positive
-from flax_attn.functional.mask_parts import Bounds, Causal, Count, Dense, Lengths, Part, Prefix, Segments, Window
+from flax_attn.functional.kv_range import KVRange, Limit
+from flax_attn.functional.mask_parts import Causal, Count, Dense, Lengths, Part, Prefix, Segments, Window
 from flax_attn.functional.mask_text import check_printable, expression, picture
 from flax_attn.functional.shapes import ArrayLike, Index
 
@@ -91,7 +92,7 @@ class Mask:
     __rand__ = __and__
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Mask:
-        """Return the mask made definite for a call of this size: default offsets filled in, shapes checked."""
+        """Return the mask for a call of this size: default offsets filled in, shapes checked."""
         return Mask(tuple(part.resolve(b, n, t, s) for part in self.parts))
 
     def block(self, rows: Integer[Array, " t"], cols: Integer[Array, " s"]) -> Bool[Array, "#b #n #t #s"]:
@@ -132,40 +133,35 @@ class Mask:
     def __repr__(self) -> str:
         return expression(self.parts)
 
-    def bounds(self, rows: range, s: int) -> Bounds:
-        """Return which of the `s` keys can be left out, and which need no mask, for the queries `rows`.
+    def kv_range(self, first: Limit, last: Limit, s: int) -> KVRange:
+        """Return which of the `s` keys the queries `first` to `last`, both included, may see, over batch and heads.
 
-        Known from Python integers alone, so that a kernel can skip blocks: arrays tell nothing, traced or not.
-        `rows` holds at least one query. Empty ranges are `range(0, 0)`.
+        In Python integers where these and the mask are integers, so that a kernel can skip blocks before tracing, and
+        as arrays where the mask holds arrays or the queries are traced. A part that cannot tell shows every key.
 
         Example:
-            >>> Mask.sliding_window(5).bounds(range(8, 12), s=16)
-            Bounds(outer=range(4, 12), inner=range(7, 9))
+            >>> Mask.sliding_window(5).kv_range(8, 11, s=16)
+            KVRange(start=4, stop=12, inner_start=7, inner_stop=9)
         """
-        return reduce(Bounds.__and__, (part.bounds(rows, s) for part in self.parts), Bounds(range(s), range(s)))
+        return reduce(KVRange.__and__, (part.kv_range(first, last, s) for part in self.parts), KVRange(0, s, 0, s))
 
     def split_band(self) -> tuple[tuple[int | None, int | None], Mask]:
-        """Return `(low, high)` and the rest: keys with `low <= key - query <= high`, None for unbounded, and the rest.
+        """Return `(low, high)` and a mask of the rest: the parts that are `low <= key - query <= high`, and the others.
 
-        Causal masks and windows whose offset is an integer make the band, which is the same for every query.
+        Causal masks and windows whose offset is an integer make the band, which is the same for every query. None is
+        unbounded.
 
         Example:
             >>> (Mask.sliding_window(5) & Mask.lengths(key=3)).split_band()
             ((-4, 0), Mask.lengths(key=3))
         """
-        low, high, rest = [], [], []
-        for part in self.parts:
-            if not isinstance(part, Causal | Window) or not isinstance(part.offset, int | None):
-                rest.append(part)
-                continue
-            offset = part.offset or 0
-            left, right = (part.left, part.right) if isinstance(part, Window) else (None, 0)
-            low += [] if left is None else [offset - left]
-            high += [] if right is None else [offset + right]
-        return (max(low, default=None), min(high, default=None)), Mask(tuple(rest))
+        bands = [band for part in self.parts if (band := part.band()) is not None]
+        low = max((low for low, _ in bands if low is not None), default=None)
+        high = min((high for _, high in bands if high is not None), default=None)
+        return (low, high), Mask(tuple(part for part in self.parts if part.band() is None))
 
     def row(self, b: int | Index, n: int | Index | None = None) -> Mask:
-        """Return the mask of batch row `b` and head `n`, as one of a call with one row and one head; None is all heads.
+        """Return the mask of batch row `b` and head `n`, as the mask of one row and one head; None is all heads.
 
         `b` and `n` may be traced. Integers inside the mask stay static.
 
@@ -194,9 +190,9 @@ class Mask:
         return jax.vmap(one)(jnp.arange(len(rows)), rows, cols)
 
     def shift(self, start: Count, t: int, s: int) -> Mask:
-        """Return the mask of the `t` queries from index `start` on and the first `s` keys, as one of a call of its own.
+        """Return the mask of the `t` queries from index `start` on and the first `s` keys, as the mask of its own call.
 
-        What `at` tells of consecutive indices, with the structure kept.
+        The same as `at` for consecutive indices, with the structure kept.
 
         Example:
             >>> Mask.sliding_window(5).shift(7, t=1, s=16)

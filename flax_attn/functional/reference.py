@@ -1,4 +1,4 @@
-"""The formula itself, materialised: the truth that every backend is held to.
+"""The formula itself, with all scores in memory: the reference for every backend.
 
     weights = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks))
     output  = weights @ value
@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.nonfinite import finite_tokens, sees_nonfinite, zero_nonfinite
 from flax_attn.functional.shapes import Key, Query, Value, Visible, Weights
 
 
@@ -47,19 +48,17 @@ def reference_attention(
     """
     low, dtype = query.dtype, accumulation_dtype(query.dtype)
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    (query, query_ok), (key, key_ok), (value, value_ok) = (_finite(x.astype(dtype)) for x in (query, key, value))
+    query_ok, key_ok = finite_tokens(query), finite_tokens(key) & finite_tokens(value)
+    query, key, value = (zero_nonfinite(x.astype(dtype)) for x in (query, key, value))
     visible, bias = hide(mask.materialise(*shape), bias)
 
     query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])
     scores = jnp.einsum("b t k g h, b s k h -> b k g t s", query, key, precision=precision)
     scores = checkpoint_name(rearrange(scores, "b k g t s -> b (k g) t s") * scale, "scores")
-    if bias is not None:
-        scores = scores + bias.astype(dtype)
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-
-    weights = masked_softmax(scores, visible, None if sinks is None else sinks.astype(dtype))
-    weights = weights * _poison(visible, query_ok, key_ok & value_ok, dtype)
+    scores = capped_scores(scores, bias, soft_cap)
+    # Added to the scores, so that hidden keys keep a weight and a gradient of zero beside it.
+    scores = scores + jnp.where(sees_nonfinite(visible, query_ok, key_ok), jnp.nan, 0).astype(dtype)
+    weights = masked_softmax(scores, visible, sinks)
     if dropout is not None:
         weights = drop(weights, keep_grid(dropout, shape), dropout.rate)
     weights = checkpoint_name(weights, "weights")
@@ -68,6 +67,20 @@ def reference_attention(
     output = jnp.einsum("b k g t s, b s k v -> b t k g v", grouped, value, precision=precision)
     output = rearrange(output, "b t k g v -> b t (k g) v")
     return output.astype(low), weights.astype(low)
+
+
+def capped_scores(scores: Weights, bias: Float[Array, "#b #n #t #s"] | None, soft_cap: float | None) -> Weights:
+    """Return `soft_cap * tanh((scores + bias) / soft_cap)`, each step where it is given.
+
+    Example:
+        >>> capped_scores(jnp.array([[[[50.0, -50.0]]]]), None, soft_cap=2.0)
+        Array([[[[ 2., -2.]]]], dtype=float32)
+    """
+    if bias is not None:
+        scores = scores + bias.astype(scores.dtype)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    return scores
 
 
 def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Array, " n"] | None = None) -> Weights:
@@ -79,17 +92,18 @@ def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Array, " n"] 
         Array([[0.5, 0.5],
                [0. , 0. ]], dtype=float32)
     """
-    scores = jnp.where(visible, scores, -jnp.inf)
-    top = scores.max(axis=-1, keepdims=True)
+    masked = checkpoint_name(jnp.where(visible, scores, -jnp.inf), "masked")
+    visible = masked != -jnp.inf  # read back, so that a value substituted for "masked" decides what is hidden
+    top = masked.max(axis=-1, keepdims=True)
     if sinks is not None:
-        sinks = sinks[None, :, None, None]
+        sinks = sinks.astype(scores.dtype)[None, :, None, None]
         top = jnp.maximum(top, sinks)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
-    exps = jnp.exp(scores - top)
+    exps = jnp.exp(masked - top)
     total = exps.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - top)
-    # Zero by choice and not by underflow alone: the gradient of a hidden weight may be infinite, and 0 * inf is NaN.
+    # Zero where hidden and not by underflow alone: the gradient there may be infinite, and 0 * inf is NaN.
     return jnp.where(visible, exps / jnp.where(total == 0, 1, total), 0)
 
 
@@ -102,17 +116,3 @@ def hide(visible: Visible, bias: Float[Array, "#b #n #t #s"] | None) -> tuple[Vi
         return visible, None
     visible = visible & (bias != -jnp.inf)
     return visible, jnp.where(visible, bias, 0)
-
-
-def _finite(x: Float[Array, "b t n h"]) -> tuple[Array, Bool[Array, "b t n"]]:
-    # 0 * NaN is NaN: a weight of zero does not keep out what a padded slot holds, so it must not be there.
-    ok = jnp.isfinite(x).all(axis=-1)
-    return jnp.where(ok[..., None], x, 0), ok
-
-
-def _poison(visible: Visible, query_ok: Bool[Array, "b t n"], key_ok: Bool[Array, "b s k"], dtype) -> Array:
-    # NaN for the rows that may see a number that is not finite, 1 for the others; a factor, so gradients feel it too.
-    key_ok = jnp.repeat(key_ok, query_ok.shape[2] // key_ok.shape[2], axis=2)
-    ok = rearrange(query_ok, "b t n -> b n t 1") & rearrange(key_ok, "b s n -> b n 1 s")
-    poisoned = (visible & ~ok).any(axis=-1, keepdims=True)
-    return jnp.where(poisoned, jnp.nan, 1).astype(dtype)

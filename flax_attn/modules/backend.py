@@ -2,7 +2,7 @@
 
 from flax import nnx
 
-from flax_attn.backends.choose import check_backend
+from flax_attn.backends.registry import check_backend
 from flax_attn.functional.checks import check_type
 
 

@@ -6,8 +6,8 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from flax_attn.backends.matrix_product import dot_general
 from flax_attn.functional.checks import check_ids, check_positive
+from flax_attn.modules.matrix_product import dot_general
 
 
 class Embedding(nnx.Module):

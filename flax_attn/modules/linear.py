@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 
-from flax_attn.backends.matrix_product import dot_general
 from flax_attn.functional.checks import check_positive
+from flax_attn.modules.matrix_product import dot_general
 
 
 class Linear(nnx.Linear):

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from flax_attn.attention import dot_product_attention
-from flax_attn.backends.choose import check_backend
+from flax_attn.backends.registry import check_backend
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.checks import (
     check_capacity,

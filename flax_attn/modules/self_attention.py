@@ -8,7 +8,7 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from flax_attn.attention import single_head_attention
-from flax_attn.backends.choose import check_backend
+from flax_attn.backends.registry import check_backend
 from flax_attn.functional.checks import check_positive, check_tokens
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import Tokens

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from flax_attn.attention import single_head_attention
-from flax_attn.backends.choose import check_backend
+from flax_attn.backends.registry import check_backend
 from flax_attn.functional.checks import check_tokens
 from flax_attn.functional.shapes import Tokens
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import pack
+from einops import pack, rearrange
 from flax import nnx
 
 import flax_attn
@@ -204,21 +204,31 @@ def _cached_call(variant: Variant, package: ModuleType, arrays: Any) -> Callable
         return None
 
     def call(module, x):
-        options, total, start, found = dict(variant.call(package)), x.shape[1], 0, []
-        positions = options.pop("positions", None)
+        options, rows, total, found = dict(variant.call(package)), np.arange(len(x))[:, None], x.shape[1], []
+        positions, chunks = options.pop("positions", None), _chunks(variant, *x.shape[:2])
         cache = module.init_cache(len(x), total if variant.capacity is None else variant.capacity)
-        for size in variant.chunks:
-            now, before, start = slice(start, start + size), cache, start + size
-            own = {} if positions is None else {"positions": positions[:, now]}
-            *outputs, cache = module(x[:, now], cache=cache, **options, **own, **_weights_option(module))
+        for tokens, lengths in chunks:
+            before, now = cache, (rows, np.minimum(tokens, total - 1))
+            own = {} if positions is None else {"positions": positions[now]}
+            own |= {} if (tokens < total).all() else {"lengths": lengths}
+            *outputs, cache = module(x[now], cache=cache, **options, **own, **_weights_option(module))
             found.append((outputs[0], *(_in_order(w, before, cache, total, arrays) for w in outputs[1:])))
-        joined = (pack(parts, shape)[0] for parts, shape in zip(zip(*found, strict=True), _PACKED, strict=False))
-        return dict(zip(_NAMES, joined, strict=False))
+        order = np.argsort(np.concatenate([tokens for tokens, _ in chunks], 1), stable=True)[:, :total]
+        output, *weights = (arrays.concatenate(parts, 1)[rows, order] for parts in zip(*found, strict=True))
+        return {"output": output} | ({"weights": rearrange(weights[0], "b t n s -> b n t s")} if weights else {})
 
     return call
 
 
-_PACKED = ("b * d", "b n * s")
+def _chunks(variant: Variant, b: int, total: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the indices `(b, t)` of the tokens of each step, `total` for padding, and how many each row has."""
+    chunks, start = [], np.zeros((b, 1), int)
+    for size in variant.chunks:
+        lengths = np.full(b, size)
+        steps = np.arange(lengths.max())[None]
+        chunks.append((np.where(steps < lengths[:, None], start + steps, total), lengths))
+        start = start + lengths[:, None]
+    return chunks
 
 
 def _in_order(weights: Any, before: Any, after: Any, total: int, arrays: Any) -> Any:
@@ -227,4 +237,4 @@ def _in_order(weights: Any, before: Any, after: Any, total: int, arrays: Any) ->
     if weights.shape[-1] != after.capacity:
         positions = pack([before.key_positions, before.positions(weights.shape[-2])], "b *")[0]
     here = positions[:, None, None, :, None] == arrays.arange(total, dtype=positions.dtype)[None, None, None, None]
-    return arrays.where(here, weights[..., None], 0).sum(-2)
+    return rearrange(arrays.where(here, weights[..., None], 0).sum(-2), "b n t s -> b t n s")

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -36,9 +37,14 @@ class Package:
         self.module, self.numerics = module, numerics
 
     def __getattr__(self, name: str) -> Callable:
-        made = getattr(self.module, name)
+        made = getattr(self.module, name, None) or getattr(_family(self.module, name), name)
         accepted = inspect.signature(made.__init__ if isinstance(made, type) else made).parameters
         return partial(made, **{name: value for name, value in self.numerics.items() if name in accepted})
+
+
+def _family(package: ModuleType, name: str) -> ModuleType:
+    """Return the file of a family of models, for `Qwen2` and `Qwen2Config`, which a package does not export."""
+    return import_module(f"{package.__name__}.models.{name.removesuffix('Config').lower()}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class Variant:
         inputs: shapes of the inputs, batched.
         call: returns the keyword arguments of the call, from a package.
         vocab_size: of inputs that are integers below it; None is floats.
-        chunks: how many tokens each step takes where the same is computed with a cache; empty where there is none.
+        chunks: how many tokens each step takes where the same is computed with a cache, of all rows of the batch or of
+            each; empty where there is none.
         capacity: of the cache; None is all tokens.
         dropout: whether it has dropout.
     """
@@ -63,7 +70,7 @@ class Variant:
     inputs: tuple[Shape, ...]
     call: Callable[[Any], Mapping[str, Any]] = field(default=lambda package: {})
     vocab_size: int | None = None
-    chunks: tuple[int, ...] = ()
+    chunks: tuple[int | tuple[int, ...], ...] = ()
     capacity: int | None = None
     dropout: bool = False
 
@@ -94,7 +101,7 @@ def _multi_head(
     call: Callable[[Any], Mapping[str, Any]] = lambda p: {},
     parts: Callable[[Any], Mapping[str, Any]] = lambda p: {},
     capacity: int | None = None,
-    chunks: tuple[int, ...] | None = None,
+    chunks: tuple[int | tuple[int, ...], ...] | None = None,
     **arguments: Any,
 ) -> Variant:
     """Return a row; `parts` are arguments built from the package."""
@@ -216,9 +223,23 @@ VARIANTS = (
         call=lambda p: {"bias": lambda query, key: p.alibi(4, query, key)},
         parts=lambda p: {"scores": p.Scores(scale=0.8)},
     ),
-    _multi_head("soft_cap_sinks", parts=lambda p: {"scores": p.Scores(soft_cap=1.5, sinks=True)}, num_kv_heads=2),
+    _multi_head(
+        "t5",  # with a table that is exact in every dtype
+        call=lambda p: {
+            "bias": lambda query, key: p.t5_bias(p.alibi(4, [0], np.arange(8))[:, 0].T, query, key, max_distance=8)
+        },
+        parts=lambda p: {"scores": p.Scores(scale=1.0)},
+        **_OPEN,
+    ),
+    _multi_head(
+        "soft_cap_sinks",
+        call=lambda p: {"bias": lambda query, key: p.alibi(4, query, key)},
+        parts=lambda p: {"scores": p.Scores(soft_cap=1.5, sinks=True)},
+        num_kv_heads=2,
+    ),
     _multi_head("qk_norm", parts=lambda p: {"rope": p.RoPE()}, num_kv_heads=2, head_dim=6, qk_norm=1e-3),
     _multi_head("window", num_kv_heads=2, window=2, capacity=2),
+    _multi_head("ragged", num_kv_heads=2, chunks=((3, 1, 2), (2, 4, 3)), capacity=8),
     _block("gpt2", _feed_forward("gelu_tanh"), _layer_norm, qkv_bias=True),
     _block("llama_norms", _feed_forward("gelu_exact"), _rms_norm, num_kv_heads=1),
     _block("bert", _feed_forward("gelu_exact"), lambda p: p.LayerNorm(6, 1e-3), norm_first=False, **_OPEN),
@@ -226,6 +247,7 @@ VARIANTS = (
     _block("gemma2", _feed_forward("gelu_tanh"), _rms_norm, post_norm=_rms_norm),
     _block("olmo2", _swiglu, None, post_norm=_rms_norm, out_bias=False),
     _block("llama", _swiglu, _rms_norm, **_LLAMA),
+    _block("qwen2", _swiglu, _rms_norm, **_LLAMA, qkv_bias=True),
     _block("qwen_window", _swiglu, _rms_norm, **_LLAMA, qk_norm=1e-6, window=2, capacity=3),
     _layer("layer_norm", "LayerNorm", d_model=4, eps=1e-3),
     _layer("rms_norm", "RMSNorm", d_model=4, eps=1e-3),
@@ -234,8 +256,13 @@ VARIANTS = (
     _layer("swiglu", "GatedFeedForward", d_model=4, d_hidden=7),
     _layer("geglu", "GatedFeedForward", d_model=4, activation="gelu_tanh", bias=True),
     Variant("embedding", "Embedding", lambda p: p.Embedding(7, 4), ((3, 5),), vocab_size=7),
+    Variant("embedding_outside", "Embedding", lambda p: p.Embedding(7, 4), ((3, 5),), vocab_size=9),  # ids 7, 8: NaN
     _model("GPT2", lambda p: p.GPT2Config(6, 3, 2, context_length=9, vocab_size=11, dropout=0.3), dropout=True),
     _model("Llama", lambda p: p.LlamaConfig(8, 12, 4, 2, 2, context_length=9, vocab_size=11)),
+    _model(
+        "Qwen2",
+        lambda p: p.Qwen2Config(8, 12, 4, 2, 2, context_length=9, vocab_size=11, window=3, full_layers=(0,)),
+    ),
 )
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import flax_attn
 import torch_ref
-from flax_attn.backends import blocked
+from flax_attn.backends.registry import load
 from flax_attn.parity import tolerance
 
 
@@ -34,8 +34,8 @@ WORDS = {"flax_attn": np.array([3, 14], np.uint32), "torch_ref": np.array([3, 14
 @pytest.fixture
 def tiles(monkeypatch):
     def patch(block, strip):
-        monkeypatch.setattr(blocked, "_BLOCK", block)
-        monkeypatch.setattr(blocked, "_STRIP", strip)
+        monkeypatch.setattr(load("blocked"), "block", block)
+        monkeypatch.setattr(load("blocked"), "edge", strip)
 
     return patch
 
@@ -150,6 +150,6 @@ def cases(draw):
 def test_equals_pytorch_over_random_calls(case):
     case = case if case.bias else replace(case, hides=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "_BLOCK", case.tiles[0])
-        patch.setattr(blocked, "_STRIP", case.tiles[1])
+        patch.setattr(load("blocked"), "block", case.tiles[0])
+        patch.setattr(load("blocked"), "edge", case.tiles[1])
         check(case)

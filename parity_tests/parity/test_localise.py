@@ -30,19 +30,20 @@ from flax_attn.parity.trace.activations import record
 from flax_attn.parity.trace.hooks import Listener, Recorder
 from flax_attn.parity.trace.localise import localise
 from flax_attn.parity.trace.names import pair_paths
+from flax_attn.proof.build import build
 from flax_attn.proof.table import pair_of
 from flax_attn.proof.variants import select
 from torch_ref.functional.masks import Causal
 
 REFERENCE = torch_ref.functional.reference
-BLOCK = {"d_model": 6, "context_length": 9, "dropout": 0.0, "num_heads": 2, "d_hidden": 10}
+BLOCK = {"d_model": 6, "context_length": 9, "dropout": 0.0, "num_heads": 2}
 STEPS = ["query", "key", "value", "scores", "masked", "weights", "context", "output"]
 
 
 class FlaxStack(nnx.Module):
     def __init__(self, depth):
         numerics = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
-        self.blocks = nnx.List([flax_attn.TransformerBlock(**BLOCK, **numerics) for _ in range(depth)])
+        self.blocks = nnx.List([build(flax_attn, "TransformerBlock", numerics=numerics, **BLOCK) for _ in range(depth)])
 
     def __call__(self, x):
         for block in self.blocks:
@@ -53,7 +54,7 @@ class FlaxStack(nnx.Module):
 class TorchStack(torch.nn.Module):
     def __init__(self, depth):
         super().__init__()
-        self.blocks = torch.nn.ModuleList([torch_ref.TransformerBlock(**BLOCK) for _ in range(depth)])
+        self.blocks = torch.nn.ModuleList([build(torch_ref, "TransformerBlock", **BLOCK) for _ in range(depth)])
 
     def forward(self, x):
         for block in self.blocks:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from flax_attn import KeyedDropout, Mask, dot_product_attention
-from flax_attn.backends import blocked, passes
+from flax_attn.backends.blocked import passes
+from flax_attn.backends.registry import load
 from flax_attn.parity import tolerance
 
 from .conformance import FAST
@@ -34,8 +35,8 @@ def attend(arrays, backend="blocked", **options):
 def tiles(monkeypatch):
     def patch(block=16, strip=8, platform="cpu"):
         monkeypatch.setattr("flax_attn.backends.call.platform_of", lambda _: platform)
-        monkeypatch.setattr(blocked, "_BLOCK", block)
-        monkeypatch.setattr(blocked, "_STRIP", strip)
+        monkeypatch.setattr(load("blocked"), "block", block)
+        monkeypatch.setattr(load("blocked"), "edge", strip)
 
     return patch
 
@@ -202,8 +203,8 @@ def compiled():
         return {"output": output, **pull(jnp.ones_like(output))[0]}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "_BLOCK", 16)
-        patch.setattr(blocked, "_STRIP", 8)
+        patch.setattr(load("blocked"), "block", 16)
+        patch.setattr(load("blocked"), "edge", 8)
         yield function
 
 

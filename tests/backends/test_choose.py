@@ -6,8 +6,11 @@ import pytest
 
 from flax_attn import KeyedDropout, Mask, dot_product_attention
 from flax_attn.backends import cudnn
-from flax_attn.backends.call import Unsupported, platform_of, prepare
-from flax_attn.backends.choose import BACKENDS, PREFERRED, SHORT, choose, explain, load
+from flax_attn.backends.call import Unsupported, prepare
+from flax_attn.backends.choose import choose, explain
+from flax_attn.backends.platform import PLATFORMS, platform_of
+from flax_attn.backends.reference import SHORT
+from flax_attn.backends.registry import BACKENDS, load
 
 
 def shape(*sizes, dtype=jnp.float32):
@@ -19,7 +22,7 @@ def ask(t=512, s=None, h=64, dtype=jnp.float32, mask=None, **options):
     return explain(shape(2, t, 8, h, dtype=dtype), key, key, None, mask, **options)
 
 
-@pytest.mark.parametrize("platform", PREFERRED)
+@pytest.mark.parametrize("platform", PLATFORMS)
 def test_short_inputs_run_the_formula(platform):
     most = SHORT[platform]
     assert ask(32, most // 32, platform=platform).backend == ask(most, 1, platform=platform).backend == "reference"

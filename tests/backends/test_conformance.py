@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from flax_attn import KeyedDropout, Mask, MultiHeadAttention, dot_product_attention
-from flax_attn.backends import blocked, splash, tokamax
+from flax_attn.backends import splash, tokamax
 from flax_attn.backends.call import Unsupported, prepare
 from flax_attn.backends.choose import BACKENDS, load
 from flax_attn.parity import tolerance
@@ -162,8 +162,8 @@ def on(monkeypatch):
 
     def patch(platform: str, tiles: tuple[int, int] = (16, 8)):
         monkeypatch.setattr("flax_attn.backends.call.platform_of", lambda _: platform)
-        monkeypatch.setattr(blocked, "_BLOCK", tiles[0])
-        monkeypatch.setattr(blocked, "_STRIP", tiles[1])
+        monkeypatch.setattr(load("blocked"), "block", tiles[0])
+        monkeypatch.setattr(load("blocked"), "edge", tiles[1])
 
     return patch
 

@@ -135,20 +135,19 @@ def test_a_limit_of_the_kernels_is_a_refusal(monkeypatch):
 
     monkeypatch.setattr(tokamax, "attend_with", limited)
     with pytest.raises(Unsupported, match="tokamax: not on this GPU"):
-        tokamax.attend(build())
+        tokamax.BACKEND.attend(build())
 
 
 def test_memory():
     copies = 2 * B * H * (2 * T * N + 2 * S * K)
-    assert tokamax.memory(build(STRUCTURE["two_sided_window"])) == copies
-    assert tokamax.memory(build(ARRAYS["segments"])) == copies + T * S
-    assert tokamax.memory(build(ARRAYS["segments"], draw(1, N, T, S))) == copies + 5 * N * T * S
+    assert tokamax.BACKEND.memory(build(STRUCTURE["two_sided_window"])) == copies
+    assert tokamax.BACKEND.memory(build(ARRAYS["segments"])) == copies + T * S
+    assert tokamax.BACKEND.memory(build(ARRAYS["segments"], draw(1, N, T, S))) == copies + 5 * N * T * S
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"platform": "tpu"}, 'GPU kernels; got platform "tpu"'),
         ({"dtype": jnp.float32}, "bfloat16 or float16 for its kernels; got float32"),
         ({"v": 16}, "one head width; got h=8, v=16"),
         ({"scale": jnp.float32(0.5)}, "known before tracing; got 0.5"),
@@ -159,11 +158,11 @@ def test_memory():
     ],
 )
 def test_refuses(options, message, installed):
-    assert re.search(message, tokamax.refuse(build(**options)) or "")
+    assert re.search(message, tokamax.BACKEND.refuse(build(**options)) or "")
 
 
 def test_takes_what_it_can(installed):
-    assert all(tokamax.refuse(build(mask)) is None for mask in (STRUCTURE | ARRAYS).values())
+    assert all(tokamax.BACKEND.refuse(build(mask)) is None for mask in (STRUCTURE | ARRAYS).values())
 
 
 @pytest.mark.parametrize(
@@ -173,12 +172,12 @@ def test_kernels_with_a_gradient(capability, name, monkeypatch, installed):
     device = type("Device", (), {"compute_capability": capability})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert tokamax.implementation() == name
-    assert (tokamax.refuse(build(soft_cap=5.0)) is None) == (name == "mosaic")
+    assert (tokamax.BACKEND.refuse(build(soft_cap=5.0)) is None) == (name == "mosaic")
 
 
 def test_refuses_when_absent(monkeypatch):
     monkeypatch.setattr(tokamax, "find_spec", lambda name: None)
-    assert "pip install tokamax (Python 3.12 or newer)" in (tokamax.refuse(build()) or "")
+    assert "pip install tokamax (Python 3.12 or newer)" in (tokamax.BACKEND.refuse(build()) or "")
 
 
 def test_is_not_imported_before_it_is_used():

@@ -52,8 +52,8 @@ def both_ways(attend, call):
 
 
 def check(close, call):
-    assert xla.refuse(call) is None
-    close(both_ways(xla.attend, call), both_ways(reference, call))
+    assert xla.BACKEND.refuse(call) is None
+    close(both_ways(xla.BACKEND.attend, call), both_ways(reference, call))
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -83,11 +83,11 @@ def test_numbers_that_are_not_finite_reach_the_rows_that_see_them(name, mask, cl
     call = build(MASKS[mask])
     array = getattr(call, name).at[0, 3, 1, 2].set(jnp.nan).at[1, 1, 0, 0].set(jnp.inf)
     call = Call(**{**vars(call), name: array})
-    output = xla.attend(call)
+    output = xla.BACKEND.attend(call)
     assert jnp.isnan(output).any()
     assert not jnp.isnan(output).all()
     # The gradients of keys and values sum over the rows that are NaN; what stands by queries is told apart.
-    ours, theirs = both_ways(xla.attend, call), both_ways(reference, call)
+    ours, theirs = both_ways(xla.BACKEND.attend, call), both_ways(reference, call)
     close(*({name: found[name] for name in ("output", "query")} for found in (ours, theirs)))
 
 
@@ -99,7 +99,7 @@ def test_lower_dtypes(dtype):
         return {name: np.asarray(value, np.float64) for name, value in found.items()}
 
     call, low = build(MASKS["causal"]), dtype
-    ours, plain = results(xla.attend, dtype), results(reference, dtype)
+    ours, plain = results(xla.BACKEND.attend, dtype), results(reference, dtype)
     with jax.enable_x64(True):
         truth = results(reference, jnp.float64)
     eps = float(jnp.finfo(dtype).eps)
@@ -107,7 +107,7 @@ def test_lower_dtypes(dtype):
     errors = forward | tolerance.lower_dtype(ours, [plain], truth, tolerance.LOW_GRADIENT, eps)
     assert max(errors.values()) <= 1, errors
     assert (
-        xla.attend(
+        xla.BACKEND.attend(
             Call(**{**vars(call), **{n: getattr(call, n).astype(dtype) for n in ("query", "key", "value")}})
         ).dtype
         == dtype
@@ -118,7 +118,7 @@ def test_vmap(close):
     call = build(MASKS["causal"])
 
     def run(scale):
-        return xla.attend(Call(**{**vars(call), "scale": scale}))
+        return xla.BACKEND.attend(Call(**{**vars(call), "scale": scale}))
 
     scales = jnp.array([0.2, 0.7])
     close(jax.vmap(run)(scales), jnp.stack([run(scale) for scale in scales]))
@@ -133,7 +133,7 @@ def test_a_hidden_value_may_be_huge(close):
 def test_memory_is_that_of_the_scores():
     call, long = build(), build()
     long = Call(**{**vars(call), "key": draw(B, 3 * S, K, H), "value": draw(B, 3 * S, K, H)})
-    assert xla.memory(long) == 3 * xla.memory(call) == 3 * 12 * B * N * T * S
+    assert xla.BACKEND.memory(long) == 3 * xla.BACKEND.memory(call) == 3 * 12 * B * N * T * S
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,13 @@ def test_memory_is_that_of_the_scores():
 )
 def test_refuses(options, message):
     with pytest.raises(AssertionError, match=message):
-        assert xla.refuse(build(**options)) is None
+        assert xla.BACKEND.refuse(build(**options)) is None
 
 
 def test_refuses_dtypes(no_shape_checks):
     def cast(platform, dtype):
         shapes = {n: jax.ShapeDtypeStruct(getattr(call, n).shape, dtype) for n in ("query", "key", "value")}
-        return xla.refuse(Call(**{**vars(call), **shapes, "platform": platform}))
+        return xla.BACKEND.refuse(Call(**{**vars(call), **shapes, "platform": platform}))
 
     call = build()
     assert "needs float32, bfloat16 or float16; got float64" in cast("cpu", jnp.dtype("float64"))
@@ -167,4 +167,7 @@ def test_refuses_dtypes(no_shape_checks):
 def test_refuses_nothing_to_compute():
     call = build()
     empty = Call(**{**vars(call), "query": call.query[:, :0]})
-    assert xla.refuse(empty) == "xla needs at least one batch row and one query token; got (b, n, t, s) = (3, 4, 0, 7)"
+    assert (
+        xla.BACKEND.refuse(empty)
+        == "xla needs at least one batch row and one query token; got (b, n, t, s) = (3, 4, 0, 7)"
+    )

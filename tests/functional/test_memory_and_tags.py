@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_attn import LayerNorm, MultiHeadAttention, TransformerBlock
-from flax_attn.backends import choose
+from flax_attn import FeedForward, LayerNorm, MultiHeadAttention, TransformerBlock
+from flax_attn.backends import reference
 from flax_attn.steps import STEPS, steps
 
 TAGS = ("scores", "weights", "context")
@@ -82,8 +82,10 @@ def test_gradients_do_not_depend_on_the_policy(tags, close):
 @pytest.mark.parametrize("backend", ["auto", "blocked", "reference"])
 def test_steps_of_a_long_input_are_all_there(backend):
     t = 512
-    assert t * t > max(choose.SHORT.values())
-    block = TransformerBlock(8, None, 0.0, 2, backend=backend, rngs=nnx.Rngs(0))
+    assert t * t > max(reference.SHORT.values())
+    rngs = nnx.Rngs(0)
+    att = MultiHeadAttention(8, 8, None, 0.0, 2, backend=backend, rngs=rngs)
+    block = TransformerBlock(att, FeedForward(8, rngs=rngs), LayerNorm(8), LayerNorm(8))
     found = {step.name: step.shape for step in steps(block, jnp.ones((3, t, 8)))}
     assert list(found) == list(STEPS)
     assert found["scores"] == found["weights"] == (3, 2, t, t)

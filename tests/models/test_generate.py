@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, generate
-from flax_attn.models.sampling import Sampling, keep_likeliest, sample
+from flax_attn.models.sampling import Sampling, keep_most_likely, sample
 
 GPT = GPT2Config(8, 2, 2, context_length=24, vocab_size=31)
 LLAMA = LlamaConfig(8, 12, 4, 2, num_kv_heads=2, context_length=200, vocab_size=31)
@@ -108,7 +108,7 @@ def test_lengths_within_a_bucket_share_two_programs():
         ),
         ([1], {"max_new_tokens": 0}, r"^max_new_tokens must be a positive integer; got max_new_tokens=0"),
         ([1], {"temperature": 0.5}, r"^temperature=0.5 draws tokens, which needs a key\. Pass key=jax"),
-        ([1], {"top_k": 3}, r"^temperature=0 takes the likeliest token.* got top_k=3, top_p=None"),
+        ([1], {"top_k": 3}, r"^temperature=0 takes the most likely token.* got top_k=3, top_p=None"),
         ([1], {"temperature": -1.0}, r"^temperature must be at least 0, and finite; got -1"),
         ([1], {"temperature": 1.0, "top_k": 0}, r"^top_k must be a positive integer; got top_k=0"),
         ([1], {"temperature": 1.0, "top_p": 0.0}, r"^top_p is a probability in \(0, 1\]; got top_p=0"),
@@ -120,11 +120,11 @@ def test_bad_calls(tokens, options, message):
         generate(build(GPT), tokens, **{"max_new_tokens": 5, **options})
 
 
-def test_top_k_and_top_p_keep_the_likeliest():
+def test_top_k_and_top_p_keep_the_most_likely():
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2], [0.97, 0.01, 0.01, 0.01]]))
 
     def kept(**options):
-        return np.isfinite(keep_likeliest(logits, Sampling(1.0, **options))).tolist()
+        return np.isfinite(keep_most_likely(logits, Sampling(1.0, **options))).tolist()
 
     assert kept(top_k=2) == [[False, True, True, False], [True, False, False, False]] or kept(top_k=2)[1] == [True] * 4
     assert kept(top_p=0.69) == [[False, True, True, False], [True, False, False, False]]

@@ -23,7 +23,7 @@ class Part:
     """One condition on (query, key)."""
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Part:
-        """Return the part made definite for a call of this size, or raise `ValueError`."""
+        """Return the part for a call of this size, its defaults filled in, or raise `ValueError`."""
         return self
 
     def allow(self, rows: Index, cols: Index) -> Tensor:

@@ -87,7 +87,7 @@ class Mask:
     __rand__ = __and__
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Mask:
-        """Return the mask made definite for a call of this size: default offsets filled in, shapes checked."""
+        """Return the mask for a call of this size: default offsets filled in, shapes checked."""
         return Mask(tuple(part.resolve(b, n, t, s) for part in self.parts))
 
     def block(self, rows: Integer[Tensor, " t"], cols: Integer[Tensor, " s"]) -> Bool[Tensor, "#b #n #t #s"]:

@@ -1,4 +1,4 @@
-"""The formula itself, materialised: the truth that every backend is held to.
+"""The formula itself, with all scores in memory: the reference for every backend.
 
     weights = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks))
     output  = weights @ value
@@ -12,12 +12,13 @@ References:
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from torch_ref.functional.dropout import KeyedDropout, drop, keep_grid
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.nonfinite import finite_tokens, sees_nonfinite, zero_nonfinite
 from torch_ref.functional.shapes import Key, Query, Value, Visible, Weights
 from torch_ref.functional.tags import checkpoint_name
 
@@ -46,19 +47,17 @@ def reference_attention(
     """
     low, dtype = query.dtype, accumulation_dtype(query.dtype)
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    (query, query_ok), (key, key_ok), (value, value_ok) = (_finite(x.to(dtype)) for x in (query, key, value))
+    query_ok, key_ok = finite_tokens(query), finite_tokens(key) & finite_tokens(value)
+    query, key, value = (zero_nonfinite(x.to(dtype)) for x in (query, key, value))
     visible, bias = hide(mask.materialise(*shape, device=query.device), bias)
 
     query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])
     scores = torch.einsum("b t k g h, b s k h -> b k g t s", query, key)
     scores = checkpoint_name(rearrange(scores, "b k g t s -> b (k g) t s") * scale, "scores")
-    if bias is not None:
-        scores = scores + bias.to(dtype)
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-
-    weights = masked_softmax(scores, visible, None if sinks is None else sinks.to(dtype))
-    weights = weights * _poison(visible, query_ok, key_ok & value_ok, dtype)
+    scores = capped_scores(scores, bias, soft_cap)
+    # Added to the scores, so that hidden keys keep a weight and a gradient of zero beside it.
+    scores = scores + torch.where(sees_nonfinite(visible, query_ok, key_ok), torch.nan, 0).to(dtype)
+    weights = masked_softmax(scores, visible, sinks)
     if dropout is not None:
         weights = drop(weights, keep_grid(dropout, shape, weights.device), dropout.rate)
     weights = checkpoint_name(weights, "weights")
@@ -67,6 +66,20 @@ def reference_attention(
     output = torch.einsum("b k g t s, b s k v -> b t k g v", grouped, value)
     output = rearrange(output, "b t k g v -> b t (k g) v")
     return output.to(low), weights.to(low)
+
+
+def capped_scores(scores: Weights, bias: Float[Tensor, "#b #n #t #s"] | None, soft_cap: float | None) -> Weights:
+    """Return `soft_cap * tanh((scores + bias) / soft_cap)`, each step where it is given.
+
+    Example:
+        >>> capped_scores(torch.tensor([[[[50.0, -50.0]]]]), None, soft_cap=2.0)
+        tensor([[[[ 2., -2.]]]])
+    """
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    return scores
 
 
 def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Tensor, " n"] | None = None) -> Weights:
@@ -78,17 +91,18 @@ def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Tensor, " n"]
         tensor([[0.5000, 0.5000],
                 [0.0000, 0.0000]])
     """
-    scores = checkpoint_name(torch.where(visible, scores, -torch.inf), "masked")
-    top = scores.amax(dim=-1, keepdim=True)
+    masked = checkpoint_name(torch.where(visible, scores, -torch.inf), "masked")
+    visible = masked != -torch.inf  # read back, so that a value substituted for "masked" decides what is hidden
+    top = masked.amax(dim=-1, keepdim=True)
     if sinks is not None:
-        sinks = sinks[None, :, None, None]
+        sinks = sinks.to(scores.dtype)[None, :, None, None]
         top = torch.maximum(top, sinks)
     top = torch.where(torch.isfinite(top), top, 0).detach()
-    exps = torch.exp(scores - top)
+    exps = torch.exp(masked - top)
     total = exps.sum(dim=-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks - top)
-    # Zero by choice and not by underflow alone: the gradient of a hidden weight may be infinite, and 0 * inf is NaN.
+    # Zero where hidden and not by underflow alone: the gradient there may be infinite, and 0 * inf is NaN.
     return torch.where(visible, exps / torch.where(total == 0, 1, total), 0)
 
 
@@ -101,17 +115,3 @@ def hide(visible: Visible, bias: Float[Tensor, "#b #n #t #s"] | None) -> tuple[V
         return visible, None
     visible = visible & (bias != -torch.inf)
     return visible, torch.where(visible, bias, 0)
-
-
-def _finite(x: Float[Tensor, "b t n h"]) -> tuple[Tensor, Bool[Tensor, "b t n"]]:
-    # 0 * NaN is NaN: a weight of zero does not keep out what a padded slot holds, so it must not be there.
-    ok = torch.isfinite(x).all(dim=-1)
-    return torch.where(ok[..., None], x, 0), ok
-
-
-def _poison(visible: Visible, query_ok: Bool[Tensor, "b t n"], key_ok: Bool[Tensor, "b s k"], dtype) -> Tensor:
-    # NaN for the rows that may see a number that is not finite, 1 for the others; a factor, so gradients feel it too.
-    key_ok = key_ok.repeat_interleave(query_ok.shape[2] // key_ok.shape[2], dim=2)
-    ok = rearrange(query_ok, "b t n -> b n t 1") & rearrange(key_ok, "b s n -> b n 1 s")
-    poisoned = (visible & ~ok).any(dim=-1, keepdim=True)
-    return torch.where(poisoned, torch.nan, 1).to(dtype)

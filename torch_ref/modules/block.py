@@ -1,10 +1,9 @@
 """The transformer block: attention and feed-forward, each with its norms and a residual connection."""
 
-from collections.abc import Callable
 from typing import Literal, Unpack, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.checks import check_block_norms, check_block_widths, check_tokens, check_type
@@ -16,7 +15,7 @@ from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.typed import TypedModule
 
-Part = Callable[[Tensor], Tensor]
+Part = nn.Module  # from tokens to tokens
 
 
 class TransformerBlock(TypedModule):

@@ -13,8 +13,7 @@ from flax import linen, nnx
 from jax.extend.core import get_opaque_trace_state
 from jax.extend.core.primitives import name_p
 
-from flax_attn.backends.choose import BACKENDS
-from flax_attn.functional import reference
+from flax_attn.backends.registry import BACKENDS
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.hooks import ROOT, Listener
@@ -190,7 +189,6 @@ def _attention(function: Callable, listener: Listener, audible: Callable[[], boo
 
 STEPS = (
     (name_p, "bind", _named),
-    (reference, "masked_softmax", _masked_softmax),
     (jax.nn, "softmax", _softmax),
     (jax.nn, "dot_product_attention", _attention),
 )

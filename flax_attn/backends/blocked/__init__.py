@@ -1,0 +1,86 @@
+"""Attention in tiles, in plain JAX on any device: memory linear in t, hidden tiles skipped, its own backward pass.
+
+Forward, a block of queries over the chunks of keys that it sees, with a running maximum m, sum l and output o:
+
+    m' = max(m, max x);  e = exp(x - m');  l' = l exp(m - m') + sum e;  o' = o exp(m - m') + e @ value
+
+Backward, from the output and the log-sum-exp, kept as its two parts m and l so that a large m cannot absorb l:
+
+    w = exp(x - m) / l;  dx = w * (do @ value^T - delta);  delta = sum(do * o)
+
+`tiling` divides `(t, s)` into tiles, `tiles` computes the scores of one, `passes` goes over the tiles of one head,
+forward and backward, and `heads` over all heads.
+
+References:
+    Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory" (arXiv:2112.05682);
+    Dao 2023, FlashAttention-2 (arXiv:2307.08691).
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from flax_attn.backends.backend import Backend
+from flax_attn.backends.blocked.heads import Loop, Options, attend_heads
+from flax_attn.backends.blocked.tiles import Static
+from flax_attn.backends.blocked.tiling import Tiling, make_tiling
+from flax_attn.backends.call import Call
+from flax_attn.backends.nonfinite import row_factor
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.masks import Mask
+
+
+class Blocked(Backend):
+    """Attention in tiles.
+
+    Attributes:
+        block: queries, and keys, taken at once on CPU, where smaller products run on one core only.
+        edge: queries that share an edge tile; with fewer, less is computed in vain; with more, at a better rate.
+    """
+
+    name = "blocked"
+    structure = "causal, windows, lengths, prefix, segments: hidden tiles are skipped"
+    block = 1024
+    edge = 128
+
+    def preferred(self, call: Call) -> bool:
+        return True
+
+    def attend(self, call: Call) -> Array:
+        """Return `(b, t, n, v)`; differentiable in reverse mode once, and in forward mode over that."""
+        if 0 in call.shape:
+            return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
+        sums = accumulation_dtype(call.query.dtype)
+        # Lower dtypes are slow on CPU, and float16 overflows where the backward pass divides by the sum of a long row.
+        low = call.platform != "cpu" and call.query.dtype == jnp.bfloat16
+        operand = call.query.dtype if low else sums
+        tiling, rest = self.tiling(call)
+        loop = Loop(Static(tiling, call.soft_cap, call.precision, operand, sums), heads_at_once(call))
+        scale, factor = jnp.asarray(call.scale, sums), row_factor(call, sums)
+        options = Options(call.bias, call.sinks, scale, rest, call.dropout, factor)
+        query, key, value = (jnp.asarray(x, operand) for x in (call.query, call.key, call.value))
+        return jnp.asarray(attend_heads(loop, query, key, value, options), call.query.dtype)
+
+    def memory(self, call: Call) -> int:
+        """Return the bytes of three tiles of scores, of one head padded, and of the maxima and sums."""
+        b, n, t, s = call.shape
+        tiling, _ = self.tiling(call)
+        chunk = 0 if tiling.edges_only else tiling.chunk
+        tile = tiling.block * max(chunk, *(edge.cols for edge in tiling.edges), 0)
+        head = (t + tiling.block + s + tiling.pad_before + tiling.pad_after) * (
+            call.query.shape[3] + call.value.shape[3]
+        )
+        return accumulation_dtype(call.query.dtype).itemsize * (heads_at_once(call) * (3 * tile + head) + 2 * b * n * t)
+
+    def tiling(self, call: Call) -> tuple[Tiling, Mask]:
+        """Return the tiling, which follows the band of the mask, and the rest of the mask."""
+        band, rest = call.mask.split_band()
+        block = self.block if call.platform == "cpu" else max(self.block // 4, 1)  # of all heads at once
+        return make_tiling(*call.shape[2:], *band, block, min(self.edge, block)), rest
+
+
+def heads_at_once(call: Call) -> int:
+    """Return 1 on CPU, where a batched product is slow, and elsewhere all heads of a batch row, for many cores."""
+    return 1 if call.platform == "cpu" else call.shape[1]
+
+
+BACKEND = Blocked()

@@ -1,0 +1,178 @@
+"""The tiles of one head: where they are, what is visible in them, and their scores, for both passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from flax_attn.backends.blocked.slices import take
+from flax_attn.backends.blocked.tiling import EdgeTile, Tiling
+from flax_attn.functional.dropout import KeyedDropout, keep_mask
+from flax_attn.functional.kv_range import KVRange
+from flax_attn.functional.masks import Mask
+
+
+@dataclass(frozen=True)
+class Static:
+    """What is known before tracing: the tiling, and how to compute.
+
+    Args:
+        tiling: how queries and keys are divided.
+        soft_cap: of the scores, or None.
+        precision: of the matrix products.
+        operand: the dtype that matrix products read.
+        sums: the dtype of sums and of the softmax.
+    """
+
+    tiling: Tiling
+    soft_cap: float | None
+    precision: Any
+    operand: Any
+    sums: Any
+
+    @property
+    def lowest(self) -> float:
+        """The number below all scores; unlike -inf it can be subtracted from itself."""
+        return float(jnp.finfo(self.sums).min)
+
+    def dot(self, a: Array, b: Array) -> Array:
+        """Return the matrix product of two matrices."""
+        a, b = a.astype(self.operand), b.astype(self.operand)
+        return jnp.matmul(a, b, precision=self.precision, preferred_element_type=self.sums)
+
+
+class Head(NamedTuple):
+    """One head of one batch row, padded to the tiling; query scaled.
+
+    Shapes:
+        query `(t, h)`, key `(s, h)`, value `(s, v)`; bias of rank 4 for all heads, or None; sink a scalar or None; mask
+        what the band of the tiling does not say, for this row and head; b and n the indices of this head.
+    """
+
+    query: Float[Array, "t h"]
+    key: Float[Array, "s h"]
+    value: Float[Array, "s v"]
+    bias: Array | None
+    sink: Array | None
+    mask: Mask
+    dropout: KeyedDropout | None
+    b: Array
+    n: Array
+
+
+class Tile(NamedTuple):
+    """Queries from `row` against keys from `col`; `visible` is the mask of the tile, None if nothing is hidden."""
+
+    row: Array
+    rows: int
+    col: Array
+    cols: int
+    visible: Bool[Array, "#t #s"] | None = None
+
+    @property
+    def indices(self) -> tuple[Array, Array]:
+        """The indices of the queries and of the keys."""
+        return self.row + jnp.arange(self.rows, dtype=jnp.int32), self.col + jnp.arange(self.cols, dtype=jnp.int32)
+
+
+def starts(tiling: Tiling) -> Array:
+    """Return the first query of every block."""
+    return jnp.arange(tiling.blocks, dtype=jnp.int32) * tiling.block
+
+
+def edges(static: Static, head: Head, start: Array) -> Iterator[tuple[slice, list[Tile]]]:
+    """Yield rows of the block at `start`, and the tiles in which the band ends for them."""
+    for row, same_rows in groupby(static.tiling.edges, lambda edge: edge.row):
+        yield slice(row, row + static.tiling.edge), [_at_edge(static.tiling, head, start, edge) for edge in same_rows]
+
+
+def _at_edge(tiling: Tiling, head: Head, start: Array, edge: EdgeTile) -> Tile:
+    tile = Tile(start + edge.row, edge.rows, start + edge.col, edge.cols)
+    rows, cols = tile.indices
+    distance = (edge.col - edge.row) + jnp.arange(edge.cols)[None] - jnp.arange(edge.rows)[:, None]
+    conditions = [] if tiling.low is None else [distance >= tiling.low]
+    conditions += [] if tiling.high is None else [distance <= tiling.high]
+    conditions += [(cols >= 0)[None]] if tiling.pad_before else []
+    conditions += [(cols < tiling.s)[None]] if tiling.edges_cross_end else []
+    conditions += [head.mask.block(rows, cols)[0, 0]] if head.mask.parts else []
+    return tile._replace(visible=reduce(jnp.logical_and, conditions))
+
+
+def over_chunks(static: Static, head: Head, start: Array, step: Callable[[Any, Tile], Any], carry: Any) -> Any:
+    """Return `carry` after `step(carry, tile)` for the chunks of keys that the band shows to a whole block.
+
+    First for the chunks in which all is visible, then for those where the mask or the end of the keys hides something.
+    """
+    tiling, chunk = static.tiling, static.tiling.chunk
+    if tiling.edges_only:
+        return carry
+    kv_range = _chunk_range(tiling, head, start)
+    first, stop, inner_first, inner_stop = (jnp.asarray(x, jnp.int32) for x in kv_range)
+
+    def chunk_at(index, masked):
+        tile = Tile(start, tiling.block, first + index * chunk, chunk)
+        if not masked:
+            return tile
+        rows, cols = tile.indices
+        return tile._replace(visible=(cols < stop)[None] & head.mask.block(rows, cols)[0, 0])
+
+    whole = jnp.int32(0)
+    if not kv_range.needs_mask:
+        whole = jnp.where(inner_first <= first, jnp.maximum(inner_stop - first, 0) // chunk, 0)
+        carry = lax.fori_loop(jnp.int32(0), whole, lambda i, carry: step(carry, chunk_at(i, False)), carry)
+    if head.mask.parts or not tiling.chunks_fit:
+        count = -(-jnp.maximum(stop - first, 0) // chunk)
+        carry = lax.fori_loop(whole, count, lambda i, carry: step(carry, chunk_at(i, True)), carry)
+    return carry
+
+
+def _chunk_range(tiling: Tiling, head: Head, start: Array) -> KVRange:
+    low, high = tiling.chunk_keys
+    first, stop = 0 if low is None else start + low, tiling.s if high is None else start + high
+    last_row = jnp.minimum(start + tiling.block, tiling.t) - 1
+    return KVRange(first, stop, first, stop) & head.mask.kv_range(start, last_row, tiling.s)
+
+
+def scores(static: Static, head: Head, query: Array, tile: Tile) -> tuple[Array, Array]:
+    """Return the scores of a tile, -inf where hidden, and the same before anything is hidden."""
+    x, visible = static.dot(query, keys(static, head.key, tile).T), tile.visible
+    if head.bias is not None:
+        bias = _bias_tile(static, head, head.bias, tile)
+        x = x + bias
+        if static.soft_cap is not None:  # the cap would turn the -inf that hides into a number
+            visible = (bias != -jnp.inf) & (True if visible is None else visible)
+    if static.soft_cap is not None:
+        x = static.soft_cap * jnp.tanh(x / static.soft_cap)
+    return (x if visible is None else jnp.where(visible, x, -jnp.inf)), x
+
+
+def keys(static: Static, x: Array, tile: Tile) -> Array:
+    """Return the keys or values of a tile."""
+    return lax.dynamic_slice_in_dim(x, tile.col + static.tiling.pad_before, tile.cols)
+
+
+def dropout_factors(static: Static, head: Head, tile: Tile) -> Array | None:
+    """Return the factors of dropout: 0 or `1 / (1 - rate)`."""
+    if head.dropout is None:
+        return None
+    rows, cols = tile.indices
+    keep = keep_mask(head.dropout, head.b.reshape(1, 1), head.n.reshape(1, 1), rows[:, None], cols[None])
+    return jnp.where(keep, 1 / (1 - head.dropout.rate), 0).astype(static.sums)
+
+
+def _bias_tile(static: Static, head: Head, bias: Array, tile: Tile) -> Array:
+    whole, part = bias.shape, (1, 1, tile.rows, tile.cols)
+    at = [0 if size == 1 else i for i, size in zip((head.b, head.n, *padded_start(static, tile)), whole, strict=True)]
+    return take(bias, at, [min(pair) for pair in zip(whole, part, strict=True)])[0, 0].astype(static.sums)
+
+
+def padded_start(static: Static, tile: Tile) -> tuple[Array, Array]:
+    """Return where a tile begins in arrays that are padded to the tiling."""
+    return tile.row, tile.col + static.tiling.pad_before

@@ -1,0 +1,131 @@
+"""How `(t, s)` is divided into tiles: which keys a block of queries meets in edge tiles, and which in a loop.
+
+The queries are taken in blocks, the keys in chunks. By the band of the mask (causal, window) a chunk is visible to all
+queries of a block, to none, or crosses an edge of the band. Chunks visible to all are looped over and need no mask.
+An edge has the same position relative to every block, so it is divided at trace time into edge tiles: a few queries
+against just the keys that one of them sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class EdgeTile(NamedTuple):
+    """Queries `[row, row + rows)` against keys `[col, col + cols)`, all counted from the first query of a block."""
+
+    row: int
+    rows: int
+    col: int
+    cols: int
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tiles of one call; sizes in tokens. Query i sees key j only when `low <= j - i <= high`; None is unbounded.
+
+    Args:
+        t: number of queries.
+        s: number of keys.
+        block: queries taken at once.
+        edge: queries that share an edge tile.
+        chunk: keys taken at once.
+        low: the least `key - query` that is seen.
+        high: the greatest `key - query` that is seen.
+
+    Example:
+        >>> tiling = make_tiling(t=512, s=512, low=None, high=0, block=256, edge=128)
+        >>> tiling.edges
+        (EdgeTile(row=0, rows=128, col=0, cols=128), EdgeTile(row=128, rows=128, col=0, cols=256))
+    """
+
+    t: int
+    s: int
+    block: int
+    edge: int
+    chunk: int
+    low: int | None
+    high: int | None
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of queries; the last may reach beyond t."""
+        return -(-self.t // self.block)
+
+    @property
+    def padded_t(self) -> int:
+        """Number of queries of all blocks."""
+        return self.blocks * self.block
+
+    @property
+    def edges_only(self) -> bool:
+        """Whether no key is visible to all queries of a block, so that edge tiles are all there is."""
+        return self.low is not None and self.high is not None and self.high - self.low < self.block
+
+    @property
+    def edges(self) -> tuple[EdgeTile, ...]:
+        """The edge tiles of the band, the same for every block; ordered by row."""
+        return tuple(tile for row in range(0, self.block, self.edge) for tile in self._edges_of(row))
+
+    def _edges_of(self, row: int) -> list[EdgeTile]:
+        low, high = self.low, self.high
+        if low is not None and high is not None and self.edges_only:
+            return [EdgeTile(row, self.edge, row + low, max(1, self.edge + high - low))]  # the band may be empty
+        left = [] if low is None else [EdgeTile(row, self.edge, row + low, self.block - row)]
+        return left if high is None else [*left, EdgeTile(row, self.edge, high, row + self.edge)]
+
+    @property
+    def chunk_keys(self) -> tuple[int | None, int | None]:
+        """The keys that the band shows to a whole block, counted from its first query; None is unbounded."""
+        return None if self.low is None else self.block + self.low, self.high
+
+    @property
+    def chunks_fit(self) -> bool:
+        """Whether the chunks fill the keys of every loop exactly."""
+        start, stop = self.chunk_keys
+        if start is not None or self.edges_only:
+            return self.edges_only
+        if stop is None:
+            return self.s % self.chunk == 0
+        last = (self.blocks - 1) * self.block + stop
+        return stop >= 0 and last <= self.s and self.block % self.chunk == stop % self.chunk == 0
+
+    @property
+    def pad_before(self) -> int:
+        """Number of keys that edge tiles read before key 0."""
+        return max(0, -min((tile.col for tile in self.edges), default=0))
+
+    @property
+    def edge_overhang(self) -> int:
+        """Number of keys that edge tiles read after the last key."""
+        reach = max((tile.col + tile.cols for tile in self.edges), default=0)
+        return max(0, reach + (self.blocks - 1) * self.block - self.s)
+
+    @property
+    def pad_after(self) -> int:
+        """Number of keys that edge tiles and chunks read after the last key."""
+        return max(self.edge_overhang, 0 if self.chunks_fit else self.chunk)
+
+    @property
+    def edges_cross_end(self) -> bool:
+        """Whether keys after the last one would be visible, by the band alone, to one of the t queries."""
+        return self.edge_overhang > 0 and (self.high is None or self.t - 1 + self.high >= self.s)
+
+
+def make_tiling(t: int, s: int, low: int | None, high: int | None, block: int, edge: int) -> Tiling:
+    """Return equal blocks of at most about `block` queries, with edge tiles of at most about `edge` queries."""
+    low = None if low is not None and low <= 1 - t else low  # the band ends beyond the last query or key
+    high = None if high is not None and high >= s - 1 else high
+    size = _share(t, block)
+    edge = _share(size, edge)
+    size = -(-size // edge) * edge
+    chunk = size if high is not None else _share(s, block)
+    return Tiling(t, s, size, edge, chunk, low, high)
+
+
+def _share(size: int, most: int) -> int:
+    # Equal shares of at most about `most`, a multiple of 8 unless they are smaller than that.
+    size = max(size, 1)
+    share = -(-size // -(-size // most))
+    return share if share <= 8 else -(-share // 8) * 8

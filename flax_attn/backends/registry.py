@@ -1,0 +1,50 @@
+"""The table of backends. A new one is a module, or a folder, beside this file and a line in the table."""
+
+from importlib import import_module
+
+from flax_attn.backends.backend import Backend
+from flax_attn.functional.checks import check_choice
+
+# In order of preference: "auto" takes the first that runs on the platform, prefers the call and does not refuse it.
+BACKENDS = (
+    "decode",
+    "reference",
+    "cudnn",
+    "splash",
+    "blocked",
+    "xla",
+    "tokamax",
+)
+
+
+def check_backend(backend: str) -> None:
+    """Raise unless `backend` is `"auto"` or the name of one."""
+    check_choice("backend", backend, ("auto", *BACKENDS))
+
+
+def load(name: str) -> Backend:
+    """Return a backend by name; its module is imported when it is first needed.
+
+    Example:
+        >>> load("splash").platforms
+        ('tpu',)
+    """
+    return import_module(f"flax_attn.backends.{name}").BACKEND
+
+
+def markdown_table() -> str:
+    """Return the backends as a table in Markdown, for the documentation.
+
+    Example:
+        >>> print(markdown_table().splitlines()[0])
+        | backend | runs on | what it is | source | masks kept as structure | refuses |
+    """
+    heading = ("backend", "runs on", "what it is", "source", "masks kept as structure", "refuses")
+    rows = [heading, ("---",) * len(heading), *(_row(load(name)) for name in BACKENDS)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(backend: Backend) -> tuple[str, ...]:
+    where = "everywhere" if backend.platforms is None else ", ".join(p.upper() for p in backend.platforms)
+    summary = (import_module(type(backend).__module__).__doc__ or "").partition("\n")[0].rstrip(".")
+    return f"`{backend.name}`", where, summary, backend.source, backend.structure, backend.limits

@@ -1,0 +1,145 @@
+"""Splash attention, the Pallas kernel for TPU that ships with JAX: skips hidden blocks, never holds the scores.
+
+References:
+    jax.experimental.pallas.ops.tpu.splash_attention; Dao et al. 2022, FlashAttention (arXiv:2205.14135).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array
+
+from flax_attn.backends.backend import Backend
+from flax_attn.backends.call import Call
+from flax_attn.backends.splash.padding import LANES, has_ids, padded
+from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Part, Prefix, Segments, Window
+from flax_attn.functional.masks import Mask
+
+_INTERPRETED = ContextVar("interpreted", default=False)
+
+
+class Splash(Backend):
+    """Pallas's splash attention."""
+
+    name = "splash"
+    source = "Pallas, in JAX"
+    structure = "causal and windows with integer offsets, segments, lengths"
+    limits = (
+        "float16, float64, a precision, bias, dropout, traced offsets, dense masks that are traced or differ between "
+        "batch rows"
+    )
+
+    @property
+    def platforms(self) -> tuple[str, ...] | None:
+        return None if _INTERPRETED.get() else ("tpu",)
+
+    def preferred(self, call: Call) -> bool:
+        return call.platform == "tpu"
+
+    def refuse(self, call: Call) -> str | None:
+        reasons = (_refuse_numbers(call), _refuse_options(call), _refuse_mask(call.mask))
+        return next((reason for reason in reasons if reason), None)
+
+    def attend(self, call: Call) -> Array:
+        """Return `(b, t, n, v)`; differentiable once, in reverse mode.
+
+        Finite numbers so large that their products overflow float32 may turn gradients of rows that do not see them to
+        NaN, unless no row sees them.
+        """
+        from flax_attn.backends.splash.kernel import attend  # Pallas takes a second to import, and is for TPU
+
+        return attend(call, _INTERPRETED.get())
+
+    def memory(self, call: Call) -> int:
+        """Return the bytes of query, key, value and output, padded and heads first, of segment ids and a dense mask.
+
+        `b (n t + k s) (h + v) itemsize + 4 b (128 t + 8 s) + n t s`, an upper bound: XLA keeps some of it in VMEM, and
+        blocks of a mask that repeat are held once.
+        """
+        b, n, t, s = call.shape
+        (t, s), (k, v) = (padded(t), padded(s)), call.value.shape[2:]
+        arrays = b * call.query.dtype.itemsize * (n * t + k * s) * (call.query.shape[3] + v)
+        ids = 4 * b * (t * LANES + s * 8) * has_ids(call)
+        heads = max((_heads(part) for part in call.mask.parts), default=0)
+        return arrays + ids + heads * t * s
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Run the kernel in Pallas's interpreter, on any platform and slowly: for tests.
+
+    Example:
+        >>> with interpreted():
+        ...     BACKEND.platforms is None
+        True
+    """
+    token = _INTERPRETED.set(True)
+    try:
+        yield
+    finally:
+        _INTERPRETED.reset(token)
+
+
+def _refuse_numbers(call: Call) -> str | None:
+    if call.query.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"splash takes float32 and bfloat16; got {call.query.dtype.name}. Cast query, key and value"
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return "splash does not compile with jax_enable_x64; got True. Switch it off around the step"
+    if call.precision not in (None, "default", jax.lax.Precision.DEFAULT):
+        return (
+            f"splash multiplies in the default precision; got precision={call.precision}. Pass precision=None and set "
+            "jax.default_matmul_precision around the whole step"
+        )
+    return None
+
+
+def _refuse_options(call: Call) -> str | None:
+    if call.bias is not None:
+        return f"splash takes no bias; got one of shape {call.bias.shape}. Pass what hides as a mask"
+    if call.sinks is not None and call.sinks.dtype != call.query.dtype:
+        return (
+            f"splash takes sinks in the dtype of the query, {call.query.dtype.name}; got {call.sinks.dtype.name}. "
+            "Cast them"
+        )
+    if call.dropout is not None and call.dropout.rate > 0:
+        return f"splash drops no weights; got dropout={call.dropout.rate}. Drop the output, or choose another backend"
+    return None
+
+
+def _refuse_mask(mask: Mask) -> str | None:
+    if sum(isinstance(part, Segments) for part in mask.parts) > 1:
+        return "splash takes one Mask.segments; got several. Join their ids into one"
+    return next((reason for part in mask.parts if (reason := _refuse_part(part))), None)
+
+
+def _refuse_part(part: Part) -> str | None:
+    if not isinstance(part, Causal | Window | Prefix | Lengths | Segments | Dense):
+        return f"splash has no form for a mask of type {type(part).__name__}. Pass the mask as a boolean array"
+    if isinstance(part, Causal | Window | Prefix) and not isinstance(part.offset, int):
+        return "splash needs the offset of a mask as a Python int; got an array. Pass an int"
+    if isinstance(part, Prefix) and not isinstance(part.length, int):
+        return "splash needs the length of a prefix as a Python int; got an array. Pass an int"
+    if isinstance(part, Dense) and isinstance(part.array, Tracer | jax.ShapeDtypeStruct):
+        return "splash needs a dense mask that is known before tracing; got a traced one. Build it outside jax.jit"
+    if isinstance(part, Dense) and part.array.ndim == 4 and part.array.shape[0] > 1:
+        return (
+            f"splash needs one dense mask for all batch rows; got shape {part.array.shape}. "
+            "Write what differs between rows as Mask.lengths or Mask.segments"
+        )
+    return None
+
+
+def _heads(part: Part) -> int:
+    # How many masks the kernel reads for this part.
+    if isinstance(part, Dense):
+        return part.array.shape[-3] if part.array.ndim > 2 else 1
+    return int(isinstance(part, Prefix))
+
+
+BACKEND = Splash()

@@ -1,0 +1,41 @@
+"""Non-finite handling: NaN and infinity reach the rows that may see them, as NaN, and no others.
+
+A weight of zero does not keep NaN out, since 0 * NaN is NaN. So the formula is computed with zeros in the place of
+tokens that are not finite, and the rows that may see such a token are made NaN.
+"""
+
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float
+
+from flax_attn.functional.shapes import Visible
+
+
+def finite_tokens(x: Float[Array, "*b h"]) -> Bool[Array, "*b"]:
+    """Return which tokens hold finite numbers only.
+
+    Example:
+        >>> finite_tokens(jnp.array([[1.0, 2.0], [jnp.nan, 2.0]]))
+        Array([ True, False], dtype=bool)
+    """
+    return jnp.isfinite(x).all(axis=-1)
+
+
+def zero_nonfinite(x: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
+    """Return x with zeros for the tokens that hold a number that is not finite; their gradient is zero.
+
+    Example:
+        >>> zero_nonfinite(jnp.array([[1.0, 2.0], [jnp.nan, 2.0]]))
+        Array([[1., 2.],
+               [0., 0.]], dtype=float32)
+    """
+    return jnp.where(finite_tokens(x)[..., None], x, 0)
+
+
+def sees_nonfinite(
+    visible: Visible, query_ok: Bool[Array, "b t n"], key_ok: Bool[Array, "b s k"]
+) -> Bool[Array, "b n t 1"]:
+    """Return which rows are not finite or may see a key or value that is not, given which tokens are finite."""
+    key_ok = jnp.repeat(key_ok, query_ok.shape[2] // key_ok.shape[2], axis=2)
+    ok = rearrange(query_ok, "b t n -> b n t 1") & rearrange(key_ok, "b s n -> b n 1 s")
+    return (visible & ~ok).any(axis=-1, keepdims=True)

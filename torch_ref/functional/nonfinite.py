@@ -1,0 +1,42 @@
+"""Non-finite handling: NaN and infinity reach the rows that may see them, as NaN, and no others.
+
+A weight of zero does not keep NaN out, since 0 * NaN is NaN. So the formula is computed with zeros in the place of
+tokens that are not finite, and the rows that may see such a token are made NaN.
+"""
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from torch_ref.functional.shapes import Visible
+
+
+def finite_tokens(x: Float[Tensor, "*b h"]) -> Bool[Tensor, "*b"]:
+    """Return which tokens hold finite numbers only.
+
+    Example:
+        >>> finite_tokens(torch.tensor([[1.0, 2.0], [torch.nan, 2.0]]))
+        tensor([ True, False])
+    """
+    return torch.isfinite(x).all(dim=-1)
+
+
+def zero_nonfinite(x: Float[Tensor, "*b h"]) -> Float[Tensor, "*b h"]:
+    """Return x with zeros for the tokens that hold a number that is not finite; their gradient is zero.
+
+    Example:
+        >>> zero_nonfinite(torch.tensor([[1.0, 2.0], [torch.nan, 2.0]]))
+        tensor([[1., 2.],
+                [0., 0.]])
+    """
+    return torch.where(finite_tokens(x)[..., None], x, 0)
+
+
+def sees_nonfinite(
+    visible: Visible, query_ok: Bool[Tensor, "b t n"], key_ok: Bool[Tensor, "b s k"]
+) -> Bool[Tensor, "b n t 1"]:
+    """Return which rows are not finite or may see a key or value that is not, given which tokens are finite."""
+    key_ok = key_ok.repeat_interleave(query_ok.shape[2] // key_ok.shape[2], dim=2)
+    ok = rearrange(query_ok, "b t n -> b n t 1") & rearrange(key_ok, "b s n -> b n 1 s")
+    return (visible & ~ok).any(dim=-1, keepdim=True)
