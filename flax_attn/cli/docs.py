@@ -162,4 +162,4 @@ def _variants() -> list[VariantRow]:
 def _faults() -> list[FaultRow]:
     from flax_attn.proof.faults import FAULTS
 
-    return [FaultRow(fault.what.removesuffix("."), f"`{fault.row.name}`", fault.check) for fault in FAULTS]
+    return [FaultRow(fault.what.removesuffix("."), f"`{fault.variant.name}`", fault.check) for fault in FAULTS]

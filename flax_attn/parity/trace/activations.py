@@ -80,7 +80,7 @@ def record(pair: Pair) -> Taps:
     Example:
         >>> from flax_attn.parity.compare import on_cpu
         >>> from flax_attn.proof.variants import select
-        >>> from flax_attn.proof.table import pair_of
+        >>> from flax_attn.proof.prove import pair_of
         >>> with on_cpu():
         ...     taps = record(pair_of(*select(["causal"])))
         >>> taps.shared[:5]

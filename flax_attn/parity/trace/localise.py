@@ -130,7 +130,7 @@ def localise(pair: Pair) -> Divergence:
     Example:
         >>> from flax_attn.parity.compare import on_cpu
         >>> from flax_attn.proof.variants import select
-        >>> from flax_attn.proof.table import pair_of
+        >>> from flax_attn.proof.prove import pair_of
         >>> with on_cpu():
         ...     pair = pair_of(*select(["block_gpt2"]))
         ...     pair.torch.module.norm1.eps = 1e-6
