@@ -7,16 +7,16 @@ NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; done)
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
-parity against mutate test test-newest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
-parity against mutate test test-newest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
-parity against mutate test test-newest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
+parity against faults test test-newest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
+parity against faults test test-newest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
+parity against faults test test-newest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
-.PHONY: help parity against mutate test bench tpu lint format test-newest clean
+.PHONY: help parity against faults test bench tpu lint format test-newest clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
 	@echo 'make against      prove it again on the newest JAX and Flax, without torch, from what make parity exported'
-	@echo 'make mutate       plant known porting faults one by one, and see each caught'
+	@echo 'make faults       plant known porting faults one by one, and see each caught'
 	@echo 'make test         run all tests'
 	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (a quarter of an hour)'
 	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
@@ -31,7 +31,7 @@ parity: .venv/installed
 against: .venv-newest/installed
 	$(NEWEST_BIN)/flax-attn parity --against build/export $(ARGS)
 
-mutate: .venv/installed
+faults: .venv/installed
 	$(BIN)/flax-attn parity mutate
 
 test: .venv/installed

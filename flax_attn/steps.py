@@ -1,4 +1,4 @@
-"""The named intermediates of a module, with their shapes, read from its own trace."""
+"""The named intermediates of a module with their shapes, read from its jaxpr."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -7,18 +7,18 @@ import jax
 from flax import nnx
 
 STEPS = {
-    "query": ("b t n h", "what each token asks, per head: x W_query"),
-    "key": ("b s k h", "what each token is found by: x W_key"),
-    "value": ("b s k v", "what each token says: x W_value"),
+    "query": ("b t n h", "queries, split into heads: x W_query"),
+    "key": ("b s k h", "keys, split into heads: x W_key"),
+    "value": ("b s k v", "values, split into heads: x W_value"),
     "scores": ("b n t s", "every query against every key: query . key / sqrt(h)"),
-    "weights": ("b n t s", "masked, softmax over s, dropped: each row sums to 1 before dropout"),
+    "weights": ("b n t s", "masked, softmax over s, dropout: each row sums to 1 before dropout"),
     "context": ("b t n v", "the weighted sum of the values"),
-    "output": ("b t d", "heads side by side, projected: context W_out"),
+    "output": ("b t d", "heads joined and projected: context W_out"),
 }
 
 
 class Step(NamedTuple):
-    """One intermediate: its name, the letters of its axes, its shape and what it is."""
+    """One intermediate: its name, the letters of its axes, its shape and its meaning."""
 
     name: str
     axes: str
@@ -27,9 +27,9 @@ class Step(NamedTuple):
 
 
 def steps(module: nnx.Module, *inputs: Any, **options: Any) -> list[Step]:
-    """Return the steps of `module(*inputs, **options)` in order; nothing is computed, only traced.
+    """Return the named intermediates of `module(*inputs, **options)` in order; it is traced, not computed.
 
-    They are those of the reference backend, whichever the module is set to: the others never hold scores or weights.
+    The module is traced with the reference backend, whatever its own: other backends never hold scores or weights.
 
     Example:
         >>> import jax.numpy as jnp
@@ -42,7 +42,7 @@ def steps(module: nnx.Module, *inputs: Any, **options: Any) -> list[Step]:
 
     def call(state: Any, inputs: Any) -> Any:
         traced = nnx.merge(graph, state)
-        traced.set_attributes(backend="reference", raise_if_not_found=False)  # no other has scores and weights
+        traced.set_attributes(backend="reference", raise_if_not_found=False)
         return traced(*inputs, **options)
 
     trace = jax.make_jaxpr(call)(state, inputs)

@@ -20,14 +20,14 @@ def plot_attention(
     title: str = "",
     columns: int = 4,
 ) -> Figure:
-    """Draw the heads of one layer as labelled heat maps: a row a query, a column a key, one colour scale for all.
+    """Draw the heads of one layer as labelled heat maps: rows are queries, columns keys, on one colour scale.
 
     Args:
         weights: `(n, t, s)`, or `(t, s)` for one head; of one example, not of a batch.
         tokens: a label for each query, t in all.
         key_tokens: a label for each key, s in all; None is the same as `tokens`.
-        titles: one a head; None is "head 0", "head 1" and so on.
-        title: of the whole picture.
+        titles: one per head; None is "head 0", "head 1" and so on.
+        title: of the figure.
         columns: the most heads side by side.
 
     Returns:
@@ -35,7 +35,7 @@ def plot_attention(
 
     Raises:
         ImportError: if matplotlib is not installed.
-        ValueError: if weights, tokens and titles do not fit one another.
+        ValueError: if the shapes of weights, tokens and titles differ.
 
     Example:
         >>> figure = plot_attention(np.full((2, 3, 3), 1 / 3), ["one", "small", "step"])
@@ -52,7 +52,7 @@ def plot_attention(
     n, t, s = weights.shape
     across = min(n, columns)
     down = -(-n // across)
-    # A cell has room for its number; a long text gets small cells and no numbers.
+    # A cell is large enough for its number; a long text has small cells without numbers.
     cell = 0.55 if max(t, s) <= 12 else max(0.16, 6 / max(t, s))
     figure = Figure(figsize=(across * (s * cell + 1.2) + 0.8, down * (t * cell + 1.4) + 0.4), layout="constrained")
     panels = np.ravel(figure.subplots(down, across, squeeze=False))

@@ -1,7 +1,6 @@
 """What holds in every two-sided test: float64, one thread, and both packages behind one face."""
 
 import importlib
-import inspect
 from dataclasses import dataclass
 
 import jax
@@ -12,6 +11,7 @@ import torch
 from flax import nnx
 
 from flax_attn import convert
+from flax_attn.proof.build import build
 
 torch.set_num_threads(1)
 
@@ -51,12 +51,9 @@ class Side:
 
     def build(self, variant, *arguments, **keywords):
         """Return a module in float64."""
-        variant = getattr(self, variant)
-        if not self.is_flax:
-            return variant(*arguments, **keywords).double()
-        accepted = inspect.signature(variant.__init__ if isinstance(variant, type) else variant).parameters
-        numerics = {"rngs": nnx.Rngs(0), "param_dtype": jnp.float64}
-        return variant(*arguments, **keywords, **{n: v for n, v in numerics.items() if n in accepted})
+        numerics = {"rngs": nnx.Rngs(0), "param_dtype": jnp.float64} if self.is_flax else {}
+        module = build(importlib.import_module(self.name), variant, *arguments, numerics=numerics, **keywords)
+        return module if self.is_flax else module.double()
 
     def numpy(self, array):
         return convert.to_numpy(array)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torch_ref
-from flax_attn.proof.variants import CASES
+from flax_attn.proof.variants import VARIANTS
 
 B, T, N, H = 2, 5, 3, 4
 RANDOM = np.random.default_rng(0)
@@ -92,7 +92,7 @@ def test_a_state_dict_with_a_mask_buffer_loads_into_torch_ref_as_it_is():
     layer.load_state_dict({**layer.state_dict(), "mask": buffer})
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
 def test_torch_ref_runs_off_the_cpu(case):
     options = dict(case.call(torch_ref))
     module = case.build(torch_ref).double().to("meta")

@@ -11,15 +11,17 @@ from flax import nnx
 
 import flax_attn
 from flax_attn.parity import tolerance
+from flax_attn.proof.build import build
 
 _B, _T, _S, _D_IN, _D_MODEL, _HEADS = 3, 5, 9, 7, 24, 4
 _HEAD = {"d_in": _D_IN, "d_out": 6, "context_length": 8, "dropout": 0.0, "qkv_bias": True, "d_key": 10}
 _MULTI = {"d_in": _D_IN, "d_out": _D_MODEL, "context_length": 11, "dropout": 0.0, "num_heads": _HEADS}
-_BLOCK = {"d_model": _D_MODEL, "context_length": 11, "dropout": 0.0, "num_heads": _HEADS, "d_hidden": 10}
-_POST = {"norm": "rms_norm", "norm_first": False, "causal": False, "activation": "gelu_exact"}
+_BLOCK = {"d_model": _D_MODEL, "context_length": 11, "dropout": 0.0, "num_heads": _HEADS}
+_EXACT = ("FeedForward", {"d_hidden": 10, "activation": "gelu_exact"})
+_POST = {"norm": "RMSNorm", "norm_first": False, "causal": False, "ff": _EXACT}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """A module with arguments and the shapes of its inputs."""
 
@@ -37,12 +39,17 @@ class Variant:
         return "return_weights" in inspect.signature(self.cls.__call__).parameters
 
     def takes(self, name: str) -> bool:
-        return name in inspect.signature(self.cls.__init__).parameters
+        part = flax_attn.MultiHeadAttention if self.cls is flax_attn.TransformerBlock else self.cls
+        return name in inspect.signature(part.__init__).parameters
 
     def create(self, seed: int = 0, **arguments: Any) -> nnx.Module:
         """Return the module as constructed; arguments that the class does not take are left out."""
-        arguments = {name: value for name, value in arguments.items() if self.takes(name)}
-        return self.cls(**{**self.arguments, **arguments}, rngs=nnx.Rngs(seed))
+        return self.construct(**arguments, rngs=nnx.Rngs(seed))
+
+    def construct(self, *, rngs: nnx.Rngs, **arguments: Any) -> nnx.Module:
+        numerics = {**arguments, "rngs": rngs}
+        changed = {name: value for name, value in arguments.items() if name in self.arguments}
+        return build(flax_attn, self.cls.__name__, numerics=numerics, **{**self.arguments, **changed})
 
     def build(self, seed: int = 0, **arguments: Any) -> nnx.Module:
         """Return the module with every parameter random: biases, scales and shifts included.

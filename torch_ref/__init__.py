@@ -6,7 +6,10 @@ from torch_ref.functional.causal_softmax import causal_softmax_masked, causal_so
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, YaRNScaling
 from torch_ref.functional.masks import Mask, create_causal_mask
-from torch_ref.functional.positions import RoPE, alibi, alibi_slopes, sinusoidal, t5_bias, t5_buckets
+from torch_ref.functional.positions import RoPE, sinusoidal
+from torch_ref.functional.relative import alibi, alibi_slopes, t5_bias, t5_buckets
+from torch_ref.functional.scores import Scores
+from torch_ref.models.generate import generate
 from torch_ref.models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config, create_gpt2_attention
 from torch_ref.models.llama import Llama, LlamaConfig
 from torch_ref.modules.block import TransformerBlock
@@ -44,6 +47,7 @@ __all__ = [
     "MultiHeadAttentionWrapper",
     "RMSNorm",
     "RoPE",
+    "Scores",
     "SelfAttention",
     "SimplifiedSelfAttention",
     "TransformerBlock",
@@ -55,6 +59,7 @@ __all__ = [
     "create_causal_mask",
     "create_gpt2_attention",
     "dot_product_attention",
+    "generate",
     "single_head_attention",
     "sinusoidal",
     "t5_bias",

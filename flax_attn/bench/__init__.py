@@ -1,1 +1,1 @@
-"""Side by side with the others: time, memory and growth, measured in one process. Never imported by the library."""
+"""Benchmarks of time, memory and growth beside other implementations. The library itself never imports this."""

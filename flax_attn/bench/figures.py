@@ -1,42 +1,21 @@
-"""What follows from the rows: ratios, exponents of growth, and the goals they are held against."""
+"""What follows from the measurements: ratios, exponents of growth, and a summary of ours beside the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import geometric_mean
 
 import numpy as np
 
-from flax_attn.bench.contest import Row
-from flax_attn.bench.work import Work
+from flax_attn.bench.benchmark import Measurement
+from flax_attn.bench.workload import Workload
 
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Goal:
-    """A figure to reach.
-
-    Args:
-        name: what is held against it.
-        limit: at most this.
-        figure: what was measured; None where it was not.
-    """
-
-    name: str
-    limit: float
-    figure: float | None
-
-    @property
-    def verdict(self) -> str:
-        """Whether it was reached."""
-        return "not measured" if self.figure is None else "reached" if self.figure <= self.limit else "missed"
-
-
-def ratio(rows: Iterable[Row], ours: str, row: Row) -> float | None:
-    """Return the time of `ours` over that of the row, both for the same work; None where one was not timed."""
-    mine = (r.median for r in rows if (r.section, r.work, r.rival) == (row.section, row.work, ours))
+def ratio(rows: Iterable[Measurement], ours: str, row: Measurement) -> float | None:
+    """Return the time of `ours` over that of the row, both for the same workload; None where one was not timed."""
+    mine = (r.median for r in rows if (r.section, r.work, r.implementation) == (row.section, row.work, ours))
     seconds = next(mine, None)
     return seconds / row.median if seconds and row.median else None
 
@@ -53,46 +32,52 @@ def exponent(sizes: Sequence[float | int], costs: Sequence[float | int]) -> floa
     return round(float(np.polyfit(x, y, 1)[0]), 12) if len(x) > 1 else None
 
 
-def curve(rows: Iterable[Row], section: str, rival: str, cost: str) -> tuple[list[int], list[float]]:
-    """Return sizes and costs of a rival where they are known: over tokens or heads, `"median"` or `"temporaries"`."""
-    mine = [row for row in rows if (row.section, row.rival) == (section, rival) and row.status == "timed"]
+def curve(rows: Iterable[Measurement], section: str, name: str, cost: str) -> tuple[list[int], list[float]]:
+    """Return the sizes, tokens or heads, and costs, `"median"` or `"temporaries"`, of one implementation."""
+    mine = [row for row in rows if (row.section, row.implementation) == (section, name) and row.status == "timed"]
     known = [row for row in mine if getattr(row, cost)]
     sizes = [row.work.n if section == "heads" else row.work.t for row in known]
     return sizes, [float(getattr(row, cost)) for row in known]
 
 
-def goals(rows: Sequence[Row], ours: str) -> list[Goal]:
-    """Return the goals for float32 on a CPU of two cores, with what was measured of ours."""
+def names(rows: Sequence[Measurement], section: str) -> list[str]:
+    """Return the implementations of a section, in order."""
+    return list(dict.fromkeys(row.implementation for row in rows if row.section == section))
 
-    def ratios(section: str, rival: str, where: Callable[[Work], bool] = lambda work: True) -> list[float]:
-        others = (row for row in rows if (row.section, row.rival) == (section, rival) and where(row.work))
+
+def summary(rows: Sequence[Measurement], ours: str) -> dict[str, float]:
+    """Return the figures that say most about ours, those that were measured."""
+
+    def ratios(section: str, name: str, where: Callable[[Workload], bool] = lambda work: True) -> list[float]:
+        others = (row for row in rows if (row.section, row.implementation) == (section, name) and where(row.work))
         return [r for r in (ratio(rows, ours, row) for row in others) if r is not None]
 
-    mine = [row for row in rows if row.rival == ours]
+    mine = [row for row in rows if row.implementation == ours]
     long = [row.compile_seconds for row in mine if row.section == "attention" and _long(row.work)]
     memory = [row.temporaries / MIB for row in mine if row.section == "memory" and row.temporaries is not None]
     forward = ratios("attention", "torch SDPA", lambda work: not work.backward)
     both = ratios("attention", "torch SDPA", lambda work: work.backward and 512 <= work.t <= 4096)
     jax_nn = ratios("attention", "jax.nn", lambda work: work.t >= 1024)
-    return [
-        Goal("forward / torch SDPA, geometric mean", 0.6, _mean(forward)),
-        Goal("forward / torch SDPA, largest", 0.9, _largest(forward)),
-        Goal("forward+backward / torch SDPA, T 512 to 4096, geometric mean", 0.5, _mean(both)),
-        Goal("forward, forward+backward / jax.nn, T from 1024, largest", 0.25, _largest(jax_nn)),
-        Goal("window / full causal, largest", 0.2, _largest(_variants(mine, "window"))),
-        Goal("temporaries of forward+backward, MiB", 100.0, _largest(memory)),
-        Goal("layer / torch.nn.MultiheadAttention", 0.5, _largest(ratios("layer", "torch.nn.MultiheadAttention"))),
-        Goal("layer / nnx.MultiHeadAttention", 0.3, _largest(ratios("layer", "nnx.MultiHeadAttention"))),
-        Goal("seconds to compile forward+backward, T 8192", 5.0, _largest(long)),
-        Goal("bfloat16 / float32, largest", 1.2, _largest(_variants(mine, "dtype"))),
-    ]
+    found = {
+        "forward / torch SDPA, geometric mean": _mean(forward),
+        "forward / torch SDPA, largest": _largest(forward),
+        "forward+backward / torch SDPA, T 512 to 4096, geometric mean": _mean(both),
+        "forward, forward+backward / jax.nn, T from 1024, largest": _largest(jax_nn),
+        "window / full causal, largest": _largest(_second_over_first(mine, "window")),
+        "temporaries of forward+backward, MiB": _largest(memory),
+        "layer / torch.nn.MultiheadAttention": _largest(ratios("layer", "torch.nn.MultiheadAttention")),
+        "layer / nnx.MultiHeadAttention": _largest(ratios("layer", "nnx.MultiHeadAttention")),
+        "seconds to compile forward+backward, T 8192": _largest(long),
+        "bfloat16 / float32, largest": _largest(_second_over_first(mine, "dtype")),
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
 
 
-def _long(work: Work) -> bool:
+def _long(work: Workload) -> bool:
     return work.backward and work.t == 8192
 
 
-def _variants(mine: Iterable[Row], section: str) -> list[float]:
+def _second_over_first(mine: Iterable[Measurement], section: str) -> list[float]:
     """Return the time of the second row over the first, of the pairs in a section: each direction is one."""
     found = [row.median for row in mine if row.section == section]
     return [second / first for first, second in zip(found[::2], found[1::2], strict=True) if first and second]

@@ -1,4 +1,4 @@
-"""The rivals on query, key and value."""
+"""Implementations of attention on query, key and value, and the formula that they are compared with."""
 
 from __future__ import annotations
 
@@ -6,62 +6,103 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 
 from flax_attn.attention import dot_product_attention
-from flax_attn.bench.rivals import Prepared, Rival, as_float64, prepare_jax, prepare_torch, torch_tensor
-from flax_attn.bench.truth import NAMES, probe
-from flax_attn.bench.work import Work, inputs
+from flax_attn.bench.implementation import (
+    Arrays,
+    Implementation,
+    Prepared,
+    as_float64,
+    prepare_jax,
+    prepare_torch,
+    torch_tensor,
+)
+from flax_attn.bench.workload import Workload, inputs, with_gradients
 
 JAX_LAYOUT, TORCH_LAYOUT = "b t n h", "b n t h"
+NAMES = ("output", "query", "key", "value")  # the output, and the gradients of the inputs
+ROWS = 512  # queries at a time, where the formula is computed in blocks
 
 
-def functions(backends: Sequence[str], platform: str) -> list[Rival]:
-    """Return our backends, the first being the one that ratios are about, and then the others."""
-    rest = _ON_GPU if platform == "gpu" else (Rival("torch SDPA", _torch_sdpa(), "torch"),)
+def functions(backends: Sequence[str], platform: str) -> list[Implementation]:
+    """Return our backends, the first being the one that ratios are about, and then the other implementations."""
+    rest = _ON_GPU if platform == "gpu" else (Implementation("torch SDPA", _torch_sdpa(), "torch"),)
     return [*(ours(backend) for backend in backends), *rest, *_ANYWHERE]
 
 
-def ours(backend: str) -> Rival:
+def ours(backend: str) -> Implementation:
     """Return `dot_product_attention` with a backend."""
 
-    def attend(work: Work, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def attend(work: Workload, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return dot_product_attention(query, key, value, mask=work.mask(), backend=backend)
 
-    return _jax_rival(f"ours {backend}", attend)
+    return _in_jax(f"ours {backend}", attend)
 
 
-def _jax_rival(name: str, attend: Callable[..., Any], layout: str = JAX_LAYOUT, package: str = "jax") -> Rival:
-    def prepare(work: Work) -> Prepared:
-        arguments = tuple(rearrange(x, f"{JAX_LAYOUT} -> {layout}") for x in inputs(work))
-        return prepare_jax(lambda *x: attend(work, *x), arguments, work, _at_probe(work, layout))
+def probe(work: Workload) -> tuple[int, int]:
+    """Return the batch row and the head that are compared: in the middle, so that reversing either axis changes them.
 
-    return Rival(name, prepare, package)
+    Every row and head has inputs of its own, and the formula on all of them would take longer than the measurement.
+    """
+    return work.b // 2, work.n // 2
 
 
-def _at_probe(work: Work, layout: str) -> Callable[[Any], dict[str, np.ndarray]]:
+def formula(work: Workload, dtype: str) -> Arrays:
+    """Return output and gradients at the probe, computed by the reference backend in `dtype`."""
+    row, head = probe(work)
+    arrays = [jnp.asarray(x[row : row + 1, :, head : head + 1].astype(dtype)) for x in inputs(work)]
+    # In blocks of rows, so that a long head fits in memory; not in lower dtypes, where gradients summed over blocks
+    # are rounded each time, and the allowed error would grow.
+    rows = ROWS if jnp.finfo(dtype).bits >= 32 else work.t
+    found = jax.jit(with_gradients(lambda *x: _in_blocks(work, rows, *x), work.backward))(*arrays)
+    return {name: np.asarray(x[0, :, 0], np.float64) for name, x in zip(NAMES, found, strict=False)}
+
+
+def _in_blocks(work: Workload, rows: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def block(start_and_query):
+        start, query = start_and_query
+        return dot_product_attention(query, key, value, mask=work.mask(start), backend="reference")
+
+    count = -(-work.t // rows)
+    padded = jnp.pad(query, ((0, 0), (0, count * rows - work.t), (0, 0), (0, 0)))
+    blocks = rearrange(padded, "b (i r) n h -> i b r n h", i=count)
+    output = jax.lax.map(jax.checkpoint(block), (rows * jnp.arange(count, dtype=jnp.int32), blocks))
+    return rearrange(output, "i b r n h -> b (i r) n h")[:, : work.t]
+
+
+def _at_probe(work: Workload, layout: str) -> Callable[[Any], Arrays]:
     row, head = probe(work)
 
-    def named(result: tuple) -> dict[str, np.ndarray]:
+    def named(result: tuple) -> Arrays:
         heads = (x[row, :, head] if layout == JAX_LAYOUT else x[row, head] for x in result)
         return {name: as_float64(x) for name, x in zip(NAMES, heads, strict=False)}
 
     return named
 
 
+def _in_jax(name: str, attend: Callable[..., Any], layout: str = JAX_LAYOUT, package: str = "jax") -> Implementation:
+    def prepare(work: Workload) -> Prepared:
+        arguments = tuple(rearrange(x, f"{JAX_LAYOUT} -> {layout}") for x in inputs(work))
+        return prepare_jax(lambda *x: attend(work, *x), arguments, work, _at_probe(work, layout))
+
+    return Implementation(name, prepare, package)
+
+
 def _jax_nn(implementation: Literal["cudnn"] | None) -> Callable[..., jax.Array]:
     return lambda work, q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
 
 
-def _attnax(work: Work, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _attnax(work: Workload, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     import attnax  # pyright: ignore[reportMissingImports]
 
     return attnax.flash_attention(query, key, value, mask=attnax.make_causal_mask(work.t))
 
 
-def _torch_sdpa(kernel: str | None = None) -> Callable[[Work], Prepared]:
-    def prepare(work: Work) -> Prepared:
+def _torch_sdpa(kernel: str | None = None) -> Callable[[Workload], Prepared]:
+    def prepare(work: Workload) -> Prepared:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -78,12 +119,12 @@ def _torch_sdpa(kernel: str | None = None) -> Callable[[Work], Prepared]:
 
 
 _ANYWHERE = (
-    _jax_rival("jax.nn", _jax_nn(None)),
-    _jax_rival("attnax flash", _attnax, TORCH_LAYOUT, "attnax"),
+    _in_jax("jax.nn", _jax_nn(None)),
+    _in_jax("attnax flash", _attnax, TORCH_LAYOUT, "attnax"),
 )
 _ON_GPU = (
-    Rival("torch SDPA flash", _torch_sdpa("FLASH_ATTENTION"), "torch"),
-    Rival("torch SDPA cudnn", _torch_sdpa("CUDNN_ATTENTION"), "torch"),
-    Rival("torch SDPA efficient", _torch_sdpa("EFFICIENT_ATTENTION"), "torch"),
-    _jax_rival("jax.nn cudnn", _jax_nn("cudnn")),
+    Implementation("torch SDPA flash", _torch_sdpa("FLASH_ATTENTION"), "torch"),
+    Implementation("torch SDPA cudnn", _torch_sdpa("CUDNN_ATTENTION"), "torch"),
+    Implementation("torch SDPA efficient", _torch_sdpa("EFFICIENT_ATTENTION"), "torch"),
+    _in_jax("jax.nn cudnn", _jax_nn("cudnn")),
 )

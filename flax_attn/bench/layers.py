@@ -1,4 +1,4 @@
-"""The rivals as whole layers: projections, heads and output, all holding the same weights."""
+"""Implementations as whole layers, projections included, all with the same weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ import numpy as np
 from flax import nnx
 
 from flax_attn import convert
-from flax_attn.bench.rivals import Prepared, Rival, as_float64, prepare_jax, prepare_torch, torch_tensor
-from flax_attn.bench.truth import Arrays
-from flax_attn.bench.work import Work, inputs, with_gradients
+from flax_attn.bench.implementation import (
+    Arrays,
+    Implementation,
+    Prepared,
+    as_float64,
+    prepare_jax,
+    prepare_torch,
+    torch_tensor,
+)
+from flax_attn.bench.workload import Workload, inputs, with_gradients
 from flax_attn.convert.rules import Layout, Rule
 from flax_attn.modules.multi_head import MultiHeadAttention
 
-COMMON = "torch_mha"  # the layout in which weights and gradients are exchanged and compared
+COMMON = "torch_mha"  # the layout in which weights are exchanged and gradients compared
 _NAMES = {"W_query": "query_proj", "W_key": "key_proj", "W_value": "value_proj", "out_proj": "output_proj"}
 ATTNAX = Layout(
     tuple(
@@ -27,21 +34,14 @@ ATTNAX = Layout(
 )
 
 
-def layers(backends: Sequence[str]) -> list[Rival]:
-    """Return our layer with each backend, and then the others."""
-    return [*(Rival(f"ours {backend}", partial(_prepare_ours, backend)) for backend in backends), *_OTHERS]
+def layers(backends: Sequence[str]) -> list[Implementation]:
+    """Return our layer with each backend, and then the other implementations."""
+    return [*(Implementation(f"ours {backend}", partial(_prepare_ours, backend)) for backend in backends), *_OTHERS]
 
 
-@lru_cache(maxsize=4)
-def layer_truth(work: Work) -> tuple[Arrays, Arrays]:
-    """Return output and gradients of the layer by the formula: in float64, and in the dtype of the work."""
-    with jax.enable_x64(True):
-        truth = _formula(work, "float64")
-    return truth, _formula(work, work.dtype)
-
-
-def _formula(work: Work, dtype: str) -> Arrays:
-    compute, params, named = _functional(_ours(work, "reference"), lambda layer, x: layer(x), dtype)
+def formula(work: Workload, dtype: str) -> Arrays:
+    """Return output and gradients of the layer, computed by the reference backend in `dtype`."""
+    compute, params, named = _as_function(_ours(work, "reference"), lambda layer, x: layer(x), dtype)
     arguments = [jnp.asarray(x.astype(dtype)) for x in inputs(work)]
     return named(jax.jit(with_gradients(compute, work.backward))(params, *arguments))
 
@@ -52,17 +52,17 @@ def _weights(n: int, h: int) -> dict[str, np.ndarray]:
     return convert.state_dict(layer, COMMON)
 
 
-def _ours(work: Work, backend: str) -> MultiHeadAttention:
+def _ours(work: Workload, backend: str) -> MultiHeadAttention:
     d = work.n * work.h
     layer = MultiHeadAttention(d, d, None, 0.0, work.n, qkv_bias=True, backend=backend, rngs=nnx.Rngs(0))
     convert.load_state_dict(layer, _weights(work.n, work.h), COMMON)
     return layer
 
 
-def _functional(
+def _as_function(
     layer: nnx.Module, call: Callable[..., Any], dtype: str, common: Callable[..., Arrays] | None = None
 ) -> tuple[Callable[..., Any], Any, Callable[[Any], Arrays]]:
-    """Return a layer as a function of its parameters, these in `dtype`, and what names a result of both passes."""
+    """Return a function of `(params, x)`, the parameters in `dtype`, and what names the arrays of a result."""
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     common = common or (lambda layer: convert.state_dict(layer, COMMON))
 
@@ -76,17 +76,17 @@ def _functional(
     return compute, jax.tree.map(lambda x: x.astype(dtype), params), named
 
 
-def _prepare(work: Work, layer: nnx.Module, call: Callable[..., Any], common: Callable | None = None) -> Prepared:
-    compute, params, named = _functional(layer, call, work.dtype, common)
+def _prepare(work: Workload, layer: nnx.Module, call: Callable[..., Any], common: Callable | None = None) -> Prepared:
+    compute, params, named = _as_function(layer, call, work.dtype, common)
     return prepare_jax(compute, (params, *inputs(work)), work, named)
 
 
-def _prepare_ours(backend: str, work: Work) -> Prepared:
+def _prepare_ours(backend: str, work: Workload) -> Prepared:
     return _prepare(work, _ours(work, backend), lambda layer, x: layer(x))
 
 
-def _prepare_like(work: Work, layer: nnx.Module, layout: str | Layout, call: Callable[..., Any]) -> Prepared:
-    """Make a layer ready whose parameters are those of ours in a layout."""
+def _prepare_like(work: Workload, layer: nnx.Module, layout: str | Layout, call: Callable[..., Any]) -> Prepared:
+    """Prepare a layer whose parameters are those of ours in a layout."""
     for name, array in convert.state_dict(_ours(work, "auto"), layout).items():
         _parameters(layer)[name][...] = jnp.asarray(array)
 
@@ -104,19 +104,19 @@ def _parameters(layer: nnx.Module) -> dict[str, nnx.Param]:
     return {".".join(map(str, path)): node for path, node in found}
 
 
-def _prepare_nnx(work: Work) -> Prepared:
+def _prepare_nnx(work: Workload) -> Prepared:
     layer = nnx.MultiHeadAttention(work.n, work.n * work.h, decode=False, rngs=nnx.Rngs(0))
     return _prepare_like(work, layer, "flax", lambda layer, x: layer(x, is_causal=True))
 
 
-def _prepare_attnax(work: Work) -> Prepared:
+def _prepare_attnax(work: Workload) -> Prepared:
     import attnax  # pyright: ignore[reportMissingImports]
 
     layer = attnax.MultiHeadAttention(nnx.Rngs(0), num_heads=work.n, in_features=work.n * work.h)
     return _prepare_like(work, layer, ATTNAX, lambda layer, x: layer(x, mask=attnax.make_causal_mask(work.t)))
 
 
-def _prepare_torch(work: Work) -> Prepared:
+def _prepare_torch(work: Workload) -> Prepared:
     import torch
 
     x, cotangent = (torch_tensor(x) for x in inputs(work))
@@ -126,7 +126,7 @@ def _prepare_torch(work: Work) -> Prepared:
     names = ["output", "input", *dict(layer.named_parameters())]
 
     def compute(x):
-        # With a hint and no weights to return it calls its fused kernel; the mask itself is then not read.
+        # With is_causal and without weights it calls its fused kernel; the mask itself is then not read.
         return layer(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
 
     def named(result: tuple) -> Arrays:
@@ -136,7 +136,7 @@ def _prepare_torch(work: Work) -> Prepared:
 
 
 _OTHERS = (
-    Rival("torch.nn.MultiheadAttention", _prepare_torch, "torch"),
-    Rival("nnx.MultiHeadAttention", _prepare_nnx),
-    Rival("attnax.MultiHeadAttention", _prepare_attnax, "attnax"),
+    Implementation("torch.nn.MultiheadAttention", _prepare_torch, "torch"),
+    Implementation("nnx.MultiHeadAttention", _prepare_nnx),
+    Implementation("attnax.MultiHeadAttention", _prepare_attnax, "attnax"),
 )

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flax_attn.bench.figures import MIB, curve, exponent
-from flax_attn.bench.report import Report, rivals
+from flax_attn.bench.figures import MIB, curve, exponent, names
+from flax_attn.bench.report import BenchmarkReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 PANELS = (("median", "time of forward+backward, ms", 1e3, 2), ("temporaries", "temporaries, MiB", 1 / MIB, 1))
 
 
-def plot_growth(report: Report) -> Figure:
-    """Draw both costs of every rival over the tokens, on logarithmic axes, each with its fitted exponent.
+def plot_growth(report: BenchmarkReport) -> Figure:
+    """Draw time and memory of every implementation over the tokens, on logarithmic axes, with the fitted exponents.
 
     A curve that ends early ends where the next point was not timed; the table says why.
 
     Raises:
         ImportError: if matplotlib is not installed.
-        ValueError: if the report holds no growth, as with shapes of one's own.
+        ValueError: if the report has no growth, as with given shapes.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('a plot needs matplotlib: pip install "flax-attn[bench]"') from error
-    if not rivals(report.rows, "tokens"):
+    if not names(report.rows, "tokens"):
         raise ValueError("a plot shows the growth over tokens, which this run did not measure. Leave out --shape")
     figure = Figure(figsize=(12, 5), layout="constrained")
     for panel, (cost, label, unit, textbook) in zip(figure.subplots(1, 2), PANELS, strict=True):
-        for i, rival in enumerate(rivals(report.rows, "tokens")):
-            _draw(panel, report, rival, cost, unit, f"C{i}")
+        for i, name in enumerate(names(report.rows, "tokens")):
+            _draw(panel, report, name, cost, unit, f"C{i}")
         _textbook(panel, report, cost, unit, textbook)
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:.0f}")
@@ -44,16 +44,16 @@ def plot_growth(report: Report) -> Figure:
     return figure
 
 
-def _draw(panel: Any, report: Report, rival: str, cost: str, unit: float, color: str) -> None:
-    sizes, costs = curve(report.rows, "tokens", rival, cost)
+def _draw(panel: Any, report: BenchmarkReport, name: str, cost: str, unit: float, color: str) -> None:
+    sizes, costs = curve(report.rows, "tokens", name, cost)
     if sizes:
         fitted = exponent(sizes, costs)
-        label = rival if fitted is None else f"{rival}: T^{fitted:.2f}"
+        label = name if fitted is None else f"{name}: T^{fitted:.2f}"
         panel.plot(sizes, unit * np.asarray(costs), marker="o", markersize=4, color=color, label=label)
 
 
-def _textbook(panel: Any, report: Report, cost: str, unit: float, power: int) -> None:
-    """Draw the slope that a textbook promises, through the last point of ours."""
+def _textbook(panel: Any, report: BenchmarkReport, cost: str, unit: float, power: int) -> None:
+    """Draw the textbook's slope through the last point of ours."""
     sizes, costs = curve(report.rows, "tokens", report.ours, cost)
     if sizes:
         line = unit * costs[-1] * (np.asarray(sizes) / sizes[-1]) ** power

@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from flax_attn.bench import timing
-from flax_attn.bench.contest import Row
-from flax_attn.bench.figures import MIB, curve, exponent, ratio
-from flax_attn.bench.report import Report, of_limit, rivals
+from flax_attn.bench.benchmark import Measurement
+from flax_attn.bench.figures import MIB, curve, exponent, names, ratio
+from flax_attn.bench.report import BenchmarkReport
 
 COLUMNS = ("time ms", "spread", "turns", "ours / it", "GFLOP/s", "of limit", "temp MiB", "jit s", "error")
-TEXTBOOK = {  # what the exponent should be, of naive time and of memory that does not hold the scores
+TEXTBOOK = {  # the exponents of naive time, and of memory that does not hold the scores
     ("tokens", "median"): "O(T^2 d)  2",
     ("tokens", "temporaries"): "O(T d)  1",
     ("heads", "median"): "O(T^2 d)  0",
@@ -23,22 +23,22 @@ TEXTBOOK = {  # what the exponent should be, of naive time and of memory that do
 }
 
 
-def tables(report: Report) -> list[Table]:
-    """Return the contests, the growth and, where they apply, the goals."""
-    contests = [row for row in report.rows if row.section not in ("tokens", "heads")]
-    found = [_contests(report, contests)] if contests else []
-    found += [_growth(report, *which) for which in TEXTBOOK if rivals(report.rows, which[0])]
-    return [*found, _goals(report)] if report.goals else found
+def tables(report: BenchmarkReport) -> list[Table]:
+    """Return the benchmarks, the growth and the summary, each where there is one."""
+    benchmarks = [row for row in report.rows if row.section not in ("tokens", "heads")]
+    found = [_benchmarks(report, benchmarks)] if benchmarks else []
+    found += [_growth(report, *which) for which in TEXTBOOK if names(report.rows, which[0])]
+    return [*found, _summary(report)] if report.summary else found
 
 
-def notes(report: Report) -> list[str]:
-    """Return a line for every contender that was not timed; one that is not installed has one line in all."""
-    left_out = [row for row in report.rows if row.note]
-    return list(dict.fromkeys(f"{_who(row)}: {row.note}" for row in left_out))
+def notes(report: BenchmarkReport) -> list[str]:
+    """Return a line for everything that was not timed; what is not installed has one line in all."""
+    return list(dict.fromkeys(_note(row) for row in report.rows if row.note))
 
 
-def _who(row: Row) -> str:
-    return row.rival if row.status == "absent" else f"{row.rival}, {row.work}: {row.status}"
+def _note(row: Measurement) -> str:
+    name = row.implementation if row.status == "not installed" else f"{row.implementation}, {row.work}"
+    return f"{name}: {row.status}: {row.note}"
 
 
 def _table(first: str, columns: Sequence[str], title: str | None = None) -> Table:
@@ -49,7 +49,7 @@ def _table(first: str, columns: Sequence[str], title: str | None = None) -> Tabl
     return table
 
 
-def _contests(report: Report, rows: Sequence[Row]) -> Table:
+def _benchmarks(report: BenchmarkReport, rows: Sequence[Measurement]) -> Table:
     table = _table("(b, n, t, h)", COLUMNS)
     for (_, size), group in groupby(rows, key=lambda row: (row.section, row.work.size)):
         table.add_row(Text(size, style="bold"))
@@ -59,12 +59,12 @@ def _contests(report: Report, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _label(row: Row) -> str:
+def _label(row: Measurement) -> str:
     window = f", window {row.work.window}" if row.work.window else ""
-    return row.rival + window + (f", {row.work.dtype}" if row.section == "dtype" else "")
+    return row.implementation + window + (f", {row.work.dtype}" if row.section == "dtype" else "")
 
 
-def _cells(report: Report, row: Row) -> list[str | Text]:
+def _cells(report: BenchmarkReport, row: Measurement) -> list[str | Text]:
     time = _number(row.median, lambda x: f"{1000 * x:.4g}") if row.median else Text(row.status, style="yellow")
     return [
         time,
@@ -72,7 +72,7 @@ def _cells(report: Report, row: Row) -> list[str | Text]:
         _number(len(row.seconds) or None, str),
         _number(ratio(report.rows, report.ours, row), "{:.2f}".format),
         _number(row.flops_per_second, lambda x: f"{x / 1e9:.1f}"),
-        _number(of_limit(report, row), "{:.0%}".format),
+        _number(report.of_limit(row), "{:.0%}".format),
         _number(row.temporaries, lambda x: f"{x / MIB:.4g}"),
         _number(row.compile_seconds, "{:.1f}".format),
         _number(row.error, "{:.2f}".format),
@@ -83,31 +83,29 @@ def _number(value: float | int | None, text: Callable[..., str]) -> str:
     return "-" if value is None else text(value)
 
 
-def _growth(report: Report, over: str, cost: str) -> Table:
+def _growth(report: BenchmarkReport, over: str, cost: str) -> Table:
     rows = [row for row in report.rows if row.section == over]
     axis = {"tokens": lambda row: row.work.t, "heads": lambda row: row.work.n}[over]
     sizes = list(dict.fromkeys(axis(row) for row in rows))
     what = "time ms" if cost == "median" else "temporaries MiB"
     table = _table(over, [*map(str, sizes), "exponent"], f"{what} of forward+backward over {over}")
-    for rival in rivals(rows, over):
-        cells = {axis(row): _cost(row, cost) for row in rows if row.rival == rival}
-        fitted = exponent(*curve(rows, over, rival, cost))
-        table.add_row(rival, *(cells.get(size, "-") for size in sizes), _number(fitted, "{:.2f}".format))
+    for name in names(rows, over):
+        cells = {axis(row): _cost(row, cost) for row in rows if row.implementation == name}
+        fitted = exponent(*curve(rows, over, name, cost))
+        table.add_row(name, *(cells.get(size, "-") for size in sizes), _number(fitted, "{:.2f}".format))
     table.add_row(Text("textbook", style="dim"), *[""] * len(sizes), Text(TEXTBOOK[over, cost], style="dim"))
     return table
 
 
-def _cost(row: Row, cost: str) -> str | Text:
+def _cost(row: Measurement, cost: str) -> str | Text:
     value = row.median if cost == "median" else row.temporaries
     if value is None:
         return "-" if row.status == "timed" else Text(row.status, style="yellow")
     return f"{value * 1000 if cost == 'median' else value / MIB:.4g}"
 
 
-def _goals(report: Report) -> Table:
-    table = _table("goal", ("at most", "measured", ""))
-    styles = {"reached": "green", "missed": "bold red", "not measured": "dim"}
-    for goal in report.goals:
-        figure = _number(goal.figure, "{:.3g}".format)
-        table.add_row(goal.name, f"{goal.limit:g}", figure, Text(goal.verdict, style=styles[goal.verdict]))
+def _summary(report: BenchmarkReport) -> Table:
+    table = _table("in short", ("measured",))
+    for name, figure in report.summary.items():
+        table.add_row(name, f"{figure:.3g}")
     return table

@@ -1,4 +1,4 @@
-"""Time, shared out fairly: contenders take turns, and each turn is long enough to be measured."""
+"""Fair timing: implementations take turns, and each turn is long enough to be measured."""
 
 from __future__ import annotations
 
@@ -9,40 +9,45 @@ from typing import TypeVar
 import numpy as np
 
 TURN = 0.1  # seconds: calls are repeated to fill a turn, so that the cold start after another's turn weighs little
-REST = 0.02  # seconds before a turn: the threads of PyTorch go on spinning for a while after a call, and hold a core
-PATIENCE = 8.0  # seconds of turns, after which a contender rests; it has at least two
+PAUSE = 0.02  # seconds before a turn: the threads of PyTorch go on spinning for a while after a call, and hold a core
+BUDGET = 8.0  # seconds of turns, after which an implementation gets no more; each has at least two
 
 Name = TypeVar("Name", bound=Hashable)
-Run = Callable[[int], object]  # computes so many times, and waits for it
+Run = Callable[[int], object]  # computes the given number of times, and waits for it
 
 
 def interleave(
     runs: Mapping[Name, Run], first: Mapping[Name, float], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[Name, list[float]]:
-    """Return seconds a call, one figure a turn, of contenders that take turns in one process.
+    """Return the seconds of a call, one figure a turn, of implementations that take turns in one process.
 
-    Each round begins with another contender, so that none always follows the same one.
+    Each round begins with another one, so that none always follows the same one.
 
     Args:
         runs: by name.
-        first: what a warm call took, from which the repeats of a turn follow.
+        first: seconds of one warm call, from which the repeats of a turn follow.
         rounds: turns of each.
         clock: seconds.
     """
     names = list(runs)
-    rest = REST if clock is time.perf_counter else 0
+    pause = PAUSE if clock is time.perf_counter else 0
     repeats = {name: max(1, int(TURN / max(first[name], TURN / 1000))) for name in names}
     taken: dict[Name, list[float]] = {name: [] for name in names}
     for i in range(rounds):
         shift = i % max(len(names), 1)
         for name in names[shift:] + names[:shift]:
-            if len(taken[name]) < 2 or sum(taken[name]) * repeats[name] < PATIENCE:
-                time.sleep(rest)
-                taken[name].append(measure(runs[name], repeats[name], clock))
+            if len(taken[name]) < 2 or sum(taken[name]) * repeats[name] < BUDGET:
+                time.sleep(pause)
+                taken[name].append(seconds_per_call(runs[name], repeats[name], clock))
     return taken
 
 
-def measure(run: Run, repeats: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
+def medians(runs: Mapping[Name, Run], rounds: int) -> dict[Name, float]:
+    """Return the median seconds of a call of each, where one call fills a turn."""
+    return {name: median(seconds) for name, seconds in interleave(runs, dict.fromkeys(runs, 1.0), rounds).items()}
+
+
+def seconds_per_call(run: Run, repeats: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds that one of `repeats` calls takes."""
     start = clock()
     run(repeats)
@@ -50,7 +55,7 @@ def measure(run: Run, repeats: int = 1, clock: Callable[[], float] = time.perf_c
 
 
 def median(seconds: list[float]) -> float:
-    """Return the middle one."""
+    """Return the median."""
     return float(np.median(seconds))
 
 

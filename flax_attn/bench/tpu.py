@@ -1,4 +1,4 @@
-"""Attention compiled for TPU chips on a machine without one: what fits, and what it takes, before a chip is rented.
+"""Attention compiled for TPU chips on a machine without one: what fits in memory, and what it takes to compile.
 
 Source: ahead-of-time compilation, `jax.experimental.topologies` (docs.jax.dev/en/latest/aot.html).
 """
@@ -19,32 +19,33 @@ from jax.experimental import topologies
 from rich.table import Table
 
 from flax_attn.attention import dot_product_attention
+from flax_attn.bench.suite import default_backends
 from flax_attn.functional.masks import Mask
+
+GroupedShape = tuple[int, int, int, int, int]
 
 # The smallest slice of each generation that libtpu describes; one of its chips is compiled for.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-BACKENDS = ("splash", "blocked")
 SHAPES = ((1, 4096, 16, 16, 128), (4, 2048, 8, 8, 128), (1, 8192, 32, 8, 128))  # b, t, n, k, h
+BACKENDS = tuple(name for name in default_backends("tpu") if name not in ("auto", "reference"))
 DIRECTIONS = ("forward", "forward+backward")
 LEGEND = """\
 Causal attention in bfloat16, compiled for one chip of each generation; nothing is run.
 arguments, outputs, temporaries: of the chip's main memory; what XLA keeps in VMEM is not counted
 compile: seconds on this machine, to trace, lower and compile"""
 
-# libtpu asks the cloud what machine this is unless it is told.
+# Without these libtpu asks the cloud for a description of the machine.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-_NEEDED = "compiling for TPU needs libtpu, which jax[tpu] pins: pip install 'flax-attn[tpu]'. No TPU is needed"
-
-Shape = tuple[int, int, int, int, int]
+_NEEDED = "compiling for TPU needs libtpu, not a TPU: pip install 'flax-attn[tpu]'"
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one program takes on one chip; sizes in bytes. `reason` is set, and nothing else, where it does not compile.
+class TpuProgram:
+    """What one program takes on one chip; sizes in bytes. Where it does not compile only `reason` is set.
 
     Args:
         chip: the generation.
@@ -60,7 +61,7 @@ class Row:
 
     chip: str
     backend: str
-    shape: Shape
+    shape: GroupedShape
     direction: str
     arguments: int = 0
     outputs: int = 0
@@ -70,9 +71,11 @@ class Row:
 
 
 def report(
-    chips: Sequence[str] = tuple(TOPOLOGIES), backends: Sequence[str] = BACKENDS, shapes: Sequence[Shape] = SHAPES
+    chips: Sequence[str] = tuple(TOPOLOGIES),
+    backends: Sequence[str] = BACKENDS,
+    shapes: Sequence[GroupedShape] = SHAPES,
 ) -> Table:
-    """Return a table of all that was compiled.
+    """Compile every combination and return a table.
 
     Raises:
         ImportError: if libtpu is not installed.
@@ -81,12 +84,12 @@ def report(
     for name in ("arguments", "outputs", "temporaries", "compile"):
         table.add_column(name, justify="right")
     table.add_column("not compiled because", overflow="fold")
-    for row in rows(chips, backends, shapes):
+    for row in programs(chips, backends, shapes):
         table.add_row(row.chip, row.backend, " ".join(map(str, row.shape)), row.direction, *_cells(row))
     return table
 
 
-def rows(chips: Sequence[str], backends: Sequence[str], shapes: Sequence[Shape]) -> Iterator[Row]:
+def programs(chips: Sequence[str], backends: Sequence[str], shapes: Sequence[GroupedShape]) -> Iterator[TpuProgram]:
     """Compile every combination, one after the other.
 
     Raises:
@@ -101,30 +104,23 @@ def rows(chips: Sequence[str], backends: Sequence[str], shapes: Sequence[Shape])
         for shape in shapes:
             for backend in backends:
                 for direction in DIRECTIONS:
-                    yield _row(chip, device, backend, shape, direction)
+                    yield _program(chip, device, backend, shape, direction)
 
 
-def _row(chip: str, device: Any, backend: str, shape: Shape, direction: str) -> Row:
+def _program(chip: str, device: Any, backend: str, shape: GroupedShape, direction: str) -> TpuProgram:
     start = time.perf_counter()
     try:
         program = compiled(device, backend, shape, direction)
     except (ValueError, jax.errors.JaxRuntimeError) as error:  # refused by the backend; too large for the chip
-        return Row(chip, backend, shape, direction, reason=str(error).splitlines()[0])
+        return TpuProgram(chip, backend, shape, direction, reason=str(error).splitlines()[0])
     seconds, memory = time.perf_counter() - start, program.memory_analysis()
-    return Row(
-        chip,
-        backend,
-        shape,
-        direction,
-        memory.argument_size_in_bytes,
-        memory.output_size_in_bytes,
-        memory.temp_size_in_bytes,
-        seconds,
-    )
+    assert memory is not None, "XLA for TPU always reports memory"
+    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+    return TpuProgram(chip, backend, shape, direction, *sizes, seconds)
 
 
-def compiled(device: Any, backend: str, shape: Shape, direction: str) -> Any:
-    """Return causal attention in bfloat16 as a program for `device`, which need not be of this machine."""
+def compiled(device: Any, backend: str, shape: GroupedShape, direction: str) -> jax.stages.Compiled:
+    """Return causal attention in bfloat16, compiled for `device`, which need not be attached to this machine."""
     b, t, n, k, h = shape
     mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -144,7 +140,7 @@ def _gradients(backend: str, query: jax.Array, key: jax.Array, value: jax.Array,
     return output, pullback(cotangent)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: TpuProgram) -> tuple[str, ...]:
     if row.reason is not None:
         return "", "", "", "", row.reason
     sizes = (f"{size / 2**20:.1f} MiB" for size in (row.arguments, row.outputs, row.temporaries))

@@ -1,4 +1,4 @@
-"""`flax-attn backends`: which one would run a call, and why not another."""
+"""`flax-attn backends`: which backend would run a call, and why the others would not."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ def add(commands: Any) -> None:
     backends.add_argument("--keys", type=common.count, metavar="S", help="number of keys (default: as many as queries)")
     backends.add_argument("--kv-heads", type=common.count, help="number of key/value heads (default: as many as heads)")
     backends.add_argument("--dtype", default="float32", help="of the inputs (default float32)")
-    backends.add_argument(
-        "--platform", choices=("cpu", "gpu", "tpu"), help="ask about this one (default: the one here)"
-    )
+    backends.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="where it would run (default: here)")
     backends.add_argument("--no-causal", action="store_true", help="let every query see every key")
     backends.add_argument("--window", type=common.count, help="causal, and so many keys in all")
     backends.set_defaults(run=_backends)
@@ -36,7 +34,7 @@ def _backends(options: argparse.Namespace) -> int:
 
     (b, t, n, h), s = options.shape, options.keys or options.shape[1]
     try:
-        # A question about float64 is answered as it would be where float64 is switched on.
+        # For float64 the answer is the one with float64 switched on.
         with jax.enable_x64(options.dtype == "float64"):
             query = jax.ShapeDtypeStruct((b, t, n, h), jnp.dtype(options.dtype))
             key = jax.ShapeDtypeStruct((b, s, options.kv_heads or n, h), query.dtype)

@@ -1,12 +1,15 @@
-"""`flax-attn bench`: time, memory and growth beside the rivals; and what TPU chips would take."""
+"""`flax-attn bench`: time, memory and growth beside other implementations; and the memory TPU chips would need."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flax_attn.cli import common
+
+if TYPE_CHECKING:
+    from flax_attn.bench.report import BenchmarkReport
 
 
 def add(commands: Any) -> None:
@@ -14,7 +17,7 @@ def add(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure time, memory and growth beside PyTorch, jax.nn, Flax and attnax",
-        description="Time every rival on the same inputs in turns, after its results agree. It judges no time.",
+        description="Time implementations on the same inputs, in turns, after a check that their results agree.",
     )
     bench.add_argument("--quick", action="store_true", help="small shapes, in a minute")
     shape = {"action": "append", "default": [], "metavar": "B,N,T,H"}
@@ -26,7 +29,7 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="only this one of ours; may be repeated, and ratios are about the first",
     )
-    bench.add_argument("--rounds", type=common.count, default=7, help="turns of each rival (default 7)")
+    bench.add_argument("--rounds", type=common.count, default=7, help="turns of each implementation (default 7)")
     bench.add_argument("--json", metavar="FILE", help="write all that was measured to FILE")
     bench.add_argument("--plot", metavar="FILE", help="draw time and memory over T to FILE (.png, .svg, .pdf)")
     bench.add_argument("--models", action="store_true", help="measure GPT-2 small beside transformers instead")
@@ -44,7 +47,7 @@ def _bench(options: argparse.Namespace) -> int:
     common.check_writable(options.plot)
     if options.plot and options.shape:
         raise common.UsageError("--plot shows the growth over T, which --shape leaves out: give one of them")
-    report = _measure(options)
+    report = _run(options)
     _print(report)
     if options.json:
         report.write(options.json)
@@ -63,21 +66,22 @@ def _check_backends(names: list[str]) -> None:
         raise common.UsageError(str(error)) from None
 
 
-def _measure(options: argparse.Namespace) -> Any:
-    from flax_attn.bench import command
+def _run(options: argparse.Namespace) -> BenchmarkReport:
+    from flax_attn.bench import suite
 
     with common.progress() as progress:
         task = progress.add_task("preparing")
 
-        def tell(contests, contest):
-            progress.update(task, total=len(contests), completed=contests.index(contest), description=contest.title)
+        def show(benchmarks, benchmark):
+            done = benchmarks.index(benchmark)
+            progress.update(task, total=len(benchmarks), completed=done, description=benchmark.title)
             if not sys.stderr.isatty():  # where no bar is drawn
-                print(f"{contests.index(contest) + 1}/{len(contests)} {contest.title}", file=sys.stderr, flush=True)
+                print(f"{done + 1}/{len(benchmarks)} {benchmark.title}", file=sys.stderr, flush=True)
 
-        return command.run(options.shape, options.backend, options.rounds, options.quick, tell)
+        return suite.run(options.shape, options.backend, options.rounds, options.quick, show)
 
 
-def _print(report: Any) -> None:
+def _print(report: BenchmarkReport) -> None:
     from flax_attn.bench.report import LEGEND
     from flax_attn.bench.tables import notes, tables
 
@@ -89,14 +93,10 @@ def _print(report: Any) -> None:
         console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
-def _plot(report: Any, path: str) -> None:
+def _plot(report: BenchmarkReport, path: str) -> None:
     from flax_attn.bench.plot import plot_growth
 
-    try:
-        plot_growth(report).savefig(path, dpi=150)
-    except (ImportError, OSError, ValueError) as error:  # no matplotlib, no such picture format, no way to write
-        raise common.UsageError(str(error)) from None
-    print(f"wrote {path}")
+    common.save_figure(lambda: plot_growth(report), path)
 
 
 def _models(options: argparse.Namespace) -> int:
@@ -104,11 +104,11 @@ def _models(options: argparse.Namespace) -> int:
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise common.UsageError(f'{error}: it stands beside transformers, pip install "flax-attn[bench]"') from None
+        raise common.UsageError(f'{error}. --models needs transformers: pip install "flax-attn[bench]"') from None
     from flax_attn.bench import models
 
-    tell = lambda task: print(task, file=sys.stderr, flush=True)  # noqa: E731
-    common.console(150).print(models.table(list(models.rows(options.rounds, options.quick, tell))))
+    show = lambda task: print(task, file=sys.stderr, flush=True)  # noqa: E731
+    common.console(150).print(models.table(list(models.run(options.rounds, options.quick, show))))
     return 0
 
 

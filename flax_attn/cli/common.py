@@ -5,30 +5,35 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+if TYPE_CHECKING:
+    from jaxlib._jax import Device
+    from matplotlib.figure import Figure
+
 
 class UsageError(Exception):
-    """What the user asked for cannot be done; the message says what can."""
+    """The command cannot run as it was called; the message says how it can."""
 
 
 def console(width: int) -> Console:
-    """Return where tables go: as wide as the terminal, or of a fixed width where there is none."""
+    """Return a console on stdout, as wide as the terminal, or `width` columns where there is none."""
     return Console(width=None if sys.stdout.isatty() else width)
 
 
 def progress() -> Progress:
-    """Return a bar on stderr that leaves nothing behind."""
+    """Return a progress bar on stderr that disappears when it is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def check_writable(path: str | None) -> None:
-    """Raise unless a file can be written there, before any work is done."""
+    """Raise before any work is done unless a file can be written to `path`."""
     if path is None:
         return
     folder = Path(path).absolute().parent
@@ -36,8 +41,17 @@ def check_writable(path: str | None) -> None:
         raise UsageError(f"cannot write {path}: it must name a file in a folder that exists and can be written to")
 
 
-def device(platform: str | None) -> Any:
-    """Return the first device of a platform; None where none is named."""
+def save_figure(draw: Callable[[], Figure], path: str) -> None:
+    """Draw a figure and write it to `path`, in the format that its suffix names."""
+    try:
+        draw().savefig(path, dpi=150)
+    except (ImportError, OSError, ValueError) as error:  # no matplotlib, an unknown format, no way to write
+        raise UsageError(str(error)) from None
+    print(f"wrote {path}")
+
+
+def device(platform: str | None) -> Device | None:
+    """Return the first device of a platform; None for None."""
     import jax
 
     try:
@@ -47,28 +61,28 @@ def device(platform: str | None) -> Any:
 
 
 def seed(text: str) -> int:
-    """Return a seed from the command line."""
+    """Parse a seed."""
     number = int(text)
     if not 0 <= number < 2**32:
-        raise argparse.ArgumentTypeError(f"a seed is at least 0 and below 2**32; got {number}")
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 2**32; got {number}")
     return number
 
 
 def count(text: str) -> int:
-    """Return a positive number from the command line."""
+    """Parse a positive number."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {number}")
     return number
 
 
-def sizes(names: str):
-    """Return a reader of sizes such as `4,12,256,64`, one for each of the names."""
+def sizes(names: str) -> Callable[[str], tuple[int, ...]]:
+    """Return a parser of sizes such as `4,12,256,64`, one for each of the names."""
 
-    def read(text: str) -> tuple[int, ...]:
+    def parse(text: str) -> tuple[int, ...]:
         found = tuple(count(number) for number in text.split(","))
         if len(found) != len(names.split(",")):
             raise argparse.ArgumentTypeError(f"a shape is {names}; got {text}")
         return found
 
-    return read
+    return parse

@@ -1,4 +1,4 @@
-"""`flax-attn show`: attention maps and shapes."""
+"""`flax-attn show`: attention maps, and the shape of every intermediate of a layer."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from rich.table import Table
 import flax_attn
 from flax_attn.cli import common
 
-JOURNEY = "Your journey starts with one step"
+EXAMPLE = "Your journey starts with one step"
 
 
 def add(commands: Any) -> None:
     """Add the command."""
     show = commands.add_parser(
         "show",
-        help="draw attention maps, or print the shape of every step",
-        description="Run a text through one layer with random weights and show what it attends to.",
+        help="draw attention maps, or print the shapes inside a layer",
+        description="Run the words of a text through one attention layer with random weights.",
     )
-    show.add_argument("--text", default=JOURNEY, help=f"words to attend over (default {JOURNEY!r})")
+    show.add_argument("--text", default=EXAMPLE, help=f"words, a token each (default {EXAMPLE!r})")
     show.add_argument("--out", metavar="FILE", help="write the attention maps to FILE (.png, .svg, .pdf)")
-    show.add_argument("--shapes", action="store_true", help="print every step of the layer with its shape")
+    show.add_argument("--shapes", action="store_true", help="print every intermediate of the layer with its shape")
     show.add_argument("--heads", type=int, default=4, help="number of heads (default 4)")
     show.add_argument("--kv-heads", type=int, help="number of key/value heads (default: as many as heads)")
     show.add_argument("--width", type=int, default=32, help="model width (default 32)")
-    show.add_argument("--no-causal", action="store_true", help="let tokens see what comes after them")
+    show.add_argument("--no-causal", action="store_true", help="let every token attend to every other")
     show.add_argument("--seed", type=common.seed, default=0, help="of the weights and embeddings (default 0)")
     show.set_defaults(run=_show)
 
 
 def _show(options: argparse.Namespace) -> int:
     if not (options.out or options.shapes):
-        raise common.UsageError("say what to show: --out FILE for the attention maps, --shapes for the steps, or both")
+        raise common.UsageError("say what to show: --out FILE for the attention maps, --shapes for the shapes, or both")
     common.check_writable(options.out)
     if options.out and not Path(options.out).suffix:
         raise common.UsageError(f"cannot write {options.out}: its suffix says the format, such as .png, .svg or .pdf")
@@ -75,8 +75,8 @@ def _print_steps(layer: Any, tokens: list[str], embeddings: Any) -> None:
     from flax_attn.functional.shapes import AXES
     from flax_attn.steps import steps
 
-    rows = Table("step", "axes", "shape", "what it is", title=f"{type(layer).__name__} on {len(tokens)} tokens")
-    rows.add_row("input", "b t d", str((1, *embeddings.shape)), "one vector a token")
+    rows = Table("step", "axes", "shape", "meaning", title=f"{type(layer).__name__} on {len(tokens)} tokens")
+    rows.add_row("input", "b t d", str((1, *embeddings.shape)), "one vector per token")
     for step in steps(layer, embeddings[None]):
         rows.add_row(step.name, step.axes, str(step.shape), step.meaning)
     console = common.console(110)
@@ -90,8 +90,4 @@ def _draw(layer: Any, tokens: list[str], embeddings: Any, options: argparse.Name
 
     _, weights = layer(embeddings, return_weights=True)
     title = f"{type(layer).__name__}, random weights and embeddings (seed {options.seed})"
-    try:
-        plot_attention(weights, tokens, title=title).savefig(options.out, dpi=150)
-    except (ImportError, OSError, ValueError) as error:  # no matplotlib, no such picture format, no way to write
-        raise common.UsageError(str(error)) from None
-    print(f"wrote {options.out}")
+    common.save_figure(lambda: plot_attention(weights, tokens, title=title), options.out)

@@ -8,14 +8,17 @@
     convert.load(module, "weights.safetensors")
     state_dict = convert.to_layout(arrays, layout="nnx_mha")          # and with arrays by name alone
     arrays = convert.from_layout(state_dict, "nnx_mha", like=arrays)
+    layout = convert.auto(module, torch_module)                       # which parameter is which, from the models
 
-A layout is a name in `LAYOUTS`, a `Layout`, or the `Rule`s of your own model.
+A layout is a name in `LAYOUTS`, a `Layout`, the `Rule`s of your own model, or what `auto` returns.
 """
 
-from flax_attn.convert.api import load_state_dict, parameters, state_dict
+from flax_attn.convert.api import load_state_dict, parameters, state_dict, statistics, tensors
 from flax_attn.convert.arrays import from_layout, to_layout, to_numpy
 from flax_attn.convert.files import load, read_file, save
 from flax_attn.convert.layouts import LAYOUTS, LayoutLike, as_layout
+from flax_attn.convert.match.auto import auto
+from flax_attn.convert.match.pairing import PairedTensor, Pairing
 from flax_attn.convert.rules import ConversionError, Layout, Rule
 
 __all__ = [
@@ -23,8 +26,11 @@ __all__ = [
     "ConversionError",
     "Layout",
     "LayoutLike",
+    "PairedTensor",
+    "Pairing",
     "Rule",
     "as_layout",
+    "auto",
     "from_layout",
     "load",
     "load_state_dict",
@@ -32,6 +38,8 @@ __all__ = [
     "read_file",
     "save",
     "state_dict",
+    "statistics",
+    "tensors",
     "to_layout",
     "to_numpy",
 ]

@@ -13,7 +13,7 @@ from flax_attn.convert.rules import Axes, ConversionError
 
 
 def state_dict(module: nnx.Module, layout: LayoutLike = "torch_ref", *, prefix: str = "") -> dict[str, np.ndarray]:
-    """Return the parameters of `module` as flat arrays in a layout.
+    """Return the parameters and running statistics of `module` as flat arrays in a layout.
 
     Args:
         module: any NNX module; the attention layouts want one that has attention inside.
@@ -33,7 +33,7 @@ def state_dict(module: nnx.Module, layout: LayoutLike = "torch_ref", *, prefix: 
         {'bias': (2,), 'weight': (2, 3)}
     """
     axes = axes_of(module, layout)
-    arrays = {name: np.asarray(param[...]) for name, param in parameters(module).items()}
+    arrays = {name: np.asarray(tensor[...]) for name, tensor in tensors(module).items()}
     return to_layout(arrays, layout, axes=axes, prefix=prefix)
 
 
@@ -58,12 +58,12 @@ def load_state_dict(
         >>> layer(jnp.ones(3))
         Array([3., 3.], dtype=float32)
     """
-    axes, params = axes_of(module, layout), parameters(module)
-    ours = from_layout(weights, layout, params, axes=axes, prefix=prefix, what=type(module).__name__)
+    axes, own = axes_of(module, layout), tensors(module)
+    ours = from_layout(weights, layout, own, axes=axes, prefix=prefix, what=type(module).__name__)
     # All are made before any is written, and as copies: asarray may share memory.
-    new = {name: jnp.array(ours[name], dtype=param.dtype) for name, param in params.items()}
-    for name, param in params.items():
-        param[...] = new[name]
+    new = {name: jnp.array(ours[name], dtype=tensor.dtype) for name, tensor in own.items()}
+    for name, tensor in own.items():
+        tensor[...] = new[name]
 
 
 def parameters(module: nnx.Module) -> dict[str, nnx.Param]:
@@ -78,6 +78,22 @@ def parameters(module: nnx.Module) -> dict[str, nnx.Param]:
     """
     name = naming(module)
     return {name(path): node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
+
+
+def statistics(module: nnx.Module) -> dict[str, nnx.BatchStat]:
+    """Return the running statistics of a module by their dotted names: loaded and stored as parameters, not trained.
+
+    Example:
+        >>> list(statistics(nnx.BatchNorm(3, rngs=nnx.Rngs(0))))
+        ['mean', 'var']
+    """
+    name = naming(module)
+    return {name(path): node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.BatchStat)}
+
+
+def tensors(module: nnx.Module) -> dict[str, nnx.Variable]:
+    """Return what a state dict holds of a module: its parameters, then its running statistics."""
+    return {**parameters(module), **statistics(module)}
 
 
 def naming(module: nnx.Module) -> Callable[[tuple], str]:

@@ -9,12 +9,12 @@ Check = Callable[[Any], str | None]
 
 
 def ours_unless(*checks: Check) -> Check:
-    """Refuse one of our attention modules unless the checks hold; other modules are not asked."""
+    """Refuse one of our attention modules unless the checks hold; accept any other module."""
     return lambda module: _first(checks, module) if hasattr(module, "W_query") else None
 
 
 def nnx_unless(*checks: Check) -> Check:
-    """Refuse a `flax.nnx.MultiHeadAttention` unless the checks hold; other modules are not asked."""
+    """Refuse a `flax.nnx.MultiHeadAttention` unless the checks hold; accept any other module."""
     return lambda module: _first(checks, module) if isinstance(module, nnx.MultiHeadAttention) else None
 
 

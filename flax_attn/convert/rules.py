@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -25,9 +25,9 @@ class ConversionError(ValueError):
 class Rule:
     """One entry of a layout and the parameters it is made of; read forwards it exports, backwards it imports.
 
-    A name is met under any prefix, which is carried over, and so is what `{a}` stands for: any one part of a dotted
-    name. `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",), "layer.{i}.ln.weight")`
-    renames in every block.
+    A name matches under any prefix, and `{a}` matches any one part of a dotted name; both are carried over.
+    `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",), "layer.{i}.ln.weight")` renames in
+    every block.
 
     Args:
         ours: names of parameters under one prefix.
@@ -36,7 +36,7 @@ class Rule:
         axis: the parts are joined along this axis of the entry.
 
     Raises:
-        ConversionError: if a placeholder stands in one name and not in another, or twice.
+        ConversionError: if a placeholder is in one name and not in another, or twice in one.
     """
 
     ours: tuple[str, ...]
@@ -59,8 +59,8 @@ class Layout:
 
     Args:
         rules: tried in order; a parameter belongs to the first rule that all of its parts are there for.
-        ignored: regular expression for names that a state dict may hold beside weights, such as a mask buffer.
-        refuse: asked of every submodule, says why it cannot be stored this way, from its attributes, or returns None.
+        ignored: regular expression for other names that a state dict may hold, such as a mask buffer.
+        refuse: called with every submodule; returns why it cannot be stored this way, or None.
     """
 
     rules: tuple[Rule, ...]
@@ -70,13 +70,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class Entry:
-    """One rule applied to one module: where its parts are, and what shapes they have."""
+    """One rule applied to one module.
+
+    Args:
+        rule: that is applied.
+        ours: full names of the parameters.
+        theirs: full name of the entry.
+        shapes: of the parameters.
+        axes: sizes of einops axes that the shapes do not give.
+        trainable: False for running statistics, which are loaded and stored but have no gradient.
+    """
 
     rule: Rule
     ours: tuple[str, ...]
     theirs: str
     shapes: tuple[Shape, ...]
     axes: Mapping[str, int]
+    trainable: bool = True
 
     def join(self, arrays: Arrays) -> np.ndarray:
         """Return the entry made from our parameters, as an array of its own."""
@@ -145,29 +155,40 @@ def no_axes(prefix: str) -> Mapping[str, int]:
     return {}
 
 
-def plan(shapes: Mapping[str, Shape], layout: Layout, axes: Axes = no_axes) -> list[Entry]:
+def plan(
+    shapes: Mapping[str, Shape], layout: Layout, axes: Axes = no_axes, statistics: Collection[str] = ()
+) -> list[Entry]:
     """Return one entry for each name of the layout, every parameter belonging to exactly one.
 
     Args:
         shapes: of our parameters, by name.
         layout: to store them in.
         axes: the sizes of einops axes within a prefix, such as `{"h": 64}` at `"block.att."` for `"i (n h) -> i n h"`;
-            those that stand alone on the left of a pattern are read off the shape.
+            those that are alone on the left of a pattern are read from the shape.
+        statistics: the names among `shapes` that are running statistics.
 
     Raises:
         ConversionError: if the layout has no place for a parameter, or one entry for two.
     """
+    entries, free = apply_rules(shapes, layout.rules, axes)
+    if free:
+        raise ConversionError(f"this layout has no place for {', '.join(f'{n} {s}' for n, s in free.items())}")
+    _check_distinct(entries)
+    return [replace(entry, trainable=not set(entry.ours) <= set(statistics)) for entry in entries]
+
+
+def apply_rules(
+    shapes: Mapping[str, Shape], rules: Sequence[Rule], axes: Axes = no_axes
+) -> tuple[list[Entry], dict[str, Shape]]:
+    """Return the entries that rules make, and the parameters that they leave."""
     entries, free = [], dict(shapes)
-    for rule in layout.rules:
+    for rule in rules:
         for name in list(free):
             entry = _apply(rule, name, free, axes)
             if entry is not None and entry.fits_together():
                 entries.append(entry)
                 free = {name: shape for name, shape in free.items() if name not in entry.ours}
-    if free:
-        raise ConversionError(f"this layout has no place for {', '.join(f'{n} {s}' for n, s in free.items())}")
-    _check_distinct(entries)
-    return entries
+    return entries, free
 
 
 def _apply(rule: Rule, name: str, free: Mapping[str, Shape], axes: Axes) -> Entry | None:
@@ -193,7 +214,7 @@ def _enclosing(name: str, axes: Axes) -> dict[str, int]:
 
 @lru_cache
 def _expression(name: str) -> re.Pattern[str]:
-    """Return what a name of a rule meets: any prefix, then the name, a placeholder being one part of it."""
+    """Return the expression of a name in a rule: any prefix, then the name, where a placeholder is one part."""
     return re.compile(r"(.*\.)?" + re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(name)))
 
 

@@ -8,26 +8,24 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from flax.typing import Dtype
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Integer
 
-from flax_attn.functional.checks import check_lengths, check_positive, check_room, check_window
+from flax_attn.functional.checks import check_fits, check_lengths, check_positive, check_ring_buffer
 from flax_attn.functional.mask_parts import Count
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.shapes import ArrayLike, Key, Value
 
 
 class Extended(NamedTuple):
-    """What the queries of new tokens attend to, and the cache that holds these tokens too.
+    """What the queries of new tokens attend to, and the cache after them.
 
     Args:
         key: `(b, s, k, h)`.
         value: `(b, s, k, v)`.
         mask: of the queries of the new tokens, for these keys.
-        key_positions: `(b, s)`, where each key stands in its sequence; -1 where there is none.
+        key_positions: `(b, s)`, the position of each key in its sequence; -1 where there is none.
         cache: with the new tokens.
     """
 
@@ -42,21 +40,24 @@ class Extended(NamedTuple):
 class KVCache:
     """The keys and values of the tokens so far, each row of the batch with its own number of them.
 
-        held = cache.extend(key, value, Mask.causal())
-        output = dot_product_attention(query, held.key, held.value, mask=held.mask)
-        cache = held.cache
+        extended = cache.extend(key, value, Mask.causal())
+        output = dot_product_attention(query, extended.key, extended.value, mask=extended.mask)
+        cache = extended.cache
 
     A pytree of fixed shapes: it goes through `jit`, `vmap`, `lax.scan` and `lax.while_loop`. Keys are stored after
-    rotation. With `window` it rolls: the slots of tokens that no later query sees are used again, and a sequence has
-    no end. Without, tokens beyond the capacity are an error where the lengths are known; where they are traced, nothing
-    is overwritten and the row is marked: `overflow` tells, and modules turn its output into NaN.
+    rotation. With `window` it is a ring buffer: new tokens overwrite those that no later query attends to, and a
+    sequence has no end.
+
+    Tokens that do not fit are an error where their number is known from shapes and Python integers. Arrays are not
+    read, so that no call waits for the device: a row that is given more tokens than fit, or a length outside `0 ... t`,
+    becomes `invalid`. It stores nothing more, and modules turn its output into NaN.
 
     Args:
         key: `(b, k, s, h)`, heads first, so that a step reads the keys of a head in one piece; s is the capacity.
         value: `(b, k, s, v)`.
-        length: how many tokens each row holds or, in one that rolls, has seen: `(b,)`. An integer serves all rows and
-            stays static: `KVCache(key, value, 0)` is known to be empty, so that kernels skip what is.
-        window: of a sliding window, how many keys in all a query sees; None keeps all.
+        length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An integer is for all
+            rows and stays static: `KVCache(key, value, 0)` is known to be empty, so that kernels skip what is.
+        window: of a sliding window, how many keys in all a query attends to; None keeps all.
 
     Shapes:
         All without b for one sequence.
@@ -68,8 +69,8 @@ class KVCache:
     Example:
         >>> cache = KVCache.zeros(2, 8, num_kv_heads=3, head_dim=4)
         >>> new = jnp.ones((2, 5, 3, 4))
-        >>> held = cache.extend(new, new, Mask.causal(), lengths=jnp.array([5, 2]))
-        >>> held.key.shape, held.cache.length.tolist()
+        >>> extended = cache.extend(new, new, Mask.causal(), lengths=jnp.array([5, 2]))
+        >>> extended.key.shape, extended.cache.length.tolist()
         ((2, 8, 3, 4), [5, 2])
     """
 
@@ -90,10 +91,10 @@ class KVCache:
     ) -> KVCache:
         """Return an empty cache; b None is that of one sequence without a batch axis.
 
-        One that rolls takes up to `capacity - window + 1` tokens a call in place, and more at the price of a copy.
+        A ring buffer takes up to `capacity - window + 1` tokens a call in place, and more at the price of a copy.
         """
         check_positive(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        check_window(window, capacity)
+        check_ring_buffer(window, capacity)
         batch = () if b is None else (b,)
         keys, values = (jnp.zeros((*batch, num_kv_heads, capacity, head_dim), dtype) for _ in range(2))
         return KVCache(keys, values, jnp.zeros(batch, jnp.int32), window)
@@ -104,47 +105,42 @@ class KVCache:
         return self.key.shape[-2]
 
     @property
-    def overflow(self) -> Bool[Array, "*b"]:
-        """Which rows were given more tokens than fit: what they hold is not the whole sequence."""
-        lengths = self._lengths
-        return jnp.zeros_like(lengths, bool) if self.window else lengths > self.capacity
+    def invalid(self) -> Bool[Array, "*b"]:
+        """The rows that were given tokens that do not fit, or lengths that cannot be."""
+        return self._row_lengths < 0
 
     @property
     def key_positions(self) -> Integer[Array, "*b s"]:
-        """Where the key of each slot stands in its sequence; -1 where there is none."""
-        lengths = self._lengths[..., None]
-        slots = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32), (*self._lengths.shape, self.capacity))
-        # Of the positions that share a slot, the last that is there.
+        """The position in its sequence of the key in each slot; -1 where there is none."""
+        lengths = self._row_lengths[..., None]
+        slots = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32), (*lengths.shape[:-1], self.capacity))
+        # Of the positions that share a slot of a ring buffer, the last one is cached.
         positions = slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
         return jnp.where((positions >= 0) & (positions < lengths), positions, -1)
 
     def positions(self, t: int, lengths: ArrayLike | int | None = None) -> Integer[Array, "*b t"]:
-        """Return where the next `t` tokens will stand in their sequences; 0 for padding, behind `lengths` of them."""
-        held = self._lengths
-        ahead = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (*held.shape, t))
+        """Return the positions of the next `t` tokens in their sequences; 0 for padding, behind `lengths` of them."""
+        cached = self._row_lengths
+        new = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (*cached.shape, t))
         if lengths is None:
-            return held[..., None] + ahead
-        # Counted on, padding would leave tables of positions that have room for what is real.
-        real = ahead < jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), held.shape)[..., None]
-        return jnp.where(real, held[..., None] + ahead, 0)
+            return cached[..., None] + new
+        # Positions of padding could lie beyond a table of positions that is large enough for the tokens.
+        real = new < jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), cached.shape)[..., None]
+        return jnp.where(real, cached[..., None] + new, 0)
 
     def append(self, key: Key, value: Value, lengths: ArrayLike | int | None = None) -> KVCache:
-        """Return the cache with new tokens behind those it holds.
+        """Return the cache with new tokens behind the cached ones.
 
         Args:
-            key: `(b, t, k, h)`, turned by its positions already.
+            key: `(b, t, k, h)`, rotated by its positions already.
             value: `(b, t, k, v)`.
-            lengths: how many of the new tokens of each row are real, `(b,)`; what follows them is padding and is not
-                stored. None is all.
+            lengths: how many of the new tokens of each row are real, `(b,)`; the rest is padding and is not stored.
+                None is all.
         """
         if key.ndim == 3:
             return self._batched().append(key[None], value[None], lengths)._unbatched()
-        t = key.shape[1]
-        new = t if lengths is None else lengths if isinstance(lengths, int) else jnp.asarray(lengths, jnp.int32)
-        length = self.length + new
-        if not isinstance(new, Tracer):
-            self._check(np.asarray(new), t)
-        keys, values = (self._write(held, x, new) for held, x in ((self.key, key), (self.value, value)))
+        length, stored = self._count(key.shape[1], lengths)
+        keys, values = (self._write(cached, x, stored) for cached, x in ((self.key, key), (self.value, value)))
         return KVCache(keys, values, length, self.window)
 
     def extend(
@@ -153,56 +149,71 @@ class KVCache:
         """Return the keys, the values and the mask that the queries of new tokens attend with, and the cache after.
 
         Args:
-            key: `(b, t, k, h)`, of the new tokens alone, turned by its positions already.
+            key: `(b, t, k, h)`, of the new tokens alone, rotated by its positions already.
             value: `(b, t, k, v)`.
             mask: that of the whole sequence, of `(capacity, capacity)` tokens where it holds arrays, the same in every
-                call: the rows of the new tokens are taken from it. What is not there yet is hidden in any case.
+                call: the rows of the new tokens are taken from it. Slots without a token are hidden in any case.
             lengths: how many of the new tokens of each row are real, `(b,)`; None is all.
         """
         if key.ndim == 3:
-            held = self._batched().extend(key[None], value[None], mask, lengths)
-            key, value, positions = held.key[0], held.value[0], held.key_positions[0]
-            return Extended(key, value, held.mask, positions, held.cache._unbatched())
-        t, after = key.shape[1], self.append(key, value, lengths)
-        dtype, real = key.dtype, Mask.lengths(query=lengths)
+            extended = self._batched().extend(key[None], value[None], mask, lengths)
+            key, value, positions = extended.key[0], extended.value[0], extended.key_positions[0]
+            return Extended(key, value, extended.mask, positions, extended.cache._unbatched())
         if self.window is None:
-            as_mask(mask).check_whole(self.capacity)
-            mask = as_mask(mask).shift(self.length, t, self.capacity) & Mask.lengths(key=after.length)
-            keys, values = after._tokens_first(dtype)
-            return Extended(keys, values, mask & real, after.key_positions, after)
-        mask = as_mask(mask) & Mask.sliding_window(self.window)
-        if isinstance(self.length, int) and self.length == 0:  # nothing older: the structure of the mask can stay
-            positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (len(key), t))
-            return Extended(key, value, mask.shift(0, t, t) & Mask.lengths(key=lengths) & real, positions, after)
-        if t <= self.capacity - self.window + 1:
-            (keys, values), positions = after._tokens_first(dtype), after.key_positions
-        else:  # the first of the new queries see keys that the last of the new tokens take the slots of
-            old, rows = self._tokens_first(dtype), self.positions(t)
-            keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(old, (key, value), strict=True))
-            rows = rows if lengths is None else jnp.where(rows < rearrange(after._lengths, "b -> b 1"), rows, -1)
-            positions = jnp.concatenate([self.key_positions, rows], axis=1)
-        visible = mask.at(self.positions(t), positions) & rearrange(positions >= 0, "b s -> b 1 1 s")
-        return Extended(keys, values, Mask.dense(visible) & real, positions, after)
+            extended = self._extend(key, value, as_mask(mask), lengths)
+        else:
+            extended = self._extend_ring_buffer(key, value, as_mask(mask), lengths, self.window)
+        return extended._replace(mask=extended.mask & Mask.lengths(query=lengths))
 
-    def _check(self, new: np.ndarray, t: int) -> None:
-        check_lengths(int(new.max(initial=0)), t)
-        if self.window is not None:
-            return
-        if isinstance(self.length, Tracer):
-            check_room(self.capacity, None, int(new.max(initial=0)))
-            return
-        for held, more in np.broadcast(np.asarray(self.length), new):
-            check_room(self.capacity, int(held), int(more))
+    def _extend(self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None) -> Extended:
+        mask.check_whole(self.capacity)
+        after = self.append(key, value, lengths)
+        mask = mask.shift(self.length, key.shape[1], self.capacity) & Mask.lengths(key=after.length)
+        return Extended(*after._tokens_first(key.dtype), mask, after.key_positions, after)
+
+    def _extend_ring_buffer(
+        self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None, window: int
+    ) -> Extended:
+        t, after = key.shape[1], self.append(key, value, lengths)
+        mask = mask & Mask.sliding_window(window)
+        if isinstance(self.length, int) and self.length == 0:  # no older keys: the structure of the mask is kept
+            positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), key.shape[:2])
+            return Extended(key, value, mask.shift(0, t, t) & Mask.lengths(key=lengths), positions, after)
+        if t <= self.capacity - window + 1:
+            (keys, values), positions = after._tokens_first(key.dtype), after.key_positions
+        else:  # the last of the new tokens overwrite keys that the first of the new queries attend to
+            pairs = zip(self._tokens_first(key.dtype), (key, value), strict=True)
+            keys, values = (jnp.concatenate(pair, axis=1) for pair in pairs)
+            new = self.positions(t)
+            new = jnp.where(new < rearrange(after._row_lengths, "b -> b 1"), new, -1)
+            positions = jnp.concatenate([self.key_positions, new], axis=1)
+        visible = mask.at(self.positions(t), positions) & rearrange(positions >= 0, "b s -> b 1 1 s")
+        return Extended(keys, values, Mask.dense(visible), positions, after)
+
+    def _count(self, t: int, lengths: ArrayLike | int | None) -> tuple[Count, Count]:
+        """Return the length of each row after `t` new tokens, and how many of them are stored."""
+        new, cached = t if lengths is None else lengths, self.length
+        if isinstance(new, int):
+            check_lengths(new, t)
+            if self.window is None:
+                check_fits(self.capacity, cached if isinstance(cached, int) else 0, new)
+            if isinstance(cached, int):
+                return cached + new, new
+        cached = self._row_lengths
+        new = jnp.broadcast_to(jnp.asarray(new, jnp.int32), cached.shape)
+        valid = (cached >= 0) & (new >= 0) & (new <= t)
+        valid = valid if self.window else valid & (cached + new <= self.capacity)
+        return jnp.where(valid, cached + new, -1), jnp.where(valid, new, 0)
 
     @property
-    def _lengths(self) -> Integer[Array, "*b"]:
+    def _row_lengths(self) -> Integer[Array, "*b"]:
         return jnp.broadcast_to(jnp.asarray(self.length, jnp.int32), self.key.shape[:-3])
 
-    def _write(self, held: Array, new: Array, count: Count) -> Array:
-        t, new = new.shape[1], new.astype(held.dtype)
+    def _write(self, cached: Array, new: Array, count: Count) -> Array:
+        t, new = new.shape[1], new.astype(cached.dtype)
         if isinstance(self.length, int) and self.length + t <= self.capacity:
             # One slice for all rows: what is written beyond a row's length is hidden, and overwritten in time.
-            return held.at[:, :, self.length : self.length + t].set(rearrange(new, "b t k h -> b k t h"))
+            return cached.at[:, :, self.length : self.length + t].set(rearrange(new, "b t k h -> b k t h"))
         i = jnp.arange(t, dtype=jnp.int32)[None]
         count = jnp.broadcast_to(jnp.asarray(count, jnp.int32), new.shape[:1])[:, None]
         slots = self.positions(t)
@@ -210,8 +221,8 @@ class KVCache:
             slots = jnp.where(i >= count - self.capacity, slots % self.capacity, self.capacity)
         slots = jnp.where(i < count, slots, self.capacity)
         if len(new) == 1:  # of one row XLA makes a slice, which it does not write in place: so head by head
-            return held[0].at[jnp.arange(new.shape[2])[None], slots[0][:, None]].set(new[0], mode="drop")[None]
-        return held.at[jnp.arange(len(new))[:, None], :, slots].set(new, mode="drop")
+            return cached[0].at[jnp.arange(new.shape[2])[None], slots[0][:, None]].set(new[0], mode="drop")[None]
+        return cached.at[jnp.arange(len(new))[:, None], :, slots].set(new, mode="drop")
 
     def _tokens_first(self, dtype: Dtype) -> tuple[Array, Array]:
         key, value = (rearrange(x.astype(dtype), "b k s h -> b s k h") for x in (self.key, self.value))

@@ -1,4 +1,4 @@
-"""Checks that both packages make with the same words: the rule, the values, the remedy.
+"""Checks that both packages share, with the same messages: the rule, the values, the remedy.
 
 Pure Python on sizes and names. They run at construction where the values are known there, and
 otherwise at trace time, before any work is done.
@@ -22,9 +22,11 @@ def check_context_length(context_length: int | None) -> None:
 
 
 def check_type(name: str, value: object, kind: Any, remedy: str) -> None:
-    """Raise unless `value` is of a kind."""
+    """Raise unless `value` is an instance of `kind`, a class or a union of them."""
     if not isinstance(value, kind):
-        raise ValueError(f"{name} must be {kind}; got {type(value).__name__}. Pass {remedy}")
+        kinds = [one.__name__ for one in getattr(kind, "__args__", (kind,))]
+        expected = " or ".join(kinds).replace("NoneType", "None")
+        raise ValueError(f"{name} must be {expected}; got {type(value).__name__}. Pass {remedy}")
 
 
 def check_eps(eps: float) -> None:
@@ -42,11 +44,11 @@ def check_rate(dropout: float) -> None:
         )
 
 
-def check_key(shape: tuple[int, ...], dtype: str) -> None:
-    """Raise unless the words of a dropout key are one key."""
+def check_key_data(shape: tuple[int, ...], dtype: str) -> None:
+    """Raise unless it is the data of one dropout key."""
     if len(shape) != 1 or shape[0] < 2 or not dtype.startswith(("int", "uint")):
         raise ValueError(
-            f"a dropout key is one key, of at least two integer words; got shape {shape}, dtype {dtype}. "
+            f"a dropout key must be one key, of at least two integers; got shape {shape}, dtype {dtype}. "
             "Of a batch of keys pass one"
         )
 
@@ -70,6 +72,29 @@ def check_heads(d_out: int, num_heads: int, num_kv_heads: int, head_dim: int | N
 
 def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
+
+
+def check_block_norms(norm_first: bool, norm1: object, norm2: object, post_norm1: object, post_norm2: object) -> None:
+    """Raise unless a block that normalises the sums has a norm for each, and no others."""
+    norms = {"norm1": norm1, "norm2": norm2, "post_norm1": post_norm1, "post_norm2": post_norm2}
+    given = [name for name, norm in norms.items() if norm is not None]
+    if norm_first or given == ["norm1", "norm2"]:
+        return
+    raise ValueError(
+        "norm_first=False normalises the two sums, with norm1 and norm2 and no post norms; "
+        f"got {', '.join(given) or 'no norm'}. For any other norms pass norm_first=True"
+    )
+
+
+def check_block_widths(d_model: int, attention: dict[str, int], parts: dict[str, int | None]) -> None:
+    """Raise unless all parts of a block are as wide as the input of its attention; None is not known."""
+    wrong = {f"att.{name}": width for name, width in attention.items() if width != d_model}
+    wrong |= {f"{name}.d_model": width for name, width in parts.items() if width not in (None, d_model)}
+    if wrong:
+        raise ValueError(
+            f"all parts of a block have one width; got att.d_in={d_model}, "
+            f"{', '.join(f'{name}={width}' for name, width in wrong.items())}. Construct them with one d_model"
+        )
 
 
 def check_tokens(name: str, shape: tuple[int, ...], width_name: str, width: int, context_length: int | None) -> None:
@@ -134,6 +159,11 @@ def check_options(num_heads: int, sinks: tuple[int, ...] | None, soft_cap: float
     """Raise unless there is one sink a query head and the cap is positive."""
     if sinks is not None and sinks != (num_heads,):
         raise ValueError(f"sinks must be one logit a query head, shape ({num_heads},); got shape {sinks}")
+    check_soft_cap(soft_cap)
+
+
+def check_soft_cap(soft_cap: float | None) -> None:
+    """Raise unless the bound of the scores is positive."""
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be positive; got soft_cap={soft_cap}. For no cap pass None")
 
@@ -157,31 +187,32 @@ def check_broadcast(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> N
         )
 
 
-def check_window(window: int | None, capacity: int) -> None:
-    """Raise unless a cache of this capacity holds all keys of a sliding window."""
+def check_ring_buffer(window: int | None, capacity: int) -> None:
+    """Raise unless a cache of this capacity keeps all keys of a sliding window."""
     if window is None:
         return
     check_positive(window=window)
     if window > capacity:
         raise ValueError(
-            f"a cache that rolls holds at least the window, all keys that a query sees; got window={window}, "
-            f"capacity={capacity}. Take a capacity of at least {window}"
+            f"a ring buffer must keep at least the window, all keys that a query attends to; got window={window}, "
+            f"capacity={capacity}. Use a capacity of at least {window}"
         )
 
 
-def check_lengths(most: int, t: int) -> None:
-    """Raise if more of the tokens of a call are to be real than there are."""
-    if most > t:
-        raise ValueError(f"lengths count the real tokens of a call of t={t} tokens; got {most}. Pass at most {t}")
-
-
-def check_room(capacity: int, held: int | None, new: int) -> None:
-    """Raise if new tokens do not fit behind those that a row holds; None is not known before the computation."""
-    if (held or 0) + new > capacity:
-        known = "" if held is None else f"{held} of them taken, "
+def check_lengths(lengths: int, t: int) -> None:
+    """Raise unless `lengths` counts some of the tokens of a call."""
+    if not 0 <= lengths <= t:
         raise ValueError(
-            f"the cache has a capacity of {capacity} tokens, {known}and {new} more do not fit. Make it larger, as in "
-            f"KVCache.zeros(b, {(held or 0) + new}, ...), or one that rolls with window="
+            f"lengths counts the real tokens of a call of t={t} tokens; got lengths={lengths}. Use 0 to {t}"
+        )
+
+
+def check_fits(capacity: int, cached: int, new: int) -> None:
+    """Raise if new tokens do not fit behind the cached ones."""
+    if cached + new > capacity:
+        raise ValueError(
+            f"the cache has a capacity of {capacity} tokens; got {new} new tokens, {cached} cached. Make it larger, as "
+            f"in KVCache.zeros(b, {cached + new}, ...), or a ring buffer with window="
         )
 
 
@@ -192,30 +223,24 @@ def check_causal_window(window: int | None, causal: bool) -> None:
     check_positive(window=window)
     if not causal:
         raise ValueError(
-            f"window is that of a causal module, how many keys in all a token sees; got window={window}, causal=False. "
+            f"window is how many keys a token of a causal module attends to; got window={window}, causal=False. "
             "For one in both directions pass mask=Mask.window(left, right)"
         )
 
 
 def check_capacity(capacity: int, context_length: int | None) -> None:
-    """Raise unless a cache holds no more tokens than the module takes."""
+    """Raise unless a cache keeps no more tokens than the module takes."""
     if context_length is not None and capacity > context_length:
         raise ValueError(
-            f"a cache holds at most context_length={context_length} tokens; got capacity={capacity}. "
-            "Make it smaller or construct the module with a larger context_length"
+            f"capacity must not exceed context_length; got capacity={capacity}, context_length={context_length}. "
+            "Make the cache smaller or construct the module with a larger context_length"
         )
 
 
-def check_ids(dtype: str, ends: tuple[int, int] | None, size: int) -> None:
-    """Raise unless ids, of which the smallest and the largest may be known, are integers below `size`."""
+def check_ids(dtype: str) -> None:
+    """Raise unless ids are integers."""
     if not dtype.startswith(("int", "uint")):
         raise ValueError(f"ids must be integers; got dtype {dtype}. Cast them before the call")
-    if ends is not None and not 0 <= ends[0] <= ends[1] < size:
-        bad = ends[0] if ends[0] < 0 else ends[1]
-        raise ValueError(
-            f"ids choose one of the {size} vectors of an embedding, 0 to {size - 1}; got {bad}. "
-            "Tokens come from the tokenizer of the model, and positions stay below its context_length"
-        )
 
 
 def check_prompt(
@@ -237,9 +262,9 @@ def check_prompt(
         )
     if length > context_length:
         raise ValueError(f"a prompt is at most context_length={context_length} tokens; prompt {i} has {length}. Cut it")
-    for name, room in (("context_length", context_length), ("capacity", capacity)):
-        if room is not None and length + max_new_tokens > room:
+    for name, limit in (("context_length", context_length), ("capacity", capacity)):
+        if limit is not None and length + max_new_tokens > limit:
             raise ValueError(
-                f"a prompt and its new tokens together are at most {name}={room}; prompt {i} has {length} tokens and "
-                f"max_new_tokens={max_new_tokens}. Pass max_new_tokens={max(room - length, 0)}, or a shorter prompt"
+                f"a prompt and its new tokens together are at most {name}={limit}; prompt {i} has {length} tokens and "
+                f"max_new_tokens={max_new_tokens}. Pass max_new_tokens={max(limit - length, 0)}, or a shorter prompt"
             )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt32
 
-from flax_attn.functional.checks import check_key, check_rate, check_type
+from flax_attn.functional.checks import check_key_data, check_rate, check_type
 from flax_attn.functional.shapes import Index
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -30,7 +30,7 @@ class KeyedDropout:
 
     Args:
         rate: the probability that an element is dropped, in [0, 1).
-        key: a `jax.random.key`, or its two raw uint32 words.
+        key: a `jax.random.key`, or its data, two uint32.
 
     Raises:
         ValueError: if `rate` lies outside [0, 1).
@@ -48,28 +48,28 @@ class KeyedDropout:
         check_rate(self.rate)
 
 
-def key_words(key: Array) -> UInt32[Array, "2"]:
-    """Return the two words that seed Threefry, from a typed key or from raw words; of longer keys the first two.
+def key_data(key: Array) -> UInt32[Array, "2"]:
+    """Return the two integers that seed Threefry, of a typed key or of its data; of longer keys the first two.
 
     Example:
-        >>> key_words(jax.random.key(7))
+        >>> key_data(jax.random.key(7))
         Array([0, 7], dtype=uint32)
     """
-    check_type("a dropout key", key, jax.Array | np.ndarray, "jax.random.key(0), or its two uint32 words")
-    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
-    check_key(words.shape, words.dtype.name)
-    return words[:2].astype(jnp.uint32)
+    check_type("a dropout key", key, jax.Array | np.ndarray, "jax.random.key(0), or its data, two uint32")
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
+    check_key_data(data.shape, data.dtype.name)
+    return data[:2].astype(jnp.uint32)
 
 
 def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tuple[Array, Array]:
-    """Encrypt a two-word counter with a two-word key: `20` rounds of add, rotate, xor.
+    """Encrypt a counter of two integers with a key of two: 20 rounds of add, rotate, xor.
 
     Shapes:
         key, counter: two uint32 arrays each; all four broadcast together, with equal ranks or rank 0.
 
     Example:
         >>> zero = jnp.uint32(0)
-        >>> [hex(word) for word in threefry_2x32((zero, zero), (zero, zero))]
+        >>> [hex(x) for x in threefry_2x32((zero, zero), (zero, zero))]
         ['0x6b200159', '0x99ba4efe']
     """
     k0, k1 = key
@@ -94,8 +94,8 @@ def fold_in(key: Array | None, index: int) -> UInt32[Array, "2"] | None:
     """
     if key is None:
         return None
-    words = key_words(key)
-    return jnp.stack(threefry_2x32((words[0], words[1]), (jnp.uint32(index), jnp.uint32(0))))
+    seed = key_data(key)
+    return jnp.stack(threefry_2x32((seed[0], seed[1]), (jnp.uint32(index), jnp.uint32(0))))
 
 
 def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> Array:
@@ -111,9 +111,9 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
         Array([[1, 0, 1, 1, 0, 0],
                [0, 1, 0, 1, 0, 0]], dtype=int32)
     """
-    words = key_words(dropout.key)
+    seed = key_data(dropout.key)
     b, n, t, s = (index.astype(jnp.uint32) for index in (b, n, t, s))
-    bits, _ = threefry_2x32(threefry_2x32((words[0], words[1]), (b, n)), (t, s))
+    bits, _ = threefry_2x32(threefry_2x32((seed[0], seed[1]), (b, n)), (t, s))
     return bits >= jnp.uint32(min(round(dropout.rate * 2**32), 2**32 - 1))
 
 

@@ -20,7 +20,7 @@ from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.nonfinite import finite_tokens, sees_nonfinite, zero_nonfinite
-from flax_attn.functional.shapes import Key, Query, Scores, Value, Visible
+from flax_attn.functional.shapes import Key, Query, Value, Visible, Weights
 
 
 def reference_attention(
@@ -35,7 +35,7 @@ def reference_attention(
     sinks: Float[Array, " n"] | None,
     dropout: KeyedDropout | None,
     precision: jax.lax.PrecisionLike,
-) -> tuple[Float[Array, "b t n v"], Scores]:
+) -> tuple[Float[Array, "b t n v"], Weights]:
     """Return the output and the weights that were applied to the values.
 
     All arithmetic is in the dtype of the inputs, but at least float32. A row that may see nothing gives zeros with
@@ -69,7 +69,7 @@ def reference_attention(
     return output.astype(low), weights.astype(low)
 
 
-def capped_scores(scores: Scores, bias: Float[Array, "#b #n #t #s"] | None, soft_cap: float | None) -> Scores:
+def capped_scores(scores: Weights, bias: Float[Array, "#b #n #t #s"] | None, soft_cap: float | None) -> Weights:
     """Return `soft_cap * tanh((scores + bias) / soft_cap)`, each step where it is given.
 
     Example:
@@ -83,7 +83,7 @@ def capped_scores(scores: Scores, bias: Float[Array, "#b #n #t #s"] | None, soft
     return scores
 
 
-def masked_softmax(scores: Scores, visible: Visible, sinks: Float[Array, " n"] | None = None) -> Scores:
+def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Array, " n"] | None = None) -> Weights:
     """Return `exp(x_j) / (exp(sink) + sum_j exp(x_j))` over the visible j, and zeros where nothing is visible.
 
     Example:

@@ -19,10 +19,11 @@ def set_backend(model: nnx.Module, backend: str) -> None:
         ValueError: if the backend is unknown, or if the model holds no attention layer.
 
     Example:
-        >>> from flax_attn import TransformerBlock
-        >>> block = TransformerBlock(6, context_length=5, dropout=0.0, num_heads=2, rngs=nnx.Rngs(0))
-        >>> set_backend(block, "blocked")
-        >>> block.att.backend
+        >>> from flax_attn import MultiHeadAttention, RMSNorm
+        >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2, rngs=nnx.Rngs(0))
+        >>> model = nnx.Sequential(RMSNorm(6), att)
+        >>> set_backend(model, "blocked")
+        >>> att.backend
         'blocked'
     """
     check_backend(backend)

@@ -1,171 +1,152 @@
-"""The transformer block: attention and feed-forward, each with a norm and a way around it."""
+"""The transformer block: attention and feed-forward, each with its norms and a residual connection."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Literal, Unpack, overload
 
-import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype, PrecisionLike
-from jaxtyping import Array, Float
+from flax.typing import Dtype
+from jaxtyping import Array
 
 from flax_attn.functional.cache import KVCache
-from flax_attn.functional.checks import check_choice, check_tokens
+from flax_attn.functional.checks import check_block_norms, check_block_widths, check_tokens, check_type
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.positions import RoPE
 from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.modules.calls import Bias, CallOptions, Outputs, Returned, unpack
 from flax_attn.modules.dropout import Dropout
-from flax_attn.modules.feed_forward import FeedForward, GatedFeedForward
 from flax_attn.modules.multi_head import MultiHeadAttention
-from flax_attn.modules.norm import LayerNorm, RMSNorm
 
-NORMS = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+_Part = Callable[[Array], Array]
 
 
 class TransformerBlock(nnx.Module):
-    """Attention, then feed-forward, each around a residual connection.
+    """Attention, then feed-forward, each with a residual connection.
 
-        norm_first:  x = x + drop(att(norm1(x)));  x = x + drop(ff(norm2(x)))     (GPT-2, Llama)
-        otherwise:   x = norm1(x + drop(att(x)));  x = norm2(x + drop(ff(x)))     (the 2017 paper, BERT)
+        norm_first:  x = x + drop(post_norm1(att(norm1(x))));  x = x + drop(post_norm2(ff(norm2(x))))
+        otherwise:   x = norm1(x + drop(att(x)));              x = norm2(x + drop(ff(x)))
+
+    GPT-2 and Llama have `norm1` and `norm2` alone, Gemma 2 all four norms, OLMo 2 the post norms alone; the paper of
+    2017 and BERT are `norm_first=False`. A norm that is None is left out.
 
     Args:
-        d_model: width of the tokens.
-        context_length: the longest input taken; None is no limit.
-        dropout: the probability that an attention weight, or an element of a sublayer's output, is dropped.
-        num_heads: number of query heads; divides d_model.
-        qkv_bias: whether the three input projections of the attention have a bias.
-        num_kv_heads: number of key/value heads; None is num_heads.
-        head_dim: width of a head; None is `d_model / num_heads`.
-        causal: whether a token sees only itself and what came before.
-        window: of a causal block, how many keys in all a token sees, itself included; None is all.
-        out_bias: whether the output projection of the attention has a bias.
-        rope: rotary positions of queries and keys; None is none.
-        qk_norm: epsilon of an `RMSNorm` over each head of queries and keys; None is no norm.
-        d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
-        activation: `"gelu_tanh"`, `"gelu_exact"` or `"silu"`.
-        gated: whether the feed-forward layer is a `GatedFeedForward`: SwiGLU with `"silu"`.
-        ff_bias: whether the feed-forward layer has biases.
-        norm: `"layer_norm"` or `"rms_norm"`.
-        norm_first: whether the norm comes before the sublayer, or after the sum.
-        eps: of the norms.
-        shortcut_dropout: the probability for elements of a sublayer's output; None is `dropout`, Llama takes 0.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: of the attention call; `"auto"` or the name of one.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`,
-            and the keys of dropout from `dropout`.
+        att: the attention, `d_model` wide at both ends.
+        ff: the feed-forward layer, or any other module from tokens to tokens.
+        norm1: norm of the attention.
+        norm2: norm of the feed-forward layer.
+        norm_first: whether `norm1` and `norm2` come before the layers, or after the sums.
+        post_norm1: norm of what the attention returns, with `norm_first`.
+        post_norm2: norm of what the feed-forward layer returns, with `norm_first`.
+        drop_shortcut: dropout of what either layer adds; None is no dropout.
 
     Shapes:
         `(t, d_model)` or `(b, t, d_model)`, kept; the weights are `(n, t, t)` or `(b, n, t, t)`.
 
     Raises:
-        ValueError: where its layers do, and if the norm is unknown.
+        ValueError: if `att` or `drop_shortcut` is another kind of module, the parts differ in width, or a norm stands
+            where `norm_first=False` has none; in the call, where the attention does.
 
     Example:
-        >>> block = TransformerBlock(6, context_length=5, dropout=0.0, num_heads=2, rngs=nnx.Rngs(0))
+        >>> import jax.numpy as jnp
+        >>> from flax_attn import FeedForward, LayerNorm
+        >>> rngs = nnx.Rngs(0)
+        >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2, rngs=rngs)
+        >>> block = TransformerBlock(att, FeedForward(6, rngs=rngs), LayerNorm(6), LayerNorm(6))
         >>> block(jnp.ones((4, 5, 6))).shape
         (4, 5, 6)
 
     References:
-        Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020, norm before or after (arXiv:2002.04745).
+        Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020, norm before or after (arXiv:2002.04745);
+        Gemma Team 2024, norms before and after (arXiv:2408.00118); OLMo Team 2024 (arXiv:2501.00656).
     """
 
     def __init__(
         self,
-        d_model: int,
-        context_length: int | None,
-        dropout: float,
-        num_heads: int,
-        qkv_bias: bool = False,
+        att: MultiHeadAttention,
+        ff: _Part,
+        norm1: _Part | None,
+        norm2: _Part | None,
         *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        out_bias: bool = True,
-        rope: RoPE | None = None,
-        qk_norm: float | None = None,
-        d_hidden: int | None = None,
-        activation: str = "gelu_tanh",
-        gated: bool = False,
-        ff_bias: bool = True,
-        norm: str = "layer_norm",
         norm_first: bool = True,
-        eps: float = 1e-5,
-        shortcut_dropout: float | None = None,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        precision: PrecisionLike = None,
-        backend: str = "auto",
-        rngs: nnx.Rngs | None = None,
+        post_norm1: _Part | None = None,
+        post_norm2: _Part | None = None,
+        drop_shortcut: Dropout | None = None,
     ):
-        check_choice("norm", norm, tuple(NORMS))
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.d_model, self.norm_first, self.dtype = d_model, norm_first, dtype
-        self.att = MultiHeadAttention(
-            d_model,
-            d_model,
-            context_length,
-            dropout,
-            num_heads,
-            qkv_bias,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            causal=causal,
-            window=window,
-            out_bias=out_bias,
-            rope=rope,
-            qk_norm=qk_norm,
-            precision=precision,
-            backend=backend,
-            **numerics,
-        )
-        feed_forward = GatedFeedForward if gated else FeedForward
-        self.ff = feed_forward(d_model, d_hidden, activation, ff_bias, precision=precision, **numerics)
-        self.norm1 = NORMS[norm](d_model, eps, **numerics)
-        self.norm2 = NORMS[norm](d_model, eps, **numerics)
-        self.drop_shortcut = Dropout(dropout if shortcut_dropout is None else shortcut_dropout, rngs=rngs)
+        check_type("att", att, MultiHeadAttention, "att=MultiHeadAttention(...)")
+        check_type("drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None")
+        check_block_norms(norm_first, norm1, norm2, post_norm1, post_norm2)
+        parts = {"ff": ff, "norm1": norm1, "norm2": norm2, "post_norm1": post_norm1, "post_norm2": post_norm2}
+        widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
+        check_block_widths(att.d_in, {"d_out": att.d_out, "kdim": att.kdim, "vdim": att.vdim}, widths)
+        self.norm_first = norm_first
+        self.att, self.ff = att, ff
+        self.norm1, self.norm2 = norm1, norm2
+        self.post_norm1, self.post_norm2 = post_norm1, post_norm2
+        self.drop_shortcut = drop_shortcut
 
+    @overload
+    def __call__(
+        self, x: Array, *,
+        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> Array: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Array, *,
+        cache: None = None, return_weights: Literal[True], **options: Unpack[CallOptions],
+    ) -> tuple[Array, Array]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Array, *,
+        cache: KVCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> tuple[Array, KVCache]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Array, *,
+        cache: KVCache, return_weights: Literal[True], **options: Unpack[CallOptions],
+    ) -> tuple[Array, Array, KVCache]: ...  # fmt: skip
     def __call__(
         self,
         x: Tokens,
         *,
         mask: Mask | Array | None = None,
-        bias: Float[Array, "..."] | Callable | None = None,
+        bias: Bias | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
         cache: KVCache | None = None,
         return_weights: bool = False,
         dropout_key: Array | None = None,
-    ) -> Any:
-        """Return the tokens, followed by the weights if asked for, and by the cache if there is one.
+    ) -> Returned:
+        """Return the tokens, followed by the weights if `return_weights`, and by the new cache if there is a cache.
 
         `mask`, `bias`, `positions`, `lengths` and `cache` are those of the attention, see `MultiHeadAttention`.
         Children 0, 1 and 2 of `dropout_key` decide the attention weights, the attention output and the feed-forward
         output that are dropped.
         """
-        check_tokens("x", x.shape, "d_model", self.d_model, self.att.context_length)
-        x = x if self.dtype is None else x.astype(self.dtype)
+        check_tokens("x", x.shape, "d_model", self.att.d_in, self.att.context_length)
+        x = x if self.att.dtype is None else x.astype(self.att.dtype)
         keys = [fold_in(dropout_key, i) for i in range(3)]
         attended = self.att(
-            self.norm1(x) if self.norm_first else x,
+            self._before(self.norm1, x),
+            cache=cache,
+            return_weights=return_weights,
             mask=mask,
             bias=bias,
             positions=positions,
             lengths=lengths,
-            cache=cache,
-            return_weights=return_weights,
             dropout_key=keys[0],
         )
-        attended, *others = attended if isinstance(attended, tuple) else (attended,)
-        x = x + self.drop_shortcut(attended, dropout_key=keys[1])
-        x = x if self.norm_first else self.norm1(x)
-        forwarded = self.ff(self.norm2(x) if self.norm_first else x)
-        x = x + self.drop_shortcut(forwarded, dropout_key=keys[2])
-        x = x if self.norm_first else self.norm2(x)
-        return (x, *others) if others else x
+        output, weights, cache = unpack(attended, return_weights, cache is not None)
+        x = self._add(x, output, self.norm1, self.post_norm1, keys[1])
+        x = self._add(x, self.ff(self._before(self.norm2, x)), self.norm2, self.post_norm2, keys[2])
+        return Outputs(x, weights, cache).pack()
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> KVCache:
         """Return an empty cache of the attention, see `MultiHeadAttention.init_cache`."""
         return self.att.init_cache(b, capacity, dtype)
+
+    def _before(self, norm: _Part | None, x: Array) -> Array:
+        return norm(x) if self.norm_first and norm is not None else x
+
+    def _add(self, x: Array, y: Array, norm: _Part | None, post_norm: _Part | None, key: Array | None) -> Array:
+        y = y if post_norm is None else post_norm(y)
+        y = y if self.drop_shortcut is None else self.drop_shortcut(y, dropout_key=key)
+        return x + y if self.norm_first or norm is None else norm(x + y)

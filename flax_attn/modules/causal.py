@@ -1,6 +1,6 @@
 """One head of causal self-attention, with dropout on the weights."""
 
-from typing import Any
+from typing import Literal, overload
 
 import jax.numpy as jnp
 from flax import nnx
@@ -72,6 +72,16 @@ class CausalAttention(SelfAttention):
         self.context_length = context_length
         self.dropout = Dropout(dropout, rngs=rngs)
 
+    @overload
+    def __call__(
+        self, x: Array, *,
+        mask: Mask | Array | None = None, return_weights: Literal[False] = False, dropout_key: Array | None = None,
+    ) -> Array: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Array, *,
+        mask: Mask | Array | None = None, return_weights: Literal[True], dropout_key: Array | None = None,
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     def __call__(
         self,
         x: Tokens,
@@ -79,8 +89,8 @@ class CausalAttention(SelfAttention):
         mask: Mask | Array | None = None,
         return_weights: bool = False,
         dropout_key: Array | None = None,
-    ) -> Any:
-        """Return the context vectors, and if asked `(context, weights)`.
+    ) -> Array | tuple[Array, Array]:
+        """Return the context vectors, followed by the weights if `return_weights`.
 
         `mask` hides more than the causal mask does. In train mode `dropout_key` decides what is dropped; without it
         a key is drawn from the `dropout` stream.

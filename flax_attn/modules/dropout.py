@@ -1,4 +1,4 @@
-"""Dropout as a module: where the rate is kept and the keys come from."""
+"""Dropout as a module, with its rate and a source of keys."""
 
 from flax import nnx
 from jaxtyping import Array
@@ -11,7 +11,7 @@ from flax_attn.functional.shapes import Tokens
 class Dropout(nnx.Module):
     """Zero elements at `rate` and divide the rest by `1 - rate`; in eval mode, and at rate 0, the identity.
 
-    Each call draws a fresh key from the `dropout` stream, unless it is handed one: the same key drops
+    Each call draws a fresh key from the `dropout` stream, unless it is given one: the same key drops
     the same elements here and in `torch_ref`. `.train()` and `.eval()` switch it; it starts in train mode.
 
     Args:
@@ -44,7 +44,7 @@ class Dropout(nnx.Module):
         self.stream = nnx.data(rngs.dropout.fork() if rngs is not None and rate > 0 else None)
 
     def keyed(self, dropout_key: Array | None = None) -> KeyedDropout | None:
-        """Return the dropout of this call, or None where nothing is to be dropped."""
+        """Return the dropout of this call, or None where nothing is dropped."""
         if self.deterministic or self.stream is None:
             return None
         return KeyedDropout(self.rate, self.stream() if dropout_key is None else dropout_key)

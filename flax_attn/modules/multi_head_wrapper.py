@@ -1,6 +1,6 @@
 """Causal heads side by side, each with projections of its own."""
 
-from typing import Any
+from typing import Literal, overload
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,6 +11,7 @@ from flax_attn.functional.checks import check_positive
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import Tokens
+from flax_attn.modules.calls import unpack
 from flax_attn.modules.causal import CausalAttention
 
 
@@ -67,6 +68,16 @@ class MultiHeadAttentionWrapper(nnx.Module):
             [CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, **options) for _ in range(num_heads)]
         )
 
+    @overload
+    def __call__(
+        self, x: Array, *,
+        mask: Mask | Array | None = None, return_weights: Literal[False] = False, dropout_key: Array | None = None,
+    ) -> Array: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: Array, *,
+        mask: Mask | Array | None = None, return_weights: Literal[True], dropout_key: Array | None = None,
+    ) -> tuple[Array, Array]: ...  # fmt: skip
     def __call__(
         self,
         x: Tokens,
@@ -74,13 +85,17 @@ class MultiHeadAttentionWrapper(nnx.Module):
         mask: Mask | Array | None = None,
         return_weights: bool = False,
         dropout_key: Array | None = None,
-    ) -> Any:
-        """Return the context vectors, and if asked `(context, weights)`; head i drops by child i of `dropout_key`."""
+    ) -> Array | tuple[Array, Array]:
+        """Return the context vectors, followed by the weights if `return_weights`.
+
+        Child i of `dropout_key` decides what head i drops.
+        """
         results = [
-            head(x, mask=mask, return_weights=return_weights, dropout_key=fold_in(dropout_key, i))
+            unpack(
+                head(x, return_weights=return_weights, mask=mask, dropout_key=fold_in(dropout_key, i)), return_weights
+            )
             for i, head in enumerate(self.heads)
         ]
-        if not return_weights:
-            return jnp.concatenate(results, axis=-1)
-        contexts, weights = zip(*results, strict=True)
-        return jnp.concatenate(contexts, axis=-1), jnp.stack(weights, axis=-3)
+        output = jnp.concatenate([result.output for result in results], axis=-1)
+        weights = [result.weights for result in results if result.weights is not None]
+        return (output, jnp.stack(weights, axis=-3)) if return_weights else output

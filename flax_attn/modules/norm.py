@@ -49,12 +49,12 @@ class LayerNorm(nnx.Module):
         del rngs
         check_positive(d_model=d_model)
         check_eps(eps)
-        self.eps, self.dtype = eps, dtype
+        self.d_model, self.eps, self.dtype = d_model, eps, dtype
         self.scale = nnx.Param(jnp.ones(d_model, param_dtype))
         self.shift = nnx.Param(jnp.zeros(d_model, param_dtype))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
-        check_width("x", x.shape, "d_model", self.scale.shape[0])
+        check_width("x", x.shape, "d_model", self.d_model)
         dtype = _output_dtype(self.dtype, x, self.scale[...])
         x = x.astype(accumulation_dtype(x.dtype))
         x = x - x.mean(axis=-1, keepdims=True)
@@ -99,11 +99,11 @@ class RMSNorm(nnx.Module):
         del rngs
         check_positive(d_model=d_model)
         check_eps(eps)
-        self.eps, self.dtype = eps, dtype
+        self.d_model, self.eps, self.dtype = d_model, eps, dtype
         self.scale = nnx.Param(jnp.ones(d_model, param_dtype))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
-        check_width("x", x.shape, "d_model", self.scale.shape[0])
+        check_width("x", x.shape, "d_model", self.d_model)
         dtype = _output_dtype(self.dtype, x, self.scale[...])
         x = x.astype(accumulation_dtype(x.dtype))
         x = x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + self.eps)

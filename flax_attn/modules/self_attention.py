@@ -1,6 +1,6 @@
 """One head of self-attention with learned projections."""
 
-from typing import Any
+from typing import Literal, overload
 
 import jax.numpy as jnp
 from flax import nnx
@@ -74,8 +74,18 @@ class SelfAttention(nnx.Module):
         """Return queries, keys and values."""
         return self.W_query(x), self.W_key(x), self.W_value(x)
 
-    def __call__(self, x: Tokens, *, mask: Mask | Array | None = None, return_weights: bool = False) -> Any:
-        """Return the context vectors, and if asked `(context, weights)`."""
+    @overload
+    def __call__(
+        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[False] = False
+    ) -> Array: ...
+    @overload
+    def __call__(
+        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[True]
+    ) -> tuple[Array, Array]: ...
+    def __call__(
+        self, x: Tokens, *, mask: Mask | Array | None = None, return_weights: bool = False
+    ) -> Array | tuple[Array, Array]:
+        """Return the context vectors, followed by the weights if `return_weights`."""
         check_tokens("x", x.shape, "d_in", self.d_in, None)
         return single_head_attention(
             *self.project(x),

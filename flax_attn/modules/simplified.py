@@ -1,8 +1,9 @@
 """Self-attention without parameters: the idea alone."""
 
-from typing import Any
+from typing import Literal, overload
 
 from flax import nnx
+from jaxtyping import Array
 
 from flax_attn.attention import single_head_attention
 from flax_attn.backends.registry import check_backend
@@ -35,7 +36,11 @@ class SimplifiedSelfAttention(nnx.Module):
         check_backend(backend)
         self.backend = backend
 
-    def __call__(self, x: Tokens, *, return_weights: bool = False) -> Any:
-        """Return the context vectors, and if asked `(context, weights)`."""
+    @overload
+    def __call__(self, x: Array, *, return_weights: Literal[False] = False) -> Array: ...
+    @overload
+    def __call__(self, x: Array, *, return_weights: Literal[True]) -> tuple[Array, Array]: ...
+    def __call__(self, x: Tokens, *, return_weights: bool = False) -> Array | tuple[Array, Array]:
+        """Return the context vectors, followed by the weights if `return_weights`."""
         check_tokens("x", x.shape, "d", x.shape[-1], None)
         return single_head_attention(x, x, x, scale=1.0, backend=self.backend, return_weights=return_weights)

@@ -21,9 +21,11 @@ class Rig:
         return self.random.normal(size=shape)
 
     def theirs(self, layer):
-        """Return a PyTorch layer in float64, every parameter random."""
+        """Return a PyTorch layer in float64, every parameter random, and every buffer too."""
         for parameter in layer.double().eval().parameters():
             parameter.data = torch.from_numpy(self.normal(*parameter.shape))
+        for buffer in (buffer for buffer in layer.buffers() if buffer.is_floating_point()):
+            buffer.copy_(torch.from_numpy(self.random.uniform(0.2, 1.0, tuple(buffer.shape))))
         return layer
 
     def ours(self, layer):

@@ -223,7 +223,8 @@ def test_a_single_head_is_refused(layout):
 
 
 def test_a_refusal_says_where():
-    block = flax_attn.TransformerBlock(D, 9, 0.0, 4, num_kv_heads=2, qkv_bias=True, rngs=nnx.Rngs(0))
+    att = flax_attn.MultiHeadAttention(D, D, 9, 0.0, 4, True, num_kv_heads=2, rngs=nnx.Rngs(0))
+    block = flax_attn.TransformerBlock(att, flax_attn.FeedForward(D, rngs=nnx.Rngs(0)), None, None)
     with pytest.raises(convert.ConversionError, match=r"att \(MultiHeadAttention\) cannot be stored"):
         convert.state_dict(block, "torch_mha")
 

@@ -10,6 +10,7 @@ from flax import nnx, traverse_util
 import flax_attn
 import torch_ref
 from flax_attn import convert
+from flax_attn.proof.variants import select
 
 SIZES = {"d_in": 6, "d_out": 8, "context_length": 9, "dropout": 0.0, "num_heads": 4, "qkv_bias": True}
 WIDE = 4096  # large enough that JAX would share the memory of the array it is given
@@ -193,7 +194,7 @@ def test_a_bias_too_many_is_not_dropped_in_silence():
 
 
 def test_every_module_of_both_packages_holds_the_same_names():
-    block = flax_attn.TransformerBlock(6, 9, 0.0, 2, qkv_bias=True, rngs=nnx.Rngs(0))
-    theirs = torch_ref.TransformerBlock(6, 9, 0.0, 2, qkv_bias=True).state_dict()
+    block = select(["block_gpt2"])[0].build(flax_attn, rngs=nnx.Rngs(0))
+    theirs = select(["block_gpt2"])[0].build(torch_ref).state_dict()
     ours = {name: array.shape for name, array in convert.state_dict(block).items()}
     assert ours == {name: tuple(value.shape) for name, value in theirs.items()}

@@ -9,6 +9,7 @@ from flax import nnx
 
 import flax_attn
 from flax_attn import convert
+from flax_attn.convert import Rule
 
 F64 = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
 
@@ -132,7 +133,26 @@ def test_other_kernels_are_refused(layer, name):
         convert.state_dict(layer(), "torch")
 
 
+def test_running_statistics_cross_both_ways():
+    published = {"running_mean": np.full(5, 2.0), "running_var": np.full(5, 3.0), "num_batches_tracked": np.array(7)}
+    published |= {"weight": np.full(5, 4.0), "bias": np.full(5, 5.0)}
+    layer = nnx.BatchNorm(5, rngs=nnx.Rngs(0))
+    convert.load_state_dict(layer, published, "torch")
+    assert {name: float(tensor[0]) for name, tensor in convert.tensors(layer).items()} == {
+        "bias": 5.0,
+        "scale": 4.0,
+        "mean": 2.0,
+        "var": 3.0,
+    }
+    stored = convert.state_dict(layer, "torch")
+    assert {name: float(array[0]) for name, array in stored.items()} == {
+        name: float(array[0]) for name, array in published.items() if array.ndim
+    }
+
+
 def test_statistics_are_not_lost_in_silence():
+    with pytest.raises(convert.ConversionError, match=r"no place for mean \(5,\), var \(5,\)"):
+        convert.state_dict(nnx.BatchNorm(5, rngs=nnx.Rngs(0)), [Rule(("scale",), "weight"), Rule(("bias",), "bias")])
     published = torch.nn.BatchNorm1d(5).state_dict()
     with pytest.raises(convert.ConversionError, match=r"unexpected running_mean \(5,\)"):
-        convert.load_state_dict(nnx.BatchNorm(5, rngs=nnx.Rngs(0)), published, "torch")
+        convert.load_state_dict(nnx.LayerNorm(5, rngs=nnx.Rngs(0)), published, "torch")

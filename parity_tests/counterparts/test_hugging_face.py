@@ -63,8 +63,12 @@ GPT2_BLOCK = [
 def test_a_block_of_gpt2(checks):
     hidden = 12
     config = GPT2Config(n_embd=D, n_head=HEADS, n_inner=hidden, attn_implementation="sdpa")
+    rngs = nnx.Rngs(0)
     ours = flax_attn.TransformerBlock(
-        D, context_length=None, dropout=0.0, num_heads=HEADS, d_hidden=hidden, qkv_bias=True, rngs=nnx.Rngs(0)
+        flax_attn.MultiHeadAttention(D, D, None, 0.0, HEADS, True, rngs=rngs),
+        flax_attn.FeedForward(D, hidden, rngs=rngs),
+        flax_attn.LayerNorm(D),
+        flax_attn.LayerNorm(D),
     )
     names = (*checks.quick, "float32", "training")
     assert_parity(ours, GPT2Block(config, layer_idx=0).eval(), INPUTS, layout=GPT2_BLOCK, checks=names)

@@ -1,6 +1,7 @@
 """The cache of keys and values by itself: what it holds, what queries see of it, what it refuses, on both sides."""
 
 import re
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,12 @@ B, T, N, K, H = 2, 9, 4, 2, 3
 RANDOM = np.random.default_rng(0)
 QUERY, KEY, VALUE = (RANDOM.normal(size=(B, T, heads, H)) for heads in (N, K, K))
 WIDTHS = (1, 2, 4)  # of calls: few, so that little is compiled
-KINDS = {"linear": (T, None), "rolling in place": (7, 3), "rolling": (4, 3), "no larger than the window": (3, 3)}
+KINDS = {
+    "linear": (T, None),
+    "ring buffer in place": (7, 3),
+    "ring buffer": (4, 3),
+    "no larger than the window": (3, 3),
+}
 
 
 def zeros(side, capacity, window=None, dtype="float64"):
@@ -82,7 +88,7 @@ def test_any_chunks_of_any_lengths_equal_the_full_forward(attends, capacity, win
     assert max(errors.values()) <= tolerance.FORWARD, errors
 
 
-def test_where_tokens_stand(side):
+def test_positions_of_tokens_and_keys(side):
     cache = zeros(side, 6).append(new(side, 4), new(side, 4), side.array(np.array([4, 1])))
     assert cache.length.tolist() == [4, 1]
     assert cache.positions(3).tolist() == [[4, 5, 6], [1, 2, 3]]
@@ -90,11 +96,11 @@ def test_where_tokens_stand(side):
     assert cache.key_positions.tolist() == [[0, 1, 2, 3, -1, -1], [0, -1, -1, -1, -1, -1]]
 
 
-def test_where_keys_of_one_that_rolls_stand(side):
+def test_positions_of_the_keys_of_a_ring_buffer(side):
     cache = zeros(side, 4, window=3).append(new(side, 3), new(side, 3))
     cache = cache.append(new(side, 3), new(side, 3), side.array(np.array([3, 1])))
     assert cache.key_positions.tolist() == [[4, 5, 2, 3], [0, 1, 2, 3]]
-    assert not np.asarray(cache.overflow).any()
+    assert not side.numpy(cache.invalid).any()
     assert cache.append(new(side, 9), new(side, 9)).key_positions.tolist() == [[12, 13, 14, 11], [12, 9, 10, 11]]
 
 
@@ -144,34 +150,28 @@ def filled(side, count=5):
 
 def extend(side, t, cache=None, mask=None, lengths=None):
     cache = filled(side) if cache is None else cache
-    return cache.extend(new(side, t), new(side, t), mask, None if lengths is None else side.array(np.array(lengths)))
+    lengths = side.array(np.array(lengths)) if isinstance(lengths, list) else lengths
+    return cache.extend(new(side, t), new(side, t), mask, lengths)
 
 
-ROOM = (
-    r"capacity of 8 tokens, 5 of them taken, and 4 more do not fit.*KVCache\.zeros\(b, 9, \.\.\.\), or one that rolls"
-)
+FITS = r"capacity of 8 tokens; got {} new tokens, {} cached\. .*KVCache\.zeros\(b, 9, \.\.\.\), or a ring buffer"
+LENGTHS = r"lengths counts the real tokens of a call of t=2 tokens; got lengths={}\. Use 0 to 2"
 WHOLE = r"mask is that of the whole sequence, .*capacity=8 tokens it can hold; got {}\. Pad it to the capacity"
 BAD = {
     "window 0": (lambda side: zeros(side, 8, window=0), r"window must be a positive integer; got window=0"),
     "wide window": (
         lambda side: zeros(side, 4, window=5),
-        r"holds at least the window.*got window=5, capacity=4\. Take a capacity of at least 5",
+        r"a ring buffer must keep at least the window.*got window=5, capacity=4\. Use a capacity of at least 5",
     ),
     "no capacity": (lambda side: zeros(side, 0), r"capacity must be a positive integer; got capacity=0"),
     "no heads": (lambda side: side.KVCache.zeros(2, 4, 0, 3), r"num_kv_heads must be a positive integer"),
     "no width": (lambda side: side.KVCache.zeros(2, 4, 3, -1), r"head_dim must be a positive integer; got head_dim=-1"),
-    "full": (lambda side: extend(side, 4), ROOM),
-    "one row full": (lambda side: extend(side, 6, lengths=[1, 4]), ROOM),
-    "the fuller row": (lambda side: extend(side, 6, extend(side, 3, lengths=[3, 0]).cache, lengths=[0, 4]), ROOM),
-    "longer than all": (lambda side: extend(side, 9, zeros(side, 8)), r"0 of them taken, and 9 more do not fit"),
-    "lengths": (
-        lambda side: extend(side, 2, lengths=[1, 3]),
-        r"lengths count the real tokens of a call of t=2 tokens; got 3\. Pass at most 2",
-    ),
-    "lengths in one that rolls": (
-        lambda side: extend(side, 2, zeros(side, 4, window=3), lengths=[1, 3]),
-        r"lengths count the real tokens of a call of t=2 tokens; got 3\. Pass at most 2",
-    ),
+    "full": (lambda side: extend(side, 4, replace(filled(side), length=5)), FITS.format(4, 5)),
+    "longer than all": (lambda side: extend(side, 9, zeros(side, 8)), FITS.format(9, 0)),
+    "more than all": (lambda side: extend(side, 9, lengths=9), FITS.format(9, 0)),
+    "lengths": (lambda side: extend(side, 2, lengths=3), LENGTHS.format(3)),
+    "negative lengths": (lambda side: extend(side, 2, lengths=-1), LENGTHS.format(-1)),
+    "lengths in a ring buffer": (lambda side: extend(side, 2, zeros(side, 4, window=3), lengths=3), LENGTHS.format(3)),
     "mask": (
         lambda side: extend(side, 2, mask=side.Mask.dense(np.ones((2, 5), bool))),
         WHOLE.format("mask of 2, 5 tokens"),
@@ -202,6 +202,32 @@ def test_a_row_may_be_filled_to_the_last_token(side):
     held = extend(side, 6, lengths=[3, 0])
     assert held.cache.length.tolist() == [8, 5]
     assert extend(side, 6, held.cache, lengths=[0, 3]).cache.length.tolist() == [8, 8]  # beside one that is full
+
+
+INVALID = {
+    "full": (lambda side: extend(side, 4), [True, True]),
+    "one row full": (lambda side: extend(side, 6, lengths=[1, 4]), [False, True]),
+    "the fuller row": (
+        lambda side: extend(side, 6, extend(side, 3, lengths=[3, 0]).cache, lengths=[1, 3]),
+        [True, False],
+    ),
+    "more than there are": (lambda side: extend(side, 2, lengths=[1, 3]), [False, True]),
+    "less than none": (lambda side: extend(side, 2, lengths=[-1, 2]), [True, False]),
+    "lengths in a ring buffer": (
+        lambda side: extend(side, 2, zeros(side, 4, window=3), lengths=[3, 1]),
+        [True, False],
+    ),
+}
+
+
+@pytest.mark.parametrize(("act", "rows"), INVALID.values(), ids=INVALID)
+def test_what_only_arrays_tell_makes_rows_invalid(side, act, rows):
+    cache = act(side).cache
+    assert cache.invalid.tolist() == rows
+    again = extend(side, 1, cache, lengths=[0, 0]).cache  # for good, and with nothing new
+    assert again.invalid.tolist() == rows
+    for held in (cache, again):
+        assert [bool(row.max() < 0) for row in side.numpy(held.key_positions)] == rows
 
 
 def test_masks_that_are_the_same_for_all_tokens_need_no_size(side):

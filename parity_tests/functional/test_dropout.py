@@ -141,7 +141,7 @@ def test_what_is_kept_is_rescaled(side):
     assert ((dropped == 0) == ~kept).all()
 
 
-def test_a_typed_key_is_its_raw_words():
+def test_a_typed_key_is_its_data():
     key = jax.random.key(2**33 + 5)
     raw = jax.random.key_data(key)
     typed, plain = (ours.keep_grid(ours.KeyedDropout(0.5, k), SHAPE) for k in (key, raw))
@@ -160,9 +160,9 @@ def test_keys_of_the_rbg_generators(implementation):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint32])
-def test_torch_takes_words_of_any_integer_dtype(dtype):
+def test_torch_takes_keys_of_any_integer_dtype(dtype):
     key = torch.tensor([2**32 - 2, 7]).to(dtype)
-    assert theirs.key_words(key).tolist() == [2**32 - 2, 7]
+    assert theirs.key_data(key).tolist() == [2**32 - 2, 7]
 
 
 def test_draw_key_draws_from_a_generator():

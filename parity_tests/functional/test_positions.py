@@ -330,7 +330,9 @@ def test_attention_with_relative_bias_and_scale_is_that_of_t5(side):
     t5 = t5_attention()
     with in_float64():
         truth = t5(torch.tensor(x))[0]
-    layer = multi_head(side, [part.weight for part in (t5.q, t5.k, t5.v, t5.o)], causal=False, scale=1.0)
+    layer = multi_head(
+        side, [part.weight for part in (t5.q, t5.k, t5.v, t5.o)], causal=False, scores=side.Scores(scale=1.0)
+    )
     table = side.array(t5.relative_attention_bias.weight.detach().numpy())
     bias = side.t5_bias(table, np.arange(T), np.arange(T), max_distance=6)
     assert_equal(run(side, layer, x, bias=bias), truth.detach().numpy())
@@ -377,7 +379,10 @@ ERRORS = {
     "odd width": (lambda side: side.RoPE(width=3), r"width must be a positive even integer.*got width=3"),
     "no width": (lambda side: side.RoPE(width=0), r"width must be a positive even integer.*got width=0"),
     "float width": (lambda side: side.RoPE(width=4.0), r"width must be a positive even integer.*got width=4\.0"),
-    "wide": (lambda side: turn(side, width=18), r"at most all; got width=18, head_dim=16\. For all pass width=None"),
+    "wide": (
+        lambda side: turn(side, width=18),
+        r"must not exceed head_dim.*got width=18, head_dim=16\. For all of them use width=None",
+    ),
     "odd head": (lambda side: turn(side, shape=(T, N, 7)), r"head_dim must be a positive even.*got head_dim=7"),
     "factor": (lambda side: side.LinearScaling(0.5), r"factor is how many times.*got factor=0\.5.*scaling=None"),
     "dynamic length": (lambda side: side.DynamicNTKScaling(2.0, 0), r"original_context_length must be a positive"),
@@ -436,7 +441,7 @@ ERRORS = {
         lambda side: side.build("MultiHeadAttention", 6, 8, 9, 0.0, 2)(
             side.array(np.ones((B, T, 6))), positions=np.arange(T)
         ),
-        r"positions are for rope, and this module has none\. Construct it with rope=RoPE\(\)",
+        r"positions are for rope; got positions, rope=None\. Construct the module with rope=RoPE\(\)",
     ),
     "rope across": (
         lambda side: roped(side, causal=False)(side.array(np.ones((B, T, 6))), side.array(np.ones((B, S, 6)))),

@@ -20,14 +20,14 @@ CHUNKS = (((3, 0, 2), 4), ((2, 2, 0), 4), ((2, 2, 4), 4))
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(B, T, D))
 IDS = np.array([[0, 0, 0, 1, 1, 1, 1], [5, 5, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 4, 4]])
-PLACES = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4], [7, 9, 12, 13, 14, 0, 1]])
+POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4], [7, 9, 12, 13, 14, 0, 1]])
 TABLE = RANDOM.normal(size=(8, 4))
 DENSE = RANDOM.random((B, 4, T, T)) < 0.6
 
 
 @dataclass(frozen=True)
 class Case:
-    """A module, and what every call of it is told beside the tokens.
+    """A module, and the options of its calls.
 
     Args:
         variant: name of the class.
@@ -57,7 +57,7 @@ def heads(*, options=lambda side, size: {}, positions=None, capacity=9, **argume
 
 def block(**arguments):
     capacity, options = arguments.pop("capacity", 9), arguments.pop("options", lambda side, size: {})
-    defaults = {"d_model": D, "context_length": 11, "dropout": 0.3, "num_heads": 3, "d_hidden": 10}
+    defaults = {"d_model": D, "context_length": 11, "dropout": 0.3, "num_heads": 3}
     return Case("TransformerBlock", {**defaults, **arguments}, options, None, capacity)
 
 
@@ -83,7 +83,8 @@ def packed_window(side, size):
     return {"mask": mask & side.Mask.window(1, None)}
 
 
-LLAMA = {"norm": "rms_norm", "gated": True, "activation": "silu", "ff_bias": False, "out_bias": False}
+LLAMA = {"norm": "RMSNorm", "ff": ("GatedFeedForward", {"d_hidden": 10}), "out_bias": False}
+EXACT = ("FeedForward", {"d_hidden": 10, "activation": "gelu_exact"})
 
 CAUSAL_BY_MASK = ("multi_head_packed_window", "multi_head_prefix_dense")
 VARIANTS = {
@@ -99,10 +100,13 @@ VARIANTS = {
     "rope llama3": heads(rope=rope("Llama3Scaling", (8.0, 20))),
     "rope dynamic": heads(rope=rope("DynamicNTKScaling", (4.0, 8))),
     "alibi": heads(options=lambda side, size: {"bias": lambda q, k: side.alibi(4, q, k)}),
-    "t5": heads(scale=1.0, options=lambda side, size: {"bias": lambda q, k: side.t5_bias(side.array(TABLE), q, k)}),
+    "t5": heads(
+        scores=lambda side: side.Scores(scale=1.0),
+        options=lambda side, size: {"bias": lambda q, k: side.t5_bias(side.array(TABLE), q, k)},
+    ),
     "window mask": heads(options=lambda side, size: {"mask": side.Mask.sliding_window(3)}),
     "lengths": heads(options=lambda side, size: {"mask": side.Mask.lengths(key=np.array([5, 4, 0]), query=6)}),
-    "segments": heads(options=segments, rope=rope(), positions=PLACES),
+    "segments": heads(options=segments, rope=rope(), positions=POSITIONS),
     "segments of all rows": heads(options=lambda side, size: {"mask": side.Mask.segments(padded(IDS[0], size, (0,)))}),
     "prefix": heads(causal=False, options=lambda side, size: {"mask": side.Mask.prefix(np.array([3, 1, 2]))}),
     "prefix and segments": heads(
@@ -115,6 +119,7 @@ VARIANTS = {
     "dense (t, s)": heads(options=dense(DENSE[0, 0], 0, 1)),
     "dense keys": heads(options=dense(DENSE[:, :1, :1], 3)),
     "dense queries": heads(options=dense(DENSE[..., :1], 2)),
+    "soft cap and sinks": heads(scores=lambda side: side.Scores(soft_cap=1.5, sinks=True), num_kv_heads=2),
     "all masks": heads(options=packed_window, num_kv_heads=2),
     "window 3 in 3": heads(window=3, capacity=3),
     "window 3 in 4": heads(window=3, capacity=4, rope=rope(), num_kv_heads=2),
@@ -124,12 +129,13 @@ VARIANTS = {
     "window and alibi": heads(
         window=3, capacity=4, options=lambda side, size: {"bias": lambda q, k: side.alibi(4, q, k)}
     ),
-    "window and all masks": heads(window=4, capacity=5, options=packed_window, rope=rope(), positions=PLACES),
+    "window and all masks": heads(window=4, capacity=5, options=packed_window, rope=rope(), positions=POSITIONS),
     "block gpt2": block(qkv_bias=True),
     "block llama": block(**LLAMA, rope=rope(), num_kv_heads=1, head_dim=4),
     "block qwen": block(**LLAMA, rope=rope(), num_kv_heads=1, head_dim=4, qk_norm=1e-6),
     "block mistral": block(**LLAMA, rope=rope(), window=3, head_dim=4, capacity=5),
-    "block post-norm": block(norm_first=False, activation="gelu_exact", options=segments),
+    "block olmo2": block(**LLAMA, rope=rope(), head_dim=4, norms=("post_norm1", "post_norm2")),
+    "block post-norm": block(norm_first=False, ff=EXACT, options=segments),
 }
 
 

@@ -9,9 +9,9 @@ from flax import nnx
 import flax_attn
 import torch_ref
 from flax_attn.proof.table import pair_of
-from flax_attn.proof.variants import CASES
+from flax_attn.proof.variants import VARIANTS
 
-DROPPING = [case for case in CASES if case.arguments.get("dropout", 0) > 0]
+DROPPING = [case for case in VARIANTS if case.arguments.get("dropout", 0) > 0]
 
 
 @pytest.mark.parametrize("case", DROPPING, ids=lambda case: case.name)

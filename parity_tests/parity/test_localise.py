@@ -15,6 +15,7 @@ import pytest
 import torch
 from einops import rearrange
 from flax import linen, nnx
+from flax_attn.proof.table import pair_of
 from jax.extend.core.primitives import name_p
 
 import flax_attn
@@ -24,26 +25,26 @@ from flax_attn.convert.rules import Layout, plan
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.torch_adapter import TorchAdapter
-from flax_attn.parity.compare import on_cpu
+from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import NotRun, Pair, weight_map
 from flax_attn.parity.trace import jax_hooks
 from flax_attn.parity.trace.activations import record
 from flax_attn.parity.trace.hooks import ActivationRecorder, Observer
 from flax_attn.parity.trace.localise import localise
 from flax_attn.parity.trace.pairing import pair_paths
-from flax_attn.proof.table import pair_of
+from flax_attn.proof.build import build
 from flax_attn.proof.variants import select
 from torch_ref.functional.masks import Causal
 
 REFERENCE = torch_ref.functional.reference
-BLOCK = {"d_model": 6, "context_length": 9, "dropout": 0.0, "num_heads": 2, "d_hidden": 10}
+BLOCK = {"d_model": 6, "context_length": 9, "dropout": 0.0, "num_heads": 2}
 STEPS = ["query", "key", "value", "scores", "masked", "weights", "context", "output"]
 
 
 class FlaxStack(nnx.Module):
     def __init__(self, depth):
         numerics = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
-        self.blocks = nnx.List([flax_attn.TransformerBlock(**BLOCK, **numerics) for _ in range(depth)])
+        self.blocks = nnx.List([build(flax_attn, "TransformerBlock", numerics=numerics, **BLOCK) for _ in range(depth)])
 
     def __call__(self, x):
         for block in self.blocks:
@@ -54,7 +55,7 @@ class FlaxStack(nnx.Module):
 class TorchStack(torch.nn.Module):
     def __init__(self, depth):
         super().__init__()
-        self.blocks = torch.nn.ModuleList([torch_ref.TransformerBlock(**BLOCK) for _ in range(depth)])
+        self.blocks = torch.nn.ModuleList([build(torch_ref, "TransformerBlock", **BLOCK) for _ in range(depth)])
 
     def forward(self, x):
         for block in self.blocks:

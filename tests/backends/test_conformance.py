@@ -90,6 +90,13 @@ if jax.default_backend() == "gpu":  # elsewhere these are not run at all, and mu
         cap = {} if tokamax.implementation() == "mosaic" else {"gradient of the soft cap": NO_CAP["no soft cap"]}
         RUNS += [Run("tokamax", dtype, "gpu", COMMON | cap, width=8) for dtype in ("bfloat16", "float16")]
 
+OWN_FILES = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
+RUNS += [  # a new backend computes every case, until a run above lists what it refuses
+    Run(name, "float32", jax.default_backend(), cases=TOGETHER)
+    for name in BACKENDS
+    if name not in {"reference", *OWN_FILES, *(run.backend for run in RUNS)}
+]
+
 
 def results(case: Case, backend: str, dtype: str) -> dict[str, np.ndarray]:
     """Return the output and the gradients of all arrays under a random cotangent."""
@@ -200,8 +207,7 @@ def test_refuses_by_name_what_it_cannot_honour(run, case, on):
 
 
 def test_every_backend_has_a_run_here_or_a_file_of_its_own():
-    files = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
-    assert {run.backend for run in RUNS} | files | {"reference"} >= set(BACKENDS)
+    assert {run.backend for run in RUNS} | OWN_FILES | {"reference"} >= set(BACKENDS)
 
 
 LOWER = (

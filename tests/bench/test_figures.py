@@ -1,14 +1,14 @@
 import pytest
 
-from flax_attn.bench.contest import Row
-from flax_attn.bench.figures import curve, exponent, goals, ratio
-from flax_attn.bench.work import Work
+from flax_attn.bench.benchmark import Measurement
+from flax_attn.bench.figures import curve, exponent, ratio, summary
+from flax_attn.bench.workload import Workload
 
-SMALL, LONG = Work(4, 12, 256, 64), Work(1, 12, 8192, 64)
+SMALL, LONG = Workload(4, 12, 256, 64), Workload(1, 12, 8192, 64)
 
 
-def row(section, rival, work, seconds, **found):
-    return Row(section, rival, work, seconds=(seconds,) * 3, **found)
+def row(section, name, work, seconds, **found):
+    return Measurement(section, name, work, seconds=(seconds,) * 3, **found)
 
 
 def test_ratio_is_our_time_over_theirs_for_the_same_work():
@@ -23,7 +23,7 @@ def test_ratio_is_our_time_over_theirs_for_the_same_work():
 
 @pytest.mark.parametrize("timed", ["ours", "theirs", "neither"])
 def test_there_is_no_ratio_to_what_was_not_timed(timed):
-    rows = [Row("attention", name, SMALL, seconds=(1.0,) * (name == timed)) for name in ("ours", "theirs")]
+    rows = [Measurement("attention", name, SMALL, seconds=(1.0,) * (name == timed)) for name in ("ours", "theirs")]
     assert ratio(rows, "ours", rows[1]) is None
 
 
@@ -48,19 +48,21 @@ def test_a_curve_ends_where_nothing_was_timed(report):
 
 
 def test_visible_pairs_count_the_mask():
-    for work in (Work(1, 1, 9, 4), Work(1, 1, 9, 4, window=3), Work(1, 1, 9, 4, window=20)):
+    for work in (Workload(1, 1, 9, 4), Workload(1, 1, 9, 4, window=3), Workload(1, 1, 9, 4, window=20)):
         assert work.pairs == work.mask().materialise(1, 1, 9, 9).sum()
 
 
 def test_operations_are_those_of_two_products_or_seven():
-    assert Work(2, 3, 5, 7).flops == 2 * 2 * 2 * 3 * 15 * 7
-    assert Work(2, 3, 5, 7, backward=True).flops == 2 * 7 * 2 * 3 * 15 * 7
+    assert Workload(2, 3, 5, 7).flops == 2 * 2 * 2 * 3 * 15 * 7
+    assert Workload(2, 3, 5, 7, backward=True).flops == 2 * 7 * 2 * 3 * 15 * 7
 
 
-def test_goals_are_held_against_the_rows_they_name():
-    both, windowed = Work(1, 12, 2048, 64, backward=True), Work(1, 12, 8192, 64, window=512)
-    layer = Work(2, 12, 1024, 64, backward=True, layer=True)
-    compiled = Row("memory", "ours", Work(1, 8, 8192, 64, backward=True), "compiled", temporaries=80 * 2**20)
+def test_the_summary_takes_the_rows_it_names_and_leaves_out_what_was_not_measured():
+    both, windowed = Workload(1, 12, 2048, 64, backward=True), Workload(1, 12, 8192, 64, window=512)
+    layer = Workload(2, 12, 1024, 64, backward=True, layer=True)
+    compiled = Measurement(
+        "memory", "ours", Workload(1, 8, 8192, 64, backward=True), "compiled", temporaries=80 * 2**20
+    )
     rows = [
         row("attention", "ours", SMALL, 1.0),
         row("attention", "torch SDPA", SMALL, 1.0),
@@ -76,16 +78,12 @@ def test_goals_are_held_against_the_rows_they_name():
         row("layer", "nnx.MultiHeadAttention", layer, 5.0),
         compiled,
     ]
-    found = {goal.name: (goal.figure, goal.verdict) for goal in goals(rows, "ours")}
-    assert found == {
-        "forward / torch SDPA, geometric mean": (0.5, "reached"),
-        "forward / torch SDPA, largest": (1.0, "missed"),
-        "forward+backward / torch SDPA, T 512 to 4096, geometric mean": (0.6, "missed"),
-        "forward, forward+backward / jax.nn, T from 1024, largest": (0.3, "missed"),
-        "window / full causal, largest": (0.125, "reached"),
-        "temporaries of forward+backward, MiB": (80.0, "reached"),
-        "layer / torch.nn.MultiheadAttention": (None, "not measured"),
-        "layer / nnx.MultiHeadAttention": (0.4, "missed"),
-        "seconds to compile forward+backward, T 8192": (None, "not measured"),
-        "bfloat16 / float32, largest": (None, "not measured"),
+    assert summary(rows, "ours") == {
+        "forward / torch SDPA, geometric mean": 0.5,
+        "forward / torch SDPA, largest": 1.0,
+        "forward+backward / torch SDPA, T 512 to 4096, geometric mean": 0.6,
+        "forward, forward+backward / jax.nn, T from 1024, largest": 0.3,
+        "window / full causal, largest": 0.125,
+        "temporaries of forward+backward, MiB": 80.0,
+        "layer / nnx.MultiHeadAttention": 0.4,
     }

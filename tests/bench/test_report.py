@@ -4,8 +4,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from flax_attn.bench import command, plan
-from flax_attn.bench.contest import Row
+from flax_attn.backends.registry import BACKENDS, load
+from flax_attn.bench import suite
+from flax_attn.bench.benchmark import Measurement
 from flax_attn.bench.plot import plot_growth
 from flax_attn.bench.tables import notes, tables
 
@@ -33,9 +34,9 @@ def text(report, show):
 
 @pytest.mark.parametrize("status", WIDEST)
 def test_tables_fit_120_columns_and_cut_nothing(report, show, status):
-    contests = plan.contests(plan.FULL, plan.BACKENDS["cpu"], "cpu")
-    entries = ((c.section, rival.name, work) for c in contests for rival, work in c.entries)
-    text = show(replace(report, rows=tuple(Row(*entry, status, **WIDEST[status]) for entry in entries)))
+    benchmarks = suite.benchmarks(suite.FULL, suite.default_backends("cpu"), "cpu")
+    entries = ((b.section, implementation.name, work) for b in benchmarks for implementation, work in b.entries)
+    text = show(replace(report, rows=tuple(Measurement(*entry, status, **WIDEST[status]) for entry in entries)))
     assert max(map(len, text.splitlines())) <= 120
     assert "…" not in text
     assert status == "timed" or text.count(status) > 100
@@ -57,10 +58,9 @@ def test_table_of_growth_ends_with_the_exponent(text):
     assert "too large" in text
 
 
-def test_goals_belong_to_the_full_table_on_a_cpu(report):
-    assert report.goals
-    assert not replace(report, sizes="quick").goals
-    assert not replace(report, machine={**report.machine, "platform": "gpu"}).goals
+def test_the_summary_belongs_to_the_full_table(report):
+    assert report.summary == {"forward / torch SDPA, geometric mean": 0.5, "forward / torch SDPA, largest": 0.5}
+    assert not replace(report, sizes="quick").summary
 
 
 def test_notes_name_everyone_left_out_once(report):
@@ -82,15 +82,10 @@ def test_json_holds_what_was_measured_and_reads_back_the_same(report, tmp_path):
     assert (theirs["median"], theirs["spread"], theirs["ours_over_it"]) == (1.0, 0.5, 0.5)
     assert theirs["seconds"] == [1.0, 1.0, 2.0]
     assert read["machine"] == report.machine
-    assert {(g["over"], g["rival"], g["cost"]): g["exponent"] for g in read["growth"]}[
+    assert {(g["over"], g["implementation"], g["cost"]): g["exponent"] for g in read["growth"]}[
         "tokens", "jax.nn", "median"
     ] == 3
-    assert read["goals"][0] == {
-        "name": "forward / torch SDPA, geometric mean",
-        "limit": 0.6,
-        "figure": 0.5,
-        "verdict": "reached",
-    }
+    assert read["summary"] == report.summary
 
 
 def test_plot_draws_every_curve_to_its_own_end(report, tmp_path):
@@ -110,14 +105,17 @@ def test_plot_without_growth_is_refused(report):
         plot_growth(replace(report, rows=report.rows[:4]))
 
 
-def test_a_run_holds_the_given_shapes_in_both_directions():
+def test_a_run_measures_the_given_shapes_in_both_directions():
     seen = []
-    report = command.run(
-        shapes=[(1, 2, 6, 4)], backends=["reference"], rounds=2, progress=lambda contests, contest: seen.append(contest)
+    report = suite.run(
+        shapes=[(1, 2, 6, 4)],
+        backends=["reference"],
+        rounds=2,
+        progress=lambda benchmarks, benchmark: seen.append(benchmark),
     )
-    assert [contest.section for contest in seen] == ["attention", "attention"]
+    assert [benchmark.section for benchmark in seen] == ["attention", "attention"]
     assert report.sizes == "given"
-    mine = [row for row in report.rows if row.rival == report.ours]
+    mine = [row for row in report.rows if row.implementation == report.ours]
     assert [row.work.backward for row in mine] == [False, True]
     assert all(row.seconds and row.flops_per_second for row in mine)
     assert report.machine["jax"]
@@ -126,15 +124,22 @@ def test_a_run_holds_the_given_shapes_in_both_directions():
 
 def test_an_unknown_backend_is_refused_before_any_work():
     with pytest.raises(ValueError, match="backend must be one of"):
-        command.run(backends=["cuda"])
+        suite.run(backends=["cuda"])
 
 
-@pytest.mark.parametrize("sizes", [plan.FULL, plan.QUICK], ids=["full", "quick"])
-def test_plan_covers_every_section_and_grows(sizes):
-    contests = plan.contests(sizes, ["auto", "reference"], "cpu")
-    sections = [contest.section for contest in contests]
-    assert set(sections) == {"attention", "window", "dtype", "memory", "layer", "tokens", "heads"}
-    tokens = [contest.entries[0][1].t for contest in contests if contest.section == "tokens"]
+@pytest.mark.parametrize("sizes", [suite.FULL, suite.QUICK], ids=["full", "quick"])
+def test_the_suite_covers_every_section_and_grows(sizes):
+    benchmarks = suite.benchmarks(sizes, ["auto", "reference"], "cpu")
+    assert {b.section for b in benchmarks} == {"attention", "window", "dtype", "memory", "layer", "tokens", "heads"}
+    tokens = [b.entries[0][1].t for b in benchmarks if b.section == "tokens"]
     assert tokens == sorted(tokens)
-    widths = {c.entries[0][1].n * c.entries[0][1].h for c in contests if c.section in ("tokens", "heads")}
+    widths = {b.entries[0][1].n * b.entries[0][1].h for b in benchmarks if b.section in ("tokens", "heads")}
     assert widths == {sizes.width}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_every_backend_of_a_platform_is_measured_once(platform):
+    names = suite.default_backends(platform)
+    assert (names[0], names[-1]) == ("auto", "reference")
+    assert len(set(names)) == len(names)
+    assert {name for name in BACKENDS if load(name).platforms == (platform,)} <= set(names)

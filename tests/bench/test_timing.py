@@ -2,7 +2,7 @@ from flax_attn.bench import timing
 
 
 class Race:
-    """A clock that moves only when a runner runs, and a record of who ran how often."""
+    """A clock that moves only while something runs, and a record of what ran how often."""
 
     def __init__(self, **seconds):
         self.now, self.record = 0.0, []
@@ -20,7 +20,7 @@ class Race:
         return timing.interleave(self.runs, self.warm, rounds, clock=lambda: self.now)
 
 
-def test_contenders_take_turns_and_each_begins_once():
+def test_implementations_take_turns_and_each_begins_once():
     race = Race(a=0.5, b=0.5, c=0.5)
     race.interleave(3)
     assert [name for name, _ in race.record] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
@@ -33,14 +33,14 @@ def test_seconds_are_those_of_one_call():
     assert dict(race.record) == {"short": 12, "long": 1}  # 12 calls fill a turn of 0.1 s
 
 
-def test_a_slow_contender_rests_after_two_turns_and_the_others_go_on():
+def test_a_slow_implementation_stops_after_two_turns_and_the_others_go_on():
     race = Race(slow=100.0, quick=1.0)
     taken = race.interleave(6)
     assert len(taken["slow"]) == 2
     assert len(taken["quick"]) == 6
 
 
-def test_nobody_is_no_race():
+def test_nothing_to_time_takes_no_turns():
     assert timing.interleave({}, {}, 3) == {}
 
 

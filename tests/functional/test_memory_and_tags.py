@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_attn import LayerNorm, MultiHeadAttention, TransformerBlock
+from flax_attn import FeedForward, LayerNorm, MultiHeadAttention, TransformerBlock
 from flax_attn.backends import reference
 from flax_attn.steps import STEPS, steps
 
@@ -83,7 +83,9 @@ def test_gradients_do_not_depend_on_the_policy(tags, close):
 def test_steps_of_a_long_input_are_all_there(backend):
     t = 512
     assert t * t > max(reference.SHORT.values())
-    block = TransformerBlock(8, None, 0.0, 2, backend=backend, rngs=nnx.Rngs(0))
+    rngs = nnx.Rngs(0)
+    att = MultiHeadAttention(8, 8, None, 0.0, 2, backend=backend, rngs=rngs)
+    block = TransformerBlock(att, FeedForward(8, rngs=rngs), LayerNorm(8), LayerNorm(8))
     found = {step.name: step.shape for step in steps(block, jnp.ones((3, t, 8)))}
     assert list(found) == list(STEPS)
     assert found["scores"] == found["weights"] == (3, 2, t, t)

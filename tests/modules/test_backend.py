@@ -5,8 +5,21 @@ import pytest
 from flax import nnx
 
 import flax_attn
-from flax_attn import MultiHeadAttentionWrapper, TransformerBlock, create_gpt2_attention, set_backend
+from flax_attn import (
+    FeedForward,
+    LayerNorm,
+    MultiHeadAttention,
+    MultiHeadAttentionWrapper,
+    TransformerBlock,
+    create_gpt2_attention,
+    set_backend,
+)
 from flax_attn.backends.registry import load
+
+
+def block(rngs):
+    att, ff = MultiHeadAttention(6, 6, 9, 0.0, 2, rngs=rngs), FeedForward(6, 10, rngs=rngs)
+    return TransformerBlock(att, ff, LayerNorm(6), LayerNorm(6))
 
 
 class Model(nnx.Module):
@@ -14,7 +27,7 @@ class Model(nnx.Module):
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([TransformerBlock(6, 9, 0.0, 2, d_hidden=10, rngs=rngs) for _ in range(2)])
+        self.blocks = nnx.List([block(rngs) for _ in range(2)])
         self.extra = nnx.Dict(wrapper=MultiHeadAttentionWrapper(6, 4, 9, 0.0, 3, rngs=rngs))
 
     def __call__(self, x):
@@ -78,7 +91,7 @@ def test_set_backend_of_a_layer_itself_and_of_stacked_layers():
     @nnx.split_rngs(splits=2)
     @nnx.vmap(in_axes=0, out_axes=0)
     def create(rngs):
-        return TransformerBlock(6, 9, 0.0, 2, rngs=rngs)
+        return block(rngs)
 
     layer, stack = flax_attn.SimplifiedSelfAttention(), create(nnx.Rngs(0))
     for model in (layer, stack):

@@ -14,7 +14,7 @@ from flax_attn import RoPE
 B, T, D, CAPACITY = 2, 6, 8, 7
 MODULES = {
     "linear": {"rope": RoPE(50.0), "num_kv_heads": 2},
-    "rolling": {"rope": RoPE(50.0), "window": 3, "qk_norm": 1e-3},
+    "ring buffer": {"rope": RoPE(50.0), "window": 3, "qk_norm": 1e-3},
 }
 
 
@@ -113,7 +113,7 @@ def test_lengths_that_are_known_stay_known(linear, x, close):
         outputs.append(output)
         assert cache.length == stop
     close(jnp.concatenate(outputs, axis=1), jax.jit(linear)(x))
-    with pytest.raises(ValueError, match=r"capacity of 7 tokens, 6 of them taken, and 2 more do not fit"):
+    with pytest.raises(ValueError, match=r"capacity of 7 tokens; got 2 new tokens, 6 cached"):
         call(cache, x[:, :2])
 
 
@@ -136,8 +136,9 @@ def test_gradients_through_prefill_and_steps(module, x, close):
     close(jax.tree.leaves(found), jax.tree.leaves(expected))
 
 
-def test_tokens_that_do_not_fit_make_their_row_nan_and_no_other(linear, x):
-    call = jax.jit(lambda cache, x, lengths: linear(x, lengths=lengths, cache=cache))
+@pytest.mark.parametrize("run", [jax.jit, lambda call: call], ids=["jit", "eager"])
+def test_tokens_that_do_not_fit_make_their_row_nan_and_no_other(linear, x, run):
+    call = run(lambda cache, x, lengths: linear(x, lengths=lengths, cache=cache))
     cache = linear.init_cache(B, CAPACITY)
     _, cache = call(cache, x, jnp.array([6, 2], jnp.int32))
     fits, _ = call(cache, x[:, :2], jnp.array([1, 2], jnp.int32))
@@ -145,12 +146,12 @@ def test_tokens_that_do_not_fit_make_their_row_nan_and_no_other(linear, x):
     assert not np.isnan(fits).any()
     assert np.isnan(spoilt[0]).all()
     assert (spoilt[1] == fits[1]).all()
-    assert after.overflow.tolist() == [True, False]
+    assert after.invalid.tolist() == [True, False]
     assert (after.key[0, :, :6] == cache.key[0, :, :6]).all()
     again, after = call(after, x[:, :1], jnp.array([0, 1], jnp.int32))
     assert np.isnan(again[0]).all()
     assert not np.isnan(again[1]).any()
-    assert after.overflow.tolist() == [True, False]
+    assert after.invalid.tolist() == [True, False]
 
 
 def test_a_whole_model_says_so_too():
@@ -164,11 +165,27 @@ def test_a_whole_model_says_so_too():
     assert not np.isnan(logits[1]).any()
 
 
-@pytest.mark.parametrize("bad", [11, -1])
-def test_ids_outside_the_table_are_nan_where_they_are_traced(bad):
-    table = flax_attn.Embedding(11, 3, rngs=nnx.Rngs(0))
-    found = jax.jit(table)(jnp.array([2, bad, 10], jnp.int32))
-    assert np.isnan(found).all(axis=1).tolist() == [False, True, False]
+@pytest.mark.parametrize("lengths", [[7, 2], [-1, 2]], ids=["more than t", "negative"])
+def test_lengths_that_cannot_be_make_their_row_nan_and_no_other(module, x, lengths):
+    output, cache = module(x, lengths=jnp.array(lengths, jnp.int32), cache=module.init_cache(B, CAPACITY))
+    assert np.isnan(output).all(axis=(1, 2)).tolist() == cache.invalid.tolist() == [True, False]
+    assert not np.isnan(output[1]).any()
+
+
+def test_an_eager_call_reads_no_values(module, x, monkeypatch):
+    """Whatever it read would make it wait for the device."""
+    table, ids = flax_attn.Embedding(11, D, rngs=nnx.Rngs(0)), jnp.array([[1, 2], [99, 3]], jnp.int32)
+    cache, lengths, positions = module.init_cache(B, CAPACITY), jnp.array([2, 1], jnp.int32), jnp.array([5, 6])
+    read = property(lambda array: pytest.fail("the call reads the values of an array"))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(x), "_value", read)
+        with pytest.raises(pytest.fail.Exception, match="reads the values"):
+            int(lengths.max())
+        first, cache = module(table(ids), lengths=lengths, cache=cache, positions=positions)
+        second, cache = module(x[:, :1], cache=cache)
+    assert np.isnan(first).any(axis=(1, 2)).tolist() == [False, True]
+    assert cache.length.tolist() == [3, 2]
+    assert second.shape == (B, 1, D)
 
 
 def test_a_narrow_cache_of_a_module(linear, x):

@@ -22,10 +22,7 @@ class Model(linen.Module):
     def __call__(self, *inputs, **options):
         first, *rest = inputs
         first = linen.Dense(first.shape[-1], name="embed")(first)
-        arguments = dict(self.variant.arguments)
-        if self.variant.drops:
-            arguments["dropout"] = self.dropout
-        return bridge.to_linen(self.variant.cls, **arguments, name="layer")(first, *rest, **options)
+        return bridge.to_linen(self.variant.construct, dropout=self.dropout, name="layer")(first, *rest, **options)
 
 
 def in_eval(module, *inputs):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from flax_attn import MultiHeadAttention, TransformerBlock
+from flax_attn import Dropout, FeedForward, LayerNorm, MultiHeadAttention, TransformerBlock
 
 LAYERS = 2
 
@@ -16,7 +16,9 @@ def created():
     @nnx.split_rngs(splits=LAYERS)
     @nnx.vmap(in_axes=0, out_axes=0)
     def create(rngs):
-        return TransformerBlock(24, 11, 0.5, 4, True, d_hidden=10, rngs=rngs)
+        att = MultiHeadAttention(24, 24, 11, 0.5, 4, True, rngs=rngs)
+        ff = FeedForward(24, 10, rngs=rngs)
+        return TransformerBlock(att, ff, LayerNorm(24), LayerNorm(24), drop_shortcut=Dropout(0.5, rngs=rngs))
 
     return create(nnx.Rngs(0))
 

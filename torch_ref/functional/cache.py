@@ -10,20 +10,20 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from torch_ref.functional.checks import check_lengths, check_positive, check_room, check_window
+from torch_ref.functional.checks import check_fits, check_lengths, check_positive, check_ring_buffer
 from torch_ref.functional.mask_parts import Count
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.shapes import ArrayLike, Key, Value
 
 
 class Extended(NamedTuple):
-    """What the queries of new tokens attend to, and the cache that holds these tokens too.
+    """What the queries of new tokens attend to, and the cache after them.
 
     Args:
         key: `(b, s, k, h)`.
         value: `(b, s, k, v)`.
         mask: of the queries of the new tokens, for these keys.
-        key_positions: `(b, s)`, where each key stands in its sequence; -1 where there is none.
+        key_positions: `(b, s)`, the position of each key in its sequence; -1 where there is none.
         cache: with the new tokens.
     """
 
@@ -38,18 +38,23 @@ class Extended(NamedTuple):
 class KVCache:
     """The keys and values of the tokens so far, each row of the batch with its own number of them.
 
-        held = cache.extend(key, value, Mask.causal())
-        output = dot_product_attention(query, held.key, held.value, mask=held.mask)
-        cache = held.cache
+        extended = cache.extend(key, value, Mask.causal())
+        output = dot_product_attention(query, extended.key, extended.value, mask=extended.mask)
+        cache = extended.cache
 
-    What is passed in stays as it is. Keys are stored after rotation. With `window` it rolls: the slots of tokens that
-    no later query sees are used again, and a sequence has no end. Without, tokens beyond the capacity are an error.
+    What is passed in stays as it is. Keys are stored after rotation. With `window` it is a ring buffer: new tokens
+    overwrite those that no later query attends to, and a sequence has no end.
+
+    Tokens that do not fit are an error where their number is known from shapes and Python integers. Arrays are not
+    read, so that no call waits for the device: a row that is given more tokens than fit, or a length outside `0 ... t`,
+    becomes `invalid`. It stores nothing more, and modules turn its output into NaN.
 
     Args:
         key: `(b, k, s, h)`, heads first, so that a step reads the keys of a head in one piece; s is the capacity.
         value: `(b, k, s, v)`.
-        length: how many tokens each row holds or, in one that rolls, has seen: `(b,)`. An integer serves all rows.
-        window: of a sliding window, how many keys in all a query sees; None keeps all.
+        length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An integer is for all
+            rows.
+        window: of a sliding window, how many keys in all a query attends to; None keeps all.
 
     Shapes:
         All without b for one sequence.
@@ -61,8 +66,8 @@ class KVCache:
     Example:
         >>> cache = KVCache.zeros(2, 8, num_kv_heads=3, head_dim=4)
         >>> new = torch.ones((2, 5, 3, 4))
-        >>> held = cache.extend(new, new, Mask.causal(), lengths=torch.tensor([5, 2]))
-        >>> held.key.shape, held.cache.length.tolist()
+        >>> extended = cache.extend(new, new, Mask.causal(), lengths=torch.tensor([5, 2]))
+        >>> extended.key.shape, extended.cache.length.tolist()
         (torch.Size([2, 8, 3, 4]), [5, 2])
     """
 
@@ -84,10 +89,10 @@ class KVCache:
     ) -> KVCache:
         """Return an empty cache; b None is that of one sequence without a batch axis.
 
-        One that rolls takes up to `capacity - window + 1` tokens a call in place, and more at the price of a copy.
+        A ring buffer takes up to `capacity - window + 1` tokens a call in place, and more at the price of a copy.
         """
         check_positive(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        check_window(window, capacity)
+        check_ring_buffer(window, capacity)
         batch = () if b is None else (b,)
         size = (*batch, num_kv_heads, capacity, head_dim)
         keys, values = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
@@ -99,45 +104,43 @@ class KVCache:
         return self.key.shape[-2]
 
     @property
-    def overflow(self) -> Bool[Tensor, "*b"]:
-        """Which rows were given more tokens than fit: none, as that is an error."""
-        return torch.zeros_like(self._lengths, dtype=torch.bool)
+    def invalid(self) -> Bool[Tensor, "*b"]:
+        """The rows that were given tokens that do not fit, or lengths that cannot be."""
+        return self._row_lengths < 0
 
     @property
     def key_positions(self) -> Integer[Tensor, "*b s"]:
-        """Where the key of each slot stands in its sequence; -1 where there is none."""
-        slots, lengths = torch.arange(self.capacity, device=self.key.device), self._lengths[..., None]
-        # Of the positions that share a slot, the last that is there.
+        """The position in its sequence of the key in each slot; -1 where there is none."""
+        lengths = self._row_lengths[..., None]
+        slots = torch.arange(self.capacity, device=lengths.device).expand(*lengths.shape[:-1], self.capacity)
+        # Of the positions that share a slot of a ring buffer, the last one is cached.
         positions = slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
         return torch.where((positions >= 0) & (positions < lengths), positions, -1)
 
     def positions(self, t: int, lengths: ArrayLike | int | None = None) -> Integer[Tensor, "*b t"]:
-        """Return where the next `t` tokens will stand in their sequences; 0 for padding, behind `lengths` of them."""
-        held, ahead = self._lengths[..., None], torch.arange(t, device=self.key.device)
+        """Return the positions of the next `t` tokens in their sequences; 0 for padding, behind `lengths` of them."""
+        cached = self._row_lengths
+        new = torch.arange(t, device=cached.device).expand(*cached.shape, t)
         if lengths is None:
-            return held + ahead
-        # Counted on, padding would leave tables of positions that have room for what is real.
-        return torch.where(ahead < torch.as_tensor(lengths, device=held.device)[..., None], held + ahead, 0)
+            return cached[..., None] + new
+        # Positions of padding could lie beyond a table of positions that is large enough for the tokens.
+        real = new < torch.as_tensor(lengths, device=cached.device).expand(cached.shape)[..., None]
+        return torch.where(real, cached[..., None] + new, 0)
 
     def append(self, key: Key, value: Value, lengths: ArrayLike | int | None = None) -> KVCache:
-        """Return the cache with new tokens behind those it holds.
+        """Return the cache with new tokens behind the cached ones.
 
         Args:
-            key: `(b, t, k, h)`, turned by its positions already.
+            key: `(b, t, k, h)`, rotated by its positions already.
             value: `(b, t, k, v)`.
-            lengths: how many of the new tokens of each row are real, `(b,)`; what follows them is padding and is not
-                stored. None is all.
+            lengths: how many of the new tokens of each row are real, `(b,)`; the rest is padding and is not stored.
+                None is all.
         """
         if key.ndim == 3:
             return self._batched().append(key[None], value[None], lengths)._unbatched()
-        t = key.shape[1]
-        new = torch.as_tensor(t if lengths is None else lengths, device=key.device).expand(len(key))
-        check_lengths(max(new.tolist(), default=0), t)
-        if self.window is None:
-            for held, more in zip(self._lengths.tolist(), new.tolist(), strict=True):
-                check_room(self.capacity, held, more)
-        keys, values = (self._write(held, x, new) for held, x in ((self.key, key), (self.value, value)))
-        return KVCache(keys, values, self._lengths + new, self.window)
+        length, stored = self._count(key.shape[1], lengths)
+        keys, values = (self._write(cached, x, stored) for cached, x in ((self.key, key), (self.value, value)))
+        return KVCache(keys, values, length, self.window)
 
     def extend(
         self, key: Key, value: Value, mask: Mask | Tensor | None = None, lengths: ArrayLike | int | None = None
@@ -145,43 +148,76 @@ class KVCache:
         """Return the keys, the values and the mask that the queries of new tokens attend with, and the cache after.
 
         Args:
-            key: `(b, t, k, h)`, of the new tokens alone, turned by its positions already.
+            key: `(b, t, k, h)`, of the new tokens alone, rotated by its positions already.
             value: `(b, t, k, v)`.
             mask: that of the whole sequence, of `(capacity, capacity)` tokens where it holds arrays, the same in every
-                call: the rows of the new tokens are taken from it. What is not there yet is hidden in any case.
+                call: the rows of the new tokens are taken from it. Slots without a token are hidden in any case.
             lengths: how many of the new tokens of each row are real, `(b,)`; None is all.
         """
         if key.ndim == 3:
-            held = self._batched().extend(key[None], value[None], mask, lengths)
-            key, value, positions = held.key[0], held.value[0], held.key_positions[0]
-            return Extended(key, value, held.mask, positions, held.cache._unbatched())
-        t, after, mask = key.shape[1], self.append(key, value, lengths), as_mask(mask)
+            extended = self._batched().extend(key[None], value[None], mask, lengths)
+            key, value, positions = extended.key[0], extended.value[0], extended.key_positions[0]
+            return Extended(key, value, extended.mask, positions, extended.cache._unbatched())
         if self.window is None:
-            mask.check_whole(self.capacity)
+            extended = self._extend(key, value, as_mask(mask), lengths)
         else:
-            mask = mask & Mask.sliding_window(self.window)
-        if self.window is None or t <= self.capacity - self.window + 1:
+            extended = self._extend_ring_buffer(key, value, as_mask(mask), lengths, self.window)
+        return extended._replace(mask=extended.mask & Mask.lengths(query=lengths))
+
+    def _extend(self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None) -> Extended:
+        mask.check_whole(self.capacity)
+        after = self.append(key, value, lengths)
+        return self._attend(key.shape[1], *after._tokens_first(key.dtype), mask, after.key_positions, after)
+
+    def _extend_ring_buffer(
+        self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None, window: int
+    ) -> Extended:
+        t, after = key.shape[1], self.append(key, value, lengths)
+        mask = mask & Mask.sliding_window(window)
+        if t <= self.capacity - window + 1:
             (keys, values), positions = after._tokens_first(key.dtype), after.key_positions
-        else:  # the first of the new queries see keys that the last of the new tokens take the slots of
-            rows = torch.where(self.positions(t) < after._lengths[:, None], self.positions(t), -1)
-            keys, values = (
-                torch.cat(pair, dim=1) for pair in zip(self._tokens_first(key.dtype), (key, value), strict=True)
-            )
-            positions = torch.cat([self.key_positions, rows], dim=1)
-        visible = mask.at(self.positions(t, lengths), positions) & rearrange(positions >= 0, "b s -> b 1 1 s")
-        return Extended(keys, values, Mask.dense(visible) & Mask.lengths(query=lengths), positions, after)
+        else:  # the last of the new tokens overwrite keys that the first of the new queries attend to
+            pairs = zip(self._tokens_first(key.dtype), (key, value), strict=True)
+            keys, values = (torch.cat(pair, dim=1) for pair in pairs)
+            new = self.positions(t)
+            new = torch.where(new < rearrange(after._row_lengths, "b -> b 1"), new, -1)
+            positions = torch.cat([self.key_positions, new], dim=1)
+        return self._attend(t, keys, values, mask, positions, after)
+
+    def _attend(self, t: int, keys: Key, values: Value, mask: Mask, positions: Tensor, after: KVCache) -> Extended:
+        visible = mask.at(self.positions(t), positions) & rearrange(positions >= 0, "b s -> b 1 1 s")
+        return Extended(keys, values, Mask.dense(visible), positions, after)
+
+    def _count(self, t: int, lengths: ArrayLike | int | None) -> tuple[Count, Count]:
+        """Return the length of each row after `t` new tokens, and how many of them are stored."""
+        new, cached = t if lengths is None else lengths, self.length
+        if isinstance(new, int):
+            check_lengths(new, t)
+            if self.window is None:
+                check_fits(self.capacity, cached if isinstance(cached, int) else 0, new)
+            if isinstance(cached, int):
+                return cached + new, new
+        cached = self._row_lengths
+        new = torch.as_tensor(new, device=cached.device).expand(cached.shape)
+        valid = (cached >= 0) & (new >= 0) & (new <= t)
+        valid = valid if self.window else valid & (cached + new <= self.capacity)
+        return torch.where(valid, cached + new, -1), torch.where(valid, new, 0)
 
     @property
-    def _lengths(self) -> Integer[Tensor, "*b"]:
+    def _row_lengths(self) -> Integer[Tensor, "*b"]:
         return torch.as_tensor(self.length, device=self.key.device).expand(self.key.shape[:-3])
 
-    def _write(self, held: Tensor, new: Tensor, count: Tensor) -> Tensor:
-        held = held.clone()
-        for b, row in enumerate(new):
-            kept = torch.arange(int(count[b]), device=row.device)[-self.capacity :]
-            slots = (self._lengths[b] + kept) % self.capacity
-            held[b, :, slots] = rearrange(row[kept], "t k h -> k t h").to(held.dtype)
-        return held
+    def _write(self, cached: Tensor, new: Tensor, count: Count) -> Tensor:
+        t, new = new.shape[1], new.to(cached.dtype)
+        i = torch.arange(t, device=new.device)[None]
+        count = torch.as_tensor(count, device=new.device).expand(len(new))[:, None]
+        slots = self.positions(t)
+        if self.window is not None:
+            slots = torch.where(i >= count - self.capacity, slots % self.capacity, self.capacity)
+        slots = torch.where(i < count, slots, self.capacity)
+        written = torch.cat([cached, torch.zeros_like(cached[:, :, :1])], dim=2)  # a slot for what is not stored
+        written[torch.arange(len(new))[:, None], :, slots] = new
+        return written[:, :, :-1]
 
     def _tokens_first(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         key, value = (rearrange(x.to(dtype), "b k s h -> b s k h") for x in (self.key, self.value))
@@ -192,4 +228,4 @@ class KVCache:
         return replace(self, key=self.key[None], value=self.value[None], length=length)
 
     def _unbatched(self) -> KVCache:
-        return replace(self, key=self.key[0], value=self.value[0], length=self._lengths[0])
+        return replace(self, key=self.key[0], value=self.value[0], length=self._row_lengths[0])

@@ -3,7 +3,7 @@
 Whether a weight is dropped depends on its key and its own index and on nothing else: not on the block
 size of a kernel, not on the order of evaluation, not on the framework. The random function is
 Threefry-2x32 with 20 rounds, the one that `jax.random` is built on.
-Torch has no arithmetic on 32-bit unsigned integers, so words are kept in int64 and cut to 32 bits.
+Torch has no arithmetic on 32-bit unsigned integers, so they are kept in int64 and masked to 32 bits.
 
 References:
     Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (doi:10.1145/2063384.2063405);
@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_ref.functional.checks import check_key, check_rate, check_type
+from torch_ref.functional.checks import check_key_data, check_rate, check_type
 from torch_ref.functional.shapes import Index
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_WORD = 0xFFFFFFFF
+_32_BITS = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class KeyedDropout:
 
     Args:
         rate: the probability that an element is dropped, in [0, 1).
-        key: two words below 2**32; `draw_key` takes them from torch's generator.
+        key: two integers below 2**32; `draw_key` draws them from torch's generator.
 
     Raises:
         ValueError: if `rate` lies outside [0, 1).
@@ -56,39 +56,39 @@ def draw_key(generator: torch.Generator | None = None) -> Int[Tensor, "2"]:
     return torch.randint(0, 2**32, (2,), generator=generator)
 
 
-def key_words(key: Tensor) -> Int[Tensor, "2"]:
-    """Return the two words that seed Threefry; of longer keys the first two.
+def key_data(key: Tensor) -> Int[Tensor, "2"]:
+    """Return the two integers that seed Threefry; of longer keys the first two.
 
     Example:
-        >>> key_words(torch.tensor([0, 7], dtype=torch.uint32))
+        >>> key_data(torch.tensor([0, 7], dtype=torch.uint32))
         tensor([0, 7])
     """
-    check_type("a dropout key", key, Tensor, "torch.tensor([7, 42]), two words below 2**32")
-    check_key(tuple(key.shape), str(key.dtype).removeprefix("torch."))
+    check_type("a dropout key", key, Tensor, "torch.tensor([7, 42]), two integers below 2**32")
+    check_key_data(tuple(key.shape), str(key.dtype).removeprefix("torch."))
     return key[:2].to(torch.int64)
 
 
 def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tuple[Tensor, Tensor]:
-    """Encrypt a two-word counter with a two-word key: `20` rounds of add, rotate, xor.
+    """Encrypt a counter of two integers with a key of two: 20 rounds of add, rotate, xor.
 
     Shapes:
-        key, counter: two arrays of words each; all four broadcast together.
+        key, counter: two arrays of integers below 2**32 each; all four broadcast together.
 
     Example:
         >>> zero = torch.tensor(0)
-        >>> [hex(int(word)) for word in threefry_2x32((zero, zero), (zero, zero))]
+        >>> [hex(int(x)) for x in threefry_2x32((zero, zero), (zero, zero))]
         ['0x6b200159', '0x99ba4efe']
     """
     k0, k1 = key
     schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
-    x0, x1 = (counter[0] + schedule[0]) & _WORD, (counter[1] + schedule[1]) & _WORD
+    x0, x1 = (counter[0] + schedule[0]) & _32_BITS, (counter[1] + schedule[1]) & _32_BITS
     for step in range(5):
         for rotation in _ROTATIONS[step % 2]:
-            x0 = (x0 + x1) & _WORD
-            x1 = ((x1 << rotation) & _WORD) | (x1 >> (32 - rotation))
+            x0 = (x0 + x1) & _32_BITS
+            x1 = ((x1 << rotation) & _32_BITS) | (x1 >> (32 - rotation))
             x1 = x1 ^ x0
-        x0 = (x0 + schedule[(step + 1) % 3]) & _WORD
-        x1 = (x1 + schedule[(step + 2) % 3] + step + 1) & _WORD
+        x0 = (x0 + schedule[(step + 1) % 3]) & _32_BITS
+        x1 = (x1 + schedule[(step + 2) % 3] + step + 1) & _32_BITS
     return x0, x1
 
 
@@ -102,8 +102,8 @@ def fold_in(key: Tensor | None, index: int) -> Int[Tensor, "2"] | None:
     """
     if key is None:
         return None
-    words = key_words(key)
-    return torch.stack(threefry_2x32((words[0], words[1]), (torch.tensor(index), torch.tensor(0))))
+    seed = key_data(key)
+    return torch.stack(threefry_2x32((seed[0], seed[1]), (torch.tensor(index), torch.tensor(0))))
 
 
 def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> Tensor:
@@ -119,8 +119,8 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
         tensor([[1, 0, 1, 1, 0, 0],
                 [0, 1, 0, 1, 0, 0]], dtype=torch.int32)
     """
-    words = key_words(dropout.key).to(t.device)
-    bits, _ = threefry_2x32(threefry_2x32((words[0], words[1]), (b, n)), (t, s))
+    seed = key_data(dropout.key).to(t.device)
+    bits, _ = threefry_2x32(threefry_2x32((seed[0], seed[1]), (b, n)), (t, s))
     return bits >= min(round(dropout.rate * 2**32), 2**32 - 1)
 
 

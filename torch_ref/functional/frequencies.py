@@ -14,12 +14,13 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from torch_ref.functional.checks import check_positive
 
+Lengths = TypeVar("Lengths")  # an array of any framework
 Frequencies = np.ndarray  # (width / 2,), float64, radians a token, from the fastest to the slowest
 
 
@@ -117,9 +118,10 @@ class DynamicNTKScaling(Scaling):
         """Return the frequencies of a RoPE of this base and width, those of short inputs."""
         return plain_frequencies(base, width)
 
-    def stretch(self, length: Any) -> Any:
-        """Return by how much the slowest frequency is divided; `length` may be an array of any framework."""
-        return 1 + self.factor * (length / self.original_context_length - 1).clip(0)
+    def stretch(self, length: Lengths) -> Lengths:
+        """Return the factor that the slowest frequency of an input of this length is divided by."""
+        array: Any = length
+        return 1 + self.factor * (array / self.original_context_length - 1).clip(0)
 
     def exponents(self, width: int) -> np.ndarray:
         """Return the power of the stretch in each frequency: 0 in the fastest, -1 in the slowest."""
@@ -184,7 +186,7 @@ class YaRNScaling(Scaling):
         return plain * (1 - ramp) + plain / self.factor * ramp
 
     def _index(self, rotations: float, base: float, width: int) -> float:
-        # The i at which base ** (-2i / width) * original_context_length is `rotations` full turns.
+        # The i at which base ** (-2i / width) * original_context_length is `rotations` full rotations.
         return width * math.log(self.original_context_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     def amplitude(self) -> float:
@@ -199,16 +201,16 @@ class YaRNScaling(Scaling):
 class Llama3Scaling(Scaling):
     """Wavelengths short beside the original context stay, long ones are multiplied by `factor`, with a ramp between.
 
-        f_i * s_i + f_i / factor * (1 - s_i)    with s_i = clip((turns_i - low) / (high - low), 0, 1)
+        f_i * s_i + f_i / factor * (1 - s_i)    with s_i = clip((rotations_i - low) / (high - low), 0, 1)
 
-    `turns_i = f_i * original_context_length / (2 pi)` is how often the wavelength fits into the original context, `low`
-    and `high` are `low_freq_factor` and `high_freq_factor`.
+    `rotations_i = f_i * original_context_length / (2 pi)` is how often the wavelength fits into the original context,
+    `low` and `high` are `low_freq_factor` and `high_freq_factor`.
 
     Args:
         factor: how many times longer the inputs become, at least 1.
         original_context_length: the longest input of the training.
-        low_freq_factor: turns down to which a frequency is divided in full.
-        high_freq_factor: turns from which on a frequency stays.
+        low_freq_factor: rotations down to which a frequency is divided in full.
+        high_freq_factor: rotations from which on a frequency stays.
 
     Raises:
         ValueError: if `factor` is less than 1, `original_context_length` is not positive or the two frequency factors
@@ -236,8 +238,8 @@ class Llama3Scaling(Scaling):
     def frequencies(self, base: float, width: int) -> Frequencies:
         """Return the frequencies of a RoPE of this base and width."""
         plain = plain_frequencies(base, width)
-        turns = plain * self.original_context_length / (2 * math.pi)
-        stays = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        rotations = plain * self.original_context_length / (2 * math.pi)
+        stays = np.clip((rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
         return plain * stays + plain / self.factor * (1 - stays)
 
 

@@ -19,7 +19,7 @@ from torch_ref.functional.dropout import KeyedDropout, drop, keep_grid
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.nonfinite import finite_tokens, sees_nonfinite, zero_nonfinite
-from torch_ref.functional.shapes import Key, Query, Scores, Value, Visible
+from torch_ref.functional.shapes import Key, Query, Value, Visible, Weights
 from torch_ref.functional.tags import checkpoint_name
 
 
@@ -34,7 +34,7 @@ def reference_attention(
     soft_cap: float | None,
     sinks: Float[Tensor, " n"] | None,
     dropout: KeyedDropout | None,
-) -> tuple[Float[Tensor, "b t n v"], Scores]:
+) -> tuple[Float[Tensor, "b t n v"], Weights]:
     """Return the output and the weights that were applied to the values.
 
     All arithmetic is in the dtype of the inputs, but at least float32. A row that may see nothing gives zeros with
@@ -68,7 +68,7 @@ def reference_attention(
     return output.to(low), weights.to(low)
 
 
-def capped_scores(scores: Scores, bias: Float[Tensor, "#b #n #t #s"] | None, soft_cap: float | None) -> Scores:
+def capped_scores(scores: Weights, bias: Float[Tensor, "#b #n #t #s"] | None, soft_cap: float | None) -> Weights:
     """Return `soft_cap * tanh((scores + bias) / soft_cap)`, each step where it is given.
 
     Example:
@@ -82,7 +82,7 @@ def capped_scores(scores: Scores, bias: Float[Tensor, "#b #n #t #s"] | None, sof
     return scores
 
 
-def masked_softmax(scores: Scores, visible: Visible, sinks: Float[Tensor, " n"] | None = None) -> Scores:
+def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Tensor, " n"] | None = None) -> Weights:
     """Return `exp(x_j) / (exp(sink) + sum_j exp(x_j))` over the visible j, and zeros where nothing is visible.
 
     Example:

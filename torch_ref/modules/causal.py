@@ -1,6 +1,6 @@
 """One head of causal self-attention, with dropout on the weights."""
 
-from typing import Any
+from typing import Literal, overload
 
 from torch import Tensor
 
@@ -64,6 +64,16 @@ class CausalAttention(SelfAttention):
         state_dict.pop(f"{prefix}mask", None)  # a buffer that modules of the same names elsewhere save
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    @overload
+    def forward(
+        self, x: Tensor, *,
+        mask: Mask | Tensor | None = None, return_weights: Literal[False] = False, dropout_key: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, *,
+        mask: Mask | Tensor | None = None, return_weights: Literal[True], dropout_key: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         x: Tokens,
@@ -71,8 +81,8 @@ class CausalAttention(SelfAttention):
         mask: Mask | Tensor | None = None,
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
-    ) -> Any:
-        """Return the context vectors, and if asked `(context, weights)`.
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the context vectors, followed by the weights if `return_weights`.
 
         `mask` hides more than the causal mask does. In train mode `dropout_key` decides what is dropped; without it
         a key is drawn from torch's generator.

@@ -1,16 +1,17 @@
-"""Dropout as a module: where the rate is kept and the keys come from."""
+"""Dropout as a module, with its rate and a source of keys."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_ref.functional.checks import check_rate
 from torch_ref.functional.dropout import KeyedDropout, draw_key, drop, keep_grid
 from torch_ref.functional.shapes import Tokens
+from torch_ref.modules.typed import TypedModule
 
 
-class Dropout(nn.Module):
+class Dropout(TypedModule):
     """Zero elements at `rate` and divide the rest by `1 - rate`; in eval mode, and at rate 0, the identity.
 
-    Each call draws a fresh key from torch's generator, unless it is handed one: the same key drops
+    Each call draws a fresh key from torch's generator, unless it is given one: the same key drops
     the same elements here and in `flax_attn`. `.train()` and `.eval()` switch it; it starts in train mode.
 
     Args:
@@ -35,7 +36,7 @@ class Dropout(nn.Module):
         self.rate = rate
 
     def keyed(self, dropout_key: Tensor | None = None) -> KeyedDropout | None:
-        """Return the dropout of this call, or None where nothing is to be dropped."""
+        """Return the dropout of this call, or None where nothing is dropped."""
         if not self.training or self.rate == 0:
             return None
         return KeyedDropout(self.rate, draw_key() if dropout_key is None else dropout_key)

@@ -1,14 +1,18 @@
 """Embeddings: of tokens, and of positions where they are learned."""
 
+import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_ref.functional.checks import check_ids, check_positive
+from torch_ref.modules.typed import TypedModule
 
 
-class Embedding(nn.Embedding):
-    """A table of learned vectors: `weight[ids]`: `torch.nn.Embedding`, which draws from a standard normal.
+class Embedding(TypedModule, nn.Embedding):
+    """A table of learned vectors: `weight[ids]`, drawn from a standard normal as `torch.nn.Embedding` is.
+
+    An id outside `0 ... size - 1` gives NaN: values are not read, so that a call does not wait for the device.
 
     Args:
         size: how many vectors there are.
@@ -18,10 +22,9 @@ class Embedding(nn.Embedding):
         integers `(...)` to `(..., d_model)`; weight `(size, d_model)`.
 
     Raises:
-        ValueError: if a size is not positive, or if an id is not an integer in `0 ... size - 1`.
+        ValueError: if a size is not positive, or if ids are not integers.
 
     Example:
-        >>> import torch
         >>> Embedding(5, 3)(torch.tensor([[0, 4]])).shape
         torch.Size([1, 2, 3])
     """
@@ -31,9 +34,10 @@ class Embedding(nn.Embedding):
         super().__init__(size, d_model)
 
     def forward(self, ids: Integer[Tensor, "*shape"]) -> Float[Tensor, "*shape d"]:
-        ends = None if ids.is_meta or not ids.numel() else (int(ids.min()), int(ids.max()))
-        check_ids(str(ids.dtype).removeprefix("torch."), ends, self.num_embeddings)
-        return super().forward(ids)
+        check_ids(str(ids.dtype).removeprefix("torch."))
+        inside = (ids >= 0) & (ids < self.num_embeddings)
+        found = super().forward(torch.where(inside, ids, 0))
+        return torch.where(inside[..., None], found, torch.nan)
 
     def attend(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape size"]:
         """Return `x @ weight^T`: the table as an output head, with weights tied to those of the input."""

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from torch_ref.functional.checks import check_choice, check_positive, check_width
 from torch_ref.modules.linear import Linear
+from torch_ref.modules.typed import TypedModule
 
 ACTIVATIONS = {"gelu_tanh": partial(nn.GELU, "tanh"), "gelu_exact": nn.GELU, "silu": nn.SiLU}
 
 
-class FeedForward(nn.Module):
+class FeedForward(TypedModule):
     """`Linear(d_hidden, d_model)(activation(Linear(d_model, d_hidden)(x)))`.
 
     The two forms of GELU differ by up to 5e-4: a model trained with one and run with the other is a different model.
@@ -52,7 +53,7 @@ class FeedForward(nn.Module):
         return self.layers(x)
 
 
-class GatedFeedForward(nn.Module):
+class GatedFeedForward(TypedModule):
     """`W_down(activation(W_gate(x)) * W_up(x))`: SwiGLU with `"silu"` (Llama), GeGLU with a GELU (Gemma).
 
     Args:

@@ -3,9 +3,10 @@
 from torch import nn
 
 from torch_ref.functional.checks import check_positive
+from torch_ref.modules.typed import TypedModule
 
 
-class Linear(nn.Linear):
+class Linear(TypedModule, nn.Linear):
     """`x @ weight^T + bias`: `torch.nn.Linear`, which draws both uniform in +-1 / sqrt(d_in).
 
     Args:

@@ -1,7 +1,6 @@
 """Multi-head, grouped-query and multi-query attention; self or cross; causal or not."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Literal, Unpack, overload
 
 import torch
 from einops import rearrange
@@ -21,23 +20,27 @@ from torch_ref.functional.checks import (
 )
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.positions import RoPE, as_positions
+from torch_ref.functional.scores import Scores
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.functional.tags import checkpoint_name
+from torch_ref.modules.calls import Bias, CallOptions, Outputs, Returned, unpack
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.norm import RMSNorm
+from torch_ref.modules.typed import TypedModule
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(TypedModule):
     """Attention in `num_heads` heads of width h, joined by an output projection.
 
         out_proj(concat_i(dropout(softmax(mask(q_i k_j^T / sqrt(h)))) v_j))    with j = i // (num_heads / num_kv_heads)
 
-    With `causal=False` and three inputs it is the layer of "Attention Is All You Need". With `rope` it is
-    `scale * (R_t q_i) (R_s k_j)^T`, query and key turned by their positions, as in Llama.
+    With `causal=False` and three inputs it is the layer of "Attention Is All You Need". With `rope` the product is
+    `(R_t q_i) (R_s k_j)^T`, query and key rotated by their positions, as in Llama. `scores` changes the scale, bounds
+    the scores or adds attention sinks.
 
     Args:
-        d_in: width of the query input, and of key and value inputs unless said.
+        d_in: width of the query input.
         d_out: width of all query heads together, and of the output.
         context_length: the longest query or key input taken; None is no limit.
         dropout: the probability that a weight is dropped in train mode.
@@ -45,15 +48,15 @@ class MultiHeadAttention(nn.Module):
         qkv_bias: whether the three input projections have a bias.
         num_kv_heads: number of key/value heads; divides num_heads. None is num_heads (multi-head), fewer is
             grouped-query, 1 is multi-query attention.
-        causal: whether a token sees only itself and what came before.
-        out_bias: whether the output projection has a bias.
+        head_dim: width h of a head; None is `d_out / num_heads`.
         kdim: width of the key input; None is d_in.
         vdim: width of the value input; None is d_in.
-        head_dim: width h of a head; None is `d_out / num_heads`.
-        window: of a causal module, how many keys in all a token sees, itself included; None is all.
+        out_bias: whether the output projection has a bias.
+        causal: whether a token attends only to itself and to the tokens before it.
+        window: of a causal module, how many keys in all a token attends to, itself included; None is all.
         rope: rotary positions of queries and keys, for self-attention; None is none.
-        qk_norm: epsilon of an `RMSNorm` over each head of queries and keys, before they are turned; None is no norm.
-        scale: factor on the scores; None is `1 / sqrt(h)`, T5 takes 1.0.
+        qk_norm: epsilon of an `RMSNorm` over each head of queries and keys, before the rotation; None is no norm.
+        scores: scale, soft cap and sinks of the scores.
         backend: of the attention call; `"auto"` or the name of one.
 
     Shapes:
@@ -62,10 +65,10 @@ class MultiHeadAttention(nn.Module):
 
     Raises:
         ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1), `rope` does not
-            fit the heads, there is a window without `causal` or the backend is unknown; in the call, if an input has
-            another rank or width or is longer than `context_length`, if the module is causal and t != s, if mask, bias
-            or positions do not fit, if there is a key beside `rope` or a cache, or positions without `rope`, or if the
-            cache is full.
+            fit the heads, there is a window without `causal` or the backend is unknown; in the call,
+            if an input has another rank or width or is longer than `context_length`, if the module is causal and
+            t != s, if mask, bias or positions do not fit, if there is a key beside `rope` or a cache, or positions
+            without `rope`, or if the cache is full.
 
     Example:
         >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2)
@@ -88,45 +91,68 @@ class MultiHeadAttention(nn.Module):
         qkv_bias: bool = False,
         *,
         num_kv_heads: int | None = None,
-        causal: bool = True,
-        out_bias: bool = True,
+        head_dim: int | None = None,
         kdim: int | None = None,
         vdim: int | None = None,
-        head_dim: int | None = None,
+        out_bias: bool = True,
+        causal: bool = True,
         window: int | None = None,
         rope: RoPE | None = None,
         qk_norm: float | None = None,
-        scale: float | None = None,
+        scores: Scores = Scores(),  # noqa: B008 (frozen)
         backend: str = "auto",
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        kdim, vdim = d_in if kdim is None else kdim, d_in if vdim is None else vdim
         check_heads(d_out, num_heads, num_kv_heads, head_dim)
+        check_positive(d_in=d_in, kdim=kdim, vdim=vdim)
+        check_context_length(context_length)
         check_causal_window(window, causal)
         check_backend(backend)
         check_type("rope", rope, RoPE | None, "rope=RoPE(), or None")
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.head_dim = d_out // num_heads if head_dim is None else head_dim
-        self.window, self.rope, self.scale = window, rope, scale
+        check_type("scores", scores, Scores, "scores=Scores(soft_cap=50.0)")
+        head_dim = d_out // num_heads if head_dim is None else head_dim
         if rope is not None:
-            rope.check_head_dim(self.head_dim)
-        self.d_in, self.kdim, self.vdim = d_in, d_in if kdim is None else kdim, d_in if vdim is None else vdim
-        self.d_out, self.context_length, self.causal = d_out, context_length, causal
-        check_positive(d_in=d_in, kdim=self.kdim, vdim=self.vdim)
-        check_context_length(context_length)
+            rope.check_head_dim(head_dim)
+        self.d_in, self.d_out, self.kdim, self.vdim = d_in, d_out, kdim, vdim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.context_length, self.causal, self.window = context_length, causal, window
+        self.rope, self.scores = rope, scores
         self.backend = backend
-        self.W_query = Linear(d_in, num_heads * self.head_dim, qkv_bias)
-        self.W_key = Linear(self.kdim, num_kv_heads * self.head_dim, qkv_bias)
-        self.W_value = Linear(self.vdim, num_kv_heads * self.head_dim, qkv_bias)
-        self.out_proj = Linear(num_heads * self.head_dim, d_out, out_bias)
-        self.q_norm = None if qk_norm is None else RMSNorm(self.head_dim, qk_norm)
-        self.k_norm = None if qk_norm is None else RMSNorm(self.head_dim, qk_norm)
+        self.W_query = Linear(d_in, num_heads * head_dim, qkv_bias)
+        self.W_key = Linear(kdim, num_kv_heads * head_dim, qkv_bias)
+        self.W_value = Linear(vdim, num_kv_heads * head_dim, qkv_bias)
+        self.out_proj = Linear(num_heads * head_dim, d_out, out_bias)
+        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, qk_norm)
+        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, qk_norm)
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if scores.sinks else None
         self.dropout = Dropout(dropout)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         state_dict.pop(f"{prefix}mask", None)  # a buffer that modules of the same names elsewhere save
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    @overload
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
+        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
+        cache: None = None, return_weights: Literal[True], **options: Unpack[CallOptions],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
+        cache: KVCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
+        cache: KVCache, return_weights: Literal[True], **options: Unpack[CallOptions],
+    ) -> tuple[Tensor, Tensor, KVCache]: ...  # fmt: skip
     def forward(
         self,
         query: Float[Tensor, "*b t d_in"],
@@ -134,63 +160,66 @@ class MultiHeadAttention(nn.Module):
         value: Float[Tensor, "*b s vdim"] | None = None,
         *,
         mask: Mask | Tensor | None = None,
-        bias: Float[Tensor, "..."] | Callable | None = None,
+        bias: Bias | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
         cache: KVCache | None = None,
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
-    ) -> Any:
-        """Return the output, followed by the weights if asked for, and by the cache if there is one.
+    ) -> Returned:
+        """Return the output, followed by the weights if `return_weights`, and by the new cache if there is a cache.
 
         Args:
-            query: what asks.
-            key: what is looked up; None is the query (self-attention).
-            value: what is read; None is the key.
+            query: the input that queries are made of.
+            key: the input that keys are made of; None is the query (self-attention).
+            value: the input that values are made of; None is the key.
             mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend; hides more than
-                `causal` does. Under a cache it is that of the whole sequence, the same in every call.
-            bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. Or a function that makes it from the places
-                of queries and keys in their sequences, integers `(b, t)` and `(b, s)`, such as
+                `causal` does. With a cache it is that of the whole sequence, the same in every call.
+            bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. Or a function that makes it from the
+                positions of queries and keys in their sequences, integers `(b, t)` and `(b, s)`, such as
                 `lambda query, key: alibi(num_heads, query, key)`.
-            positions: integers `(t,)` or `(b, t)` that `rope` turns by; None is the order of the tokens. They hide
-                nothing: what is causal goes by the order, and packed sequences are kept apart by the mask.
-            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is all.
-            cache: keys and values of what came before, from `init_cache`; the new ones are stored behind them.
+            positions: integers `(t,)` or `(b, t)` that `rope` rotates by; None is the order of the tokens. They hide
+                nothing: causality follows the order, and packed sequences are kept apart by the mask.
+            lengths: how many tokens of each row are real, `(b,)`; the rest is padding. None is all.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored behind them.
             return_weights: return the weights too; the output stays the same, bit for bit.
             dropout_key: decides what is dropped in train mode; None draws a key from torch's generator.
         """
         check_tokens("query", tuple(query.shape), "d_in", self.d_in, self.context_length)
         self._check_self_attention(query, key, positions, cache)
         t = query.shape[-2]
-        places = torch.arange(t, device=query.device) if cache is None else cache.positions(t, lengths)
-        q, k, v = self._project(query, key, value, places if positions is None else positions)
+        query_positions = torch.arange(t, device=query.device) if cache is None else cache.positions(t, lengths)
+        q, k, v = self._project(query, key, value, query_positions if positions is None else positions)
         mask = self._mask(mask)
-        if cache is not None:
-            k, v, mask, key_places, cache = cache.extend(k, v, mask, lengths)
-        else:
-            key_places = torch.arange(k.shape[-3], device=k.device)
+        if cache is None:
+            key_positions = torch.arange(k.shape[-3], device=k.device)
             mask = mask if lengths is None else mask & Mask.lengths(query=lengths, key=lengths)
-        result = dot_product_attention(
+        else:
+            k, v, mask, key_positions, cache = cache.extend(k, v, mask, lengths)
+        attended = dot_product_attention(
             q,
             k,
             v,
-            bias(places, key_places) if callable(bias) else bias,
+            bias(query_positions, key_positions) if callable(bias) else bias,
             mask,
-            scale=self.scale,
+            scale=self.scores.scale,
+            soft_cap=self.scores.soft_cap,
+            sinks=self.sinks,
             dropout=self.dropout.keyed(dropout_key),
             backend=self.backend,
             return_weights=return_weights,
         )
-        context, weights = result if return_weights else (result, None)
+        context, weights, _ = unpack(attended, return_weights)
+        if cache is not None:
+            context = torch.where(cache.invalid[..., None, None, None], torch.nan, context)
         output = checkpoint_name(self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output")
-        results = (output, *((weights,) if return_weights else ()), *((cache,) if cache is not None else ()))
-        return results if len(results) > 1 else output
+        return Outputs(output, weights, cache).pack()
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
 
-        With a `window` it rolls: the capacity is that of the window and a call together, and sequences have no end.
-        `dtype` None is that of the key projection.
+        With a `window` it is a ring buffer: it keeps the last `capacity` tokens, and sequences have no end. `dtype`
+        None is that of the key projection.
 
         Raises:
             ValueError: if the capacity is beyond `context_length`, or less than the window.
@@ -227,10 +256,10 @@ class MultiHeadAttention(nn.Module):
         self, query: Tensor, key: Tensor | None, positions: ArrayLike | None, cache: KVCache | None
     ) -> None:
         if self.rope is None and positions is not None:
-            raise ValueError("positions are for rope, and this module has none. Construct it with rope=RoPE()")
+            raise ValueError("positions are for rope; got positions, rope=None. Construct the module with rope=RoPE()")
         if self.rope is not None and key is not None:
             raise ValueError(
-                "rope turns queries and keys by the positions of one sequence, in self-attention; got a key of shape "
+                "rope rotates queries and keys by the positions of one sequence, in self-attention; got a key of shape "
                 f"{tuple(key.shape)}. Leave it out, or construct the module with rope=None"
             )
         if cache is not None and key is not None:

@@ -1,6 +1,6 @@
 """Causal heads side by side, each with projections of its own."""
 
-from typing import Any
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +9,12 @@ from torch_ref.functional.checks import check_positive
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import Tokens
+from torch_ref.modules.calls import unpack
 from torch_ref.modules.causal import CausalAttention
+from torch_ref.modules.typed import TypedModule
 
 
-class MultiHeadAttentionWrapper(nn.Module):
+class MultiHeadAttentionWrapper(TypedModule):
     """`concat(head_1(x), ..., head_n(x))` of `CausalAttention` heads; no output projection.
 
     The plain way to many heads: n small products instead of one. `MultiHeadAttention` computes all heads at once.
@@ -56,6 +58,16 @@ class MultiHeadAttentionWrapper(nn.Module):
             [CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, backend=backend) for _ in range(num_heads)]
         )
 
+    @overload
+    def forward(
+        self, x: Tensor, *,
+        mask: Mask | Tensor | None = None, return_weights: Literal[False] = False, dropout_key: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, x: Tensor, *,
+        mask: Mask | Tensor | None = None, return_weights: Literal[True], dropout_key: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self,
         x: Tokens,
@@ -63,13 +75,17 @@ class MultiHeadAttentionWrapper(nn.Module):
         mask: Mask | Tensor | None = None,
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
-    ) -> Any:
-        """Return the context vectors, and if asked `(context, weights)`; head i drops by child i of `dropout_key`."""
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the context vectors, followed by the weights if `return_weights`.
+
+        Child i of `dropout_key` decides what head i drops.
+        """
         results = [
-            head(x, mask=mask, return_weights=return_weights, dropout_key=fold_in(dropout_key, i))
+            unpack(
+                head(x, return_weights=return_weights, mask=mask, dropout_key=fold_in(dropout_key, i)), return_weights
+            )
             for i, head in enumerate(self.heads)
         ]
-        if not return_weights:
-            return torch.cat(results, dim=-1)
-        contexts, weights = zip(*results, strict=True)
-        return torch.cat(contexts, dim=-1), torch.stack(weights, dim=-3)
+        output = torch.cat([result.output for result in results], dim=-1)
+        weights = [result.weights for result in results if result.weights is not None]
+        return (output, torch.stack(weights, dim=-3)) if return_weights else output

@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from torch_ref.functional.checks import check_eps, check_positive, check_width
 from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.modules.typed import TypedModule
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(TypedModule):
     """`(x - mean) / sqrt(var + eps) * scale + shift` over the last axis.
 
     The variance is the mean of `(x - mean)^2`, in two passes: `mean(x^2) - mean(x)^2` loses all digits where the
@@ -36,12 +37,12 @@ class LayerNorm(nn.Module):
         super().__init__()
         check_positive(d_model=d_model)
         check_eps(eps)
-        self.eps = eps
+        self.d_model, self.eps = d_model, eps
         self.scale = nn.Parameter(torch.ones(d_model))
         self.shift = nn.Parameter(torch.zeros(d_model))
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
-        check_width("x", tuple(x.shape), "d_model", self.scale.shape[0])
+        check_width("x", tuple(x.shape), "d_model", self.d_model)
         dtype = torch.promote_types(x.dtype, self.scale.dtype)
         x = x.to(accumulation_dtype(x.dtype))
         x = x - x.mean(dim=-1, keepdim=True)
@@ -49,7 +50,7 @@ class LayerNorm(nn.Module):
         return (x * self.scale + self.shift).to(dtype)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(TypedModule):
     """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, the mean taken in at least float32.
 
     Args:
@@ -74,11 +75,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         check_positive(d_model=d_model)
         check_eps(eps)
-        self.eps = eps
+        self.d_model, self.eps = d_model, eps
         self.scale = nn.Parameter(torch.ones(d_model))
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
-        check_width("x", tuple(x.shape), "d_model", self.scale.shape[0])
+        check_width("x", tuple(x.shape), "d_model", self.d_model)
         dtype = torch.promote_types(x.dtype, self.scale.dtype)
         x = x.to(accumulation_dtype(x.dtype))
         x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)

@@ -1,17 +1,18 @@
 """One head of self-attention with learned projections."""
 
-from typing import Any
+from typing import Literal, overload
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_ref.attention import check_backend, single_head_attention
 from torch_ref.functional.checks import check_positive, check_tokens
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.linear import Linear
+from torch_ref.modules.typed import TypedModule
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(TypedModule):
     """One head, every token attending to every token.
 
         softmax(q k^T / sqrt(d_key)) v    with q = x W_query, k = x W_key, v = x W_value
@@ -63,7 +64,17 @@ class SelfAttention(nn.Module):
         """Return queries, keys and values."""
         return self.W_query(x), self.W_key(x), self.W_value(x)
 
-    def forward(self, x: Tokens, *, mask: Mask | Tensor | None = None, return_weights: bool = False) -> Any:
-        """Return the context vectors, and if asked `(context, weights)`."""
+    @overload
+    def forward(
+        self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self, x: Tokens, *, mask: Mask | Tensor | None = None, return_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the context vectors, followed by the weights if `return_weights`."""
         check_tokens("x", tuple(x.shape), "d_in", self.d_in, None)
         return single_head_attention(*self.project(x), mask=mask, backend=self.backend, return_weights=return_weights)

@@ -1,15 +1,16 @@
 """Self-attention without parameters: the idea alone."""
 
-from typing import Any
+from typing import Literal, overload
 
-from torch import nn
+from torch import Tensor
 
 from torch_ref.attention import check_backend, single_head_attention
 from torch_ref.functional.checks import check_tokens
 from torch_ref.functional.shapes import Tokens
+from torch_ref.modules.typed import TypedModule
 
 
-class SimplifiedSelfAttention(nn.Module):
+class SimplifiedSelfAttention(TypedModule):
     """`softmax(x x^T) x`: no parameters, no scaling.
 
     Args:
@@ -33,7 +34,11 @@ class SimplifiedSelfAttention(nn.Module):
         check_backend(backend)
         self.backend = backend
 
-    def forward(self, x: Tokens, *, return_weights: bool = False) -> Any:
-        """Return the context vectors, and if asked `(context, weights)`."""
+    @overload
+    def forward(self, x: Tensor, *, return_weights: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, *, return_weights: Literal[True]) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tokens, *, return_weights: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the context vectors, followed by the weights if `return_weights`."""
         check_tokens("x", tuple(x.shape), "d", x.shape[-1], None)
         return single_head_attention(x, x, x, scale=1.0, backend=self.backend, return_weights=return_weights)

@@ -1,0 +1,44 @@
+"""Agreement before time: an implementation is timed only if it computes the same function.
+
+The reference is the formula in float64. The error against it may be at most that of the formula in the dtype of the
+workload, times the factors of `flax_attn.parity.tolerance`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_attn.bench import functions, layers
+from flax_attn.bench.implementation import Arrays
+from flax_attn.bench.workload import Workload
+from flax_attn.parity import tolerance
+
+
+@lru_cache(maxsize=4)
+def reference(work: Workload) -> tuple[Arrays, Arrays]:
+    """Return output and gradients by the formula: in float64, and in the dtype of the workload."""
+    formula = layers.formula if work.layer else functions.formula
+    with jax.enable_x64(True):
+        exact = formula(work, "float64")
+    return exact, formula(work, work.dtype)
+
+
+def excess_error(found: Arrays, exact: Arrays, plain: Arrays, dtype: str) -> float:
+    """Return the largest error over the allowed one: at most 1 where the results agree, NaN where one is NaN.
+
+    Args:
+        found: outputs and gradients of an implementation.
+        exact: the same by the formula in float64.
+        plain: the same by the formula in the dtype.
+        dtype: of the workload.
+    """
+    gradients = {name: array for name, array in exact.items() if name != "output"}
+    nonzero = {name: array for name, array in gradients.items() if name not in tolerance.null_directions(gradients)}
+    eps = float(jnp.finfo(dtype).eps)
+    errors = tolerance.lower_dtype(found, [plain], {"output": exact["output"]}, tolerance.LOW_FORWARD, eps)
+    errors |= tolerance.lower_dtype(found, [plain], nonzero, tolerance.LOW_GRADIENT, eps)
+    return float(np.max(list(errors.values())))

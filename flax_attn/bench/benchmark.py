@@ -1,0 +1,162 @@
+"""One benchmark: every implementation is prepared and compared, and those that agree are timed in turns."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from flax_attn.backends.call import Unsupported
+from flax_attn.bench import timing
+from flax_attn.bench.agreement import excess_error, reference
+from flax_attn.bench.implementation import Implementation, Prepared
+from flax_attn.bench.workload import Workload
+
+GIB = 2**30
+TOO_SLOW = 60.0  # seconds: what is predicted to take longer, to compile or to run, is left out
+PREDICTIVE = 5.0  # seconds: shorter times are mostly fixed cost, and predict nothing
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What is measured side by side.
+
+    Args:
+        section: of the report.
+        entries: each implementation with its workload.
+        limit: bytes of temporaries above which an implementation is not run.
+        timed: False only compiles.
+    """
+
+    section: str
+    entries: tuple[tuple[Implementation, Workload], ...]
+    limit: int
+    timed: bool = True
+
+    @property
+    def title(self) -> str:
+        """What is measured, in a line."""
+        return f"{self.section} {self.entries[0][1]}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured of one implementation.
+
+    Args:
+        section: of the report.
+        implementation: its name.
+        work: the workload.
+        status: "timed", "compiled", or why it was not timed in a word or two.
+        note: the reason in a sentence.
+        error: over the allowed one; at most 1.
+        compile_seconds: None where nothing is compiled.
+        temporaries: bytes; None where unknown.
+        seconds: of a call, one figure a round.
+    """
+
+    section: str
+    implementation: str
+    work: Workload
+    status: str = "timed"
+    note: str = ""
+    error: float | None = None
+    compile_seconds: float | None = None
+    temporaries: int | None = None
+    seconds: tuple[float, ...] = ()
+
+    @property
+    def median(self) -> float | None:
+        """Seconds of a call; None if it was not timed."""
+        return timing.median(list(self.seconds)) if self.seconds else None
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """The rate, counting the operations that the workload needs."""
+        return self.work.flops / self.median if self.median else None
+
+
+class NotTimed(Exception):  # noqa: N818 (a finding, not an error)
+    """An implementation is not timed; `found` updates its measurement, with a status and a note at least."""
+
+    def __init__(self, status: str, note: str, **found: Any):
+        super().__init__(note)
+        self.found = {"status": status, "note": note, **found}
+
+
+def measure(benchmark: Benchmark, rounds: int, history: Sequence[Measurement] = ()) -> list[Measurement]:
+    """Return a measurement for every entry, in order.
+
+    Args:
+        benchmark: the implementations and their workloads.
+        rounds: turns of each.
+        history: earlier measurements, from which times that are too long are predicted.
+    """
+    rows: list[Measurement] = []
+    runs, warm = {}, {}
+    for i, (implementation, work) in enumerate(benchmark.entries):
+        row = Measurement(benchmark.section, implementation.name, work)
+        try:
+            _check_growth(row, history)
+            prepared, row = _prepare(implementation, row, benchmark)
+            if benchmark.timed:
+                row, warm[i] = _compare(prepared, row)
+                runs[i] = prepared.run
+        except NotTimed as reason:
+            row = replace(row, **reason.found)
+        rows.append(row)
+    taken = timing.interleave(runs, warm, rounds)
+    return [replace(row, seconds=tuple(taken[i])) if i in taken else row for i, row in enumerate(rows)]
+
+
+def _prepare(implementation: Implementation, row: Measurement, benchmark: Benchmark) -> tuple[Prepared, Measurement]:
+    if importlib.util.find_spec(implementation.package) is None:
+        raise NotTimed("not installed", f"pip install {implementation.package}")
+    prepared = _guarded(lambda: implementation.prepare(row.work))
+    known = {"compile_seconds": prepared.compile_seconds, "temporaries": prepared.temporaries}
+    need = prepared.temporaries or 0
+    if benchmark.timed and need > benchmark.limit:
+        note = f"needs {need / GIB:.1f} GiB of temporaries, and the limit is {benchmark.limit / GIB:.1f} GiB"
+        raise NotTimed("too large", note, **known)
+    return prepared, replace(row, status="timed" if benchmark.timed else "compiled", **known)
+
+
+def _compare(prepared: Prepared, row: Measurement) -> tuple[Measurement, float]:
+    """Return the measurement with its error, and the seconds of a warm call."""
+    results = []
+    seconds = _guarded(lambda: timing.seconds_per_call(lambda repeats: results.append(prepared.run(repeats))))
+    exact, plain = reference(row.work)
+    error = excess_error(prepared.named(results.pop()), exact, plain, row.work.dtype)
+    row = replace(row, error=error)
+    if not error <= 1:
+        known = {"compile_seconds": row.compile_seconds, "temporaries": row.temporaries}
+        raise NotTimed("disagrees", f"its error is {error:.3g} times the allowed one", error=error, **known)
+    return row, seconds if seconds > 10 * timing.TURN else timing.seconds_per_call(prepared.run)
+
+
+def _check_growth(row: Measurement, history: Sequence[Measurement]) -> None:
+    """Raise where a smaller size predicts too long a time: times, and unrolled programs, grow with the pairs."""
+    for past in history:
+        one, other = (replace(work, b=1, n=1, t=1, h=1, window=None) for work in (past.work, row.work))
+        growth = {"compile": row.work.pairs / past.work.pairs, "run": row.work.flops / past.work.flops}
+        if past.implementation != row.implementation or one != other or growth["compile"] <= 1:
+            continue
+        for step, seconds in (("compile", past.compile_seconds or 0.0), ("run", past.median or 0.0)):
+            predicted = seconds * growth[step]
+            if seconds > PREDICTIVE and predicted > TOO_SLOW:
+                note = f"would take about {predicted:.0f} s to {step}, judging by a smaller size"
+                raise NotTimed("too slow", f"{note}, and the limit is {TOO_SLOW:.0f} s")
+
+
+def _guarded(step: Callable[[], Result]) -> Result:
+    """Turn whatever an implementation raises into the reason why it is not timed, so that the others go on."""
+    try:
+        return step()
+    except Unsupported as error:
+        raise NotTimed("refused", str(error)) from error
+    except Exception as error:
+        message = str(error).splitlines()[0] if str(error) else ""
+        raise NotTimed("failed", f"{type(error).__name__}: {message}") from error

@@ -1,0 +1,108 @@
+"""How an implementation is prepared and run, in JAX and in PyTorch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from flax_attn.bench.workload import Workload, with_gradients
+from flax_attn.convert import to_numpy
+
+if TYPE_CHECKING:
+    import torch
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An implementation with its inputs in place, compiled if it compiles ahead of time, and not yet run.
+
+    Args:
+        run: computes the given number of times, waits, and returns the last result.
+        named: picks the arrays to be compared out of a result.
+        compile_seconds: to trace, lower and compile; None where nothing is compiled.
+        temporaries: bytes beside inputs and outputs, as XLA plans them; None where unknown.
+    """
+
+    run: Callable[[int], Any]
+    named: Callable[[Any], Arrays]
+    compile_seconds: float | None = None
+    temporaries: int | None = None
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One of the implementations that are measured side by side.
+
+    Args:
+        name: in the tables.
+        prepare: makes it ready for a workload.
+        package: that must be installed for it.
+    """
+
+    name: str
+    prepare: Callable[[Workload], Prepared]
+    package: str = "jax"
+
+
+def prepare_jax(compute: Callable[..., Any], arguments: tuple, work: Workload, named: Callable[[Any], Any]) -> Prepared:
+    """Compile `compute(*arguments[:-1])`, and its gradients under the cotangent `arguments[-1]`, ahead of time."""
+    arguments = jax.device_put(arguments)
+    start = time.perf_counter()
+    compiled = jax.jit(with_gradients(compute, work.backward)).lower(*arguments).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    # On a CPU two calls in flight would run side by side; on an accelerator they queue, and waiting leaves a gap.
+    wait = jax.block_until_ready if jax.default_backend() == "cpu" else lambda result: result
+
+    def run(repeats: int) -> Any:
+        result = None
+        for _ in range(repeats):
+            result = wait(compiled(*arguments))
+        return jax.block_until_ready(result)
+
+    return Prepared(run, named, seconds, None if memory is None else memory.temp_size_in_bytes)
+
+
+def prepare_torch(compute: Callable[..., Any], inputs: list, leaves: list, work: Workload, named: Callable) -> Prepared:
+    """Prepare `compute(*inputs[:-1])`, with the gradients of `leaves` under the cotangent `inputs[-1]`."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    for leaf in leaves:
+        leaf.requires_grad_(work.backward)
+
+    def once() -> tuple:
+        output = compute(*inputs[:-1])
+        return (output, *torch.autograd.grad(output, leaves, inputs[-1])) if work.backward else (output,)
+
+    def run(repeats: int) -> Any:
+        result = None
+        for _ in range(repeats):
+            result = once()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return result
+
+    return Prepared(run, named)
+
+
+def torch_tensor(array: np.ndarray) -> torch.Tensor:
+    """Return a tensor of the same dtype, on the GPU if there is one."""
+    import torch
+
+    dtype = getattr(torch, array.dtype.name)
+    tensor = torch.from_numpy(np.ascontiguousarray(array, np.float32)).to(dtype)
+    return tensor.cuda() if torch.cuda.is_available() else tensor
+
+
+def as_float64(array: Any) -> np.ndarray:
+    """Return an array of any framework and dtype as float64 on the host."""
+    return np.asarray(to_numpy(array), np.float64)

@@ -1,0 +1,66 @@
+"""The machine: what figures depend on, and the limits that it sets."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flax_attn.bench.timing import interleave, seconds_per_call
+
+PACKAGES = ("jax", "jaxlib", "flax", "torch", "attnax", "numpy")
+
+
+def describe() -> dict[str, Any]:
+    """Return the processor, the versions, and how busy the machine is."""
+    return {
+        "platform": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+    } | {package: _version(package) for package in PACKAGES}
+
+
+def memory_limit() -> int:
+    """Return a third of the bytes of memory of this machine: the most that an implementation may take."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3
+
+
+def product_limit(dtype: str, size: int, rounds: int = 5) -> float:
+    """Return the most operations a second that XLA reaches on this machine in one large square matrix product."""
+    x = jnp.ones((size, size), dtype)
+    product = jax.jit(jnp.dot).lower(x, x).compile()
+    run = lambda repeats: [jax.block_until_ready(product(x, x)) for _ in range(repeats)]  # noqa: E731
+    run(1)
+    return 2 * size**3 / min(seconds_per_call(run) for _ in range(rounds))
+
+
+def read_limit() -> float:
+    """Return the most GB/s that the machine reads, in a sum over an array that no cache holds."""
+    array = jnp.ones(2**28, jnp.float32)
+    total = jax.jit(jnp.sum)
+    total(array).block_until_ready()
+    seconds = interleave({"sum": lambda n: [total(array).block_until_ready() for _ in range(n)]}, {"sum": 0.1}, 5)
+    return array.nbytes / min(seconds["sum"]) / 1e9
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

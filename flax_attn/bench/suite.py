@@ -1,0 +1,156 @@
+"""The whole suite: which sizes are measured, and one run over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from flax_attn.backends.registry import BACKENDS, check_backend, load
+from flax_attn.bench import machine
+from flax_attn.bench.benchmark import GIB, Benchmark, Measurement, measure
+from flax_attn.bench.functions import functions, ours
+from flax_attn.bench.implementation import Implementation
+from flax_attn.bench.layers import layers
+from flax_attn.bench.report import BenchmarkReport
+from flax_attn.bench.workload import Workload
+
+Shape = tuple[int, int, int, int]
+
+DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
+PRODUCT = {"cpu": 2048, "gpu": 8192, "tpu": 8192}  # width of a matrix product that takes a few milliseconds at least
+GROWTH_LIMIT = 4 * GIB
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes `(b, n, t, h)` of every section; the sections without sizes are left out.
+
+    Args:
+        shapes: all implementations, forward and forward+backward.
+        long: ours, full causal against `window`.
+        window: a sliding window, in keys.
+        low: ours, bfloat16 against float32.
+        memory: temporaries, compiled only.
+        layer: whole layers.
+        growth: over these tokens with the second number of `heads`, then over `heads` with the middle of these tokens.
+        heads: numbers of heads that share `width`.
+        width: of all heads together.
+    """
+
+    shapes: tuple[Shape, ...]
+    long: Shape | None = None
+    window: int = 512
+    low: Shape | None = None
+    memory: Shape | None = None
+    layer: Shape | None = None
+    growth: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+    width: int = 512
+
+
+FULL = Sizes(
+    shapes=((4, 12, 256, 64), (8, 12, 1024, 64), (1, 32, 2048, 128), (1, 12, 4096, 64), (1, 12, 8192, 64)),
+    long=(1, 12, 8192, 64),
+    low=(8, 12, 1024, 64),
+    memory=(1, 8, 8192, 64),
+    layer=(2, 12, 1024, 64),  # GPT-2 small
+    growth=(128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+    heads=(1, 8, 16),
+)
+QUICK = Sizes(
+    shapes=((3, 4, 192, 32),),
+    long=(1, 2, 512, 16),
+    window=64,
+    low=(1, 4, 256, 32),
+    memory=(1, 2, 1024, 32),
+    layer=(2, 4, 96, 16),
+    growth=(64, 128, 256),
+    heads=(1, 2),
+    width=64,
+)
+
+
+def run(
+    shapes: Sequence[Shape] = (),
+    backends: Sequence[str] = (),
+    rounds: int = 7,
+    quick: bool = False,
+    progress: Callable[[Sequence[Benchmark], Benchmark], None] = lambda suite, benchmark: None,
+) -> BenchmarkReport:
+    """Run all benchmarks and return what they measured.
+
+    Args:
+        shapes: `(b, n, t, h)`, instead of the table and of all sections but the first.
+        backends: ours, the first being the one that ratios are about; none is the usual ones of the platform.
+        rounds: turns of each implementation.
+        quick: small shapes.
+        progress: called before each benchmark with all of them and this one.
+
+    Raises:
+        ValueError: if a backend is unknown.
+    """
+    for backend in backends:
+        check_backend(backend)
+    platform = jax.default_backend()
+    backends = backends or default_backends(platform)
+    name = "given" if shapes else "quick" if quick else "full"
+    sizes = {"given": Sizes(tuple(shapes)), "quick": QUICK, "full": FULL}[name]
+    suite = benchmarks(sizes, backends, platform)
+    rows: list[Measurement] = []
+    limit = machine.product_limit(DTYPES[platform], PRODUCT[platform])
+    for benchmark in suite:
+        progress(suite, benchmark)
+        rows += measure(benchmark, rounds, rows)
+    limit = max(limit, machine.product_limit(DTYPES[platform], PRODUCT[platform]))
+    return BenchmarkReport(f"ours {backends[0]}", name, limit, machine.describe(), tuple(rows))
+
+
+def default_backends(platform: str) -> tuple[str, ...]:
+    """Return `auto`, the backends of this platform alone, `blocked` where these are preferred to it, and `reference`.
+
+    Example:
+        >>> default_backends("tpu")
+        ('auto', 'splash', 'blocked', 'reference')
+    """
+    native = [name for name in BACKENDS if platform in (load(name).platforms or ())]
+    return ("auto", *native, *(["blocked"] if native else []), "reference")
+
+
+def benchmarks(sizes: Sizes, backends: Sequence[str], platform: str) -> list[Benchmark]:
+    """Return all benchmarks, smaller sizes first, so that times that are too long are predicted."""
+    everyone, dtype = functions(backends, platform), DTYPES[platform]
+    best, in_jax = [ours(backends[0])], [one for one in everyone if one.package == "jax"]
+    suite = [_benchmark("attention", everyone, shape, dtype, b) for shape in sizes.shapes for b in (False, True)]
+    if sizes.long:
+        widths = ({}, {"window": sizes.window})
+        suite += [_benchmark("window", best, sizes.long, dtype, b, widths) for b in (False, True)]
+    if sizes.low:
+        dtypes = ({"dtype": "float32"}, {"dtype": "bfloat16"})
+        suite += [_benchmark("dtype", best, sizes.low, dtype, b, dtypes) for b in (False, True)]
+    if sizes.memory:
+        suite += [_benchmark("memory", in_jax, sizes.memory, dtype, timed=False)]
+    if sizes.layer:
+        suite += [_benchmark("layer", layers(backends), sizes.layer, dtype, variants=({"layer": True},))]
+    middle = sizes.growth[len(sizes.growth) // 2] if sizes.growth else 0
+    by_tokens = [(1, sizes.heads[1], t, sizes.width // sizes.heads[1]) for t in sizes.growth]
+    by_heads = [(1, n, middle, sizes.width // n) for n in sizes.heads]
+    suite += [_benchmark("tokens", everyone, shape, dtype, limit=GROWTH_LIMIT) for shape in by_tokens]
+    return suite + [_benchmark("heads", everyone, shape, dtype, limit=GROWTH_LIMIT) for shape in by_heads]
+
+
+def _benchmark(
+    section: str,
+    implementations: Sequence[Implementation],
+    shape: Shape,
+    dtype: str,
+    backward: bool = True,
+    variants: Sequence[dict[str, Any]] = ({},),
+    limit: int | None = None,
+    timed: bool = True,
+) -> Benchmark:
+    works = [Workload(*shape, **{"backward": backward, "dtype": dtype, **variant}) for variant in variants]
+    entries = tuple((implementation, work) for implementation in implementations for work in works)
+    return Benchmark(section, entries, machine.memory_limit() if limit is None else limit, timed)

@@ -1,0 +1,96 @@
+"""What is computed: sizes, mask, dtype and direction of one measurement, its inputs and its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_attn.functional.masks import Count, Mask
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Causal self-attention on `(b, t, n, h)`, or a whole layer of that size.
+
+    Args:
+        b: batch size.
+        n: heads.
+        t: tokens.
+        h: head width.
+        backward: also the gradients of all inputs (and parameters) under a random cotangent.
+        window: sliding window, in keys; None is causal without a window.
+        dtype: of inputs and output.
+        layer: projections included, on `(b, t, n * h)`.
+    """
+
+    b: int
+    n: int
+    t: int
+    h: int
+    backward: bool = False
+    window: int | None = None
+    dtype: str = "float32"
+    layer: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """The number of visible (query, key) pairs of one head: about half of `t * t` without a window.
+
+        Example:
+            >>> Workload(1, 1, 4, 8).pairs, Workload(1, 1, 4, 8, window=2).pairs
+            (10, 7)
+        """
+        width = min(self.window or self.t, self.t)
+        return width * self.t - width * (width - 1) // 2
+
+    @property
+    def flops(self) -> int:
+        """Operations of the matrix products on the visible pairs, whatever an implementation really computes.
+
+        Two products forward; seven with the backward pass, which computes the scores again. A layer adds four
+        projections, of three products each with the backward pass.
+        """
+        attention = 2 * (7 if self.backward else 2) * self.b * self.n * self.pairs * self.h
+        projections = 2 * (12 if self.backward else 4) * self.b * self.t * (self.n * self.h) ** 2
+        return attention + (projections if self.layer else 0)
+
+    @property
+    def size(self) -> str:
+        """The shape of the input, and the direction."""
+        shape = (self.b, self.t, self.n * self.h) if self.layer else (self.b, self.n, self.t, self.h)
+        return f"{shape} {'forward+backward' if self.backward else 'forward'}"
+
+    def mask(self, offset: Count | None = None) -> Mask:
+        """Return the mask; `offset` is the position of the first query where the queries are only some of the rows."""
+        return Mask.causal(offset) if self.window is None else Mask.sliding_window(self.window, offset)
+
+    def __str__(self) -> str:
+        return ", ".join([self.size, *([f"window {self.window}"] if self.window else []), self.dtype])
+
+
+@lru_cache(maxsize=2)
+def inputs(work: Workload) -> tuple[np.ndarray, ...]:
+    """Return random query, key, value and cotangent `(b, t, n, h)`, or input and cotangent `(b, t, d)` of a layer."""
+    random = np.random.default_rng(0)
+    shape = (work.b, work.t, work.n * work.h) if work.layer else (work.b, work.t, work.n, work.h)
+    draws = [random.standard_normal(shape, np.float32) for _ in range(2 if work.layer else 4)]
+    return tuple(draw.astype(jnp.dtype(work.dtype)) for draw in draws)
+
+
+def with_gradients(compute: Callable[..., Any], backward: bool) -> Callable[..., tuple]:
+    """Return a function of `(*inputs, cotangent)` that returns the output and, if `backward`, each input's gradient."""
+
+    def forward(*arguments):
+        return (compute(*arguments[:-1]),)
+
+    def both(*arguments):
+        output, pull = jax.vjp(compute, *arguments[:-1])
+        return output, *pull(arguments[-1])
+
+    return both if backward else forward

@@ -1,0 +1,87 @@
+"""Names of modules compared by meaning: `W_query`, `q_proj` and `query` are one, and so are `norm1` and `ln_1`."""
+
+import re
+from typing import NamedTuple
+
+SYNONYMS = {
+    **dict.fromkeys(("q", "wq", "queries"), "query"),
+    **dict.fromkeys(("k", "wk", "keys"), "key"),
+    **dict.fromkeys(("v", "wv", "values"), "value"),
+    **dict.fromkeys(("o", "wo", "output"), "out"),
+    **dict.fromkeys(("att", "attn", "attentions"), "attention"),
+    **dict.fromkeys(("ff", "ffn", "feedforward"), "mlp"),
+    **dict.fromkeys(("ln", "layernorm", "rmsnorm", "groupnorm", "batchnorm", "bn"), "norm"),
+    **dict.fromkeys(("emb", "embed", "embedding", "embeddings"), "embed"),
+    **dict.fromkeys(("tok", "tokens"), "token"),
+    **dict.fromkeys(("pos", "positional", "positions"), "position"),
+    **dict.fromkeys(("cls",), "class"),
+    **dict.fromkeys(("down", "downsample"), "down"),
+}
+# Names whose parts do not say what they mean.
+PHRASES = {
+    "wte": "token embed",
+    "wpe": "position embed",
+    "feed forward": "mlp",
+    "input layernorm": "norm 1",
+    "post attention layernorm": "norm 2",
+    "input norm": "norm 1",
+    "post attention norm": "norm 2",
+}
+# What a name is decorated with.
+FILLERS = {"w", "c", "to", "proj", "projection", "lin", "linear", "dense", "fc", "layer", "self", "module"}
+ATTENTION_INPUTS = {"query", "key", "value"}
+
+
+class Key(NamedTuple):
+    """The meaning of a name: its words, sorted, and its numbers in order."""
+
+    words: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+
+def key_of(path: tuple[str, ...]) -> Key:
+    """Return the meaning of a path.
+
+    Example:
+        >>> key_of(("attn", "W_query")) == key_of(("attention", "q_proj"))
+        True
+        >>> key_of(("LayerNorm_0",))
+        Key(words=('norm',), numbers=(0,))
+    """
+    tokens = [token for part in path for token in _tokens(part)]
+    words = sorted({token for token in tokens if not token.isdigit()})
+    return Key(tuple(words), tuple(int(token) for token in tokens if token.isdigit()))
+
+
+def distinguishing(paths: list[tuple[str, ...]]) -> list[Key]:
+    """Return the meaning of each path without the words and outer numbers that all of them have.
+
+    Example:
+        >>> distinguishing([("mlp", "up"), ("mlp", "down")])
+        [Key(words=('up',), numbers=()), Key(words=('down',), numbers=())]
+    """
+    keys = [key_of(path) for path in paths]
+    common = set.intersection(*(set(key.words) for key in keys)) if len(keys) > 1 else set()
+    numbers = _inner([key.numbers for key in keys])
+    words = [tuple(word for word in key.words if word not in common) for key in keys]
+    return [Key(own, number) for own, number in zip(words, numbers, strict=True)]
+
+
+def _inner(numbers: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return numbers without those that all begin with, and those that all end with."""
+    for _ in range(2):
+        while len(numbers) > 1 and all(numbers) and len({own[0] for own in numbers}) == 1:
+            numbers = [own[1:] for own in numbers]
+        numbers = [own[::-1] for own in numbers]
+    return numbers
+
+
+def _tokens(name: str) -> list[str]:
+    split = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Za-z])|(?<=[A-Za-z])(?=\d)", " ", name)
+    plain = " ".join(re.findall(r"[a-z]+|\d+", split.lower()))
+    plain = plain.replace("layer norm", "layernorm").replace("rms norm", "rmsnorm")
+    for phrase, meaning in PHRASES.items():
+        plain = re.sub(rf"\b{phrase}\b", meaning, plain)
+    tokens = plain.split()
+    kept = [SYNONYMS.get(token, token) for token in tokens if token not in FILLERS]
+    return kept if kept or not {"proj", "projection"} & set(tokens) else ["out"]

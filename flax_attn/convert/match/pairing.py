@@ -1,0 +1,86 @@
+"""The result of `auto`: a layout that prints as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flax_attn.convert.rules import Layout, Shape
+
+
+@dataclass(frozen=True)
+class PairedTensor:
+    """One row of a pairing.
+
+    Args:
+        kind: of the layer.
+        ours: names on the JAX side, several where PyTorch holds them in one tensor.
+        shapes: of ours.
+        theirs: name on the PyTorch side.
+        shape: of theirs.
+        pattern: einops pattern from ours to theirs; `""` is the same array.
+        evidence: what settled it: the `shape`, the `name`, a `number` in the name, the `order`, or a `rule`.
+        axis: of theirs, along which several of ours are joined.
+        trainable: False for running statistics.
+    """
+
+    kind: str
+    ours: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    theirs: str
+    shape: Shape
+    pattern: str
+    evidence: str
+    axis: int = 0
+    trainable: bool = True
+
+    def cells(self) -> list[str]:
+        """Return the row as text."""
+        names, shapes = " + ".join(_short(self.ours)), " + ".join(map(str, dict.fromkeys(self.shapes)))
+        return [self.theirs, self.kind, str(self.shape), names, shapes, self.pattern or "same", self.evidence]
+
+
+@dataclass(frozen=True)
+class Pairing(Layout):
+    """The parameters of two models that belong together: a `Layout`, made by `auto`, that prints as a table.
+
+    Args:
+        rules: one for each tensor of the PyTorch side.
+        ignored: regular expression for what else its state dict holds.
+        refuse: of a `Layout`; refuses nothing.
+        rows: what is paired, in the order of the PyTorch side.
+    """
+
+    rows: tuple[PairedTensor, ...] = ()
+
+    def __str__(self) -> str:
+        statistics = sum(not row.trainable for row in self.rows)
+        title = f"{len(self.rows) - statistics} parameters paired"
+        if statistics:
+            title += f", and {statistics} running statistics"
+        heads = ["torch", "kind", "shape", "flax", "shape", "flax to torch", "settled by"]
+        return "\n".join([title, *_table([heads, *(row.cells() for row in self.rows)])])
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Return names of one module, its own name only once."""
+    parent = names[0].rpartition(".")[0].rpartition(".")[0]
+    return [names[0], *(name.removeprefix(parent + ".") for name in names[1:])]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def transformation(axes: str, wanted: str, merged: Mapping[str, str]) -> str:
+    """Return the einops pattern between two ways to lay out the axes of a layer.
+
+    Example:
+        >>> transformation("i n h", "o i", {"o": "(n h)"})
+        'i n h -> (n h) i'
+        >>> transformation("i o", "i o", {})
+        ''
+    """
+    target = " ".join(merged.get(axis, axis) for axis in wanted.split())
+    return "" if target == axes else f"{axes} -> {target}"

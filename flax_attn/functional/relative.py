@@ -1,0 +1,162 @@
+"""Relative positions as biases of the scores: linear (ALiBi) and in learned buckets (T5)."""
+
+from bisect import bisect_left
+
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax.typing import Dtype
+from jaxtyping import Array, Float, Integer
+
+from flax_attn.functional.checks import check_positive
+from flax_attn.functional.positions import as_positions
+from flax_attn.functional.shapes import ArrayLike
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """Return the slope of every head: `2 ** (-8 i / num_heads)` for `i = 1 ... num_heads`, in float64.
+
+    Where `num_heads` is not a power of two, the slopes of the power below come first, and then every other slope of
+    the power above.
+
+    Raises:
+        ValueError: if `num_heads` is not positive.
+
+    Example:
+        >>> alibi_slopes(3).tolist()
+        [0.0625, 0.00390625, 0.25]
+
+    References:
+        Press et al. 2021 (arXiv:2108.12409).
+    """
+    check_positive(num_heads=num_heads)
+    power = 2 ** (num_heads.bit_length() - 1)
+    below, above = (2.0 ** (-8 * np.arange(1, count + 1) / count) for count in (power, 2 * power))
+    return np.concatenate([below, above[::2][: num_heads - power]])
+
+
+def alibi(
+    num_heads: int, query_positions: ArrayLike, key_positions: ArrayLike, *, dtype: Dtype | None = None
+) -> Float[Array, "*b n t s"]:
+    """Attention with linear biases: the farther a key, the lower its score.
+
+        bias = -slope * |query position - key position|
+
+    Under a causal mask it is that of the paper; in both directions it falls equally to either side.
+
+    Args:
+        num_heads: number of query heads n.
+        query_positions: integers `(t,)` or `(b, t)`.
+        key_positions: integers `(s,)` or `(b, s)`.
+        dtype: of the bias; None is the default one for floats.
+
+    Shapes:
+        Returns `(n, t, s)` or `(b, n, t, s)`, to be passed as `bias=`.
+
+    Raises:
+        ValueError: if positions are not integers, their ranks or batches differ, or `num_heads` is not positive.
+
+    Example:
+        >>> alibi(8, [2], [0, 1, 2])[0]
+        Array([[-1. , -0.5,  0. ]], dtype=float32)
+
+    References:
+        Press et al. 2021 (arXiv:2108.12409).
+    """
+    slopes = jnp.asarray(alibi_slopes(num_heads), float if dtype is None else dtype)
+    nearness = (-jnp.abs(_offsets(query_positions, key_positions))).astype(slopes.dtype)
+    return rearrange(jnp.multiply.outer(nearness, slopes), "... t s n -> ... n t s")
+
+
+def t5_bias(
+    table: Float[Array, "buckets n"],
+    query_positions: ArrayLike,
+    key_positions: ArrayLike,
+    *,
+    bidirectional: bool = True,
+    max_distance: int = 128,
+) -> Float[Array, "*b n t s"]:
+    """Relative position bias: a learned number for each head and bucket of `key position - query position`.
+
+        bias[n, t, s] = table[t5_buckets(...)[t, s], n]
+
+    T5 adds it to scores that are not scaled: `scale=1.0`.
+
+    Args:
+        table: `(num_buckets, n)`, learned; the first layer's of T5 serves all layers.
+        query_positions: integers `(t,)` or `(b, t)`.
+        key_positions: integers `(s,)` or `(b, s)`.
+        bidirectional: whether keys after the query have buckets of their own, as in an encoder.
+        max_distance: from here on all distances share the last bucket.
+
+    Shapes:
+        Returns `(n, t, s)` or `(b, n, t, s)`, to be passed as `bias=`.
+
+    Raises:
+        ValueError: where `t5_buckets` does.
+
+    Example:
+        >>> t5_bias(jnp.arange(8.0)[:, None], [2], [0, 1, 2, 3])[0]
+        Array([[2., 1., 0., 5.]], dtype=float32)
+
+    References:
+        Raffel et al. 2019 (arXiv:1910.10683).
+    """
+    options = {"bidirectional": bidirectional, "num_buckets": table.shape[0], "max_distance": max_distance}
+    return rearrange(table[t5_buckets(query_positions, key_positions, **options)], "... t s n -> ... n t s")
+
+
+def t5_buckets(
+    query_positions: ArrayLike,
+    key_positions: ArrayLike,
+    *,
+    bidirectional: bool = True,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+) -> Integer[Array, "*b t s"]:
+    """Return the bucket of `key position - query position`: one a distance at first, then ever wider ones.
+
+    Of the `m` buckets of a direction, half of `num_buckets` or all, distances `d` below `e = m // 2` have one each; the
+    others are `e + floor((m - e) * log(d / e) / log(max_distance / e))`, at most `m - 1`. Without `bidirectional` keys
+    after the query stand at distance 0. Computed with integers alone, so the same on every device.
+
+    Raises:
+        ValueError: if positions are not integers or their ranks or batches differ, if there are less than 4 buckets,
+            or 2 for one direction, or if `max_distance` leaves no room for wide buckets.
+
+    Example:
+        >>> t5_buckets([40], [0, 20, 30, 39, 40, 41, 50, 99])
+        Array([[12, 10,  8,  1,  0, 17, 24, 29]], dtype=int32)
+
+    References:
+        Raffel et al. 2019 (arXiv:1910.10683).
+    """
+    offsets = _offsets(query_positions, key_positions)
+    one_way = num_buckets // 2 if bidirectional else num_buckets
+    starts = jnp.asarray(_bucket_starts(one_way, max_distance), offsets.dtype)
+    distances = jnp.abs(offsets) if bidirectional else jnp.maximum(-offsets, 0)
+    buckets = jnp.searchsorted(starts, distances, side="right", method="compare_all").astype(offsets.dtype)
+    return jnp.where(offsets > 0, buckets + one_way, buckets) if bidirectional else buckets
+
+
+def _bucket_starts(buckets: int, max_distance: int) -> list[int]:
+    # The smallest distance of every bucket but the first. log(d / e) * wide >= log(max_distance / e) * j in integers.
+    exact = buckets // 2
+    wide = buckets - exact
+    if exact < 1 or max_distance <= exact:
+        raise ValueError(
+            "T5 needs at least 2 buckets a direction, and a max_distance beyond the half of them that hold one "
+            f"distance each; got {buckets} buckets a direction, max_distance={max_distance}. Usual are 32 and 128"
+        )
+    powers = (max_distance**j * exact ** (wide - j) for j in range(wide))
+    return [*range(1, exact), *(bisect_left(range(max_distance), power, key=lambda d: d**wide) for power in powers)]
+
+
+def _offsets(query_positions: ArrayLike, key_positions: ArrayLike) -> Integer[Array, "*b t s"]:
+    query, key = as_positions(query_positions), as_positions(key_positions)
+    if query.shape[:-1] != key.shape[:-1]:
+        raise ValueError(
+            "query and key positions must both have the same b, or both none; "
+            f"got shapes {query.shape} and {key.shape}. Repeat the positions that all rows share"
+        )
+    return rearrange(key, "... s -> ... 1 s") - rearrange(query, "... t -> ... t 1")

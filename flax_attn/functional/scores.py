@@ -1,0 +1,36 @@
+"""What happens to the scores of an attention module between the product of query and key and the softmax."""
+
+from dataclasses import dataclass
+
+from flax_attn.functional.checks import check_soft_cap
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How an attention module computes its scores; whatever is not given is left out.
+
+        softmax([sink, soft_cap * tanh((scale * q k^T + bias) / soft_cap)])    where the sink's own weight is dropped
+
+    Args:
+        scale: factor on the scores; None is `1 / sqrt(h)`, T5 takes 1.0.
+        soft_cap: bounds the scores to `(-soft_cap, soft_cap)`, as in Gemma 2; None is no bound.
+        sinks: whether each head learns a logit that takes part in the softmax and attends to nothing, as in gpt-oss.
+            The parameter `sinks` of shape `(n,)` starts at 0, where the softmax divides by `1 + sum_j exp(x_j)`.
+
+    Raises:
+        ValueError: if `soft_cap` is not positive.
+
+    Example:
+        >>> Scores(soft_cap=50.0)
+        Scores(scale=None, soft_cap=50.0, sinks=False)
+
+    References:
+        Gemma Team 2024, soft-capped scores (arXiv:2408.00118); Xiao et al. 2023, attention sinks (arXiv:2309.17453).
+    """
+
+    scale: float | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    def __post_init__(self):
+        check_soft_cap(self.soft_cap)

@@ -1,0 +1,165 @@
+"""Rotary positions in a `config.json`: into our `RoPE`, and out of it.
+
+Transformers 5 has `rope_parameters`, transformers 4 had `rope_theta` beside `rope_scaling`; both are read and written.
+Each field means what it means in `modeling_rope_utils.py` of transformers 5.
+"""
+
+from typing import Any
+
+from flax_attn.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YaRNScaling
+from flax_attn.functional.positions import RoPE
+from flax_attn.models.hugging_face.fields import Fields, Number
+
+_OBJECT = dict | None
+
+
+def read_rope(fields: Fields, length: int) -> RoPE:
+    """Return the rotary positions of a config with `max_position_embeddings=length`.
+
+    Raises:
+        ValueError: if their type is unknown, a field is missing, or one would be ignored.
+
+    Example:
+        >>> scaling = {"rope_type": "linear", "factor": 8.0}
+        >>> read_rope(Fields("config.json", {"rope_theta": 500.0, "rope_scaling": scaling}), 16)
+        RoPE(base=500.0, width=None, interleaved=False, scaling=LinearScaling(factor=8.0))
+    """
+    old, new = (fields.get(name, _OBJECT, None) for name in ("rope_scaling", "rope_parameters"))
+    rope = Fields(f"{fields.where}: {'rope_scaling' if old else 'rope_parameters'}", old or new or {})
+    for part in (fields, rope):
+        part.only(partial_rotary_factor=1.0)  # with another value, transformers' Llama fails or rotates whole heads
+    base = rope.get("rope_theta", Number, fields.get("rope_theta", Number, 10000.0))
+    name = "rope_type" if "rope_type" in rope.values else "type"
+    read = rope.choose(name, _READERS, "default")
+    scaling = read(rope, length, fields.get("original_max_position_embeddings", int | None, None))
+    rope.used.add("type")
+    rope.check_all_used()
+    return RoPE(float(base), scaling=scaling)
+
+
+def _default(rope: Fields, length: int, original: int | None) -> None:
+    return None
+
+
+def _linear(rope: Fields, length: int, original: int | None) -> LinearScaling:
+    return LinearScaling(rope.get("factor", Number))
+
+
+def _dynamic(rope: Fields, length: int, original: int | None) -> DynamicNTKScaling:
+    return DynamicNTKScaling(rope.get("factor", Number), length)
+
+
+def _llama3(rope: Fields, length: int, original: int | None) -> Llama3Scaling:
+    return Llama3Scaling(
+        rope.get("factor", Number),
+        _original(rope, length, original),
+        rope.get("low_freq_factor", Number),
+        rope.get("high_freq_factor", Number),
+    )
+
+
+def _yarn(rope: Fields, length: int, original: int | None) -> YaRNScaling:
+    original = _original(rope, length, original)
+    optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+    fast, slow, mscale, mscale_all_dim, amplitude = (rope.get(name, Number | None, None) for name in optional)
+    scales = {"mscale": mscale, "mscale_all_dim": mscale_all_dim} if mscale and mscale_all_dim else {}
+    return YaRNScaling(
+        rope.get("factor", Number | None) or length / original,
+        original,
+        beta_fast=fast or 32.0,
+        beta_slow=slow or 1.0,
+        truncate=rope.get("truncate", bool, True),
+        attention_factor=amplitude,
+        **scales,
+    )
+
+
+def _original(rope: Fields, length: int, original: int | None) -> int:
+    inside = rope.get("original_max_position_embeddings", int | None, None)
+    return original or inside or length
+
+
+_READERS = {"default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+
+
+def write_rope(rope: RoPE, length: int, head_dim: int) -> dict[str, Any]:
+    """Return the fields of rotary positions in a model of this `context_length`.
+
+    Raises:
+        ValueError: if transformers does not rotate heads like this.
+    """
+    if rope.interleaved or rope.width not in (None, head_dim):
+        raise ValueError(
+            "transformers rotates whole heads here, in pairs (i, i + h / 2); got "
+            f"rope.interleaved={rope.interleaved}, rope.width={rope.width}. Save with flax_attn.convert.save"
+        )
+    inside = {} if rope.scaling is None else _write_scaling(rope.scaling, length)
+    if isinstance(rope.scaling, DynamicNTKScaling):
+        length = rope.scaling.original_context_length
+    return {
+        "max_position_embeddings": length,
+        "rope_theta": rope.base,
+        "rope_scaling": inside or None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.base, **inside},
+    }
+
+
+def _write_scaling(scaling: Scaling, length: int) -> dict[str, Any]:
+    if type(scaling) not in _WRITERS:
+        known = ", ".join(kind.__name__ for kind in _WRITERS)
+        raise ValueError(f"transformers scales RoPE by {known}; got {scaling}. Save with flax_attn.convert.save")
+    name, write = _WRITERS[type(scaling)]
+    return {"rope_type": name, "factor": scaling.factor, **write(scaling, length)}
+
+
+def _write_linear(scaling: LinearScaling, length: int) -> dict[str, Any]:
+    return {}
+
+
+def _write_dynamic(scaling: DynamicNTKScaling, length: int) -> dict[str, Any]:
+    end = dynamic_length(scaling)
+    if length != end:
+        raise ValueError(
+            "with dynamic scaling the context_length is not stored, it is read as factor times the original one: "
+            f"{end}; got context_length={length}. Construct it with context_length={end}"
+        )
+    return {}
+
+
+def dynamic_length(scaling: DynamicNTKScaling) -> int:
+    """Return the `context_length` of a model with dynamic scaling; in transformers it has no limit."""
+    return int(scaling.factor * scaling.original_context_length)
+
+
+def _write_llama3(scaling: Llama3Scaling, length: int) -> dict[str, Any]:
+    return {
+        "original_max_position_embeddings": scaling.original_context_length,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+    }
+
+
+def _write_yarn(scaling: YaRNScaling, length: int) -> dict[str, Any]:
+    fields = {
+        "original_max_position_embeddings": scaling.original_context_length,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "truncate": scaling.truncate,
+    }
+    scales = scaling.mscale, scaling.mscale_all_dim
+    if scaling.attention_factor is None and scales == (1.0, 0.0):
+        return fields
+    if scaling.attention_factor is None and all(scales):
+        return {**fields, "mscale": scales[0], "mscale_all_dim": scales[1]}
+    return {
+        **fields,
+        "attention_factor": float(scaling.amplitude()),
+    }  # transformers ignores one scale without the other
+
+
+_WRITERS = {
+    LinearScaling: ("linear", _write_linear),
+    DynamicNTKScaling: ("dynamic", _write_dynamic),
+    Llama3Scaling: ("llama3", _write_llama3),
+    YaRNScaling: ("yarn", _write_yarn),
+}

@@ -1,0 +1,74 @@
+"""Modules of either package from names and numbers, so that one row of a table describes both."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+
+def build(package: ModuleType, module: str, *arguments: Any, numerics: Mapping[str, Any] | None = None, **options: Any):
+    """Return a module of a package; every part takes of `numerics` what its constructor accepts.
+
+    Args:
+        package: `flax_attn` or `torch_ref`.
+        module: name of the class or factory; for a `TransformerBlock` the options are those of `build_block`.
+        arguments: of the constructor.
+        numerics: keywords such as `rngs`, `param_dtype` and `backend`.
+        options: of the constructor.
+
+    Example:
+        >>> import flax_attn
+        >>> from flax import nnx
+        >>> block = build(
+        ...     flax_attn, "TransformerBlock", numerics={"rngs": nnx.Rngs(0)}, d_model=6, context_length=9, dropout=0.0,
+        ...     num_heads=2, norm="RMSNorm", norms=("post_norm1", "post_norm2"),
+        ... )
+        >>> block.norm1 is None, block.post_norm1.d_model
+        (True, 6)
+    """
+    if module == "TransformerBlock":
+        return build_block(package, numerics or {}, **options)
+    made = getattr(package, module)
+    accepted = inspect.signature(made.__init__ if isinstance(made, type) else made).parameters
+    taken = {name: value for name, value in (numerics or {}).items() if name in accepted}
+    return made(*arguments, **{**taken, **options})
+
+
+def build_block(
+    package: ModuleType,
+    numerics: Mapping[str, Any],
+    *,
+    d_model: int,
+    dropout: float,
+    ff: tuple[str, Mapping[str, Any]] = ("FeedForward", {"d_hidden": 10}),
+    norm: str = "LayerNorm",
+    eps: float = 1e-5,
+    norms: Sequence[str] = ("norm1", "norm2"),
+    norm_first: bool = True,
+    **attention: Any,
+):
+    """Return a `TransformerBlock` and its parts.
+
+    Args:
+        package: `flax_attn` or `torch_ref`.
+        numerics: keywords of all parts.
+        d_model: width of all parts.
+        dropout: of the weights of the attention and of what both layers add.
+        ff: name and options of the feed-forward layer.
+        norm: name of the norms.
+        eps: of the norms.
+        norms: which of the four there are.
+        norm_first: of the block.
+        attention: options of the attention.
+    """
+
+    def part(module, *arguments, **options):
+        return build(package, module, *arguments, numerics=numerics, **options)
+
+    return package.TransformerBlock(
+        part("MultiHeadAttention", d_in=d_model, d_out=d_model, dropout=dropout, **attention),
+        part(ff[0], d_model, **ff[1]),
+        **{"norm1": None, "norm2": None} | {name: part(norm, d_model, eps) for name in norms},
+        norm_first=norm_first,
+        drop_shortcut=part("Dropout", dropout),
+    )

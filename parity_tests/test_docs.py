@@ -1,0 +1,70 @@
+import pytest
+
+from flax_attn.cli import docs, main
+from flax_attn.proof.faults import FAULTS
+from flax_attn.proof.variants import VARIANTS
+
+PAGE = f"# Backends\n\n{docs.BEGIN}an old table\n{docs.END}\nThe rest.\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "backends.md").write_text(PAGE)
+    return tmp_path
+
+
+def run(folder, *options):
+    return main(["docs", "--folder", str(folder), *options])
+
+
+def test_pages_hold_every_row(folder):
+    assert run(folder) == 0
+    variants, faults = ((folder / name).read_text() for name in ("variants.md", "faults.md"))
+    assert all(f"\n| `{variant.name}` | `{variant.module}` |" in variants for variant in VARIANTS)
+    assert all(f"| `{fault.row.name}` | {fault.check} |\n" in faults for fault in FAULTS)
+    assert faults.count("\n| ") == len(FAULTS) + 2
+    backends = (folder / "backends.md").read_text()
+    assert backends.startswith(f"# Backends\n\n{docs.BEGIN}\n| backend |")
+    assert backends.endswith(f"\n{docs.END}\nThe rest.\n")
+    assert "an old table" not in backends
+
+
+def test_the_same_code_writes_the_same_pages(folder):
+    run(folder)
+    first = {path.name: path.read_text() for path in folder.iterdir()}
+    assert not any(" at 0x" in text for text in first.values())
+    run(folder)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == first
+
+
+def test_check_names_what_is_out_of_date_and_writes_nothing(folder, capsys):
+    assert run(folder, "--check") == 1
+    assert [path.name for path in folder.iterdir()] == ["backends.md"]
+    assert (folder / "backends.md").read_text() == PAGE
+    run(folder)
+    capsys.readouterr()
+    assert run(folder, "--check") == 0
+    with (folder / "faults.md").open("a") as file:
+        file.write("by hand\n")
+    assert run(folder, "--check") == 1
+    error = f"flax-attn: {folder / 'faults.md'} is out of date. Run `flax-attn docs` and commit the result\n"
+    assert capsys.readouterr().err == error
+
+
+def test_another_folder_is_bad_usage(tmp_path, capsys):
+    assert run(tmp_path) == 2
+    assert "--folder must hold the documentation of a clone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", ["no markers", docs.BEGIN, docs.END, PAGE + PAGE])
+def test_missing_or_repeated_markers_are_bad_usage(page, folder, capsys):
+    (folder / "backends.md").write_text(page)
+    assert run(folder) == 2
+    assert "must stand between one line <!-- flax-attn docs: begin --> and one line" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", ["no markers", docs.BEGIN, docs.END, PAGE + PAGE])
+def test_a_table_goes_between_two_markers(page):
+    with pytest.raises(ValueError, match="must stand between one line"):
+        docs.between_markers(page, "table")
+    assert docs.between_markers(PAGE, "new") == f"# Backends\n\n{docs.BEGIN}\nnew\n\n{docs.END}\nThe rest.\n"

@@ -1,0 +1,28 @@
+"""A `torch.nn.Module` that type checkers know the results of."""
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from torch import nn
+
+_Forward_co = TypeVar("_Forward_co", covariant=True)
+
+
+class _HasForward(Protocol[_Forward_co]):
+    @property
+    def forward(self) -> _Forward_co: ...
+
+
+class TypedModule(nn.Module):
+    """A `torch.nn.Module` whose call has the type of its `forward`; torch's own returns `Any`.
+
+    Example:
+        >>> from torch import Tensor
+        >>> class Identity(TypedModule):
+        ...     def forward(self, x: Tensor) -> Tensor:
+        ...         return x
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def __call__(self: _HasForward[_Forward_co]) -> _Forward_co: ...  # pyright: ignore[reportIncompatibleMethodOverride]
