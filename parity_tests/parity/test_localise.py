@@ -15,7 +15,6 @@ import pytest
 import torch
 from einops import rearrange
 from flax import linen, nnx
-from flax_attn.proof.table import pair_of
 from jax.extend.core.primitives import name_p
 
 import flax_attn
@@ -33,6 +32,7 @@ from flax_attn.parity.trace.hooks import ActivationRecorder, Observer
 from flax_attn.parity.trace.localise import localise
 from flax_attn.parity.trace.pairing import pair_paths
 from flax_attn.proof.build import build
+from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import select
 from torch_ref.functional.masks import Causal
 
