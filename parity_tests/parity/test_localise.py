@@ -125,7 +125,7 @@ def test_a_healthy_pair_has_no_node_that_is_wrong(name):
 
 
 def wrong_scale(module, monkeypatch):
-    module.scale = module.d_out**-0.5
+    module.scores = dataclasses.replace(module.scores, scale=module.d_out**-0.5)
 
 
 def tiled_heads(module, monkeypatch):
