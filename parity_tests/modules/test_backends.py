@@ -4,7 +4,7 @@ import pytest
 
 import flax_attn
 from flax_attn.backends import blocked
-from flax_attn.proof import table
+from flax_attn.proof import prove
 from flax_attn.proof.variants import select
 
 
@@ -41,7 +41,7 @@ def test_blocked_equals_torch(case, calls, monkeypatch):
         return module
 
     monkeypatch.setattr(table, "_flax_module", blocked_module)
-    pair = table.pair_of(case)
-    report = table.climb(case, checks=["shapes", "forward", "gradients", "dropout"], pair=pair)
+    pair = prove.pair_of(case)
+    report = prove.prove(case, checks=["shapes", "forward", "gradients", "dropout"], pair=pair)
     assert report.passed, report.explain()
     assert {call.dropout is None for call in calls} == {True, False}

@@ -14,7 +14,7 @@ from flax_attn.parity import tolerance
 from flax_attn.parity.trace.diagnose import diagnose
 from flax_attn.parity.trace.localise import localise
 from flax_attn.parity.trace.substitute import Evidence, Target
-from flax_attn.proof.table import pair_of
+from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import select
 
 B, T, S, N, K, H, D = 2, 5, 7, 4, 2, 6, 8

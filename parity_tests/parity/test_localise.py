@@ -31,7 +31,7 @@ from flax_attn.parity.trace.hooks import Listener, Recorder
 from flax_attn.parity.trace.localise import localise
 from flax_attn.parity.trace.names import pair_paths
 from flax_attn.proof.build import build
-from flax_attn.proof.table import pair_of
+from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import select
 from torch_ref.functional.masks import Causal
 
