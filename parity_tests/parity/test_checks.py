@@ -18,6 +18,7 @@ from flax_attn.convert.rules import Entry
 from flax_attn.parity import CHECKS, compare
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.proof import prove
+from flax_attn.proof.faults import FAULTS
 from flax_attn.proof.variants import VARIANTS, select
 
 LOWER = {"float32": 23, "bfloat16": 7, "float16": 10}  # bits of the mantissa
@@ -92,7 +93,7 @@ def table_of_100_positions(x):
     return x * jnp.minimum(jnp.arange(x.shape[1]), 99)[None, :, None].astype(x.dtype)
 
 
-FAULTS = {
+WRONG = {
     "shapes": (lambda x: {"output": x, "more": x}, lambda x: {"output": x}),
     "second": (flat_sine, torch.sin),
     "jit = eager": (doubled_if_eager, lambda x: 1 * x),
@@ -112,9 +113,9 @@ def caught(check, *sides, **options):
     return not report.check(check).passed and report.check(check).ran
 
 
-@pytest.mark.parametrize("check", FAULTS)
+@pytest.mark.parametrize("check", WRONG)
 def test_a_fault_of_the_flax_side_is_caught(check):
-    assert caught(check, *FAULTS[check])
+    assert caught(check, *WRONG[check])
 
 
 @pytest.mark.parametrize("dtype", LOWER)
@@ -165,7 +166,7 @@ def test_sums_in_bfloat16_are_caught(monkeypatch):
 
 
 def test_every_check_catches_something():
-    here = {*FAULTS, *LOWER, "cache = full", "weights"}
+    here = {*WRONG, *LOWER, "cache = full", "weights"}
     assert here | {fault.check for fault in FAULTS} == set(CHECKS)
 
 

@@ -174,7 +174,7 @@ class TorchPacked(torch.nn.Module):
         return torch.softmax(unfelt.sum() + x, dim=-1) * bias
 
 
-def test_what_a_packed_parameter_does_not_feel_is_named_and_left_out_of_training():
+def test_the_part_of_a_packed_parameter_without_effect_is_named_and_left_out_of_training():
     recipe = Recipe(steps=20, eps=1e-12)  # Adam makes rounding as large as any other step
     with jax.numpy_rank_promotion("allow"):
         report = compare(

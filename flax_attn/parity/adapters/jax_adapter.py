@@ -129,8 +129,9 @@ class JaxAdapter(ModuleAdapter):
 
         @_compiled
         def update(params, state, gradients):
-            updates, state = optimizer.update(kept(gradients), state, kept(params))
-            return {**params, **optax.apply_updates(kept(params), updates)}, state
+            with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of a count
+                updates, state = optimizer.update(kept(gradients), state, kept(params))
+                return {**params, **optax.apply_updates(kept(params), updates)}, state
 
         return fit, update, _compiled(optimizer.init)(kept(params))
 
