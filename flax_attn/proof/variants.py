@@ -87,7 +87,7 @@ class Variant:
 
 
 _CHUNKS = (2, 1, 2)  # several tokens with an empty cache, one, and several after others
-_OPEN = {"causal": False}  # tokens attend to later ones, so there is no cache
+_OPEN: dict[str, Any] = {"causal": False}  # tokens attend to later ones, so there is no cache
 
 
 def _layer(name: str, module: str, *inputs: Shape, **arguments: Any) -> Variant:
@@ -152,8 +152,8 @@ def _model(module: str, config: Callable[[Any], Any], dropout: bool = False) -> 
 
 
 _HEAD = {"d_in": 4, "d_out": 6, "context_length": 9, "dropout": 0.3}
-_CROSS = {**_OPEN, "kdim": 5, "vdim": 3}
-_LLAMA = {"out_bias": False, "num_kv_heads": 1, "head_dim": 4, "rope": True}
+_CROSS: dict[str, Any] = {**_OPEN, "kdim": 5, "vdim": 3}
+_LLAMA: dict[str, Any] = {"out_bias": False, "num_kv_heads": 1, "head_dim": 4, "rope": True}
 _PACKED = np.array([[0, 1, 2, 0, 1], [0, 2, 3, 7, 9], [70, 73, 0, 1, 4]])  # with gaps: these are positions, not indices
 _DOCUMENTS = np.array([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]])
 _DENSE = np.random.default_rng(0).random((4, 5, 5)) < 0.6

@@ -75,7 +75,7 @@ def test_a_check_that_was_not_exported_is_a_line_and_not_a_pass(folder):
     (variant,) = select([ROW])
     report = prove(variant, checks=["second"], pair=pair_with(variant, Recording(folder / f"{ROW}.safetensors")))
     assert not report.passed
-    assert "holds no result to 'second': export again with this check" in report.check("second").skipped
+    assert "holds no result of 'second': export again with this check" in report.check("second").skipped
 
 
 def test_a_comparison_of_two_modules_is_exported_and_repeated(tmp_path):
@@ -146,8 +146,8 @@ SPOILT = [
     (spoilt_truncated, "causal.safetensors is damaged or cut off"),
     (spoilt_garbage, "causal.safetensors is damaged or cut off"),
     (spoilt_not_an_export, "holds arrays, but is no export of a comparison"),
-    (spoilt_another_format, "an export of format 2, made by flax-attn 9.9; this version reads format 1. Export again"),
-    (spoilt_other_inputs, "holds an result to another 'outputs' than is asked"),
+    (spoilt_another_format, "an export of format 3, made by flax-attn 9.9; this version reads format 2. Export again"),
+    (spoilt_other_inputs, "was recorded with other inputs of 'outputs'"),
 ]
 
 
