@@ -56,7 +56,7 @@ def compare(
     name: str = "",
     locate: bool = True,
     record: bool = False,
-    device: jax.Device | None = None,
+    device: Any = None,
 ) -> Report:
     """Return a report on two modules, check by check: whether they are the same function.
 
@@ -144,7 +144,7 @@ def pair_modules(
     layout: Layout,
     calls: Mapping[str, tuple[Callable | None, Callable | None]],
     record: bool = False,
-    device: jax.Device | None = None,
+    device: Any = None,
     **options: Any,
 ) -> Pair:
     """Return both modules as a pair with the same weights; the arguments are those of `compare`.

@@ -42,7 +42,7 @@ class JaxAdapter(ModuleAdapter):
         cached_call: Callable | None = None,
         positional: bool = True,
         entries: Sequence[Entry] = (),
-        device: jax.Device | None = None,
+        device: Any = None,
     ):
         self.module, self.entries, self.device = module, list(entries), device
         self._modes = {train: take_apart(module, train) for train in (False, True)}
@@ -131,7 +131,7 @@ class JaxAdapter(ModuleAdapter):
         def update(params, state, gradients):
             with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of a count
                 updates, state = optimizer.update(kept(gradients), state, kept(params))
-                return {**params, **optax.apply_updates(kept(params), updates)}, state
+                return {**params, **dict(optax.apply_updates(kept(params), updates))}, state
 
         return fit, update, _compiled(optimizer.init)(kept(params))
 
@@ -199,7 +199,7 @@ def _compiled(function: Callable, **options: Any) -> Callable:
     anywhere = jax.jit(function, **options)
 
     def run(*arguments: Any, **keywords: Any) -> Any:
-        device = jax.config.jax_default_device
+        device = jax.config.values["jax_default_device"]
         return (on_cpu if device is None or device.platform == "cpu" else anywhere)(*arguments, **keywords)
 
     return run
