@@ -80,8 +80,8 @@ def test_parity_prints_the_table_and_writes_all_that_was_measured(tmp_path, caps
     assert "2 of 2 variants equal their PyTorch twin" in shown
     report = json.loads(path.read_text())
     assert report["passed"]
-    assert [case["variant"] for case in report["cases"]] == ["causal", "rms_norm"]
-    names = [check["name"] for check in report["cases"][0]["checks"]]
+    assert [each["variant"] for each in report["variants"]] == ["causal", "rms_norm"]
+    names = [check["name"] for check in report["variants"][0]["checks"]]
     assert names == [
         "forward",
         "gradients",
@@ -91,7 +91,7 @@ def test_parity_prints_the_table_and_writes_all_that_was_measured(tmp_path, caps
         "cache = full",
         "layouts",
     ]
-    assert 0 < report["cases"][0]["checks"][0]["error"] < 1e-14
+    assert 0 < report["variants"][0]["checks"][0]["error"] < 1e-14
     assert {"jax", "flax", "torch", "python"} <= report["environment"].keys()
 
 
@@ -129,7 +129,7 @@ def test_two_targets_are_compared_and_written(modules, tmp_path, capsys):
         "training",
     ]
     assert main([*arguments, "--report", "r.json", "--report", "r.xml"]) == 0
-    report = json.loads((tmp_path / "r.json").read_text())["cases"][0]
+    report = json.loads((tmp_path / "r.json").read_text())["variants"][0]
     assert [check["name"] for check in report["checks"]] == ["forward", "training"]
     assert report["command"] == " ".join(["flax-attn", *arguments, "--report", "r.json", "--report", "r.xml"])
     assert 'tests="2"' in (tmp_path / "r.xml").read_text()
@@ -157,6 +157,13 @@ def test_layouts_may_be_targets_and_inputs_integers(modules):
     assert main(["parity", *embedding, "--layout", "torch", "--check", "gradients"]) == 0
 
 
+def test_without_a_layout_the_weights_stay_as_they_are(modules, capsys):
+    linear = [f"{modules}:flax_linear", f"{modules}:torch_linear", "--input", "4,3"]
+    assert main(["parity", *linear, "--layout", "none", "--check", "forward"]) == 1
+    assert "layout=None: both modules keep their weights" in capsys.readouterr().out
+    assert main(["parity", *linear, "--check", "forward"]) == 0
+
+
 def test_a_pair_of_targets_is_exported_and_repeated_with_one(modules, capsys):
     both = [f"{modules}:flax_linear", f"{modules}:torch_linear", "--input", "4,3", "--layout", "torch"]
     assert main(["parity", *both, "--check", "forward", "--export", "out"]) == 0
@@ -178,7 +185,7 @@ def test_a_pair_of_targets_is_exported_and_repeated_with_one(modules, capsys):
         (["no_such_module:f", "{m}:torch_linear"], "cannot import no_such_module"),
         (["flax_linear", "{m}:torch_linear"], "a target is pkg.mod:name; got flax_linear"),
         (
-            ["{m}:flax_linear", "{m}:torch_linear", "--input", "4,3", "--layout", "none"],
+            ["{m}:flax_linear", "{m}:torch_linear", "--input", "4,3", "--layout", "nothing"],
             "layout must be one of 'auto', ",
         ),
         (["{m}:flax_linear", "{m}:torch_embedding", "--input", "4,3", "--layout", "torch"], "do not pair"),

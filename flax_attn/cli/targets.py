@@ -127,7 +127,14 @@ def _input(text: str, random: np.random.Generator) -> Any:
 
 
 def _layout(text: str) -> Any:
-    return None if text == "none" else _load(text) if ":" in text else text
+    from flax_attn.convert import LAYOUTS
+
+    if ":" in text:
+        return _load(text)
+    names = ("auto", "none", *LAYOUTS)
+    if text not in names:
+        raise common.UsageError(f"layout must be one of {', '.join(map(repr, names))}, or pkg.mod:TABLE; got {text!r}")
+    return None if text == "none" else text
 
 
 def _load(target: str) -> Any:

@@ -134,7 +134,8 @@ def _in_lower_dtype(pair: Pair, spec: RunSpec) -> Result:
 
 # Of JAX, which checks some products before it compiles, and of XLA.
 _MISSING_PRODUCT = re.compile(
-    r"^The precision 'F16\w*' is not supported by dot_general on CPU|^UNIMPLEMENTED: .*\b(dot|F16)\b.*\b(dot|F16)\b"
+    r"^The precision 'F16\w*' is not supported by dot_general on CPU|^UNIMPLEMENTED: (?=.*dot)(?=.*(?<!b)f16)",
+    re.IGNORECASE,
 )
 
 

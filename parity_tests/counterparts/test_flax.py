@@ -139,6 +139,20 @@ def test_linen_gives_the_mean_of_the_values_where_nothing_is_seen(bound):
     assert report.check("padded rows").where["index"][0] == 0  # the row of the batch that is all padding
 
 
+def test_running_statistics_of_linen_are_copied():
+    theirs, layer = torch.nn.BatchNorm1d(D).eval(), linen.BatchNorm(use_running_average=True, epsilon=1e-5)
+    with torch.no_grad():
+        theirs.running_mean.copy_(torch.linspace(-1, 1, D))
+        theirs.running_var.copy_(torch.linspace(0.5, 2, D))
+    bound = layer.bind(layer.init(jax.random.key(0), jnp.ones((B, D))))
+    report = assert_parity(bound, theirs, [(B, D)], checks=["weights", "forward", "gradients"], redraw=False)
+    copied = report.pair.flax.weights()
+    assert all((copied[name] == value.numpy()).all() for name, value in theirs.state_dict().items() if value.ndim)
+    assert {entry.theirs for entry in report.pair.entries if not entry.trainable} == {"running_mean", "running_var"}
+    drawn = assert_parity(bound, theirs, [(B, D)], checks=["forward"]).pair.flax.weights()
+    assert (drawn["running_var"] != copied["running_var"]).all()
+
+
 def test_linen_through_the_bridge(checks):
     x = jnp.ones((B, T, D))
     layer = nnx.bridge.ToNNX(linen.MultiHeadDotProductAttention(num_heads=HEADS), rngs=nnx.Rngs(0))

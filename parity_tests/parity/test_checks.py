@@ -123,6 +123,57 @@ def test_a_loss_of_four_bits_is_caught(dtype):
     assert not caught(dtype, jnp.sin, torch.sin)
 
 
+def raising(error, dtype="float16"):
+    """Return a sine that raises an error in one dtype."""
+
+    def sine(x):
+        if x.dtype == dtype:
+            raise error
+        return jnp.sin(x)
+
+    return sine
+
+
+MISSING = "XLA has no such float16 product on a CPU: flax raised "
+
+
+def test_a_product_that_jax_refuses_in_float16_on_a_cpu_is_not_run():
+    def attend(*inputs):
+        heads_first = (x.transpose(1, 2) for x in inputs)
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+
+    with jax.numpy_dtype_promotion("standard"):
+        report = compare(jax.nn.dot_product_attention, attend, [(2, 5, 3, 4)] * 3, checks=["float16"], locate=False)
+    assert report.check("float16").skipped.startswith(f"{MISSING}ValueError: The precision 'F16_F16_F32' is not supp")
+
+
+@pytest.mark.parametrize(
+    "message", ["Unsupported element type in DotThunk::Execute: f16", "no dot of operands of type F16"]
+)
+def test_a_product_that_xla_refuses_in_float16_on_a_cpu_is_not_run(message):
+    error = jax.errors.JaxRuntimeError(f"UNIMPLEMENTED: {message}")
+    check = compare(raising(error), torch.sin, [(3, 5)], checks=["float16"], locate=False).check("float16")
+    assert check.skipped == f"{MISSING}JaxRuntimeError: UNIMPLEMENTED: {message}. Pass device= to use a GPU or TPU"
+
+
+@pytest.mark.parametrize(
+    ("error", "dtype"),
+    [
+        (ValueError("no dot of operands of type F16"), "float16"),
+        (jax.errors.JaxRuntimeError("UNIMPLEMENTED: no sort of F16"), "float16"),
+        (jax.errors.JaxRuntimeError("UNIMPLEMENTED: no dot of BF16"), "float16"),
+        (jax.errors.JaxRuntimeError("INTERNAL: no dot of F16"), "float16"),
+        (jax.errors.JaxRuntimeError("UNIMPLEMENTED: no dot of F16"), "bfloat16"),
+    ],
+    ids=str,
+)
+def test_every_other_error_in_a_lower_dtype_is_a_failure(error, dtype):
+    check = compare(raising(error, dtype), torch.sin, [(3, 5)], checks=[dtype], locate=False).check(dtype)
+    assert check.ran
+    assert not check.passed
+    assert check.worst == "the call itself"
+
+
 @pytest.mark.parametrize("side", ["flax", "torch"])
 def test_a_cache_that_forgets_is_caught(side):
     options = {f"{side}_cached": lambda function, x: function(x[:, 3:])}
