@@ -53,7 +53,7 @@ def tokens():
 
 
 def test_each_module_hands_its_backend_on(variant, calls, close):
-    heads = 2 if variant.name == "wrapper" else int(variant.takes("backend"))
+    heads = 2 if variant.name == "multi_head_wrapper" else int(variant.takes("backend"))
     inputs = variant.inputs()
     expected = variant.build()(*inputs)
     assert not calls
@@ -72,7 +72,7 @@ def test_gpt2_attention_takes_a_backend():
 
 def test_a_refusal_reaches_the_caller_of_a_module(variants):
     with pytest.raises(flax_attn.Unsupported, match="backend 'splash' cannot honour this call"):
-        variants["multi_head"].build(backend="splash")(*variants["multi_head"].inputs())
+        variants["multi_head_gqa"].build(backend="splash")(*variants["multi_head_gqa"].inputs())
 
 
 def test_set_backend_reaches_every_layer(calls, close):
