@@ -27,7 +27,7 @@ from rich.table import Table
 from tiny_model import Batch, Sizes, train_flax, train_torch, twins
 
 from flax_attn.parity import Recipe, tolerance
-from flax_attn.parity.compare import on_cpu
+from flax_attn.parity.cpu import on_cpu
 
 SYMBOLS, LENGTH = 12, 15
 SIZES = Sizes(vocab_size=SYMBOLS + 1, context_length=2 * LENGTH, d_model=32, num_layers=2)

@@ -27,7 +27,7 @@ from tiny_model import LAYOUT, Batch, Sizes, train_flax, train_torch, twins
 
 from flax_attn import convert
 from flax_attn.parity import Recipe, tolerance
-from flax_attn.parity.compare import on_cpu
+from flax_attn.parity.cpu import on_cpu
 
 TEXT = (Path(__file__).parents[1] / "LICENSE").read_text()
 RECIPE = Recipe(steps=300, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0, schedule="cosine", warmup=20)

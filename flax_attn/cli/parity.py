@@ -123,7 +123,7 @@ _WORKERS = 4  # the most processes, of about 1 GB each
 
 def _in_this_process(variants: list[Variant], checks: list[str] | None, options: argparse.Namespace) -> list[Report]:
     from flax_attn.parity.adapters import recording
-    from flax_attn.parity.compare import on_cpu
+    from flax_attn.parity.cpu import on_cpu
     from flax_attn.proof import prove
 
     recordings, device, reports = {}, common.device(options.device), []

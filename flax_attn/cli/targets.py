@@ -58,7 +58,7 @@ def checks(options: argparse.Namespace) -> list[str] | None:
 def compare(options: argparse.Namespace) -> list[Report]:
     """Return the report on two targets, or on one against an export."""
     from flax_attn.parity import CHECKS
-    from flax_attn.parity.compare import on_cpu
+    from flax_attn.parity.cpu import on_cpu
 
     frameworks = ("flax",) if options.against else ("flax", "torch")
     if len(options.target) != len(frameworks):

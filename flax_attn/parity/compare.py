@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from flax_attn import convert
@@ -15,12 +13,13 @@ from flax_attn.parity.adapters.adapter import Adapter, Arrays, Call, PairingErro
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.checks import run_checks
+from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report, environment
 from flax_attn.parity.training import Recipe, check_choice
 
 if TYPE_CHECKING:
-    from flax_attn.parity.trace.localise import Divergence
+    from flax_attn.parity.trace.divergence import Divergence
 
 Inputs = Any  # a list of arrays or shapes, a mapping of them by name, or one of them
 Layout = convert.LayoutLike | None  # or "auto"
@@ -56,7 +55,7 @@ def compare(
     name: str = "",
     locate: bool = True,
     record: bool = False,
-    device: jax.Device | None = None,
+    device: Any = None,
 ) -> Report:
     """Return a report on two modules, check by check: whether they are the same function.
 
@@ -144,7 +143,7 @@ def pair_modules(
     layout: Layout,
     calls: Mapping[str, tuple[Callable | None, Callable | None]],
     record: bool = False,
-    device: jax.Device | None = None,
+    device: Any = None,
     **options: Any,
 ) -> Pair:
     """Return both modules as a pair with the same weights; the arguments are those of `compare`.
@@ -218,7 +217,8 @@ def report_on(
         running = run_checks(pair, checks, wanted, watch)
         _check_callable(pair)
         found, notes = list(running), _notes(pair)
-        divergence = _located(pair, notes) if locate else None
+        differs = not all(check.passed for check in found)
+        divergence = _located(pair, notes) if locate and differs else None
         return Report(name, found, list(pair.entries), notes, pair.seed, environment(), command, divergence, pair)
 
 
@@ -233,13 +233,6 @@ def _located(pair: Pair, notes: list[str]) -> Divergence | None:
     except Exception as error:  # hooks in other people's modules: the verdict does not depend on them
         notes.append(f"where the modules differ could not be located: {type(error).__name__}: {error}")
         return None
-
-
-@contextmanager
-def on_cpu():
-    """Compare in float64 on the CPU, where rounding is the only difference that is allowed."""
-    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
 
 
 def _check_callable(pair: Pair) -> None:

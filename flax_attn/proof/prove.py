@@ -23,7 +23,8 @@ from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter, save
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.checks import CHECKS
-from flax_attn.parity.compare import on_cpu, report_on
+from flax_attn.parity.compare import report_on
+from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
 from flax_attn.proof.variants import Variant, select
@@ -44,12 +45,12 @@ def pair_of(variant: Variant, seed: int = 0, *, record: bool = False) -> Pair:
     return _paired(variant, RecordingAdapter(torch) if record else torch, inputs, seed)
 
 
-def pair_with(variant: Variant, recording: Recording, device: jax.Device | None = None) -> Pair:
+def pair_with(variant: Variant, recording: Recording, device: Any = None) -> Pair:
     """Return the Flax module of a variant with a recording of the PyTorch one; lower dtypes run on `device`."""
     return _paired(variant, recording, recording.inputs, recording.about["seed"], device)
 
 
-def _paired(variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: jax.Device | None = None) -> Pair:
+def _paired(variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: Any = None) -> Pair:
     module, layout = _flax_module(variant), convert.LAYOUTS["torch_ref"]
     flax = JaxAdapter(module, _call(variant, flax_attn, module), _cached_call(variant, flax_attn, jnp), device=device)
     flax.entries = weight_map(module, flax.shapes, torch.shapes, layout) if flax.shapes else []

@@ -4,7 +4,7 @@ import pytest
 
 import flax_attn
 from flax_attn.backends.registry import load
-from flax_attn.proof import table
+from flax_attn.proof import prove
 from flax_attn.proof.variants import select
 
 
@@ -34,15 +34,15 @@ ROWS = [  # of what a module hands on one each: the backend itself is held to th
 
 @pytest.mark.parametrize("case", select(ROWS), ids=lambda case: case.name)
 def test_blocked_equals_torch(case, calls, monkeypatch):
-    build = table._flax_module
+    build = prove._flax_module
 
     def blocked_module(case):
         module = build(case)
         flax_attn.set_backend(module, "blocked")
         return module
 
-    monkeypatch.setattr(table, "_flax_module", blocked_module)
-    pair = table.pair_of(case)
-    report = table.climb(case, checks=["shapes", "forward", "gradients", "dropout"], pair=pair)
+    monkeypatch.setattr(prove, "_flax_module", blocked_module)
+    pair = prove.pair_of(case)
+    report = prove.prove(case, checks=["shapes", "forward", "gradients", "dropout"], pair=pair)
     assert report.passed, report.explain()
     assert {call.dropout is None for call in calls} == {True, False}

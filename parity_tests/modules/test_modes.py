@@ -8,7 +8,7 @@ from flax import nnx
 
 import flax_attn
 import torch_ref
-from flax_attn.proof.table import pair_of
+from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import VARIANTS
 
 DROPPING = [case for case in VARIANTS if case.arguments.get("dropout", 0) > 0]

@@ -30,7 +30,9 @@ def test_distribution_is_uniform(name, sizes):
     assert np.abs(np.sort(values) - steps).max() < 4 / n**0.5  # Kolmogorov and Smirnov: the whole shape
 
 
-@pytest.mark.parametrize("name", ["self_attention_d_key", "multi_head_wrapper", "multi_head_cross", "block_llama"])
+@pytest.mark.parametrize(
+    "name", ["multi_head_wrapper", "multi_head_gqa", "multi_head_cross", "block_gpt2", "block_llama"]
+)
 def test_every_layer_is_bounded_by_its_own_width(variants, name):
     for seed in range(3):
         parameters = {k: v for k, v in flat(variants[name].create(seed)).items() if "norm" not in k}

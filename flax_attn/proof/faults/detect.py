@@ -18,7 +18,7 @@ from flax_attn.parity.adapters.adapter import Arrays, NotRun, float64
 from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.check import Check
 from flax_attn.parity.checks import CHECKS, run_checks
-from flax_attn.parity.compare import on_cpu
+from flax_attn.parity.cpu import on_cpu
 from flax_attn.proof.faults import FAULTS, Fault
 from flax_attn.proof.faults.fault import patched
 from flax_attn.proof.prove import pair_of
