@@ -77,11 +77,11 @@ def test_a_refusal_reaches_the_caller_of_a_module(variants):
 
 def test_set_backend_reaches_every_layer(calls):
     model = Model()
-    jax.eval_shape(model, tokens())
+    jax.eval_shape(lambda x: model(x), tokens())
     assert not calls
     set_backend(model, "blocked")
     assert backends(model) == ["blocked"] * 5
-    jax.eval_shape(model, tokens())
+    jax.eval_shape(lambda x: model(x), tokens())
     assert len(calls) == 5
     set_backend(model, "auto")
     assert backends(model) == ["auto"] * 5
