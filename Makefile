@@ -7,21 +7,22 @@ NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; done)
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
-parity against mutate test test-newest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
-parity against mutate test test-newest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
-parity against mutate test test-newest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
+parity against faults test test-newest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
+parity against faults test test-newest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
+parity against faults test test-newest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
-.PHONY: help parity against mutate test bench tpu lint format test-newest clean
+.PHONY: help parity against faults test bench tpu lint format test-newest docs clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
 	@echo 'make against      prove it again on the newest JAX and Flax, without torch, from what make parity exported'
-	@echo 'make mutate       plant known porting faults one by one, and see each caught'
+	@echo 'make faults       plant known porting faults one by one; show which check detects each'
 	@echo 'make test         run all tests'
 	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (a quarter of an hour)'
 	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
-	@echo 'make lint         check format, lint and types'
+	@echo 'make lint         check format, lint, types and generated tables'
 	@echo 'make format       format the code'
+	@echo 'make docs         write the tables of the documentation that follow from the code'
 	@echo 'make test-newest  run the JAX-only tests on the newest Python, JAX and Flax, without torch'
 	@echo 'make clean        remove the environments and caches'
 
@@ -31,8 +32,8 @@ parity: .venv/installed
 against: .venv-newest/installed
 	$(NEWEST_BIN)/flax-attn parity --against build/export $(ARGS)
 
-mutate: .venv/installed
-	$(BIN)/flax-attn parity mutate
+faults: .venv/installed
+	$(BIN)/flax-attn faults
 
 test: .venv/installed
 	$(BIN)/pytest -n auto -ra $(ARGS)
@@ -47,13 +48,17 @@ lint: .venv/installed
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright
+	$(BIN)/flax-attn docs --check
 
 format: .venv/installed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: .venv/installed
+	$(BIN)/flax-attn docs
+
 test-newest: .venv-newest/installed
-	$(NEWEST_BIN)/pytest -n auto -ra tests flax_attn --ignore=flax_attn/parity $(ARGS)
+	$(NEWEST_BIN)/pytest -n auto -ra tests flax_attn --ignore=flax_attn/parity --ignore=flax_attn/proof/faults $(ARGS)
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flax-attn needs Python 3.11 or newer: make PYTHON=python3.11")'

@@ -27,7 +27,7 @@ from rich.table import Table
 from tiny_model import Batch, Sizes, train_flax, train_torch, twins
 
 from flax_attn.parity import Recipe, tolerance
-from flax_attn.parity.compare import on_cpu
+from flax_attn.parity.cpu import on_cpu
 
 SYMBOLS, LENGTH = 12, 15
 SIZES = Sizes(vocab_size=SYMBOLS + 1, context_length=2 * LENGTH, d_model=32, num_layers=2)
@@ -51,8 +51,8 @@ class Curves:
     @property
     def apart(self) -> float:
         """The largest relative difference of the losses."""
-        ours, truth = self.losses.T
-        return float(np.max(np.abs(ours - truth) / truth))
+        ours, reference = self.losses.T
+        return float(np.max(np.abs(ours - reference) / reference))
 
     def first(self, accuracy: float) -> int | None:
         """Return the first step at which JAX is as accurate as this, counted from 1."""
@@ -87,10 +87,12 @@ def plot(runs: dict[int, Curves]) -> Figure:
     panels = figure.subplots(1, 2)
     for num_heads, run in runs.items():
         heads = "1 head" if num_heads == 1 else f"{num_heads} heads"
-        for panel, (ours, truth) in zip(panels, (run.losses.T, run.accuracies.T), strict=True):
+        for panel, (ours, reference) in zip(panels, (run.losses.T, run.accuracies.T), strict=True):
             steps = np.arange(1, len(ours) + 1)
             panel.plot(steps, ours, color=COLOURS[num_heads], linewidth=4, alpha=0.6, label=f"{heads}, JAX")
-            panel.plot(steps, truth, color="black", linewidth=1, linestyle=STYLES[num_heads], label=f"{heads}, PyTorch")
+            panel.plot(
+                steps, reference, color="black", linewidth=1, linestyle=STYLES[num_heads], label=f"{heads}, PyTorch"
+            )
     guess = {"color": "grey", "linewidth": 1, "linestyle": "-", "label": "guessing"}
     panels[0].axhline(np.log(SYMBOLS), **guess)
     panels[1].axhline(1 / SYMBOLS, **guess)

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from flax_attn import LayerNorm, Mask, TransformerBlock, convert
+from flax_attn import FeedForward, LayerNorm, Mask, MultiHeadAttention, TransformerBlock, convert
 
 SENTENCES = [
     "A man plays the guitar on stage.",
@@ -82,22 +82,18 @@ class SentenceEncoder(nnx.Module):
         self.blocks = nnx.List(self._block(config, numerics) for _ in range(config["num_hidden_layers"]))
 
     def _block(self, config, numerics):
+        d, eps = config["hidden_size"], config["layer_norm_eps"]
+        length, heads = config["max_position_embeddings"], config["num_attention_heads"]
         return TransformerBlock(
-            config["hidden_size"],
-            context_length=config["max_position_embeddings"],
-            dropout=0.0,
-            num_heads=config["num_attention_heads"],
-            qkv_bias=True,
-            causal=False,
-            d_hidden=config["intermediate_size"],
-            activation="gelu_exact",
+            MultiHeadAttention(d, d, length, 0.0, heads, qkv_bias=True, causal=False, **numerics),
+            FeedForward(d, config["intermediate_size"], "gelu_exact", **numerics),
+            LayerNorm(d, eps, **numerics),
+            LayerNorm(d, eps, **numerics),
             norm_first=False,
-            eps=config["layer_norm_eps"],
-            **numerics,
         )
 
     def hidden_states(self, tokens, lengths):
-        """Return what the last block says of every token, `(b, t, d)`."""
+        """Return the output of the last block, `(b, t, d)`."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self.words(tokens) + self.positions(positions) + self.types(jnp.zeros_like(tokens))
         x = self.norm(x)

@@ -1,6 +1,6 @@
 """A small language model, once in Flax and once in PyTorch, and one step of training for each.
 
-    blocks of attention and feed-forward on the embeddings of tokens and positions; a norm; a head of its own
+    embeddings of tokens and positions; blocks of attention and feed-forward; a norm; a linear head
 
 `twins` makes both with the same weights. `train_flax` and `train_torch` are the loops that a user of each framework
 would write; given the same batches, each with its dropout key, they do the same step by step.
@@ -8,7 +8,7 @@ would write; given the same batches, each with its dropout key, they do the same
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +30,7 @@ LAYOUT = convert.Layout((convert.Rule(("embedding",), "weight"), *convert.LAYOUT
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model."""
+    """The sizes of a model."""
 
     vocab_size: int
     context_length: int
@@ -41,7 +41,7 @@ class Sizes:
 
 
 class Batch(NamedTuple):
-    """Of one step: tokens `(b, t)`, the tokens that follow the last `u` of them `(b, u)`, two words for dropout."""
+    """The data of a step: tokens `(b, t)`, the tokens after the last `u` of them `(b, u)`, and a dropout key."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -53,10 +53,9 @@ class FlaxModel(nnx.Module):
 
     def __init__(self, sizes: Sizes, *, param_dtype=jnp.float32, rngs: nnx.Rngs):
         numerics = {"param_dtype": param_dtype, "rngs": rngs}
-        block = (sizes.d_model, sizes.context_length, sizes.dropout, sizes.num_heads)
         self.tokens = nnx.Embed(sizes.vocab_size, sizes.d_model, **numerics)
         self.positions = nnx.Embed(sizes.context_length, sizes.d_model, **numerics)
-        self.blocks = nnx.List(flax_attn.TransformerBlock(*block, **numerics) for _ in range(sizes.num_layers))
+        self.blocks = nnx.List(_flax_block(sizes, numerics) for _ in range(sizes.num_layers))
         self.norm = flax_attn.LayerNorm(sizes.d_model, **numerics)
         self.head = flax_attn.Linear(sizes.d_model, sizes.vocab_size, bias=False, **numerics)
 
@@ -68,15 +67,25 @@ class FlaxModel(nnx.Module):
         return self.head(self.norm(x))
 
 
+def _flax_block(sizes: Sizes, numerics: dict[str, Any]) -> flax_attn.TransformerBlock:
+    d, length, dropout = sizes.d_model, sizes.context_length, sizes.dropout
+    return flax_attn.TransformerBlock(
+        flax_attn.MultiHeadAttention(d, d, length, dropout, sizes.num_heads, **numerics),
+        flax_attn.FeedForward(d, **numerics),
+        flax_attn.LayerNorm(d, **numerics),
+        flax_attn.LayerNorm(d, **numerics),
+        drop_shortcut=flax_attn.Dropout(dropout, rngs=numerics["rngs"]),
+    )
+
+
 class TorchModel(torch.nn.Module):
     """Tokens `(b, t)` to logits of the next ones `(b, t, v)`."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
-        block = (sizes.d_model, sizes.context_length, sizes.dropout, sizes.num_heads)
         self.tokens = torch.nn.Embedding(sizes.vocab_size, sizes.d_model)
         self.positions = torch.nn.Embedding(sizes.context_length, sizes.d_model)
-        self.blocks = torch.nn.ModuleList(torch_ref.TransformerBlock(*block) for _ in range(sizes.num_layers))
+        self.blocks = torch.nn.ModuleList(_torch_block(sizes) for _ in range(sizes.num_layers))
         self.norm = torch_ref.LayerNorm(sizes.d_model)
         self.head = torch.nn.Linear(sizes.d_model, sizes.vocab_size, bias=False)
 
@@ -86,6 +95,17 @@ class TorchModel(torch.nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, dropout_key=torch_fold_in(dropout_key, i))
         return self.head(self.norm(x))
+
+
+def _torch_block(sizes: Sizes) -> torch_ref.TransformerBlock:
+    d, length, dropout = sizes.d_model, sizes.context_length, sizes.dropout
+    return torch_ref.TransformerBlock(
+        torch_ref.MultiHeadAttention(d, d, length, dropout, sizes.num_heads),
+        torch_ref.FeedForward(d),
+        torch_ref.LayerNorm(d),
+        torch_ref.LayerNorm(d),
+        drop_shortcut=torch_ref.Dropout(dropout),
+    )
 
 
 def twins(sizes: Sizes, seed: int = 0) -> tuple[FlaxModel, TorchModel]:

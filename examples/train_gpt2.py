@@ -1,11 +1,11 @@
-"""Train a small GPT-2 on what is at hand: the documentation strings of Python's standard library.
+"""Train a small GPT-2 on the documentation strings of Python's standard library.
 
     pip install "flax-attn[generate]"
     python examples/train_gpt2.py --folder build/gpt2
     flax-attn generate --model build/gpt2/model --prompt "Return the"
 
-A tokenizer of 2048 tokens is made on the spot. Documents are packed into rows, and none sees another. A run that was
-stopped goes on where it was when the same command is given again. The folder `model` is one that transformers
+A tokenizer of 2048 tokens is trained first. Documents are packed into rows, and none sees another. The same command
+resumes a run that was stopped. The folder `model` is one that transformers
 loads, too.
 
 References:
@@ -107,14 +107,14 @@ def make_optimizer(model: GPT2, steps: int) -> nnx.Optimizer:
 
 
 def sample(model: GPT2, tokenizer: Tokenizer, seed: int) -> str:
-    """Return a few words of the model's, in one line."""
+    """Return a short text of the model, in one line."""
     prompt, stop = tokenizer.encode(PROMPT).ids, [tokenizer.token_to_id(END)]
     options = {"temperature": 0.7, "top_k": 40, "stop_tokens": stop, "key": jax.random.key(seed)}
     return " ".join(tokenizer.decode([*prompt, *generate(model, prompt, 40, **options)]).split())
 
 
 def train(model: GPT2, corpus: Corpus, tokenizer: Tokenizer, folder: Path, steps: int, every: int) -> list[float]:
-    """Train to step `steps` from the last checkpoint in a folder; return the losses. Save, and sample, now and then."""
+    """Train to step `steps` from the last checkpoint in a folder; return the losses. Save and sample regularly."""
     optimizer, losses = make_optimizer(model, steps), []
     with Checkpoints(folder) as checkpoints, Progress(transient=True) as progress:
         done, start = resume(checkpoints, model, optimizer)
@@ -133,7 +133,7 @@ def train(model: GPT2, corpus: Corpus, tokenizer: Tokenizer, folder: Path, steps
 
 
 def resume(checkpoints: Checkpoints, model: GPT2, optimizer: nnx.Optimizer) -> tuple[int, int]:
-    """Go back to the last checkpoint, if there is one; return its step and how many rows were read by then."""
+    """Restore the last checkpoint, if there is one; return its step and how many rows were read until then."""
     if checkpoints.latest is None:
         return 0, 0
     step, extra = checkpoints.restore(model, optimizer)
@@ -142,7 +142,7 @@ def resume(checkpoints: Checkpoints, model: GPT2, optimizer: nnx.Optimizer) -> t
 
 
 def report(console: Console, step: int, losses: list[float], speed: float, text: str) -> None:
-    """Print where the run stands, and what the model says now."""
+    """Print the loss and the speed of the last steps, and a sample of the model."""
     console.print(f"step {step:>5}   loss {np.mean(losses):.3f}   {speed:,.0f} tokens/s", highlight=False)
     console.print(f"    {text}", style="green", markup=False, highlight=False)
 

@@ -4,8 +4,8 @@
     python examples/trajectory.py --out docs/trajectory.png
 
 Both learn to predict the next character of this project's licence: the same weights at the start, the same batches, the
-same elements dropped, AdamW with warm-up, cosine decay and clipping. In float64 rounding is all that may differ.
-`--defaults` leaves the weight decay of each side at the default of its framework, to see what that does to a run.
+same elements dropped, AdamW with warm-up, cosine decay and clipping. In float64 only rounding may differ.
+`--defaults` leaves the weight decay at the default of each framework, to show what that does to a run.
 
 References:
     Loshchilov and Hutter 2019 (arXiv:1711.05101).
@@ -27,7 +27,7 @@ from tiny_model import LAYOUT, Batch, Sizes, train_flax, train_torch, twins
 
 from flax_attn import convert
 from flax_attn.parity import Recipe, tolerance
-from flax_attn.parity.compare import on_cpu
+from flax_attn.parity.cpu import on_cpu
 
 TEXT = (Path(__file__).parents[1] / "LICENSE").read_text()
 RECIPE = Recipe(steps=300, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0, schedule="cosine", warmup=20)
@@ -36,24 +36,24 @@ BLUE, ORANGE, GREEN = "#0072b2", "#e69f00", "#009e73"  # told apart by the colou
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What was seen at every step: the losses, and how far the parameters are apart afterwards.
+    """The losses of every step, and the difference of the parameters after it.
 
     Args:
         ours: the loss in JAX.
-        truth: the loss in PyTorch.
+        reference: the loss in PyTorch.
         parameters: the largest relative difference of all parameters.
         where: the name of the parameter that has it.
     """
 
     ours: np.ndarray
-    truth: np.ndarray
+    reference: np.ndarray
     parameters: np.ndarray
     where: list[str]
 
     @property
     def loss(self) -> np.ndarray:
         """The relative difference of the losses."""
-        return np.abs(self.ours - self.truth) / self.truth
+        return np.abs(self.ours - self.reference) / self.reference
 
 
 def characters(text: str, sizes: Sizes, steps: int, b: int = 8, seed: int = 0) -> Iterator[Batch]:
@@ -72,27 +72,27 @@ def train(ours: Recipe, theirs: Recipe, sizes: Sizes) -> Trajectory:
     batches = list(characters(TEXT, sizes, ours.steps))
     steps = zip(train_flax(flax_model, ours, batches), train_torch(torch_model, theirs, batches), strict=True)
     seen = []
-    for (loss, _), (truth, _) in track(steps, "training both sides", total=ours.steps, transient=True):
+    for (loss, _), (reference, _) in track(steps, "training both sides", total=ours.steps, transient=True):
         weights = {name: tensor.numpy() for name, tensor in torch_model.state_dict().items()}
         errors = tolerance.relative(convert.state_dict(flax_model, LAYOUT), weights)
         worst = max(errors, key=errors.__getitem__)
-        seen.append((loss, truth, errors[worst], worst))
-    losses, truths, parameters, where = zip(*seen, strict=True)
-    return Trajectory(np.array(losses), np.array(truths), np.array(parameters), list(where))
+        seen.append((loss, reference, errors[worst], worst))
+    losses, references, parameters, where = zip(*seen, strict=True)
+    return Trajectory(np.array(losses), np.array(references), np.array(parameters), list(where))
 
 
 def with_default_decay(recipe: Recipe, optimizer: Callable) -> Recipe:
-    """Return the recipe with the weight decay that an optimizer has if none is given."""
+    """Return the recipe with the default weight decay of an optimizer."""
     return replace(recipe, weight_decay=inspect.signature(optimizer).parameters["weight_decay"].default)
 
 
 def plot(trajectory: Trajectory) -> Figure:
-    """Draw the two losses on one axis, and on a logarithmic one what lies between the sides, under the rule."""
+    """Draw the two losses, and on a logarithmic axis their difference and that of the parameters, with the rule."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    steps = np.arange(1, len(trajectory.truth) + 1)
+    steps = np.arange(1, len(trajectory.reference) + 1)
     left.plot(steps, trajectory.ours, color=BLUE, linewidth=4, alpha=0.5, label="JAX")
-    left.plot(steps, trajectory.truth, color="black", linewidth=1, linestyle="--", label="PyTorch")
+    left.plot(steps, trajectory.reference, color="black", linewidth=1, linestyle="--", label="PyTorch")
     left.set(xlabel="step", ylabel="loss, nats a character", title="the loss, on both sides")
     right.plot(steps, trajectory.parameters, color=ORANGE, label="parameters: the largest of all")
     right.plot(steps, trajectory.loss, ".", color=GREEN, markersize=3, label="loss, where not equal bit for bit")
@@ -105,11 +105,11 @@ def plot(trajectory: Trajectory) -> Figure:
 
 
 def report(trajectory: Trajectory) -> str:
-    """Return what a run has shown, in three lines."""
+    """Return the figures of a run, in three lines."""
     worst = int(trajectory.parameters.argmax())
     return (
-        f"{len(trajectory.truth)} steps, loss {trajectory.truth[0]:.4f} to {trajectory.truth[-1]:.4f} in PyTorch and "
-        f"{trajectory.ours[0]:.4f} to {trajectory.ours[-1]:.4f} in JAX\n"
+        f"{len(trajectory.ours)} steps, loss {trajectory.reference[0]:.4f} to {trajectory.reference[-1]:.4f} in "
+        f"PyTorch and {trajectory.ours[0]:.4f} to {trajectory.ours[-1]:.4f} in JAX\n"
         f"loss: relative difference at most {trajectory.loss.max():.1e}\n"
         f"parameters: at most {trajectory.parameters[worst]:.1e}, {trajectory.where[worst]} after step {worst + 1}; "
         f"the rule is {tolerance.TRAINING:.0e}"

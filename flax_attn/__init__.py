@@ -11,8 +11,10 @@ from flax_attn.functional.masks import Mask, create_causal_mask
 from flax_attn.functional.positions import RoPE, sinusoidal
 from flax_attn.functional.relative import alibi, alibi_slopes, t5_bias, t5_buckets
 from flax_attn.functional.scores import Scores
+from flax_attn.models.generate import generate
 from flax_attn.models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config, create_gpt2_attention
 from flax_attn.models.llama import Llama, LlamaConfig
+from flax_attn.models.registry import from_pretrained, save_pretrained
 from flax_attn.modules.backend import set_backend
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.causal import CausalAttention
@@ -65,6 +67,9 @@ __all__ = [
     "create_gpt2_attention",
     "dot_product_attention",
     "explain",
+    "from_pretrained",
+    "generate",
+    "save_pretrained",
     "set_backend",
     "single_head_attention",
     "sinusoidal",

@@ -15,10 +15,13 @@ import torch_ref
 
 ROOTS = {package.__name__: Path(package.__file__).parent for package in (flax_attn, torch_ref)}
 ONE_SIDED_FILES = {
-    "models/pretrained.py": "flax_attn",  # PyTorch has transformers
-    "models/hf_config.py": "flax_attn",
-    "models/hf_fields.py": "flax_attn",
-    "models/hf_rope.py": "flax_attn",
+    "models/registry.py": "flax_attn",  # PyTorch has transformers
+    "models/hugging_face/__init__.py": "flax_attn",
+    "models/hugging_face/decoder.py": "flax_attn",
+    "models/hugging_face/family.py": "flax_attn",
+    "models/hugging_face/fields.py": "flax_attn",
+    "models/hugging_face/folder.py": "flax_attn",
+    "models/hugging_face/rope.py": "flax_attn",
     "modules/backend.py": "flax_attn",  # torch_ref has only one backend
     "functional/kv_range.py": "flax_attn",  # for kernels, which only JAX has
     "modules/matrix_product.py": "flax_attn",  # works around a limit of XLA
@@ -33,7 +36,7 @@ ONE_SIDED = {
     "functional/masks.py": {"kv_range", "row", "shift", "split_band"},  # for kernels, which only JAX has
     "functional/mask_parts.py": {"kv_range", "band", "row", "shift"},
 }
-FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "device"}
+FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "numerics", "device"}
 LAYERS = ("functional", "attention", "modules", "models")
 
 

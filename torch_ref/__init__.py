@@ -9,6 +9,7 @@ from torch_ref.functional.masks import Mask, create_causal_mask
 from torch_ref.functional.positions import RoPE, sinusoidal
 from torch_ref.functional.relative import alibi, alibi_slopes, t5_bias, t5_buckets
 from torch_ref.functional.scores import Scores
+from torch_ref.models.generate import generate
 from torch_ref.models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config, create_gpt2_attention
 from torch_ref.models.llama import Llama, LlamaConfig
 from torch_ref.modules.block import TransformerBlock
@@ -58,6 +59,7 @@ __all__ = [
     "create_causal_mask",
     "create_gpt2_attention",
     "dot_product_attention",
+    "generate",
     "single_head_attention",
     "sinusoidal",
     "t5_bias",

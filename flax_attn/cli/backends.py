@@ -20,9 +20,7 @@ def add(commands: Any) -> None:
     backends.add_argument("--keys", type=common.count, metavar="S", help="number of keys (default: as many as queries)")
     backends.add_argument("--kv-heads", type=common.count, help="number of key/value heads (default: as many as heads)")
     backends.add_argument("--dtype", default="float32", help="of the inputs (default float32)")
-    backends.add_argument(
-        "--platform", choices=("cpu", "gpu", "tpu"), help="where it would run (default: here)"
-    )
+    backends.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="where it would run (default: here)")
     backends.add_argument("--no-causal", action="store_true", help="let every query see every key")
     backends.add_argument("--window", type=common.count, help="causal, and so many keys in all")
     backends.set_defaults(run=_backends)

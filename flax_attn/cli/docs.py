@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +17,10 @@ BEGIN, END = "<!-- flax-attn docs: begin -->\n", "<!-- flax-attn docs: end -->\n
 
 
 class VariantRow(NamedTuple):
-    """A variant of the proof: its name, its class, and how it is built and called."""
+    """A variant of the proof: its name, and how it is built and called."""
 
     name: str
-    cls: str
-    arguments: str
+    built: str
     call: str
 
 
@@ -78,10 +76,10 @@ def variants_page(rows: Sequence[VariantRow]) -> str:
     return f"""{NOTE}
 # Variants
 
-The {len(rows)} variants that `flax-attn parity` proves equal to their PyTorch twins, with the arguments of their
-constructors and calls. `--variant NAME` selects one, or all of a class.
+The {len(rows)} variants that `flax-attn parity` proves equal to their PyTorch twins: how each is built, in either
+package, and which options its calls have. `--variant NAME` selects one, or all of a class.
 
-{markdown(("variant", "class", "built with", "called with"), rows)}"""
+{markdown(("variant", "built as", "called with"), rows)}"""
 
 
 def faults_page(rows: Sequence[FaultRow]) -> str:
@@ -121,45 +119,54 @@ def between_markers(page: str, table: str) -> str:
     return f"{head}{BEGIN}\n{table}\n\n{END}{rest.split(END)[1]}"
 
 
-def keywords(arguments: Mapping[str, Any]) -> str:
-    """Return keyword arguments as they are written in code, without the defaults of dataclasses.
+class Written:
+    """A stand-in for a package, whose calls are written down instead of made.
 
     Example:
-        >>> from flax_attn import RoPE
-        >>> keywords({"num_heads": 2, "rope": RoPE(base=5e5), "positions": np.arange(3)})
-        '`num_heads=2, rope=RoPE(base=500000.0), positions=array(3)`'
+        >>> p = Written()
+        >>> p.MultiHeadAttention(6, 8, rope=p.RoPE(500.0), qk_norm=None)
+        MultiHeadAttention(6, 8, rope=RoPE(500.0))
+        >>> p.Mask.lengths(key=np.arange(3)) & p.Mask.causal()
+        Mask.lengths(key=array(3)) & Mask.causal()
     """
-    return f"`{_listed(arguments)}`" if arguments else ""
 
+    def __init__(self, text: str = ""):
+        self._text = text
 
-def _listed(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_value(value)}" for name, value in arguments.items())
+    def __getattr__(self, name: str) -> Written:
+        if name.startswith("__"):  # what Python and numpy look for
+            raise AttributeError(name)
+        return Written(f"{self._text}.{name}" if self._text else name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Written:
+        named = (f"{name}={_value(value)}" for name, value in options.items() if value is not None)
+        return Written(f"{self._text}({', '.join([*map(_value, arguments), *named])})")
+
+    def __and__(self, other: Written) -> Written:
+        return Written(f"{self} & {other}")
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 def _value(value: Any) -> str:
-    from flax_attn import Mask
-
-    if is_dataclass(value) and not isinstance(value, Mask):  # a mask says more than its fields
-        changed = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != f.default}
-        return f"{type(value).__name__}({_listed(changed)})"
     if isinstance(value, np.ndarray):
         return f"array({', '.join(map(str, value.shape))})"
-    return "..." if callable(value) else repr(value)
+    return "..." if callable(value) and not isinstance(value, Written) else repr(value)
 
 
 def _variants() -> list[VariantRow]:
-    import flax_attn
     from flax_attn.proof.variants import VARIANTS
 
-    rows = []
-    for variant in VARIANTS:
-        arguments = {name: v(flax_attn) if callable(v) else v for name, v in variant.arguments.items()}
-        called = keywords(variant.call(flax_attn))
-        rows.append(VariantRow(f"`{variant.name}`", f"`{variant.module}`", keywords(arguments), called))
-    return rows
+    p = Written()
+    return [VariantRow(f"`{v.name}`", f"`{v.make(p)}`", _call(v.call(p))) for v in VARIANTS]
+
+
+def _call(options: Mapping[str, Any]) -> str:
+    return f"`{', '.join(f'{name}={_value(value)}' for name, value in options.items())}`" if options else ""
 
 
 def _faults() -> list[FaultRow]:
     from flax_attn.proof.faults import FAULTS
 
-    return [FaultRow(fault.what.removesuffix("."), f"`{fault.row.name}`", fault.check) for fault in FAULTS]
+    return [FaultRow(fault.what.removesuffix("."), f"`{fault.variant.name}`", fault.check) for fault in FAULTS]

@@ -18,15 +18,17 @@ def add(commands: Any) -> None:
     generate = commands.add_parser(
         "generate",
         help="continue a text with a checkpoint from a local folder",
-        description="Continue a text with a GPT-2 or Llama checkpoint from a local Hugging Face folder: config.json, "
-        "safetensors and tokenizer.json. The text is written as it is made; nothing is downloaded.",
+        description="Continue a text with a checkpoint from a local Hugging Face folder: config.json of any family "
+        "that flax_attn has, safetensors and tokenizer.json. The text is written as it is made; nothing is downloaded.",
     )
     generate.add_argument("--model", metavar="DIR", required=True, help="the folder of the checkpoint")
     generate.add_argument("--prompt", required=True, help="the text to continue")
     generate.add_argument("--max-new-tokens", type=common.count, default=100, help="at most (default 100)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default 0)")
-    generate.add_argument("--top-k", type=common.count, help="draw from so many of the likeliest tokens")
-    generate.add_argument("--top-p", type=float, help="draw from the likeliest tokens that hold so much probability")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (default 0)")
+    generate.add_argument("--top-k", type=common.count, help="draw from this many of the most likely tokens")
+    generate.add_argument(
+        "--top-p", type=float, help="draw from the most likely tokens that have this probability together"
+    )
     generate.add_argument("--seed", type=common.seed, default=0, help="of what is drawn (default 0)")
     generate.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as stored"
@@ -37,13 +39,13 @@ def add(commands: Any) -> None:
 def _generate(options: argparse.Namespace) -> int:
     import jax
 
-    from flax_attn.models import LanguageModel, generate
+    from flax_attn.models import from_pretrained, generate
 
     tokenizer = _tokenizer(Path(options.model))
     stops = _stop_tokens(Path(options.model))
     prompt = tokenizer.encode(options.prompt).ids
     try:
-        model = LanguageModel.from_pretrained(options.model, param_dtype=options.dtype)
+        model = from_pretrained(options.model, param_dtype=options.dtype)
         began, printer = time.perf_counter(), _Printer(tokenizer)
         generate(
             model,

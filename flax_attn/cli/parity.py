@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flax_attn.cli import common, targets
 
 if TYPE_CHECKING:
-    from flax_attn.parity.pair import Pair
     from flax_attn.parity.report.report import Report
+    from flax_attn.proof.variants import Variant
 
 DESCRIPTION = """\
-Without targets: copy random weights from each PyTorch module to its Flax twin, and compare outputs, gradients and
-training. With two targets, pkg.mod:factory each, compare the modules that these functions return. With `mutate`, plant
-known porting faults and see each caught. Exits with 0 if all are equal, 1 if anything differs, 2 on bad usage."""
+Without targets: give each PyTorch module of this package and its Flax twin the same random weights, and compare
+outputs, gradients, dropout, caches and training; --full runs every check there is. With two targets, pkg.mod:factory
+each, compare the modules that these functions return. Exits with 0 if all are equal, 1 if anything differs, 2 on bad
+usage."""
 
 
 def add(commands: Any) -> None:
@@ -28,17 +29,25 @@ def add(commands: Any) -> None:
         "--variant",
         action="append",
         metavar="NAME",
-        help="only this row or class, such as causal or CausalAttention; may be repeated",
+        help="only this variant or class, such as causal or CausalAttention; may be repeated",
     )
     parity.add_argument("--check", action="append", metavar="NAME", help="only this check; may be repeated")
+    parity.add_argument("--full", action="store_true", help="run every check on every variant, which takes longer")
     parity.add_argument("--seed", type=common.seed, default=0, help="of the weights and inputs (default 0)")
     targets.add(parity)
-    written = parity.add_argument_group("what is written")
-    written.add_argument("--json", metavar="FILE", help="all that was measured")
-    written.add_argument("--junit", metavar="FILE", help="the checks as JUnit XML, for continuous integration")
-    written.add_argument("--html", metavar="FILE", help="one page with pictures; needs flax-attn[report]")
-    written.add_argument("--export", metavar="DIR", help="what PyTorch computed, to be compared against without torch")
-    parity.add_argument("--against", metavar="DIR", help="compare against an export instead of PyTorch")
+    written = parity.add_argument_group("files")
+    written.add_argument(
+        "--report",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write the report: .json, .xml (JUnit, for continuous integration) or .html (a page with pictures; needs "
+        "flax-attn[report]); may be repeated",
+    )
+    written.add_argument(
+        "--export", metavar="DIR", help="write the PyTorch results, to compare with where torch is not"
+    )
+    parity.add_argument("--against", metavar="DIR", help="compare with an export instead of PyTorch")
     parity.add_argument(
         "--device", metavar="PLATFORM", help="with --against: run dtypes below float64 there: gpu, tpu (default cpu)"
     )
@@ -47,119 +56,103 @@ def add(commands: Any) -> None:
 
 def _parity(options: argparse.Namespace) -> int:
     if not options.against:
-        _need_torch()
-    for path in (options.json, options.junit, options.html):
-        common.check_writable(path)
-    if options.html:
-        _need_page()
-    if options.target == ["mutate"]:
-        return _mutate(options)
+        need_torch()
+    for path in options.report:
+        _check_report(path)
+    if options.export:
+        Path(options.export).mkdir(parents=True, exist_ok=True)
     from flax_attn.convert import ConversionError
     from flax_attn.parity.adapters.adapter import PairingError
 
     try:
-        reports = targets.compare(options) if options.target else _table(options)
-        _write(reports, options)
+        reports = targets.compare(options) if options.target else _variants(options)
     except (PairingError, ConversionError) as error:
         raise common.UsageError(str(error)) from error
-    _show(reports, in_full=bool(options.target or options.check))
+    _write(reports, options)
+    _show(reports, in_full=bool(options.target or options.check), full=options.full)
     return 0 if all(report.passed for report in reports) else 1
 
 
-def _need_torch() -> None:
+def need_torch() -> None:
+    """Raise unless PyTorch is installed; it runs on one thread, since the matrices are small."""
     try:
         import torch
     except ImportError:
         raise common.UsageError(
             'parity needs PyTorch: pip install "flax-attn[torch]", or compare with an export: --against DIR'
         ) from None
-    torch.set_num_threads(1)  # several variants run at a time, and the matrices are small
+    torch.set_num_threads(1)
 
 
-def _need_page() -> None:
-    from flax_attn.parity.report import page
+def _check_report(path: str) -> None:
+    common.check_writable(path)
+    if Path(path).suffix not in _WRITERS:
+        raise common.UsageError(f"cannot write {path}: its suffix must be one of {', '.join(_WRITERS)}")
+    if Path(path).suffix == ".html":
+        from flax_attn.parity.report import page
 
-    try:
-        page.check_installed()
-    except ImportError as error:
-        raise common.UsageError(str(error)) from None
-
-
-def _table(options: argparse.Namespace) -> list[Report]:
-    """Return the reports of the rows of the table."""
-    from flax_attn.proof.table import climb
-
-    pairs, reports = _pairs(options), []
-    checks = targets.checks(options)
-    # Two at a time, but for checks that are asked for: where they fail and part is found by listening to the process.
-    with common.progress() as progress, ThreadPoolExecutor(1 if checks else 2) as pool:
-        task = progress.add_task("comparing", total=len(pairs))
-        for report in pool.map(lambda row: climb(row[0], options.seed, checks, row[1]()), pairs):
-            reports.append(report)
-            progress.advance(task)
-    return reports
+        try:
+            page.check_installed()
+        except ImportError as error:
+            raise common.UsageError(str(error)) from None
 
 
-def _pairs(options: argparse.Namespace) -> list[tuple[Any, Any]]:
-    """Return each row with a function that makes its pair."""
-    from flax_attn.parity import export
-    from flax_attn.parity.compare import on_cpu
-    from flax_attn.proof import table
+def _variants(options: argparse.Namespace) -> list[Report]:
+    """Return the reports of the variants that were asked for."""
+    from flax_attn.proof.prove import prove_all
     from flax_attn.proof.variants import select
 
+    checks = targets.checks(options)
     try:
         variants = select(options.variant)
     except ValueError as error:
         raise common.UsageError(str(error)) from None
-    recordings, device = {}, common.device(options.device)
+    workers = min(os.cpu_count() or 1, _WORKERS)
+    # A page draws from the modules, and a difference is located in them: both need them in this process.
+    alone = checks or options.against or workers == 1 or len(variants) <= workers
+    if alone or any(Path(path).suffix == ".html" for path in options.report):
+        return _in_this_process(variants, checks, options)
+    with common.progress() as progress:
+        task = progress.add_task("comparing", total=len(variants))
+        names, settings = [variant.name for variant in variants], {"full": options.full, "export": options.export}
+        return prove_all(names, workers, lambda: progress.advance(task), seed=options.seed, **settings)
+
+
+_WORKERS = 4  # the most processes, of about 1 GB each
+
+
+def _in_this_process(variants: list[Variant], checks: list[str] | None, options: argparse.Namespace) -> list[Report]:
+    from flax_attn.parity.adapters import recording
+    from flax_attn.parity.cpu import on_cpu
+    from flax_attn.proof import prove
+
+    recordings, device, reports = {}, common.device(options.device), []
     if options.against:
-        recordings = export.load(options.against, [variant.name for variant in variants] if options.variant else None)
+        recordings = recording.load(options.against, [v.name for v in variants] if options.variant else None)
         variants = [variant for variant in variants if variant.name in recordings]
         if not variants:
             raise common.UsageError(
                 f"{options.against} holds no variant of the table; it holds {', '.join(recordings)}"
             )
-
-    def pair(variant: Any) -> Pair:
-        with on_cpu():
+    with common.progress() as progress, on_cpu():
+        for variant in progress.track(variants, description="comparing"):
             if options.against:
-                return table.replayed(variant, recordings[variant.name], device)
-            return table.pair_of(variant, options.seed, record=bool(options.export))
-
-    return [(variant, lambda variant=variant: pair(variant)) for variant in variants]
-
-
-def _mutate(options: argparse.Namespace) -> int:
-    from flax_attn.proof.faults import detect
-
-    try:
-        with common.progress() as progress:
-            task = progress.add_task("planting faults", total=len(detect.FAULTS))
-            kills = detect.run(seed=options.seed, watch=lambda name: progress.update(task, description=name, advance=1))
-    except detect.UnsoundError as error:
-        print(f"flax-attn: {error}", file=sys.stderr)
-        return 1
-    console = common.console(145)
-    console.print(detect.table(kills))
-    console.print(detect.LEGEND, style="dim", highlight=False)
-    console.print(detect.summary(kills), style="bold", highlight=False)
-    return 1 if any(found.survived for found in kills) else 0
+                pair = prove.pair_with(variant, recordings[variant.name], device)
+            else:
+                pair = prove.pair_of(variant, options.seed, record=bool(options.export))
+            reports.append(prove.prove(variant, options.seed, checks, full=options.full, pair=pair))
+            if options.export:
+                recording.save(reports[-1], options.export)
+    return reports
 
 
 def _write(reports: list[Report], options: argparse.Namespace) -> None:
-    """Write the files that were asked for; what cannot be written is said, and the rest still printed."""
-    for path, write in ((options.json, _json), (options.junit, _junit), (options.html, _page)):
+    """Write the requested files; one that cannot be written is named, and the report still printed."""
+    for path in options.report:
         try:
-            if path:
-                write(reports, path)
+            _WRITERS[Path(path).suffix](reports, path)
         except (OSError, ImportError) as error:
             print(f"flax-attn: cannot write {path}: {error}", file=sys.stderr)
-    if options.export:
-        from flax_attn.parity import export
-
-        Path(options.export).mkdir(parents=True, exist_ok=True)
-        for report in reports:
-            export.save(report, options.export)
 
 
 def _json(reports: list[Report], path: str) -> None:
@@ -180,7 +173,10 @@ def _page(reports: list[Report], path: str) -> None:
     write_page(reports, path)
 
 
-def _show(reports: list[Report], in_full: bool) -> None:
+_WRITERS = {".json": _json, ".xml": _junit, ".html": _page}
+
+
+def _show(reports: list[Report], in_full: bool, full: bool) -> None:
     from flax_attn.parity.report import console as tables
 
     console = common.console(145)
@@ -196,3 +192,5 @@ def _show(reports: list[Report], in_full: bool) -> None:
         console.print(line, style="bold red", highlight=False, soft_wrap=True)
     good = sum(report.passed for report in reports)
     console.print(f"\n{good} of {len(reports)} variants equal their PyTorch twin", style="bold", highlight=False)
+    if not full:
+        console.print("The other checks run with --full.", style="dim", highlight=False)

@@ -28,16 +28,21 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="of an input: 3,5,6 is drawn from the normal distribution, int:50:3,5 are integers below 50; "
         "repeated for each input",
     )
-    group.add_argument("--layout", metavar="NAME", help="which parameter is which: a name, or pkg.mod:TABLE")
-    for side in ("flax", "torch"):
-        group.add_argument(
-            f"--{side}-call", metavar="TARGET", help=f"pkg.mod:call, called as call(module, *inputs), {side}"
-        )
+    group.add_argument(
+        "--layout",
+        metavar="NAME",
+        default="auto",
+        help="which parameter is which: auto (the default) pairs them by layers, none keeps the weights as they are; "
+        "or the name of a layout, or pkg.mod:TABLE",
+    )
+    for framework in ("flax", "torch"):
+        help_text = f"pkg.mod:call, called as call(module, *inputs), {framework}"
+        group.add_argument(f"--{framework}-call", metavar="TARGET", help=help_text)
     group.add_argument("--name", help="of the comparison (default: the class of the Flax module)")
 
 
 def checks(options: argparse.Namespace) -> list[str] | None:
-    """Return the checks that were asked for.
+    """Return the requested checks.
 
     Raises:
         UsageError: if one is unknown.
@@ -53,11 +58,11 @@ def checks(options: argparse.Namespace) -> list[str] | None:
 def compare(options: argparse.Namespace) -> list[Report]:
     """Return the report on two targets, or on one against an export."""
     from flax_attn.parity import CHECKS
-    from flax_attn.parity.compare import on_cpu
+    from flax_attn.parity.cpu import on_cpu
 
-    sides = ("flax",) if options.against else ("flax", "torch")
-    if len(options.target) != len(sides):
-        wanted = " ".join(f"pkg.mod:{side}_factory" for side in sides)
+    frameworks = ("flax",) if options.against else ("flax", "torch")
+    if len(options.target) != len(frameworks):
+        wanted = " ".join(f"pkg.mod:{framework}_factory" for framework in frameworks)
         raise common.UsageError(f"give {wanted}; got {' '.join(options.target)}")
     with on_cpu(), common.progress() as progress:  # x64 is on before a factory builds any table or constant
         task = progress.add_task("comparing", total=len(options.check or CHECKS))
@@ -69,27 +74,27 @@ def compare(options: argparse.Namespace) -> list[Report]:
 
 
 def _compared(options: argparse.Namespace, watch: Callable[[str], None]) -> Report:
-    from flax_attn import parity
+    from flax_attn.parity.adapters import recording
+    from flax_attn.parity.compare import pair_modules, report_on
 
-    asked, layout = checks(options), _layout(options.layout)
+    requested, layout = checks(options), _layout(options.layout)
     flax_module = _load(options.target[0])()
     name = options.name or type(flax_module).__name__
     torch_module, inputs = _recorded(options, name) if options.against else _built(options)
-    return parity.compare(
-        flax_module,
-        torch_module,
-        inputs,
+    flax_call, torch_call = (call and _load(call) for call in (options.flax_call, options.torch_call))
+    pair = pair_modules(
+        *(flax_module, torch_module, inputs),
         layout=layout,
-        checks=asked,
-        flax_call=options.flax_call and _load(options.flax_call),
-        torch_call=options.torch_call and _load(options.torch_call),
+        calls={"flax": (flax_call, None), "torch": (torch_call, None)},
         seed=options.seed,
-        name=name,
-        command=shlex.join(["flax-attn", *options.arguments]),
         record=bool(options.export),
         device=common.device(options.device),
-        watch=watch,
     )
+    command = shlex.join(["flax-attn", *options.arguments])
+    report = report_on(pair, name, requested, command=command, watch=watch)
+    if options.export:
+        recording.save(report, options.export)
+    return report
 
 
 def _built(options: argparse.Namespace) -> tuple[Any, list[Any]]:
@@ -97,19 +102,19 @@ def _built(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     if hasattr(module, "eval"):
         module.eval()  # a module is built in train mode
     if not options.input:
-        raise common.UsageError("say what goes in: --input 3,5,6 for floats, --input int:50:3,5 for integers below 50")
+        raise common.UsageError("give the inputs: --input 3,5,6 for floats, --input int:50:3,5 for integers below 50")
     random = np.random.default_rng(options.seed)
     return module, [_input(text, random) for text in options.input]
 
 
 def _recorded(options: argparse.Namespace, name: str) -> tuple[Any, Any]:
-    from flax_attn.parity import export
+    from flax_attn.parity.adapters import recording
 
-    found = export.load(options.against)
+    found = recording.load(options.against)
     if len(found) > 1:
-        found = export.load(options.against, [name])
-    recording = next(iter(found.values()))
-    return recording, recording.inputs
+        found = recording.load(options.against, [name])
+    found_one = next(iter(found.values()))
+    return found_one, found_one.inputs
 
 
 def _input(text: str, random: np.random.Generator) -> Any:
@@ -121,8 +126,8 @@ def _input(text: str, random: np.random.Generator) -> Any:
         raise common.UsageError(f"an input is a shape such as 3,5,6, or int:50:3,5; got {text}") from None
 
 
-def _layout(text: str | None) -> Any:
-    return _load(text) if text and ":" in text else text
+def _layout(text: str) -> Any:
+    return None if text == "none" else _load(text) if ":" in text else text
 
 
 def _load(target: str) -> Any:

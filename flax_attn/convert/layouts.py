@@ -44,21 +44,9 @@ def _linears(*theirs: str) -> tuple[Rule, ...]:
     return (*kernels, *(Rule((f"{ours}.bias",), f"{name}.bias") for ours, name in names))
 
 
-def _within(ours: str, theirs: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Return rules for the same parameters inside larger modules."""
-    return tuple(
-        Rule(tuple(f"{ours}.{name}" for name in rule.ours), f"{theirs}.{rule.theirs}", rule.pattern, rule.axis)
-        for rule in rules
-    )
-
-
 def _layer(ours: str, theirs: str, pattern: str = "") -> tuple[Rule, Rule]:
     """Return the rules of one linear layer."""
     return Rule((f"{ours}.kernel",), f"{theirs}.weight", pattern), Rule((f"{ours}.bias",), f"{theirs}.bias")
-
-
-def _norm(ours: str, theirs: str) -> tuple[Rule, Rule]:
-    return Rule((f"{ours}.scale",), f"{theirs}.weight"), Rule((f"{ours}.shift",), f"{theirs}.bias")
 
 
 def _split_heads(ours: str, theirs: str) -> tuple[Rule, Rule]:
@@ -85,36 +73,6 @@ _GPT2_ATTENTION = (
     Rule(_BIASES, "c_attn.bias"),
     *_layer("out_proj", "c_proj"),
 )
-_GPT2_BLOCK = (
-    *_within("att", "attn", _GPT2_ATTENTION),
-    *_layer("ff.layers.0", "mlp.c_fc"),
-    *_layer("ff.layers.2", "mlp.c_proj"),
-    *_norm("norm1", "ln_1"),
-    *_norm("norm2", "ln_2"),
-)
-_GPT2 = (
-    Rule(("tok_emb.embedding",), "transformer.wte.weight"),
-    Rule(("pos_emb.embedding",), "transformer.wpe.weight"),
-    *_within("trf_blocks.{i}", "transformer.h.{i}", _GPT2_BLOCK),
-    *_norm("final_norm", "transformer.ln_f"),
-    Rule(("out_head.kernel",), "lm_head.weight", "i o -> o i"),
-)
-_LLAMA_ATTENTION = _linears("q_proj", "k_proj", "v_proj", "o_proj")
-_LLAMA_BLOCK = (
-    *_within("att", "self_attn", _LLAMA_ATTENTION),
-    *_layer("ff.W_gate", "mlp.gate_proj", "i o -> o i"),
-    *_layer("ff.W_up", "mlp.up_proj", "i o -> o i"),
-    *_layer("ff.W_down", "mlp.down_proj", "i o -> o i"),
-    *_norm("norm1", "input_layernorm"),
-    *_norm("norm2", "post_attention_layernorm"),
-)
-_LLAMA = (
-    Rule(("tok_emb.embedding",), "model.embed_tokens.weight"),
-    *_within("trf_blocks.{i}", "model.layers.{i}", _LLAMA_BLOCK),
-    *_norm("final_norm", "model.norm"),
-    Rule(("out_head.kernel",), "lm_head.weight", "i o -> o i"),
-)
-
 LAYOUTS = {
     # torch_ref, and any PyTorch module with our names: Linear weights are (out, in).
     "torch_ref": Layout(
@@ -167,16 +125,16 @@ LAYOUTS = {
             Rule(("output_proj.bias",), "out_proj.bias"),
         ),
     ),
-    # Hugging Face's GPT-2, whole or its attention alone. A file may hold a tied head a second time.
+    # The attention of Hugging Face's GPT-2, which was stored with its mask once.
     "hf_gpt2": Layout(
-        (*_GPT2, *_GPT2_ATTENTION),
-        ignored=r"(.*\.)?(attn\.)?masked_bias|(.*\.)?attn\.bias|bias|(.*\.)?lm_head\.weight",
+        _GPT2_ATTENTION,
+        ignored=r"(.*\.)?(attn\.)?masked_bias|(.*\.)?attn\.bias|bias",
         refuse=ours_unless(*_SQUARE, biases_all, self_attention),
     ),
-    # Hugging Face's Llama, and the models that follow it, whole or their attention alone.
+    # The attention of Hugging Face's Llama, and of the models that follow it.
     "hf_llama": Layout(
-        (*_LLAMA, *_LLAMA_ATTENTION),
-        ignored=r"(.*\.)?rotary_emb\.inv_freq|(.*\.)?lm_head\.weight",
+        _linears("q_proj", "k_proj", "v_proj", "o_proj"),
+        ignored=r"(.*\.)?rotary_emb\.inv_freq",
         refuse=ours_unless(has_output, no_qk_norm, scores_plain, biases_alike, width_kept, self_attention),
     ),
     # The attention of Hugging Face's BERT; the norm after its output is not part of ours.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,38 @@ from flax_attn.models.language_model import Cache, LanguageModel
 from flax_attn.models.sampling import Sampling, sample
 
 Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Array
+Callback = Callable[[int, int], object]
 _BUCKET = 64  # prompts and caches are as long as a multiple of it, so that one compilation serves many
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keywords of `generate`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop_tokens: Sequence[int]
+    key: Array | None
+    capacity: int | None
+    callback: Callback | None
+
+
+@overload
+def generate(
+    model: LanguageModel, tokens: Sequence[int], max_new_tokens: int, **options: Unpack[GenerateOptions]
+) -> list[int]: ...
+
+
+@overload
+def generate(
+    model: LanguageModel, tokens: Sequence[Sequence[int]], max_new_tokens: int, **options: Unpack[GenerateOptions]
+) -> list[list[int]]: ...
+
+
+@overload
+def generate(
+    model: LanguageModel, tokens: np.ndarray | Array, max_new_tokens: int, **options: Unpack[GenerateOptions]
+) -> list[int] | list[list[int]]: ...
 
 
 def generate(
@@ -31,7 +62,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     key: Array | None = None,
     capacity: int | None = None,
-    callback: Callable[[int, int], Any] | None = None,
+    callback: Callback | None = None,
 ) -> list[int] | list[list[int]]:
     """Return the tokens that follow a prompt, or each prompt of a batch.
 
@@ -40,16 +71,16 @@ def generate(
     the like change.
 
     Args:
-        model: a `GPT2`, a `Llama` or a `LanguageModel` of your own.
+        model: of any family, or a `LanguageModel` of your own.
         tokens: a prompt `(t,)`, or a batch of them: `(b, t)`, or lists that may differ in length.
         max_new_tokens: how many tokens are made at most.
-        temperature: 0 takes the likeliest token, 1 draws from the model's distribution.
-        top_k: how many of the likeliest tokens may be drawn; None is all.
-        top_p: how much probability those that may be drawn hold at least; None is all.
-        stop_tokens: a row ends with the first of these, which is its last token.
-        key: a `jax.random.key` or its two words, for a temperature above 0: the same key gives the same tokens.
-        capacity: of the cache, in tokens; None is what prompts and new tokens need.
-        callback: called with the row and the token as soon as one is there, row by row.
+        temperature: 0 takes the most likely token, 1 draws from the model's distribution.
+        top_k: how many of the most likely tokens may be drawn; None is all.
+        top_p: the probability that the tokens that may be drawn have together at least; None is all.
+        stop_tokens: a row ends with the first of these that it makes.
+        key: a `jax.random.key` or its key data, for a temperature above 0: the same key gives the same tokens.
+        capacity: of the cache of layers without a window, in tokens; None is what prompts and new tokens need.
+        callback: called with the row and the token for each new token, row by row.
 
     Returns:
         The new tokens, without the prompt: a list for one prompt, and a list of lists for a batch.
@@ -65,32 +96,28 @@ def generate(
         >>> [len(row) for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
         [5, 5]
     """
-    sampling, window = Sampling(temperature, top_k, top_p), model.window
+    sampling = Sampling(temperature, top_k, top_p)
     check_positive(max_new_tokens=max_new_tokens)
     prompts, single = as_prompts(tokens)
-    for i, prompt in enumerate(prompts):
-        ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
-        sizes = model.config.vocab_size, model.config.context_length, max_new_tokens, None if window else capacity
-        check_prompt(i, len(prompt), ends, *sizes)
-    words = _key_words(key, temperature)
-
+    _check_prompts(model, prompts, max_new_tokens, capacity)
+    seed = _seed(key, temperature)
     graph, state = nnx.split(_in_eval_mode(model))
     padded, lengths = _pad(prompts, model.config.context_length)
     total = _bucket(lengths.max() + max_new_tokens, model.config.context_length)
     stops = jnp.asarray(stop_tokens, jnp.int32).reshape(-1)
-    sizes = capacity or window or total, _bucket(max_new_tokens)
-    steps = _prefill(graph, state, padded, lengths, words, stops, *sizes, sampling)
+    sizes = capacity or total, _bucket(max_new_tokens)
+    steps = _prefill(graph, state, padded, lengths, seed, stops, *sizes, sampling)
     rows = [[] for _ in prompts]
-    # The same program runs to the end, or one token at a time for someone who listens.
+    # The same program runs to the end, or one token at a time for a callback.
     for until in range(1, max_new_tokens + 1) if callback else (max_new_tokens,):
         if until > 1:
-            steps = _decode(graph, state, steps, until, words, stops, sampling)
+            steps = _decode(graph, state, steps, until, seed, stops, sampling)
         _collect(steps, rows, frozenset(stop_tokens), callback)
     return rows[0] if single else rows
 
 
 class Steps(NamedTuple):
-    """Where decoding stands: `count` tokens of each row are made, and the last of them is not in the cache yet."""
+    """The state of decoding: `count` tokens of each row are made, and the last of them is not in the cache yet."""
 
     count: Array
     made: Array
@@ -99,14 +126,14 @@ class Steps(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=(0, 6, 7, 8))
-def _prefill(graph, state, tokens, lengths, key, stops, capacity: int, room: int, sampling: Sampling) -> Steps:
+def _prefill(graph, state, tokens, lengths, key, stops, capacity: int, length: int, sampling: Sampling) -> Steps:
     model = nnx.merge(graph, state)
-    # Known to be empty, so that the prompt attends to itself alone.
-    empty = tuple(replace(cache, length=0) for cache in model.init_cache(len(tokens), capacity))
+    # A static length of 0 says that the cache is empty, so that the prompt attends to itself alone.
+    empty = tuple(replace(cache, length=0) for cache in _empty_cache(model, len(tokens), capacity))
     hidden, cache = model.hidden(tokens, lengths=lengths, cache=empty)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     token = sample(model.logits(last), sampling, key, 0)
-    made = jnp.zeros((len(tokens), room), jnp.int32).at[:, 0].set(token)
+    made = jnp.zeros((len(tokens), length), jnp.int32).at[:, 0].set(token)
     return Steps(jnp.asarray(1, jnp.int32), made, _stopped(token, stops), cache)
 
 
@@ -127,7 +154,7 @@ def _stopped(token: Array, stops: Array) -> Array:
     return (token[:, None] == stops[None]).any(axis=1)
 
 
-def _collect(steps: Steps, rows: list[list[int]], stops: frozenset[int], callback: Callable | None) -> None:
+def _collect(steps: Steps, rows: list[list[int]], stops: frozenset[int], callback: Callback | None) -> None:
     made = np.asarray(steps.made[:, : int(steps.count)])
     for i in range(max(map(len, rows)), made.shape[1]):
         for b, row in enumerate(rows):
@@ -137,8 +164,21 @@ def _collect(steps: Steps, rows: list[list[int]], stops: frozenset[int], callbac
                     callback(b, row[-1])
 
 
+def _check_prompts(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None) -> None:
+    full = any(block.att.window is None for block in model.trf_blocks)
+    for i, prompt in enumerate(prompts):
+        ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
+        sizes = model.config.vocab_size, model.config.context_length, max_new_tokens, capacity if full else None
+        check_prompt(i, len(prompt), ends, *sizes)
+
+
+def _empty_cache(model: LanguageModel, b: int, capacity: int) -> Cache:
+    """Return a cache with `capacity` tokens for each layer without a window, and with the window for the others."""
+    return tuple(block.init_cache(b, block.att.window or capacity) for block in model.trf_blocks)
+
+
 def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
-    """Return prompts as arrays of ids, and whether there was but one, without a batch axis.
+    """Return prompts as arrays of ids, and whether there was only one, without a batch axis.
 
     Raises:
         ValueError: if they are not integers, or of another shape.
@@ -159,7 +199,7 @@ def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
     return prompts, single
 
 
-def _key_words(key: Array | None, temperature: float) -> Array:
+def _seed(key: Array | None, temperature: float) -> Array:
     if key is not None:
         return key_data(key)
     if temperature > 0:

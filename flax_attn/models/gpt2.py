@@ -1,27 +1,31 @@
 """GPT-2: the model, the published sizes, and their attention layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype, PrecisionLike
+from flax.typing import PrecisionLike
 from jaxtyping import Array, Integer
 
+from flax_attn.convert.rules import Layout, Rule
 from flax_attn.functional.checks import check_choice
 from flax_attn.functional.shapes import Tokens
-from flax_attn.models.language_model import LanguageModel, initialise
+from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
+from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields, Number
+from flax_attn.models.language_model import LanguageModel
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.embedding import Embedding
-from flax_attn.modules.linear import Linear
+from flax_attn.modules.feed_forward import FeedForward
 from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.modules.norm import LayerNorm
 
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The numbers of one size of GPT-2.
+    """The sizes of a GPT-2.
 
     Args:
         d_model: width of the tokens.
@@ -65,22 +69,90 @@ GPT2_CONFIGS = MappingProxyType(
 )
 
 
-class GPT2(LanguageModel):
+def _read(fields: Fields, dropout: float | None) -> GPT2Config:
+    # reorder_and_upcast_attn asks for a softmax in float32, and ours is in that at least.
+    fields.only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    return GPT2Config(
+        d_model=fields.get("n_embd", int),
+        num_heads=fields.get("n_head", int),
+        num_layers=fields.get("n_layer", int),
+        context_length=fields.get("n_positions", int),
+        vocab_size=fields.get("vocab_size", int),
+        dropout=_read_dropout(fields) if dropout is None else dropout,
+        d_hidden=fields.get("n_inner", int | None, None),
+        activation=fields.choose("activation_function", ACTIVATIONS, "gelu_new"),
+        eps=fields.get("layer_norm_epsilon", Number, 1e-5),
+        tied=fields.get("tie_word_embeddings", bool, True),
+    )
+
+
+def _read_dropout(fields: Fields) -> float:
+    rates = {name: fields.get(name, Number, 0.1) for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")}
+    if len(set(rates.values())) > 1:
+        got = ", ".join(f"{name}={rate}" for name, rate in rates.items())
+        raise ValueError(f"{fields.where}: a GPT2 has one probability of dropout; got {got}. Pass dropout=")
+    return rates["attn_pdrop"]
+
+
+def _write(config: GPT2Config) -> dict[str, Any]:
+    if not config.qkv_bias:
+        raise ValueError(
+            "transformers' GPT-2 has biases in the projections of queries, keys and values; got qkv_bias=False. "
+            "Save with flax_attn.convert.save"
+        )
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": config.d_model,
+        "n_head": config.num_heads,
+        "n_layer": config.num_layers,
+        "n_positions": config.context_length,
+        "vocab_size": config.vocab_size,
+        "attn_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "n_inner": config.d_hidden,
+        "activation_function": THEIR_ACTIVATIONS[config.activation],
+        "layer_norm_epsilon": config.eps,
+        "tie_word_embeddings": config.tied,
+    }
+
+
+_QKV = tuple("trf_blocks.{i}.att." + name for name in ("W_query", "W_key", "W_value"))
+_LAYOUT = Layout(
+    (
+        *embeddings({"tok_emb": "transformer.wte", "pos_emb": "transformer.wpe"}),
+        # Conv1D keeps its weight as (in, out); the columns of c_attn are [query, key, value].
+        Rule(tuple(f"{name}.kernel" for name in _QKV), "transformer.h.{i}.attn.c_attn.weight", axis=1),
+        Rule(tuple(f"{name}.bias" for name in _QKV), "transformer.h.{i}.attn.c_attn.bias"),
+        *linears(
+            {
+                "trf_blocks.{i}.att.out_proj": "transformer.h.{i}.attn.c_proj",
+                "trf_blocks.{i}.ff.layers.0": "transformer.h.{i}.mlp.c_fc",
+                "trf_blocks.{i}.ff.layers.2": "transformer.h.{i}.mlp.c_proj",
+            },
+            pattern="",
+        ),
+        *norms(
+            {
+                "trf_blocks.{i}.norm1": "transformer.h.{i}.ln_1",
+                "trf_blocks.{i}.norm2": "transformer.h.{i}.ln_2",
+                "final_norm": "transformer.ln_f",
+            }
+        ),
+        *linears({"out_head": "lm_head"}),
+    ),
+    # Masks were stored as buffers once, and a tied head may be stored a second time.
+    ignored=r"(.*\.)?attn\.(masked_)?bias|(.*\.)?lm_head\.weight",
+)
+
+
+class GPT2(LanguageModel[GPT2Config]):
     """GPT-2: learned positions, norm before the sublayer, GELU in its tanh form.
 
         x = drop(tok_emb[tokens] + pos_emb[positions]);  x = block_i(x) for each i;  logits = final_norm(x) @ tok_emb^T
 
-    Args:
-        config: its numbers; `GPT2_CONFIGS` holds the published ones.
-        backend: of the attention calls; `"auto"` or the name of one.
-        remat: whether the backward pass computes each block again instead of keeping what it made.
-        dtype: of the computation; None is that of the parameters.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
-        rngs: random streams; parameters are drawn from `params` as `initialise` says, keys of dropout from `dropout`.
-
-    Shapes:
-        tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
+    The arguments are those of `LanguageModel`; `GPT2_CONFIGS` has the published sizes.
 
     Raises:
         ValueError: where its layers do.
@@ -94,41 +166,31 @@ class GPT2(LanguageModel):
         Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
 
-    def __init__(
-        self,
-        config: GPT2Config,
-        *,
-        backend: str = "auto",
-        remat: bool = False,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        precision: PrecisionLike = None,
-        rngs: nnx.Rngs,
-    ):
-        norms = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        numerics = {**norms, "precision": precision}
-        self.config, self.remat = config, remat
-        self.tok_emb = Embedding(config.vocab_size, config.d_model, **numerics)
-        self.pos_emb = Embedding(config.context_length, config.d_model, **numerics)
-        self.drop_emb = Dropout(config.dropout, rngs=rngs)
-        self.trf_blocks = nnx.List(
-            TransformerBlock(
-                config.d_model,
-                config.context_length,
-                config.dropout,
-                config.num_heads,
-                config.qkv_bias,
-                d_hidden=config.d_hidden,
-                activation=config.activation,
-                eps=config.eps,
-                backend=backend,
-                **numerics,
-            )
-            for _ in range(config.num_layers)
+    family = Family({"gpt2": _read}, _write, _LAYOUT, base="transformer.")
+
+    def create_embeddings(self, *, rngs: nnx.Rngs, **numerics: Any) -> None:
+        """Set the tables of tokens and of positions, and the dropout of their sum."""
+        super().create_embeddings(rngs=rngs, **numerics)
+        self.pos_emb = Embedding(self.config.context_length, self.config.d_model, rngs=rngs, **numerics)
+        self.drop_emb = Dropout(self.config.dropout, rngs=rngs)
+
+    def block(
+        self, layer: int, backend: str, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
+    ) -> TransformerBlock:
+        """Return a block: norms before attention and feed-forward, dropout on their outputs."""
+        config, numerics = self.config, {"rngs": rngs, **numerics}
+        products = {"precision": precision, **numerics}
+        return TransformerBlock(
+            _attention(config, backend=backend, **products),
+            FeedForward(config.d_model, config.d_hidden, config.activation, **products),
+            self.norm(**numerics),
+            self.norm(**numerics),
+            drop_shortcut=Dropout(config.dropout, rngs=rngs),
         )
-        self.final_norm = LayerNorm(config.d_model, config.eps, **norms)
-        self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False, **numerics)
-        initialise(self, rngs)
+
+    def norm(self, **numerics: Any) -> LayerNorm:
+        """Return a norm."""
+        return LayerNorm(self.config.d_model, self.config.eps, **numerics)
 
     def embed(self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None) -> Tokens:
         """Return the vectors of tokens and of their positions, summed, and dropped in train mode."""
@@ -136,16 +198,13 @@ class GPT2(LanguageModel):
         return self.drop_emb(x + jnp.broadcast_to(self.pos_emb(positions), x.shape), dropout_key=dropout_key)
 
 
+def _attention(config: GPT2Config, **options: Any) -> MultiHeadAttention:
+    d, length = config.d_model, config.context_length
+    return MultiHeadAttention(d, d, length, config.dropout, config.num_heads, config.qkv_bias, **options)
+
+
 def create_gpt2_attention(
-    size: str,
-    dropout: float = 0.1,
-    *,
-    qkv_bias: bool | None = None,
-    dtype: Dtype | None = None,
-    param_dtype: Dtype = jnp.float32,
-    precision: PrecisionLike = None,
-    backend: str = "auto",
-    rngs: nnx.Rngs | None = None,
+    size: str, dropout: float = 0.1, *, qkv_bias: bool | None = None, rngs: nnx.Rngs | None = None, **options: Any
 ) -> MultiHeadAttention:
     """Return one attention layer of a published GPT-2 size.
 
@@ -153,14 +212,11 @@ def create_gpt2_attention(
         size: `"small"`, `"medium"`, `"large"` or `"xl"`, or a key of `GPT2_CONFIGS`.
         dropout: the probability that a weight is dropped in train mode.
         qkv_bias: whether the input projections have a bias; None is as published: they do.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: of the attention call; `"auto"` or the name of one.
         rngs: random streams, as `MultiHeadAttention` takes them.
+        options: other arguments of `MultiHeadAttention`, such as `dtype` and `backend`.
 
     Raises:
-        ValueError: if the size is not a published one or the backend is unknown.
+        ValueError: if the size is not a published one, or where `MultiHeadAttention` does.
 
     Example:
         >>> create_gpt2_attention("small", rngs=nnx.Rngs(0)).num_heads
@@ -172,16 +228,5 @@ def create_gpt2_attention(
     name = size if size in GPT2_CONFIGS else f"gpt2-{size}"
     check_choice("size", size if name not in GPT2_CONFIGS else name, tuple(GPT2_CONFIGS))
     config = GPT2_CONFIGS[name]
-    return MultiHeadAttention(
-        config.d_model,
-        config.d_model,
-        config.context_length,
-        dropout,
-        config.num_heads,
-        config.qkv_bias if qkv_bias is None else qkv_bias,
-        dtype=dtype,
-        param_dtype=param_dtype,
-        precision=precision,
-        backend=backend,
-        rngs=rngs,
-    )
+    bias = config.qkv_bias if qkv_bias is None else qkv_bias
+    return _attention(replace(config, dropout=dropout, qkv_bias=bias), rngs=rngs, **options)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, TypedDict, TypeVar, Unpack, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype
+from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.models.hugging_face.family import Family
+from flax_attn.models.hugging_face.folder import LoadOptions, load, save
 from flax_attn.modules.block import TransformerBlock
+from flax_attn.modules.calls import CallOptions
 from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
@@ -23,34 +26,108 @@ from flax_attn.modules.norm import LayerNorm, RMSNorm
 Cache = tuple[KVCache, ...]
 
 
-class LanguageModel(nnx.Module):
+@runtime_checkable
+class ModelConfig(Protocol):
+    """The sizes that the config of every language model has."""
+
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+
+
+class ModelOptions(TypedDict, total=False):
+    """The keywords of a call that do not change what it returns; see `LanguageModel`."""
+
+    mask: Mask | Array | None
+    positions: ArrayLike | None
+    lengths: ArrayLike | int | None
+    dropout_key: Array | None
+
+
+C = TypeVar("C", bound=ModelConfig)
+_M = TypeVar("_M", bound="LanguageModel[Any]")
+
+
+class LanguageModel(nnx.Module, Generic[C]):
     """A decoder-only language model; a base class, see `GPT2` and `Llama`.
 
         logits = head(final_norm(block_L(... block_1(embed(tokens)))))
 
-    A model defines `embed` and, in its constructor, `tok_emb`, `trf_blocks`, `final_norm`, and `out_head`, which is
-    None where the head is tied to `tok_emb`.
+    A family defines `block` and `norm`, and `embed` and `create_embeddings` where it has more than a table of tokens.
+
+    Args:
+        config: the sizes.
+        backend: of the attention calls; `"auto"` or the name of one.
+        remat: whether the backward pass recomputes each block instead of storing its activations.
+        dtype: of the computation; None is that of the parameters.
+        param_dtype: of the parameters.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params` as `initialise` says, keys of dropout from `dropout`.
+
+    Shapes:
+        tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
     """
 
-    config: Any
+    family: ClassVar[Family | None] = None
+    config: C
     tok_emb: Embedding
     trf_blocks: nnx.List[TransformerBlock]
     final_norm: LayerNorm | RMSNorm
     out_head: Linear | None
     remat: bool
 
-    def embed(self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None) -> Tokens:
-        """Return the vectors of tokens that stand at these positions."""
+    def __init__(
+        self,
+        config: C,
+        *,
+        backend: str = "auto",
+        remat: bool = False,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        rngs: nnx.Rngs,
+    ):
+        numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        products = {"precision": precision, **numerics}
+        self.config, self.remat = config, remat
+        self.create_embeddings(**products)
+        self.trf_blocks = nnx.List(self.block(i, backend, **products) for i in range(config.num_layers))
+        self.final_norm = self.norm(**numerics)
+        self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False, **products)
+        initialise(self, rngs)
+
+    def create_embeddings(self, **numerics: Any) -> None:
+        """Set `tok_emb`, and what else `embed` reads."""
+        self.tok_emb = Embedding(self.config.vocab_size, self.config.d_model, **numerics)
+
+    def block(self, layer: int, backend: str, *, precision: PrecisionLike = None, **numerics: Any) -> TransformerBlock:
+        """Return the block of a layer, the first being 0."""
         raise NotImplementedError
 
-    @property
-    def window(self) -> int | None:
-        """How many keys in all a token sees; None is all."""
-        return self.trf_blocks[0].att.window
+    def norm(self, **numerics: Any) -> LayerNorm | RMSNorm:
+        """Return a norm of the family."""
+        raise NotImplementedError
 
-    def block_options(self, positions: ArrayLike | None) -> dict[str, Any]:
-        """Return what positions mean to the blocks."""
-        return {}
+    def embed(self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None) -> Tokens:
+        """Return the vectors of tokens at these positions."""
+        return self.tok_emb(tokens)
+
+    @overload
+    def __call__(
+        self, tokens: Integer[Array, "*b t"], *, cache: None = None, **options: Unpack[ModelOptions]
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self, tokens: Integer[Array, "*b t"], *, cache: Cache, **options: Unpack[ModelOptions]
+    ) -> tuple[Array, Cache]: ...
 
     def __call__(
         self,
@@ -61,8 +138,8 @@ class LanguageModel(nnx.Module):
         lengths: ArrayLike | int | None = None,
         cache: Cache | None = None,
         dropout_key: Array | None = None,
-    ) -> Any:
-        """Return the logits `(b, t, vocab_size)` of the token after each, followed by the cache if there is one.
+    ) -> Array | tuple[Array, Cache]:
+        """Return the logits `(b, t, vocab_size)` of the token after each, followed by the cache if one is given.
 
         Args:
             tokens: `(b, t)` or `(t,)`.
@@ -70,46 +147,62 @@ class LanguageModel(nnx.Module):
                 is that of the whole sequence, the same in every call.
             positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
             lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is all.
-            cache: keys and values of what came before, from `init_cache`; the new ones are stored behind them.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored behind them.
             dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
 
         Raises:
-            ValueError: if tokens or positions lie outside their tables, there are more than `context_length` of them,
-                mask or positions do not fit, or the cache is full. Where values are traced the row becomes NaN.
+            ValueError: if there are more than `context_length` tokens, or mask, positions or cache do not fit. Values
+                are not read: a token outside the vocabulary, or one that the cache has no space for, gives NaN.
         """
-        options = {"mask": mask, "positions": positions, "lengths": lengths, "dropout_key": dropout_key}
-        if cache is None:
-            return self.logits(self.hidden(tokens, **options))
-        hidden, cache = self.hidden(tokens, cache=cache, **options)
-        return self.logits(hidden), cache
+        options: ModelOptions = {"mask": mask, "positions": positions, "lengths": lengths, "dropout_key": dropout_key}
+        hidden, cache = self._run(tokens, cache, **options)
+        logits = self.logits(hidden)
+        return logits if cache is None else (logits, cache)
+
+    @overload
+    def hidden(
+        self, tokens: Integer[Array, "*b t"], *, cache: None = None, **options: Unpack[ModelOptions]
+    ) -> Array: ...
+
+    @overload
+    def hidden(
+        self, tokens: Integer[Array, "*b t"], *, cache: Cache, **options: Unpack[ModelOptions]
+    ) -> tuple[Array, Cache]: ...
 
     def hidden(
+        self, tokens: Integer[Array, "*b t"], *, cache: Cache | None = None, **options: Unpack[ModelOptions]
+    ) -> Array | tuple[Array, Cache]:
+        """Return the input of the head, `(b, t, d_model)`; arguments, and the cache behind it, are those of a call."""
+        hidden, cache = self._run(tokens, cache, **options)
+        return hidden if cache is None else (hidden, cache)
+
+    def _run(
         self,
         tokens: Integer[Array, "*b t"],
+        cache: Cache | None,
         *,
         mask: Mask | Array | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
-        cache: Cache | None = None,
         dropout_key: Array | None = None,
-    ) -> Any:
-        """Return what the head reads, `(b, t, d_model)`; arguments, and the cache behind it, are those of a call."""
+    ) -> tuple[Array, Cache | None]:
         t = tokens.shape[-1]
-        places = jnp.arange(t) if cache is None else cache[0].positions(t, lengths)
-        x = self.embed(tokens, places if positions is None else jnp.asarray(positions), fold_in(dropout_key, 0))
-        options = {"mask": mask, "lengths": lengths, **self.block_options(positions)}
+        order = jnp.arange(t) if cache is None else cache[0].positions(t, lengths)
+        x = self.embed(tokens, order if positions is None else jnp.asarray(positions), fold_in(dropout_key, 0))
         caches = []
         for i, block in enumerate(self.trf_blocks):
-            key = fold_in(dropout_key, 1 + i)
+            options: CallOptions = {
+                "mask": mask,
+                "positions": None if block.att.rope is None else positions,
+                "lengths": lengths,
+                "dropout_key": fold_in(dropout_key, 1 + i),
+            }
             if cache is not None:
-                x, held = block(x, cache=cache[i], dropout_key=key, **options)
-                caches.append(held)
-            elif self.remat:
-                x = nnx.remat(lambda block, x, key: block(x, dropout_key=key, **options))(block, x, key)
+                x, extended = block(x, cache=cache[i], **options)
+                caches.append(extended)
             else:
-                x = block(x, dropout_key=key, **options)
-        x = self.final_norm(x)
-        return x if cache is None else (x, tuple(caches))
+                x = _recompute(block, x, options) if self.remat else block(x, **options)
+        return self.final_norm(x), None if cache is None else tuple(caches)
 
     def logits(self, hidden: Float[Array, "*b d"]) -> Float[Array, "*b vocab"]:
         """Return the logits of what `hidden` returned."""
@@ -117,6 +210,8 @@ class LanguageModel(nnx.Module):
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Cache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
+
+        The cache of a layer with a window is a ring buffer, which holds the window at least.
 
         Example:
             >>> from flax_attn.models import GPT2, GPT2Config
@@ -126,20 +221,37 @@ class LanguageModel(nnx.Module):
             >>> logits.shape, cache[0].length.tolist()
             ((4, 1, 11), [6, 6, 6, 6])
         """
-        return tuple(block.init_cache(b, capacity, dtype) for block in self.trf_blocks)
+        return tuple(block.init_cache(b, max(capacity, block.att.window or 0), dtype) for block in self.trf_blocks)
 
     @classmethod
-    def from_pretrained(cls, path: str | PathLike[str], **options: Any) -> LanguageModel:
-        """Return the model of a local Hugging Face folder, in eval mode: see `flax_attn.models.pretrained`."""
-        from flax_attn.models.pretrained import from_pretrained
+    def from_pretrained(cls: type[_M], path: str | PathLike[str], **options: Unpack[LoadOptions]) -> _M:
+        """Return the model of a local Hugging Face folder, in eval mode; see `flax_attn.models.from_pretrained`.
 
-        return from_pretrained(cls, path, **options)
+        Raises:
+            ValueError: if the folder holds a model of another family.
+        """
+        return load(cls, cls.family, path, **options)
 
-    def save_pretrained(self, path: str | PathLike[str], **options: Any) -> None:
-        """Write a Hugging Face folder that transformers loads: see `flax_attn.models.pretrained`."""
-        from flax_attn.models.pretrained import save_pretrained
+    def save_pretrained(self, path: str | PathLike[str], *, max_shard_size: int = 4 * 10**9) -> None:
+        """Write a Hugging Face folder that transformers loads; see `flax_attn.models.save_pretrained`."""
+        save(self, self.config, self.family, path, max_shard_size)
 
-        save_pretrained(self, path, **options)
+
+def _recompute(block: TransformerBlock, x: Tokens, options: CallOptions) -> Tokens:
+    """Return `block(x, **options)`; the backward pass computes its activations again instead of storing them."""
+    graph, state = nnx.split(block)
+
+    def run(state, x):
+        copy = nnx.merge(graph, state)
+        before = dict(nnx.to_flat_state(nnx.state(copy, nnx.RngCount)))
+        before = {path: count.get_value() for path, count in before.items()}
+        y = copy(x, **options)
+        after = nnx.to_flat_state(nnx.state(copy, nnx.RngCount))
+        return y, nnx.from_flat_state([(path, c) for path, c in after if c.get_value() is not before[path]])
+
+    y, counts = jax.checkpoint(run)(state, x)
+    nnx.update(block, counts)  # only what the block changed: a model that was closed over cannot be written to
+    return y
 
 
 def initialise(model: LanguageModel, rngs: nnx.Rngs) -> None:

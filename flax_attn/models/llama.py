@@ -1,146 +1,101 @@
-"""Llama: rotary positions, RMS norms, grouped queries and a gated feed-forward layer."""
+"""Llama and Mistral."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-from flax.typing import Dtype, PrecisionLike
-from jaxtyping import Array, Integer
-
-from flax_attn.functional.positions import RoPE
-from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.models.language_model import LanguageModel, initialise
-from flax_attn.modules.block import TransformerBlock
-from flax_attn.modules.embedding import Embedding
-from flax_attn.modules.linear import Linear
-from flax_attn.modules.norm import RMSNorm
+from flax_attn.models.decoder import Decoder, DecoderConfig
+from flax_attn.models.hugging_face.decoder import DECODER_LAYOUT, read_decoder, write_decoder
+from flax_attn.models.hugging_face.family import Family
+from flax_attn.models.hugging_face.fields import Fields
+from flax_attn.modules.feed_forward import GatedFeedForward
+from flax_attn.modules.multi_head import MultiHeadAttention
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
-    """The numbers of one model of the Llama family.
+class LlamaConfig(DecoderConfig):
+    """The sizes of a Llama, or of a Mistral, which has a window: those of a `DecoderConfig`, and biases.
 
     Args:
-        d_model: width of the tokens.
-        d_hidden: width inside the feed-forward layer.
-        num_heads: number of query heads.
-        num_layers: number of blocks.
-        num_kv_heads: number of key/value heads; None is num_heads.
-        head_dim: width of a head; None is `d_model / num_heads`.
-        context_length: the longest input taken.
-        vocab_size: number of tokens.
-        rope: rotary positions.
-        eps: of the norms.
-        activation: of the gated feed-forward layer.
         attention_bias: whether the four projections of the attention have a bias.
         ff_bias: whether the feed-forward layer has biases.
-        dropout: the probability that an attention weight is dropped in train mode.
-        window: how many keys in all a token sees, itself included, as in Mistral; None is all.
-        qk_norm: epsilon of an RMS norm over each head of queries and keys, as in Qwen 3; None is no norm.
-        tied: whether the output head is the table of the tokens.
 
     Example:
-        >>> LlamaConfig(4096, 14336, 32, 32, num_kv_heads=8, rope=RoPE(500000.0)).num_kv_heads
+        >>> LlamaConfig(4096, 14336, num_heads=32, num_layers=32, num_kv_heads=8).num_kv_heads
         8
     """
 
-    d_model: int
-    d_hidden: int
-    num_heads: int
-    num_layers: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    context_length: int = 2048
-    vocab_size: int = 32000
-    rope: RoPE = field(default_factory=RoPE)
-    eps: float = 1e-6
-    activation: str = "silu"
     attention_bias: bool = False
     ff_bias: bool = False
-    dropout: float = 0.0
-    window: int | None = None
-    qk_norm: float | None = None
-    tied: bool = False
 
 
-class Llama(LanguageModel):
-    """Llama: rotary positions, RMS norms before the sublayers, grouped queries, SwiGLU.
+def _read_llama(fields: Fields, dropout: float | None) -> LlamaConfig:
+    fields.only(sliding_window=None)  # transformers' Llama applies it to the cache but not to the mask
+    return LlamaConfig(
+        **read_decoder(fields, dropout),
+        attention_bias=fields.get("attention_bias", bool, False),
+        ff_bias=fields.get("mlp_bias", bool, False),
+    )
 
-        x = tok_emb[tokens];  x = block_i(x) for each i;  logits = out_head(final_norm(x))
 
-    Args:
-        config: its numbers.
-        backend: of the attention calls; `"auto"` or the name of one.
-        remat: whether the backward pass computes each block again instead of keeping what it made.
-        dtype: of the computation; None is that of the parameters.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
-        rngs: random streams; parameters are drawn from `params` as `initialise` says, keys of dropout from `dropout`.
+def _read_mistral(fields: Fields, dropout: float | None) -> LlamaConfig:
+    window = fields.get("sliding_window", int | None, 4096)
+    return LlamaConfig(**read_decoder(fields, dropout, num_kv_heads=8), window=window)
 
-    Shapes:
-        tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
+
+def _write(config: LlamaConfig) -> dict[str, Any]:
+    return _write_mistral(config) if any(config.windows) else _write_llama(config)
+
+
+def _write_llama(config: LlamaConfig) -> dict[str, Any]:
+    if config.d_model % config.num_heads:
+        raise ValueError(
+            "in transformers' Llama num_heads must divide d_model, whatever head_dim is; got "
+            f"d_model={config.d_model}, num_heads={config.num_heads}. Save with flax_attn.convert.save"
+        )
+    return write_decoder("Llama", config, attention_bias=config.attention_bias, mlp_bias=config.ff_bias)
+
+
+def _write_mistral(config: LlamaConfig) -> dict[str, Any]:
+    if config.attention_bias or config.ff_bias:
+        raise ValueError(
+            "a Llama with a window is stored as Mistral, which has no biases; got "
+            f"attention_bias={config.attention_bias}, ff_bias={config.ff_bias}. Save with flax_attn.convert.save"
+        )
+    if config.full_layers:
+        raise ValueError(
+            "a Llama with a window is stored as Mistral, which has it in every layer; got "
+            f"full_layers={config.full_layers}. Save with flax_attn.convert.save"
+        )
+    return write_decoder("Mistral", config, sliding_window=config.window)
+
+
+class Llama(Decoder[LlamaConfig]):
+    """Llama: rotary positions, RMS norms before the sublayers, grouped queries, SwiGLU. With a window it is Mistral.
+
+    The arguments are those of `LanguageModel`.
 
     Raises:
         ValueError: where its layers do.
 
     Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
         >>> config = LlamaConfig(8, 12, num_heads=4, num_layers=2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Llama(config, rngs=nnx.Rngs(0))(jnp.ones((3, 5), int)).shape
         (3, 5, 11)
 
     References:
-        Touvron et al. 2023 (arXiv:2302.13971); Llama Team 2024 (arXiv:2407.21783).
+        Touvron et al. 2023 (arXiv:2302.13971); Llama Team 2024 (arXiv:2407.21783); Jiang et al. 2023, Mistral
+        (arXiv:2310.06825).
     """
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        *,
-        backend: str = "auto",
-        remat: bool = False,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        precision: PrecisionLike = None,
-        rngs: nnx.Rngs,
-    ):
-        norms = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        numerics = {**norms, "precision": precision}
-        self.config, self.remat = config, remat
-        self.tok_emb = Embedding(config.vocab_size, config.d_model, **numerics)
-        self.trf_blocks = nnx.List(
-            TransformerBlock(
-                config.d_model,
-                config.context_length,
-                config.dropout,
-                config.num_heads,
-                config.attention_bias,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                window=config.window,
-                out_bias=config.attention_bias,
-                rope=config.rope,
-                qk_norm=config.qk_norm,
-                d_hidden=config.d_hidden,
-                activation=config.activation,
-                gated=True,
-                ff_bias=config.ff_bias,
-                norm="rms_norm",
-                eps=config.eps,
-                shortcut_dropout=0.0,
-                backend=backend,
-                **numerics,
-            )
-            for _ in range(config.num_layers)
-        )
-        self.final_norm = RMSNorm(config.d_model, config.eps, **norms)
-        self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False, **numerics)
-        initialise(self, rngs)
+    family = Family({"llama": _read_llama, "mistral": _read_mistral}, _write, DECODER_LAYOUT)
 
-    def embed(self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None) -> Tokens:
-        """Return the vectors of tokens, wherever they stand: positions turn queries and keys."""
-        return self.tok_emb(tokens)
+    def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
+        """Return the attention of a layer, with biases if the config asks for them."""
+        bias = self.config.attention_bias
+        return super().attention(layer, qkv_bias=bias, out_bias=bias, **options)
 
-    def block_options(self, positions: ArrayLike | None) -> dict[str, Any]:
-        """Return the positions: the blocks turn by them."""
-        return {"positions": positions}
+    def feed_forward(self, layer: int, **options: Any) -> GatedFeedForward:
+        """Return the feed-forward part of a layer, with biases if the config asks for them."""
+        return super().feed_forward(layer, bias=self.config.ff_bias, **options)

@@ -1,4 +1,4 @@
-"""The loss of a language model: how surprised it is by each next token."""
+"""The loss of a language model: the mean cross entropy of the next tokens."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ from flax_attn.functional.positions import segment_positions
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.models.language_model import LanguageModel
 
-_ROWS = 512  # tokens whose logits are held at a time
+_ROWS = 512  # tokens whose logits are in memory at a time
 
 
 def next_token_loss(
@@ -31,19 +31,19 @@ def next_token_loss(
 
         mean over i of -log softmax(logits_i)[token_{i + 1}]
 
-    The logits of 512 tokens at a time are made, and their gradients with them, so that the memory taken does not grow
-    with the number of tokens times that of words. Sums are taken in at least float32.
+    The logits of 512 tokens at a time are computed, and their gradients with them, so that no array of the size of all
+    tokens times the vocabulary is stored. Sums are taken in at least float32.
 
     Args:
         model: in train mode it drops; `model.eval()` switches that off.
         tokens: `(b, t)` or `(t,)`.
-        lengths: how many tokens of each row are real, `(b,)`; what follows is padding and counts nothing. None is all.
+        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not count. None is all.
         segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees its own document
-            alone, positions start again in each, and the first token of a document is not asked for. None is one.
+            alone, positions start again in each, and the first token of a document is no target. None is one.
         dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
 
     Shapes:
-        Returns one number; 0 where no token is asked for.
+        Returns one number; 0 where there is no target.
 
     Raises:
         ValueError: if there are less than two tokens, the segments are not one id a token, or where the model does.
@@ -62,9 +62,9 @@ def next_token_loss(
         )
     options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, tokens.shape)}
     hidden = model.hidden(tokens, **options)
-    asked = _asked(tokens, lengths, segments)
+    counted = _targets(tokens, lengths, segments)
     dtype = accumulation_dtype(hidden.dtype)
-    weights = asked.astype(dtype) / jnp.maximum(asked.sum(), 1).astype(dtype)
+    weights = counted.astype(dtype) / jnp.maximum(counted.sum(), 1).astype(dtype)
     arrays = (hidden, jnp.roll(tokens, -1, axis=-1), weights)
     return _total(*_head(model), *_chunks(*(x if tokens.ndim == 2 else x[None] for x in arrays)))
 
@@ -81,19 +81,19 @@ def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
     return {"mask": Mask.segments(segments), "positions": positions}
 
 
-def _asked(tokens: Array, lengths: ArrayLike | int | None, segments: ArrayLike | None) -> Bool[Array, "*b t"]:
-    """Return which tokens are followed by one that counts."""
+def _targets(tokens: Array, lengths: ArrayLike | int | None, segments: ArrayLike | None) -> Bool[Array, "*b t"]:
+    """Return which tokens are followed by a target."""
     following = jnp.broadcast_to(jnp.arange(1, tokens.shape[-1] + 1), tokens.shape)
     real = tokens.shape[-1] if lengths is None else jnp.broadcast_to(jnp.asarray(lengths), tokens.shape[:-1])[..., None]
-    asked = following < real
+    counted = following < real
     if segments is None:
-        return asked
+        return counted
     ids = jnp.broadcast_to(jnp.asarray(segments), tokens.shape)
-    return asked & (ids == jnp.roll(ids, -1, axis=-1))
+    return counted & (ids == jnp.roll(ids, -1, axis=-1))
 
 
 def _head(model: LanguageModel) -> tuple[Callable, Any]:
-    """Return what makes logits, as a function of its parameters and of what it reads, and the parameters."""
+    """Return the output head as a function of its parameters and its input, and these parameters."""
     name = "tok_emb" if model.out_head is None else "out_head"
     graph, head, rest = nnx.split(model, nnx.PathContains(name), ...)
     return lambda head, hidden: nnx.merge(graph, head, rest).logits(hidden), head
@@ -119,7 +119,7 @@ def _total(logits: Callable, head: Any, hidden: Array, targets: Array, weights: 
 
 
 def _total_forward(logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array):
-    # The gradients are taken here, while the logits of a chunk are at hand: to make them again would cost a third more.
+    # The gradients are taken here, from the logits of this chunk: to recompute these would cost a third more.
     differentiate = jax.value_and_grad(partial(_loss, logits), argnums=(0, 1))
 
     def add(sums, chunk):

@@ -16,7 +16,7 @@ from flax_attn.modules.calls import Bias, CallOptions, Outputs, Returned, unpack
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.multi_head import MultiHeadAttention
 
-Part = Callable[[Array], Array]
+_Part = Callable[[Array], Array]
 
 
 class TransformerBlock(nnx.Module):
@@ -62,13 +62,13 @@ class TransformerBlock(nnx.Module):
     def __init__(
         self,
         att: MultiHeadAttention,
-        ff: Part,
-        norm1: Part | None,
-        norm2: Part | None,
+        ff: _Part,
+        norm1: _Part | None,
+        norm2: _Part | None,
         *,
         norm_first: bool = True,
-        post_norm1: Part | None = None,
-        post_norm2: Part | None = None,
+        post_norm1: _Part | None = None,
+        post_norm2: _Part | None = None,
         drop_shortcut: Dropout | None = None,
     ):
         check_type("att", att, MultiHeadAttention, "att=MultiHeadAttention(...)")
@@ -143,10 +143,10 @@ class TransformerBlock(nnx.Module):
         """Return an empty cache of the attention, see `MultiHeadAttention.init_cache`."""
         return self.att.init_cache(b, capacity, dtype)
 
-    def _before(self, norm: Part | None, x: Array) -> Array:
+    def _before(self, norm: _Part | None, x: Array) -> Array:
         return norm(x) if self.norm_first and norm is not None else x
 
-    def _add(self, x: Array, y: Array, norm: Part | None, post_norm: Part | None, key: Array | None) -> Array:
+    def _add(self, x: Array, y: Array, norm: _Part | None, post_norm: _Part | None, key: Array | None) -> Array:
         y = y if post_norm is None else post_norm(y)
         y = y if self.drop_shortcut is None else self.drop_shortcut(y, dropout_key=key)
         return x + y if self.norm_first or norm is None else norm(x + y)

@@ -2,8 +2,8 @@
 
 from flax_attn.parity import compare, assert_parity
 
-report = compare(flax_module, torch_module, [x], layout="torch")     # a report, check by check
-assert_parity(flax_module, torch_module, [x], layout="torch")        # an error that says where they part
+report = compare(flax_module, torch_module, [x])     # a report, check by check
+assert_parity(flax_module, torch_module, [x])        # an error that says where they differ
 """
 
 from flax_attn.parity.adapters.adapter import PairingError

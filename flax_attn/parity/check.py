@@ -14,14 +14,14 @@ class Check:
 
     Args:
         name: of the check.
-        error: what was measured; infinite where the two sides cannot even be compared.
+        error: what was measured; infinite where nothing can be compared.
         limit: the rule.
         worst: the tensor with the largest error.
-        note: what else a reader should know, such as directions left out.
+        note: further information, such as parameters without a gradient.
         skipped: why nothing was measured; empty where something was.
-        wanted: whether the check was asked for by name, so that not to run it is a failure.
+        wanted: whether the check was requested by name, so that it fails if it cannot run.
         errors: of every tensor, by name.
-        where: the worst element of that tensor: index, what Flax has, what PyTorch has.
+        where: the worst element of that tensor: index, value in JAX, value in PyTorch.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the rule holds, or nobody asked for it by name; NaN never passes."""
+        """Whether the rule holds, or the check did not run and was not requested by name; NaN never passes."""
         return bool(self.error <= self.limit) if self.ran else not self.wanted
 
     @property
@@ -50,20 +50,20 @@ class Check:
         return self.limit / self.error if self.error else np.inf
 
     def explain(self) -> str:
-        """Return one line: the guilty tensor, where, how far, the rule."""
+        """Return one line: the worst tensor, its error, the rule, and its worst element."""
         if not self.ran:
             return f"{self.name}: not run: {self.skipped}"
         line = f"{self.name}: error {self.error:.3g} at {self.worst!r}, the rule is {self.limit:.0e}"
         if self.where:
-            index, ours, theirs = (self.where[key] for key in ("index", "flax", "torch"))
-            line += f"; worst element {tuple(index)}: flax {ours:.9g}, torch {theirs:.9g}"
-            if np.isfinite(ours) != np.isfinite(theirs):
-                line += f", not finite in {'torch' if np.isfinite(ours) else 'flax'} alone"
+            index, flax, torch = (self.where[key] for key in ("index", "flax", "torch"))
+            line += f"; worst element {tuple(index)}: flax {flax:.9g}, torch {torch:.9g}"
+            if np.isfinite(flax) != np.isfinite(torch):
+                line += f", not finite in {'torch' if np.isfinite(flax) else 'flax'} alone"
         return f"{line} ({self.note})" if self.note else line
 
 
 def finite(value: Any) -> Any:
-    """Return a value for JSON, which has no infinity and no NaN: None stands for these, inside mappings too."""
+    """Return a value for JSON, where infinity and NaN become None, inside mappings too."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not np.isfinite(value) else value
@@ -91,7 +91,7 @@ def _where(flax: np.ndarray, torch: np.ndarray) -> dict[str, Any]:
         return {}
     with np.errstate(invalid="ignore"):
         distance = np.abs(np.asarray(flax - torch, np.float64))
-    # One side alone not finite is as far off as can be; both alike is no distance.
+    # Not finite in one framework alone is an infinite distance; alike in both is none.
     distance = np.where(
         np.isnan(distance), np.where((flax == torch) | (np.isnan(flax) & np.isnan(torch)), 0, np.inf), distance
     )

@@ -1,23 +1,23 @@
-"""The checks of a pair, from the cheapest to the dearest. Each returns what it measured beside its rule.
+"""The checks of a pair, the fastest first. Each returns what it measured beside its rule.
 
-A check that says nothing about a pair raises `NotRun` with the reason, which becomes a line in the report.
+A check that does not apply to a pair raises `NotRun` with the reason, which becomes a line in the report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import ml_dtypes
 import numpy as np
 
-from flax_attn.functional.checks import check_choice
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import PairingError, Result, is_floating
+from flax_attn.parity.adapters.adapter import AdapterError, NotRun, PairingError, Result, RunSpec, is_floating
 from flax_attn.parity.check import Check, worst_of
-from flax_attn.parity.pair import LOWER, AdapterError, NotRun, Pair
-from flax_attn.parity.stress import STRESS_INPUTS
+from flax_attn.parity.pair import LOWER, Pair
+from flax_attn.parity.stress import STRESS_INPUTS, pytorch_draws, stress
+from flax_attn.parity.training import check_choice
 
 
 def shapes(pair: Pair) -> Check:
@@ -30,25 +30,25 @@ def shapes(pair: Pair) -> Check:
 
 
 def weights(pair: Pair) -> Check:
-    """Coverage, round trip, and an index probe: every element is numbered, crosses, comes back, and is there once."""
+    """Coverage, round trip, and an index probe: every element is numbered, converted, and found exactly once."""
     if not pair.has_parameters:
         raise NotRun("there are no parameters")
     if not pair.shares_weights:
-        raise NotRun("no layout says which parameter is which; both keep their own")
+        raise NotRun("without a layout it is not known which parameter is which")
     return worst_of("weights", dict(_probe(pair)), 0.0)
 
 
 def _probe(pair: Pair) -> Iterator[tuple[str, float]]:
-    start, held = 1, []
+    start, elements = 1, []
     for entry in pair.entries:
         size = int(np.prod(entry.shape))
         numbers = np.arange(start, start + size).reshape(entry.shape)
         parts = entry.split(numbers)
         again = entry.join(parts)
         yield entry.theirs, float((again != numbers).sum()) if again.shape == numbers.shape else np.inf
-        held += [np.ravel(part) for part in parts.values()]
+        elements += [np.ravel(part) for part in parts.values()]
         start += size
-    found = np.sort(np.concatenate(held)) if held else np.arange(0)
+    found = np.sort(np.concatenate(elements)) if elements else np.arange(0)
     yield "every element once", float((found != np.arange(1, start)).sum()) if len(found) == start - 1 else np.inf
 
 
@@ -64,36 +64,30 @@ def _low(result: Result) -> str:
     if not low:
         return ""
     return (
-        f"{', '.join(low)} for inputs and parameters in float64: build the Flax side without dtype=, or, where its "
-        "dtype is that of the moment it is built, run `flax-attn parity pkg.mod:flax_factory pkg.mod:torch_factory`, "
-        "which enables x64 before either is built"
+        f"{', '.join(low)} for inputs and parameters in float64: construct the Flax module without dtype=, or, if its "
+        "dtype is fixed at construction, run `flax-attn parity pkg.mod:flax_factory pkg.mod:torch_factory`, which "
+        "enables x64 before either is constructed"
     )
 
 
 def gradients(pair: Pair) -> Check:
     """Gradients of every shared parameter and floating input in float64, under random cotangents."""
     ours, theirs = pair.both(pair.float64)
-    reference = _shared(pair, theirs.gradients)
+    reference = pair.shared(theirs.gradients)
     if not reference:
         raise NotRun("no parameter is shared and no input is floating")
-    null = _unfelt(ours.gradients, reference)
-    notes = [f"does not feel {', '.join(null)}"] if null else []
-    notes += ["parameters are not shared: inputs alone"] if pair.has_parameters and not pair.shares_weights else []
+    null = _without_effect(ours.gradients, reference)
+    notes = [f"no effect on the outputs: {', '.join(null)}"] if null else []
+    notes += ["parameters are not shared: inputs only"] if pair.has_parameters and not pair.shares_weights else []
     errors = tolerance.gradient_errors(ours.gradients, reference)
     return worst_of("gradients", errors, tolerance.GRADIENT, "; ".join(notes), flax=ours.gradients, torch=reference)
 
 
-def _unfelt(ours, reference) -> list[str]:
+def _without_effect(ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[str]:
     null = tolerance.null_directions(reference)
-    parts = {
-        name: nonzero_gradient
-        for name, nonzero_gradient in tolerance.nonzero_gradient(ours, reference).items()
-        if name not in null and not nonzero_gradient.all()
-    }
-    return sorted(null) + [
-        f"{(~nonzero_gradient).sum()} of {nonzero_gradient.size} elements of {name}"
-        for name, nonzero_gradient in parts.items()
-    ]
+    masks = {name: m for name, m in tolerance.nonzero_gradient(ours, reference).items() if name not in null}
+    partly = [f"{(~mask).sum()} of {mask.size} elements of {name}" for name, mask in masks.items() if not mask.all()]
+    return sorted(null) + partly
 
 
 def second(pair: Pair) -> Check:
@@ -102,77 +96,92 @@ def second(pair: Pair) -> Check:
     if not pair.tangents:
         raise NotRun("no parameter is shared and no input is floating")
     ours, theirs = pair.both(spec)
-    errors = tolerance.gradient_errors(ours.second, _shared(pair, theirs.second))
+    errors = tolerance.gradient_errors(ours.second, pair.shared(theirs.second))
     return worst_of("second", errors, tolerance.SECOND, flax=ours.second, torch=theirs.second)
 
 
 def lower(dtype: str, pair: Pair) -> Check:
     """Outputs and gradients in a lower dtype, against PyTorch's own error in it."""
     spec = pair.lower[dtype]
-    nudges = [spec, *(replace(spec, name=f"{dtype}, nudged {i}", rounding_seed=i) for i in range(1, tolerance.DRAWS))]
     try:
-        theirs, *others = [pair.run("torch", nudged) for nudged in nudges]
+        theirs = pytorch_draws(pair, spec)
     except AdapterError as error:
         raise NotRun(f"the rule is PyTorch's own error, and {error}") from None
-    ours = pair.run("flax", spec)
+    ours = _in_lower_dtype(pair, spec)
     reference, eps = pair.reference, float(ml_dtypes.finfo(dtype).eps)
-    nonzero_gradient = {
-        name: gradient for name, gradient in _shared(pair, reference.gradients).items() if name not in pair.null
-    }
     outputs = {name: output for name, output in reference.outputs.items() if is_floating(output)}
-    own = [[getattr(draw, kind) for draw in (theirs, *others)] for kind in ("outputs", "gradients")]
-    errors = tolerance.lower_dtype(ours.outputs, own[0], outputs, tolerance.LOW_FORWARD, eps)
-    errors |= tolerance.lower_dtype(ours.gradients, own[1], nonzero_gradient, tolerance.LOW_GRADIENT, eps)
-    kinds = sorted(set(ours.dtypes.values()) ^ set(theirs.dtypes.values()))
-    note = f"outputs are {ours.dtypes} in flax and {theirs.dtypes} in torch" if kinds else ""
-    flax, torch = ({**result.outputs, **result.gradients} for result in (ours, theirs))
+    gradients = {name: g for name, g in pair.shared(reference.gradients).items() if name not in pair.null}
+    forward, backward = ([getattr(draw, kind) for draw in theirs] for kind in ("outputs", "gradients"))
+    errors = tolerance.lower_dtype(ours.outputs, forward, outputs, tolerance.LOW_FORWARD, eps)
+    errors |= tolerance.lower_dtype(ours.gradients, backward, gradients, tolerance.LOW_GRADIENT, eps)
+    differ = set(ours.dtypes.values()) != set(theirs[0].dtypes.values())
+    note = f"outputs are {ours.dtypes} in flax and {theirs[0].dtypes} in torch" if differ else ""
+    flax, torch = ({**result.outputs, **result.gradients} for result in (ours, theirs[0]))
     return worst_of(dtype, errors, 1.0, note, flax=flax, torch=torch)
 
 
+def _in_lower_dtype(pair: Pair, spec: RunSpec) -> Result:
+    on_cpu = getattr(pair.flax, "device", None) is None
+    try:
+        return pair.run("flax", spec)
+    except AdapterError as error:
+        if spec.dtype == "float16" and on_cpu and _MISSING_PRODUCT.search(str(error.__cause__)):
+            raise NotRun(
+                f"XLA has no such float16 product on a CPU: {error}. Pass device= to use a GPU or TPU"
+            ) from None
+        raise
+
+
+# Of JAX, which checks some products before it compiles, and of XLA.
+_MISSING_PRODUCT = re.compile(
+    r"^The precision 'F16\w*' is not supported by dot_general on CPU|^UNIMPLEMENTED: .*\b(dot|F16)\b.*\b(dot|F16)\b"
+)
+
+
 def eager(pair: Pair) -> Check:
-    """Compiled and eager execution of the Flax side."""
+    """Compiled and eager execution in JAX."""
     outputs = pair.run("flax", pair.uncompiled).outputs
     errors = tolerance.relative(outputs, pair.flax64.outputs)
     return worst_of("jit = eager", errors, tolerance.FORWARD)
 
 
 def dropout(pair: Pair) -> Check:
-    """Outputs and gradients in train mode, both sides given the same dropout key."""
+    """Outputs and gradients in train mode, with the same dropout key in both."""
     if not pair.takes("dropout_key"):
-        raise NotRun("the calls take no dropout_key, so the two sides cannot be made to drop the same")
+        raise NotRun("the calls take no dropout_key, so they cannot be made to drop the same elements")
     ours, theirs = pair.both(pair.training())
     if all(np.array_equal(theirs.outputs[name], pair.plain.outputs[name], equal_nan=True) for name in theirs.outputs):
-        raise NotRun("nothing is dropped: train mode computes what eval mode does")
+        raise NotRun("nothing is dropped: train mode returns what eval mode does")
     errors = tolerance.relative(ours.outputs, theirs.outputs)
-    errors |= tolerance.gradient_errors(ours.gradients, _shared(pair, theirs.gradients))
+    errors |= tolerance.gradient_errors(ours.gradients, pair.shared(theirs.gradients))
     flax, torch = ({**result.outputs, **result.gradients} for result in (ours, theirs))
     return worst_of("dropout", errors, tolerance.GRADIENT, flax=flax, torch=torch)
 
 
 def unbatched(pair: Pair) -> Check:
-    """Inputs without the batch axis, on both sides, against the first row of the batch."""
+    """Inputs without the batch axis, against the first row of the batch."""
     sizes = {len(x) for x in pair.inputs.values() if x.ndim}
     if len(sizes) != 1 or pair.extras:
         raise NotRun("the inputs have no batch axis in common")
     try:
         ours, theirs = pair.both(pair.run_spec("unbatched", inputs={name: x[0] for name, x in pair.inputs.items()}))
-    except AdapterError as refusal:
-        raise NotRun(f"one side takes batches alone: {refusal}") from None
+    except AdapterError as error:
+        raise NotRun(f"one of the calls takes batches only: {error}") from None
     rows = {name: output[0] for name, output in pair.plain.outputs.items() if output.ndim}
     if max(tolerance.relative(theirs.outputs, rows).values(), default=np.inf) > tolerance.FORWARD:
-        raise NotRun("PyTorch reads the first axis of any input as a batch")
+        raise NotRun("PyTorch takes the first axis of any input as a batch")
     return worst_of("unbatched", tolerance.relative(ours.outputs, theirs.outputs), tolerance.FORWARD)
 
 
 def cache(pair: Pair) -> Check:
     """Outputs computed in steps with a cache, against all at once."""
-    having = [side for side in ("flax", "torch") if getattr(pair, side).has_cache]
-    if not having:
-        raise NotRun("no call computes in steps: give flax_cached or torch_cached")
+    cached = [framework for framework in ("flax", "torch") if getattr(pair, framework).has_cache]
+    if not cached:
+        raise NotRun("no call computes in steps: pass flax_cached or torch_cached")
     reference, errors = pair.plain.outputs, {}
-    for side in having:
-        outputs = pair.run(side, pair.run_spec("cached", cached=True)).outputs
-        errors |= {f"{side}: {name}": error for name, error in tolerance.relative(outputs, reference).items()}
+    for framework in cached:
+        outputs = pair.run(framework, pair.run_spec("cached", cached=True)).outputs
+        errors |= {f"{framework}: {name}": error for name, error in tolerance.relative(outputs, reference).items()}
     return worst_of("cache = full", errors, tolerance.FORWARD)
 
 
@@ -181,74 +190,15 @@ def training(pair: Pair) -> Check:
     if not pair.has_parameters:
         raise NotRun("there are no parameters")
     if not pair.shares_weights:
-        raise NotRun("no layout says which parameter is which")
-    # What the function does not feel moves by rounding alone, which Adam makes as large as any other step.
-    nonzero_gradient = tolerance.nonzero_gradient(pair.flax64.gradients, _shared(pair, pair.reference.gradients))
+        raise NotRun("without a layout it is not known which parameter is which")
+    # A parameter without effect moves by rounding only, which Adam scales up to a full step.
+    nonzero_gradient = tolerance.nonzero_gradient(pair.flax64.gradients, pair.shared(pair.reference.gradients))
     ours, reference = (
-        {name: np.where(nonzero_gradient.get(name, True), value, 0.0) for name, value in side.items()}
-        for side in pair.trained
+        {name: np.where(nonzero_gradient.get(name, True), value, 0.0) for name, value in arrays.items()}
+        for arrays in pair.trained
     )
     errors = tolerance.relative(ours, {name: value for name, value in reference.items() if name not in pair.null})
     return worst_of("training", errors, tolerance.TRAINING, flax=ours, torch=reference)
-
-
-def stress(name: str, pair: Pair) -> Check:
-    """Outputs and gradients in float64 on inputs that are hard on purpose.
-
-    Held to the rule, or to what rounding does to the PyTorch side, whichever is more.
-    """
-    hard = STRESS_INPUTS[name](pair)
-    plain = pair.run_spec(f"{name}: outputs", inputs=hard.inputs, extras=hard.extras, eager=True)
-    try:
-        outputs = pair.run("torch", plain).outputs
-    except AdapterError as refusal:
-        raise NotRun(f"these inputs are none for it: {refusal}") from None
-    asked = replace(plain, name=name, cotangents=pair.cotangents_for(outputs), eager=False)
-    ours, theirs = (_with_gradients(pair, result) for result in pair.both(asked))
-    # Rounding shows in float32: of outputs on the PyTorch side, so that a port that amplifies it is seen; of gradients
-    # on both, because where a softmax saturates either may hit a zero exactly and show none.
-    # One draw of it may be a lucky one.
-    low = replace(asked, name=f"{name}: float32", dtype="float32")
-    nudges = [replace(low, name=f"{low.name}, nudged {i}", rounding_seed=i) for i in range(1, tolerance.DRAWS)]
-    results = [*pair.both(low), *(pair.run("torch", nudged) for nudged in nudges)]
-    singles = [_with_gradients(pair, result) for result in results]
-    rounding = tolerance.relative(singles[1].outputs, theirs.outputs)
-    errors = tolerance.conditioned(tolerance.relative(ours.outputs, theirs.outputs), rounding, tolerance.FORWARD)
-    rounding = _largest(tolerance.gradient_errors(single.gradients, theirs.gradients) for single in singles)
-    most = tolerance.excesses(theirs.gradients)
-    found = tolerance.gradient_errors(ours.gradients, theirs.gradients)
-    errors |= tolerance.conditioned(found, rounding, tolerance.GRADIENT, most)
-    flax, torch = ({**result.outputs, **result.gradients} for result in (ours, theirs))
-    return worst_of(name, errors, 1.0, _poisoned(theirs, hard.extras), flax=flax, torch=torch)
-
-
-def _largest(errors: Iterable[dict[str, float]]) -> dict[str, float]:
-    first, *others = errors
-    return {name: max(error, *(other[name] for other in others)) for name, error in first.items()}
-
-
-def _with_gradients(pair: Pair, result: Result) -> Result:
-    named = {f"gradient of {name}": gradient for name, gradient in _shared(pair, result.gradients).items()}
-    return replace(result, gradients=named)
-
-
-def _poisoned(reference: Result, extras) -> str:
-    # Both sides may agree in letting through what they should not.
-    if "lengths" not in extras:
-        return ""
-    bad = [
-        name
-        for name, output in reference.outputs.items()
-        if output.ndim > 1 and output.shape[0] == len(extras["lengths"])
-        for row, length in enumerate(extras["lengths"])
-        if length and not np.isfinite(output[row, :length] if output.shape[1] >= length else output[row]).all()
-    ]
-    return f"PyTorch lets padding reach real tokens of {', '.join(sorted(set(bad)))}" if bad else ""
-
-
-def _shared(pair: Pair, gradients) -> dict[str, np.ndarray]:
-    shared = {entry.theirs for entry in pair.entries} | set(pair.inputs)
-    return {name: gradient for name, gradient in gradients.items() if name in shared}
 
 
 def _described(result: Result, name: str) -> str:
@@ -283,14 +233,14 @@ def run_checks(
         pair: what is checked.
         names: from `CHECKS`; None is all.
         wanted: whether one of these names that does not apply is a failure.
-        watch: is told each name before its check is made.
+        watch: called with each name before its check runs.
 
     Raises:
         ValueError: if a name is unknown.
-        PairingError: if a side cannot be run at all.
+        PairingError: if one of the modules cannot be run at all.
     """
     for name in names or ():
-        check_choice("check", name, tuple(CHECKS))
+        check_choice("check", name, CHECKS)
     return _run_checks(pair, names, wanted, watch)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,20 +12,25 @@ from flax_attn import convert
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import Adapter, Arrays, Call, PairingError, is_floating
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
-from flax_attn.parity.adapters.recording import Recorder, Recording
+from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
 from flax_attn.parity.checks import run_checks
+from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report, environment
-from flax_attn.parity.training import Recipe
+from flax_attn.parity.training import Recipe, check_choice
+
+if TYPE_CHECKING:
+    from flax_attn.parity.trace.divergence import Divergence
 
 Inputs = Any  # a list of arrays or shapes, a mapping of them by name, or one of them
+Layout = convert.LayoutLike | None  # or "auto"
 
 
 class ParityError(AssertionError):
-    """Two modules that are not the same function. The message says where; `report` holds everything.
+    """Two modules that are not the same function. The message says where they differ.
 
     Attributes:
-        report: what was found.
+        report: the full report.
     """
 
     def __init__(self, report: Report):
@@ -39,7 +43,7 @@ def compare(
     torch_module: Any,
     inputs: Inputs,
     *,
-    layout: convert.LayoutLike | None = None,
+    layout: Layout = "auto",
     checks: Sequence[str] | None = None,
     flax_call: Callable | None = None,
     torch_call: Callable | None = None,
@@ -50,77 +54,72 @@ def compare(
     redraw: bool = True,
     seed: int = 0,
     name: str = "",
-    command: str = "",
     locate: bool = True,
     record: bool = False,
-    device: Any = None,
-    watch: Callable[[str], None] = lambda name: None,
+    device: jax.Device | None = None,
 ) -> Report:
-    """Return what a comparison of two modules finds, check by check.
+    """Return a report on two modules, check by check: whether they are the same function.
 
-    Both are copied, get the same weights (drawn at random, so that nothing stands at 0 or 1), and are judged in float64
-    on the CPU against rules that have no knob. The PyTorch side is the reference.
+    Both are copied, get the same random weights (so that none is 0 or 1), and are compared in float64 on the CPU under
+    fixed rules. The PyTorch module is the reference.
 
     Args:
         flax_module: an NNX module, a bound Linen module, an equinox module or a function of arrays.
         torch_module: an `nn.Module` in eval mode, a function of tensors, or the `Recording` of one.
         inputs: arrays by position in a list, or by name in a mapping; of a recording its `inputs`. Floating ones are
-            cast to the dtype of each run. Where a tuple of integers stands for an array, one of that shape is drawn
-            from the normal distribution.
-        layout: which parameter is which: a name from `convert.LAYOUTS`, a `Layout`, a list of `Rule`, or None where the
-            weights already agree. They are then kept as they are, and checks of single parameters are not run.
-        checks: names from `CHECKS`; None is all. One that is asked for by name and cannot be run is a failure.
-        flax_call: how to call the Flax side, `flax_call(module, *inputs)`, if not as `module(*inputs)`. A parameter
-            named `lengths` or `dropout_key` says that it takes sequence lengths `(b,)`, or two words that decide what
-            dropout drops. It returns an array, or a tuple or mapping of arrays.
-        torch_call: the same for the PyTorch side.
-        flax_cached: a call of the Flax side that computes the same outputs in steps, with a cache.
-        torch_cached: the same for the PyTorch side.
-        extras: what every call is given beside the inputs, such as `lengths`.
+            cast to the dtype of each run. A tuple of integers is a shape: an array is drawn from the normal
+            distribution.
+        layout: which parameter is which. `"auto"` pairs them by the layers of both modules, see `convert.auto`; a name
+            from `convert.LAYOUTS`, a `Layout` or a list of `Rule` says it; None means that the weights already agree:
+            they are kept, and checks that need the pairs do not run.
+        checks: names from `CHECKS`; None is all. One that is requested by name and cannot run is a failure.
+        flax_call: how to call the JAX module, `flax_call(module, *inputs)`, if not as `module(*inputs)`. If it has a
+            parameter named `lengths` or `dropout_key`, it gets sequence lengths `(b,)`, or the two uint32 of a dropout
+            key. It returns an array, or a tuple or mapping of arrays.
+        torch_call: the same for the PyTorch module.
+        flax_cached: a call of the JAX module that computes the same outputs in steps, with a cache.
+        torch_cached: the same for the PyTorch module.
+        extras: arguments of every call beside the inputs, such as `lengths`.
         recipe: of the training check; None is 100 steps of AdamW.
-        redraw: whether parameters are drawn at random; False keeps those of the PyTorch side.
+        redraw: whether parameters are drawn at random; False keeps those of the PyTorch module.
         seed: of everything that is drawn.
-        name: of the comparison; None is the name of the Flax side.
-        command: that repeats it, for the report.
-        locate: whether to find out where the sides part, if they do.
-        record: whether what the PyTorch side results is kept, for `export.save`.
-        device: that runs the Flax side in dtypes below float64; None is the CPU.
-        watch: is told the name of each check before it runs.
+        name: of the comparison; the default is the class of the JAX module.
+        locate: whether to find out where the modules differ, if they do.
+        record: whether the PyTorch results are kept, for `recording.save`.
+        device: that runs the JAX module in dtypes below float64; None is the CPU.
 
     Raises:
-        PairingError: if the modules cannot be paired or called: parameters that are missing, unexpected, mis-shaped or
-            claimed twice, outputs that are no arrays, a PyTorch module left in train mode.
+        PairingError: if the modules cannot be paired or called: parameters that are missing, unexpected, mis-shaped,
+            claimed twice, or that `"auto"` cannot tell apart; outputs that are no arrays; a PyTorch module in train
+            mode.
         ValueError: if a check or a layout is unknown.
 
     Example:
         >>> import torch
         >>> from flax import nnx
-        >>> report = compare(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2), [(4, 3)], layout="torch")
+        >>> report = compare(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2), [(4, 3)])
         >>> report.passed, report.check("forward").passed
         (True, True)
     """
-    recorded = isinstance(torch_module, Recording)
-    values = torch_module.inputs if recorded else _inputs(inputs, seed)
-    positional = not isinstance(inputs, Mapping) or all(name.startswith("input ") for name in inputs)
-    with on_cpu():
-        flax = JaxAdapter(flax_module, flax_call, flax_cached, positional, device=device)
-        torch = torch_module if recorded else _torch_side(torch_module, torch_call, torch_cached, positional)
-        torch, entries = Recorder(torch) if record else torch, []
-        if layout is not None and (flax.shapes or torch.shapes):
-            flax.entries = entries = weight_map(flax_module, flax.shapes, torch.shapes, convert.as_layout(layout))
-        recipe = recipe or Recipe()
-        given = {key: np.asarray(value) for key, value in (extras or {}).items()}
-        pair = Pair(flax, torch, values, entries, seed, recipe, given, redraw and not recorded)
-        _check_extras(pair)
-        _refuse_train_mode(torch_module, pair)
-        return report_on(pair, name or type(flax_module).__name__, checks, command=command, locate=locate, watch=watch)
+    pair = pair_modules(
+        *(flax_module, torch_module, inputs),
+        layout=layout,
+        calls={"flax": (flax_call, flax_cached), "torch": (torch_call, torch_cached)},
+        extras=extras or {},
+        recipe=recipe or Recipe(),
+        redraw=redraw,
+        seed=seed,
+        record=record,
+        device=device,
+    )
+    return report_on(pair, name or type(flax_module).__name__, checks, locate=locate)
 
 
 def assert_parity(flax_module: Any, torch_module: Any, inputs: Inputs, **options: Any) -> Report:
     """Return the report of `compare`, with the same arguments.
 
     Raises:
-        ParityError: an `AssertionError`, if any check fails: the guilty tensor, where, how far, the rule.
+        ParityError: an `AssertionError`, if any check fails: the worst tensor, its error, the rule.
         PairingError: as `compare` does.
 
     Example:
@@ -137,6 +136,63 @@ def assert_parity(flax_module: Any, torch_module: Any, inputs: Inputs, **options
     return report
 
 
+def pair_modules(
+    flax_module: Any,
+    torch_module: Any,
+    inputs: Inputs,
+    *,
+    layout: Layout,
+    calls: Mapping[str, tuple[Callable | None, Callable | None]],
+    record: bool = False,
+    device: jax.Device | None = None,
+    **options: Any,
+) -> Pair:
+    """Return both modules as a pair with the same weights; the arguments are those of `compare`.
+
+    Args:
+        flax_module: as of `compare`.
+        torch_module: as of `compare`.
+        inputs: as of `compare`.
+        layout: as of `compare`.
+        calls: for `"flax"` and `"torch"`, how to call the module, and how to call it in steps with a cache.
+        record: as of `compare`.
+        device: as of `compare`.
+        options: the other arguments of `Pair`.
+    """
+    recorded = isinstance(torch_module, Recording)
+    values = torch_module.inputs if recorded else _inputs(inputs, options.get("seed", 0))
+    positional = not isinstance(inputs, Mapping) or all(name.startswith("input ") for name in inputs)
+    with on_cpu():
+        flax = JaxAdapter(flax_module, *calls["flax"], positional, device=device)
+        torch = torch_module if recorded else _torch_adapter(torch_module, *calls["torch"], positional)
+        layout = _layout(layout, flax_module, torch_module) if flax.shapes or torch.shapes else None
+        if layout is not None:
+            flax.entries = weight_map(flax_module, flax.shapes, torch.shapes, layout, flax.statistics)
+        options["extras"] = {key: np.asarray(value) for key, value in options.get("extras", {}).items()}
+        options["redraw"] = options.get("redraw", True) and not recorded
+        torch = RecordingAdapter(torch) if record else torch
+        pair = Pair(flax, torch, values, flax.entries, layout=layout, **options)
+        _check_extras(pair)
+        _refuse_train_mode(torch_module, pair)
+    return pair
+
+
+def _layout(layout: Layout, flax_module: Any, torch_module: Any) -> convert.Layout | None:
+    if isinstance(layout, str):
+        check_choice("layout", layout, ("auto", *convert.LAYOUTS))
+    if layout != "auto":
+        return None if layout is None else convert.as_layout(layout)
+    if isinstance(torch_module, Recording):
+        return torch_module.layout
+    try:
+        return convert.auto(flax_module, torch_module)
+    except convert.ConversionError as error:
+        raise PairingError(
+            f"{error}\nPair these yourself, and the rest as before: layout=convert.auto(flax_module, torch_module, "
+            "rules=[Rule(...)]). If the weights already agree, pass layout=None"
+        ) from error
+
+
 def report_on(
     pair: Pair,
     name: str,
@@ -147,53 +203,59 @@ def report_on(
     locate: bool = True,
     watch: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """Return what the checks of these names find about a pair; one that is `wanted` and does not apply fails."""
+    """Return the report of the checks of these names on a pair.
+
+    Args:
+        pair: what is checked.
+        name: of the comparison.
+        checks: names from `CHECKS`; None is all.
+        wanted: whether one of these names that does not apply is a failure.
+        command: that repeats the comparison.
+        locate: whether to find out where the modules differ, if they do.
+        watch: called with each name before its check runs.
+    """
     with on_cpu():
         running = run_checks(pair, checks, wanted, watch)
-        _callable(pair)
+        _check_callable(pair)
         found, notes = list(running), _notes(pair)
-        divergence = _located(pair, notes) if locate else None
+        differs = not all(check.passed for check in found)
+        divergence = _located(pair, notes) if locate and differs else None
         return Report(name, found, list(pair.entries), notes, pair.seed, environment(), command, divergence, pair)
 
 
-def _located(pair: Pair, notes: list[str]) -> Any:
+def _located(pair: Pair, notes: list[str]) -> Divergence | None:
     if isinstance(pair.torch, Recording):
-        notes.append("of a recording there are no intermediate values: where the sides part was not looked for")
+        notes.append("a recording holds no intermediate values: where the modules differ was not located")
         return None
     from flax_attn.parity.trace.localise import localise
 
     try:
-        return localise(pair.with_torch(pair.torch.side) if isinstance(pair.torch, Recorder) else pair)
-    except Exception as error:  # hooks in other people's modules: the verdict stands without them
-        notes.append(f"where the sides part could not be looked for: {type(error).__name__}: {error}")
+        return localise(pair.with_torch(pair.torch.adapter) if isinstance(pair.torch, RecordingAdapter) else pair)
+    except Exception as error:  # hooks in other people's modules: the verdict does not depend on them
+        notes.append(f"where the modules differ could not be located: {type(error).__name__}: {error}")
         return None
 
 
-@contextmanager
-def on_cpu():
-    """Compare in float64, on the CPU, where rounding is the only difference that is allowed."""
-    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
-
-
-def _callable(pair: Pair) -> None:
-    # A side that cannot be run at all is no failure of parity: it says so before any check.
-    for side in ("torch", "flax"):
+def _check_callable(pair: Pair) -> None:
+    # A module that cannot be run at all is an error of the call, raised before any check.
+    for framework in ("torch", "flax"):
         try:
-            result = pair.run(side, pair.uncompiled)
+            result = pair.run(framework, pair.uncompiled)
         except RuntimeError as error:
             if isinstance(error.__cause__, PairingError):
                 raise error.__cause__ from None
-            raise PairingError(f"the inputs do not go through the {side} side: {error}") from error
+            raise PairingError(f"the inputs do not go through the {framework} module: {error}") from error
         if not result.outputs:
-            raise PairingError(f"the {side} side returns nothing to compare. Pass a call that returns its arrays")
+            raise PairingError(
+                f"the {framework} module returns nothing to compare. Pass a call that returns its arrays"
+            )
 
 
 def _check_extras(pair: Pair) -> None:
     for name in pair.extras:
         if not pair.takes(name):
             raise PairingError(
-                f"extras are {' and '.join(Call.EXTRAS)}, where the calls of both sides take them by name; "
+                f"extras are {' and '.join(Call.EXTRAS)}, where both calls take them by name; "
                 f"got {name!r}, flax takes {sorted(pair.flax.accepts)}, torch takes {sorted(pair.torch.accepts)}"
             )
 
@@ -201,18 +263,18 @@ def _check_extras(pair: Pair) -> None:
 def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:
     if not getattr(torch_module, "training", False):
         return
-    _callable(pair)
+    _check_callable(pair)
     train = pair.run("torch", pair.run_spec("left in train mode", train=True)).outputs
     for name, error in tolerance.relative(train, pair.plain.outputs).items():
         if error:
             raise PairingError(
                 f"the PyTorch module was left in train mode, where {name} differs from that in eval mode by a "
-                f"relative {error:.3g}: call .eval() on it. The check 'dropout' compares train mode, under one key "
-                "for both sides"
+                f"relative {error:.3g}: call .eval() on it. The check 'dropout' compares train mode, with one key "
+                "for both"
             )
 
 
-def _torch_side(*arguments: Any) -> Adapter:
+def _torch_adapter(*arguments: Any) -> Adapter:
     from flax_attn.parity.adapters.torch_adapter import TorchAdapter  # torch is imported where it is used
 
     return TorchAdapter(*arguments)
@@ -256,7 +318,5 @@ def _notes(pair: Pair) -> list[str]:
     recorded = isinstance(pair.torch, Recording)  # perhaps where torch is not
     notes = pair.recipe.notes() if pair.has_parameters and not recorded else []
     if pair.has_parameters and not pair.entries:
-        notes.append(
-            "no layout was given: both sides keep their weights, and those may stand at 0 or 1 and hide a fault"
-        )
+        notes.append("layout=None: both modules keep their weights, and one that is 0 or 1 may hide a difference")
     return notes

@@ -1,20 +1,21 @@
 """A pytest fixture: put `pytest_plugins = ["flax_attn.parity.fixture"]` into conftest.py.
 
     def test_my_port(parity):
-        parity(MyFlaxBlock(rngs=nnx.Rngs(0)), MyTorchBlock().eval(), [(2, 7, 16)], layout="torch")
+        parity(MyFlaxBlock(rngs=nnx.Rngs(0)), MyTorchBlock().eval(), [(2, 7, 16)])
 
-It takes what `compare` takes, and fails the test where the two sides differ. With `--parity-report DIR` every
+It takes the arguments of `compare`, and fails the test if the modules differ. With `--parity-report DIR` every
 comparison that fails also writes its page there.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flax_attn.parity.adapters.recording import file_name
 from flax_attn.parity.compare import ParityError, compare
 from flax_attn.parity.report.report import Report
 
@@ -30,8 +31,8 @@ def parity(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """Compare two modules, and fail the test where they differ."""
 
     def check(*arguments, **options) -> Report:
-        named = {"name": request.node.name, "command": f"pytest '{request.node.nodeid}'"}
-        report = compare(*arguments, **{**named, **options})
+        report = compare(*arguments, **{"name": request.node.name, **options})
+        report = replace(report, command=f"pytest '{request.node.nodeid}'")
         if not report.passed:
             _write(report, request.config.getoption("--parity-report"))
             raise ParityError(report)
@@ -45,4 +46,4 @@ def _write(report: Report, folder: str | None) -> None:
         from flax_attn.parity.report.page import write_page
 
         Path(folder).mkdir(parents=True, exist_ok=True)
-        write_page([report], str(Path(folder) / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', report.name)}.html"))
+        write_page([report], str(Path(folder) / f"{file_name(report.name)}.html"))

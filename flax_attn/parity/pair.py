@@ -1,4 +1,4 @@
-"""Two sides that hold the same weights, and the specs that both are asked."""
+"""Two adapters that hold the same weights, and the runs that the checks share."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from flax import nnx
 from flax_attn.convert.api import axes_of
 from flax_attn.convert.rules import ConversionError, Entry, Layout, no_axes, plan, problems
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import Adapter, Arrays, PairingError, Result, RunSpec, is_floating
+from flax_attn.parity.adapters.adapter import (
+    Adapter,
+    AdapterError,
+    Arrays,
+    NotRun,
+    PairingError,
+    Result,
+    RunSpec,
+    is_floating,
+)
 from flax_attn.parity.training import Recipe, TrainingSpec
 
-COTANGENT, TARGET, TANGENT = 1, 2, 3  # what the seed of a pair is moved by, for each thing drawn from it
-
-
+COTANGENT, TARGET, TANGENT = 1, 2, 3  # added to the seed of a pair, for each thing drawn from it
 LOWER = ("float32", "bfloat16", "float16")
-
-
-class AdapterError(RuntimeError):
-    """One side raised where the other did not."""
-
-
-class NotRun(Exception):  # noqa: N818, it is no error
-    """A check that says nothing about a pair; the message says why."""
 
 
 @dataclass
 class Pair:
-    """Both sides of a comparison, with inputs.
+    """The two adapters of a comparison, with inputs.
 
     Args:
-        flax: the JAX side.
-        torch: the PyTorch side, or what was recorded of it.
+        flax: the adapter of JAX.
+        torch: the adapter of PyTorch, or a recording of one.
         inputs: by name, in the order of the call.
-        entries: the weight map; empty where the sides share no names.
+        entries: which parameter is which; empty where no weights are shared.
         seed: of everything that is drawn.
         recipe: of the training check.
-        extras: what every call is given beside the inputs.
-        redraw: whether all parameters are drawn at random, and none keeps its start at 0 or 1.
+        extras: arguments of every call beside the inputs.
+        redraw: whether all parameters are drawn at random, so that none keeps its initial 0 or 1.
+        layout: that made the entries; one made by `convert.auto` prints as a table.
     """
 
     flax: Adapter
@@ -54,6 +54,7 @@ class Pair:
     recipe: Recipe = field(default_factory=Recipe)
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     redraw: bool = True
+    layout: Layout | None = None
 
     def __post_init__(self):
         self._results: dict[tuple[str, str], Any] = {}
@@ -65,56 +66,67 @@ class Pair:
         self.key = np.random.default_rng(self.seed).integers(0, 2**32, 2)
 
     def _drawn(self) -> Arrays:
-        # Of the size that keeps a Linear layer's output as large as its input.
-        random = np.random.default_rng(self.seed)
-        sizes = {name: array.shape for name, array in self.weights.items()}
-        return {name: random.normal(size=shape) / (shape[-1] if shape else 1) ** 0.5 for name, shape in sizes.items()}
+        # Of the size that keeps the output of a Linear layer as large as its input; statistics are positive.
+        random, weights = np.random.default_rng(self.seed), {}
+        for name, array in self.weights.items():
+            drawn = random.normal(size=array.shape) / (array.shape[-1] if array.shape else 1) ** 0.5
+            weights[name] = drawn if name in self.trainable else 0.5 + np.abs(drawn)
+        return weights
+
+    @cached_property
+    def trainable(self) -> set[str]:
+        """The shared names of parameters; the other weights are running statistics."""
+        return {entry.theirs for entry in self.entries if entry.trainable}
 
     @property
     def has_parameters(self) -> bool:
-        """Whether either side has something to train."""
+        """Whether either module has parameters."""
         return bool(self.torch.shapes or self.flax.shapes)
 
     @property
     def shares_weights(self) -> bool:
-        """Whether a weight map says which parameter is which."""
+        """Whether it is known which parameter is which."""
         return bool(self.entries)
 
+    def shared(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
+        """Return those of the shared parameters and of the inputs."""
+        return {name: array for name, array in arrays.items() if name in self.trainable or name in self.inputs}
+
     def takes(self, extra: str) -> bool:
-        """Whether both sides take an extra of the call."""
+        """Whether the calls of both take an extra."""
         return extra in self.flax.accepts and extra in self.torch.accepts
 
-    # What is asked. Answers are kept by the name of the spec, so that checks share runs.
+    # Results are cached by the name of the run spec, so that checks share runs.
 
-    def run(self, side: str, spec: RunSpec) -> Result:
-        """Return the result of one side, `"flax"` or `"torch"`, run once for each name of a spec."""
-        if (side, spec.name) not in self._results:
+    def run(self, framework: str, spec: RunSpec) -> Result:
+        """Return the result of `"flax"` or `"torch"`, run once for each name of a spec."""
+        if (framework, spec.name) not in self._results:
             try:
-                self._results[side, spec.name] = getattr(self, side).run(spec)
+                self._results[framework, spec.name] = getattr(self, framework).run(spec)
             except NotRun:
                 raise
-            except Exception as error:  # whatever a user's module raises is a result
-                self._results[side, spec.name] = error
-        result = self._results[side, spec.name]
+            except Exception as error:  # any error of a user's module is a result
+                self._results[framework, spec.name] = error
+        result = self._results[framework, spec.name]
         if isinstance(result, Exception):
-            raise AdapterError(f"{side} raised {type(result).__name__}: {result}") from result
+            raise AdapterError(f"{framework} raised {type(result).__name__}: {result}") from result
         return result
 
     def both(self, spec: RunSpec) -> tuple[Result, Result]:
         """Return the results of Flax and of PyTorch.
 
         Raises:
-            NotRun: if both sides refuse.
+            NotRun: if both raise an error.
             AdapterError: if one does.
         """
         found, errors = [], []
-        for side in ("flax", "torch"):
+        for framework in ("flax", "torch"):
             try:
-                found.append(self.run(side, spec))
+                found.append(self.run(framework, spec))
             except AdapterError as error:
                 errors.append(error)
         if len(errors) == 2:
-            raise NotRun(f"both sides refuse: {errors[0]}; {errors[1]}")
+            raise NotRun(f"both raise an error: {errors[0]}; {errors[1]}")
         if errors:
             raise errors[0]
         return found[0], found[1]
@@ -125,7 +137,7 @@ class Pair:
 
     @property
     def uncompiled(self) -> RunSpec:
-        """Outputs alone in float64, on the Flax side without `jax.jit`."""
+        """Outputs alone in float64, in JAX without `jax.jit`."""
         return self.run_spec("outputs", eager=True)
 
     @cached_property
@@ -158,12 +170,12 @@ class Pair:
 
     @cached_property
     def flax64(self) -> Result:
-        """Flax in float64, compiled, with gradients."""
+        """JAX in float64, compiled, with gradients."""
         return self.run("flax", self.float64)
 
     @cached_property
     def null(self) -> set[str]:
-        """The parameters and inputs that the function does not feel."""
+        """The parameters and inputs that do not change the outputs."""
         return tolerance.null_directions(self.reference.gradients)
 
     @property
@@ -180,7 +192,7 @@ class Pair:
     def tangents(self) -> Arrays:
         """A random direction for every shared parameter and floating input."""
         random = np.random.default_rng(self.seed + TANGENT)
-        leaves = {entry.theirs: self.weights[entry.theirs] for entry in self.entries}
+        leaves = {name: array for name, array in self.weights.items() if name in self.trainable}
         leaves |= {name: array for name, array in self.inputs.items() if is_floating(array)}
         return {name: random.normal(size=array.shape) for name, array in leaves.items()}
 
@@ -206,13 +218,13 @@ class Pair:
     def trained(self) -> tuple[Arrays, Arrays]:
         """Final parameters and losses of Flax and of PyTorch."""
         spec = self.training_spec()
-        for side in ("flax", "torch"):
-            if (side, spec.name) not in self._results:
-                self._results[side, spec.name] = getattr(self, side).train(spec)
+        for framework in ("flax", "torch"):
+            if (framework, spec.name) not in self._results:
+                self._results[framework, spec.name] = getattr(self, framework).train(spec)
         return self._results["flax", spec.name], self._results["torch", spec.name]
 
     def with_torch(self, torch: Adapter) -> Pair:
-        """Return a pair with another PyTorch side, such as one with a fault, that keeps what Flax answered."""
+        """Return a pair with another adapter of PyTorch, such as one with a fault; it keeps the results of JAX."""
         other = copy.copy(self)
         for name in ("plain", "cotangents", "reference", "null"):
             vars(other).pop(name, None)
@@ -221,23 +233,26 @@ class Pair:
         return other
 
 
-def weight_map(flax: Any, shapes: Mapping[str, Any], theirs: Mapping[str, Any], layout: Layout) -> list[Entry]:
+def weight_map(
+    flax: Any, shapes: Mapping[str, Any], theirs: Mapping[str, Any], layout: Layout, statistics: Sequence[str] = ()
+) -> list[Entry]:
     """Return which parameter is which.
 
     Args:
-        flax: the module of the Flax side, for the widths of its heads.
-        shapes: of the parameters of the Flax side.
-        theirs: shapes of those of the PyTorch side.
+        flax: the JAX module, for the widths of its heads.
+        shapes: of its parameters.
+        theirs: shapes of the parameters of the PyTorch module.
         layout: between both.
+        statistics: the names among `shapes` that are running statistics.
 
     Raises:
         PairingError: with a line for every parameter that is missing, unexpected or mis-shaped, or claimed twice.
     """
     try:
-        entries = plan(shapes, layout, axes_of(flax, layout) if isinstance(flax, nnx.Module) else no_axes)
+        entries = plan(shapes, layout, axes_of(flax, layout) if isinstance(flax, nnx.Module) else no_axes, statistics)
     except ConversionError as error:
-        raise PairingError(f"the parameters of the two sides do not pair: {error}") from error
+        raise PairingError(f"the parameters of the two modules do not pair: {error}") from error
     wrong = problems(entries, theirs, layout)
     if wrong:
-        raise PairingError("\n  ".join(["the parameters of the two sides do not pair in this layout:", *wrong]))
+        raise PairingError("\n  ".join(["the parameters of the two modules do not pair in this layout:", *wrong]))
     return entries

@@ -1,38 +1,40 @@
-"""Inputs that are hard on purpose, where ports that agree on easy ones part."""
+"""Inputs on which ports differ that agree on ordinary ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flax_attn.parity.adapters.adapter import Arrays, is_floating
-from flax_attn.parity.pair import NotRun, Pair
+from flax_attn.parity import tolerance
+from flax_attn.parity.adapters.adapter import AdapterError, Arrays, NotRun, Result, RunSpec, is_floating
+from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.pair import Pair
 
 LONG = 193  # tokens: enough for positions to matter, and no multiple of anything
 
 
 @dataclass(frozen=True)
 class StressInput:
-    """A change of the inputs, and what the call is told beside them."""
+    """Changed inputs, with the extras of the call."""
 
     inputs: Arrays
     extras: Arrays
 
 
 def huge_logits(pair: Pair) -> StressInput:
-    """Scores of about 1e4: the softmax is a hard choice, and overflows unless the largest is taken off first."""
+    """Scores of about 1e4: the softmax selects one key, and overflows unless the maximum is subtracted first."""
     return _each(pair, lambda x: 100 * x)
 
 
 def small_activations(pair: Pair) -> StressInput:
-    """Activations of 1e-3, beside which the epsilon of a norm is no longer small."""
+    """Activations of 1e-3, where the epsilon of a norm matters."""
     return _each(pair, lambda x: 1e-3 * x)
 
 
 def mean_offset(pair: Pair) -> StressInput:
-    """A mean of 1e3, which a variance in one pass does not survive."""
+    """A mean of 1e3, where a variance computed in one pass loses its digits."""
     return _each(pair, lambda x: x + 1e3)
 
 
@@ -58,21 +60,21 @@ def long_sequence(pair: Pair) -> StressInput:
 
 
 def padded_rows(pair: Pair) -> StressInput:
-    """Rows of different length, the first of them nothing but padding."""
+    """Rows of different lengths, the first of them all padding."""
     return StressInput(pair.inputs, {**pair.extras, "lengths": _lengths(pair)})
 
 
-def poisoned_padding(pair: Pair) -> StressInput:
-    """NaN and infinity where the padding is, which nobody may see."""
+def nonfinite_padding(pair: Pair) -> StressInput:
+    """NaN and infinity in the padding, which must not reach real tokens."""
     lengths = _lengths(pair)
 
-    def poison(x):
+    def fill(x):
         x = x.copy()
         for row, length in enumerate(lengths):
             x[row, length:] = np.nan if row % 2 else np.inf
         return x
 
-    inputs = {name: poison(x) if is_floating(x) else x for name, x in pair.inputs.items()}
+    inputs = {name: fill(x) if is_floating(x) else x for name, x in pair.inputs.items()}
     if not any(is_floating(x) for x in pair.inputs.values()):
         raise NotRun("no input is floating, so none can hold NaN")
     return StressInput(inputs, {**pair.extras, "lengths": lengths})
@@ -86,8 +88,67 @@ STRESS_INPUTS: dict[str, Callable[[Pair], StressInput]] = {
     "single token": single_token,
     "long sequence": long_sequence,
     "padded rows": padded_rows,
-    "poisoned padding": poisoned_padding,
+    "non-finite padding": nonfinite_padding,
 }
+
+
+def stress(name: str, pair: Pair) -> Check:
+    """Outputs and gradients in float64 on a stress input.
+
+    The limit is the rule, or what rounding does to the PyTorch module, whichever is larger.
+    """
+    hard = STRESS_INPUTS[name](pair)
+    plain = pair.run_spec(f"{name}: outputs", inputs=hard.inputs, extras=hard.extras, eager=True)
+    try:
+        outputs = pair.run("torch", plain).outputs
+    except AdapterError as error:
+        raise NotRun(f"PyTorch does not take these inputs: {error}") from None
+    spec = replace(plain, name=name, cotangents=pair.cotangents_for(outputs), eager=False)
+    ours, theirs = (_with_gradients(pair, result) for result in pair.both(spec))
+    # The effect of rounding shows in float32: of outputs in PyTorch, so that a port that amplifies it fails; of
+    # gradients in both, since where a softmax saturates either may be exactly 0 and show none. One draw of it may
+    # be a lucky one.
+    low = replace(spec, name=f"{name}: float32", dtype="float32")
+    singles = [_with_gradients(pair, result) for result in (pair.run("flax", low), *pytorch_draws(pair, low))]
+    rounding = tolerance.relative(singles[1].outputs, theirs.outputs)
+    errors = tolerance.conditioned(tolerance.relative(ours.outputs, theirs.outputs), rounding, tolerance.FORWARD)
+    rounding = _largest(tolerance.gradient_errors(single.gradients, theirs.gradients) for single in singles)
+    most = tolerance.excesses(theirs.gradients)
+    found = tolerance.gradient_errors(ours.gradients, theirs.gradients)
+    errors |= tolerance.conditioned(found, rounding, tolerance.GRADIENT, most)
+    flax, torch = ({**result.outputs, **result.gradients} for result in (ours, theirs))
+    return worst_of(name, errors, 1.0, _nonfinite_outputs(theirs, hard.extras), flax=flax, torch=torch)
+
+
+def pytorch_draws(pair: Pair, spec: RunSpec) -> list[Result]:
+    """Return the PyTorch results in a lower dtype: rounded to nearest, then several times stochastically."""
+    seeds = range(1, tolerance.DRAWS)
+    draws = [replace(spec, name=f"{spec.name}, rounding {seed}", rounding_seed=seed) for seed in seeds]
+    return [pair.run("torch", draw) for draw in (spec, *draws)]
+
+
+def _largest(errors: Iterable[dict[str, float]]) -> dict[str, float]:
+    first, *others = errors
+    return {name: max(error, *(other[name] for other in others)) for name, error in first.items()}
+
+
+def _with_gradients(pair: Pair, result: Result) -> Result:
+    named = {f"gradient of {name}": gradient for name, gradient in pair.shared(result.gradients).items()}
+    return replace(result, gradients=named)
+
+
+def _nonfinite_outputs(reference: Result, extras: Arrays) -> str:
+    # Both may agree in letting through what they should not.
+    if "lengths" not in extras:
+        return ""
+    bad = [
+        name
+        for name, output in reference.outputs.items()
+        if output.ndim > 1 and output.shape[0] == len(extras["lengths"])
+        for row, length in enumerate(extras["lengths"])
+        if length and not np.isfinite(output[row, :length] if output.shape[1] >= length else output[row]).all()
+    ]
+    return f"PyTorch lets padding reach real tokens of {', '.join(sorted(set(bad)))}" if bad else ""
 
 
 def _each(pair: Pair, change: Callable[[np.ndarray], np.ndarray]) -> StressInput:

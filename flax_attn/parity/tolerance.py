@@ -1,7 +1,7 @@
-"""How equal is equal: the rules, each derived once. No check has a tolerance of its own.
+"""The rules of equality, each derived once. No check has a tolerance of its own.
 
-In float64 on a CPU the two sides differ by rounding alone, around 1e-16 an operation. A wrong epsilon, a tanh for an
-erf or a transposed square matrix stands ten orders of magnitude above the limits below.
+In float64 on a CPU two equal functions differ by rounding alone, around 1e-16 an operation. A wrong epsilon, a tanh
+for an erf or a transposed square matrix is ten orders of magnitude above the limits below.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ import numpy as np
 
 FORWARD = 1e-12  # float64: largest error over the largest value of the reference
 GRADIENT = 1e-11
-SECOND = 1e-10  # gradients once more differentiated
+SECOND = 1e-10  # derivatives of the gradients
 TRAINING = 1e-10  # 100 steps of AdamW
 LOW_FORWARD = 2.0  # lower dtypes: error over that of plain PyTorch in the same dtype, both against float64
 LOW_GRADIENT = 3.0
 DRAWS = 4  # of PyTorch's own error in a lower dtype
 REORDERED = 64  # one function evaluated in another order, such as compiled: roundings (eps) of the largest value
-NULL = 1e-13  # a gradient this far below the largest one is rounding: a direction that the function does not feel
+NULL = 1e-13  # a gradient this far below the largest one is rounding: the parameter does not change the outputs
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -24,7 +24,7 @@ Arrays = Mapping[str, np.ndarray]
 def relative(ours: Arrays, reference: Arrays, scale: float = 0.0) -> dict[str, float]:
     """Return `max|ours - reference| / max(max|reference|, scale)` by name, over what is finite.
 
-    NaN and the infinities must stand at the same places on both sides; elsewhere the error is infinite.
+    NaN and infinities must be at the same indices in both; otherwise the error is infinite.
     """
     return {name: _relative(ours[name], reference[name], scale) if name in ours else np.inf for name in reference}
 
@@ -65,7 +65,7 @@ def null_directions(reference: Arrays) -> set[str]:
 
 
 def nonzero_gradient(ours: Arrays, reference: Arrays) -> dict[str, np.ndarray]:
-    """Return which elements of each gradient are more than rounding, those that are 0 on both sides included.
+    """Return which elements of each gradient are more than rounding, including those that are 0 in both.
 
     A packed tensor may hold a null direction beside others, such as the key's part of a packed bias. Where some of its
     elements are rounding, those that are 0 may be rounding that came out so.

@@ -1,4 +1,4 @@
-"""One optimizer in the words of optax and of torch.optim, every hyper-parameter given to both."""
+"""One optimizer for optax and for torch.optim, every hyper-parameter given to both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flax_attn.functional.checks import check_choice, check_positive
 from flax_attn.parity.adapters.adapter import Arrays
 
 if TYPE_CHECKING:
@@ -24,9 +23,15 @@ SCHEDULES = ("constant", "cosine", "linear")
 _TORCH_CLIP = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by the norm plus this
 
 
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise a `ValueError` unless `value` is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """How both sides are trained.
+    """How both modules are trained.
 
     Args:
         optimizer: `"adamw"` (decoupled weight decay), `"adam"` (weight decay is L2) or `"sgd"`.
@@ -63,9 +68,10 @@ class Recipe:
     warmup: int = 0
 
     def __post_init__(self):
-        check_choice("optimizer", self.optimizer, tuple(OPTIMIZERS))
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("schedule", self.schedule, SCHEDULES)
-        check_positive(steps=self.steps)
+        if self.steps < 1:
+            raise ValueError(f"steps must be a positive integer; got steps={self.steps}")
 
     def rates(self) -> list[float]:
         """Return the learning rate of every step."""
@@ -78,7 +84,7 @@ class Recipe:
         return {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done}[self.schedule]
 
     def optax(self) -> optax.GradientTransformation:
-        """Return it in optax; its count starts at 0."""
+        """Return the optimizer of optax; its count starts at 0."""
         steps = [] if self.clip_norm is None else [_clip(self.clip_norm)]
         decay = optax.add_decayed_weights(self.weight_decay)
         moments = optax.scale_by_adam(*self.betas, eps=self.eps)
@@ -107,7 +113,7 @@ class Recipe:
             torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
 
     def notes(self) -> list[str]:
-        """Return a line for every default in which the two frameworks differ, so that a port must not rely on it.
+        """Return a line for every default that differs between the frameworks, which a port must set itself.
 
         Example:
             >>> [line for line in Recipe("adamw").notes() if "weight_decay" in line]
@@ -153,13 +159,13 @@ def _clip(most: float) -> optax.GradientTransformation:
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """Fit one output to a target by its mean square.
+    """Fit one output to a target by its mean squared error.
 
     Args:
-        name: of the run; an export files the result under it.
+        name: of the run; an export keeps the result under it.
         recipe: the optimizer.
         inputs: of every step.
-        extras: what every call is given beside them.
+        extras: arguments of every call beside them.
         output: name of the output that is fitted.
         target: of that output.
         cotangents: one for each output, for their shapes.

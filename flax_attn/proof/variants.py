@@ -1,44 +1,78 @@
-"""The one table of variants: each row is a module of both packages, by name, and how to call it.
+"""The one table of variants: how each is built from the parts of either package, and how it is called.
 
-The two packages mirror each other, so one row of names and numbers serves both. Sizes within a row are pairwise
-different, so that no swapped axis goes unseen.
+The two packages mirror each other, so one row serves both. Sizes within a row are pairwise different, so that a swapped
+axis shows.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from flax_attn.proof.build import build
-
 Shape = tuple[int, ...]
+
+
+class Package:
+    """A package whose classes are given numerics where they take them, so that a row composes parts of either.
+
+    Args:
+        module: `flax_attn` or `torch_ref`.
+        numerics: keyword arguments, such as `rngs` and `param_dtype`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import flax_attn
+        >>> package = Package(flax_attn, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        >>> package.LayerNorm(4).scale.dtype, package.RoPE(500.0).base
+        (dtype(bfloat16), 500.0)
+    """
+
+    def __init__(self, module: ModuleType, **numerics: Any):
+        self.module, self.numerics = module, numerics
+
+    def __getattr__(self, name: str) -> Callable:
+        made = getattr(self.module, name, None) or getattr(_family(self.module, name), name)
+        accepted = inspect.signature(made.__init__ if isinstance(made, type) else made).parameters
+        return partial(made, **{name: value for name, value in self.numerics.items() if name in accepted})
+
+
+def _family(package: ModuleType, name: str) -> ModuleType:
+    """Return the file of a family of models, for `Qwen2` and `Qwen2Config`, which a package does not export."""
+    return import_module(f"{package.__name__}.models.{name.removesuffix('Config').lower()}")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row: a variant with arguments, the shapes of its inputs, and the rest of the call.
+    """One row: how a module is built, the shapes of its inputs, and the rest of the call.
 
     Args:
         name: of the row.
-        module: name of the class or factory in both packages.
-        arguments: of `build`; a function makes one from a package, as `call` does.
+        module: name of the class in both packages.
+        make: builds the module from the parts of a `Package`.
         inputs: shapes of the inputs, batched.
-        call: makes the keyword arguments of the call from a package, `flax_attn` or `torch_ref`.
+        call: returns the keyword arguments of the call, from a package.
         vocab_size: of inputs that are integers below it; None is floats.
-        chunks: how many tokens each call takes where the same is computed with a cache; empty where it has none.
+        chunks: how many tokens each step takes where the same is computed with a cache, of all rows of the batch or of
+            each; empty where there is none.
         capacity: of the cache; None is all tokens.
+        dropout: whether it has dropout.
     """
 
     name: str
     module: str
-    arguments: Mapping[str, Any]
+    make: Callable[[Any], Any]
     inputs: tuple[Shape, ...]
-    call: Callable[[ModuleType], Mapping[str, Any]] = field(default=lambda package: {})
+    call: Callable[[Any], Mapping[str, Any]] = field(default=lambda package: {})
     vocab_size: int | None = None
-    chunks: tuple[int, ...] = ()
+    chunks: tuple[int | tuple[int, ...], ...] = ()
     capacity: int | None = None
+    dropout: bool = False
 
     def draw(self, random: np.random.Generator) -> dict[str, np.ndarray]:
         """Return inputs drawn at random, by name."""
@@ -47,62 +81,109 @@ class Variant:
     def _draw(self, random: np.random.Generator, shape: Shape) -> np.ndarray:
         return random.normal(size=shape) if self.vocab_size is None else random.integers(0, self.vocab_size, shape)
 
-    def build(self, package: ModuleType, **numerics: Any):
-        """Return the module of `package`."""
-        arguments = {name: value(package) if callable(value) else value for name, value in self.arguments.items()}
-        return build(package, self.module, numerics=numerics, **arguments)
+    def build(self, package: ModuleType, **numerics: Any) -> Any:
+        """Return the module of `package`; every part is given the numerics that it takes."""
+        return self.make(Package(package, **numerics))
 
 
-_CHUNKS = (2, 1, 2)  # several tokens first, one, and several behind others
-_OPEN = {"causal": False, "chunks": ()}  # a token sees what comes later, which no cache has yet
+_CHUNKS = (2, 1, 2)  # several tokens with an empty cache, one, and several after others
+_OPEN: dict[str, Any] = {"causal": False}  # tokens attend to later ones, so there is no cache
+
+
+def _layer(name: str, module: str, *inputs: Shape, **arguments: Any) -> Variant:
+    inputs, drops = inputs or ((3, 5, 4),), bool(arguments.get("dropout"))
+    return Variant(name, module, lambda p: getattr(p, module)(**arguments), inputs, dropout=drops)
 
 
 def _multi_head(
     name: str,
     *inputs: Shape,
-    call=lambda package: {},
-    chunks: tuple[int, ...] = _CHUNKS,
+    call: Callable[[Any], Mapping[str, Any]] = lambda p: {},
+    parts: Callable[[Any], Mapping[str, Any]] = lambda p: {},
     capacity: int | None = None,
+    chunks: tuple[int | tuple[int, ...], ...] | None = None,
     **arguments: Any,
 ) -> Variant:
+    """Return a row; `parts` are arguments built from the package."""
     arguments = {"d_in": 6, "d_out": 8, "context_length": 9, "dropout": 0.3, "num_heads": 4, **arguments}
-    inputs, steps = inputs or ((3, 5, 6),), {"chunks": chunks, "capacity": capacity}
-    return Variant(f"multi_head_{name}", "MultiHeadAttention", arguments, inputs, call, **steps)
+    if chunks is None:
+        chunks = _CHUNKS if arguments.get("causal", True) else ()
+    return Variant(
+        f"multi_head_{name}",
+        "MultiHeadAttention",
+        lambda p: p.MultiHeadAttention(**arguments, **parts(p)),
+        inputs or ((3, 5, 6),),
+        call,
+        chunks=chunks,
+        capacity=capacity,
+        dropout=True,
+    )
 
 
-def _block(name: str, *, chunks: tuple[int, ...] = _CHUNKS, capacity: int | None = None, **arguments: Any) -> Variant:
-    arguments = {"d_model": 6, "context_length": 9, "dropout": 0.3, "num_heads": 2, **arguments}
-    return Variant(f"block_{name}", "TransformerBlock", arguments, ((3, 5, 6),), chunks=chunks, capacity=capacity)
+def _block(
+    name: str,
+    ff: Callable[[Any], Any],
+    norm: Callable[[Any], Any] | None,
+    *,
+    post_norm: Callable[[Any], Any] | None = None,
+    norm_first: bool = True,
+    capacity: int | None = None,
+    rope: bool = False,
+    **attention: Any,
+) -> Variant:
+    arguments = {"d_in": 6, "d_out": 6, "context_length": 9, "dropout": 0.3, "num_heads": 2, **attention}
+
+    def make(p: Any) -> Any:
+        att = p.MultiHeadAttention(**arguments, rope=p.RoPE() if rope else None)
+        norms = [None if norm is None else norm(p) for _ in range(2)]
+        after = {f"post_norm{i}": post_norm(p) for i in (1, 2)} if post_norm else {}
+        return p.TransformerBlock(att, ff(p), *norms, norm_first=norm_first, drop_shortcut=p.Dropout(0.3), **after)
+
+    chunks = _CHUNKS if arguments.get("causal", True) else ()
+    inputs = ((3, 5, 6),)
+    return Variant(f"block_{name}", "TransformerBlock", make, inputs, chunks=chunks, capacity=capacity, dropout=True)
 
 
-def _model(variant: str, config: Callable[[ModuleType], Any]) -> Variant:
-    return Variant(variant.lower(), variant, {"config": config}, ((3, 5),), vocab_size=11, chunks=_CHUNKS)
+def _model(module: str, config: Callable[[Any], Any], dropout: bool = False) -> Variant:
+    def make(p: Any) -> Any:
+        return getattr(p, module)(config(p))
+
+    return Variant(module.lower(), module, make, ((3, 5),), vocab_size=11, chunks=_CHUNKS, dropout=dropout)
 
 
 _HEAD = {"d_in": 4, "d_out": 6, "context_length": 9, "dropout": 0.3}
-_CROSS = {**_OPEN, "kdim": 5, "vdim": 3}
-_EXACT = ("FeedForward", {"d_hidden": 10, "activation": "gelu_exact"})
-_LLAMA = {
-    **{"norm": "RMSNorm", "ff": ("GatedFeedForward", {"d_hidden": 10}), "out_bias": False, "num_kv_heads": 1},
-    **{"head_dim": 4, "rope": lambda package: package.RoPE()},
-}
-_PACKED = np.array([[0, 1, 2, 0, 1], [0, 2, 3, 7, 9], [70, 73, 0, 1, 4]])  # with gaps: positions count, not places
+_CROSS: dict[str, Any] = {**_OPEN, "kdim": 5, "vdim": 3}
+_LLAMA: dict[str, Any] = {"out_bias": False, "num_kv_heads": 1, "head_dim": 4, "rope": True}
+_PACKED = np.array([[0, 1, 2, 0, 1], [0, 2, 3, 7, 9], [70, 73, 0, 1, 4]])  # with gaps: these are positions, not indices
 _DOCUMENTS = np.array([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]])
 _DENSE = np.random.default_rng(0).random((4, 5, 5)) < 0.6
 
+
+def _layer_norm(p: Any) -> Any:
+    return p.LayerNorm(6)
+
+
+def _rms_norm(p: Any) -> Any:
+    return p.RMSNorm(6)
+
+
+def _swiglu(p: Any) -> Any:
+    return p.GatedFeedForward(6, 10)
+
+
+def _feed_forward(activation: str) -> Callable[[Any], Any]:
+    return lambda p: p.FeedForward(6, 10, activation)
+
+
 VARIANTS = (
-    Variant("simplified", "SimplifiedSelfAttention", {}, ((3, 5, 4),)),
-    Variant("self_attention", "SelfAttention", {"d_in": 4, "d_out": 6}, ((3, 5, 4),)),
-    Variant(
-        "self_attention_d_key", "SelfAttention", {"d_in": 4, "d_out": 6, "qkv_bias": True, "d_key": 2}, ((3, 5, 4),)
-    ),
-    Variant("causal", "CausalAttention", _HEAD, ((3, 5, 4),)),
-    Variant("causal_d_key", "CausalAttention", {**_HEAD, "qkv_bias": True, "d_key": 2}, ((3, 5, 4),)),
-    Variant(
-        "multi_head_wrapper", "MultiHeadAttentionWrapper", {**_HEAD, "num_heads": 2, "qkv_bias": True}, ((3, 5, 4),)
-    ),
+    _layer("simplified", "SimplifiedSelfAttention"),
+    _layer("self_attention", "SelfAttention", d_in=4, d_out=6),
+    _layer("self_attention_d_key", "SelfAttention", d_in=4, d_out=6, qkv_bias=True, d_key=2),
+    _layer("causal", "CausalAttention", **_HEAD),
+    _layer("causal_d_key", "CausalAttention", **_HEAD, qkv_bias=True, d_key=2),
+    _layer("multi_head_wrapper", "MultiHeadAttentionWrapper", **_HEAD, num_heads=2, qkv_bias=True),
     _multi_head("causal"),
-    _multi_head("square", (3, 5, 8), d_in=8, qkv_bias=True),  # what torch's own layer and GPT-2's can hold
+    _multi_head("square", (3, 5, 8), d_in=8, qkv_bias=True),  # what torch's own layer and GPT-2's can represent
     _multi_head("gqa", num_kv_heads=2, qkv_bias=True),
     _multi_head("mqa", num_kv_heads=1, out_bias=False),
     _multi_head("bidirectional", **_OPEN),
@@ -110,63 +191,78 @@ VARIANTS = (
     _multi_head(
         "cross_causal",
         *((3, 5, 6), (3, 7, 5), (3, 7, 3)),
-        call=lambda package: {"mask": package.Mask.causal(offset=2)},
+        call=lambda p: {"mask": p.Mask.causal(offset=2)},
         **_CROSS,
     ),
     _multi_head(
-        "padding",  # the first row of the batch may see nothing
-        call=lambda package: {"mask": package.Mask.lengths(query=np.array([5, 3, 4]), key=np.array([0, 3, 5]))},
+        "padding",  # the first row of the batch attends to nothing
+        call=lambda p: {"mask": p.Mask.lengths(query=np.array([5, 3, 4]), key=np.array([0, 3, 5]))},
     ),
     _multi_head(
         "packed_window",
-        call=lambda package: {
-            "mask": package.Mask.segments(np.array([7, 7, 7, 0, 0])) & package.Mask.sliding_window(2)
-        },
+        call=lambda p: {"mask": p.Mask.segments(np.array([7, 7, 7, 0, 0])) & p.Mask.sliding_window(2)},
         causal=False,
+        chunks=_CHUNKS,
     ),
     _multi_head(
         "prefix_dense",
-        call=lambda package: {"mask": package.Mask.prefix(2) & package.Mask.dense(_DENSE)},
+        call=lambda p: {"mask": p.Mask.prefix(2) & p.Mask.dense(_DENSE)},
         causal=False,
+        chunks=_CHUNKS,
     ),
-    _multi_head("rope", num_heads=2, num_kv_heads=1, qkv_bias=True, rope=lambda package: package.RoPE()),
+    _multi_head("rope", parts=lambda p: {"rope": p.RoPE()}, num_heads=2, num_kv_heads=1, qkv_bias=True),
     _multi_head(
         "rope_yarn_packed",
-        call=lambda package: {"positions": _PACKED, "mask": package.Mask.segments(_DOCUMENTS)},
+        call=lambda p: {"positions": _PACKED, "mask": p.Mask.segments(_DOCUMENTS)},
+        parts=lambda p: {"rope": p.RoPE(500.0, width=8, interleaved=True, scaling=p.YaRNScaling(4.0, 40))},
         d_out=24,
         num_heads=2,
-        rope=lambda package: package.RoPE(500.0, width=8, interleaved=True, scaling=package.YaRNScaling(4.0, 40)),
     ),
     _multi_head(
-        "alibi",  # of 4 heads: slopes that no dtype rounds
-        call=lambda package: {"bias": lambda query, key: package.alibi(4, query, key)},
-        scores=lambda package: package.Scores(scale=0.8),
+        "alibi",  # of 4 heads: slopes that are exact in every dtype
+        call=lambda p: {"bias": lambda query, key: p.alibi(4, query, key)},
+        parts=lambda p: {"scores": p.Scores(scale=0.8)},
     ),
-    _multi_head("qk_norm", num_kv_heads=2, head_dim=6, qk_norm=1e-3, rope=lambda package: package.RoPE()),
+    _multi_head(
+        "t5",  # with a table that is exact in every dtype
+        call=lambda p: {
+            "bias": lambda query, key: p.t5_bias(p.alibi(4, [0], np.arange(8))[:, 0].T, query, key, max_distance=8)
+        },
+        parts=lambda p: {"scores": p.Scores(scale=1.0)},
+        **_OPEN,
+    ),
     _multi_head(
         "soft_cap_sinks",
+        call=lambda p: {"bias": lambda query, key: p.alibi(4, query, key)},
+        parts=lambda p: {"scores": p.Scores(soft_cap=1.5, sinks=True)},
         num_kv_heads=2,
-        scores=lambda package: package.Scores(scale=0.7, soft_cap=1.5, sinks=True),
     ),
+    _multi_head("qk_norm", parts=lambda p: {"rope": p.RoPE()}, num_kv_heads=2, head_dim=6, qk_norm=1e-3),
     _multi_head("window", num_kv_heads=2, window=2, capacity=2),
-    _block("gpt2", qkv_bias=True),
-    _block("llama_norms", norm="RMSNorm", num_kv_heads=1, ff=_EXACT),
-    _block("bert", norm_first=False, ff=_EXACT, eps=1e-3, **_OPEN),
-    _block("post_rms", norm_first=False, norm="RMSNorm"),
-    _block("llama", **_LLAMA),
-    _block("qwen2", **_LLAMA, qkv_bias=True),
-    _block("qwen_window", **_LLAMA, qk_norm=1e-6, window=2, capacity=3),
-    _block("gemma2", **_LLAMA, norms=("norm1", "norm2", "post_norm1", "post_norm2")),
-    _block("olmo2", **_LLAMA, norms=("post_norm1", "post_norm2")),
-    Variant("layer_norm", "LayerNorm", {"d_model": 4, "eps": 1e-3}, ((3, 5, 4),)),
-    Variant("rms_norm", "RMSNorm", {"d_model": 4, "eps": 1e-3}, ((3, 5, 4),)),
-    Variant("feed_forward_tanh", "FeedForward", {"d_model": 4, "d_hidden": 7}, ((3, 5, 4),)),
-    Variant("feed_forward_exact", "FeedForward", {"d_model": 4, "activation": "gelu_exact"}, ((3, 5, 4),)),
-    Variant("swiglu", "GatedFeedForward", {"d_model": 4, "d_hidden": 7}, ((3, 5, 4),)),
-    Variant("geglu", "GatedFeedForward", {"d_model": 4, "activation": "gelu_tanh", "bias": True}, ((3, 5, 4),)),
-    Variant("embedding", "Embedding", {"size": 7, "d_model": 4}, ((3, 5),), vocab_size=7),
-    _model("GPT2", lambda package: package.GPT2Config(6, 3, 2, context_length=9, vocab_size=11, dropout=0.3)),
-    _model("Llama", lambda package: package.LlamaConfig(8, 12, 4, 2, 2, context_length=9, vocab_size=11)),
+    _multi_head("ragged", num_kv_heads=2, chunks=((3, 1, 2), (2, 4, 3)), capacity=8),
+    _block("gpt2", _feed_forward("gelu_tanh"), _layer_norm, qkv_bias=True),
+    _block("llama_norms", _feed_forward("gelu_exact"), _rms_norm, num_kv_heads=1),
+    _block("bert", _feed_forward("gelu_exact"), lambda p: p.LayerNorm(6, 1e-3), norm_first=False, **_OPEN),
+    _block("post_rms", _feed_forward("gelu_tanh"), _rms_norm, norm_first=False),
+    _block("gemma2", _feed_forward("gelu_tanh"), _rms_norm, post_norm=_rms_norm),
+    _block("olmo2", _swiglu, None, post_norm=_rms_norm, out_bias=False),
+    _block("llama", _swiglu, _rms_norm, **_LLAMA),
+    _block("qwen2", _swiglu, _rms_norm, **_LLAMA, qkv_bias=True),
+    _block("qwen_window", _swiglu, _rms_norm, **_LLAMA, qk_norm=1e-6, window=2, capacity=3),
+    _layer("layer_norm", "LayerNorm", d_model=4, eps=1e-3),
+    _layer("rms_norm", "RMSNorm", d_model=4, eps=1e-3),
+    _layer("feed_forward_tanh", "FeedForward", d_model=4, d_hidden=7),
+    _layer("feed_forward_exact", "FeedForward", d_model=4, activation="gelu_exact"),
+    _layer("swiglu", "GatedFeedForward", d_model=4, d_hidden=7),
+    _layer("geglu", "GatedFeedForward", d_model=4, activation="gelu_tanh", bias=True),
+    Variant("embedding", "Embedding", lambda p: p.Embedding(7, 4), ((3, 5),), vocab_size=7),
+    Variant("embedding_outside", "Embedding", lambda p: p.Embedding(7, 4), ((3, 5),), vocab_size=9),  # ids 7, 8: NaN
+    _model("GPT2", lambda p: p.GPT2Config(6, 3, 2, context_length=9, vocab_size=11, dropout=0.3), dropout=True),
+    _model("Llama", lambda p: p.LlamaConfig(8, 12, 4, 2, 2, context_length=9, vocab_size=11)),
+    _model(
+        "Qwen2",
+        lambda p: p.Qwen2Config(8, 12, 4, 2, 2, context_length=9, vocab_size=11, window=3, full_layers=(0,)),
+    ),
 )
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: everything that is needed to go on as if it had not stopped."""
+"""Checkpoints of a run: everything that is needed to resume it to the same bits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flax_attn.functional.checks import check_positive
 
 
 class Checkpoints:
-    """The last checkpoints of a run in a folder, each complete or not there.
+    """The last checkpoints of a run in a folder, each complete or absent.
 
-    A checkpoint has the parameters of the model, its streams of dropout, the state of the optimizer, and what the run
-    wants to know of itself, such as where in its data it is. A run that is killed, in the middle of a save too, goes on
-    from the last complete one to the same bits as one that was not.
+    A checkpoint has the parameters of the model, its streams of dropout, the state of the optimizer, and other values
+    of the run, such as its position in the data. A run that is killed, even during a save, resumes from the last
+    complete checkpoint to the same bits as a run without interruption.
 
     Args:
-        folder: made if it is not there.
+        folder: created if there is none.
         keep: how many checkpoints stay; older ones are deleted.
 
     Raises:
@@ -57,13 +57,13 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, model: nnx.Module, optimizer: nnx.Optimizer, **extra: Any) -> None:
-        """Save a run after a step. The files are written while the run goes on.
+        """Save a run after a step. The files are written in the background.
 
         Args:
             step: larger than that of every checkpoint in the folder.
-            model: of which every variable is saved; its mode, train or eval, is not.
+            model: every variable of it is saved; its mode, train or eval, is not.
             optimizer: its state.
-            extra: what else to remember, as JSON has it: numbers, strings, lists and dicts of these.
+            extra: other values to save, as JSON has them: numbers, strings, lists and dicts of these.
 
         Raises:
             ValueError: if the folder has a checkpoint of this step or a later one, or if `extra` is not JSON. An
@@ -72,7 +72,7 @@ class Checkpoints:
         latest = self.latest
         if latest is not None and step <= latest:
             raise ValueError(
-                f"the steps of checkpoints grow; got step={step}, and {self.folder} has one of step {latest}. "
+                f"steps of checkpoints must increase; got step={step}, and {self.folder} has one of step {latest}. "
                 "Restore it first, or save into another folder"
             )
         _check_json(extra)
@@ -83,7 +83,7 @@ class Checkpoints:
         """Write the last complete checkpoint into model and optimizer, all of it or nothing.
 
         Returns:
-            Its step, and what else was saved with it.
+            Its step, and the other values saved with it.
 
         Raises:
             ValueError: if there is no checkpoint, or if it is of another model or optimizer, with a line for each array
@@ -100,11 +100,11 @@ class Checkpoints:
         return step, found.extra
 
     def wait(self) -> None:
-        """Wait until all that was saved is on disk; raise the error of a save that failed."""
+        """Wait until everything saved is on disk; raise the error of a save that failed."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and release what the folder holds open."""
+        """Wait, and close the files of the folder."""
         self._manager.close()
 
     def _check(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
@@ -136,13 +136,13 @@ def _check_json(extra: dict[str, Any]) -> None:
         same = False
     if not same:
         raise ValueError(
-            "what is saved beside the arrays must be as JSON has it: finite numbers, strings, None, lists, and dicts "
+            "values saved beside the arrays must be as JSON has them: finite numbers, strings, None, lists, and dicts "
             f"with strings as keys; got {extra!r}. Write int(...) of an array, list(...) of a tuple"
         )
 
 
 def _arrays(**nodes: Any) -> dict[str, Array]:
-    """Return the arrays of all variables by their dotted paths, the keys of random streams as words."""
+    """Return the arrays of all variables by their dotted paths, the keys of random streams as key data."""
     return {
         ".".join(map(str, (node, *path))): jax.random.key_data(value) if _is_key(value) else value
         for node, state in nodes.items()

@@ -1,4 +1,4 @@
-"""Parameters of low precision under an optimizer that works in float32."""
+"""Parameters of low precision with an optimizer that works in float32."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from flax_attn.functional.dtypes import accumulation_dtype
 
 
 class Float32State(NamedTuple):
-    """What `float32_state` keeps.
+    """The state of `float32_state`.
 
     Args:
         master: the float32 copy of each parameter of less than float32, in the order of the parameters.
@@ -23,15 +23,15 @@ class Float32State(NamedTuple):
 
 
 def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that keeps a float32 copy of parameters of low precision, and does its work on that.
+    """Return an optimizer that keeps a float32 copy of parameters of low precision, and updates that.
 
         master = master + update(float32(gradient), master);  parameter = bfloat16(master)
 
-    In bfloat16 alone a weight of 1 does not feel a step of less than 0.002. The copy does, and the parameter follows:
-    after `optax.apply_updates` it is the copy, rounded. Parameters of float32 or more are handed on as they are.
+    In bfloat16 a weight of 1 is not changed by a step of less than 0.002. The copy is, and the parameter follows:
+    after `optax.apply_updates` it is the rounded copy. Parameters of float32 or more have no copy.
 
     Args:
-        optimizer: any, a schedule, clipping or weight decay included. It sees float32 alone.
+        optimizer: any, a schedule, clipping or weight decay included. It works in float32.
 
     Raises:
         ValueError: if `update` is called without parameters.
@@ -63,7 +63,7 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
                 "Call update(gradients, state, params)"
             )
         wide = _with_master(params, state.master)
-        wide_updates, held = inner.update(jax.tree.map(_widen, updates), state.inner, wide, **extra)
+        wide_updates, new_inner = inner.update(jax.tree.map(_widen, updates), state.inner, wide, **extra)
         moved = optax.apply_updates(wide, wide_updates)
         leaves, tree = jax.tree.flatten(params)
         steps, master = [], []
@@ -72,7 +72,7 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
                 step, copy = _follow(p, new)
                 master.append(copy)
             steps.append(step)
-        return tree.unflatten(steps), Float32State(tuple(master), held)
+        return tree.unflatten(steps), Float32State(tuple(master), new_inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -87,7 +87,7 @@ def _follow(p: Array, new: Array) -> tuple[Array, Array]:
 
 
 def _round(x: Array, dtype: Any) -> Array:
-    # Without the barrier XLA may leave out the way to the lower precision and back.
+    # Without the barrier XLA may remove the rounding to the lower precision and back.
     return _widen(jax.lax.optimization_barrier(x.astype(dtype)))
 
 

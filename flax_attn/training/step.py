@@ -20,10 +20,10 @@ def train_step(
     segments: ArrayLike | None = None,
     dropout_key: Array | None = None,
 ) -> Float[Array, ""]:
-    """Change the model by one step of its optimizer, and return the loss before it.
+    """Update the model by one step of its optimizer, and return the loss before it.
 
-    The arguments are those of `next_token_loss`. Compiled once for each shape. The old parameters and the old state of
-    the optimizer make room for the new ones: arrays that were taken out of the model before cannot be read any more.
+    The arguments are those of `next_token_loss`. Compiled once for each shape. The buffers of the old parameters and of
+    the old optimizer state are donated: arrays that were taken out of the model before cannot be read any more.
 
     Raises:
         ValueError: where `next_token_loss` does.

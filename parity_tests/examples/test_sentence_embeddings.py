@@ -46,7 +46,7 @@ def batch():
 
 
 @pytest.fixture(scope="module")
-def truth(batch):
+def reference(batch):
     """What transformers says of every token."""
     tokens, lengths = map(torch.from_numpy, batch)
     model = BertModel.from_pretrained(FOLDER, dtype=torch.float64, attn_implementation="eager").eval()
@@ -55,19 +55,19 @@ def truth(batch):
         return model(tokens, attention_mask=real.long()).last_hidden_state.numpy()
 
 
-def assert_equal(ours, truth):
-    errors = tolerance.relative({"x": ours}, {"x": truth})
+def assert_equal(ours, reference):
+    errors = tolerance.relative({"x": ours}, {"x": reference})
     assert errors["x"] <= tolerance.FORWARD, errors
 
 
-def test_every_token(encoder, batch, truth):
+def test_every_token(encoder, batch, reference):
     ours = np.asarray(HIDDEN_STATES(encoder, *batch))
-    for row, theirs, length in zip(ours, truth, batch[1], strict=True):
+    for row, theirs, length in zip(ours, reference, batch[1], strict=True):
         assert_equal(row[:length], theirs[:length])
 
 
-def test_embeddings(encoder, batch, truth):
-    means = np.stack([row[:length].mean(axis=0) for row, length in zip(truth, batch[1], strict=True)])
+def test_embeddings(encoder, batch, reference):
+    means = np.stack([row[:length].mean(axis=0) for row, length in zip(reference, batch[1], strict=True)])
     assert_equal(embed(encoder, batch), means / np.linalg.norm(means, axis=1, keepdims=True))
 
 

@@ -69,15 +69,15 @@ def test_trajectory(run, capsys):
     found = names["run"]
     assert found.loss.max() <= tolerance.TRAINING
     assert found.parameters.max() <= tolerance.TRAINING
-    assert found.truth.shape == found.ours.shape == found.parameters.shape == (4,)
-    assert len(set(found.truth)) == 4  # it moves
+    assert found.reference.shape == found.ours.shape == found.parameters.shape == (4,)
+    assert len(set(found.reference)) == 4  # it moves
     printed = capsys.readouterr().out
     assert "4 steps, loss 4." in printed
     assert f"{found.parameters.max():.1e}" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     left, right = names["plot"](found).axes
     np.testing.assert_array_equal(lines(left)["JAX"], found.ours)
-    np.testing.assert_array_equal(lines(left)["PyTorch"], found.truth)
+    np.testing.assert_array_equal(lines(left)["PyTorch"], found.reference)
     np.testing.assert_array_equal(lines(right)["parameters: the largest of all"], found.parameters)
 
 

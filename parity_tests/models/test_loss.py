@@ -36,18 +36,18 @@ def build(side, name):
     return model
 
 
-def lesson(side, model, tokens, **options):
+def loss_and_gradients(side, model, tokens, **options):
     """Return the loss and its gradients by the names of torch_ref."""
     options = {name: side.array(value) for name, value in options.items()}
     if side.is_flax:
-        return flax_lesson(model, side.array(tokens), options)
+        return flax_loss_and_gradients(model, side.array(tokens), options)
     names, params = zip(*model.named_parameters(), strict=True)
     value = torch_ref.models.loss.next_token_loss(model, side.array(tokens), **options)
     gradients = (g.numpy() for g in torch.autograd.grad(value, params))
     return {"loss": value.detach().numpy(), **dict(zip(names, gradients, strict=True))}
 
 
-def flax_lesson(model, tokens, options):
+def flax_loss_and_gradients(model, tokens, options):
     value, gradients = flax_gradients(model, tokens, options)
     arrays = {".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(gradients)}
     return {"loss": np.asarray(value), **convert.to_layout(arrays, "torch_ref")}
@@ -58,13 +58,13 @@ def flax_gradients(model, tokens, options):
     return nnx.value_and_grad(lambda model: flax_attn.models.loss.next_token_loss(model, tokens, **options))(model)
 
 
-def assert_equal(ours, truth):
-    loss = tolerance.relative({"loss": ours["loss"]}, {"loss": truth["loss"]})
+def assert_equal(ours, reference):
+    loss = tolerance.relative({"loss": ours["loss"]}, {"loss": reference["loss"]})
     assert loss["loss"] <= tolerance.FORWARD, loss
-    ours, truth = ({name: value for name, value in side.items() if name != "loss"} for side in (ours, truth))
-    errors = tolerance.gradient_errors(ours, truth)
+    ours, reference = ({name: value for name, value in side.items() if name != "loss"} for side in (ours, reference))
+    errors = tolerance.gradient_errors(ours, reference)
     assert max(errors.values()) <= tolerance.FORWARD, errors
-    assert ours.keys() == truth.keys()
+    assert ours.keys() == reference.keys()
 
 
 def mean(parts):
@@ -80,17 +80,17 @@ def mean(parts):
     ids=["plain", "padded", "packed", "both"],
 )
 def test_both_sides_agree(name, options, sides):
-    ours, truth = (lesson(side, build(side, name), TOKENS, **options) for side in sides)
-    assert_equal(ours, truth)
+    ours, reference = (loss_and_gradients(side, build(side, name), TOKENS, **options) for side in sides)
+    assert_equal(ours, reference)
 
 
 def test_both_sides_drop_alike(sides):
     found = []
     for side in sides:
         model = build(side, "gpt2")
-        still = lesson(side, model, TOKENS)
+        still = loss_and_gradients(side, model, TOKENS)
         model.train()
-        found.append(lesson(side, model, TOKENS, dropout_key=side.key()))
+        found.append(loss_and_gradients(side, model, TOKENS, dropout_key=side.key()))
         assert abs(found[-1]["loss"] - still["loss"]) > 1e-3
     assert_equal(*found)
 
@@ -98,8 +98,10 @@ def test_both_sides_drop_alike(sides):
 def test_it_is_the_cross_entropy_of_torch(side):
     model = build(side, "llama")
     logits = side.numpy(model(side.array(TOKENS)))[:, :-1]
-    truth = functional.cross_entropy(torch.tensor(logits).flatten(0, 1), torch.tensor(TOKENS[:, 1:]).flatten())
-    assert abs(lesson(side, model, TOKENS)["loss"] - truth.item()) <= tolerance.FORWARD * truth.item()
+    reference = functional.cross_entropy(torch.tensor(logits).flatten(0, 1), torch.tensor(TOKENS[:, 1:]).flatten())
+    assert (
+        abs(loss_and_gradients(side, model, TOKENS)["loss"] - reference.item()) <= tolerance.FORWARD * reference.item()
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -107,37 +109,42 @@ def test_packed_documents_are_as_if_each_came_alone(name, side):
     model, parts = build(side, name), []
     for row, ids in zip(TOKENS, SEGMENTS, strict=True):
         documents = np.split(row, np.flatnonzero(np.diff(ids)) + 1)
-        parts += [(len(document) - 1, lesson(side, model, document)) for document in documents if len(document) > 1]
+        parts += [
+            (len(document) - 1, loss_and_gradients(side, model, document))
+            for document in documents
+            if len(document) > 1
+        ]
     assert len(parts) == 9
-    assert_equal(lesson(side, model, TOKENS, segments=SEGMENTS), mean(parts))
+    assert_equal(loss_and_gradients(side, model, TOKENS, segments=SEGMENTS), mean(parts))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_counts_nothing(name, side):
     model, lengths = build(side, name), np.array([4, 1, 3])
     rows = zip(TOKENS, lengths, strict=True)
-    alone = mean([(n - 1, lesson(side, model, row[:n])) for row, n in rows if n > 1])
-    assert_equal(lesson(side, model, TOKENS, lengths=lengths), alone)
+    alone = mean([(n - 1, loss_and_gradients(side, model, row[:n])) for row, n in rows if n > 1])
+    assert_equal(loss_and_gradients(side, model, TOKENS, lengths=lengths), alone)
     padding = np.arange(11)[None] >= lengths[:, None]
-    assert_equal(lesson(side, model, np.where(padding, 12 - TOKENS, TOKENS), lengths=lengths), alone)
+    assert_equal(loss_and_gradients(side, model, np.where(padding, 12 - TOKENS, TOKENS), lengths=lengths), alone)
 
 
 def test_padding_behind_packed_documents(side):
     model, lengths = build(side, "gpt2"), np.array([7, 5, 4])
     parts = [TOKENS[0, :4], TOKENS[0, 4:7], TOKENS[1, 1:5], TOKENS[2, :4]]
-    alone = mean([(len(part) - 1, lesson(side, model, part)) for part in parts])
-    assert_equal(lesson(side, model, TOKENS, segments=SEGMENTS, lengths=lengths), alone)
+    alone = mean([(len(part) - 1, loss_and_gradients(side, model, part)) for part in parts])
+    assert_equal(loss_and_gradients(side, model, TOKENS, segments=SEGMENTS, lengths=lengths), alone)
 
 
 def test_one_row_needs_no_batch(side):
     model = build(side, "gpt2")
     assert_equal(
-        lesson(side, model, TOKENS[0], segments=SEGMENTS[0]), lesson(side, model, TOKENS[:1], segments=SEGMENTS[:1])
+        loss_and_gradients(side, model, TOKENS[0], segments=SEGMENTS[0]),
+        loss_and_gradients(side, model, TOKENS[:1], segments=SEGMENTS[:1]),
     )
 
 
 def test_no_token_that_is_asked_for(side):
-    found = lesson(side, build(side, "gpt2"), TOKENS, segments=np.arange(11))
+    found = loss_and_gradients(side, build(side, "gpt2"), TOKENS, segments=np.arange(11))
     assert all((value == 0).all() for value in found.values())
 
 

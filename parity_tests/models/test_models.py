@@ -1,10 +1,12 @@
 """Whole models: equal on both sides, in one call, in steps and in chunks, and document by document."""
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 
+import torch_ref
 from flax_attn import convert
 from flax_attn.parity import tolerance
 
@@ -25,20 +27,32 @@ def llama(rope=lambda side: side.RoPE(), **options):
     return "Llama", lambda side: side.LlamaConfig(**LLAMA, **options, rope=rope(side))
 
 
+def decoder(name, **options):
+    return name, lambda side: getattr(side.file(f"models.{name.lower()}"), f"{name}Config")(**LLAMA, **options)
+
+
 MODELS = {
     "gpt2": gpt2(),
     "gpt2 untied": gpt2(tied=False, qkv_bias=False, d_hidden=10, activation="gelu_exact"),
     "llama": llama(num_kv_heads=2, attention_bias=True, ff_bias=True),
     "llama 3": llama(lambda side: side.RoPE(500.0, scaling=side.Llama3Scaling(8.0, 20)), num_kv_heads=2),
     "mistral": llama(num_kv_heads=2, window=3),
-    "qwen 3": llama(num_kv_heads=1, head_dim=6, qk_norm=1e-6, tied=True),
+    "full and windowed layers": llama(num_kv_heads=1, head_dim=6, window=3, full_layers=(0,), tied=True),
+    "qwen2": decoder("Qwen2", num_kv_heads=2, window=3, full_layers=(0,)),
+    "qwen3": decoder("Qwen3", num_kv_heads=1, head_dim=6, attention_bias=True, tied=True),
 }
 EVERY = pytest.mark.parametrize(("name", "config"), MODELS.values(), ids=MODELS)
 
 
+def build(side, name, config):
+    """Return a model in float64, of a class that its family's file has."""
+    cls = getattr(side.file(f"models.{name.lower()}"), name)
+    return cls(config, rngs=nnx.Rngs(0), param_dtype=jnp.float64) if side.is_flax else cls(config).double()
+
+
 def both(sides, name, config):
     """Return each side with its model, the weights of both being the same."""
-    ours, theirs = (side.build(name, config(side)) for side in sides)
+    ours, theirs = (build(side, name, config(side)) for side in sides)
     random = np.random.default_rng(1)
     weights = {name: random.normal(0, 0.5, a.shape) for name, a in convert.state_dict(ours).items()}
     convert.load_state_dict(ours, weights)
@@ -50,10 +64,10 @@ def both(sides, name, config):
 
 def calls(plan):
     """Yield how many tokens of each row are real in each call, and which they are."""
-    held = np.zeros(B, int)
+    cached = np.zeros(B, int)
     for counts, width in plan:
-        yield np.array(counts), np.minimum(held[:, None] + np.arange(width), T - 1)
-        held = held + counts
+        yield np.array(counts), np.minimum(cached[:, None] + np.arange(width), T - 1)
+        cached = cached + counts
 
 
 def in_calls(side, model, plan, capacity=T):
@@ -72,8 +86,8 @@ def real(logits):
     return np.where(np.arange(T)[:, None] < TOTALS[:, None, None], logits, 0.0)
 
 
-def assert_equal(found, truth, rule=tolerance.FORWARD):
-    errors = tolerance.relative(found, dict.fromkeys(found, truth))
+def assert_equal(found, reference, rule=tolerance.FORWARD):
+    errors = tolerance.relative(found, dict.fromkeys(found, reference))
     assert max(errors.values()) <= rule, errors
 
 
@@ -94,7 +108,7 @@ def test_packed_documents_equal_each_by_itself(sides, kind):
     for side, model in both(sides, *MODELS[kind]):
         packed = side.jit(lambda x, p, model=model, side=side: model(x, positions=p, mask=side.Mask.segments(ids)))
         alone = side.jit(lambda x, model=model: model(x))
-        truth = np.concatenate([side.numpy(alone(side.array(TOKENS[:, i:j]))) for i, j in ends], axis=1)
+        reference = np.concatenate([side.numpy(alone(side.array(TOKENS[:, i:j]))) for i, j in ends], axis=1)
         found = {"packed": side.numpy(packed(side.array(TOKENS), side.array(places)))}
 
         def step(cache, x, p, model=model, side=side):
@@ -104,7 +118,7 @@ def test_packed_documents_equal_each_by_itself(sides, kind):
         for i, j in ((0, 4), (4, 5), (5, 6), (6, 7)):
             output, cache = step(cache, side.array(TOKENS[:, i:j]), side.array(places[i:j]))
             logits.append(side.numpy(output))
-        assert_equal({**found, "cached": np.concatenate(logits, axis=1)}, truth)
+        assert_equal({**found, "cached": np.concatenate(logits, axis=1)}, reference)
 
 
 def test_a_window_is_the_same_in_a_cache_of_any_size(sides):
@@ -114,7 +128,7 @@ def test_a_window_is_the_same_in_a_cache_of_any_size(sides):
 
 
 def test_one_sequence_without_a_batch_axis(sides):
-    for side, model in both(sides, *MODELS["qwen 3"]):
+    for side, model in both(sides, *MODELS["llama 3"]):
         step, cache, found = (
             side.jit(lambda cache, x, model=model: model(x, cache=cache)),
             model.init_cache(None, T),
@@ -123,8 +137,8 @@ def test_one_sequence_without_a_batch_axis(sides):
         for i, j in ((0, 4), (4, 5), (5, 6), (6, 7)):
             logits, cache = step(cache, side.array(TOKENS[0, i:j]))
             found.append(side.numpy(logits))
-        truth = side.numpy(side.jit(lambda x, model=model: model(x))(side.array(TOKENS[:1])))[0]
-        assert_equal({side.name: np.concatenate(found)}, truth)
+        reference = side.numpy(side.jit(lambda x, model=model: model(x))(side.array(TOKENS[:1])))[0]
+        assert_equal({side.name: np.concatenate(found)}, reference)
 
 
 def test_hidden_and_head_are_the_two_halves_of_a_call(sides):
@@ -134,24 +148,17 @@ def test_hidden_and_head_are_the_two_halves_of_a_call(sides):
         assert_equal({side.name: side.numpy(halves)}, side.numpy(whole))
 
 
-def test_recomputed_blocks_have_the_same_gradients(sides):
-    found = {}
-    for side in sides:
-        for remat in (False, True):
-            model = side.build("GPT2", MODELS["gpt2"][1](side), remat=remat)
-            found[side.name, remat] = gradients(side, model)
-    for side in sides:
-        errors = tolerance.gradient_errors(found[side.name, True], found[side.name, False])
-        assert max(errors.values()) <= tolerance.GRADIENT, errors
+def test_recomputed_blocks_have_the_same_gradients():
+    """In torch_ref; `tests/training/test_remat.py` does the same for flax_attn."""
+    found = [gradients(torch_ref.GPT2(MODELS["gpt2"][1](torch_ref), remat=remat).double()) for remat in (False, True)]
+    errors = tolerance.gradient_errors(*found)
+    assert max(errors.values()) <= tolerance.GRADIENT, errors
 
 
-def gradients(side, model):
+def gradients(model):
     """Return the gradients of the parameters, which start alike, by name."""
     model.eval()
-    if side.is_flax:
-        found = nnx.jit(nnx.grad(lambda model, x: (model(x) ** 2).sum()))(model, side.array(TOKENS))
-        return {str(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
     for i, parameter in enumerate(model.parameters()):
-        parameter.data = side.array(np.random.default_rng(i).normal(0, 0.3, tuple(parameter.shape)))
-    (model(side.array(TOKENS)) ** 2).sum().backward()
-    return {name: side.numpy(parameter.grad) for name, parameter in model.named_parameters()}
+        parameter.data = torch.from_numpy(np.random.default_rng(i).normal(0, 0.3, tuple(parameter.shape)))
+    (model(torch.from_numpy(TOKENS)) ** 2).sum().backward()
+    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}

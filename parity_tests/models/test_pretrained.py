@@ -14,10 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, modeling_rope_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
 
 from flax_attn import convert
-from flax_attn.models import GPT2, Llama
-from flax_attn.models.hf_config import read_config, write_config
+from flax_attn.models import GPT2, Llama, from_pretrained
+from flax_attn.models.hugging_face import folder as loader
+from flax_attn.models.hugging_face.fields import read_fields
 from flax_attn.parity import tolerance
 
 B, T, CONTEXT = 3, 11, 16
@@ -32,11 +35,12 @@ LLAMA_SIZES = {
     "max_position_embeddings": CONTEXT,
     "vocab_size": 13,
 }
+MODULES = (modeling_rope_utils, modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3)
 NO_IDS = {"bos_token_id": None, "eos_token_id": None}
 
 
 class Float64Torch:
-    """What transformers sees as torch where it names float32 itself: in rotary angles, RMS norms and softmax."""
+    """Stands for torch in modules of transformers that name float32: in rotary angles, RMS norms and softmax."""
 
     float = float32 = torch.float64
 
@@ -47,7 +51,7 @@ class Float64Torch:
 @pytest.fixture
 def in_float64(monkeypatch):
     """Let transformers compute all in float64."""
-    for module in (modeling_rope_utils, modeling_llama, modeling_mistral):
+    for module in MODULES:
         monkeypatch.setattr(module, "torch", Float64Torch())
     torch.set_default_dtype(torch.float64)
     yield
@@ -68,15 +72,15 @@ def build(kind, dtype=torch.float64, **fields):
     return model
 
 
-def ours_of(kind):
-    return GPT2 if kind == "GPT2" else Llama
+def read_config(folder):
+    return loader.read_config(Llama, Llama.family, read_fields(folder))
 
 
 def stored(kind, folder, **fields):
     """Return a model of transformers, and ours read from its folder."""
     theirs = build(kind, **fields)
     theirs.save_pretrained(folder)
-    return theirs, ours_of(kind).from_pretrained(folder)
+    return theirs, from_pretrained(folder)
 
 
 def their_gradients(model, tokens, cotangent):
@@ -85,22 +89,21 @@ def their_gradients(model, tokens, cotangent):
     return logits.detach().numpy(), {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
-def our_gradients(model, tokens, cotangent, layout):
+def our_gradients(model, tokens, cotangent):
     def weighed(model, tokens, cotangent):
         logits = model(tokens)
         return (logits * cotangent).sum(), logits
 
     gradients, logits = nnx.jit(nnx.grad(weighed, has_aux=True))(model, jnp.asarray(tokens), jnp.asarray(cotangent))
     flat = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
-    return np.asarray(logits), convert.to_layout(flat, layout)
+    return np.asarray(logits), convert.to_layout(flat, model.family.layout)
 
 
 def assert_same_function(theirs, ours):
     random = np.random.default_rng(1)
     tokens, cotangent = random.integers(0, 13, (B, T)), random.normal(size=(B, T, 13))
-    layout = "hf_gpt2" if isinstance(ours, GPT2) else "hf_llama"
     their_logits, their = their_gradients(theirs, tokens, cotangent)
-    our_logits, our = our_gradients(ours, tokens, cotangent, layout)
+    our_logits, our = our_gradients(ours, tokens, cotangent)
     assert_equal_logits(our_logits, their_logits)
     errors = tolerance.gradient_errors(our, their)
     assert our.keys() == their.keys()
@@ -118,31 +121,27 @@ def assert_equal_logits(ours, theirs):
     assert errors["logits"] <= tolerance.FORWARD, errors
 
 
-GPT2_FIELDS = [
-    {"activation_function": "gelu", "reorder_and_upcast_attn": True},
-    {"tie_word_embeddings": False, "n_inner": 10, "layer_norm_epsilon": 0.1, "n_layer": 1},
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+FUNCTIONS = [
+    ("GPT2", {"activation_function": "gelu", "reorder_and_upcast_attn": True}),
+    ("GPT2", {"tie_word_embeddings": False, "n_inner": 10, "layer_norm_epsilon": 0.1, "n_layer": 1}),
+    ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 0.1, "hidden_act": "gelu"}),
+    ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None, "num_hidden_layers": 1}),
+    ("Qwen2", {**WINDOW, "max_window_layers": 1}),
+    ("Qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 1, "head_dim": 6}),
+    ("Qwen3", {"attention_bias": True, "rms_norm_eps": 0.1, **WINDOW, "layer_types": [SLIDING, FULL]}),
 ]
 
 
-@pytest.mark.parametrize("fields", GPT2_FIELDS, ids=str)
-def test_gpt2_is_the_same_function(fields, tmp_path):
-    assert_same_function(*stored("GPT2", tmp_path, **fields))
+@pytest.mark.parametrize(("kind", "fields"), FUNCTIONS, ids=str)
+def test_a_model_is_the_same_function(kind, fields, tmp_path, in_float64):
+    assert_same_function(*stored(kind, tmp_path, **fields))
 
 
 @pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh", "silu"])
 def test_activations_are_the_same_function(name, tmp_path):
     assert_same_logits(*stored("GPT2", tmp_path, activation_function=name, n_layer=1), T)
-
-
-LLAMA_FIELDS = [
-    {"tie_word_embeddings": True, "rms_norm_eps": 0.1, "hidden_act": "gelu"},
-    {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None, "num_hidden_layers": 1},
-]
-
-
-@pytest.mark.parametrize("fields", LLAMA_FIELDS, ids=str)
-def test_llama_is_the_same_function(fields, tmp_path, in_float64):
-    assert_same_function(*stored("Llama", tmp_path, **fields))
 
 
 @pytest.mark.parametrize("window", [4, None])
@@ -204,7 +203,7 @@ def test_what_we_write_transformers_reads_alike(name, tmp_path):
     config_of("Llama", rope_parameters=dict(ROPES[name])).save_pretrained(tmp_path)
     before = transformers.AutoConfig.from_pretrained(tmp_path)
     ours = read_config(tmp_path)
-    (tmp_path / "config.json").write_text(write_config(ours, "float64"))
+    (tmp_path / "config.json").write_text(loader.write_config(Llama.family, ours, "float64"))
     assert read_config(tmp_path) == ours
     after = transformers.AutoConfig.from_pretrained(tmp_path)
     assert_configs_equal(after, before, left_out={"rope_parameters"})
@@ -235,6 +234,14 @@ KINDS = {  # with no field at its default
     },
     "Llama": {"attention_bias": True, "mlp_bias": True, "attention_dropout": 0.3, "rms_norm_eps": 0.01},
     "Mistral": {"sliding_window": 5, "tie_word_embeddings": True, "hidden_act": "gelu"},
+    "Qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "attention_dropout": 0.3,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3": {**WINDOW, "layer_types": [SLIDING, FULL], "max_window_layers": 0, "attention_bias": True},
 }
 
 
@@ -249,7 +256,7 @@ def bits(model):
 def test_a_round_trip_keeps_every_bit(kind, dtype, tmp_path):
     theirs = build(kind, dtype, **KINDS[kind])
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = ours_of(kind).from_pretrained(tmp_path / "theirs")
+    ours = from_pretrained(tmp_path / "theirs")
     ours.save_pretrained(tmp_path / "ours", max_shard_size=1000)
     assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 1
     again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
@@ -300,7 +307,7 @@ def with_head(weights):
 def test_other_names_for_the_same_weights(kind, change, tmp_path):
     _, ours = stored(kind, tmp_path, **({"tie_word_embeddings": True} if change is old_llama else {}))
     save_file(change(load_file(tmp_path / "model.safetensors")), tmp_path / "model.safetensors")
-    assert parameters(ours_of(kind).from_pretrained(tmp_path)) == parameters(ours)
+    assert parameters(from_pretrained(tmp_path)) == parameters(ours)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -336,7 +343,7 @@ def test_a_parameter_is_cast_as_asked(tmp_path):
     theirs, _ = stored("Llama", tmp_path)
     ours = Llama.from_pretrained(tmp_path, param_dtype=jnp.bfloat16)
     expected = {name: value.to(torch.bfloat16) for name, value in theirs.state_dict().items()}
-    cast = convert.state_dict(ours, "hf_llama")
+    cast = convert.state_dict(ours, ours.family.layout)
     assert {array.dtype.name for array in cast.values()} == {"bfloat16"}
     assert {n: a.tobytes() for n, a in cast.items()} == {n: b for n, (_, b) in bits(expected).items()}
 

@@ -17,6 +17,7 @@ import flax_attn
 import torch_ref
 import torch_ref.models.loss
 from flax_attn import convert
+from flax_attn.models import from_pretrained
 from flax_attn.parity import tolerance
 from flax_attn.training import train_step
 
@@ -54,24 +55,24 @@ def train_torch(model, losses):
     return np.array(found)
 
 
-def felt_by(model, loss):
-    """Return which elements of each parameter the function feels."""
+def nonzero_gradients(model, loss):
+    """Return which elements of each parameter have a gradient beyond rounding."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss(model), parameters)
-    truth = {name: gradient.numpy() for name, gradient in zip(names, gradients, strict=True)}
-    return tolerance.felt(truth, truth)
+    found = {name: gradient.numpy() for name, gradient in zip(names, gradients, strict=True)}
+    return tolerance.nonzero_gradient(found, found)
 
 
-def assert_same_run(losses, ours, theirs, felt, layout):
-    """Compare the losses of all steps and the parameters after them, but for what the function does not feel.
+def assert_same_run(losses, ours, theirs, nonzero, layout):
+    """Compare the losses of all steps and the parameters after them, where the function depends on these.
 
-    Rounding alone moves a key bias where softmax ignores it, and AdamW makes a step of it as large as any other.
+    Softmax ignores a key bias: its gradient is rounding alone, of which AdamW makes a step as large as any other.
     """
     assert losses[0][-10:].mean() < 0.95 * losses[0][:10].mean()
     errors = tolerance.relative({"loss": losses[0]}, {"loss": losses[1]})
-    truth = {name: value.detach().numpy() for name, value in theirs.state_dict().items() if name in felt}
+    reference = {name: value.detach().numpy() for name, value in theirs.state_dict().items() if name in nonzero}
     found = convert.state_dict(ours, layout)
-    sides = ({name: np.where(felt[name], side[name], 0.0) for name in truth} for side in (found, truth))
+    sides = ({name: np.where(nonzero[name], side[name], 0.0) for name in reference} for side in (found, reference))
     errors |= tolerance.relative(*sides)
     assert max(errors.values()) <= tolerance.TRAINING, errors
     return errors
@@ -86,10 +87,10 @@ def twins(name):
         options = {"num_kv_heads": 2, "attention_bias": True, "dropout": 0.2, **sizes}
         configs = (p.LlamaConfig(12, 20, 6, 1, **options) for p in (flax_attn, torch_ref))
     ours, theirs = configs
-    truth = randomised(getattr(torch_ref, name)(theirs).double())
+    reference = randomised(getattr(torch_ref, name)(theirs).double())
     model = getattr(flax_attn, name)(ours, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    convert.load_state_dict(model, truth.state_dict())
-    return model, truth
+    convert.load_state_dict(model, reference.state_dict())
+    return model, reference
 
 
 def randomised(model):
@@ -115,16 +116,16 @@ RUNS = [("GPT2", {"segments": SEGMENTS}), ("Llama", {"lengths": np.array([9, 4, 
 @pytest.mark.parametrize(("name", "options"), RUNS, ids=["GPT2-packed", "Llama-padded"])
 def test_dropping_twins_learn_alike(name, options):
     ours, theirs = twins(name)
-    truths = twin_losses(**options)
-    felt = felt_by(theirs, truths[0])
+    references = twin_losses(**options)
+    nonzero = nonzero_gradients(theirs, references[0])
     batches = [
         (tokens, {"dropout_key": key.astype(np.uint32), **options}) for tokens, key in zip(TOKENS, KEYS, strict=True)
     ]
-    assert_same_run((train_flax(ours, batches), train_torch(theirs, truths)), ours, theirs, felt, "torch_ref")
+    assert_same_run((train_flax(ours, batches), train_torch(theirs, references)), ours, theirs, nonzero, "torch_ref")
 
 
 class Float64Torch(SimpleNamespace):
-    """What transformers' Llama sees as torch where it names float32 itself: in rotary angles and norms."""
+    """Stands for torch in modules of transformers that name float32: in rotary angles and norms."""
 
     float = float32 = torch.float64
 
@@ -163,25 +164,25 @@ def test_a_model_of_transformers_learns_alike(name, tmp_path, monkeypatch):
     build = transformers.AutoModelForCausalLM.from_config
     theirs = randomised(build(config, attn_implementation="sdpa").double())
     theirs.save_pretrained(tmp_path)
-    ours = getattr(flax_attn, name).from_pretrained(tmp_path)
-    layout = f"hf_{name.lower()}"
+    ours = from_pretrained(tmp_path)
+    layout = ours.family.layout
 
     def loss(tokens):
         tokens = torch.from_numpy(tokens)
         targets = tokens[:, 1:].flatten()
         return lambda model: functional.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), targets)
 
-    felt = felt_by(theirs, loss(TOKENS[0]))
+    nonzero = nonzero_gradients(theirs, loss(TOKENS[0]))
     losses = train_flax(ours, [(tokens, {}) for tokens in TOKENS]), train_torch(theirs, map(loss, TOKENS))
-    assert_same_run(losses, ours, theirs, felt, layout)
+    assert_same_run(losses, ours, theirs, nonzero, layout)
 
 
-def test_a_recipe_that_differs_is_seen(monkeypatch):
+def test_another_weight_decay_is_detected(monkeypatch):
     ours, theirs = twins("Llama")
-    truths = twin_losses()
-    felt, adamw = felt_by(theirs, truths[0]), optax.adamw
+    references = twin_losses()
+    nonzero, adamw = nonzero_gradients(theirs, references[0]), optax.adamw
     monkeypatch.setattr(optax, "adamw", lambda *given, weight_decay: adamw(*given, weight_decay=1.001 * weight_decay))
     batches = [(tokens, {"dropout_key": key.astype(np.uint32)}) for tokens, key in zip(TOKENS, KEYS, strict=True)]
-    losses = train_flax(ours, batches), train_torch(theirs, truths)
+    losses = train_flax(ours, batches), train_torch(theirs, references)
     with pytest.raises(AssertionError, match="loss"):
-        assert_same_run(losses, ours, theirs, felt, "torch_ref")
+        assert_same_run(losses, ours, theirs, nonzero, "torch_ref")

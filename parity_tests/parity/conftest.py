@@ -6,13 +6,13 @@ import pytest
 
 from flax_attn.parity.check import Check
 from flax_attn.parity.report.report import Report
-from flax_attn.parity.trace.localise import Divergence, Node
+from flax_attn.parity.trace.divergence import Divergence, Node
 
 EVIL = """<b>a</b> & "b" 'c' </script>"""
 
 
-def node(name, order, free, own, backward=1e-16):
-    return Node(name, "module", order, free, own, backward, 1e-12, (2, 3), "float64", "float64")
+def node(name, order, error, local, backward=1e-16):
+    return Node(name, "module", order, error, local, backward, 1e-12, (2, 3), "float64", "float64")
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def differing(equal):
         Check("cache = full", math.inf, 0.0, skipped=f"no call: {EVIL}", wanted=True),
     ]
     nodes = (node("norm", 0, 1e-16, 0.0), node(f"att.{EVIL}", 1, 2e-5, 2e-5), node(".", 2, 3e-4, math.nan, 4e-3))
-    divergence = Divergence(nodes, ("torch:extra",), (f"att: torch scales by {EVIL}",))
+    divergence = Divergence(nodes, ("torch:extra",), (f"att: flax has no scale, torch has {EVIL}",))
     return Report(EVIL, checks, notes=["a note"], seed=7, command="flax-attn parity x:y", divergence=divergence)
 
 

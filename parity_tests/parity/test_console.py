@@ -1,8 +1,12 @@
 """What a terminal shows of a report."""
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
+from flax_attn.convert import LAYOUTS
+from flax_attn.convert.rules import plan
 from flax_attn.parity.check import Check
 from flax_attn.parity.report import console
 from flax_attn.parity.report.report import Report
@@ -28,7 +32,7 @@ def test_verdict_comes_first_and_says_what_it_rests_on(show, equal, differing, u
     assert show(unrun).startswith("unrun: NOT PROVEN\nNo check was run.\n")
 
 
-def test_ladder_has_error_rule_margin_and_worst_element(show, differing):
+def test_each_check_has_error_rule_margin_and_worst_element(show, differing):
     text = show(differing)
     assert row(text, "shapes").split() == ["shapes", "0", "0", "exact", "holds", "output"]
     forward = row(text, "forward").split(maxsplit=5)
@@ -42,13 +46,32 @@ def test_checks_not_run_have_their_reason(show, equal, differing):
     assert "and it was asked for by name: FAILS" in show(differing)
 
 
-def test_where_they_part_and_the_command_stand_last(show, differing):
+def test_causes_come_first_then_nodes_then_checks(show, differing):
     text = show(differing)
-    places = [text.index(title) for title in ("not run", "notes", "where they part", "repeat")]
+    titles = ("causes", "where they differ", "check ", "not run", "notes", "repeat")
+    lines = [f"{line.strip()} " for line in text.splitlines()]
+    places = [next(i for i, line in enumerate(lines) if line.startswith(title)) for title in titles]
     assert places == sorted(places)
-    assert "first to differ: att." in text
-    assert "att: torch scales by" in text
+    assert "  att: flax has no scale, torch has" in text
+    assert "  first difference: att." in text
     assert text.rstrip().endswith("flax-attn parity x:y")
+
+
+def test_failing_checks_stand_above_those_that_hold(show, differing):
+    text = show(differing)
+    places = [text.index(row(text, name)) for name in ("forward", "gradients", "shapes")]
+    assert places == sorted(places)
+
+
+def test_the_pairs_of_the_layout_are_a_table(show, equal, monkeypatch):
+    entries = plan({"fc.kernel": (3, 4), "fc.bias": (4,), "norm.scale": (4,)}, LAYOUTS["torch"])
+    pattern = next(entry.rule.pattern for entry in entries if entry.theirs == "fc.weight")
+    text = show(replace(equal, entries=entries))
+    assert "pairs of parameters" in text
+    assert row(text, "fc.weight").split() == f"fc.weight 4 3 fc.kernel 3 4 {pattern}".split()
+    assert row(text, "fc.bias").split() == ["fc.bias", "4", "fc.bias", "4", "unchanged"]
+    monkeypatch.setattr(console, "PAIRS", 1)
+    assert "and 2 more, in report.entries" in show(replace(equal, entries=entries))
 
 
 @pytest.mark.parametrize("width", [110, 80])

@@ -40,7 +40,7 @@ def test_counts_are_those_of_the_cases(written, equal, differing):
 
 def test_a_failure_says_where_and_how_far(written, differing):
     failure = written(differing).find(".//testcase[@name='forward']/failure")
-    assert failure.get("message") == differing.check("forward").explain()
+    assert failure.get("message") == f"{differing.causes[0]}; {differing.check('forward').explain()}"
     assert failure.text == differing.explain()
 
 

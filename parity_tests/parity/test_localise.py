@@ -1,7 +1,8 @@
-"""Faults planted on one side are found where they are, and nowhere else."""
+"""Faults patched into one side are found where they are, and nowhere else."""
 
 import dataclasses
 import json
+import threading
 from copy import deepcopy
 from functools import cache
 from types import SimpleNamespace
@@ -20,18 +21,18 @@ import flax_attn
 import torch_ref
 from flax_attn.convert import LAYOUTS, Rule
 from flax_attn.convert.rules import Layout, plan
-from flax_attn.functional import reference
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.torch_adapter import TorchAdapter
+from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import NotRun, Pair, weight_map
 from flax_attn.parity.trace import jax_hooks
 from flax_attn.parity.trace.activations import record
-from flax_attn.parity.trace.hooks import Listener, Recorder
+from flax_attn.parity.trace.hooks import ActivationRecorder, Observer
 from flax_attn.parity.trace.localise import localise
-from flax_attn.parity.trace.names import pair_paths
+from flax_attn.parity.trace.pairing import pair_paths
 from flax_attn.proof.build import build
-from flax_attn.proof.table import pair_of
+from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import select
 from torch_ref.functional.masks import Causal
 
@@ -75,7 +76,7 @@ def row(name):
     return pair_of(*select([name]))
 
 
-def planted(pair, fault=lambda module: None):
+def patched(pair, fault=lambda module: None):
     """Return the pair with a fault in a copy of its PyTorch side."""
     side = deepcopy(pair.torch)
     fault(side.module)
@@ -86,7 +87,7 @@ def forward(function):
     """Return the fault of another forward pass."""
 
     def fault(module):
-        module.__class__ = type("Planted", (type(module),), {"forward": function})
+        module.__class__ = type("Patched", (type(module),), {"forward": function})
 
     return fault
 
@@ -100,33 +101,31 @@ def test_two_faults_in_a_deep_stack_are_found_and_named():
         stack.blocks[4].norm1.eps = 1e-6
         stack.blocks[8].ff.layers[1] = torch.nn.GELU()
 
-    divergence = localise(planted(paired(FlaxStack(12), TorchStack(12), (3, 5, 6)), fault))
+    divergence = localise(patched(paired(FlaxStack(12), TorchStack(12), (3, 5, 6)), fault))
     assert divergence.first.name == "blocks.4.norm1"
-    assert names(divergence.guilty) == ["blocks.4.norm1", "blocks.8.ff"]
-    norm, gelu = divergence.diagnoses
-    assert norm.startswith("blocks.4.norm1: torch is layer norm with eps=1e-06 (fits ")
-    assert ", flax is layer norm with eps=1e-05 (fits " in norm
-    assert gelu.startswith("blocks.8.ff, input of layers.2: torch is exact GELU of layers.0 (fits ")
-    assert ", flax is tanh GELU of layers.0 (fits " in gelu
-    inherited = [node for node in divergence.nodes if node.diverges and not node.guilty]
+    assert names(divergence.locally_wrong) == ["blocks.4.norm1", "blocks.8.ff"]
+    norm, gelu = divergence.causes
+    assert norm == "blocks.4.norm1: flax has eps=1e-05, torch 1e-06"
+    assert gelu == "blocks.8.ff, input of layers.2: flax has tanh GELU of layers.0, torch has exact GELU of layers.0"
+    inherited = [node for node in divergence.nodes if node.differs and not node.locally_wrong]
     assert "blocks.11" in names(inherited)
-    assert all(node.own <= tolerance.FORWARD for node in inherited)
+    assert all(node.local_error <= tolerance.FORWARD for node in inherited)
 
 
 @pytest.mark.parametrize("name", ["multi_head_gqa", "block_gpt2", "block_bert", "multi_head_wrapper"])
-def test_a_healthy_pair_has_no_guilty_node(name):
+def test_a_healthy_pair_has_no_node_that_is_wrong(name):
     divergence = localise(row(name))
     assert divergence.first is None
-    assert divergence.guilty == ()
+    assert divergence.locally_wrong == ()
     assert divergence.backward is None
-    assert divergence.diagnoses == ()
-    assert all(node.own <= tolerance.FORWARD for node in divergence.nodes)
-    assert all(node.backward <= tolerance.GRADIENT for node in divergence.nodes)
+    assert divergence.causes == ()
+    assert all(node.local_error <= tolerance.FORWARD for node in divergence.nodes)
+    assert all(node.backward_error <= tolerance.GRADIENT for node in divergence.nodes)
     assert str(divergence) == f"none of {len(divergence.nodes)} nodes differs"
 
 
 def wrong_scale(module, monkeypatch):
-    module.scale = module.d_out**-0.5
+    module.scores = dataclasses.replace(module.scores, scale=module.d_out**-0.5)
 
 
 def tiled_heads(module, monkeypatch):
@@ -156,7 +155,7 @@ def heads_joined_wrongly(module, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fault", "guilty"),
+    ("fault", "wrong"),
     [
         (wrong_scale, ["./scores"]),
         (tiled_heads, ["./scores", "./context"]),
@@ -165,12 +164,12 @@ def heads_joined_wrongly(module, monkeypatch):
         (heads_joined_wrongly, ["."]),
     ],
 )
-def test_a_fault_inside_attention_is_found_at_its_step(fault, guilty, monkeypatch):
-    divergence = localise(planted(row("multi_head_gqa"), lambda module: fault(module, monkeypatch)))
-    assert names(divergence.guilty) == guilty
-    assert len(divergence.diagnoses) == len(guilty)
-    if guilty != ["."]:
-        assert divergence.first.name == guilty[0]
+def test_a_fault_inside_attention_is_found_at_its_step(fault, wrong, monkeypatch):
+    divergence = localise(patched(row("multi_head_gqa"), lambda module: fault(module, monkeypatch)))
+    assert names(divergence.locally_wrong) == wrong
+    assert len(divergence.causes) == len(wrong)
+    if wrong != ["."]:
+        assert divergence.first.name == wrong[0]
 
 
 @forward
@@ -191,18 +190,18 @@ def residual_dropped_before_the_norm(block, x, **options):
         (
             "block_gpt2",
             residual_dropped,
-            "the whole module: torch is att + ff (fits exactly), flax is input + att + ff",
+            "the whole module: flax has input + att + ff, torch has att + ff",
         ),
         (
             "block_bert",  # where the norms of both sides are handed PyTorch's sum, and only that differs
             residual_dropped_before_the_norm,
-            "the whole module, input of norm1: torch is att alone (fits exactly), flax is input + att (fits exactly)",
+            "the whole module, input of norm1: flax has input + att, torch has att alone",
         ),
     ],
 )
-def test_a_dropped_residual_is_the_fault_of_the_container(name, fault, words):
-    divergence = localise(planted(row(name), fault))
-    assert names(divergence.guilty) == ["."]
+def test_a_dropped_residual_is_an_error_of_the_container(name, fault, words):
+    divergence = localise(patched(row(name), fault))
+    assert names(divergence.locally_wrong) == ["."]
     assert words in str(divergence)
 
 
@@ -230,11 +229,11 @@ def detached_inside(block):
     ("fault", "where"), [(attention_detached, "att"), (norm_detached, "norm2"), (detached_inside, "att/output")]
 )
 def test_a_fault_of_the_backward_pass_is_found_by_the_cotangents(fault, where):
-    divergence = localise(planted(row("block_gpt2"), fault))
+    divergence = localise(patched(row("block_gpt2"), fault))
     assert divergence.first is None
-    assert divergence.guilty == ()
+    assert divergence.locally_wrong == ()
     assert divergence.backward.name == where
-    assert str(divergence).startswith(f"all outputs agree; the backward pass goes wrong after {where}, ")
+    assert str(divergence).startswith(f"all outputs agree; the backward pass differs after {where}, ")
 
 
 class FlaxNothing(nnx.Module):
@@ -265,70 +264,105 @@ class TorchSkip(torch.nn.Module):
 def test_a_module_that_returns_what_it_is_given_has_a_cotangent_of_its_own():
     divergence = localise(paired(FlaxSkip(), TorchSkip(), (3, 4), layout="torch"))
     assert names(divergence.nodes) == ["fc", "drop", "."]
-    assert all(node.backward <= tolerance.GRADIENT for node in divergence.nodes)
+    assert all(node.backward_error <= tolerance.GRADIENT for node in divergence.nodes)
 
 
 def test_every_step_of_attention_is_recorded_on_both_sides():
-    taps = record(row("multi_head_gqa"))
-    assert [name for name in taps.shared if "/" in name] == [f"./{step}" for step in STEPS]
-    assert taps.shared == list(taps.flax) == list(taps.torch)
-    assert set(taps.dtypes.values()) == {("float64", "float64")}
-    flax, theirs = taps.attention["./weights"]
+    found = record(row("multi_head_gqa"))
+    assert [name for name in found.shared if "/" in name] == [f"./{step}" for step in STEPS]
+    assert found.shared == list(found.flax) == list(found.torch)
+    assert set(found.dtypes.values()) == {("float64", "float64")}
+    flax, theirs = found.attention["./weights"]
     assert flax.shape == theirs.shape == (3, 4, 5, 5)
     hidden = np.triu(np.ones((5, 5), bool), 1)
-    assert (np.isneginf(taps.torch["./masked"]) == hidden).all()
+    assert (np.isneginf(found.torch["./masked"]) == hidden).all()
 
 
-def test_another_backend_is_heard_as_the_reference():
+def test_another_backend_is_observed_as_the_reference():
     arguments = {"d_in": 6, "d_out": 8, "context_length": 9, "dropout": 0.0, "num_heads": 4}
     ours = flax_attn.MultiHeadAttention(**arguments, backend="blocked", rngs=nnx.Rngs(0))
-    taps = record(paired(ours, torch_ref.MultiHeadAttention(**arguments), (3, 5, 6)))
-    assert {f"./{step}" for step in STEPS} <= set(taps.shared)
+    found = record(paired(ours, torch_ref.MultiHeadAttention(**arguments), (3, 5, 6)))
+    assert {f"./{step}" for step in STEPS} <= set(found.shared)
     assert ours.backend == "blocked"
 
 
-# What is heard changes nothing.
+# Observation changes nothing.
 
 
 def eagerly(side, inputs):
     module = side.built()
-    jax_hooks._use_reference(module)
+    for _, inner in nnx.iter_modules(module):
+        if hasattr(inner, "backend"):
+            inner.backend = "reference"
     return side.call(module, side.arrays(inputs), {})
 
 
 @pytest.mark.parametrize("name", ["multi_head_gqa", "block_gpt2", "multi_head_rope"])
-@pytest.mark.parametrize("listener", [Listener, Recorder])
-def test_listening_leaves_every_bit_as_it_is(name, listener):
+@pytest.mark.parametrize("observer", [Observer, ActivationRecorder])
+def test_observation_leaves_every_bit_as_it_is(name, observer):
     pair = row(name)
     plain = eagerly(pair.flax, pair.inputs)
-    heard = jax_hooks.run(pair, listener("flax", {}))
-    assert plain.keys() == heard.keys()
-    assert all((plain[key] == heard[key]).all() for key in plain)
+    observed = jax_hooks.trace(pair).run(observer("flax", {}))
+    assert plain.keys() == observed.keys()
+    assert all((plain[key] == observed[key]).all() for key in plain)
 
 
-def swapped_things(module):
-    classes = {type(inner) for _, inner in nnx.iter_modules(module)}
-    owners = [*classes, name_p, reference, jax.nn]
-    return [(owner, dict(vars(owner))) for owner in owners]
-
-
-class Breaks(Listener):
+class Breaks(Observer):
     def stepped(self, name, value):
         raise RuntimeError("broken on purpose")
 
 
-def test_classes_are_restored_also_after_an_exception():
-    pair = row("block_gpt2")
-    before = swapped_things(pair.flax.module)
-    with pytest.raises(RuntimeError, match="broken on purpose"):
-        jax_hooks.run(pair, Breaks("flax", {}))
-    assert all(dict(vars(owner)) == attributes for owner, attributes in before)
+def test_nothing_is_patched_while_another_thread_runs_the_same_classes():
+    """Neither classes nor modules of either framework are others while a comparison runs, nor after one that breaks."""
+    pair, seen, ready, done = row("block_gpt2"), [], threading.Event(), threading.Event()
+    flax_classes = {type(inner) for _, inner in nnx.iter_modules(pair.flax.module)}
+    torch_classes = {type(inner) for inner in pair.torch.module.modules()}
+    owners = [*flax_classes, *torch_classes, jax.nn, name_p, torch.nn.functional, flax_attn.functional.reference]
+    before = [dict(vars(owner)) for owner in owners]
+    x = torch.from_numpy(pair.inputs["input 0"])
+
+    def other():
+        with on_cpu(), torch.no_grad():
+            flax, theirs = pair.flax.built(), deepcopy(pair.torch.module).eval()
+            expected = flax(jnp.asarray(x.numpy())), theirs(x)
+            ready.set()
+            while not done.is_set():
+                flax_same, torch_same = (
+                    (flax(jnp.asarray(x.numpy())) == expected[0]).all(),
+                    (theirs(x) == expected[1]).all(),
+                )
+                unpatched = [dict(vars(owner)) for owner in owners] == before
+                seen.append((bool(flax_same), bool(torch_same), unpatched, torch.backends.cuda.flash_sdp_enabled()))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert ready.wait(300)
+    try:
+        assert localise(pair).first is None
+        with pytest.raises(RuntimeError, match="broken on purpose"):
+            jax_hooks.trace(pair).run(Breaks("flax", {}))
+    finally:
+        done.set()
+        thread.join()
+    assert len(seen) > 1
+    assert set(seen) == {(True, True, True, True)}
+    assert [dict(vars(owner)) for owner in owners] == before
 
 
-def test_what_runs_inside_jit_is_not_heard_and_not_broken():
-    call = nnx.jit(lambda module, x: module(x))
+@pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
+def test_what_runs_inside_a_transform_is_observed(transform):
+    call = transform(lambda module, x: module(x))
     pair = paired(FlaxStack(1), TorchStack(1), (3, 5, 6), flax_call=lambda module, x: call(module, x))
     divergence = localise(pair)
+    assert "blocks.0.att/weights" in names(divergence.nodes)
+    assert divergence.first is None
+
+
+def test_what_runs_inside_scan_is_not_observed_and_not_broken():
+    def call(module, x):
+        return jax.lax.scan(lambda x, _: (module(x), None), x, None, length=1)[0]
+
+    divergence = localise(paired(FlaxStack(1), TorchStack(1), (3, 5, 6), flax_call=call))
     assert names(divergence.nodes) == ["."]
     assert divergence.first is None
     assert "torch:blocks.0.norm1" in divergence.unpaired
@@ -397,8 +431,8 @@ class TorchTwice(torch.nn.Module):
 def test_repeated_calls_are_numbered():
     divergence = localise(paired(FlaxTwice(), TorchTwice(), (3, 4), layout="torch"))
     assert names(divergence.nodes) == ["fc", "fc#2", "."]
-    assert names(divergence.guilty) == ["."]
-    assert [node.diverges for node in divergence.nodes] == [False, True, True]
+    assert names(divergence.locally_wrong) == ["."]
+    assert [node.differs for node in divergence.nodes] == [False, True, True]
 
 
 class FlatTokens(torch.nn.Module):
@@ -453,29 +487,29 @@ class TorchTransposed(torch.nn.Module):
 def test_a_node_that_is_given_something_else_has_no_error_of_its_own():
     divergence = localise(paired(FlaxTransposed(), TorchTransposed(), (3, 5, 4), layout="torch"))
     assert names(divergence.nodes) == ["inner.fc", "inner", "."]
-    assert [np.isnan(node.own) for node in divergence.nodes] == [False, True, False]
-    assert divergence.guilty == ()
+    assert [np.isnan(node.local_error) for node in divergence.nodes] == [False, True, False]
+    assert divergence.locally_wrong == ()
 
 
 # Other kinds of modules.
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_the_attention_of_pytorch_itself_is_heard(need_weights):
+def test_the_attention_of_pytorch_itself_is_observed(need_weights):
     ours = flax_attn.MultiHeadAttention(8, 8, None, 0.0, 4, True, causal=False, rngs=nnx.Rngs(0))
     theirs = torch.nn.MultiheadAttention(8, 4, batch_first=True)
     pair = paired(
         ours, theirs, (3, 5, 8), layout="torch_mha", torch_call=lambda m, x: m(x, x, x, need_weights=need_weights)[0]
     )
-    heard = ["masked", "weights"] if need_weights else ["query", "key", "value", "masked", "weights", "context"]
+    steps = ["masked", "weights"] if need_weights else ["query", "key", "value", "masked", "weights", "context"]
     divergence = localise(pair)
-    assert names(divergence.nodes) == [*(f"./{step}" for step in heard), "."]
+    assert names(divergence.nodes) == [*(f"./{step}" for step in steps), "."]
     assert divergence.first is None
-    assert divergence.guilty == ()
+    assert divergence.locally_wrong == ()
 
 
-@pytest.mark.parametrize(("scale", "guilty"), [(0.5, []), (0.25, ["./masked"])])
-def test_the_softmax_of_jax_itself_is_heard(scale, guilty):
+@pytest.mark.parametrize(("scale", "wrong"), [(0.5, []), (0.25, ["./masked"])])
+def test_the_softmax_of_jax_itself_is_observed(scale, wrong):
     visible = np.tril(np.ones((5, 5), bool))
 
     def ours(q, k, v):
@@ -489,7 +523,7 @@ def test_the_softmax_of_jax_itself_is_heard(scale, guilty):
 
     divergence = localise(paired(ours, theirs, *[(2, 5, 3, 4)] * 3))
     assert names(divergence.nodes) == ["./masked", "./weights", "."]
-    assert names(divergence.guilty) == guilty
+    assert names(divergence.locally_wrong) == wrong
 
 
 def test_hidden_is_hidden_whatever_number_hides_it():
@@ -507,7 +541,7 @@ def test_hidden_is_hidden_whatever_number_hides_it():
     assert divergence.first is None
 
 
-def test_the_attention_of_jax_itself_is_heard():
+def test_the_attention_of_jax_itself_is_observed():
     def ours(q, k, v):
         with jax.numpy_dtype_promotion("standard"):
             return jax.nn.dot_product_attention(q, k, v)
@@ -517,8 +551,9 @@ def test_the_attention_of_jax_itself_is_heard():
         return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
     divergence = localise(paired(ours, theirs, *[(2, 5, 3, 4)] * 3))
-    assert names(divergence.nodes) == ["./query", "./key", "./value", "./context", "."]
-    assert names(divergence.guilty) == ["./context"]  # its softmax is in float32
+    assert names(divergence.nodes) == ["./masked", "./weights", "."]
+    assert names(divergence.locally_wrong) == ["./masked"]  # what follows is given rounded scores
+    assert divergence.causes == ("the whole module: flax has the softmax in float32, torch in float64",)
 
 
 class LinenPair(linen.Module):
@@ -528,7 +563,7 @@ class LinenPair(linen.Module):
         return linen.Dense(5, param_dtype=jnp.float64)(x)
 
 
-def test_a_linen_module_is_heard():
+def test_a_linen_module_is_observed():
     x = jnp.ones((3, 4))
     module = LinenPair()
     bound = module.bind(module.init(jax.random.key(0), x))
@@ -539,7 +574,7 @@ def test_a_linen_module_is_heard():
 
     divergence = localise(paired(bound, theirs, (3, 4), layout="torch", torch_call=call))
     assert names(divergence.nodes) == ["Dense_0", "Dense_1", "."]
-    assert names(divergence.guilty) == ["."]
+    assert names(divergence.locally_wrong) == ["."]
 
 
 class EquinoxPair(equinox.Module):
@@ -550,36 +585,153 @@ class EquinoxPair(equinox.Module):
         return self.second(jnp.sin(self.first(x)))
 
 
-def test_an_equinox_module_is_heard_where_it_is_not_mapped():
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_equinox_module_is_observed_also_where_it_is_mapped(mapped):
     keys = jax.random.split(jax.random.key(0))
     ours = EquinoxPair(equinox.nn.Linear(4, 6, key=keys[0]), equinox.nn.Linear(6, 5, key=keys[1]))
     theirs = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 6), "second": torch.nn.Linear(6, 5)})
+    flax_call = (lambda m, x: jax.vmap(m)(x)) if mapped else None
 
     def call(m, x):
         return m["second"](torch.cos(m["first"](x)))
 
+    shape = (7, 4) if mapped else (4,)
     before = dict(vars(equinox.nn.Linear))
-    divergence = localise(paired(ours, theirs, (4,), layout="torch_ref", torch_call=call))
+    pair = paired(ours, theirs, shape, layout="torch_ref", flax_call=flax_call, torch_call=call)
+    divergence = localise(pair)
     assert names(divergence.nodes) == ["first", "second", "."]
-    assert names(divergence.guilty) == ["."]
+    assert names(divergence.locally_wrong) == ["."]
     assert dict(vars(equinox.nn.Linear)) == before
 
 
-def test_a_record_of_an_earlier_run_cannot_be_heard():
-    pair = planted(row("layer_norm"))
+def test_a_recording_of_an_earlier_run_cannot_be_located():
+    pair = patched(row("layer_norm"))
     pair.torch = SimpleNamespace(framework="torch")
-    with pytest.raises(NotRun, match="one of these is the record of an earlier run"):
+    with pytest.raises(NotRun, match="one of these is the recording of an earlier run"):
         localise(pair)
 
 
 def test_a_divergence_is_data():
-    divergence = localise(planted(row("multi_head_gqa"), lambda module: wrong_scale(module, None)))
+    divergence = localise(patched(row("multi_head_gqa"), lambda module: wrong_scale(module, None)))
     data = json.loads(json.dumps(divergence.as_dict(), allow_nan=False))
     assert data["first"] == "./scores"
-    assert data["guilty"] == ["./scores"]
+    assert data["locally_wrong"] == ["./scores"]
     assert data["backward"] is None
     scores = next(node for node in data["nodes"] if node["name"] == "./scores")
-    assert scores["guilty"]
+    assert scores["locally_wrong"]
     assert scores["shape"] == [3, 4, 5, 5]
-    assert scores["backward"] is None
-    assert data["diagnoses"] == list(divergence.diagnoses)
+    assert scores["backward_error"] is None
+    assert data["causes"] == list(divergence.causes)
+
+
+# Causes that real layers have.
+
+
+class FlaxPreNorm(nnx.Module):
+    def __init__(self, **norm):
+        self.norm = nnx.LayerNorm(8, epsilon=1e-5, param_dtype=jnp.float64, rngs=nnx.Rngs(0), **norm)
+        self.att = nnx.MultiHeadAttention(2, 8, decode=False, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.att(self.norm(x))
+
+
+class TorchPreNorm(torch.nn.Module):
+    def __init__(self, attend=torch.nn.functional.scaled_dot_product_attention):
+        super().__init__()
+        self.norm, self.attend = torch.nn.LayerNorm(8), attend
+        self.att = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8) for name in ("query", "key", "value", "out")})
+
+    def forward(self, x):
+        x = self.norm(x)
+        q, k, v = (self.att[name](x).unflatten(-1, (2, 4)).transpose(1, 2) for name in ("query", "key", "value"))
+        return self.att["out"](self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+PRE_NORM = Layout(
+    (
+        Rule(("norm.scale",), "norm.weight"),
+        Rule(("norm.bias",), "norm.bias"),
+        Rule(("att.out.kernel",), "att.out.weight", "n d o -> o (n d)"),
+        Rule(("att.out.bias",), "att.out.bias"),
+        *(
+            Rule((f"att.{name}.kernel",), f"att.{name}.weight", "i n d -> (n d) i")
+            for name in ("query", "key", "value")
+        ),
+        *(Rule((f"att.{name}.bias",), f"att.{name}.bias", "n d -> (n d)") for name in ("query", "key", "value")),
+    )
+)
+
+
+def pre_norm(flax, theirs, inputs=(3, 5, 8)):
+    ours, theirs = JaxAdapter(flax), TorchAdapter(theirs)
+    ours.entries = weight_map(flax, ours.shapes, theirs.shapes, PRE_NORM)
+    x = np.random.default_rng(0).normal(size=inputs) if isinstance(inputs, tuple) else inputs
+    return Pair(ours, theirs, {"input 0": x}, ours.entries)
+
+
+def located(pair):
+    with jax.numpy_dtype_promotion("standard"):  # which the layers of Flax need
+        return localise(pair)
+
+
+def test_the_float32_softmax_of_flax_is_a_cause():
+    divergence = located(pre_norm(FlaxPreNorm(), TorchPreNorm()))
+    assert 1e-9 < divergence.nodes[-1].error < 1e-6
+    assert divergence.causes == ("the whole module: flax has the softmax in float32, torch in float64",)
+    assert str(divergence).startswith(divergence.causes[0])
+
+
+def float32_softmax(q, k, v):
+    scores = q @ k.transpose(2, 3) / 2
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def test_the_float32_softmax_of_both_is_a_cause():
+    divergence = located(pre_norm(FlaxPreNorm(), TorchPreNorm(float32_softmax)))
+    assert divergence.causes in ((), ("the whole module: flax has the softmax in float32, torch in float32",))
+    assert bool(divergence.causes) == bool(divergence.locally_wrong)
+
+
+def test_float32_rotary_angles_are_a_cause():
+    angles = np.outer(np.arange(5), 10000.0 ** (-np.arange(4) / 4))[None]
+
+    def rotated(x, cos, sin):
+        return x * cos + x[..., ::-1] * sin
+
+    def ours(x):
+        return rotated(x, jnp.cos(jnp.asarray(angles)), jnp.sin(jnp.asarray(angles)))
+
+    def theirs(x):
+        low = torch.from_numpy(angles).float()
+        return x * low.cos().double() + x.flip(-1) * low.sin().double()
+
+    divergence = localise(paired(ours, theirs, (3, 5, 4)))
+    assert divergence.causes == ("the whole module: flax has cos and sin (rotary angles) in float64, torch in float32",)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_variance_of_flax_in_one_pass_is_a_cause(fast):
+    x = 1e3 + np.random.default_rng(0).normal(size=(3, 5, 8))
+    flax = nnx.LayerNorm(8, epsilon=1e-5, param_dtype=jnp.float64, use_fast_variance=fast, rngs=nnx.Rngs(0))
+    ours, theirs = JaxAdapter(flax), TorchAdapter(torch.nn.LayerNorm(8))
+    ours.entries = weight_map(flax, ours.shapes, theirs.shapes, LAYOUTS["torch"])
+    divergence = located(Pair(ours, theirs, {"input 0": x}, ours.entries))
+    cause = "the whole module: flax has the variance in one pass, mean(x^2) - mean(x)^2, torch in two"
+    assert divergence.causes == ((cause,) if fast else ())
+
+
+def test_a_sliding_window_that_one_side_lacks_is_a_cause():
+    def ours(q, k, v):
+        return flax_attn.dot_product_attention(q, k, v, mask=flax_attn.Mask.causal())
+
+    def theirs(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        window = torch.ones(5, 5, dtype=bool).tril().triu(-2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=window).transpose(1, 2)
+
+    divergence = localise(paired(ours, theirs, *[(2, 5, 3, 4)] * 3))
+    assert divergence.causes == (
+        "./masked: flax has a causal mask, query i sees keys up to i, "
+        "torch has a sliding window, query i sees keys i - 2 to i",
+    )

@@ -18,8 +18,8 @@ import torch_ref
 from flax_attn.parity import Recipe, compare
 from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.compare import report_on
-from flax_attn.parity.report import sections
-from flax_attn.parity.report.page import page, write_page
+from flax_attn.parity.report import page as pages
+from flax_attn.parity.report.page import page, sections, write_page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = {"d_in": 6, "d_out": 8, "context_length": 5, "dropout": 0.0, "num_heads": 2}
@@ -73,11 +73,11 @@ def read(*reports):
     return reader
 
 
-def test_one_report_is_told_in_full(differing):
+def test_one_report_has_everything(differing):
     text = read(differing).text
     assert "2 of 3 checks fail; 1 asked for by name could not be run." in text
     assert "Repeat it: flax-attn parity x:y" in text
-    assert "first to differ: att." in text
+    assert "first difference: att." in text
     assert "forward FAILS 3.0e-04 1e-12 3e-09x output[1, 2]: flax 0.5, torch 0.25" in text
     assert "dropout not run nothing is dropped" in text
     assert "cache = full FAILS no call: <b>a</b>" in text
@@ -89,7 +89,7 @@ def test_names_are_escaped(differing, equal):
     reader = read(differing, equal)
     assert not reader.all("b")
     evil = """<b>a</b> & "b" 'c' </script>"""
-    assert reader.text.count(evil) >= 6  # the title, the table, the heading, a node, a diagnosis, the environment
+    assert reader.text.count(evil) >= 6  # the title, the table, the heading, a node, a cause, the environment
 
 
 def test_many_reports_begin_with_a_table_that_links_to_each(differing, equal):
@@ -103,8 +103,8 @@ def test_many_reports_begin_with_a_table_that_links_to_each(differing, equal):
 
 def test_bars_and_tints_tell_what_holds_from_what_does_not(equal, differing):
     bars = [attrs for attrs in read(differing).all("div") if attrs.get("class", "").startswith("bar")]
-    assert [bar["class"] for bar in bars] == ["bar", "bar fails", "bar fails"]
-    assert [bar["style"] for bar in bars] == ["--length: 0.0%", "--length: 80.4%", "--length: 100.0%"]
+    assert [bar["class"] for bar in bars] == ["bar fails", "bar fails", "bar"]
+    assert [bar["style"] for bar in bars] == ["--length: 80.4%", "--length: 100.0%", "--length: 0.0%"]
     tints = [attrs["class"] for attrs in read(equal).all("td") if "heat" in attrs.get("class", "")]
     assert tints
     assert not any("over" in tint for tint in tints)
@@ -126,46 +126,46 @@ def test_tables_and_pictures_can_be_read_aloud(scaled):
 def test_the_weight_map_has_both_names_both_shapes_and_the_pattern(measured):
     text = read(measured).text
     assert "W_query.weight 8 6 W_query.kernel 6 8" in text
-    assert "as it is" in text
+    assert "unchanged" in text
 
 
 def test_attention_maps_are_those_of_both_sides(measured):
-    section = sections.sections([measured])[0]
+    section = sections([measured])[0]
     assert [head.title for head in section.heads] == ["./weights, head 0", "./weights, head 1"]
     assert not section.missing
 
 
 def test_among_several_only_those_that_differ_have_attention_maps(measured, scaled):
-    equal, differing = sections.sections([measured, scaled])
+    equal, differing = sections([measured, scaled])
     assert (len(equal.heads), len(differing.heads)) == (0, 2)
     assert equal.losses
     assert differing.losses
 
 
 def test_what_has_no_room_is_left_out_and_said(measured, monkeypatch):
-    monkeypatch.setattr(sections, "ROOM", 10)
-    section = sections.sections([measured])[0]
+    monkeypatch.setattr(pages, "MAP_BYTES", 10)
+    section = sections([measured])[0]
     assert not section.heads
     assert section.missing.startswith("1 of 1 layers, those that differ least, are left out")
 
 
-def test_a_module_that_cannot_be_listened_to_costs_only_its_maps(measured, monkeypatch):
+def test_a_module_that_cannot_be_observed_costs_only_its_maps(measured, monkeypatch):
     def refuse(pair):
-        raise RuntimeError("deaf <b>")
+        raise RuntimeError("not traced <b>")
 
-    monkeypatch.setattr(sections.taps, "record", refuse)
-    assert "There are none: deaf <b>" in read(measured).text
+    monkeypatch.setattr(pages.activations, "record", refuse)
+    assert "There are none: not traced <b>" in read(measured).text
 
 
 def test_nothing_is_trained_for_a_page(measured):
     untrained = replace(measured, checks=[measured.check("forward")])
-    assert sections.sections([untrained])[0].losses is None
+    assert sections([untrained])[0].losses is None
 
 
 def test_the_page_stays_below_6_megabytes(measured, monkeypatch):
     weights = np.random.default_rng(0).random((1, 9, 40, 41))
     layers = {f"blocks.{i}.att/weights": (weights, weights + 1e-9 * i) for i in range(48)}
-    monkeypatch.setattr(sections.taps, "record", lambda pair: type("Taps", (), {"attention": layers}))
+    monkeypatch.setattr(pages.activations, "record", lambda pair: type("Taps", (), {"attention": layers}))
     text = page([measured])
     assert "head 7" in text
     assert "blocks.47.att/weights" in text  # the one that differs most

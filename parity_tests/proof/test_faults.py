@@ -1,22 +1,23 @@
-"""The tests are tested: every fault that is planted is caught, first by the check that should."""
+"""The tests are tested: every fault that is patched in is detected, first by the check that should."""
+
+import sys
 
 import pytest
 import torch
 from rich.console import Console
 
 import torch_ref
-from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.check import Check
-from flax_attn.proof.faults import FAULTS, kill, planting
-from flax_attn.proof.faults.detect import Kill
-from flax_attn.proof.variants import Variant
-from torch_ref.functional import mask_parts, masks, positions, reference
-from torch_ref.modules import block, multi_head, norm
+from flax_attn.parity.training import Recipe
+from flax_attn.proof.faults import FAULTS, detect
+from flax_attn.proof.faults.detect import Detection
+from flax_attn.proof.faults.fault import Change, Copy, Patch, Wrap, fault, patched
+from torch_ref.modules.norm import RMSNorm
 
-ROWS = {fault.row.name: fault.row for fault in FAULTS}
-LOW, MIDDLE, HIGH = kill.FIXED
+ROWS = dict.fromkeys(known.row for known in FAULTS)
+LOW, MIDDLE, HIGH = detect.FIXED
 
-# What each of the fixed tolerances lets pass, of some faults.
+# Which of the fixed tolerances some faults pass.
 PASSES = {
     "another_epsilon": {LOW, MIDDLE, HIGH},
     "swapped_norms": {LOW, MIDDLE, HIGH},
@@ -33,113 +34,145 @@ PASSES = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_every_fault_is_caught_first_by_the_check_that_should(row):
-    faults, told = [fault for fault in FAULTS if fault.row.name == row], []
-    found = {result.fault.name: result for result in kill.run(faults, watch=told.append)}
-    assert told == list(found) == [fault.name for fault in faults]
+def test_every_fault_is_detected_first_by_the_check_that_should(row):
+    faults, watched = _faults(row), []
+    found = {result.fault.name: result for result in detect.detect(faults, watch=watched.append)}
+    assert watched == list(found) == [known.name for known in faults]
     first = {name: result.check and result.check.name for name, result in found.items()}
-    assert first == {fault.name: fault.check for fault in faults}
-    assert "the call itself" not in [result.check.worst for result in found.values()], "anyone sees a fault that raises"
+    assert first == {known.name: known.check for known in faults}
+    assert "the call itself" not in [result.check.worst for result in found.values()], "a fault must not raise"
     passes = {name: {tol for tol, good in found[name].fixed.items() if good} for name in PASSES if name in found}
     assert passes == {name: PASSES[name] for name in passes}
 
 
-def test_there_are_many_faults_with_names_and_words_of_their_own():
-    assert len(FAULTS) >= 40
-    for words in ([fault.name for fault in FAULTS], [fault.what for fault in FAULTS]):
+def _faults(row):
+    return [known for known in FAULTS if known.row == row]
+
+
+def test_every_fault_is_a_row_of_its_own():
+    assert len(FAULTS) >= 114
+    for words in ([known.name for known in FAULTS], [known.what for known in FAULTS]):
         assert len(set(words)) == len(FAULTS)
         assert all(words)
-    assert set(PASSES) <= {fault.name for fault in FAULTS}
+    assert all(known.what.endswith(".") and known.patches and known.variant.name == known.row for known in FAULTS)
+    assert set(PASSES) <= {known.name for known in FAULTS}
 
 
-def test_every_check_in_the_order_is_the_first_to_catch_something():
-    assert {fault.check for fault in FAULTS} == set(kill.ORDER)
+def test_faults_are_patched_into_code_that_ships():
+    targets = {patch.target for known in FAULTS for patch in known.patches if not isinstance(patch.target, str)}
+    others = {target for target in targets if not _home(target).startswith("torch_ref")}
+    assert others == {Recipe, torch.optim, torch.nn.GELU}
 
 
-TOUCHED = (
-    *(torch_ref, reference, positions, masks, multi_head, block, norm, torch.optim),
-    *(value for value in vars(mask_parts).values() if isinstance(value, type)),
-    *(masks.Mask, positions.RoPE, norm.LayerNorm, norm.RMSNorm, torch.nn.GELU),
-    *(torch_ref.KVCache, torch_ref.GPT2, torch_ref.GatedFeedForward, torch_ref.MultiHeadAttention),
-)
+def _home(target):
+    return getattr(target, "__module__", None) or target.__name__
+
+
+def test_every_check_in_the_order_is_the_first_to_detect_something():
+    assert {known.check for known in FAULTS} == set(detect.ORDER)
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_nothing_stays_planted(row):
-    side = TorchAdapter(ROWS[row].build(torch_ref) if isinstance(ROWS[row], Variant) else lambda **inputs: None)
-    weights, state = side.weights(), [dict(vars(thing)) for thing in TOUCHED]
-    for fault in (fault for fault in FAULTS if fault.row.name == row):
-        with fault.planted(side, weights):
+def test_patches_are_taken_out_again_also_after_an_error(row):
+    module = _faults(row)[0].variant.build(torch_ref)
+    before = _state(module)
+    for known in _faults(row):
+        with pytest.raises(ZeroDivisionError), patched(module, known.patches):
+            raise ZeroDivisionError
+        assert _state(module) == before
+        with patched(module, known.patches):
+            assert _state(module) != before
+        assert _state(module) == before
+
+
+def _state(module):
+    """Return the identity of every attribute of the module, of all that `torch_ref` has and of what else is patched."""
+    files = [file for name, file in sys.modules.items() if name.split(".")[0] == "torch_ref"]
+    classes = {thing for file in files for thing in vars(file).values() if isinstance(thing, type)}
+    state = {
+        (str(thing), name): id(value)
+        for thing in (*files, *classes, Recipe, torch.optim, torch.nn.GELU)
+        for name, value in vars(thing).items()
+    }
+    for path, part in module.named_modules():
+        own = [*vars(part).items(), *part.named_parameters(recurse=False), *part.named_children()]
+        state |= {(path, name): id(value) for name, value in own}
+    return state
+
+
+def test_a_patch_that_cannot_be_applied_takes_out_those_before_it():
+    module = torch_ref.RMSNorm(4)
+    before = _state(module)
+    for wrong, error in ((Patch("", "scale", 2.0), TypeError), (Patch("", "epsilon", 0.1), AttributeError)):
+        with pytest.raises(error, match=r"scale|epsilon"), patched(module, [Patch("", "eps", 0.1), wrong]):
             pass
-        assert [dict(vars(thing)) for thing in TOUCHED] == state
-        assert all((value == weights[name]).all() for name, value in side.weights().items())
+    assert _state(module) == before
 
 
-@planting.fault("rms_norm")
-def harmless(plant):
-    """Nothing goes wrong."""
+HARMLESS = fault("harmless", "Nothing goes wrong.", "rms_norm", Copy("", "scale", "scale"))
+SERIOUS = fault(
+    *("serious", "The scale is missing.", "rms_norm"),
+    Change("", "scale", lambda scale: torch.nn.Parameter(torch.ones_like(scale))),
+)
 
 
-@planting.fault("rms_norm")
-def serious(plant):
-    """The scale is missing."""
-    plant.module.scale.data.fill_(1)
-
-
-def test_a_fault_that_no_check_sees_survives():
-    (result,) = kill.run([harmless])
-    assert result.survived
+def test_a_fault_that_changes_nothing_is_undetected():
+    (result,) = detect.detect([HARMLESS])
+    assert not result.detected
     assert result.fixed == {LOW: True, MIDDLE: True, HIGH: True}
 
 
-def test_a_fault_is_planted_alone():
-    forward, alone = norm.RMSNorm.forward, []
+def test_a_fault_is_patched_in_alone():
+    forward, alone = RMSNorm.forward, []
 
-    @planting.fault("rms_norm")
-    def doubled(plant):
-        """The output is doubled."""
-        alone.append(norm.RMSNorm.forward is forward)
-        plant.wrap(norm.RMSNorm, "forward", lambda forward, self, x: 2 * forward(self, x))
+    def doubled(original, self, x):
+        alone.append(original is forward)
+        return 2 * original(self, x)
 
-    (result,) = kill.run([doubled])
-    assert result.check.error == pytest.approx(0.5)
-    assert alone == [True, True]  # for the check, and for the fixed tolerances
+    twice = [
+        fault(name, "The output is doubled.", "rms_norm", Wrap(RMSNorm, "forward", doubled)) for name in ("one", "two")
+    ]
+    for result in detect.detect(twice):
+        assert result.check.error == pytest.approx(0.5)
+    assert len(alone) >= 4  # for the checks, and for the fixed tolerances
+    assert all(alone)
 
 
-def test_a_check_that_fails_without_a_fault_says_nothing(monkeypatch):
-    forward = norm.RMSNorm.forward
-    monkeypatch.setattr(norm.RMSNorm, "forward", lambda self, x: 1.001 * forward(self, x))
-    with pytest.raises(kill.UnsoundError, match=r"nothing is planted in rms_norm, and still forward: error 0\.000999"):
-        kill.run([serious])
+def test_a_variant_that_fails_without_a_fault_is_refused(monkeypatch):
+    forward = RMSNorm.forward
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: 1.001 * forward(self, x))
+    rule = r"must pass before a fault is patched in; got rms_norm, forward: error 0\.000999.*Repair the variant first"
+    with pytest.raises(detect.FailsWithoutFaultError, match=rule):
+        detect.detect([SERIOUS])
 
 
 FIXED = {LOW: False, MIDDLE: True, HIGH: True}
-KILLS = [
-    Kill(serious, Check("forward", 0.25, 1e-12, "output"), FIXED),
-    Kill(serious, Check("dropout", float("inf"), 0.0, skipped="nothing is dropped", wanted=True), FIXED),
-    Kill(harmless, None, FIXED),
+DETECTIONS = [
+    Detection(SERIOUS, Check("forward", 0.25, 1e-12, "output"), FIXED),
+    Detection(SERIOUS, Check("dropout", float("inf"), 0.0, skipped="nothing is dropped", wanted=True), FIXED),
+    Detection(HARMLESS, None, FIXED),
 ]
 
 
 def test_the_table_has_the_same_cells():
     console = Console(width=130)
     with console.capture() as captured:
-        console.print(kill.table(KILLS))
+        console.print(detect.table(DETECTIONS))
     lines = [" ".join(line.split()) for line in captured.get().splitlines()]
     assert "The scale is missing rms_norm forward 2.5e-01 1e-12 fails passes passes" in lines
-    assert "Nothing goes wrong rms_norm SURVIVED fails passes passes" in lines
+    assert "Nothing goes wrong rms_norm UNDETECTED fails passes passes" in lines
 
 
 def test_the_table_in_markdown():
-    assert kill.markdown(KILLS).splitlines() == [
-        "| fault | planted in | first caught by | error | rule | 1e-04 | 1e-02 | 4e-02 |",
+    assert detect.markdown(DETECTIONS).splitlines() == [
+        "| fault | variant | first detected by | error | rule | 1e-04 | 1e-02 | 4e-02 |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
         "| The scale is missing | rms_norm | forward | 2.5e-01 | 1e-12 | fails | passes | passes |",
         "| The scale is missing | rms_norm | dropout | not run |  | fails | passes | passes |",
-        "| Nothing goes wrong | rms_norm | SURVIVED |  |  | fails | passes | passes |",
+        "| Nothing goes wrong | rms_norm | UNDETECTED |  |  | fails | passes | passes |",
     ]
 
 
-def test_the_summary_counts_what_each_way_of_testing_sees():
-    line = "2 of 3 faults are caught; a fixed tolerance sees 3 at 1e-04, 0 at 1e-02, 0 at 4e-02"
-    assert kill.summary(KILLS) == line
+def test_the_summary_counts_what_each_way_of_testing_detects():
+    line = "2 of 3 faults are detected; a fixed tolerance detects 3 at 1e-04, 0 at 1e-02, 0 at 4e-02"
+    assert detect.summary(DETECTIONS) == line

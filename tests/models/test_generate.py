@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, generate
-from flax_attn.models.sampling import Sampling, keep_likeliest, sample
+from flax_attn.models.sampling import Sampling, keep_most_likely, sample
 
 GPT = GPT2Config(8, 2, 2, context_length=24, vocab_size=31)
 LLAMA = LlamaConfig(8, 12, 4, 2, num_kv_heads=2, context_length=200, vocab_size=31)
@@ -18,7 +18,7 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [30], [9, 9]]
 def build(config):
     model = (GPT2 if isinstance(config, GPT2Config) else Llama)(config, rngs=nnx.Rngs(0))
     for param in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        param[...] = 20 * param[...]  # decided, so that no near-ties depend on the order of a sum
+        param[...] = 20 * param[...]  # large, so that no tokens nearly tie and depend on the order of a sum
     return model
 
 
@@ -27,8 +27,13 @@ def model(request):
     return build(request.param)
 
 
+@pytest.fixture(scope="module")
+def llama():
+    return build(LLAMA)
+
+
 def naive(model, prompt, new):
-    """Return greedy tokens by the full forward of all tokens, one at a time; what stands after them is hidden."""
+    """Return greedy tokens by the full forward of all tokens, one at a time; causality hides the rest."""
     model.eval()
     tokens, forward = np.zeros(24, int), nnx.jit(lambda model, tokens: model(tokens))
     tokens[: len(prompt)] = prompt
@@ -41,31 +46,31 @@ def test_greedy_equals_the_full_forward_for_every_row_of_a_batch(model):
     assert generate(model, PROMPTS, 12) == [naive(model, prompt, 12) for prompt in PROMPTS]
 
 
-def test_one_prompt_gives_one_list_and_arrays_do_as_well(model):
-    alone = generate(model, PROMPTS[0], 5)
-    assert alone == generate(model, np.array(PROMPTS[0]), 5) == generate(model, jnp.array([PROMPTS[0]]), 5)[0]
+def test_one_prompt_gives_one_list_and_arrays_do_as_well(llama):
+    alone = generate(llama, PROMPTS[0], 5)
+    assert alone == generate(llama, np.array(PROMPTS[0]), 5) == generate(llama, jnp.array([PROMPTS[0]]), 5)[0]
     assert all(type(token) is int for token in alone)
 
 
-def test_a_row_ends_with_its_stop_token_and_the_others_go_on(model):
-    free = generate(model, PROMPTS, 12)
+def test_a_row_ends_with_its_stop_token_and_the_others_go_on(llama):
+    free = generate(llama, PROMPTS, 12)
     stop = free[0][3]
     cut = [row[: row.index(stop) + 1] if stop in row else row for row in free]
-    assert generate(model, PROMPTS, 12, stop_tokens=[stop]) == cut
+    assert generate(llama, PROMPTS, 12, stop_tokens=[stop]) == cut
     assert len(cut[0]) < 12
 
 
-def test_the_callback_hears_every_token_in_order(model):
-    heard = [[] for _ in PROMPTS]
-    rows = generate(model, PROMPTS, 6, callback=lambda row, token: heard[row].append(token))
-    assert heard == rows == generate(model, PROMPTS, 6)
+def test_the_callback_gets_every_token_in_order(llama):
+    received = [[] for _ in PROMPTS]
+    rows = generate(llama, PROMPTS, 6, callback=lambda row, token: received[row].append(token))
+    assert received == rows == generate(llama, PROMPTS, 6)
 
 
-def test_the_same_key_draws_the_same_tokens_and_another_key_others(model):
+def test_the_same_key_draws_the_same_tokens_and_another_key_others(llama):
     options = {"temperature": 1.5, "top_k": 20, "top_p": 0.95}
-    one, again, other = (generate(model, PROMPTS, 12, key=jax.random.key(k), **options) for k in (0, 0, 1))
+    one, again, other = (generate(llama, PROMPTS, 12, key=jax.random.key(k), **options) for k in (0, 0, 1))
     assert one == again != other
-    assert generate(model, PROMPTS, 12, temperature=0.5, top_k=1, key=jax.random.key(0)) == generate(model, PROMPTS, 12)
+    assert generate(llama, PROMPTS, 12, temperature=0.5, top_k=1, key=jax.random.key(0)) == generate(llama, PROMPTS, 12)
 
 
 def test_the_model_runs_in_eval_mode_and_stays_in_its_own():
@@ -108,7 +113,7 @@ def test_lengths_within_a_bucket_share_two_programs():
         ),
         ([1], {"max_new_tokens": 0}, r"^max_new_tokens must be a positive integer; got max_new_tokens=0"),
         ([1], {"temperature": 0.5}, r"^temperature=0.5 draws tokens, which needs a key\. Pass key=jax"),
-        ([1], {"top_k": 3}, r"^temperature=0 takes the likeliest token.* got top_k=3, top_p=None"),
+        ([1], {"top_k": 3}, r"^temperature=0 takes the most likely token.* got top_k=3, top_p=None"),
         ([1], {"temperature": -1.0}, r"^temperature must be at least 0, and finite; got -1"),
         ([1], {"temperature": 1.0, "top_k": 0}, r"^top_k must be a positive integer; got top_k=0"),
         ([1], {"temperature": 1.0, "top_p": 0.0}, r"^top_p is a probability in \(0, 1\]; got top_p=0"),
@@ -120,11 +125,11 @@ def test_bad_calls(tokens, options, message):
         generate(build(GPT), tokens, **{"max_new_tokens": 5, **options})
 
 
-def test_top_k_and_top_p_keep_the_likeliest():
+def test_top_k_and_top_p_keep_the_most_likely():
     logits = jnp.log(jnp.array([[0.1, 0.4, 0.3, 0.2], [0.97, 0.01, 0.01, 0.01]]))
 
     def kept(**options):
-        return np.isfinite(keep_likeliest(logits, Sampling(1.0, **options))).tolist()
+        return np.isfinite(keep_most_likely(logits, Sampling(1.0, **options))).tolist()
 
     assert kept(top_k=2) == [[False, True, True, False], [True, False, False, False]] or kept(top_k=2)[1] == [True] * 4
     assert kept(top_p=0.69) == [[False, True, True, False], [True, False, False, False]]

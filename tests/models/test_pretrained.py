@@ -15,9 +15,11 @@ from flax import nnx
 from flax_attn import MultiHeadAttention, convert
 from flax_attn.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YaRNScaling
 from flax_attn.functional.positions import RoPE
-from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, pretrained
-from flax_attn.models.hf_config import read_config, write_config
-from flax_attn.models.language_model import LanguageModel
+from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, from_pretrained, save_pretrained
+from flax_attn.models.hugging_face import folder as loader
+from flax_attn.models.hugging_face.fields import read_fields
+from flax_attn.models.qwen2 import Qwen2
+from flax_attn.models.registry import FAMILIES, model_class, model_types
 
 GPT2_FIELDS = {"model_type": "gpt2", "n_embd": 6, "n_head": 2, "n_layer": 2, "n_positions": 8, "vocab_size": 11}
 LLAMA_FIELDS = {
@@ -30,6 +32,8 @@ LLAMA_FIELDS = {
     "max_position_embeddings": 16,
     "vocab_size": 11,
 }
+QWEN2_FIELDS = {**LLAMA_FIELDS, "model_type": "qwen2"}
+SLIDING, FULL = "sliding_attention", "full_attention"
 LLAMA = LlamaConfig(8, 10, num_heads=4, num_layers=2, num_kv_heads=2, head_dim=2, context_length=16, vocab_size=11)
 
 
@@ -54,6 +58,15 @@ def folder(tmp_path, weights):
     (tmp_path / "config.json").write_text(json.dumps(GPT2_FIELDS))
     safetensors.numpy.save_file(weights, tmp_path / "model.safetensors")
     return tmp_path
+
+
+def read_config(folder, dropout=None):
+    cls = model_class(folder)
+    return loader.read_config(cls, cls.family, read_fields(folder), dropout)
+
+
+def write_config(config):
+    return loader.write_config(Llama.family, config, "float32")
 
 
 def write_fields(folder, fields, **changes):
@@ -226,16 +239,29 @@ def test_a_broken_config(folder, text, match):
         GPT2.from_pretrained(folder)
 
 
-def test_the_config_of_the_other_model(folder):
-    with pytest.raises(ValueError, match=r"config\.json is that of a GPT2, not of a Llama\. Take GPT2"):
+def test_the_config_of_another_family(folder):
+    with pytest.raises(
+        ValueError, match=r"json is that of a model_type 'gpt2', and Llama reads 'llama', 'mistral'\. Use"
+    ):
         Llama.from_pretrained(folder)
 
 
+def test_the_config_names_the_class(folder):
+    model = from_pretrained(folder)
+    assert type(model) is GPT2
+    save_pretrained(model, folder / "copy")
+    assert from_pretrained(folder / "copy").config == model.config
+
+
+def test_every_family_has_model_types_of_its_own():
+    assert sum(len(cls.family.read) for cls in FAMILIES) == len(model_types())
+
+
 def test_float64_needs_the_mode_of_64_bits(folder, weights):
-    with pytest.raises(ValueError, match=r"float64 need JAX in its mode of 64 bits"):
+    with pytest.raises(ValueError, match=r"float64 need JAX's 64-bit mode"):
         GPT2.from_pretrained(folder, param_dtype="float64")
     change(folder, {name: array.astype("float64") for name, array in weights.items()})
-    with pytest.raises(ValueError, match=r"float64 need JAX in its mode of 64 bits"):
+    with pytest.raises(ValueError, match=r"float64 need JAX's 64-bit mode"):
         GPT2.from_pretrained(folder)
     assert GPT2.from_pretrained(folder, param_dtype="float32").tok_emb.embedding.dtype == jnp.float32
 
@@ -247,7 +273,7 @@ def test_a_param_dtype_of_integers(folder):
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 REFUSED = [
-    (GPT2_FIELDS, {"model_type": "bert"}, r"model_type must be one of 'gpt2', 'llama', 'mistral'; got 'bert'"),
+    (GPT2_FIELDS, {"model_type": "bert"}, r"model_type must be one of 'gpt2', 'llama', 'mistral'.*; got 'bert'"),
     (GPT2_FIELDS, {"n_embd": "768"}, r"n_embd must be of the kind int; got \"768\""),
     (GPT2_FIELDS, {"n_layer": True}, r"n_layer must be of the kind int; got true"),
     (GPT2_FIELDS, {"vocab_size": None}, r"vocab_size must be of the kind int; got null"),
@@ -257,7 +283,24 @@ REFUSED = [
     (GPT2_FIELDS, {"add_cross_attention": True}, r"add_cross_attention must be false, .*; got true"),
     (GPT2_FIELDS, {"is_causal": False}, r"is_causal must be true, .*; got false"),
     (GPT2_FIELDS, {"quantization_config": {"bits": 4}}, r"quantization_config must be null, .*; got \{\"bits\": 4\}"),
-    (GPT2_FIELDS, {"embd_pdrop": 0.2}, r"one probability of dropout; got attn_pdrop=0\.1, embd_pdrop=0\.2.*dropout="),
+    (
+        GPT2_FIELDS,
+        {"embd_pdrop": 0.2},
+        r"has one probability of dropout; got attn_pdrop=0\.1, embd_pdrop=0\.2.*dropout=",
+    ),
+    (QWEN2_FIELDS, {"hidden_act": "relu"}, r"hidden_act must be one of .*; got 'relu'"),
+    (QWEN2_FIELDS, {"use_sliding_window": 1}, r"use_sliding_window must be of the kind bool; got 1"),
+    (
+        QWEN2_FIELDS,
+        {"layer_types": [FULL]},
+        r"layer_types must name .* each of num_hidden_layers=2 layers; got \['full",
+    ),
+    (QWEN2_FIELDS, {"layer_types": [FULL, "linear"]}, r"layer_types must name 'sliding_attention' or .*'linear'\]"),
+    (
+        QWEN2_FIELDS,
+        {"layer_types": [FULL, SLIDING]},
+        r"needs a window; got use_sliding_window=false, sliding_window=4096",
+    ),
     (LLAMA_FIELDS, {"hidden_act": "relu"}, r"hidden_act must be one of .*; got 'relu'"),
     (LLAMA_FIELDS, {"sliding_window": 8}, r"sliding_window must be null, .*; got 8"),
     (LLAMA_FIELDS, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be 1\.0, .*; got 0\.5"),
@@ -301,6 +344,46 @@ def test_what_a_mistral_leaves_out(tmp_path):
     assert (read_config(tmp_path).window, read_config(tmp_path).num_kv_heads) == (None, None)
 
 
+def test_what_a_qwen2_leaves_out(tmp_path):
+    write_fields(tmp_path, {name: LLAMA_FIELDS[name] for name in LLAMA_FIELDS if name != "num_key_value_heads"})
+    fields = {"model_type": "qwen2", "num_attention_heads": 32, "num_key_value_heads": None, "hidden_size": 32}
+    write_fields(tmp_path, LLAMA_FIELDS, **fields)
+    assert (read_config(tmp_path).window, read_config(tmp_path).num_kv_heads) == (None, None)
+    del fields["num_key_value_heads"]
+    write_fields(tmp_path, {**LLAMA_FIELDS, **fields, "num_hidden_layers": 30}, use_sliding_window=True)
+    assert read_config(tmp_path).full_layers == tuple(range(28))
+
+
+WINDOWS = [
+    ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, (5, 5)),
+    ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, (None, 5)),
+    ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}, (None, None)),
+    ({"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL]}, (5, None)),
+    ({"use_sliding_window": True, "sliding_window": None}, (None, None)),
+    ({"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 0}, (None, None)),
+]
+
+
+@pytest.mark.parametrize(("changes", "windows"), WINDOWS)
+def test_the_window_of_each_layer_is_read_and_written(tmp_path, changes, windows):
+    write_fields(tmp_path, QWEN2_FIELDS, **changes)
+    config = read_config(tmp_path)
+    assert config.windows == windows
+    (tmp_path / "config.json").write_text(loader.write_config(Qwen2.family, config, "float32"))
+    assert read_config(tmp_path).windows == windows
+
+
+def test_a_layer_that_is_not_there():
+    with pytest.raises(ValueError, match=r"full_layers must be numbers of layers, 0 to 1; got \(2,\)"):
+        replace(LLAMA, window=3, full_layers=(2,))
+
+
+def test_what_a_qwen3_leaves_out(tmp_path):
+    fields = {name: value for name, value in LLAMA_FIELDS.items() if name != "num_key_value_heads"}
+    write_fields(tmp_path, fields, model_type="qwen3", num_attention_heads=32)
+    assert (read_config(tmp_path).head_dim, read_config(tmp_path).num_kv_heads) == (128, 32)
+
+
 def test_the_original_context_beside_the_rope_counts_first(tmp_path):
     write_fields(tmp_path, LLAMA_FIELDS, rope_scaling={**YARN, "original_max_position_embeddings": 8})
     assert read_config(tmp_path).rope.scaling == YaRNScaling(4.0, 8)
@@ -323,13 +406,13 @@ SCALINGS = [
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 def test_a_rope_is_read_as_it_was_written(tmp_path, scaling):
     config = replace(LLAMA, rope=RoPE(500.0, scaling=scaling), activation="gelu_exact", dropout=0.25)
-    (tmp_path / "config.json").write_text(write_config(config, "float32"))
+    (tmp_path / "config.json").write_text(write_config(config))
     assert read_config(tmp_path) == config
 
 
 def test_a_scale_that_transformers_would_ignore_becomes_an_amplitude(tmp_path):
     scaling = YaRNScaling(4.0, 4, mscale=0.7)
-    (tmp_path / "config.json").write_text(write_config(replace(LLAMA, rope=RoPE(scaling=scaling)), "float32"))
+    (tmp_path / "config.json").write_text(write_config(replace(LLAMA, rope=RoPE(scaling=scaling))))
     assert read_config(tmp_path).rope.scaling == YaRNScaling(4.0, 4, attention_factor=scaling.amplitude())
 
 
@@ -339,12 +422,12 @@ class HalfScaling(Scaling):
 
 
 UNWRITABLE = [
-    ({"qk_norm": 1e-6}, r"Llama of transformers has no norms of queries and keys; got qk_norm=1e-06"),
-    ({"num_heads": 3, "num_kv_heads": 1}, r"a width that its heads divide.*got d_model=8, num_heads=3"),
+    ({"num_heads": 3, "num_kv_heads": 1}, r"num_heads must divide d_model.*got d_model=8, num_heads=3"),
+    ({"window": 4, "full_layers": (1,)}, r"stored as Mistral, which has it in every layer; got full_layers=\(1,\)"),
     ({"window": 4, "ff_bias": True}, r"stored as Mistral, which has no biases; got attention_bias=False, ff_bias=True"),
-    ({"rope": RoPE(interleaved=True)}, r"turns whole heads, .*got rope\.interleaved=True, rope\.width=None"),
-    ({"head_dim": 4, "rope": RoPE(width=2)}, r"turns whole heads, .*got rope\.interleaved=False, rope\.width=2"),
-    ({"rope": RoPE(scaling=HalfScaling(2.0))}, r"scales by LinearScaling, .*; got HalfScaling\(factor=2\.0\)"),
+    ({"rope": RoPE(interleaved=True)}, r"rotates whole heads here, .*got rope\.interleaved=True, rope\.width=None"),
+    ({"head_dim": 4, "rope": RoPE(width=2)}, r"rotates whole heads here, .*got rope\.interleaved=False, rope\.width=2"),
+    ({"rope": RoPE(scaling=HalfScaling(2.0))}, r"scales RoPE by LinearScaling, .*; got HalfScaling\(factor=2\.0\)"),
     ({"rope": RoPE(scaling=DynamicNTKScaling(2.0, 4))}, r"original one: 8; got context_length=16.*context_length=8"),
 ]
 
@@ -352,13 +435,13 @@ UNWRITABLE = [
 @pytest.mark.parametrize(("changes", "match"), UNWRITABLE)
 def test_a_config_that_transformers_does_not_compute(changes, match):
     with pytest.raises(ValueError, match=match):
-        write_config(replace(LLAMA, **changes), "float32")
+        write_config(replace(LLAMA, **changes))
 
 
 @pytest.mark.parametrize("changes", [{"qkv_bias": False}, {"tied": False, "qkv_bias": False}])
-def test_a_model_that_the_layout_does_not_hold_is_not_written(tmp_path, changes):
+def test_a_model_that_transformers_does_not_compute_is_not_written(tmp_path, changes):
     model = GPT2(GPT2Config(6, 2, 1, context_length=8, vocab_size=11, **changes), rngs=nnx.Rngs(0))
-    with pytest.raises(convert.ConversionError, match=r"all have a bias or none has"):
+    with pytest.raises(ValueError, match=r"GPT-2 has biases in the projections .*; got qkv_bias=False\. Save with"):
         model.save_pretrained(tmp_path / "new")
     assert not list(tmp_path.iterdir())
 
@@ -410,7 +493,7 @@ def test_shards_are_as_large_as_allowed(folder):
 def test_a_crash_leaves_the_model_that_was_there(folder, monkeypatch, at):
     model = GPT2.from_pretrained(folder)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    monkeypatch.setattr(pretrained, at, lambda *arguments: 1 / 0)
+    monkeypatch.setattr(loader, at, lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.save_pretrained(folder)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
@@ -439,15 +522,18 @@ def test_a_path_that_is_a_file(folder):
         model.save_pretrained(folder / "config.json")
 
 
-class Other(LanguageModel):
+class Other(Llama):
     """A model that transformers does not know."""
 
+    family = None
 
-def test_a_model_of_another_kind(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"transformers knows GPT2 and Llama; got Other\. Use flax_attn\.convert\.save"
-    ):
-        Other().save_pretrained(tmp_path)
+
+def test_a_model_that_transformers_does_not_know(tmp_path):
+    model = nnx.eval_shape(lambda: Other(LLAMA, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"Other has no form in .*sets no `family`\. Use .* flax_attn\.convert\.save"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"Other has no form in .*Use flax_attn\.models\.from_pretrained to load"):
+        Other.from_pretrained(tmp_path)
 
 
 def test_a_shard_of_no_size(folder):

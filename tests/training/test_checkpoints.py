@@ -179,7 +179,7 @@ def test_steps_grow(step, tmp_path):
 def test_what_is_not_json_is_refused(value, tmp_path):
     model, optimizer = build()
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match=r"must be as JSON has it: .*; got \{'value': "):
+        with pytest.raises(ValueError, match=r"must be as JSON has them: .*; got \{'value': "):
             checkpoints.save(4, model, optimizer, value=value)
         assert checkpoints.latest is None
 

@@ -1,40 +1,30 @@
-"""Names for intermediate values, so that they can be looked at from outside while a module runs."""
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+"""Names for intermediate values, so that a tool can observe them while a module runs."""
 
 from torch import Tensor
-
-_LISTENER: ContextVar[Callable[[Tensor, str], Tensor] | None] = ContextVar("listener", default=None)
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
-    """Return `x`, and say its name to whoever listens; the counterpart of `jax.ad_checkpoint.checkpoint_name`.
+    """Return `x` under a name; the counterpart of `jax.ad_checkpoint.checkpoint_name`.
+
+    Any `torch.overrides.TorchFunctionMode` sees the call, with the name among its arguments, and may return another
+    tensor. Without one the call returns `x` itself.
 
     Example:
         >>> import torch
-        >>> checkpoint_name(torch.ones(2), "scores")
-        tensor([1., 1.])
+        >>> from torch.overrides import TorchFunctionMode
+        >>> class Names(TorchFunctionMode):
+        ...     def __torch_function__(self, func, types, args=(), kwargs=None):
+        ...         if func is checkpoint_name:
+        ...             print(args[1])
+        ...         return func(*args, **(kwargs or {}))
+        >>> x = torch.ones(2)
+        >>> with Names():
+        ...     y = checkpoint_name(x, "scores")
+        scores
+        >>> y is x
+        True
     """
-    listener = _LISTENER.get()
-    return x if listener is None else listener(x, name)
-
-
-@contextmanager
-def listening(listener: Callable[[Tensor, str], Tensor]) -> Iterator[None]:
-    """Hand every named value to `listener(value, name)`, and go on with what it returns.
-
-    Example:
-        >>> import torch
-        >>> names = []
-        >>> with listening(lambda x, name: names.append(name) or x):
-        ...     _ = checkpoint_name(torch.ones(2), "scores")
-        >>> names
-        ['scores']
-    """
-    token = _LISTENER.set(listener)
-    try:
-        yield
-    finally:
-        _LISTENER.reset(token)
+    if has_torch_function_unary(x):
+        return handle_torch_function(checkpoint_name, (x,), x, name)
+    return x

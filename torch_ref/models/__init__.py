@@ -1,8 +1,16 @@
-"""Whole models: GPT-2 and Llama, their checkpoints, and text from them."""
+"""Whole models, by family: their checkpoints, and text from them."""
 
 from torch_ref.models.generate import generate
 from torch_ref.models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config
 from torch_ref.models.language_model import LanguageModel
 from torch_ref.models.llama import Llama, LlamaConfig
 
-__all__ = ["GPT2", "GPT2_CONFIGS", "GPT2Config", "LanguageModel", "Llama", "LlamaConfig", "generate"]
+__all__ = [
+    "GPT2",
+    "GPT2_CONFIGS",
+    "GPT2Config",
+    "LanguageModel",
+    "Llama",
+    "LlamaConfig",
+    "generate",
+]

@@ -1,25 +1,26 @@
 """GPT-2: the model, the published sizes, and their attention layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from jaxtyping import Integer
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_ref.functional.checks import check_choice
 from torch_ref.functional.shapes import Tokens
-from torch_ref.models.language_model import LanguageModel, initialise
+from torch_ref.models.language_model import LanguageModel
 from torch_ref.modules.block import TransformerBlock
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.embedding import Embedding
-from torch_ref.modules.linear import Linear
+from torch_ref.modules.feed_forward import FeedForward
 from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.norm import LayerNorm
 
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The numbers of one size of GPT-2.
+    """The sizes of a GPT-2.
 
     Args:
         d_model: width of the tokens.
@@ -63,18 +64,12 @@ GPT2_CONFIGS = MappingProxyType(
 )
 
 
-class GPT2(LanguageModel):
+class GPT2(LanguageModel[GPT2Config]):
     """GPT-2: learned positions, norm before the sublayer, GELU in its tanh form.
 
         x = drop(tok_emb[tokens] + pos_emb[positions]);  x = block_i(x) for each i;  logits = final_norm(x) @ tok_emb^T
 
-    Args:
-        config: its numbers; `GPT2_CONFIGS` holds the published ones.
-        backend: of the attention calls; `"auto"` or the name of one.
-        remat: whether the backward pass computes each block again instead of keeping what it made.
-
-    Shapes:
-        tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
+    The arguments are those of `LanguageModel`; `GPT2_CONFIGS` has the published sizes.
 
     Raises:
         ValueError: where its layers do.
@@ -89,35 +84,26 @@ class GPT2(LanguageModel):
         Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
 
-    def __init__(
-        self,
-        config: GPT2Config,
-        *,
-        backend: str = "auto",
-        remat: bool = False,
-    ):
-        super().__init__()
-        self.config, self.remat = config, remat
-        self.tok_emb = Embedding(config.vocab_size, config.d_model)
-        self.pos_emb = Embedding(config.context_length, config.d_model)
-        self.drop_emb = Dropout(config.dropout)
-        self.trf_blocks = nn.ModuleList(
-            TransformerBlock(
-                config.d_model,
-                config.context_length,
-                config.dropout,
-                config.num_heads,
-                config.qkv_bias,
-                d_hidden=config.d_hidden,
-                activation=config.activation,
-                eps=config.eps,
-                backend=backend,
-            )
-            for _ in range(config.num_layers)
+    def create_embeddings(self) -> None:
+        """Set the tables of tokens and of positions, and the dropout of their sum."""
+        super().create_embeddings()
+        self.pos_emb = Embedding(self.config.context_length, self.config.d_model)
+        self.drop_emb = Dropout(self.config.dropout)
+
+    def block(self, layer: int, backend: str) -> TransformerBlock:
+        """Return a block: norms before attention and feed-forward, dropout on their outputs."""
+        config = self.config
+        return TransformerBlock(
+            _attention(config, backend=backend),
+            FeedForward(config.d_model, config.d_hidden, config.activation),
+            self.norm(),
+            self.norm(),
+            drop_shortcut=Dropout(config.dropout),
         )
-        self.final_norm = LayerNorm(config.d_model, config.eps)
-        self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False)
-        initialise(self)
+
+    def norm(self) -> LayerNorm:
+        """Return a norm."""
+        return LayerNorm(self.config.d_model, self.config.eps)
 
     def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
         """Return the vectors of tokens and of their positions, summed, and dropped in train mode."""
@@ -125,8 +111,13 @@ class GPT2(LanguageModel):
         return self.drop_emb(x + self.pos_emb(positions), dropout_key=dropout_key)
 
 
+def _attention(config: GPT2Config, **options: Any) -> MultiHeadAttention:
+    d, length = config.d_model, config.context_length
+    return MultiHeadAttention(d, d, length, config.dropout, config.num_heads, config.qkv_bias, **options)
+
+
 def create_gpt2_attention(
-    size: str, dropout: float = 0.1, *, qkv_bias: bool | None = None, backend: str = "auto"
+    size: str, dropout: float = 0.1, *, qkv_bias: bool | None = None, **options: Any
 ) -> MultiHeadAttention:
     """Return one attention layer of a published GPT-2 size.
 
@@ -134,10 +125,10 @@ def create_gpt2_attention(
         size: `"small"`, `"medium"`, `"large"` or `"xl"`, or a key of `GPT2_CONFIGS`.
         dropout: the probability that a weight is dropped in train mode.
         qkv_bias: whether the input projections have a bias; None is as published: they do.
-        backend: of the attention call; `"auto"` or the name of one.
+        options: other arguments of `MultiHeadAttention`, such as `backend`.
 
     Raises:
-        ValueError: if the size is not a published one or the backend is unknown.
+        ValueError: if the size is not a published one, or where `MultiHeadAttention` does.
 
     Example:
         >>> create_gpt2_attention("small").num_heads
@@ -149,12 +140,5 @@ def create_gpt2_attention(
     name = size if size in GPT2_CONFIGS else f"gpt2-{size}"
     check_choice("size", size if name not in GPT2_CONFIGS else name, tuple(GPT2_CONFIGS))
     config = GPT2_CONFIGS[name]
-    return MultiHeadAttention(
-        config.d_model,
-        config.d_model,
-        config.context_length,
-        dropout,
-        config.num_heads,
-        config.qkv_bias if qkv_bias is None else qkv_bias,
-        backend=backend,
-    )
+    bias = config.qkv_bias if qkv_bias is None else qkv_bias
+    return _attention(replace(config, dropout=dropout, qkv_bias=bias), **options)

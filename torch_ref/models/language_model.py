@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, overload, runtime_checkable
 
 import torch
 from jaxtyping import Float, Integer
@@ -13,41 +13,107 @@ from torch_ref.functional.cache import KVCache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import ArrayLike, Tokens
+from torch_ref.modules.block import TransformerBlock
+from torch_ref.modules.calls import CallOptions
 from torch_ref.modules.embedding import Embedding
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.norm import LayerNorm, RMSNorm
+from torch_ref.modules.typed import TypedModule
 
 Cache = tuple[KVCache, ...]
 
 
-class LanguageModel(nn.Module):
+@runtime_checkable
+class ModelConfig(Protocol):
+    """The sizes that the config of every language model has."""
+
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+
+
+class ModelOptions(TypedDict, total=False):
+    """The keywords of a call that do not change what it returns; see `LanguageModel`."""
+
+    mask: Mask | Tensor | None
+    positions: ArrayLike | None
+    lengths: ArrayLike | int | None
+    dropout_key: Tensor | None
+
+
+C = TypeVar("C", bound=ModelConfig)
+
+
+class LanguageModel(TypedModule, Generic[C]):
     """A decoder-only language model; a base class, see `GPT2` and `Llama`.
 
         logits = head(final_norm(block_L(... block_1(embed(tokens)))))
 
-    A model defines `embed` and, in its constructor, `tok_emb`, `trf_blocks`, `final_norm`, and `out_head`, which is
-    None where the head is tied to `tok_emb`.
+    A family defines `block` and `norm`, and `embed` and `create_embeddings` where it has more than a table of tokens.
+
+    Args:
+        config: the sizes.
+        backend: of the attention calls; `"auto"` or the name of one.
+        remat: whether the backward pass recomputes each block instead of storing its activations.
+
+    Shapes:
+        tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
     """
 
-    config: Any
+    config: C
     tok_emb: Embedding
     trf_blocks: Any  # a ModuleList of TransformerBlock
     final_norm: LayerNorm | RMSNorm
     out_head: Linear | None
     remat: bool
 
-    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
-        """Return the vectors of tokens that stand at these positions."""
+    def __init__(
+        self,
+        config: C,
+        *,
+        backend: str = "auto",
+        remat: bool = False,
+    ):
+        super().__init__()
+        self.config, self.remat = config, remat
+        self.create_embeddings()
+        self.trf_blocks = nn.ModuleList(self.block(i, backend) for i in range(config.num_layers))
+        self.final_norm = self.norm()
+        self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False)
+        initialise(self)
+
+    def create_embeddings(self) -> None:
+        """Set `tok_emb`, and what else `embed` reads."""
+        self.tok_emb = Embedding(self.config.vocab_size, self.config.d_model)
+
+    def block(self, layer: int, backend: str) -> TransformerBlock:
+        """Return the block of a layer, the first being 0."""
         raise NotImplementedError
 
-    @property
-    def window(self) -> int | None:
-        """How many keys in all a token sees; None is all."""
-        return self.trf_blocks[0].att.window
+    def norm(self) -> LayerNorm | RMSNorm:
+        """Return a norm of the family."""
+        raise NotImplementedError
 
-    def block_options(self, positions: ArrayLike | None) -> dict[str, Any]:
-        """Return what positions mean to the blocks."""
-        return {}
+    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+        """Return the vectors of tokens at these positions."""
+        return self.tok_emb(tokens)
+
+    @overload
+    def forward(
+        self, tokens: Integer[Tensor, "*b t"], *, cache: None = None, **options: Unpack[ModelOptions]
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, tokens: Integer[Tensor, "*b t"], *, cache: Cache, **options: Unpack[ModelOptions]
+    ) -> tuple[Tensor, Cache]: ...
 
     def forward(
         self,
@@ -58,8 +124,8 @@ class LanguageModel(nn.Module):
         lengths: ArrayLike | int | None = None,
         cache: Cache | None = None,
         dropout_key: Tensor | None = None,
-    ) -> Any:
-        """Return the logits `(b, t, vocab_size)` of the token after each, followed by the cache if there is one.
+    ) -> Tensor | tuple[Tensor, Cache]:
+        """Return the logits `(b, t, vocab_size)` of the token after each, followed by the cache if one is given.
 
         Args:
             tokens: `(b, t)` or `(t,)`.
@@ -67,46 +133,62 @@ class LanguageModel(nn.Module):
                 is that of the whole sequence, the same in every call.
             positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
             lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is all.
-            cache: keys and values of what came before, from `init_cache`; the new ones are stored behind them.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored behind them.
             dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
 
         Raises:
-            ValueError: if tokens or positions lie outside their tables, there are more than `context_length` of them,
-                mask or positions do not fit, or the cache is full.
+            ValueError: if there are more than `context_length` tokens, or mask, positions or cache do not fit. Values
+                are not read: a token outside the vocabulary, or one that the cache has no space for, gives NaN.
         """
-        options = {"mask": mask, "positions": positions, "lengths": lengths, "dropout_key": dropout_key}
-        if cache is None:
-            return self.logits(self.hidden(tokens, **options))
-        hidden, cache = self.hidden(tokens, cache=cache, **options)
-        return self.logits(hidden), cache
+        options: ModelOptions = {"mask": mask, "positions": positions, "lengths": lengths, "dropout_key": dropout_key}
+        hidden, cache = self._run(tokens, cache, **options)
+        logits = self.logits(hidden)
+        return logits if cache is None else (logits, cache)
+
+    @overload
+    def hidden(
+        self, tokens: Integer[Tensor, "*b t"], *, cache: None = None, **options: Unpack[ModelOptions]
+    ) -> Tensor: ...
+
+    @overload
+    def hidden(
+        self, tokens: Integer[Tensor, "*b t"], *, cache: Cache, **options: Unpack[ModelOptions]
+    ) -> tuple[Tensor, Cache]: ...
 
     def hidden(
+        self, tokens: Integer[Tensor, "*b t"], *, cache: Cache | None = None, **options: Unpack[ModelOptions]
+    ) -> Tensor | tuple[Tensor, Cache]:
+        """Return the input of the head, `(b, t, d_model)`; arguments, and the cache behind it, are those of a call."""
+        hidden, cache = self._run(tokens, cache, **options)
+        return hidden if cache is None else (hidden, cache)
+
+    def _run(
         self,
         tokens: Integer[Tensor, "*b t"],
+        cache: Cache | None,
         *,
         mask: Mask | Tensor | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
-        cache: Cache | None = None,
         dropout_key: Tensor | None = None,
-    ) -> Any:
-        """Return what the head reads, `(b, t, d_model)`; arguments, and the cache behind it, are those of a call."""
+    ) -> tuple[Tensor, Cache | None]:
         t = tokens.shape[-1]
-        places = torch.arange(t, device=tokens.device) if cache is None else cache[0].positions(t, lengths)
-        x = self.embed(tokens, places if positions is None else torch.as_tensor(positions), fold_in(dropout_key, 0))
-        options = {"mask": mask, "lengths": lengths, **self.block_options(positions)}
+        order = torch.arange(t, device=tokens.device) if cache is None else cache[0].positions(t, lengths)
+        x = self.embed(tokens, order if positions is None else torch.as_tensor(positions), fold_in(dropout_key, 0))
         caches = []
         for i, block in enumerate(self.trf_blocks):
-            key = fold_in(dropout_key, 1 + i)
+            options: CallOptions = {
+                "mask": mask,
+                "positions": None if block.att.rope is None else positions,
+                "lengths": lengths,
+                "dropout_key": fold_in(dropout_key, 1 + i),
+            }
             if cache is not None:
-                x, held = block(x, cache=cache[i], dropout_key=key, **options)
-                caches.append(held)
-            elif self.remat:
-                x = checkpoint(block, x, dropout_key=key, use_reentrant=False, **options)
+                x, extended = block(x, cache=cache[i], **options)
+                caches.append(extended)
             else:
-                x = block(x, dropout_key=key, **options)
-        x = self.final_norm(x)
-        return x if cache is None else (x, tuple(caches))
+                x = checkpoint(block, x, use_reentrant=False, **options) if self.remat else block(x, **options)
+        return self.final_norm(x), None if cache is None else tuple(caches)
 
     def logits(self, hidden: Float[Tensor, "*b d"]) -> Float[Tensor, "*b vocab"]:
         """Return the logits of what `hidden` returned."""
@@ -114,6 +196,8 @@ class LanguageModel(nn.Module):
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Cache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
+
+        The cache of a layer with a window is a ring buffer, which holds the window at least.
 
         Example:
             >>> import torch
@@ -124,7 +208,7 @@ class LanguageModel(nn.Module):
             >>> logits.shape, cache[0].length.tolist()
             (torch.Size([4, 1, 11]), [6, 6, 6, 6])
         """
-        return tuple(block.init_cache(b, capacity, dtype) for block in self.trf_blocks)
+        return tuple(block.init_cache(b, max(capacity, block.att.window or 0), dtype) for block in self.trf_blocks)
 
 
 def initialise(model: LanguageModel) -> None:

@@ -1,4 +1,4 @@
-"""The loss of a language model: how surprised it is by each next token."""
+"""The loss of a language model: the mean cross entropy of the next tokens."""
 
 import torch
 from einops import rearrange
@@ -30,13 +30,13 @@ def next_token_loss(
     Args:
         model: in train mode it drops; `model.eval()` switches that off.
         tokens: `(b, t)` or `(t,)`.
-        lengths: how many tokens of each row are real, `(b,)`; what follows is padding and counts nothing. None is all.
+        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not count. None is all.
         segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees its own document
-            alone, positions start again in each, and the first token of a document is not asked for. None is one.
+            alone, positions start again in each, and the first token of a document is no target. None is one.
         dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
 
     Shapes:
-        Returns one number; 0 where no token is asked for.
+        Returns one number; 0 where there is no target.
 
     Raises:
         ValueError: if there are less than two tokens, the segments are not one id a token, or where the model does.
@@ -57,10 +57,10 @@ def next_token_loss(
         )
     options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, shape)}
     logits = model(tokens, **options)
-    asked = _asked(tokens, lengths, segments)
+    counted = _targets(tokens, lengths, segments)
     logits = rearrange(logits.to(accumulation_dtype(logits.dtype)), "... t v -> (... t) v")
     losses = functional.cross_entropy(logits, tokens.roll(-1, dims=-1).flatten(), reduction="none")
-    return (losses * asked.flatten()).sum() / asked.sum().clamp(min=1)
+    return (losses * counted.flatten()).sum() / counted.sum().clamp(min=1)
 
 
 def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
@@ -75,12 +75,12 @@ def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
     return {"mask": Mask.segments(segments), "positions": positions}
 
 
-def _asked(tokens: Tensor, lengths: ArrayLike | int | None, segments: ArrayLike | None) -> Bool[Tensor, "*b t"]:
-    """Return which tokens are followed by one that counts."""
+def _targets(tokens: Tensor, lengths: ArrayLike | int | None, segments: ArrayLike | None) -> Bool[Tensor, "*b t"]:
+    """Return which tokens are followed by a target."""
     following = torch.arange(1, tokens.shape[-1] + 1).expand(tokens.shape)
     real = tokens.shape[-1] if lengths is None else torch.as_tensor(lengths).expand(tokens.shape[:-1])[..., None]
-    asked = following < real
+    counted = following < real
     if segments is None:
-        return asked
+        return counted
     ids = torch.as_tensor(segments).expand(tokens.shape)
-    return asked & (ids == ids.roll(-1, dims=-1))
+    return counted & (ids == ids.roll(-1, dims=-1))

@@ -15,12 +15,12 @@ from torch_ref.functional.dtypes import accumulation_dtype
 class Sampling:
     """How a token is drawn.
 
-        softmax(logits / temperature), cut to the top_k likeliest tokens, and of these to the fewest that hold top_p
+        softmax(logits / temperature)    of the top_k most likely tokens, and of the fewest of these that reach top_p
 
     Args:
-        temperature: 0 is greedy, the likeliest token; 1 draws from the model's own distribution.
-        top_k: how many of the likeliest tokens may be drawn; None is all.
-        top_p: how much probability those that may be drawn hold at least, in (0, 1]; None is all.
+        temperature: 0 is greedy, the most likely token; 1 draws from the model's own distribution.
+        top_k: how many of the most likely tokens may be drawn; None is all.
+        top_p: the probability that the tokens that may be drawn have together at least, in (0, 1]; None is all.
 
     Raises:
         ValueError: if a number lies outside its range, or if `top_k` or `top_p` is given to greedy decoding.
@@ -42,7 +42,7 @@ class Sampling:
             raise ValueError(f"temperature must be at least 0, and finite; got {self.temperature}. For greedy pass 0")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError(
-                "temperature=0 takes the likeliest token, and top_k and top_p choose among several; got "
+                "temperature=0 takes the most likely token, and top_k and top_p choose among several; got "
                 f"top_k={self.top_k}, top_p={self.top_p}. Leave them out or pass a temperature, such as 1.0"
             )
         if self.top_k is not None:
@@ -51,11 +51,11 @@ class Sampling:
             raise ValueError(f"top_p is a probability in (0, 1]; got top_p={self.top_p}. For all tokens pass None")
 
 
-def keep_likeliest(logits: Float[Tensor, "b v"], sampling: Sampling) -> Float[Tensor, "b v"]:
-    """Return `logits / temperature`, and -inf where a token is not to be drawn. Equals of the last that is stay too.
+def keep_most_likely(logits: Float[Tensor, "b v"], sampling: Sampling) -> Float[Tensor, "b v"]:
+    """Return `logits / temperature`, and -inf where a token is not to be drawn; ties of the last one stay.
 
     Example:
-        >>> keep_likeliest(torch.log(torch.tensor([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6))
+        >>> keep_most_likely(torch.log(torch.tensor([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6))
         tensor([[-0.6931, -1.2040,    -inf]])
     """
     logits = logits.to(accumulation_dtype(logits.dtype)) / sampling.temperature
@@ -64,7 +64,7 @@ def keep_likeliest(logits: Float[Tensor, "b v"], sampling: Sampling) -> Float[Te
     if sampling.top_p is not None:
         ordered = logits.sort(dim=-1, descending=True).values
         chances = ordered.softmax(dim=-1)
-        inside = chances.cumsum(dim=-1) - chances < sampling.top_p  # what the likelier ones hold falls short
+        inside = chances.cumsum(dim=-1) - chances < sampling.top_p  # the more likely ones have less together
         logits = _from(logits, torch.where(inside, ordered, torch.inf).amin(dim=-1, keepdim=True))
     return logits
 
@@ -82,7 +82,7 @@ def sample(
     """
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    kept = keep_likeliest(logits, sampling)
+    kept = keep_most_likely(logits, sampling)
     rows, words = (torch.arange(size) for size in logits.shape)
     own = threefry_2x32((key[0], key[1]), (torch.as_tensor(step), rows[:, None]))
     bits, _ = threefry_2x32(own, (words[None], torch.tensor(0)))

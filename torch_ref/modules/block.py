@@ -1,10 +1,9 @@
 """The transformer block: attention and feed-forward, each with its norms and a residual connection."""
 
-from collections.abc import Callable
 from typing import Literal, Unpack, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.checks import check_block_norms, check_block_widths, check_tokens, check_type
@@ -16,7 +15,7 @@ from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.typed import TypedModule
 
-Part = Callable[[Tensor], Tensor]
+_Part = nn.Module  # from tokens to tokens
 
 
 class TransformerBlock(TypedModule):
@@ -61,13 +60,13 @@ class TransformerBlock(TypedModule):
     def __init__(
         self,
         att: MultiHeadAttention,
-        ff: Part,
-        norm1: Part | None,
-        norm2: Part | None,
+        ff: _Part,
+        norm1: _Part | None,
+        norm2: _Part | None,
         *,
         norm_first: bool = True,
-        post_norm1: Part | None = None,
-        post_norm2: Part | None = None,
+        post_norm1: _Part | None = None,
+        post_norm2: _Part | None = None,
         drop_shortcut: Dropout | None = None,
     ):
         super().__init__()
@@ -142,10 +141,10 @@ class TransformerBlock(TypedModule):
         """Return an empty cache of the attention, see `MultiHeadAttention.init_cache`."""
         return self.att.init_cache(b, capacity, dtype)
 
-    def _before(self, norm: Part | None, x: Tensor) -> Tensor:
+    def _before(self, norm: _Part | None, x: Tensor) -> Tensor:
         return norm(x) if self.norm_first and norm is not None else x
 
-    def _add(self, x: Tensor, y: Tensor, norm: Part | None, post_norm: Part | None, key: Tensor | None) -> Tensor:
+    def _add(self, x: Tensor, y: Tensor, norm: _Part | None, post_norm: _Part | None, key: Tensor | None) -> Tensor:
         y = y if post_norm is None else post_norm(y)
         y = y if self.drop_shortcut is None else self.drop_shortcut(y, dropout_key=key)
         return x + y if self.norm_first or norm is None else norm(x + y)

@@ -1,15 +1,18 @@
-"""What a side can be asked, and what it results: numpy arrays by name, whatever the framework."""
+"""One interface for every framework: a run spec goes in, numpy arrays by name come out."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from flax_attn import convert
+
+if TYPE_CHECKING:
+    from flax_attn.parity.training import TrainingSpec
 
 Arrays = dict[str, np.ndarray]
 Shape = tuple[int, ...]
@@ -19,22 +22,29 @@ class PairingError(ValueError):
     """Two modules that cannot be compared: the message says why, and what to pass instead."""
 
 
+class AdapterError(RuntimeError):
+    """One framework raised an error where the other did not."""
+
+
+class NotRun(Exception):  # noqa: N818, it is no error
+    """A check that does not apply to a pair; the message says why."""
+
+
 @dataclass(frozen=True)
 class RunSpec:
-    """One run of a side.
+    """One run of an adapter.
 
     Args:
-        name: of the run; an export files the result under it.
+        name: of the run; results are cached and exported under it.
         inputs: by name, in the order of the call.
-        extras: what the call takes beside the inputs: `lengths`, `dropout_key`.
+        extras: arguments of the call beside the inputs: `lengths`, `dropout_key`.
         dtype: that floating inputs and all parameters are cast to.
         train: whether in train mode.
-        cotangents: of the outputs, to ask for gradients; None is outputs alone.
-        tangents: of parameters and inputs, to ask for the directional derivative of the gradients.
-        eager: whether the Flax side is run without `jax.jit`.
+        cotangents: of the outputs, to compute gradients; None computes outputs alone.
+        tangents: of parameters and inputs, to compute the directional derivative of the gradients.
+        eager: whether JAX runs without `jax.jit`.
         cached: whether the outputs are computed in steps with a cache, by the call given for that.
-        rounding_seed: seed by which all parameters and inputs are rounded up or down at random; 0 rounds to the nearest.
-            The PyTorch side alone is asked for it.
+        rounding_seed: seed of stochastic rounding of all parameters and inputs, in PyTorch alone; 0 rounds to nearest.
     """
 
     name: str
@@ -51,7 +61,7 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class Result:
-    """What a side computed, in float64 whatever it was computed in.
+    """The result of a run, in float64 whatever it was computed in.
 
     Args:
         outputs: by name.
@@ -68,11 +78,11 @@ class Result:
 
 @runtime_checkable
 class Adapter(Protocol):
-    """One implementation.
+    """One implementation behind the interface.
 
     Attributes:
         framework: `"flax"` or `"torch"`.
-        shapes: of its parameters, by its own names.
+        shapes: of its parameters and running statistics, by its own names.
         accepts: which extras its call takes.
         has_cache: whether it was given a call that computes in steps.
     """
@@ -89,24 +99,24 @@ class Adapter(Protocol):
     def has_cache(self) -> bool: ...
 
     def weights(self) -> Arrays:
-        """Return the parameters in float64, by the names that both sides share."""
+        """Return parameters and running statistics in float64, by the names that both frameworks share."""
         ...
 
     def load(self, weights: Arrays) -> None:
-        """Set the parameters, by the names that both sides share."""
+        """Set parameters and running statistics, by the names that both frameworks share."""
         ...
 
     def run(self, spec: RunSpec) -> Result:
         """Run once."""
         ...
 
-    def train(self, spec: Any) -> Arrays:
+    def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters, and the losses as `loss`."""
         ...
 
 
 class Call:
-    """How a module is called: by the caller's own function, or plainly; extras go only where they are taken."""
+    """How a module is called: by the caller's own function, or plainly; extras go only to calls that take them."""
 
     EXTRAS = ("lengths", "dropout_key")
 
@@ -117,7 +127,7 @@ class Call:
     def __call__(self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
         """Return the outputs by name."""
         extras = {name: value for name, value in extras.items() if name in self.accepts}
-        # By number and not as they come: JAX sorts the names of what it compiles, and 10 stands before 2 there.
+        # By number: JAX sorts the names of what it compiles, and "input 10" sorts before "input 2".
         arguments = [inputs[f"input {i}"] for i in range(len(inputs))] if self.positional else []
         keywords = extras if self.positional else {**inputs, **extras}
         if self.function is None:
@@ -126,7 +136,7 @@ class Call:
 
 
 class ModuleAdapter:
-    """What the sides that run a module share: how it is called, whole or in steps, and what the calls take."""
+    """What the adapters of modules share: how the module is called, whole or in steps, and what the calls take."""
 
     def __init__(self, method: Callable, call: Callable | None, cached_call: Callable | None, positional: bool):
         self._calls = {False: Call(call, method, positional)}
@@ -158,7 +168,7 @@ def _parameters(function: Callable) -> Sequence[str]:
 
 
 def check_kind(module: Any, rule: str, foreign: Mapping[str, str]) -> None:
-    """Raise for what is no module of a side: not callable, a class, or of another framework.
+    """Raise unless `module` is a module of this framework: not a class, callable, of no other framework.
 
     Args:
         module: that was passed.
@@ -179,7 +189,7 @@ def check_kind(module: Any, rule: str, foreign: Mapping[str, str]) -> None:
 
 
 def named(result: Any) -> dict[str, Any]:
-    """Return the arrays of a result by name; None is no output.
+    """Return the arrays that a call returned, by name; None is no output.
 
     Raises:
         PairingError: if something in it is not an array.
@@ -211,7 +221,7 @@ def _walk(name: str, value: Any):
 
 
 def is_floating(array: Any) -> bool:
-    """Whether an array of numpy holds floating numbers, those of `ml_dtypes` included."""
+    """Whether a numpy array is floating point, the dtypes of `ml_dtypes` included."""
     return np.issubdtype(array.dtype, np.floating) or array.dtype.name in ("bfloat16",)
 
 

@@ -1,9 +1,9 @@
-"""The JAX side: any module behind the specs, compiled once a shape."""
+"""The adapter of JAX: any module or function, compiled once for each shape and dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -16,16 +16,20 @@ from flax_attn.parity.adapters.adapter import Arrays, ModuleAdapter, Result, Run
 from flax_attn.parity.adapters.jax_parts import take_apart
 from flax_attn.parity.training import TrainingSpec
 
+# Each program runs a few times on small arrays, so nearly all of the time is spent in compiling it.
+_QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_FEWER_KERNELS = {"xla_cpu_use_fusion_emitters": False}  # known to some versions of XLA alone
+
 
 class JaxAdapter(ModuleAdapter):
-    """A `Adapter` of JAX. JAX must have x64 enabled where it is used.
+    """The `Adapter` of a JAX module. JAX must have x64 enabled where it is used.
 
     Args:
-        module: whatever `take_apart` takes.
+        module: an NNX module, a bound Linen module, an equinox module or a function of arrays.
         call: how to call it; None is `module(*inputs)`.
         cached_call: how to compute the same in steps, if it can.
         positional: whether inputs are passed by position.
-        entries: how its parameters become those of the other side; none are shared where this is empty.
+        entries: which parameter is which of the other framework; none are shared where this is empty.
         device: that runs the dtypes below float64, with products in full precision; None is the CPU.
     """
 
@@ -38,34 +42,41 @@ class JaxAdapter(ModuleAdapter):
         cached_call: Callable | None = None,
         positional: bool = True,
         entries: Sequence[Entry] = (),
-        device: Any = None,
+        device: jax.Device | None = None,
     ):
         self.module, self.entries, self.device = module, list(entries), device
         self._modes = {train: take_apart(module, train) for train in (False, True)}
-        self._params = dict(self._modes[False].params)
+        self._params, self._statistics = dict(self._modes[False].params), dict(self._modes[False].statistics)
         super().__init__(self._modes[False].call, call, cached_call, positional)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters, by their own names."""
-        return {name: tuple(param.shape) for name, param in self._params.items()}
+        """The shapes of parameters and running statistics, by their own names."""
+        return {name: tuple(array.shape) for name, array in {**self._params, **self._statistics}.items()}
+
+    @property
+    def statistics(self) -> list[str]:
+        """The names of the running statistics."""
+        return list(self._statistics)
 
     def weights(self) -> Arrays:
-        """Return the parameters in float64, by shared names."""
-        return self._shared(self._params)
+        """Return parameters and running statistics in float64, by shared names."""
+        arrays = float64({**self._params, **self._statistics})
+        return {entry.theirs: entry.join(arrays) for entry in self.entries}
 
     def load(self, weights: Arrays) -> None:
-        """Set the parameters, by shared names."""
+        """Set parameters and running statistics, by shared names."""
         for entry in self.entries:
-            self._params |= {name: jnp.asarray(a) for name, a in entry.split(weights[entry.theirs]).items()}
+            own = self._params if entry.trainable else self._statistics
+            own |= {name: np.asarray(array) for name, array in entry.split(weights[entry.theirs]).items()}
 
     def built(self, train: bool = False, dtype: str = "float64") -> Any:
         """Return the module with its parameters, in a dtype."""
-        return self._modes[train].build(self._cast(self._params, dtype), self._rest(train, dtype))
+        return self._build(_cast(self._params, dtype), self._state(train, dtype), train)
 
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> dict[str, jax.Array]:
-        """Return inputs as arrays of JAX, floating ones cast."""
-        return {name: jnp.asarray(a, dtype if is_floating(a) else None) for name, a in arrays.items()}
+        """Return inputs as JAX arrays, floating ones cast."""
+        return _cast(arrays, dtype)
 
     def run(self, spec: RunSpec) -> Result:
         """Run once."""
@@ -75,102 +86,103 @@ class JaxAdapter(ModuleAdapter):
             return self._run(spec)
 
     def _run(self, spec: RunSpec) -> Result:
-        params, rest = self._cast(self._params, spec.dtype), self._rest(spec.train, spec.dtype)
+        params, state = _cast(self._params, spec.dtype), self._state(spec.train, spec.dtype)
         inputs, extras = self.arrays(spec.inputs, spec.dtype), _extras(spec.extras)
         if spec.cotangents is None:
             run = self._outputs if spec.eager else self._forward
-            outputs = run(params, inputs, rest, extras, spec.train, spec.cached)
+            outputs = run(params, inputs, state, extras, spec.train, spec.cached)
             return Result(float64(outputs), dtypes=dtypes(outputs))
         cotangents = self.arrays(spec.cotangents, spec.dtype)
         if spec.tangents is None:
-            outputs, gradients = self.gradient(params, inputs, rest, extras, cotangents, spec.train)
+            outputs, gradients = self._gradients(params, inputs, state, extras, cotangents, train=spec.train)
             return Result(float64(outputs), self._all(*gradients), dtypes=dtypes(outputs))
         along = self._tangents(spec.tangents, params, inputs)
-        return Result({}, second=self._all(*self._second(params, inputs, rest, extras, cotangents, along)))
-
-    def gradient(self, params, inputs, rest, extras, cotangents, train: bool):
-        """Return outputs, and gradients of parameters and of floating inputs; compiled once for each mode."""
-        return self._gradients[train](params, inputs, rest, extras, cotangents)
-
-    def _outputs(self, params, inputs, rest, extras, train: bool, cached: bool = False) -> dict[str, Any]:
-        return self.call(self._modes[train].build(params, rest), inputs, extras, cached)
-
-    @cached_property
-    def _forward(self):
-        return jax.jit(self._outputs, static_argnames=("train", "cached"))
-
-    def _weighted(self, train: bool):
-        def weighted(params, floating, inputs, rest, extras, cotangents):
-            outputs = self._outputs(params, {**inputs, **floating}, rest, extras, train)
-            return sum(jnp.sum(outputs[name].astype(c.dtype) * c) for name, c in cotangents.items()), outputs
-
-        return jax.grad(weighted, argnums=(0, 1), has_aux=True)
-
-    @cached_property
-    def _gradients(self):
-        def gradient(train: bool):
-            def run(params, inputs, rest, extras, cotangents):
-                gradients, outputs = self._weighted(train)(params, _floating(inputs), inputs, rest, extras, cotangents)
-                return outputs, gradients
-
-            return run
-
-        # XLA puts the dropout function into every fusion that uses it, and LLVM takes seconds to optimise them all.
-        levels = {False: {}, True: {"xla_backend_optimization_level": 0}}
-        return {train: jax.jit(gradient(train), compiler_options=level) for train, level in levels.items()}
-
-    @cached_property
-    def _second(self):
-        def second(params, inputs, rest, extras, cotangents, tangents):
-            def gradients(params, floating):
-                return self._weighted(False)(params, floating, inputs, rest, extras, cotangents)[0]
-
-            # Forward over reverse: kernels with a backward pass of their own can be differentiated once more that way.
-            return jax.jvp(gradients, (params, _floating(inputs)), tangents)[1]
-
-        return jax.jit(second)
+        return Result({}, second=self._all(*self._second(params, inputs, state, extras, cotangents, along)))
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters by shared names, and the losses as `loss`."""
-        params, rest = self._cast(self._params, "float64"), self._rest(spec.train, "float64")
-        optimizer, inputs, losses = spec.recipe.optax(), self.arrays(spec.inputs), []
-        zeros = {name: jnp.zeros_like(value) for name, value in self.arrays(spec.cotangents).items()}
-        target = jnp.asarray(spec.target)
-        frozen = frozenset(params) - {name for entry in self.entries for name in entry.ours}
-
-        @jax.jit
-        def update(params, state, gradient):
-            with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
-                updates, state = optimizer.update(gradient, state, params)
-                return optax.apply_updates(params, updates), state
-
-        def kept(values):
-            return {name: value for name, value in values.items() if name not in frozen}
-
-        state = optimizer.init(kept(params))
-        for words in spec.keys:
-            # The gradient is compiled for other cotangents already, so it is called twice: for the error, then with it.
-            extras = _extras({**spec.extras, "dropout_key": words})
-            outputs, _ = self.gradient(params, inputs, rest, extras, zeros, spec.train)
-            error = outputs[spec.output] - target
-            fit = zeros | {spec.output: 2 * error / error.size}
-            _, (gradient, _) = self.gradient(params, inputs, rest, extras, fit, spec.train)
-            new, state = update(kept(params), state, kept(gradient))
-            params |= dict(new)
-            losses.append(float(jnp.square(error).mean()))
+        params, state = _cast(self._params, "float64"), self._state(spec.train, "float64")
+        inputs, losses = self.arrays(spec.inputs), []
+        fit, update, optimizer_state = self._training_step(spec, params)
+        zeros = self.arrays({name: np.zeros_like(value) for name, value in spec.cotangents.items()})
+        for key in spec.keys:
+            extras = _extras({**spec.extras, "dropout_key": key})
+            run = partial(self._gradients, params, inputs, state, extras, train=spec.train)
+            loss, cotangent = fit(run(zeros)[0][spec.output])
+            _, (gradients, _) = run({**zeros, spec.output: cotangent})
+            params, optimizer_state = update(params, optimizer_state, gradients)
+            losses.append(loss)
         return self._shared(params) | {"loss": np.array(losses)}
 
-    def _cast(self, params, dtype: str) -> dict[str, jax.Array]:
-        return {name: jnp.asarray(p, dtype if _is_floating(p) else None) for name, p in params.items()}
+    def _training_step(self, spec: TrainingSpec, params: Mapping[str, jax.Array]) -> tuple[Callable, Callable, Any]:
+        """Return the loss with its gradient, the update of the shared parameters, and the optimizer's state."""
+        optimizer, target = spec.recipe.optax(), jnp.asarray(spec.target)
+        shared = {name for entry in self.entries if entry.trainable for name in entry.ours}
 
-    def _rest(self, train: bool, dtype: str) -> Any:
-        return jax.tree.map(lambda x: x.astype(dtype) if _is_floating(x) else x, self._modes[train].rest)
+        def kept(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+            return {name: value for name, value in values.items() if name in shared}
+
+        @_compiled
+        def fit(output):
+            error = output - target
+            return jnp.square(error).mean(), 2 * error / error.size
+
+        @_compiled
+        def update(params, state, gradients):
+            with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
+                updates, state = optimizer.update(kept(gradients), state, kept(params))
+                return {**params, **optax.apply_updates(kept(params), updates)}, state
+
+        return fit, update, _compiled(optimizer.init)(kept(params))
+
+    def _build(self, params, state, train: bool) -> Any:
+        statistics, rest = state
+        return self._modes[train].build({**params, **statistics}, rest)
+
+    def _outputs(self, params, inputs, state, extras, train: bool, cached: bool = False) -> dict[str, Any]:
+        return self.call(self._build(params, state, train), inputs, extras, cached)
+
+    def _weighted(self, params, floating, inputs, state, extras, cotangents, train: bool):
+        outputs = self._outputs(params, {**inputs, **floating}, state, extras, train)
+        return sum(jnp.sum(outputs[name].astype(c.dtype) * c) for name, c in cotangents.items()), outputs
+
+    @cached_property
+    def _forward(self) -> Callable:
+        return _compiled(self._outputs, static_argnames=("train", "cached"))
+
+    @cached_property
+    def _gradients(self) -> Callable:
+        """Outputs, and gradients of parameters and of floating inputs."""
+
+        def gradients(params, inputs, state, extras, cotangents, train):
+            differentiate = jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
+            found, outputs = differentiate(params, _floating(inputs), inputs, state, extras, cotangents, train)
+            return outputs, found
+
+        return _compiled(gradients, static_argnames=("train",))
+
+    @cached_property
+    def _second(self) -> Callable:
+        def second(params, inputs, state, extras, cotangents, tangents):
+            def gradients(params, floating):
+                differentiate = jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
+                return differentiate(params, floating, inputs, state, extras, cotangents, False)[0]
+
+            # Forward over reverse: it also differentiates kernels with a backward pass of their own.
+            return jax.jvp(gradients, (params, _floating(inputs)), tangents)[1]
+
+        return _compiled(second)
+
+    def _state(self, train: bool, dtype: str) -> tuple[dict[str, jax.Array], Any]:
+        return _cast(self._statistics, dtype), jax.tree.map(
+            lambda x: jnp.asarray(x, dtype) if _is_floating(x) else x, self._modes[train].rest
+        )
 
     def _tangents(self, tangents: Arrays, params, inputs):
         own = {}
-        for entry in self.entries:
+        for entry in (entry for entry in self.entries if entry.trainable):
             own |= entry.split(tangents[entry.theirs])
-        of_params = {name: jnp.asarray(own[name]) if name in own else jnp.zeros_like(p) for name, p in params.items()}
+        of_params = {name: jnp.asarray(own.get(name, np.zeros(p.shape, p.dtype))) for name, p in params.items()}
         return of_params, {name: jnp.asarray(tangents[name]) for name in _floating(inputs)}
 
     def _all(self, of_params, of_inputs) -> Arrays:
@@ -178,7 +190,35 @@ class JaxAdapter(ModuleAdapter):
 
     def _shared(self, params) -> Arrays:
         arrays = float64(params)
-        return {entry.theirs: entry.join(arrays) for entry in self.entries}
+        return {entry.theirs: entry.join(arrays) for entry in self.entries if entry.trainable}
+
+
+def _compiled(function: Callable, **options: Any) -> Callable:
+    """Return `jax.jit(function)`, compiled quickly on a CPU."""
+    on_cpu = jax.jit(function, compiler_options=_compiler_options(), **options)
+    anywhere = jax.jit(function, **options)
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        device = jax.config.jax_default_device
+        return (on_cpu if device is None or device.platform == "cpu" else anywhere)(*arguments, **keywords)
+
+    return run
+
+
+@cache
+def _compiler_options() -> dict[str, Any]:
+    options = {**_QUICK_TO_COMPILE, **_FEWER_KERNELS}
+    try:
+        jax.jit(lambda: 0, compiler_options=options)()
+    except jax.errors.JaxRuntimeError:  # this version of XLA has no such option
+        return _QUICK_TO_COMPILE
+    return options
+
+
+def _cast(arrays: Mapping[str, Any], dtype: str) -> dict[str, jax.Array]:
+    # In NumPy, which casts without compiling a program for each shape.
+    found = {name: np.asarray(a) for name, a in arrays.items()}
+    return {name: jnp.asarray(a.astype(jnp.dtype(dtype)) if is_floating(a) else a) for name, a in found.items()}
 
 
 def _floating(inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -190,5 +230,5 @@ def _is_floating(array: Any) -> bool:
 
 
 def _extras(extras: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    kinds = {"dropout_key": jnp.uint32}
-    return {name: jnp.asarray(value, kinds.get(name)) for name, value in extras.items()}
+    kinds = {"dropout_key": np.uint32}
+    return {name: jnp.asarray(np.asarray(value, kinds.get(name))) for name, value in extras.items()}

@@ -1,8 +1,8 @@
-"""Any JAX module as parameters by name, the rest of it, and a way to put both together again."""
+"""Any JAX module as arrays by name, the rest of its state, and a function that rebuilds it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,16 +14,18 @@ from flax_attn.parity.adapters.adapter import PairingError, check_kind
 
 
 class Parts(NamedTuple):
-    """A module taken apart.
+    """A module split into its arrays.
 
     Args:
         params: the parameters, by dotted name.
+        statistics: running statistics of BatchNorm, by dotted name.
         rest: a tree of everything else that is an array.
-        build: makes the module again from both.
+        build: rebuilds the module from parameters and statistics in one mapping, and the rest.
         call: its method that is called, for its signature.
     """
 
     params: dict[str, jax.Array]
+    statistics: dict[str, jax.Array]
     rest: Any
     build: Callable[[Mapping[str, jax.Array], Any], Any]
     call: Callable
@@ -32,7 +34,7 @@ class Parts(NamedTuple):
 def take_apart(module: Any, train: bool = False) -> Parts:
     """Return the parts of an NNX module, a bound Linen module, an equinox module or a plain function.
 
-    The module itself is left as it is; the parts are those of a copy in train or in eval mode, where it has modes.
+    The module itself is not changed; the parts are those of a copy in train or in eval mode, where it has modes.
 
     Raises:
         PairingError: if it is none of these, or a Linen module without variables.
@@ -41,7 +43,7 @@ def take_apart(module: Any, train: bool = False) -> Parts:
         >>> sorted(take_apart(nnx.Linear(2, 3, rngs=nnx.Rngs(0))).params)
         ['bias', 'kernel']
     """
-    rule = "the Flax side is an NNX module, a bound Linen module, an equinox module or a function of arrays"
+    rule = "the first module is an NNX module, a bound Linen module, an equinox module or a function of arrays"
     check_kind(module, rule, {"torch": "PyTorch"})
     if isinstance(module, nnx.Module):
         return _nnx(module, train)
@@ -49,26 +51,38 @@ def take_apart(module: Any, train: bool = False) -> Parts:
         return _linen(module)
     if not jax.tree_util.all_leaves([module]):
         return _pytree(module, train)
-    return Parts({}, {}, lambda params, rest: module, module)
+    return Parts({}, {}, {}, lambda arrays, rest: module, module)
 
 
 def _nnx(module: nnx.Module, train: bool) -> Parts:
     copy = nnx.clone(module)
     (copy.train if train else copy.eval)()
     for _, embed in nnx.iter_modules(copy):
-        # The one layer that takes the dtype of its parameter when it is built; it is to follow that in every run.
+        # This layer alone fixes the dtype of its parameter at construction; here it follows each run's dtype.
         if isinstance(embed, nnx.Embed) and embed.dtype == embed.embedding.dtype:
             embed.dtype = None
-    graph, params, rest = nnx.split(copy, nnx.Param, ...)
-    flat = dict(nnx.to_flat_state(params))
+    graph, params, statistics, rest = nnx.split(copy, nnx.Param, _is_statistic, ...)
+    flat = {path: leaf for state in (params, statistics) for path, leaf in nnx.to_flat_state(state)}
     name = naming(copy)
     paths = {name(path): path for path in flat}
 
-    def build(params: Mapping[str, jax.Array], rest: Any) -> nnx.Module:
-        state = nnx.from_flat_state([(path, flat[path].replace(params[name])) for name, path in paths.items()])
-        return nnx.merge(graph, state, rest, copy=True)  # a Variable can be changed where it was made alone
+    def build(arrays: Mapping[str, jax.Array], rest: Any) -> nnx.Module:
+        state = nnx.from_flat_state([(path, flat[path].replace(arrays[name])) for name, path in paths.items()])
+        return nnx.merge(graph, state, rest, copy=True)  # a Variable can only be changed in the trace that made it
 
-    return Parts({name: flat[path].get_value() for name, path in paths.items()}, rest, build, type(module).__call__)
+    values = {name: flat[path].get_value() for name, path in paths.items()}
+    kept = {name for name, path in paths.items() if isinstance(flat[path], nnx.BatchStat)}
+    return Parts(*_parted(values, kept), rest, build, type(module).__call__)
+
+
+def _is_statistic(path: tuple, value: Any) -> bool:
+    return isinstance(value, nnx.BatchStat) and jnp.issubdtype(value.dtype, jnp.floating)  # a count of calls is none
+
+
+def _parted(arrays: Mapping[str, Any], statistics: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters, and the statistics."""
+    params = {name: array for name, array in arrays.items() if name not in statistics}
+    return params, {name: array for name, array in arrays.items() if name in statistics}
 
 
 def _linen(module: linen.Module) -> Parts:
@@ -78,14 +92,18 @@ def _linen(module: linen.Module) -> Parts:
             "or flax.nnx.bridge.ToNNX(module, rngs).lazy_init(inputs)"
         )
     unbound, variables = module.unbind()
-    paths = jax.tree_util.tree_flatten_with_path(variables.get("params", {}))
-    rest = {name: value for name, value in variables.items() if name != "params"}
+    trees = {name: variables.get(name, {}) for name in ("params", "batch_stats") if name in variables}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(trees)
+    # The name of a leaf is its path without that of its collection.
+    paths = [_dotted(path[1:]) for path, _ in leaves]
+    rest = {name: value for name, value in variables.items() if name not in trees}
 
-    def build(params: Mapping[str, jax.Array], rest: Any) -> linen.Module:
-        tree = jax.tree.unflatten(paths[1], [params[_dotted(path)] for path, _ in paths[0]])
-        return unbound.bind({"params": tree, **rest})
+    def build(arrays: Mapping[str, jax.Array], rest: Any) -> linen.Module:
+        return unbound.bind({**jax.tree.unflatten(structure, [arrays[path] for path in paths]), **rest})
 
-    return Parts({_dotted(path): leaf for path, leaf in paths[0]}, rest, build, type(module).__call__)
+    kept = {name for name, (path, _) in zip(paths, leaves, strict=True) if path[0].key == "batch_stats"}
+    values = {name: leaf for name, (_, leaf) in zip(paths, leaves, strict=True)}
+    return Parts(*_parted(values, kept), rest, build, type(module).__call__)
 
 
 def _pytree(module: Any, train: bool) -> Parts:
@@ -97,10 +115,10 @@ def _pytree(module: Any, train: bool) -> Parts:
     params = {_dotted(path): leaf for (path, leaf), yes in zip(leaves, is_param, strict=True) if yes}
     static = {_dotted(path): leaf for (path, leaf), yes in zip(leaves, is_param, strict=True) if not yes}
 
-    def build(params: Mapping[str, jax.Array], rest: Any) -> Any:
-        return jax.tree.unflatten(tree, [{**static, **params}[_dotted(path)] for path, _ in leaves])
+    def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
+        return jax.tree.unflatten(tree, [{**static, **arrays}[_dotted(path)] for path, _ in leaves])
 
-    return Parts(params, {}, build, type(module).__call__)
+    return Parts(params, {}, {}, build, type(module).__call__)
 
 
 def _inference(module: Any, value: bool) -> Any:

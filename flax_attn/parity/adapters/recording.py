@@ -1,67 +1,72 @@
-"""A PyTorch side on paper: recorded where torch is, replayed where it is not.
+"""The PyTorch results of a comparison in a file: recorded where torch is installed, replayed where it is not.
 
-One safetensors file holds a comparison: weights, inputs, and the result to every spec that was asked, by the
-spec's name. A spec that is asked again must be the same to the last bit.
+One safetensors file holds a comparison: weights, inputs, and the result of every run spec by its name. A spec that is
+replayed must equal the recorded one to the last bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
-from flax_attn.parity.adapters.adapter import Adapter, Arrays, PairingError, Result, RunSpec
-from flax_attn.parity.pair import NotRun
-from flax_attn.parity.training import TrainingSpec
+from flax_attn.convert.rules import Entry, Layout, Rule
+from flax_attn.parity.adapters.adapter import Adapter, Arrays, NotRun, PairingError, Result, RunSpec
 
-FORMAT = 1  # of the file; another one is refused
+if TYPE_CHECKING:
+    from flax_attn.parity.report.report import Report
+    from flax_attn.parity.training import TrainingSpec
+
+FORMAT = 2  # of the file; another one is refused
+_KINDS = ("outputs", "gradients", "second")
 
 
 class ExportError(PairingError):
     """An export that cannot be used: the message names the file."""
 
 
-class Recorder:
-    """A side that writes down what it results."""
+class RecordingAdapter:
+    """An `Adapter` that keeps every result of another one, to be written to a file."""
 
-    def __init__(self, side: Adapter):
-        self.side, self.results, self.about = side, {}, {}
-        self.framework, self.shapes = side.framework, side.shapes
-        self.accepts, self.has_cache = side.accepts, side.has_cache
+    def __init__(self, adapter: Adapter):
+        self.adapter, self.results, self.about = adapter, {}, {}
+        self.framework, self.shapes = adapter.framework, adapter.shapes
+        self.accepts, self.has_cache = adapter.accepts, adapter.has_cache
 
     def weights(self) -> Arrays:
-        """Return those of the side."""
-        return self.side.weights()
+        """Return the parameters of the adapter."""
+        return self.adapter.weights()
 
     def load(self, weights: Arrays) -> None:
-        """Set those of the side."""
-        self.side.load(weights)
+        """Set the parameters of the adapter."""
+        self.adapter.load(weights)
 
     def run(self, spec: RunSpec) -> Result:
-        """Ask the side, and keep the result or what it raised."""
+        """Run the adapter, and keep the result or the error."""
         self.about[spec.name] = {"digest": digest(spec)}
         try:
-            result = self.side.run(spec)
+            result = self.adapter.run(spec)
         except Exception as error:
             self.about[spec.name]["raised"] = f"{type(error).__name__}: {error}"
             raise
         self.about[spec.name]["dtypes"] = dict(result.dtypes)
-        for kind in ("outputs", "gradients", "second"):
+        for kind in _KINDS:
             self._keep(f"{spec.name}/{kind}", getattr(result, kind))
         return result
 
     def train(self, spec: TrainingSpec) -> Arrays:
-        """Train the side, and keep the result."""
+        """Train the adapter, and keep the result."""
         self.about[spec.name] = {"digest": digest(spec)}
-        result = self.side.train(spec)
+        result = self.adapter.train(spec)
         self._keep(f"{spec.name}/trained", result)
         return result
 
@@ -69,7 +74,7 @@ class Recorder:
         self.results |= {f"{prefix}/{name}": np.ascontiguousarray(array) for name, array in arrays.items()}
 
     def save(self, path: str | PathLike[str], inputs: Arrays, about: Mapping[str, Any]) -> None:
-        """Write all that was answered, with the inputs and what else a reader needs to ask again."""
+        """Write all results, with the inputs and a header."""
         arrays = self.results | {f"weights/{name}": array for name, array in self.weights().items()}
         arrays |= {f"inputs/{name}": array for name, array in inputs.items()}
         header = {**about, "format": FORMAT, "framework": self.framework, "accepts": sorted(self.accepts)}
@@ -78,10 +83,10 @@ class Recorder:
 
 
 class Recording:
-    """What a side answered once, as a `Adapter`.
+    """The recorded results of an adapter, as an `Adapter`.
 
     Args:
-        path: of a file that a `Recorder` wrote.
+        path: of a file that `save` wrote.
 
     Raises:
         ExportError: if the file is damaged, no export, or of another format.
@@ -108,6 +113,13 @@ class Recording:
         """Whether there was a call that computed in steps."""
         return self.about["has_cache"]
 
+    @property
+    def layout(self) -> Layout | None:
+        """The layout that was used, by the full names of the parameters; None where there was none."""
+        rules = [Rule(tuple(ours), theirs, *rest) for ours, theirs, *rest in self.about["rules"]]
+        # A rule applies under any prefix, so the longer of two names that end alike comes first.
+        return None if not rules else Layout(tuple(sorted(rules, key=lambda rule: -rule.ours[0].count("."))))
+
     def weights(self) -> Arrays:
         """Return the recorded parameters."""
         return self._under("weights/")
@@ -123,7 +135,7 @@ class Recording:
         about = self._about(spec)
         if "raised" in about:
             raise RuntimeError(about["raised"])
-        kinds = {kind: self._under(f"{spec.name}/{kind}/") for kind in ("outputs", "gradients", "second")}
+        kinds = {kind: self._under(f"{spec.name}/{kind}/") for kind in _KINDS}
         return Result(**kinds, dtypes=about["dtypes"])
 
     def train(self, spec: TrainingSpec) -> Arrays:
@@ -131,14 +143,14 @@ class Recording:
         self._about(spec)
         return self._under(f"{spec.name}/trained/")
 
-    def _about(self, asked: RunSpec | TrainingSpec) -> dict[str, Any]:
-        about = self.about["results"].get(asked.name)
+    def _about(self, spec: RunSpec | TrainingSpec) -> dict[str, Any]:
+        about = self.about["results"].get(spec.name)
         if about is None:
-            raise NotRun(f"{self.path} holds no result to {asked.name!r}: export again with this check")
-        if about["digest"] != digest(asked):
+            raise NotRun(f"{self.path} holds no result of {spec.name!r}: export again with this check")
+        if about["digest"] != digest(spec):
             raise ExportError(
-                f"{self.path} holds an result to another {asked.name!r} than is asked: it was exported by "
-                f"flax-attn {self.about.get('version', 'of an unknown version')} with other inputs. Export again"
+                f"{self.path} was recorded with other inputs of {spec.name!r}, by flax-attn "
+                f"{self.about.get('version', 'of an unknown version')}. Export again"
             )
         return about
 
@@ -146,10 +158,52 @@ class Recording:
         return {name.removeprefix(prefix): a for name, a in self._arrays.items() if name.startswith(prefix)}
 
 
-def digest(asked: RunSpec | TrainingSpec) -> str:
-    """Return what tells one spec from another: a hash of everything in it."""
+def save(report: Report, folder: str | PathLike[str]) -> Path:
+    """Write the PyTorch results of a report to `folder/NAME.safetensors`.
+
+    Raises:
+        ExportError: if the report was made without `record=True`.
+    """
+    if report.pair is None or not isinstance(report.pair.torch, RecordingAdapter):
+        raise ExportError(f"{report.name} was compared without recording: pass record=True")
+    path = Path(folder) / f"{file_name(report.name)}.safetensors"
+    about = {
+        "name": report.name,
+        "seed": report.seed,
+        "version": report.environment.get("flax-attn", "of an unknown version"),
+        "environment": report.environment,
+        "checks": [check.name for check in report.checks if check.ran],
+        "rules": [_rule(entry) for entry in report.pair.entries],
+    }
+    report.pair.torch.save(path, report.pair.inputs, about)
+    return path
+
+
+def load(folder: str | PathLike[str], names: Sequence[str] | None = None) -> dict[str, Recording]:
+    """Return the recordings in a folder by the name of what was compared; all, or those of these names.
+
+    Raises:
+        ExportError: if there are none, or one is damaged.
+    """
+    files = sorted(Path(folder).glob("*.safetensors")) if Path(folder).is_dir() else []
+    if not files:
+        raise ExportError(f"no export in {folder}: make one with `flax-attn parity --export {folder}`, where torch is")
+    found = {recording.about["name"]: recording for recording in map(Recording, files)}
+    missing = [name for name in names or () if name not in found]
+    if missing:
+        raise ExportError(f"{folder} holds no {', '.join(missing)}; it holds {', '.join(found)}")
+    return {name: recording for name, recording in found.items() if names is None or name in names}
+
+
+def file_name(name: str) -> str:
+    """Return the name of a comparison without what file systems do not take."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name)
+
+
+def digest(spec: RunSpec | TrainingSpec) -> str:
+    """Return a hash of everything in a spec."""
     found = hashlib.sha256()
-    for part in _leaves("", asdict(asked)):
+    for part in _leaves("", asdict(spec)):
         found.update(part)
     return found.hexdigest()
 
@@ -163,6 +217,10 @@ def _leaves(name: str, value: Any):
         yield np.ascontiguousarray(value).tobytes()
     else:
         yield f"{name}={value!r}".encode()
+
+
+def _rule(entry: Entry) -> tuple[Sequence[str], str, str, int]:
+    return entry.ours, entry.theirs, entry.rule.pattern, entry.rule.axis
 
 
 def _read(path: Path) -> tuple[Arrays, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The PyTorch side: any module, or a function, behind the specs."""
+"""The adapter of PyTorch: any module, or a function of tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.training import TrainingSpec
 
+STATISTICS = ("running_mean", "running_var")
+
 
 class TorchAdapter(ModuleAdapter):
-    """A `Adapter` of PyTorch, on the CPU. The module that is passed stays as it is.
+    """The `Adapter` of a PyTorch module, on the CPU. The module that is passed is not changed.
 
     Args:
         module: an `nn.Module`, or a function of tensors.
@@ -51,18 +53,18 @@ class TorchAdapter(ModuleAdapter):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters; a shared one once."""
-        return {name: tuple(parameter.shape) for name, parameter in self._parameters(self.module).items()}
+        """The shapes of parameters and running statistics; of a shared parameter once."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors(self.module).items()}
 
     def weights(self) -> Arrays:
-        """Return the parameters in float64."""
-        return float64(self._parameters(self.module))
+        """Return parameters and running statistics in float64."""
+        return float64(self._tensors(self.module))
 
     def load(self, weights: Arrays) -> None:
-        """Set the parameters."""
+        """Set parameters and running statistics."""
         with torch.no_grad():
-            for name, parameter in self._parameters(self.module).items():
-                parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+            for name, tensor in self._tensors(self.module).items():
+                tensor.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
 
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> dict[str, torch.Tensor]:
         """Return inputs as tensors, floating ones cast."""
@@ -74,7 +76,7 @@ class TorchAdapter(ModuleAdapter):
         module, differentiate = self._prepared(spec), spec.cotangents is not None
         inputs = self.arrays(spec.inputs)
         if spec.rounding_seed:
-            _dither([*self._parameters(module).values(), *inputs.values()], spec)
+            _round_stochastically([*self._parameters(module).values(), *inputs.values()], spec)
         kind = getattr(torch, spec.dtype)
         module = module.to(kind) if isinstance(module, torch.nn.Module) else module
         inputs = {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
@@ -107,9 +109,9 @@ class TorchAdapter(ModuleAdapter):
         module.train(spec.train)
         optimizer, schedule = spec.recipe.torch(module.parameters())
         inputs, target, losses = self.arrays(spec.inputs), torch.from_numpy(spec.target), []
-        for words in spec.keys:
+        for key in spec.keys:
             optimizer.zero_grad()
-            output = self.call(module, inputs, _extras({**spec.extras, "dropout_key": words}))[spec.output]
+            output = self.call(module, inputs, _extras({**spec.extras, "dropout_key": key}))[spec.output]
             loss = (output - target).square().mean()
             loss.backward()
             spec.recipe.clip(module.parameters())
@@ -129,10 +131,17 @@ class TorchAdapter(ModuleAdapter):
     def _parameters(module: Any) -> dict[str, torch.nn.Parameter]:
         return dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
 
+    @classmethod
+    def _tensors(cls, module: Any) -> dict[str, torch.Tensor]:
+        # Running statistics: of BatchNorm, and of other norms that keep them.
+        buffers = dict(module.named_buffers()) if isinstance(module, torch.nn.Module) else {}
+        statistics = {name: b for name, b in buffers.items() if name.rpartition(".")[2] in STATISTICS}
+        return {**cls._parameters(module), **statistics}
+
 
 @torch.no_grad()
-def _dither(tensors: list[torch.Tensor], spec: RunSpec) -> None:
-    # Moves each number by up to half a rounding, so that the cast that follows takes it up or down at random.
+def _round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
+    # Each number moves by up to half a rounding, so that the cast that follows rounds it up or down at random.
     random, eps = np.random.default_rng(spec.rounding_seed), torch.finfo(getattr(torch, spec.dtype)).eps
     for tensor in (tensor for tensor in tensors if tensor.is_floating_point()):
         tensor.mul_(1 + eps * torch.tensor(random.uniform(-0.5, 0.5, tuple(tensor.shape))))

@@ -1,1 +1,1 @@
-"""What is said about a comparison: on a terminal, on a page, to programs."""
+"""The report of a comparison: as text, as a page, as files."""

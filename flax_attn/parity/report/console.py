@@ -1,21 +1,24 @@
-"""Reports for people at a terminal."""
+"""Reports as a terminal shows them."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flax_attn.convert.rules import Entry
 from flax_attn.parity import tolerance
 from flax_attn.parity.check import Check
 from flax_attn.parity.report import wording
-from flax_attn.parity.report.report import Report
+from flax_attn.parity.report.findings import Findings
 
+PAIRS = 30  # the most that are listed
 COLUMNS = (
     "forward",
     "gradients",
@@ -43,8 +46,8 @@ training     float64: losses and parameters over 100 steps of AdamW, dropout on 
 margin       how far below its rule the worst check is;  -  does not apply"""
 
 
-def variants(reports: Sequence[Report]) -> Table:
-    """Return one row a variant."""
+def variants(reports: Sequence[Findings]) -> Table:
+    """Return the table of reports, a row for each."""
     rows = _table("variant", no_wrap=True)
     for column in (*COLUMNS, "margin", ""):
         rows.add_column(column, justify="right", no_wrap=True)
@@ -54,18 +57,25 @@ def variants(reports: Sequence[Report]) -> Table:
     return rows
 
 
-def verdict(report: Report) -> Group:
-    """Return one comparison in full: the verdict, the ladder, where the sides part, and how to repeat it."""
-    return Group(*_verdict_parts(report))
+def verdict(report: Findings) -> Group:
+    """Return one report in full: the verdict, the causes, where the sides differ, the checks, the pairs."""
+    return Group(*_parts(report))
 
 
-def notes(reports: Sequence[Report]) -> list[str]:
-    """Return a line for every report with gradients that are rounding only."""
+def text(report: Findings, width: int = 120) -> str:
+    """Return one report in full as plain text."""
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None, highlight=False).print(verdict(report))
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def notes(reports: Sequence[Findings]) -> list[str]:
+    """Return a line for every report with gradients that are zero but for rounding."""
     found = [(report.name, report.check("gradients")) for report in reports]
     return [f"{name}: {check.note}" for name, check in found if check is not None and check.note]
 
 
-def failures(reports: Sequence[Report]) -> list[str]:
+def failures(reports: Sequence[Findings]) -> list[str]:
     """Return a line for every check that does not hold."""
     return [f"{report.name}: {check.explain()}" for report in reports for check in report.failed]
 
@@ -84,33 +94,48 @@ def _cell(check: Check | None) -> Text:
     return Text(wording.error(check), style="" if check.passed else "bold red")
 
 
-def _verdict(report: Report) -> Text:
+def _verdict(report: Findings) -> Text:
     return Text(wording.verdict(report), style="green" if report.passed else "bold red")
 
 
-def _verdict_parts(report: Report) -> Iterator[RenderableType]:
-    # What matters most stands last, right above the prompt.
-    yield Text.assemble((report.name, "bold"), ": ", _verdict(report), f"\n{wording.reason(report)}")
-    yield _ladder([check for check in report.checks if check.ran])
+def _parts(report: Findings) -> Iterator[RenderableType]:
+    yield Text.assemble((report.name, "bold"), ": ", _verdict(report), f"\n{wording.reason(report)}\n")
+    yield from _titled("causes", report.causes)
+    yield from _titled("where they differ", report.where)
+    yield _checks([check for check in report.checks if check.ran])
     yield from _titled("not run", (_missing(check) for check in report.checks if not check.ran), "dim")
+    if report.entries:
+        yield from _pairs(report.entries)
     yield from _titled("notes", report.notes)
-    if report.divergence is not None:
-        yield from _titled("where they part", str(report.divergence).splitlines())
     yield from _titled("repeat", [report.command] if report.command else [])
 
 
-def _ladder(checks: Sequence[Check]) -> Table:
+def _checks(checks: Sequence[Check]) -> Table:
     rows = _table("check", no_wrap=True)
     for column in ("error", "rule", "margin"):
         rows.add_column(column, justify="right", no_wrap=True)
     rows.add_column("")
     rows.add_column("worst tensor", overflow="fold")
-    for check in checks:
+    for check in sorted(checks, key=lambda check: check.passed):
         style, mark = ("", "holds") if check.passed else ("bold red", "FAILS")
         name, error, mark = (Text(text, style) for text in (check.name, wording.error(check), mark))
         worst = Text.assemble(wording.worst(check), (f"\n{check.note}" if check.note else "", "dim"))
         rows.add_row(name, error, wording.rule(check), wording.margin(check.margin), mark, worst)
     return rows
+
+
+def _pairs(entries: Sequence[Entry]) -> Iterator[RenderableType]:
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("torch", "shape", "flax", "shape", "flax to torch"):
+        rows.add_column(column, overflow="fold")
+    for entry in entries[:PAIRS]:
+        shapes = "\n".join(" ".join(map(str, shape)) for shape in entry.shapes)
+        cells = (entry.theirs, " ".join(map(str, entry.shape)), "\n".join(entry.ours), shapes, wording.change(entry))
+        rows.add_row(*map(Text, cells))
+    yield Text("pairs of parameters", style="bold")
+    yield rows
+    if len(entries) > PAIRS:
+        yield Text(f"and {len(entries) - PAIRS} more, in report.entries\n", style="dim")
 
 
 def _missing(check: Check) -> str:

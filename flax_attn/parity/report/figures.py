@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from flax_attn.parity import tolerance
+from flax_attn.parity.report.scale import COLORS, FLOOR
+from flax_attn.parity.trace.divergence import Divergence
 
-if TYPE_CHECKING:
-    from flax_attn.parity.trace.localise import Divergence
-
-FLOOR = 1e-18  # a logarithm shows no 0: what is equal to the last bit stands here
+LABELS = 12  # nodes that are named on the axis, the first of those that are wrong
 HEADS, TOKENS, POINTS = 8, 32, 500  # the most that is drawn of a layer and of a curve, to keep the page small
 FLAX, TORCH = "#e8710a", "#1a73e8"
-
-# Blue holds, and turns to orange at the rule: told apart by readers who do not tell red from green.
-_COLORS = ((FLOOR, "#1f4e79"), (tolerance.FORWARD, "#a9cbe8"), (tolerance.FORWARD, "#fdc98a"), (1.0, "#a11d07"))
-ERRORS = [[1 - np.log10(error) / np.log10(FLOOR), color] for error, color in _COLORS]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with what it says in words, for those who do not see it.
+    """A figure, with its content in words for readers who cannot see it.
 
     Args:
         title: above it.
@@ -43,9 +36,10 @@ class Picture:
 
 
 def divergence(found: Divergence) -> Picture:
-    """Draw the errors of all nodes in order of execution: running freely, of their own, of the cotangent."""
+    """Draw the errors of all nodes in order of execution: of the output, the local error, of the cotangent."""
     names = [_text(node.name) for node in found.nodes]
-    rows = {kind: [getattr(node, kind) for node in found.nodes] for kind in ("backward", "own", "free")}
+    kinds = {"backward": "backward_error", "local": "local_error", "output": "error"}
+    rows = {kind: [getattr(node, name) for node in found.nodes] for kind, name in kinds.items()}
     rows = {kind: errors for kind, errors in rows.items() if not np.isnan(errors).all()}
     shown = [[f"{error:.1e}" for error in errors] for errors in rows.values()]
     figure = go.Figure(
@@ -61,13 +55,14 @@ def divergence(found: Divergence) -> Picture:
             **_error_scale(),
         )
     )
-    marked = {node.order for node in (found.first, *found.guilty) if node}
-    places = [i for i, node in enumerate(found.nodes) if node.order in marked]
-    figure.update_xaxes(tickvals=places, ticktext=[names[i] for i in places], tickangle=-30, showgrid=False)
+    marked = {node.order for node in (found.first, *found.locally_wrong) if node}
+    marks = [i for i, node in enumerate(found.nodes) if node.order in marked][:LABELS]
+    figure.update_yaxes(showgrid=False, zeroline=False)
+    figure.update_xaxes(tickvals=marks, ticktext=[names[i] for i in marks], tickangle=-30, showgrid=False)
     words = (
         f"{len(names)} nodes in order of execution, from left to right; "
-        f"{sum(node.diverges for node in found.nodes)} differ when both sides run freely, "
-        f"{len(found.guilty)} of their own."
+        f"the output of {sum(node.differs for node in found.nodes)} differs, "
+        f"{len(found.locally_wrong)} are locally wrong."
     )
     return _picture(figure, "Errors of every node", words, 190, {"t": 12, "b": 50, "l": 70, "r": 12})
 
@@ -127,7 +122,7 @@ def _head(title: str, flax: np.ndarray, torch: np.ndarray) -> Picture:
 
 
 def _error_scale() -> dict[str, Any]:
-    return {"colorscale": ERRORS, "zmin": np.log10(FLOOR), "zmax": 0.0, "showscale": False}
+    return {"colorscale": COLORS, "zmin": np.log10(FLOOR), "zmax": 0.0, "showscale": False}
 
 
 def _logarithm(errors: Any) -> np.ndarray:
@@ -146,8 +141,3 @@ def _picture(figure: go.Figure, title: str, words: str, height: int, margin: dic
 def _text(name: str) -> str:
     """Return a name as plotly takes it: it reads `<b>` and `&lt;` in a text as HTML."""
     return html.escape(name, quote=False)
-
-
-def legend() -> Sequence[tuple[str, str]]:
-    """Return the colours of errors and where they stand, for a scale in CSS."""
-    return [(f"{100 * place:.1f}%", color) for place, color in ERRORS]

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from xml.etree import ElementTree as Xml
 
 from flax_attn.parity.check import Check
-from flax_attn.parity.report.report import Report
+from flax_attn.parity.report.findings import Findings
 
 # XML 1.0 has no way to write these, and a message of a framework may hold them, such as the colours of a terminal.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def write_junit(reports: Sequence[Report], path: str) -> None:
-    """Write a suite a report and a variant a check: what does not hold is a failure, what was not run is skipped."""
+def write_junit(reports: Sequence[Findings], path: str) -> None:
+    """Write a suite for each report and a case for each check: passed, failed, or skipped because it was not run."""
     root = Xml.Element("testsuites", {"name": "flax-attn parity", **_counts(reports)})
     root.extend(_suite(report) for report in reports)
     Xml.indent(root)
     Xml.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
 
 
-def _suite(report: Report) -> Xml.Element:
+def _suite(report: Findings) -> Xml.Element:
     suite = Xml.Element("testsuite", {"name": _text(report.name), **_counts([report])})
     properties = Xml.SubElement(suite, "properties")
     for name, value in {**report.environment, "seed": report.seed, "command": report.command}.items():
@@ -31,17 +31,18 @@ def _suite(report: Report) -> Xml.Element:
     return suite
 
 
-def _case(report: Report, check: Check) -> Xml.Element:
-    variant = Xml.Element("testcase", classname=_text(report.name), name=_text(check.name))
+def _case(report: Findings, check: Check) -> Xml.Element:
+    case = Xml.Element("testcase", classname=_text(report.name), name=_text(check.name))
     if not check.passed:
-        failure = Xml.SubElement(variant, "failure", type="ParityError", message=_text(check.explain()))
+        message = "; ".join([*report.causes, check.explain()])
+        failure = Xml.SubElement(case, "failure", type="ParityError", message=_text(message))
         failure.text = _text(report.explain())
     elif not check.ran:
-        Xml.SubElement(variant, "skipped", message=_text(check.skipped))
-    return variant
+        Xml.SubElement(case, "skipped", message=_text(check.skipped))
+    return case
 
 
-def _counts(reports: Sequence[Report]) -> dict[str, str]:
+def _counts(reports: Sequence[Findings]) -> dict[str, str]:
     checks = [check for report in reports for check in report.checks]
     failed = sum(not check.passed for check in checks)
     skipped = sum(check.passed and not check.ran for check in checks)

@@ -4,18 +4,54 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flax_attn.parity import tolerance
-from flax_attn.parity.report import wording
-from flax_attn.parity.report.report import Report
+from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.pair import Pair
+from flax_attn.parity.report import scale, wording
+from flax_attn.parity.report.findings import Findings
+from flax_attn.parity.trace import activations
 
-LOWEST, HIGHEST = 1e-6, 1e12  # error over rule, at both ends of a bar
+if TYPE_CHECKING:
+    from flax_attn.parity.report.figures import Picture
+
+TENSORS = 40  # the most that are listed, those furthest over their rules first
+SAVE = 'Pictures are on the page that report.save("report.html") writes.'
+MAP_BYTES = 700_000  # for the attention maps of a page; plotly itself takes 4.8 MB
 
 
-def write_page(reports: Sequence[Report], path: str) -> None:
+@dataclass
+class Section:
+    """One report and what the page shows of it.
+
+    Args:
+        report: what was found.
+        tensors: how many times its rule the error of each tensor is, by check; the worst tensors first.
+        divergence: the errors of every node.
+        losses: of both sides.
+        heads: attention maps.
+        missing: why pictures are missing.
+    """
+
+    report: Findings
+    tensors: dict[str, dict[str, float]]
+    divergence: Picture | None = None
+    losses: Picture | None = None
+    heads: list[Picture] = field(default_factory=list)
+    missing: str = ""
+
+    @property
+    def pictures(self) -> bool:
+        """Whether there is anything to draw."""
+        return bool(self.divergence or self.losses or self.heads)
+
+
+def write_page(reports: Sequence[Findings], path: str) -> None:
     """Write reports as one page of HTML with everything in it: it asks the network for nothing.
 
     Raises:
@@ -24,8 +60,8 @@ def write_page(reports: Sequence[Report], path: str) -> None:
     Path(path).write_text(page(reports), encoding="utf-8")
 
 
-def page(reports: Sequence[Report]) -> str:
-    """Return the page.
+def page(reports: Sequence[Findings], pictures: bool = True) -> str:
+    """Return the page, with pictures or, in a hundredth of the size, without.
 
     Raises:
         ImportError: if jinja2 or plotly is not installed.
@@ -34,9 +70,6 @@ def page(reports: Sequence[Report]) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    from flax_attn.parity.report import figures
-    from flax_attn.parity.report.sections import sections
-
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "template"),
         autoescape=True,
@@ -44,13 +77,14 @@ def page(reports: Sequence[Report]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.globals |= {"wording": wording, "tolerance": tolerance, "share": share}
-    template = templates.get_template("page.html.j2")
-    return template.render(sections=sections(reports), plotly=get_plotlyjs(), legend=figures.legend())
+    templates.globals |= {"wording": wording, "tolerance": tolerance, "share": scale.share}
+    parts = sections(reports) if pictures else [Section(report, _tensors(report), missing=SAVE) for report in reports]
+    script = get_plotlyjs() if any(part.pictures for part in parts) else ""
+    return templates.get_template("page.html.j2").render(sections=parts, plotly=script, legend=scale.legend())
 
 
 def check_installed() -> None:
-    """Say what is missing, before a long run whose page could not be written.
+    """Raise before a long run whose page could not be written.
 
     Raises:
         ImportError: if jinja2 or plotly is not installed.
@@ -62,12 +96,53 @@ def check_installed() -> None:
         raise ImportError('a page needs jinja2 and plotly: pip install "flax-attn[report]"') from error
 
 
-def share(times: float) -> float:
-    """Return how long the bar is of an error that is some times its rule, in percent, on a logarithmic scale.
+def sections(reports: Sequence[Findings]) -> list[Section]:
+    """Return a section for each report; among several, only those that differ have attention maps."""
+    share = MAP_BYTES // max(sum(not report.passed for report in reports), 1)
+    return [_section(report, 0 if report.passed and len(reports) > 1 else share) for report in reports]
 
-    Example:
-        >>> [round(share(times), 1) for times in (0.0, 1e-6, 1.0, 1e3, float("inf"))]
-        [0.0, 0.0, 33.3, 50.0, 100.0]
-    """
-    inside = np.clip(times, LOWEST, HIGHEST)
-    return float(100 * np.log10(inside / LOWEST) / np.log10(HIGHEST / LOWEST))
+
+def _section(report: Findings, size: int) -> Section:
+    from flax_attn.parity.report import figures
+
+    section = Section(report, _tensors(report))
+    if report.divergence is not None and report.divergence.nodes:
+        section.divergence = figures.divergence(report.divergence)
+    training = report.check("training")
+    if report.pair is not None and training is not None and training.errors:  # it ran: nothing is trained for a page
+        flax, torch = report.pair.trained
+        section.losses = figures.losses(flax["loss"], torch["loss"], training.limit)
+    if report.pair is not None and size:
+        section.heads, section.missing = _attention(report.pair, size)
+    return section
+
+
+def _tensors(report: Findings) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for check in report.checks:
+        for name, error in check.errors.items() if check.limit else ():
+            row = found.setdefault(name.removeprefix("gradient of "), {})
+            row[check.name] = max(row.get(check.name, 0.0), wording.times(error, check.limit))
+    order = sorted(found, key=lambda name: -max(found[name].values()))
+    return {name: found[name] for name in order[:TENSORS]}
+
+
+def _attention(pair: Pair, size: int) -> tuple[list[Any], str]:
+    """Return as many maps as fit, the layers that differ most first, and why others are missing."""
+    from flax_attn.parity.report import figures
+
+    try:
+        with on_cpu():
+            layers = activations.record(pair).attention
+    except Exception as error:  # a module that cannot be observed; the rest of the page stands
+        return [], f"There are none: {error}"
+    drawn = {}
+    for name in sorted(layers, key=lambda name: -np.max(np.abs(np.subtract(*layers[name])))):
+        heads = figures.attention(name, *layers[name])
+        size -= sum(len(head.data) for head in heads)
+        if size < 0:
+            break
+        drawn[name] = heads
+    left = len(layers) - len(drawn)
+    missing = f"{left} of {len(layers)} layers, those that differ least, are left out to keep the page small."
+    return [head for name in layers if name in drawn for head in drawn[name]], missing if left else ""

@@ -1,91 +1,71 @@
-"""What a comparison found, as data."""
+"""The report of a comparison: printed, shown in a notebook, saved."""
 
 from __future__ import annotations
 
+import html
 import importlib.metadata
 import json
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
 
 import jax
-import numpy as np
 
-from flax_attn.convert.rules import Entry
-from flax_attn.parity.check import Check, finite
-from flax_attn.parity.pair import Pair
+from flax_attn.parity.report import console, page, wording
+from flax_attn.parity.report.findings import Findings
+from flax_attn.parity.report.junit import write_junit
 
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "numpy", "optax", "flax-attn")
 
 
-@dataclass(frozen=True)
-class Report:
-    """Everything a comparison found.
+class Report(Findings):
+    """Everything a comparison found; `print(report)` tells it in full, and a notebook shows it as a page.
 
-    Args:
-        name: of what was compared.
-        checks: in the order of the ladder, those not run with the reason.
-        entries: the weight map.
-        notes: what a reader should know before the run, such as defaults in which the frameworks differ.
-        seed: of everything that was drawn.
-        environment: versions, devices and settings.
-        command: repeats the comparison from a shell; empty where it was called from Python.
-        divergence: where the two sides part, if a check failed and this could be found out.
-        pair: both sides, for pictures; not part of the written report.
+    Example:
+        >>> from flax_attn.parity import Check
+        >>> report = Report("layer norm", [Check("forward", 2e-16, 1e-12, "output")])
+        >>> report
+        Report('layer norm': equal, 1 check)
+        >>> print(report.explain())
+        layer norm: both sides are the same function, 5e+03x below the rules
     """
 
-    name: str
-    checks: list[Check]
-    entries: list[Entry] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    seed: int = 0
-    environment: dict[str, str] = field(default_factory=dict)
-    command: str = ""
-    divergence: Any = None
-    pair: Pair | None = field(default=None, repr=False)
+    def __repr__(self) -> str:
+        """Return the verdict in short."""
+        ran = sum(check.ran for check in self.checks)
+        return f"Report({self.name!r}: {wording.verdict(self)}, {ran} check{'' if ran == 1 else 's'})"
 
-    @property
-    def passed(self) -> bool:
-        """Whether something was measured, and every rule holds."""
-        return all(check.passed for check in self.checks) and any(check.ran for check in self.checks)
+    def __str__(self) -> str:
+        """Return everything that a terminal shows, without colours."""
+        return console.text(self)
 
-    @property
-    def failed(self) -> list[Check]:
-        """The checks that do not hold."""
-        return [check for check in self.checks if not check.passed]
+    def _repr_html_(self) -> str:
+        """Return the page for a notebook, without the pictures, which take 5 MB of script."""
+        try:
+            content = page.page([self], pictures=False)
+        except ImportError:
+            return f"<pre>{html.escape(str(self))}</pre>"
+        frame = 'sandbox="allow-scripts" style="width: 100%; height: 40rem; border: 0; resize: vertical"'
+        return f'<iframe title="Report" {frame} srcdoc="{html.escape(content)}"></iframe>'
 
-    @property
-    def margin(self) -> float:
-        """How far below its rule the worst check is."""
-        return min((check.margin for check in self.checks if check.ran), default=np.inf)
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the report to `x.html`, a page with pictures; to `x.json`, all numbers; or to `x.xml`, as JUnit.
 
-    def check(self, name: str) -> Check | None:
-        """Return the check of a name."""
-        return next((check for check in self.checks if check.name == name), None)
-
-    def explain(self) -> str:
-        """Return the verdict in words, as a failing test prints it."""
-        failed = self.failed or [check for check in self.checks if not check.ran]
-        if self.passed:
-            return f"{self.name}: both sides are the same function, {self.margin:.3g}x below the rules"
-        lines = [f"{self.name}: the two sides differ", *(f"  {check.explain()}" for check in failed)]
-        lines += [f"  {line}" for line in str(self.divergence).splitlines()] if self.divergence else []
-        return "\n".join([*lines, f"  repeat: {self.command}"] if self.command else lines)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all that was measured, for JSON; what is infinite or NaN is None there."""
-        return {
-            "variant": self.name,
-            "passed": self.passed,
-            "seed": self.seed,
-            "command": self.command,
-            "notes": self.notes,
-            "checks": [_record(check) for check in self.checks],
-            "weights": [_row(entry) for entry in self.entries],
-            "divergence": None if self.divergence is None else self.divergence.as_dict(),
-        }
+        Raises:
+            ValueError: if the path ends in anything else.
+            ImportError: if a page is asked for and jinja2 or plotly is not installed.
+        """
+        writers = {".html": page.write_page, ".json": write_json, ".xml": write_junit}
+        suffix = Path(path).suffix
+        if suffix not in writers:
+            raise ValueError(
+                f"the suffix must be .html, .json or .xml; got {str(path)!r}. "
+                f"Use report.save({str(Path(path).with_suffix('.html'))!r})"
+            )
+        writers[suffix]([self], str(path))
 
 
 def environment() -> dict[str, str]:
@@ -112,25 +92,10 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def write_json(reports: list[Report], path: str) -> None:
+def write_json(reports: Sequence[Report], path: str) -> None:
     """Write everything that was measured, and where: seed and environment are those of the reports."""
     variants = [report.as_dict() for report in reports]
     good = all(report.passed for report in reports)
     content = {"passed": good, "seed": reports[0].seed, "environment": reports[0].environment, "variants": variants}
     with open(path, "w") as file:
         file.write(json.dumps(content, indent=1) + "\n")
-
-
-def _record(check: Check) -> dict[str, Any]:
-    record = {key: finite(value) for key, value in asdict(check).items()}
-    return record | {"passed": check.passed, "margin": finite(check.margin)}
-
-
-def _row(entry: Entry) -> dict[str, Any]:
-    return {
-        "flax": list(entry.ours),
-        "torch": entry.theirs,
-        "shapes": [list(shape) for shape in entry.shapes],
-        "shape": list(entry.shape),
-        "pattern": entry.rule.pattern or "as it is",
-    }

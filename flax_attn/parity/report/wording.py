@@ -1,9 +1,10 @@
-"""Numbers and verdicts in words, alike at a terminal and on a page."""
+"""Numbers and verdicts in words, the same on a terminal and on a page."""
 
 from __future__ import annotations
 
+from flax_attn.convert.rules import Entry
 from flax_attn.parity.check import Check
-from flax_attn.parity.report.report import Report
+from flax_attn.parity.report.findings import Findings
 
 
 def error(check: Check) -> str:
@@ -70,14 +71,14 @@ def worst(check: Check) -> str:
     return f"{check.worst}[{index}]: flax {check.where['flax']:.9g}, torch {check.where['torch']:.9g}"
 
 
-def verdict(report: Report) -> str:
-    """Return it in a word or two."""
+def verdict(report: Findings) -> str:
+    """Return the verdict in a word or two."""
     if report.passed:
         return "equal"
     return "DIFFERENT" if any(check.ran for check in report.failed) else "NOT PROVEN"
 
 
-def reason(report: Report) -> str:
+def reason(report: Findings) -> str:
     """Return what the verdict rests on, in a sentence."""
     ran = [check for check in report.checks if check.ran]
     if not ran:
@@ -89,3 +90,8 @@ def reason(report: Report) -> str:
     parts = [f"{len(failed)} of {len(ran)} checks fail"] if failed else []
     parts += [f"{len(missing)} asked for by name could not be run"] if missing else []
     return f"{'; '.join(parts)}."
+
+
+def change(entry: Entry) -> str:
+    """Return how parameters of Flax become that of PyTorch."""
+    return entry.rule.pattern or "unchanged"

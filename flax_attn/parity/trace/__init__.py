@@ -1,1 +1,1 @@
-"""Where two sides part, node by node, and why."""
+"""Where two sides differ, node by node, and why."""

@@ -1,26 +1,36 @@
-"""What happens while a module runs: calls of its submodules and named steps, told to a listener of either framework."""
+"""What is observed while a module runs, in either framework: calls of its submodules, and named steps within them."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from flax_attn.parity.adapters.adapter import Arrays, float64
 
-ROOT = "."  # the whole module, the call of the caller's own included
+ROOT = "."  # the whole module, together with the function that calls it
+
+# Operations that must not run below float64 in a float64 run, by their names in either framework.
+OPERATIONS = {
+    **dict.fromkeys(("softmax", "_softmax", "_safe_softmax", "_log_softmax"), "the softmax"),
+    **dict.fromkeys(("cos", "sin"), "cos and sin (rotary angles)"),
+    **dict.fromkeys(("dot_general", "mm", "bmm", "addmm", "baddbmm"), "matrix products"),
+    **dict.fromkeys(("rsqrt", "sqrt"), "the root in a norm"),
+    **dict.fromkeys(("erf", "tanh", "logistic", "gelu", "silu", "sigmoid"), "the activation"),
+    "exp": "exp",
+}
 
 
 @dataclass(frozen=True)
-class Record:
-    """One node on one side: a call of a submodule, or a step within one.
+class Activation:
+    """What one node computed on one side: a call of a submodule, or a step within a call.
 
     Args:
-        name: of the node, as both sides share it; a name of one side alone starts with `flax:` or `torch:`.
+        name: of the node, shared by both sides; the name of a node of one side alone starts with `flax:` or `torch:`.
         kind: `"module"` or `"step"`.
         inputs: the floating arrays that the call was given, each once.
         output: the first floating array that it returned.
@@ -29,14 +39,9 @@ class Record:
 
     name: str
     kind: str
-    inputs: tuple[np.ndarray, ...]
-    output: np.ndarray
+    inputs: tuple[Any, ...]
+    output: Any
     dtype: str
-
-    @property
-    def shared(self) -> bool:
-        """Whether the other side may have a node of this name."""
-        return ":" not in self.name
 
 
 @dataclass
@@ -45,53 +50,62 @@ class Frame:
 
     name: str
     inputs: tuple[Any, ...]
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
-class Listener:
-    """Follows a run through its calls and steps, and gives each a name. It changes nothing; its subclasses do.
+class Observer:
+    """Follows a run through its calls and steps, and names each. It changes no value; subclasses may.
 
     Args:
         framework: `"flax"` or `"torch"`.
         names: the shared names of submodules, by their paths on this side.
+
+    Attributes:
+        lower: what was computed below float64, and in which dtype, by path of the shared module.
     """
 
     def __init__(self, framework: str, names: Mapping[str, str]):
         self.framework, self.names = framework, names
         self.frames: list[Frame] = []
+        self.lower: defaultdict[str, dict[str, str]] = defaultdict(dict)
         self._calls: Counter[str] = Counter()
 
-    def enter(self, path: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Begin a call; return the arguments to call with."""
-        frame = Frame(self._numbered(self.names.get(path, f"{self.framework}:{path}")), floats((args, kwargs)))
-        args, kwargs = self.entered(frame, args, kwargs)
+    def enter(self, path: str, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Begin a call with these floating arrays; return those to call with."""
+        frame = Frame(self._numbered(self.names.get(path, f"{self.framework}:{path}")), inputs)
+        inputs = self.entered(frame)
         self.frames.append(frame)
-        return args, kwargs
+        return inputs
 
-    def leave(self, output: Any) -> Any:
-        """End the innermost call; return the output to go on with."""
-        frame, found = self.frames.pop(), floats(output)
-        return substitute(output, {id(found[0]): self.left(frame, found[0])}) if found else output
+    def leave(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """End the innermost call with its first floating output, if it has one; return the one to continue with."""
+        frame = self.frames.pop()
+        return tuple(self.left(frame, output) for output in outputs)
 
     def step(self, value: Any, step: str) -> Any:
-        """Name a value within the innermost shared call; return the one to go on with."""
+        """Name a value within the innermost shared call; return the one to continue with."""
         return self.stepped(self._numbered(f"{self.enclosing.name}/{step}"), value)
+
+    def computed(self, operation: str, dtype: str) -> None:
+        """Note the dtype that an operation returns, if that is below float64."""
+        kind = OPERATIONS.get(operation)
+        if kind is not None and dtype in ("float32", "bfloat16", "float16"):
+            self.lower[path_of(self.enclosing.name)][kind] = dtype
 
     @property
     def enclosing(self) -> Frame:
         """The innermost call that both sides have."""
         return next((frame for frame in reversed(self.frames) if ":" not in frame.name), self.frames[0])
 
-    def entered(self, frame: Frame, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Result `enter`."""
-        return args, kwargs
+    def entered(self, frame: Frame) -> tuple[Any, ...]:
+        """Return the inputs that a call is to continue with."""
+        return frame.inputs
 
     def left(self, frame: Frame, output: Any) -> Any:
-        """Result `leave`."""
+        """Return the output that the caller is to continue with."""
         return output
 
     def stepped(self, name: str, value: Any) -> Any:
-        """Result `step`."""
+        """Return the value that the call is to continue with."""
         return value
 
     def _numbered(self, name: str) -> str:
@@ -99,37 +113,28 @@ class Listener:
         return name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
 
 
-class Recorder(Listener):
+class ActivationRecorder(Observer):
     """Keeps every value.
 
     Attributes:
-        records: by name, in the order in which the calls return and the steps are taken.
+        activations: by name, in the order in which calls return and steps are taken.
     """
 
     def __init__(self, framework: str, names: Mapping[str, str]):
         super().__init__(framework, names)
-        self.records: dict[str, Record] = {}
-
-    def entered(self, frame: Frame, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        # Copied now: PyTorch may change them in place.
-        frame.inputs = tuple(numpy64(x) for x in frame.inputs)
-        return args, kwargs
+        self.activations: dict[str, Activation] = {}
 
     def left(self, frame: Frame, output: Any) -> Any:
-        self._keep(frame.name, "module", frame.inputs, output)
-        return self.passed(frame.name, output)
+        self.keep(frame.name, "module", frame.inputs, output)
+        return output
 
     def stepped(self, name: str, value: Any) -> Any:
-        self._keep(name, "step", (), value)
-        return self.passed(name, value)
-
-    def passed(self, name: str, value: Any) -> Any:
-        """Return the value to go on with."""
+        self.keep(name, "step", (), value)
         return value
 
-    def _keep(self, name: str, kind: str, inputs: tuple[np.ndarray, ...], output: Any) -> None:
-        dtype = str(output.dtype).removeprefix("torch.")
-        self.records[name] = Record(name, kind, inputs, numpy64(output), dtype)
+    def keep(self, name: str, kind: str, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep what one node computed."""
+        self.activations[name] = Activation(name, kind, inputs, output, str(output.dtype).removeprefix("torch."))
 
 
 def path_of(name: str) -> str:
@@ -143,7 +148,12 @@ def path_of(name: str) -> str:
 
 
 def spoken(name: str) -> str:
-    """Return the name of a node as a sentence has it."""
+    """Return the name of a node as it stands in a sentence.
+
+    Example:
+        >>> spoken("."), spoken("norm1")
+        ('the whole module', 'norm1')
+    """
     return "the whole module" if name == ROOT else name
 
 
@@ -173,26 +183,30 @@ def _arrays(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def substitute(tree: Any, new: Mapping[int, Any]) -> Any:
-    """Return a tree in which arrays are exchanged for others, by the `id` of the old ones.
+def replaced(tree: Any, old: tuple[Any, ...], new: tuple[Any, ...]) -> Any:
+    """Return a tree in which the arrays `old` are replaced by `new`.
 
     Example:
         >>> x = np.ones(2)
-        >>> substitute({"a": (x, 3)}, {id(x): "new"})
+        >>> replaced({"a": (x, 3)}, (x,), ("new",))
         {'a': ('new', 3)}
     """
+    return _replaced(tree, {id(a): b for a, b in zip(old, new, strict=True)})
+
+
+def _replaced(tree: Any, new: Mapping[int, Any]) -> Any:
     if id(tree) in new:
         return new[id(tree)]
     if isinstance(tree, Mapping):
         changed = copy.copy(tree)
-        changed.update({key: substitute(value, new) for key, value in tree.items()})  # pyright: ignore
+        changed.update({key: _replaced(value, new) for key, value in tree.items()})  # pyright: ignore
         return changed
     if isinstance(tree, tuple | list):
-        inner = [substitute(value, new) for value in tree]
+        inner = [_replaced(value, new) for value in tree]
         return type(tree)(*inner) if hasattr(tree, "_fields") else type(tree)(inner)
     return tree
 
 
-def by_name(records: Mapping[str, Record]) -> Arrays:
-    """Return the outputs of records."""
-    return {name: record.output for name, record in records.items()}
+def outputs(activations: Mapping[str, Activation]) -> Arrays:
+    """Return the output of each activation by name."""
+    return {name: activation.output for name, activation in activations.items()}

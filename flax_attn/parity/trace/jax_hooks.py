@@ -1,22 +1,88 @@
-"""Listening to a JAX module while it runs eagerly: its classes are wrapped for as long as that takes."""
+"""Observe a JAX module: a copy of it is traced once, and its calls and steps are read from the jaxpr.
+
+Every submodule of the copy marks its inputs and its output by an operation that does nothing. The marked jaxpr is then
+evaluated, operation by operation, as often as something is to be recorded or replaced. No class, no module and no
+function is patched: what runs elsewhere in the process is not affected.
+
+Steps are values named by `jax.ad_checkpoint.checkpoint_name`; the input and output of every softmax, which is
+recognised by its formula, `exp(x - max(x)) / sum(exp(x - max(x)))`, whoever wrote it; and what an `attention_fn`, as
+Flax's attention has it, takes and returns. What runs inside `jax.jit`, `jax.checkpoint` and `jax.vmap` is observed as
+well, the mapped axis first; what runs inside `scan`, `while_loop` and `cond` is not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, wraps
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
-from jax.extend.core import get_opaque_trace_state
-from jax.extend.core.primitives import name_p
 
-from flax_attn.backends.registry import BACKENDS
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.pair import Pair
-from flax_attn.parity.trace.hooks import ROOT, Listener
+from flax_attn.parity.trace.hooks import ROOT, Observer, floats, replaced
+from flax_attn.parity.trace.jaxpr import evaluate, mark
+
+# Packages whose modules name their scores and weights only where an attribute has a certain value.
+NAMING_BACKEND = {"flax_attn": ("backend", "reference")}
+# Compiled for one run: quickly, and with every rounding that the module asks for.
+COMPILER = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+
+
+@dataclass(frozen=True)
+class TracedModule:
+    """The forward pass of the Flax side in float64 and eval mode, as a jaxpr with marks.
+
+    Args:
+        jaxpr: with the inputs as its arguments.
+        constants: what it closes over, the parameters among them.
+        inputs: the arguments.
+        output: the structure of what it returns, a mapping of arrays.
+    """
+
+    jaxpr: Any
+    constants: list[Any]
+    inputs: list[Any]
+    output: Any
+
+    def run(self, observer: Observer) -> dict[str, jax.Array]:
+        """Return the outputs, evaluated one operation after another while an observer follows."""
+        return self._run(self.constants, self.inputs, observer)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function(run, *arrays)` compiled, as a function of the arrays; `run` is as the method."""
+
+        def whole(constants: list[Any], inputs: list[Any], *arrays: Any) -> Any:
+            return function(lambda observer: self._run(constants, inputs, observer), *arrays)
+
+        jitted = jax.jit(whole, compiler_options=COMPILER)
+        return lambda *arrays: jitted(self.constants, self.inputs, *arrays)
+
+    def _run(self, constants: list[Any], inputs: list[Any], observer: Observer) -> dict[str, jax.Array]:
+        floating = floats(inputs)
+        inputs = replaced(inputs, floating, observer.enter(ROOT, floating))
+        found = evaluate(self.jaxpr, constants, inputs, observer)
+        output = floats(found)[:1]
+        return jax.tree.unflatten(self.output, replaced(found, output, observer.leave(output)))
+
+
+def trace(pair: Pair) -> TracedModule:
+    """Return the forward pass of the Flax side of a pair."""
+    adapter = pair.flax
+    assert isinstance(adapter, JaxAdapter), "the record of an earlier run cannot be traced"
+
+    def forward(inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        module = adapter.built()
+        with _marked(module):
+            return adapter.call(module, inputs, adapter.arrays(pair.extras))
+
+    inputs = adapter.arrays(pair.inputs)
+    closed, output = jax.make_jaxpr(forward, return_shape=True)(inputs)
+    return TracedModule(closed.jaxpr, closed.consts, jax.tree.leaves(inputs), jax.tree.structure(output))
 
 
 def paths(module: Any, parameters: Mapping[str, Any]) -> list[str]:
@@ -29,71 +95,7 @@ def paths(module: Any, parameters: Mapping[str, Any]) -> list[str]:
     if isinstance(module, linen.Module):
         parts = [name.split(".")[:-1] for name in parameters]
         return list(dict.fromkeys(".".join(p[:i]) for p in parts for i in range(1, len(p) + 1)))
-    return [path for path, inner in _submodules(module).items() if _method(type(inner)) is not None]
-
-
-def run(pair: Pair, listener: Listener) -> dict[str, Any]:
-    """Return the outputs of the Flax side, run eagerly with a listener; all classes are as before afterwards."""
-    side = pair.flax
-    assert isinstance(side, JaxAdapter), "nothing runs in the record of an earlier run"
-    module = side.built()
-    _use_reference(module)
-    inputs = listener.enter(ROOT, (), side.arrays(pair.inputs))[1]
-    with listening(module, listener):
-        outputs = side.call(module, inputs, side.arrays(pair.extras))
-    return listener.leave(outputs)
-
-
-@contextmanager
-def listening(module: Any, listener: Listener) -> Iterator[None]:
-    """Tell a listener of all calls and steps. What runs inside `jax.jit`, `vmap` or `scan` cannot be told, and is not.
-
-    Steps are the values named by `checkpoint_name`, what our softmax is given and, of any other attention,
-    what goes into and comes out of `jax.nn.dot_product_attention` and `jax.nn.softmax`.
-    """
-    outside = get_opaque_trace_state()
-
-    def audible() -> bool:
-        return get_opaque_trace_state() == outside
-
-    with ExitStack() as stack:
-        if isinstance(module, linen.Module):
-            stack.enter_context(linen.intercept_methods(_linen(listener, audible)))
-        else:
-            _wrap_classes(module, listener, audible, stack)
-        for owner, name, make in STEPS:
-            stack.enter_context(_swapped(owner, name, make(getattr(owner, name), listener, audible)))
-        yield
-
-
-def _wrap_classes(module: Any, listener: Listener, audible: Callable[[], bool], stack: ExitStack) -> None:
-    found = {id(inner): (path, inner) for path, inner in _submodules(module).items()}
-    methods = {type(inner): _method(type(inner)) for _, inner in found.values()}
-    running = set()  # a method that calls that of its superclass is one call
-
-    def wrapper(method: Any) -> Callable:
-        @wraps(method)
-        def call(self, *args, **kwargs):
-            bound = method.__get__(self, type(self))
-            if id(self) not in found or id(self) in running or not audible():
-                return bound(*args, **kwargs)
-            running.add(id(self))
-            try:
-                args, kwargs = listener.enter(found[id(self)][0], args, kwargs)
-                return listener.leave(bound(*args, **kwargs))
-            finally:
-                running.discard(id(self))
-
-        return call
-
-    for cls, method in methods.items():
-        if method is not None:
-            stack.enter_context(_swapped(cls, "__call__", wrapper(method)))
-
-
-def _method(cls: type) -> Any:
-    # Not `cls.__call__`: where a class has none, that is how its metaclass makes instances.
-    return next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
+    return [path for path, inner in _submodules(module).items() if callable(inner)]
 
 
 def _submodules(module: Any) -> dict[str, Any]:
@@ -114,81 +116,79 @@ def _inside(prefix: str, module: Any) -> Iterator[tuple[str, Any]]:
             yield from _inside(f"{name}.", inner)
 
 
-def _linen(listener: Listener, audible: Callable[[], bool]) -> Callable:
-    def intercept(next_function, args, kwargs, context):
-        if context.method_name != "__call__" or not context.module.path or not audible():
-            return next_function(*args, **kwargs)
-        args, kwargs = listener.enter(".".join(context.module.path), args, kwargs)
-        return listener.leave(next_function(*args, **kwargs))
-
-    return intercept
+# Marks.
 
 
-@contextmanager
-def _swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
-    own, old = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, new)
+def _marked(module: Any) -> Any:
+    """Make every submodule of a copy mark its calls; return the context to call it in."""
+    if isinstance(module, linen.Module):
+        return linen.intercept_methods(_intercept)
+    for path, inner in _submodules(module).items():
+        if callable(inner):
+            _mark_calls(inner, path)
+    for inner in [module, *_submodules(module).values()]:
+        _name_steps(inner)
+    return nullcontext()
+
+
+def _intercept(method: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+    if context.method_name != "__call__" or not context.module.path:
+        return method(*args, **kwargs)
+    return _call(".".join(context.module.path), method, args, kwargs)
+
+
+def _mark_calls(module: Any, path: str) -> None:
     try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, old)
-        else:
-            delattr(owner, name)
+        object.__setattr__(module, "__class__", _marking(type(module), path))
+    except TypeError:  # a class that takes no subclass, or has slots: its calls are not observed
+        return
 
 
-def _use_reference(module: Any) -> None:
-    # No other backend holds scores and weights.
-    def is_ours(path: Any, inner: Any) -> bool:
-        return getattr(inner, "backend", None) in ("auto", *BACKENDS)
+@cache
+def _marking(cls: type, path: str) -> type:
+    """Return a subclass whose instances mark their calls.
 
-    if isinstance(module, nnx.Module):
-        module.set_attributes(is_ours, backend="reference", raise_if_not_found=False)
+    The path is kept in the class and not in the instance, so that copies that JAX makes of it mark theirs as well.
+    """
 
+    @wraps(cls.__call__)
+    def call(self, *args, **kwargs):
+        return _call(path, super(marking, self).__call__, args, kwargs)  # pyright: ignore
 
-def _named(bind: Callable, listener: Listener, audible: Callable[[], bool]) -> Callable:
-    def named(*values, name, **params):
-        out = bind(*values, name=name, **params)
-        return listener.step(out, name) if audible() else out
-
-    return named
-
-
-def _masked_softmax(function: Callable, listener: Listener, audible: Callable[[], bool]) -> Callable:
-    def masked_softmax(scores, visible, sinks=None):
-        if not audible():
-            return function(scores, visible, sinks)
-        masked = jnp.where(visible, scores, -jnp.inf)
-        heard = listener.step(masked, "masked")
-        return function(heard, visible if heard is masked else heard > -jnp.inf, sinks)
-
-    return masked_softmax
+    names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    marking = type(cls)(cls.__name__, (cls,), names)
+    return marking
 
 
-def _softmax(function: Callable, listener: Listener, audible: Callable[[], bool]) -> Callable:
-    def softmax(x, *args, **kwargs):
-        if not audible():
-            return function(x, *args, **kwargs)
-        # Where a weight is exactly 0 the score was hidden, whatever number was used to hide it.
-        masked = jnp.where(function(x, *args, **kwargs) == 0, -jnp.inf, x)
-        heard = listener.step(masked, "masked")
-        return listener.step(function(x if heard is masked else heard, *args, **kwargs), "weights")
-
-    return softmax
+def _call(path: str, function: Callable, args: tuple, kwargs: dict) -> Any:
+    args, kwargs = _mark((args, kwargs), _jax_floats((args, kwargs)), event="enter", name=path)
+    result = function(*args, **kwargs)
+    return _mark(result, _jax_floats(result)[:1], event="leave", name=path)
 
 
-def _attention(function: Callable, listener: Listener, audible: Callable[[], bool]) -> Callable:
-    def dot_product_attention(query, key, value, *args, **kwargs):
-        if not audible():
-            return function(query, key, value, *args, **kwargs)
-        query, key, value = (listener.step(x, n) for n, x in (("query", query), ("key", key), ("value", value)))
-        return listener.step(function(query, key, value, *args, **kwargs), "context")
-
-    return dot_product_attention
+def _mark(tree: Any, values: tuple, **event: str) -> Any:
+    return replaced(tree, values, mark(values, **event))
 
 
-STEPS = (
-    (name_p, "bind", _named),
-    (jax.nn, "softmax", _softmax),
-    (jax.nn, "dot_product_attention", _attention),
-)
+def _jax_floats(tree: Any) -> tuple[Any, ...]:
+    return tuple(x for x in floats(tree) if isinstance(x, jax.Array | np.ndarray))
+
+
+def _name_steps(module: Any) -> None:
+    for cls in type(module).__mro__:
+        attribute, value = NAMING_BACKEND.get(cls.__module__.split(".")[0], ("", ""))
+        if attribute and isinstance(getattr(module, attribute, None), str):
+            setattr(module, attribute, value)
+    attention = getattr(module, "attention_fn", None)
+    if callable(attention) and isinstance(module, nnx.Module):
+        setattr(module, "attention_fn", _stepping(attention))  # noqa: B010, an attribute of some modules
+
+
+def _stepping(attention: Callable) -> Callable:
+    @wraps(attention)
+    def stepping(query, key, value, *args, **kwargs):
+        named = (_mark(x, (x,), event="step", name=n) for x, n in ((query, "query"), (key, "key"), (value, "value")))
+        context = attention(*named, *args, **kwargs)
+        return _mark(context, (context,), event="step", name="context")
+
+    return stepping

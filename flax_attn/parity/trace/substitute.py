@@ -1,37 +1,38 @@
-"""The error of each node by itself: the Flax side run again on what PyTorch computed."""
+"""The error of each node by itself: the Flax side is run again on what PyTorch computed."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import Arrays
-from flax_attn.parity.pair import Pair
-from flax_attn.parity.trace import jax_hooks
-from flax_attn.parity.trace.activations import Taps
-from flax_attn.parity.trace.hooks import ROOT, Frame, Listener, Record, floats, numpy64, path_of, substitute
+from flax_attn.parity.trace.activations import Activations
+from flax_attn.parity.trace.hooks import ROOT, Frame, Observer, numpy64, path_of
 
 
-@dataclass(frozen=True)
+@dataclass
 class Target:
-    """One thing that a node computes: its output, or what it hands to a submodule.
+    """One thing that a node computes: its output, or what it passes to a submodule.
 
     Args:
         label: `"output"`, or `"input of W_query"`.
-        flax: what Flax makes of the reference.
-        torch: what PyTorch has.
-        without: the source that this one is made for, and so not of.
+        flax: what Flax computes from the values of PyTorch.
+        torch: what PyTorch computed.
+        without: the submodule that it is passed to, whose output is therefore no source of it.
+        rounding: how far off it may be because Flax takes what it is computed from in a lower dtype only.
     """
 
     label: str
-    flax: np.ndarray
+    flax: Any
     torch: np.ndarray
     without: str = ""
+    rounding: float = 0.0
 
     @property
     def error(self) -> float:
@@ -47,20 +48,22 @@ class Evidence:
         name: of the node.
         kind: `"module"` or `"step"`.
         targets: what it computes.
-        sources: what it computes that from, as PyTorch has it: `"input"`, outputs of submodules, steps before.
-        fed: whether it was given what PyTorch's was given.
+        sources: what it computes that from, as PyTorch has it: `"input"`, outputs of submodules, earlier steps.
+        same_inputs: whether it could be given what PyTorch's was given.
     """
 
     name: str
     kind: str
     targets: list[Target] = field(default_factory=list)
     sources: Arrays = field(default_factory=dict)
-    fed: bool = True
+    same_inputs: bool = True
 
     @property
-    def own(self) -> float:
-        """The largest error of what it computes; NaN if that would be no error of its own."""
-        return max((target.error for target in self.targets), default=np.nan) if self.fed else np.nan
+    def error(self) -> float:
+        """The largest error of what it computes; NaN if that may not be its own, because what it is given differs."""
+        errors = [target.error for target in self.targets if not target.error <= target.rounding]
+        judged = self.same_inputs and (errors or not any(target.rounding for target in self.targets))
+        return max(errors, default=0.0 if self.targets else np.nan) if judged else np.nan
 
 
 def relative(flax: np.ndarray, torch: np.ndarray) -> float:
@@ -68,67 +71,106 @@ def relative(flax: np.ndarray, torch: np.ndarray) -> float:
     return tolerance.relative({"": flax}, {"": torch})[""]
 
 
-def resynchronise(pair: Pair, taps: Taps) -> dict[str, Evidence]:
+def rerun(found: Activations) -> dict[str, Evidence]:
     """Return the evidence on every shared node.
 
-    Every submodule of the Flax side is handed what PyTorch's was handed, and what it returns is compared and then
-    exchanged for what PyTorch's returned. What is left is the error of each node alone; that of a container is in
-    what it does between its submodules: in their inputs, before those are exchanged, or in its output.
+    Every submodule of the Flax side is given what PyTorch's was given, and its output is compared and then replaced
+    by PyTorch's. What remains is the error of each node alone. A container's own error is in what it does between its
+    submodules: in their inputs, before those are replaced, or in its output.
     """
-    listener = _Resync(taps)
-    with jax.numpy_dtype_promotion("standard"):  # the reference is float64 where a module may have a lower dtype
-        jax_hooks.run(pair, listener)
-    return listener.evidence
+    observer = _Substitution(found)
+
+    def computed(run: Any, reference: Any) -> list[Any]:
+        observer.reference = reference
+        run(observer)
+        return [target.flax for target in observer.targets()]
+
+    arrays = {name: (found.theirs[name].inputs, _for_flax(found, name)) for name in found.shared}
+    values = found.traced.compiled(computed)(arrays)
+    for target, value in zip(observer.targets(), values, strict=True):
+        target.flax = numpy64(value)
+    return observer.evidence
 
 
-class _Resync(Listener):
-    def __init__(self, taps: Taps):
-        super().__init__("flax", taps.names)
-        self.reference = {name: taps.theirs[name] for name in taps.shared}
+def _for_flax(found: Activations, name: str) -> np.ndarray:
+    value = found.torch[name]
+    return np.ascontiguousarray(found.axes[name].to_flax(value)) if name in found.axes else value
+
+
+class _Substitution(Observer):
+    """Compares and replaces.
+
+    Attributes:
+        reference: inputs and output of each shared node, as arrays of JAX in the layout of the Flax side.
+    """
+
+    def __init__(self, found: Activations):
+        super().__init__("flax", found.names)
+        self.found = found
+        self.reference: Mapping[str, tuple[tuple[Any, ...], Any]] = {}
         self.evidence: dict[str, Evidence] = {}
+        self.roundings: dict[str, float] = {}
 
-    def entered(self, frame: Frame, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        record = self.reference.get(frame.name)
-        if record is None:
-            return args, kwargs
-        found = self.evidence[frame.name] = Evidence(frame.name, "module")
-        found.sources |= {_numbered("input", i): x for i, x in enumerate(record.inputs)}
-        pairs = list(zip(floats((args, kwargs)), record.inputs, strict=False))
-        found.fed = bool(frame.inputs) == bool(record.inputs) and all(x.shape == r.shape for x, r in pairs)
-        if not found.fed:
-            return args, kwargs
+    def targets(self) -> list[Target]:
+        return [target for evidence in self.evidence.values() for target in evidence.targets]
+
+    def entered(self, frame: Frame) -> tuple[Any, ...]:
+        if frame.name not in self.reference:
+            return frame.inputs
+        theirs, given = self.found.theirs[frame.name].inputs, self.reference[frame.name][0]
+        evidence = self.evidence[frame.name] = Evidence(frame.name, "module")
+        evidence.sources |= {_numbered("input", i): x for i, x in enumerate(theirs)}
+        pairs = list(zip(frame.inputs, given, strict=False))
+        evidence.same_inputs = bool(frame.inputs) == bool(given) and all(x.shape == r.shape for x, r in pairs)
+        if not evidence.same_inputs:
+            return frame.inputs
         if frame.name != ROOT:
-            self._handed_over(frame.name, pairs)
-        return substitute((args, kwargs), {id(x): jnp.asarray(r) for x, r in pairs})
+            self._passed_on(frame, theirs)
+        new = [reference.astype(x.dtype) for x, reference in pairs]
+        return (*new, *frame.inputs[len(new) :])
 
-    def _handed_over(self, name: str, pairs: list[tuple[Any, np.ndarray]]) -> None:
-        parent, child = self.evidence.get(self.enclosing.name), _within(name, self.enclosing.name)
+    def _passed_on(self, frame: Frame, theirs: tuple[np.ndarray, ...]) -> None:
+        parent, child = self.evidence.get(self.enclosing.name), _within(frame.name, self.enclosing.name)
         if parent is not None:
-            parent.targets += [
-                Target(f"{_numbered('input', i)} of {child}", numpy64(x), r, child) for i, (x, r) in enumerate(pairs)
-            ]
+            pairs = enumerate(zip(frame.inputs, theirs, strict=False))
+            parent.targets += [self._target(f"{_numbered('input', i)} of {child}", x, r, child) for i, (x, r) in pairs]
 
     def left(self, frame: Frame, output: Any) -> Any:
-        record = self.reference.get(frame.name)
-        if record is None:
+        if frame.name not in self.reference:
             return output
-        self.evidence[frame.name].targets.append(Target("output", numpy64(output), record.output))
-        if frame.name != ROOT:
-            self._known(frame.name, record)
-        return jnp.asarray(record.output)
+        target = Target("output", output, self.found.torch[frame.name], rounding=self.roundings.get(frame.name, 0.0))
+        self.evidence[frame.name].targets.append(target)
+        return self._replaced(frame.name, output, known=frame.name != ROOT)
 
     def stepped(self, name: str, value: Any) -> Any:
-        record = self.reference.get(name)
-        if record is None:
+        if name not in self.reference:
             return value
-        sources = self.evidence[self.enclosing.name].sources if self.enclosing.name in self.evidence else {}
-        self.evidence[name] = Evidence(name, "step", [Target("output", numpy64(value), record.output)], dict(sources))
-        self._known(name, record)
-        return jnp.asarray(record.output)
+        parent = self.evidence.get(self.enclosing.name)
+        sources = self._earlier_steps(name) | (parent.sources if parent else {})
+        axes = self.found.axes.get(name)
+        target = self._target("output", axes.to_torch(value) if axes else value, self.found.torch[name])
+        self.evidence[name] = Evidence(name, "step", [target], sources)
+        return self._replaced(name, value, known=True)
 
-    def _known(self, name: str, record: Record) -> None:
-        if self.enclosing.name in self.evidence:
-            self.evidence[self.enclosing.name].sources[_within(name, self.enclosing.name)] = record.output
+    def _earlier_steps(self, name: str) -> Arrays:
+        """Return the steps of PyTorch before one in the same call, those among them that Flax does not have."""
+        steps = itertools.takewhile(lambda step: step != name, self.found.theirs)
+        prefix = f"{self.enclosing.name}/"
+        return {s.removeprefix(prefix): self.found.theirs[s].output for s in steps if s.startswith(prefix)}
+
+    def _target(self, label: str, flax: Any, torch: np.ndarray, without: str = "") -> Target:
+        return Target(label, flax, torch, without, self.roundings.get(self.enclosing.name, 0.0))
+
+    def _replaced(self, name: str, value: Any, known: bool) -> Any:
+        if not self.frames:
+            return value
+        if known and self.enclosing.name in self.evidence:
+            sources = self.evidence[self.enclosing.name].sources
+            sources[_within(name, self.enclosing.name)] = self.found.torch[name]
+        if value.dtype != jnp.float64:
+            self.roundings[self.enclosing.name] = tolerance.REORDERED * float(jnp.finfo(value.dtype).eps)
+        reference = jnp.asarray(self.reference[name][1])
+        return reference.astype(value.dtype) if reference.shape == value.shape else value
 
 
 def _within(name: str, parent: str) -> str:

@@ -1,24 +1,34 @@
-"""Listening to a PyTorch module while it runs, forward and backward."""
+"""Observe a PyTorch module while it runs, forward and backward.
+
+A copy of the module has forward hooks, and two modes of PyTorch, which hold for one thread, see the functions that it
+calls. No class, no module and no function is patched, and no setting of the process is changed.
+
+Steps are what a function called `checkpoint_name(x, name)` is given, if it asks `torch.overrides` as
+`torch_ref.functional.tags` does; what `scaled_dot_product_attention` takes and returns; and the input and output of
+every softmax of PyTorch's own.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from einops import rearrange
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flax_attn.parity.adapters.adapter import Arrays
 from flax_attn.parity.adapters.torch_adapter import TorchAdapter
-from flax_attn.parity.trace.hooks import ROOT, Record, Recorder, numpy64
-from torch_ref.functional import tags
+from flax_attn.parity.trace.hooks import ROOT, ActivationRecorder, Frame, floats, numpy64, replaced
 
 SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
+NO_FORWARD = torch.nn.Module.forward
 
 
 def paths(module: Any) -> list[str]:
@@ -30,43 +40,40 @@ def paths(module: Any) -> list[str]:
     """
     if not isinstance(module, torch.nn.Module):
         return []
-    return [path for path, inner in module.named_modules() if path and type(inner).forward is not _NO_FORWARD]
+    return [path for path, inner in module.named_modules() if path and type(inner).forward is not NO_FORWARD]
 
 
-_NO_FORWARD = torch.nn.Module.forward
-
-
-def record(
-    side: TorchAdapter, inputs: Arrays, extras: Mapping[str, np.ndarray], cotangents: Arrays, names: Mapping[str, str]
-) -> tuple[dict[str, Record], Arrays]:
-    """Return all nodes of a run in float64 and eval mode, and the cotangents that arrive at them."""
-    recorder = TorchRecorder("torch", names)
-    module = copy.deepcopy(side.module)
-    if isinstance(module, torch.nn.Module):
-        module.eval().requires_grad_(True)
-        _hook(module, recorder)
-    arrays = {name: x.requires_grad_(x.is_floating_point()) for name, x in side.arrays(inputs).items()}
-    arrays = recorder.enter(ROOT, (), arrays)[1]
-    with _steps(recorder):
-        outputs = side.call(module, arrays, side.arrays(extras))
-    outputs = recorder.leave(outputs)
-    weigh = side.arrays(cotangents)
-    torch.stack([(outputs[name] * c.to(outputs[name].dtype)).sum() for name, c in weigh.items()]).sum().backward()
-    return recorder.records, recorder.cotangents
-
-
-class TorchRecorder(Recorder):
-    """A `Recorder` that notes the cotangents of the backward pass too.
+class TorchRecorder(ActivationRecorder):
+    """Keeps every value of a run, and the cotangents of its backward pass.
 
     Attributes:
-        cotangents: by name of the node whose output they belong to; 0 where none arrives.
+        cotangents: by name of the node at whose output they arrive; 0 where none arrives.
     """
 
-    def __init__(self, framework: str, names: Mapping[str, str]):
-        super().__init__(framework, names)
+    def __init__(self, names: Mapping[str, str]):
+        super().__init__("torch", names)
         self.cotangents: Arrays = {}
 
-    def passed(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def entered(self, frame: Frame) -> tuple[Any, ...]:
+        given, frame.inputs = frame.inputs, tuple(numpy64(x) for x in frame.inputs)  # PyTorch may change them in place
+        return given
+
+    def left(self, frame: Frame, output: torch.Tensor) -> torch.Tensor:
+        return self._passed(frame.name, super().left(frame, output))
+
+    def stepped(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return self._passed(name, super().stepped(name, value))
+
+    def keep(self, name: str, kind: str, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        super().keep(name, kind, inputs, output)
+        kept = self.activations[name]
+        self.activations[name] = type(kept)(name, kind, inputs, numpy64(output), kept.dtype)
+
+    def below_autograd(self, value: torch.Tensor, step: str) -> None:
+        """Keep a step that has no cotangent."""
+        self.keep(self._numbered(f"{self.enclosing.name}/{step}"), "step", (), value)
+
+    def _passed(self, name: str, value: torch.Tensor) -> torch.Tensor:
         # A tensor of its own for every node: a module that returns what it was given has a cotangent of its own, and
         # one behind a `detach` still has the cotangent that arrives there.
         alias = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
@@ -74,47 +81,94 @@ class TorchRecorder(Recorder):
         alias.register_hook(lambda gradient: self.cotangents.update({name: numpy64(gradient)}))
         return alias
 
-    def observe(self, value: torch.Tensor, step: str) -> None:
-        """Record a step below autograd, where nothing can be passed on."""
-        self._keep(self._numbered(f"{self.enclosing.name}/{step}"), "step", (), value)
+
+def record(
+    adapter: TorchAdapter,
+    inputs: Arrays,
+    extras: Mapping[str, np.ndarray],
+    cotangents: Arrays,
+    names: Mapping[str, str],
+) -> TorchRecorder:
+    """Return the activations of a run in float64 and eval mode, and the cotangents that arrive at them."""
+    recorder, module = TorchRecorder(names), copy.deepcopy(adapter.module)
+    arrays = {name: x.requires_grad_(x.is_floating_point()) for name, x in adapter.arrays(inputs).items()}
+    with ExitStack() as stack:
+        if isinstance(module, torch.nn.Module):
+            _hook(module.eval().requires_grad_(True), recorder)
+        stack.enter_context(_Functions(recorder))
+        stack.enter_context(_Operations(recorder))
+        arrays = _entered(recorder, ROOT, arrays)
+        outputs = _left(recorder, adapter.call(module, arrays, adapter.arrays(extras)))
+    weigh = adapter.arrays(cotangents)
+    torch.stack([(outputs[name] * c.to(outputs[name].dtype)).sum() for name, c in weigh.items()]).sum().backward()
+    return recorder
 
 
 def _hook(module: torch.nn.Module, recorder: TorchRecorder) -> None:
     def before(path: str) -> Callable:
-        return lambda module, args, kwargs: recorder.enter(path, args, kwargs)
+        return lambda module, args, kwargs: _entered(recorder, path, (args, kwargs))
 
     for path, inner in module.named_modules():
         if path:
             inner.register_forward_pre_hook(before(path), with_kwargs=True)
-            inner.register_forward_hook(lambda module, args, output: recorder.leave(output))
+            inner.register_forward_hook(lambda module, args, output: _left(recorder, output))
 
 
-@contextmanager
-def _steps(recorder: TorchRecorder) -> Iterator[None]:
-    """Listen to named values, and to the attention and the softmax of PyTorch's own."""
-    functional, fused = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
-
-    def attention(query, key, value, *args, **kwargs):
-        def step(x, name):  # PyTorch's heads stand before the tokens
-            if x.ndim != 4:
-                return x
-            heard = recorder.step(rearrange(x, "b n t h -> b t n h"), name)
-            return rearrange(heard, "b t n h -> b n t h")
-
-        query, key, value = step(query, "query"), step(key, "key"), step(value, "value")
-        return step(fused(query, key, value, *args, **kwargs), "context")
-
-    with ExitStack() as stack:
-        stack.enter_context(tags.listening(recorder.step))
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the one kernel that has a softmax to listen to
-        stack.enter_context(_Softmax(recorder))
-        stack.callback(setattr, functional, fused.__name__, fused)
-        setattr(functional, fused.__name__, attention)
-        yield
+def _entered(recorder: TorchRecorder, path: str, arguments: Any) -> Any:
+    given = floats(arguments)
+    return replaced(arguments, given, recorder.enter(path, given))
 
 
-class _Softmax(TorchDispatchMode):
-    """Observes every softmax, whoever calls it."""
+def _left(recorder: TorchRecorder, output: Any) -> Any:
+    first = floats(output)[:1]
+    return replaced(output, first, recorder.leave(first))
+
+
+class _Functions(TorchFunctionMode):
+    """Sees named values and the attention of PyTorch's own."""
+
+    def __init__(self, recorder: TorchRecorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "checkpoint_name":
+            return self._named(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func is functional.multi_head_attention_forward:
+            with self:
+                return _unguarded(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _named(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self.recorder.step(x, name)
+
+    def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+        query, key, value = self._step(query, "query"), self._step(key, "key"), self._step(value, "value")
+        # The one kernel that has a softmax to observe, called by its name: the choice of kernels is process-wide.
+        kernel = torch.ops.aten._scaled_dot_product_attention_math
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+        context, _ = kernel(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return self._step(context, "context")
+
+    def _step(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if x.ndim != 4:
+            return x
+        # The heads of PyTorch's own attention stand before the tokens.
+        return rearrange(self.recorder.step(rearrange(x, "b n t h -> b t n h"), name), "b t n h -> b n t h")
+
+
+def _unguarded(function: FunctionType) -> FunctionType:
+    """Return a function of `torch.nn.functional` that does not offer itself to a mode, so that those it calls can."""
+    names = {**function.__globals__, "has_torch_function": lambda arguments: False}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+class _Operations(TorchDispatchMode):
+    """Sees every softmax, and what is computed below float64."""
 
     def __init__(self, recorder: TorchRecorder):
         super().__init__()
@@ -122,8 +176,10 @@ class _Softmax(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.recorder.computed(func.__name__.split(".")[0], str(out.dtype).removeprefix("torch."))
         if func in SOFTMAX:
             # Where a weight is exactly 0 the score was hidden, whatever number was used to hide it.
-            self.recorder.observe(torch.where(out == 0, -torch.inf, args[0]), "masked")
-            self.recorder.observe(out, "weights")
+            self.recorder.below_autograd(torch.where(out == 0, -torch.inf, args[0]), "masked")
+            self.recorder.below_autograd(out, "weights")
         return out

@@ -1,9 +1,10 @@
-"""The tests are tested: every known fault is planted, one at a time, and must be caught."""
+"""The tests are tested: every known fault is patched in, one at a time, and must be detected."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy, deepcopy
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,38 +14,37 @@ from rich.table import Table
 from rich.text import Text
 
 import torch_ref
-from flax_attn.parity import checks
-from flax_attn.parity.adapters.adapter import Arrays, RunSpec, float64
+from flax_attn.parity.adapters.adapter import Arrays, NotRun, float64
 from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.check import Check
-from flax_attn.parity.compare import on_cpu
-from flax_attn.parity.pair import NotRun
+from flax_attn.parity.checks import CHECKS, run_checks
+from flax_attn.parity.cpu import on_cpu
 from flax_attn.proof.faults import FAULTS, Fault
-from flax_attn.proof.faults.formulas import Formula
-from flax_attn.proof.table import pair_of
+from flax_attn.proof.faults.fault import patched
+from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import Variant
 
-# From the cheapest to the dearest. A lower dtype is not among them: PyTorch's own error is its rule, so that a fault
-# of the PyTorch side widens it. Faults of the Flax side are left to the tests.
+# From the cheapest to the most expensive. A lower dtype is not among them: its rule is PyTorch's own error, which a
+# fault of the PyTorch module increases. Faults of the Flax module are left to the tests.
 ORDER = (
-    *("forward", "gradients", "dropout", "cache = full"),
-    *("huge logits", "padded rows", "poisoned padding", "training"),
+    *("forward", "gradients", "cache = full", "dropout"),
+    *("huge logits", "padded rows", "non-finite padding", "training"),
 )
-FIXED = (1e-4, 1e-2, 4e-2)  # tolerances that test suites of ports are seen with; none of ours
+FIXED = (1e-4, 1e-2, 4e-2)  # tolerances that are common in test suites of ports; none of ours
 
 
-class UnsoundError(ValueError):
-    """A check that fails without any fault: what it says about a fault means nothing."""
+class FailsWithoutFaultError(ValueError):
+    """A check that fails without any fault, so that it cannot detect one."""
 
 
 @dataclass(frozen=True)
-class Kill:
-    """What became of a fault.
+class Detection:
+    """Which check detects a fault.
 
     Args:
-        fault: that was planted.
+        fault: that was patched in.
         check: the first that fails, or None.
-        fixed: whether the outputs pass, in float32 and with default weights, by fixed tolerance.
+        fixed: whether the outputs pass, with default weights, each of the fixed tolerances.
     """
 
     fault: Fault
@@ -52,100 +52,107 @@ class Kill:
     fixed: dict[float, bool]
 
     @property
-    def survived(self) -> bool:
-        """Whether no check sees the fault."""
-        return self.check is None
+    def detected(self) -> bool:
+        """Whether any check fails."""
+        return self.check is not None
 
 
-def run(
+def detect(
     faults: Sequence[Fault] = FAULTS, seed: int = 0, watch: Callable[[str], None] = lambda name: None
-) -> list[Kill]:
-    """Plant each fault and return which check sees it first.
+) -> list[Detection]:
+    """Patch in each fault and return which check detects it first.
 
     Args:
-        faults: to be planted.
+        faults: to be patched in.
         seed: of the weights and inputs.
-        watch: is told the name of each fault before it is planted.
+        watch: called with the name of each fault before it is patched in.
 
     Raises:
-        UnsoundError: if a check fails where nothing is planted.
+        FailsWithoutFaultError: if a check fails without any fault.
     """
-    rows = {fault.row.name: fault.row for fault in faults}
+    last: dict[str, int] = {}  # of the checks that each variant needs
+    for fault in faults:
+        last[fault.row] = max(last.get(fault.row, 0), ORDER.index(fault.check))
+    variants = {fault.row: fault.variant for fault in faults}
     with on_cpu():
-        grounds = {name: Ground(row, seed) for name, row in rows.items()}
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(Ground.prepare, grounds.values()))
-        return [_kill(grounds[fault.row.name], fault, watch) for fault in faults]
+        prepared = {row: PreparedVariant(variant, seed) for row, variant in variants.items()}
+        with ThreadPoolExecutor(2) as pool:  # compiles most of what is needed, as long as nothing is patched
+            list(pool.map(lambda row: prepared[row].prepare(ORDER[: last[row] + 1]), prepared))
+        return [_detected(prepared[fault.row], fault, watch) for fault in faults]
 
 
-def _kill(ground: Ground, fault: Fault, watch: Callable[[str], None]) -> Kill:
+def _detected(prepared: PreparedVariant, fault: Fault, watch: Callable[[str], None]) -> Detection:
     watch(fault.name)
-    failed = (check for check in ground.climb(fault) if not check.passed)
-    return Kill(fault, next(failed, None), ground.fixed(fault))
+    failed = (check for check in prepared.checks(fault) if not check.passed)
+    return Detection(fault, next(failed, None), prepared.fixed(fault))
 
 
-class Ground:
-    """A row that faults are planted in. What holds without a fault, and all that Flax results, is found out once."""
+class PreparedVariant:
+    """A variant, with all that its faults share: what holds without a fault, and the results of Flax.
 
-    def __init__(self, row: Variant | Formula, seed: int = 0):
-        self.name = row.name
-        if isinstance(row, Formula):
-            self.pair, self.defaults = row.pair(seed), {}
-        else:
-            self.pair, self.defaults = pair_of(row, seed), _default_weights(row, seed)
-        self._runs: dict[str, bool] = {}
+    Args:
+        variant: the row of the table.
+        seed: of the weights and inputs.
+    """
 
-    def prepare(self) -> None:
-        """Compile what every fault needs; grounds may do so side by side, as long as nothing is planted."""
+    def __init__(self, variant: Variant, seed: int = 0):
+        self.variant, self.pair = variant, pair_of(variant, seed)
+        assert isinstance(self.pair.torch, TorchAdapter)
+        self._torch, self._defaults = self.pair.torch, _default_weights(variant, seed)
+        self._applies: dict[str, bool] = {}
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Run Flax, and the checks of these names without a fault."""
         with on_cpu():
-            self.runs(ORDER[0])
+            for name in names:
+                self.applies(name)
             self._flax_outputs = self._with_default_weights()
 
-    def runs(self, name: str) -> bool:
-        """Whether a check says anything about this row.
+    def applies(self, name: str) -> bool:
+        """Return whether a check says anything about this variant.
 
         Raises:
-            UnsoundError: if it fails without a fault.
+            FailsWithoutFaultError: if it fails without a fault.
         """
-        if name not in self._runs:
+        if name not in self._applies:
             try:
-                check = checks.CHECKS[name](self.pair)
+                check = CHECKS[name](self.pair)
             except NotRun:
                 check = None
             if check is not None and not check.passed:
-                raise UnsoundError(
-                    f"nothing is planted in {self.name}, and still {check.explain()}. What is planted there cannot be "
-                    "judged: mend that first"
+                raise FailsWithoutFaultError(
+                    f"a check must pass before a fault is patched in; got {self.variant.name}, {check.explain()}. "
+                    f"Repair the variant first: flax-attn parity --variant {self.variant.name}"
                 )
-            self._runs[name] = check is not None
-        return self._runs[name]
+            self._applies[name] = check is not None
+        return self._applies[name]
 
-    def climb(self, fault: Fault) -> Iterator[Check]:
-        """Yield the checks of a fault, in order."""
-        for name in filter(self.runs, ORDER):
-            with fault.planted(self._torch, self.pair.weights) as faulty:
-                (check,) = checks.run_checks(self.pair.with_torch(faulty), [name])
-            yield check  # with nothing planted any more: who asks may stop here
+    def checks(self, fault: Fault) -> Iterator[Check]:
+        """Yield the checks of the variant with a fault, in order."""
+        adapter = self._copy(self.pair.weights)
+        pair = self.pair.with_torch(adapter)
+        for name in filter(self.applies, ORDER):
+            with patched(adapter.module, fault.patches):
+                (check,) = run_checks(pair, [name])
+            yield check  # with nothing patched: the caller may stop here
 
     def fixed(self, fault: Fault) -> dict[float, bool]:
-        """Return whether fixed tolerances let a fault pass."""
-        with fault.planted(self._torch, self.defaults) as faulty:
-            theirs = faulty.run(self._question).outputs["output"]
-        return {tol: bool(np.allclose(self._flax_outputs, theirs, rtol=tol, atol=tol)) for tol in FIXED}
+        """Return whether the outputs with a fault pass the fixed tolerances."""
+        adapter = self._copy(self._defaults)
+        with patched(adapter.module, fault.patches):
+            outputs = adapter.run(self.pair.float64).outputs["output"]
+        return {tol: bool(np.allclose(self._flax_outputs, outputs, rtol=tol, atol=tol)) for tol in FIXED}
 
-    @property
-    def _torch(self) -> TorchAdapter:
-        assert isinstance(self.pair.torch, TorchAdapter), "faults are planted in a module, not in a recorded side"
-        return self.pair.torch
-
-    @property
-    def _question(self) -> RunSpec:
-        return self.pair.run_spec("as others ask", dtype="float32")
+    def _copy(self, weights: Arrays) -> TorchAdapter:
+        adapter = copy(self._torch)
+        adapter.module = deepcopy(self._torch.module)
+        adapter.load(weights)
+        return adapter
 
     def _with_default_weights(self) -> np.ndarray:
-        self.pair.flax.load(self.defaults)
+        self.pair.flax.load(self._defaults)
         try:
-            return self.pair.flax.run(self._question).outputs["output"]
+            return self.pair.flax.run(self.pair.float64).outputs["output"]
         finally:
             self.pair.flax.load(self.pair.weights)
 
@@ -159,40 +166,40 @@ def _default_weights(variant: Variant, seed: int) -> Arrays:
 # The table, for a terminal and for a page.
 
 LEGEND = """\
-planted, one at a time, into the PyTorch side; error and rule are those of the first check that fails
-1e-04 ... np.allclose of float32 outputs, default weights, eval mode, at this rtol and atol: 'passes' sees nothing"""
+each fault is patched into the PyTorch module; error and rule are those of the first check that fails
+1e-04 ... np.allclose of the outputs, default weights, eval mode, at this rtol and atol: 'passes' detects nothing"""
 
-_COLUMNS = ("fault", "planted in", "first caught by", "error", "rule", *(f"{tol:.0e}" for tol in FIXED))
+_COLUMNS = ("fault", "variant", "first detected by", "error", "rule", *(f"{tol:.0e}" for tol in FIXED))
 
 
-def table(kills: Sequence[Kill]) -> Table:
-    """Return one row a fault."""
+def table(detections: Sequence[Detection]) -> Table:
+    """Return the table with a row for each fault."""
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for i, column in enumerate(_COLUMNS):
         rows.add_column(column, justify="left" if i < 3 else "right", no_wrap=i > 0)
-    for kill in kills:
-        style = "bold red" if kill.survived else ""
-        rows.add_row(*(Text(cell, style=style) for cell in _cells(kill)))
+    for detection in detections:
+        style = "" if detection.detected else "bold red"
+        rows.add_row(*(Text(cell, style=style) for cell in _cells(detection)))
     return rows
 
 
-def markdown(kills: Sequence[Kill]) -> str:
+def markdown(detections: Sequence[Detection]) -> str:
     """Return the table in Markdown."""
-    lines = [_COLUMNS, ("---", "---", "---", *("---:" for _ in _COLUMNS[3:])), *map(_cells, kills)]
+    lines = [_COLUMNS, ("---", "---", "---", *("---:" for _ in _COLUMNS[3:])), *map(_cells, detections)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def summary(kills: Sequence[Kill]) -> str:
-    """Return how many faults each way of testing sees."""
-    seen = [f"{sum(not kill.fixed[tol] for kill in kills)} at {tol:.0e}" for tol in FIXED]
-    caught = sum(not kill.survived for kill in kills)
-    return f"{caught} of {len(kills)} faults are caught; a fixed tolerance sees {', '.join(seen)}"
+def summary(detections: Sequence[Detection]) -> str:
+    """Return how many faults the checks detect, and how many the fixed tolerances do."""
+    found = [f"{sum(not detection.fixed[tol] for detection in detections)} at {tol:.0e}" for tol in FIXED]
+    detected = sum(detection.detected for detection in detections)
+    return f"{detected} of {len(detections)} faults are detected; a fixed tolerance detects {', '.join(found)}"
 
 
-def _cells(kill: Kill) -> tuple[str, ...]:
-    check = kill.check
-    verdict = ("SURVIVED", "", "") if check is None else (check.name, "not run", "")
+def _cells(detection: Detection) -> tuple[str, ...]:
+    check, fault = detection.check, detection.fault
+    verdict = ("UNDETECTED", "", "") if check is None else (check.name, "not run", "")
     if check is not None and check.ran:
         verdict = (check.name, f"{check.error:.1e}", f"{check.limit:.0e}")
-    fixed = ("passes" if passes else "fails" for passes in kill.fixed.values())
-    return (kill.fault.what.removesuffix("."), kill.fault.row.name, *verdict, *fixed)
+    fixed = ("passes" if passes else "fails" for passes in detection.fixed.values())
+    return (fault.what.removesuffix("."), fault.row, *verdict, *fixed)

@@ -1,84 +1,170 @@
-"""What a fault is: a fault that ports are known for, and how it is planted into the PyTorch side alone."""
+"""A fault is a row of data: what is replaced by what, in which variant, and which check detects it first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 from unittest import mock
 
-from flax_attn.parity.adapters.adapter import Arrays
-from flax_attn.parity.adapters.torch_adapter import TorchAdapter
-from flax_attn.proof.faults.formulas import Formula
+import torch
+
 from flax_attn.proof.variants import Variant, select
 
 
-class Plant(ExitStack):
-    """What a fault is planted with; everything is as before when it closes.
+@dataclass(frozen=True)
+class Patch:
+    """`target.attribute` becomes `replacement`.
 
     Args:
-        module: of the PyTorch side, with its weights in place: a copy, to be broken freely.
+        target: a class or a file of `torch_ref`, or the path of a submodule of the variant, such as `"norm1"`; `""` is
+            its module itself.
+        attribute: of the target, which must have it.
+        replacement: the new value.
+
+    Example:
+        >>> norm = torch.nn.LayerNorm(3)
+        >>> with patched(norm, [Patch("", "eps", 0.1)]):
+        ...     norm.eps
+        0.1
+        >>> norm.eps
+        1e-05
     """
 
-    def __init__(self, module: Any):
-        super().__init__()
-        self.module = module
+    target: object
+    attribute: str
+    replacement: object
 
-    def replace(self, target: Any, name: str, value: Any) -> None:
-        """Put a value in the place of an attribute of a module, a class or an object."""
-        self.enter_context(mock.patch.object(target, name, value))
+    def value(self, original: object, module: torch.nn.Module) -> object:
+        """Return the new value, given the original one and the module of the variant."""
+        return self.replacement
 
-    def wrap(self, target: Any, name: str, around: Callable) -> None:
-        """Put `around(original, *arguments, **options)` in the place of a function or method."""
-        original = getattr(target, name)
-        self.replace(target, name, lambda *arguments, **options: around(original, *arguments, **options))
+
+@dataclass(frozen=True)
+class Change(Patch):
+    """`target.attribute` becomes `replacement(target.attribute)`.
+
+    Example:
+        >>> norm = torch.nn.LayerNorm(3)
+        >>> with patched(norm, [Change("", "eps", lambda eps: 10 * eps)]):
+        ...     norm.eps
+        0.0001
+    """
+
+    replacement: Callable[..., object]
+
+    def value(self, original: object, module: torch.nn.Module) -> object:
+        return self.replacement(original)
+
+
+@dataclass(frozen=True)
+class Wrap(Patch):
+    """A call of the function `target.attribute` becomes `replacement(function, *arguments, **options)`.
+
+    Example:
+        >>> class Doubles:
+        ...     def forward(self, x):
+        ...         return 2 * x
+        >>> with patched(torch.nn.Module(), [Wrap(Doubles, "forward", lambda forward, self, x: forward(self, x) + 1)]):
+        ...     Doubles().forward(3)
+        7
+    """
+
+    replacement: Callable[..., object]
+
+    def value(self, original: object, module: torch.nn.Module) -> object:
+        return lambda *arguments, **options: self.replacement(original, *arguments, **options)
+
+
+@dataclass(frozen=True)
+class Copy(Patch):
+    """`target.attribute` becomes what the module of the variant has at the path `replacement`.
+
+    Example:
+        >>> norm = torch.nn.LayerNorm(3)
+        >>> with patched(norm, [Copy("", "bias", "weight")]):
+        ...     norm.bias is norm.weight
+        True
+    """
+
+    replacement: str
+
+    def value(self, original: object, module: torch.nn.Module) -> object:
+        return attrgetter(self.replacement)(module)
+
+
+def swapped(first: str, second: str) -> tuple[Patch, Patch]:
+    """Return the patches that swap the values at two paths of the module.
+
+    Example:
+        >>> swapped("norm1.scale", "norm2.scale")[0]
+        Copy(target='norm1', attribute='scale', replacement='norm2.scale')
+    """
+    return _copied(second, first), _copied(first, second)
+
+
+def _copied(source: str, path: str) -> Patch:
+    target, _, attribute = path.rpartition(".")
+    return Copy(target, attribute, source)
+
+
+@contextmanager
+def patched(module: torch.nn.Module, patches: Sequence[Patch]) -> Iterator[None]:
+    """Apply patches to a module and to `torch_ref`; afterwards, also after an error, all is as before."""
+    values = []
+    for patch in patches:  # all values are taken before the first is replaced
+        target = module.get_submodule(patch.target) if isinstance(patch.target, str) else patch.target
+        values.append((target, patch.attribute, patch.value(getattr(target, patch.attribute), module)))
+    with ExitStack() as stack:
+        for target, attribute, value in values:
+            stack.enter_context(_replaced(target, attribute, value))
+        yield
+
+
+@contextmanager
+def _replaced(target: object, attribute: str, value: object) -> Iterator[None]:
+    if not isinstance(target, torch.nn.Module):
+        with mock.patch.object(target, attribute, value):
+            yield
+        return
+    original = getattr(target, attribute)  # mock would delete it first, and with it its place among the parameters
+    setattr(target, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(target, attribute, original)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, in one row.
+    """A fault that ports are known for.
 
     Args:
         name: of the fault.
-        what: goes wrong, in words.
-        row: that it is planted in.
-        check: that sees it first.
-        plant: plants it.
+        what: goes wrong, in one sentence.
+        row: name of the variant that is patched.
+        patches: that make the fault.
+        check: the first that detects it.
     """
 
     name: str
     what: str
-    row: Variant | Formula
+    row: str
+    patches: tuple[Patch, ...]
     check: str
-    plant: Callable[[Plant], None]
 
-    @contextmanager
-    def planted(self, side: TorchAdapter, weights: Arrays) -> Iterator[TorchAdapter]:
-        """Yield a copy of a side that has these weights and this fault."""
-        faulty = copy(side)
-        faulty.module = deepcopy(side.module)
-        faulty.load(weights)
-        with Plant(faulty.module) as plant:
-            self.plant(plant)
-            yield faulty
+    @property
+    def variant(self) -> Variant:
+        """The row of the table of variants."""
+        return select([self.row])[0]
 
 
-def fault(row: str | Variant | Formula, check: str = "forward") -> Callable[[Callable[[Plant], None]], Fault]:
-    """Make a fault of a function that plants a fault: it is called as the function is, its docstring says what it is.
-
-    Args:
-        row: that it is planted in; a name is one of `variants.VARIANTS`.
-        check: that sees it first.
+def fault(name: str, what: str, row: str, *patches: Patch, check: str = "forward") -> Fault:
+    """Return a fault.
 
     Example:
-        >>> @fault("layer_norm")
-        ... def forgotten_epsilon(plant):
-        ...     '''The epsilon is forgotten.'''
-        ...     plant.module.eps = 0.0
-        >>> forgotten_epsilon.name, forgotten_epsilon.what
-        ('forgotten_epsilon', 'The epsilon is forgotten.')
+        >>> fault("no_epsilon", "The epsilon is missing.", "rms_norm", Patch("", "eps", 0.0)).variant.module
+        'RMSNorm'
     """
-    planted_in = select([row])[0] if isinstance(row, str) else row
-    return lambda plant: Fault(plant.__name__, plant.__doc__ or "", planted_in, check, plant)
+    return Fault(name, what, row, patches, check)

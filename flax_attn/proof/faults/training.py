@@ -1,59 +1,28 @@
-"""Faults of the optimizer: the model is right, and learns something else."""
+"""Faults of the optimizer: the module is right, and its training differs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from flax_attn.parity.training import Recipe
-from flax_attn.proof.faults.fault import Plant, fault
+from flax_attn.proof.faults.fault import Patch, Wrap, fault
 
-MODEL = "feed_forward_tanh"
-
-
-@fault(MODEL, check="training")
-def l2_for_weight_decay(plant: Plant) -> None:
-    """Weight decay is L2, not decoupled."""
-    _recipe(plant, optimizer="adam")
+VARIANT = "feed_forward_tanh"
 
 
-@fault(MODEL, check="training")
-def another_epsilon_of_adam(plant: Plant) -> None:
-    """The epsilon of Adam is 1e-6, not 1e-8."""
-    _recipe(plant, eps=1e-6)
+def recipe_patch(**changes):
+    """Return the patch that trains PyTorch by a recipe with these changes."""
+    return Wrap(Recipe, "torch", lambda torch, recipe, parameters: torch(replace(recipe, **changes), parameters))
 
 
-@fault(MODEL, check="training")
-def swapped_betas(plant: Plant) -> None:
-    """The betas of Adam are swapped."""
-    _recipe(plant, betas=Recipe().betas[::-1])
-
-
-@fault(MODEL, check="training")
-def another_default_of_weight_decay(plant: Plant) -> None:
-    """Weight decay is 1e-4, optax's default, not 1e-2."""
-    _recipe(plant, weight_decay=1e-4)
-
-
-@fault(MODEL, check="training")
-def biases_do_not_decay(plant: Plant) -> None:
-    """Weight decay leaves out the biases."""
-
-    def without_biases(original, recipe, parameters):
-        vectors, matrices = [], []
-        for parameter in parameters:
-            (vectors if parameter.ndim < 2 else matrices).append(parameter)
-        return original(recipe, [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
-
-    plant.wrap(Recipe, "torch", without_biases)
-
-
-@fault(MODEL, check="training")
-def no_bias_correction(plant: Plant) -> None:
-    """Adam has no bias correction."""
-    plant.replace(torch.optim, "AdamW", Uncorrected)
+def without_decay_of_biases(torch, recipe, parameters):
+    """The optimizer of a recipe, with weight decay of matrices alone."""
+    vectors, matrices = [], []
+    for parameter in parameters:
+        (vectors if parameter.ndim < 2 else matrices).append(parameter)
+    return torch(recipe, [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
 
 
 class Uncorrected(torch.optim.AdamW):
@@ -71,5 +40,17 @@ class Uncorrected(torch.optim.AdamW):
                 parameter.mul_(1 - rate * group["weight_decay"]).sub_(rate * mean / (square.sqrt() + group["eps"]))
 
 
-def _recipe(plant: Plant, **changes: Any) -> None:
-    plant.wrap(Recipe, "torch", lambda torch, recipe, parameters: torch(replace(recipe, **changes), parameters))
+FAULTS = (
+    fault("l2_for_weight_decay", "Weight decay is L2, not decoupled.", VARIANT, recipe_patch(optimizer="adam"),
+          check="training"),
+    fault("another_epsilon_of_adam", "The epsilon of Adam is 1e-6, not 1e-8.", VARIANT, recipe_patch(eps=1e-6),
+          check="training"),
+    fault("swapped_betas", "The betas of Adam are swapped.", VARIANT, recipe_patch(betas=Recipe().betas[::-1]),
+          check="training"),
+    fault("another_default_of_weight_decay", "Weight decay is 1e-4, optax's default, not 1e-2.", VARIANT,
+          recipe_patch(weight_decay=1e-4), check="training"),
+    fault("biases_do_not_decay", "Weight decay leaves out the biases.", VARIANT,
+          Wrap(Recipe, "torch", without_decay_of_biases), check="training"),
+    fault("no_bias_correction", "Adam has no bias correction.", VARIANT, Patch(torch.optim, "AdamW", Uncorrected),
+          check="training"),
+)  # fmt: skip

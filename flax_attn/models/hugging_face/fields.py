@@ -8,17 +8,25 @@ from pathlib import Path
 from typing import Any
 
 Number = int | float
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu_exact",
+    "silu": "silu",
+    "swish": "silu",
+}
+THEIR_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu_exact": "gelu", "silu": "silu"}
 _REQUIRED = object()
 
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a JSON object, and the names of those that were asked for.
+    """The fields of a JSON object, and the names of those that were read.
 
     Args:
         where: what errors call the object.
         values: by name.
-        asked: the names so far.
+        used: the names that were read so far.
 
     Example:
         >>> Fields("config.json", {"n_embd": 768}).get("n_embd", int)
@@ -27,11 +35,11 @@ class Fields:
 
     where: str
     values: dict[str, Any]
-    asked: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
 
     def get(self, name: str, kind: Any, default: Any = _REQUIRED) -> Any:
-        """Return a field, which raises if it is missing and has no default, or is of another kind."""
-        self.asked.add(name)
+        """Return the value of a field; raise if it is of another kind, or missing without a default."""
+        self.used.add(name)
         value = self.values.get(name, default)
         if value is _REQUIRED:
             raise ValueError(f"{self.where} lacks the field {name}. Take the config.json that came with the weights")
@@ -41,24 +49,24 @@ class Fields:
         return value
 
     def choose(self, name: str, choices: dict[str, Any], default: str | None = None) -> Any:
-        """Return what a field stands for, which raises if it is not one of the choices."""
+        """Return the choice that a field names; raise if there is none of that name."""
         value = self.get(name, str, _REQUIRED if default is None else default)
         if value not in choices:
             raise ValueError(f"{self.where}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
         return choices[value]
 
     def only(self, **wanted: Any) -> None:
-        """Raise if a field has another value than the one that is computed here; null counts as left out."""
-        self.asked.update(wanted)
+        """Raise if a field has another value than the only one supported; null counts as missing."""
+        self.used.update(wanted)
         for name, value in wanted.items():
             if self.values.get(name) not in (None, value):
                 only, got = json.dumps(value), json.dumps(self.values[name])
-                raise ValueError(f"{self.where}: {name} must be {only}, no other is computed here; got {got}")
+                raise ValueError(f"{self.where}: {name} must be {only}, no other value is supported; got {got}")
 
-    def check_all_asked(self) -> None:
-        """Raise if there is a field that nobody asked for; null counts as left out."""
+    def check_all_used(self) -> None:
+        """Raise if a field was not read; null counts as missing."""
         for name, value in self.values.items():
-            if name not in self.asked and value is not None:
+            if name not in self.used and value is not None:
                 raise ValueError(
                     f"{self.where}: {name}={json.dumps(value)} would be ignored. Remove it if it means nothing"
                 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from flax_attn.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YaRNScaling
 from flax_attn.functional.positions import RoPE
-from flax_attn.models.hf_fields import Fields, Number
+from flax_attn.models.hugging_face.fields import Fields, Number
 
 _OBJECT = dict | None
 
@@ -27,13 +27,13 @@ def read_rope(fields: Fields, length: int) -> RoPE:
     old, new = (fields.get(name, _OBJECT, None) for name in ("rope_scaling", "rope_parameters"))
     rope = Fields(f"{fields.where}: {'rope_scaling' if old else 'rope_parameters'}", old or new or {})
     for part in (fields, rope):
-        part.only(partial_rotary_factor=1.0)  # with another, their Llama fails or turns whole heads
+        part.only(partial_rotary_factor=1.0)  # with another value, transformers' Llama fails or rotates whole heads
     base = rope.get("rope_theta", Number, fields.get("rope_theta", Number, 10000.0))
     name = "rope_type" if "rope_type" in rope.values else "type"
     read = rope.choose(name, _READERS, "default")
     scaling = read(rope, length, fields.get("original_max_position_embeddings", int | None, None))
-    rope.asked.add("type")
-    rope.check_all_asked()
+    rope.used.add("type")
+    rope.check_all_used()
     return RoPE(float(base), scaling=scaling)
 
 
@@ -86,11 +86,11 @@ def write_rope(rope: RoPE, length: int, head_dim: int) -> dict[str, Any]:
     """Return the fields of rotary positions in a model of this `context_length`.
 
     Raises:
-        ValueError: if the Llama of transformers does not turn heads like this.
+        ValueError: if transformers does not rotate heads like this.
     """
     if rope.interleaved or rope.width not in (None, head_dim):
         raise ValueError(
-            "Llama of transformers turns whole heads, in pairs (i, i + h / 2); got "
+            "transformers rotates whole heads here, in pairs (i, i + h / 2); got "
             f"rope.interleaved={rope.interleaved}, rope.width={rope.width}. Save with flax_attn.convert.save"
         )
     inside = {} if rope.scaling is None else _write_scaling(rope.scaling, length)
@@ -107,7 +107,7 @@ def write_rope(rope: RoPE, length: int, head_dim: int) -> dict[str, Any]:
 def _write_scaling(scaling: Scaling, length: int) -> dict[str, Any]:
     if type(scaling) not in _WRITERS:
         known = ", ".join(kind.__name__ for kind in _WRITERS)
-        raise ValueError(f"Llama of transformers scales by {known}; got {scaling}. Save with flax_attn.convert.save")
+        raise ValueError(f"transformers scales RoPE by {known}; got {scaling}. Save with flax_attn.convert.save")
     name, write = _WRITERS[type(scaling)]
     return {"rope_type": name, "factor": scaling.factor, **write(scaling, length)}
 
@@ -120,14 +120,14 @@ def _write_dynamic(scaling: DynamicNTKScaling, length: int) -> dict[str, Any]:
     end = dynamic_length(scaling)
     if length != end:
         raise ValueError(
-            "the length of a model with dynamic scaling is not stored, it is read as factor times the original one: "
+            "with dynamic scaling the context_length is not stored, it is read as factor times the original one: "
             f"{end}; got context_length={length}. Construct it with context_length={end}"
         )
     return {}
 
 
 def dynamic_length(scaling: DynamicNTKScaling) -> int:
-    """Return the `context_length` of a model that is read: theirs has no end, and the factor says what is meant."""
+    """Return the `context_length` of a model with dynamic scaling; in transformers it has no limit."""
     return int(scaling.factor * scaling.original_context_length)
 
 
@@ -151,7 +151,10 @@ def _write_yarn(scaling: YaRNScaling, length: int) -> dict[str, Any]:
         return fields
     if scaling.attention_factor is None and all(scales):
         return {**fields, "mscale": scales[0], "mscale_all_dim": scales[1]}
-    return {**fields, "attention_factor": float(scaling.amplitude())}  # one of two scales alone, they ignore
+    return {
+        **fields,
+        "attention_factor": float(scaling.amplitude()),
+    }  # transformers ignores one scale without the other
 
 
 _WRITERS = {

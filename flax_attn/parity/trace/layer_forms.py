@@ -1,4 +1,4 @@
-"""What a module may compute: the forms that ports are known to confuse, in plain NumPy."""
+"""What a layer may compute, in plain NumPy: the formulas that ports are known to confuse."""
 
 from __future__ import annotations
 
@@ -75,28 +75,32 @@ def _beside(name: str, other: str) -> bool:
 
 def norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
     """Layer norm and RMS norm, with the epsilon that fits best."""
-    vectors = [w for w in own.values() if w.shape == x.shape[-1:]]
-    if value.shape != x.shape or not 1 <= len(vectors) <= 2 or len(vectors) < len(own):
+    affine = _affine(value, x, own)
+    if affine is None:
         return
-    scale, shift = vectors[0], vectors[1] if len(vectors) == 2 else np.zeros_like(vectors[0])
+    scale, shift = affine
     centred = x - x.mean(-1, keepdims=True)
     kinds = {
         "layer norm": (centred, (centred**2).mean(-1, keepdims=True)),
         "RMS norm": (x, (x**2).mean(-1, keepdims=True)),
         "layer norm with the variance divided by d - 1": (centred, centred.var(-1, ddof=1, keepdims=True)),
     }
-    affine = {"": (scale, shift), ", scale and shift swapped": (shift, scale), ", times 1 + scale": (1 + scale, shift)}
+    ways = {"": (scale, shift), ", scale and shift swapped": (shift, scale), ", times 1 + scale": (1 + scale, shift)}
     for kind, (centre, square) in kinds.items():
-        for how, (a, b) in affine.items():
+        for how, (a, b) in ways.items():
             yield from _with_epsilon(kind, how, value, centre, square, a, b)
 
 
+def _affine(value: np.ndarray, x: np.ndarray, own: Arrays) -> tuple[np.ndarray, np.ndarray] | None:
+    vectors = [w for w in own.values() if w.shape == x.shape[-1:]]
+    if value.shape != x.shape or not 1 <= len(vectors) <= 2 or len(vectors) < len(own):
+        return None
+    return vectors[0], vectors[1] if len(vectors) == 2 else np.zeros_like(vectors[0])
+
+
 def _with_epsilon(kind, how, value, centre, square, scale, shift) -> Forms:
-    if not scale.all():
-        return
-    normal = (value - shift) / scale
-    factor = (centre * normal).sum(-1, keepdims=True) / (centre**2).sum(-1, keepdims=True)
-    if not (np.isfinite(factor).all() and (factor > 0).all()):
+    factor = _factor(value, centre, scale, shift)
+    if factor is None:
         return
     inside = _epsilon(factor**-2 - square)
     yield f"{kind} with eps={inside:g}{how}", centre / np.sqrt(square + inside) * scale + shift
@@ -105,7 +109,38 @@ def _with_epsilon(kind, how, value, centre, square, scale, shift) -> Forms:
     yield text, centre / (np.sqrt(square) + beside) * scale + shift
 
 
+def _factor(value: np.ndarray, centre: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray | None:
+    """Return what each row was multiplied by before scale and shift."""
+    if not scale.all():
+        return None
+    normal = (value - shift) / scale
+    factor = (centre * normal).sum(-1, keepdims=True) / (centre**2).sum(-1, keepdims=True)
+    return factor if np.isfinite(factor).all() and (factor > 0).all() else None
+
+
 def _epsilon(found: np.ndarray) -> float:
     # To three digits, as people write it; what is not so does not fit. What rounding leaves of 0 is 0.
     number = float(f"{np.median(found):.2e}")
     return number if number > tolerance.REORDERED * np.finfo(np.float64).eps else 0.0
+
+
+def is_one_pass_norm(value: np.ndarray, other: np.ndarray, x: np.ndarray, own: Arrays) -> bool:
+    """Whether `value` is the layer norm `other` with variances that are off by what one pass over the data loses.
+
+    `mean(x^2) - mean(x)^2` has the rounding of `mean(x^2)`, where the variance itself may be far smaller.
+    """
+    affine, mean = _affine(value, x, own), x.mean(-1, keepdims=True)
+    if affine is None:
+        return False
+    with np.errstate(all="ignore"):
+        factor, right = (_factor(side, x - mean, *affine) for side in (value, other))
+        if factor is None or right is None:
+            return False
+        exact = x.var(-1, keepdims=True)
+        exact += _epsilon(right**-2 - exact)
+        off, noise = np.abs(factor**-2 - exact), np.abs(right**-2 - exact)
+    roundings = tolerance.REORDERED * np.finfo(np.float64).eps
+    centring = max(tolerance.FORWARD, roundings * float(np.max(np.abs(mean) * right))) * np.max(np.abs(value))
+    rest = np.abs((x - mean) * factor * affine[0] + affine[1] - value)
+    lost = off <= roundings * (x**2).mean(-1, keepdims=True)
+    return bool(lost.all() and rest.max() <= centring and off.max() > 8 * noise.max())

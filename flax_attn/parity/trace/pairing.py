@@ -1,4 +1,4 @@
-"""One tree of names for the modules of two sides, read off the map of their weights."""
+"""Which submodule of one side is which of the other, from the pairs of their parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flax_attn.parity.trace.hooks import ROOT
 def pair_paths(entries: Sequence[Entry], flax: Iterable[str], torch: Iterable[str]) -> dict[str, str]:
     """Return the path on the PyTorch side of every submodule of the Flax side that has a counterpart.
 
-    Two modules are counterparts if they hold the same weights, and all of them: where several of our projections are
-    one of theirs, those pair at their parent alone. Modules without weights pair by the same path under counterparts.
+    Two modules are counterparts if they hold exactly the same parameters: where several projections of Flax are one of
+    PyTorch, only their parents pair. Modules without parameters pair by equal paths under counterparts.
 
     Args:
-        entries: the weight map; where it is empty, modules pair by equal paths.
+        entries: the pairs of parameters; where there are none, modules pair by equal paths.
         flax: paths of the submodules of the Flax side that can be called.
         torch: those of the PyTorch side.
 
@@ -35,7 +35,7 @@ def pair_paths(entries: Sequence[Entry], flax: Iterable[str], torch: Iterable[st
     pairs = {ROOT: ROOT}
     groups = _groups(held_by_theirs)
     for held, chain in _groups(held_by_ours).items():
-        pairs |= _aligned(chain, groups.get(held, []))
+        pairs |= _matched(chain, groups.get(held, []))
     free = {path for path, held in held_by_theirs.items() if held == frozenset()}
     for path in (path for path, held in held_by_ours.items() if held == frozenset()):
         there = _moved(path, pairs)
@@ -45,7 +45,7 @@ def pair_paths(entries: Sequence[Entry], flax: Iterable[str], torch: Iterable[st
 
 
 def _held(path: str, names: Sequence[Sequence[str]]) -> frozenset[int] | None:
-    """Return which entries lie under a path; None where one lies there in part."""
+    """Return which entries lie under a path; None if one is only partly there."""
     inside = [[name.startswith(f"{path}.") for name in parts] for parts in names]
     if any(any(parts) and not all(parts) for parts in inside):
         return None
@@ -60,7 +60,7 @@ def _groups(held: dict[str, frozenset[int] | None]) -> dict[frozenset[int], list
     return groups
 
 
-def _aligned(ours: list[str], theirs: list[str]) -> dict[str, str]:
+def _matched(ours: list[str], theirs: list[str]) -> dict[str, str]:
     # A module within a module may hold the same weights: equal names first, then from the inside out.
     pairs = {path: path for path in ours if path in theirs}
     left, right = ([p for p in sorted(chain, key=len, reverse=True) if p not in pairs] for chain in (ours, theirs))

@@ -1,0 +1,43 @@
+"""`flax-attn faults`: every known porting fault is patched into the PyTorch side, and must be detected."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from flax_attn.cli import common
+from flax_attn.cli.parity import need_torch
+
+DESCRIPTION = """\
+Patch known porting faults into the PyTorch modules one by one, and name the check that detects each. Exits with 0 if
+all are detected, 1 if one is not or a check fails without a fault."""
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    faults = commands.add_parser("faults", help="show that known porting faults are detected", description=DESCRIPTION)
+    faults.add_argument("--seed", type=common.seed, default=0, help="of the weights and inputs (default 0)")
+    faults.set_defaults(run=_faults)
+
+
+def _faults(options: argparse.Namespace) -> int:
+    need_torch()
+    from flax_attn.proof.faults import detect
+
+    try:
+        with common.progress() as progress:
+            task = progress.add_task("patching", total=len(detect.FAULTS))
+
+            def watch(name: str) -> None:
+                progress.update(task, description=name, advance=1)
+
+            found = detect.detect(seed=options.seed, watch=watch)
+    except detect.FailsWithoutFaultError as error:
+        print(f"flax-attn: {error}", file=sys.stderr)
+        return 1
+    console = common.console(145)
+    console.print(detect.table(found))
+    console.print(detect.LEGEND, style="dim", highlight=False)
+    console.print(detect.summary(found), style="bold", highlight=False)
+    return 0 if all(detection.detected for detection in found) else 1

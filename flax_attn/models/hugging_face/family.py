@@ -1,0 +1,68 @@
+"""How Hugging Face stores the models of one family: the record that a family hands to the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flax_attn.convert.rules import Layout, Rule
+from flax_attn.models.hugging_face.fields import Fields
+
+Read = Callable[[Fields, float | None], Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How Hugging Face stores the models of one family.
+
+    Args:
+        read: for each `model_type`, the function from the fields of `config.json`, and the probability of dropout that
+            replaces the file's unless it is None, to a config.
+        write: the function from a config to the fields of `config.json`. It raises `ValueError` where transformers does
+            not compute what the config says.
+        layout: the names of the weights in a file, and how they are stored.
+        base: prefix of every weight but the head, which files of the model without its head leave out.
+
+    Example:
+        >>> from flax_attn.models import Llama
+        >>> list(Llama.family.read)
+        ['llama', 'mistral']
+    """
+
+    read: Mapping[str, Read]
+    write: Callable[[Any], dict[str, Any]]
+    layout: Layout
+    base: str = "model."
+
+
+def linears(names: Mapping[str, str], pattern: str = "i o -> o i") -> tuple[Rule, ...]:
+    """Return the rules of linear layers, theirs by ours; `pattern` takes our kernel to their weight.
+
+    Example:
+        >>> [rule.theirs for rule in linears({"out_head": "lm_head"})]
+        ['lm_head.weight', 'lm_head.bias']
+    """
+    kernels = (Rule((f"{ours}.kernel",), f"{theirs}.weight", pattern) for ours, theirs in names.items())
+    return (*kernels, *(Rule((f"{ours}.bias",), f"{theirs}.bias") for ours, theirs in names.items()))
+
+
+def norms(names: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Return the rules of norms, theirs by ours.
+
+    Example:
+        >>> [rule.theirs for rule in norms({"final_norm": "model.norm"})]
+        ['model.norm.weight', 'model.norm.bias']
+    """
+    scales = (Rule((f"{ours}.scale",), f"{theirs}.weight") for ours, theirs in names.items())
+    return (*scales, *(Rule((f"{ours}.shift",), f"{theirs}.bias") for ours, theirs in names.items()))
+
+
+def embeddings(names: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Return the rules of embeddings, theirs by ours.
+
+    Example:
+        >>> [rule.theirs for rule in embeddings({"tok_emb": "model.embed_tokens"})]
+        ['model.embed_tokens.weight']
+    """
+    return tuple(Rule((f"{ours}.embedding",), f"{theirs}.weight") for ours, theirs in names.items())

@@ -1,0 +1,232 @@
+"""Models from Hugging Face folders, and back into them.
+
+Nothing is downloaded: a folder holds `config.json` and the weights, as safetensors in one file or in shards with an
+index, or as a PyTorch checkpoint. Everything is checked against the config and against the headers of the files before
+the first weight is read; then one is read at a time, so that memory holds the model once.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypedDict, TypeVar, Unpack
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.typing import Dtype, PrecisionLike
+from jax import Array
+from rich.console import Console
+from rich.progress import track
+
+from flax_attn.convert.api import axes_of, parameters
+from flax_attn.convert.files import Stored, find_weights, read_headers, write_shards
+from flax_attn.convert.rules import ConversionError, Entry, plan, problems
+from flax_attn.functional.checks import check_positive
+from flax_attn.models.hugging_face.family import Family
+from flax_attn.models.hugging_face.fields import Fields, read_fields
+from flax_attn.modules.dropout import Dropout
+
+M = TypeVar("M", bound=nnx.Module)
+_READ = ("float64", "float32", "float16", "bfloat16")
+
+
+class LoadOptions(TypedDict, total=False):
+    """The options of `from_pretrained`."""
+
+    dtype: Dtype | None
+    param_dtype: Dtype | None
+    precision: PrecisionLike
+    backend: str
+    remat: bool
+    dropout: float | None
+    rngs: nnx.Rngs | None
+    progress: bool | None
+
+
+def load(cls: type[M], family: Family | None, path: str | PathLike[str], **options: Unpack[LoadOptions]) -> M:
+    """Return the model of a local folder, in eval mode: an instance of `cls`, which `family` describes.
+
+    Raises:
+        FileNotFoundError: if there is no such folder, or `config.json`, the weights or a shard is missing.
+        ValueError: if the config is that of another model or asks for what ours do not compute, a file is damaged, or
+            weights are missing, unexpected, mis-shaped or of an unknown dtype: all are listed, and none is read.
+    """
+    family, folder = _known(cls, family), Path(path)
+    config = read_config(cls, family, read_fields(folder), options.get("dropout"))
+    weights = find_weights(folder)
+    stored = read_headers(weights)
+    model = _abstract(cls, config, {name: value for name, value in options.items() if name in _OF_MODELS})
+    entries = _match(model, family, stored, weights)
+    dtype, rngs, progress = (options.get(name) for name in ("param_dtype", "rngs", "progress"))
+    _check_dtypes([stored[entry.theirs].dtype for entry in entries] if dtype is None else [dtype])
+    _fork_streams(model, nnx.Rngs(0) if rngs is None else rngs)
+    _fill(model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress)
+    model.eval()
+    return model
+
+
+def save(model: nnx.Module, config: Any, family: Family | None, path: str | PathLike[str], max_shard_size: int) -> None:
+    """Write a model of this config, which `family` describes, as a folder that transformers loads.
+
+    All is written beside the folder and then moved into it, `config.json` last: without that, nothing loads.
+
+    Raises:
+        ValueError: if transformers has no model that computes the same, `max_shard_size` is not positive or the path is
+            that of a file.
+    """
+    check_positive(max_shard_size=max_shard_size)
+    family, target = _known(type(model), family), Path(path).absolute()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"a model is stored as a folder; got {target}, which is a file")
+    params = {name: param[...] for name, param in parameters(model).items()}
+    fields = write_config(family, config, jnp.result_type(*params.values()).name)
+    entries = _plan(model, family)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+        write_shards(Path(temporary), entries, params, max_shard_size)
+        Path(temporary, "config.json").write_text(fields, encoding="utf-8")
+        _move(Path(temporary), target)
+
+
+def read_config(cls: type, family: Family, fields: Fields, dropout: float | None = None) -> Any:
+    """Return the config of a model of `cls`; `dropout` replaces that of the file unless it is None.
+
+    Files of transformers 4 and 5 are read. Every field that changes the function is honoured or refused.
+
+    Raises:
+        ValueError: if the file is that of another family, lacks a field, or asks for what our models do not compute.
+    """
+    found = fields.get("model_type", str)
+    if found not in family.read:
+        raise ValueError(
+            f"{fields.where} is that of a model_type {found!r}, and {cls.__name__} reads "
+            f"{', '.join(map(repr, family.read))}. Use flax_attn.models.from_pretrained, which chooses the class"
+        )
+    fields.only(is_causal=True, quantization_config=None)
+    return family.read[found](fields, dropout)
+
+
+def write_config(family: Family, config: Any, dtype: str) -> str:
+    """Return the text of a `config.json` that transformers 4 and 5 read; `dtype` is that of the weights.
+
+    Raises:
+        ValueError: if the models of transformers cannot compute what the config says.
+    """
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # the tokenizer has them, the model not
+    return json.dumps({**family.write(config), **ids, "dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n"
+
+
+def _known(cls: type, family: Family | None) -> Family:
+    if family is None:
+        raise ValueError(
+            f"{cls.__name__} has no form in Hugging Face's transformers, its class sets no `family`. "
+            "Use flax_attn.models.from_pretrained to load, or flax_attn.convert.save to store its weights"
+        )
+    return family
+
+
+_OF_MODELS = ("dtype", "precision", "backend", "remat")
+
+
+class _RepeatedKey(nnx.RngStream):
+    """A stream that always returns its key: to count the keys of a traced model takes time quadratic in its size."""
+
+    def __call__(self) -> Array:
+        return self.key[...]
+
+
+def _abstract(cls: Callable[..., M], config: Any, options: Mapping[str, Any]) -> M:
+    """Return a model that has shapes in the place of values."""
+
+    def build() -> M:
+        rngs = nnx.Rngs(0)
+        rngs.default = _RepeatedKey(0, tag="default")  # pyright: ignore[reportAttributeAccessIssue]
+        return cls(config, rngs=rngs, **options)
+
+    return nnx.eval_shape(build)
+
+
+def _plan(model: nnx.Module, family: Family) -> list[Entry]:
+    shapes = {name: param.shape for name, param in parameters(model).items()}
+    entries = plan(shapes, family.layout, axes_of(model, family.layout))
+    return sorted(entries, key=lambda entry: entry.theirs)
+
+
+def _match(model: nnx.Module, family: Family, stored: Mapping[str, Stored], weights: Path) -> list[Entry]:
+    """Return the entries of a model by their names in the files, or raise with all that is wrong."""
+    entries = _named_as_in(stored, _plan(model, family), family.base)
+    wrong = problems(entries, {name: entry.shape for name, entry in stored.items()}, family.layout)
+    dtypes = {entry.theirs: stored[entry.theirs].dtype for entry in entries if entry.theirs in stored}
+    wrong += [f"not readable {name}: its dtype is {dtype}" for name, dtype in dtypes.items() if dtype not in _READ]
+    if wrong:
+        heading = f"{weights} does not hold the weights of the {type(model).__name__} that config.json describes:"
+        raise ConversionError("\n  ".join([heading, *wrong]))
+    return entries
+
+
+def _named_as_in(names: Iterable[str], entries: list[Entry], base: str) -> list[Entry]:
+    """Return the entries under the prefix that the table of the tokens has among these names.
+
+    Files of a model without its head lack the base, and those of a model inside another module have a longer prefix.
+    """
+    table = next(entry.theirs for entry in entries if entry.ours[0] == "tok_emb.embedding").removeprefix(base)
+    start = next((name.removesuffix(table) for name in names if name.endswith(table)), base)
+    outer = start.removesuffix(base)
+
+    def place(name: str) -> str:
+        return start + name.removeprefix(base) if name.startswith(base) else outer + name
+
+    return [replace(entry, theirs=place(entry.theirs)) for entry in entries]
+
+
+def _check_dtypes(dtypes: Iterable[Dtype]) -> None:
+    for given in dtypes:
+        dtype = jnp.dtype(given)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"param_dtype must be floating point; got {dtype}. Pass jnp.bfloat16, or None for the file's"
+            )
+        if dtype == jnp.float64 and jnp.result_type(float) != jnp.float64:
+            raise ValueError(
+                "parameters in float64 need JAX's 64-bit mode; got a param_dtype or weights of float64. "
+                'Pass param_dtype=jnp.float32 or call jax.config.update("jax_enable_x64", True)'
+            )
+
+
+def _fork_streams(model: nnx.Module, rngs: nnx.Rngs) -> None:
+    """Give each dropout its own stream: the only state of a model beside its parameters."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Dropout) and module.stream is not None:
+            module.stream = nnx.data(rngs.dropout.fork())
+
+
+def _fill(
+    model: nnx.Module, entries: list[Entry], stored: Mapping[str, Stored], dtype: Dtype | None, progress: bool
+) -> None:
+    """Read the weights, the largest first: while its copies are made, the others take no memory yet."""
+    params = parameters(model)
+    largest_first = sorted(entries, key=lambda entry: -math.prod(entry.shape))
+    for entry in track(largest_first, "weights", console=Console(stderr=True), disable=not progress):
+        for name, array in _ours(entry, stored[entry.theirs].read()).items():
+            params[name].set_value(jnp.asarray(array, array.dtype if dtype is None else dtype))
+
+
+def _ours(entry: Entry, array: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the parameters of an entry, without a copy where it is one parameter in the same arrangement."""
+    unchanged = len(entry.ours) == 1 and not entry.rule.pattern
+    return {entry.ours[0]: array} if unchanged else entry.split(array)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move the files of a model into a folder, replacing those of another model; the config comes last."""
+    target.mkdir(exist_ok=True)
+    for pattern in ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"):
+        for stale in target.glob(pattern):
+            stale.unlink()
+    for file in sorted(source.iterdir(), key=lambda file: file.name == "config.json"):
+        file.replace(target / file.name)

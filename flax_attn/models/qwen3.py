@@ -1,0 +1,69 @@
+"""Qwen3, its dense models."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from flax_attn.models.decoder import Decoder, DecoderConfig
+from flax_attn.models.hugging_face.decoder import (
+    DECODER_LAYOUT,
+    read_decoder,
+    read_windows,
+    write_decoder,
+    write_windows,
+)
+from flax_attn.models.hugging_face.family import Family
+from flax_attn.models.hugging_face.fields import Fields
+from flax_attn.modules.multi_head import MultiHeadAttention
+
+
+@dataclass(frozen=True)
+class Qwen3Config(DecoderConfig):
+    """The sizes of a Qwen3: those of a `DecoderConfig`, and biases.
+
+    Args:
+        attention_bias: whether the four projections of the attention have a bias.
+
+    Example:
+        >>> Qwen3Config(1024, 3072, num_heads=16, num_layers=28, num_kv_heads=8, head_dim=128, tied=True).vocab_size
+        151936
+    """
+
+    context_length: int = 32768
+    vocab_size: int = 151936
+    attention_bias: bool = False
+
+
+def _read(fields: Fields, dropout: float | None) -> Qwen3Config:
+    arguments = read_decoder(fields, dropout, num_kv_heads=32, head_dim=128) | read_windows(fields)
+    return Qwen3Config(**arguments, attention_bias=fields.get("attention_bias", bool, False))
+
+
+def _write(config: Qwen3Config) -> dict[str, Any]:
+    return write_decoder("Qwen3", config, **write_windows(config), attention_bias=config.attention_bias)
+
+
+class Qwen3(Decoder[Qwen3Config]):
+    """Qwen3: a Llama whose queries and keys are normed in each head, and windows in the layers that the config names.
+
+    The arguments are those of `LanguageModel`.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> config = Qwen3Config(8, 12, num_heads=4, num_layers=2, num_kv_heads=2, context_length=16, vocab_size=11)
+        >>> Qwen3(config, rngs=nnx.Rngs(0))(jnp.ones((3, 5), int)).shape
+        (3, 5, 11)
+
+    References:
+        Qwen Team 2025 (arXiv:2505.09388).
+    """
+
+    family = Family({"qwen3": _read}, _write, DECODER_LAYOUT)
+
+    def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
+        """Return the attention of a layer, with norms of queries and keys."""
+        bias, eps = self.config.attention_bias, self.config.eps
+        return super().attention(layer, qkv_bias=bias, out_bias=bias, qk_norm=eps, **options)

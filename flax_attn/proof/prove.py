@@ -1,0 +1,241 @@
+"""Each variant of the table as a pair of modules, and the report on it."""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import pack, rearrange
+from flax import nnx
+
+import flax_attn
+from flax_attn import convert
+from flax_attn.parity.adapters.adapter import Adapter, Arrays
+from flax_attn.parity.adapters.jax_adapter import JaxAdapter
+from flax_attn.parity.adapters.recording import Recording, RecordingAdapter, save
+from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.checks import CHECKS
+from flax_attn.parity.compare import report_on
+from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.pair import Pair, weight_map
+from flax_attn.parity.report.report import Report
+from flax_attn.proof.variants import Variant, select
+
+# The checks of every variant by default; `--full` runs all.
+DEFAULT_CHECKS = ("forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "cache = full", "training")
+
+
+def pair_of(variant: Variant, seed: int = 0, *, record: bool = False) -> Pair:
+    """Return both modules of a variant, with parameters and inputs drawn at random. JAX must have x64 enabled.
+
+    Args:
+        variant: the row of the table.
+        seed: of the weights and inputs.
+        record: whether the PyTorch results are kept, to be exported.
+    """
+    inputs, torch = variant.draw(np.random.default_rng(seed)), _torch_adapter(variant)
+    return _paired(variant, RecordingAdapter(torch) if record else torch, inputs, seed)
+
+
+def pair_with(variant: Variant, recording: Recording, device: jax.Device | None = None) -> Pair:
+    """Return the Flax module of a variant with a recording of the PyTorch one; lower dtypes run on `device`."""
+    return _paired(variant, recording, recording.inputs, recording.about["seed"], device)
+
+
+def _paired(variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: jax.Device | None = None) -> Pair:
+    module, layout = _flax_module(variant), convert.LAYOUTS["torch_ref"]
+    flax = JaxAdapter(module, _call(variant, flax_attn, module), _cached_call(variant, flax_attn, jnp), device=device)
+    flax.entries = weight_map(module, flax.shapes, torch.shapes, layout) if flax.shapes else []
+    return Pair(flax, torch, inputs, flax.entries, seed, redraw=not isinstance(torch, Recording), layout=layout)
+
+
+def prove(
+    variant: Variant,
+    seed: int = 0,
+    checks: Sequence[str] | None = None,
+    *,
+    full: bool = False,
+    pair: Pair | None = None,
+) -> Report:
+    """Return the report of a variant.
+
+    Args:
+        variant: the row of the table.
+        seed: of the weights and inputs.
+        checks: names of checks; None is `DEFAULT_CHECKS` and every layout of the weights.
+        full: whether None is all checks instead.
+        pair: of the variant, if there is one already.
+    """
+    with on_cpu():
+        pair = pair_of(variant, seed) if pair is None else pair
+        names = (tuple(CHECKS) if full else DEFAULT_CHECKS) if checks is None else checks
+        report = report_on(pair, variant.name, names, wanted=checks is not None, locate=checks is not None)
+        if checks is None and pair.has_parameters:
+            report.checks.insert(-1, layouts(_flax_module(variant)))
+        return report
+
+
+def prove_all(
+    names: Sequence[str], workers: int, watch: Callable[[], None] = lambda: None, **options: Any
+) -> list[Report]:
+    """Return the reports of several variants, from as many processes.
+
+    Args:
+        names: of the variants.
+        workers: how many processes.
+        watch: called after each report.
+        options: of `_prove_in_worker`.
+    """
+    context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork does not copy
+    with ProcessPoolExecutor(min(workers, len(names)), context, initializer=_one_thread) as pool:
+        # The last rows of the table take longest, so they start first.
+        running = {name: pool.submit(_prove_in_worker, name, **options) for name in reversed(names)}
+        for _ in as_completed(running.values()):
+            watch()
+        return [running[name].result() for name in names]
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the matrices are small, and each core has a process
+
+
+def _prove_in_worker(name: str, *, seed: int, full: bool, export: str | None) -> Report:
+    (variant,) = select([name])
+    with on_cpu():
+        pair = pair_of(variant, seed, record=bool(export))
+    report = prove(variant, seed, full=full, pair=pair)
+    if export:
+        save(report, export)
+    return replace(report, pair=None)  # modules stay in the process that made them
+
+
+def layouts(module: nnx.Module) -> Check:
+    """Round trip, bit for bit, and an index probe of every layout that can represent the module."""
+    errors, names = {}, []
+    for layout in convert.LAYOUTS:
+        try:
+            weights = convert.state_dict(module, layout)
+        except convert.ConversionError:
+            continue  # this layout cannot represent the module: the note lists those that can
+        names.append(layout)
+        errors |= {f"{layout}: {name}": wrong for name, wrong in _probe(module, layout, weights)}
+    return worst_of("layouts", errors, 0.0, ", ".join(names))
+
+
+def _probe(module: nnx.Module, layout: str, weights: dict[str, np.ndarray]) -> Iterator[tuple[str, float]]:
+    # Number every element of every entry, load, and store again: a lost, doubled or moved element comes back changed.
+    # Then the numbers inside the module: each must be there once.
+    numbers, start = {}, 1
+    for name, array in weights.items():
+        numbers[name] = np.arange(start, start + array.size, dtype=array.dtype).reshape(array.shape)
+        start += array.size
+    copy = nnx.clone(module)
+    for entries in (weights, numbers):
+        convert.load_state_dict(copy, entries, layout)
+        again = convert.state_dict(copy, layout)
+        for name, array in entries.items():
+            yield name, float((again[name] != array).sum())
+    found = np.sort(np.concatenate([np.ravel(p) for p in jax.tree.leaves(nnx.state(copy, nnx.Param))]))
+    yield "every element once", float((found != np.arange(1, start)).sum())
+
+
+def _flax_module(variant: Variant) -> nnx.Module:
+    """Return the module with parameters 0, which are overwritten: to draw them would compile a program for each."""
+    module = nnx.eval_shape(lambda: variant.build(flax_attn, param_dtype=jnp.float64, rngs=nnx.Rngs(0)))
+    state = nnx.state(module)
+    for _, leaf in nnx.to_flat_state(state):
+        is_key = isinstance(leaf, nnx.RngKey)
+        leaf.set_value(jax.random.key(0) if is_key else jnp.asarray(np.zeros(leaf.shape, leaf.dtype)))
+    nnx.update(module, state)
+    return module
+
+
+def _torch_adapter(variant: Variant) -> Adapter:
+    import torch
+
+    import torch_ref
+    from flax_attn.parity.adapters.torch_adapter import TorchAdapter
+
+    module = variant.build(torch_ref)
+    return TorchAdapter(module, _call(variant, torch_ref, module), _cached_call(variant, torch_ref, torch))
+
+
+def _call(variant: Variant, package: ModuleType, module: Any) -> Callable:
+    accepted = _parameters(module)
+
+    def call(module, *inputs, lengths=None, dropout_key=None):
+        options = _weights_option(module) | dict(variant.call(package))
+        if dropout_key is not None and "dropout_key" in accepted:
+            options["dropout_key"] = dropout_key
+        if lengths is not None:
+            options["mask"] = package.Mask.lengths(query=lengths, key=lengths) & options.get("mask", package.Mask())
+        result = module(*inputs, **options)
+        return dict(zip(_NAMES, result, strict=True)) if "return_weights" in options else {"output": result}
+
+    def without_lengths(module, *inputs, dropout_key=None):
+        return call(module, *inputs, dropout_key=dropout_key)
+
+    return call if "mask" in accepted else without_lengths
+
+
+_NAMES = ("output", "weights")
+
+
+def _parameters(module: Any) -> Any:
+    return inspect.signature(getattr(module, "forward", module.__call__)).parameters
+
+
+def _weights_option(module: Any) -> dict[str, bool]:
+    return {"return_weights": True} if "return_weights" in _parameters(module) else {}
+
+
+def _cached_call(variant: Variant, package: ModuleType, arrays: Any) -> Callable | None:
+    """Return the call that computes a variant with a cache, in chunks; `arrays` is the package's array library."""
+    if not variant.chunks:
+        return None
+
+    def call(module, x):
+        options, rows, total, found = dict(variant.call(package)), np.arange(len(x))[:, None], x.shape[1], []
+        positions, chunks = options.pop("positions", None), _chunks(variant, *x.shape[:2])
+        cache = module.init_cache(len(x), total if variant.capacity is None else variant.capacity)
+        for tokens, lengths in chunks:
+            before, now = cache, (rows, np.minimum(tokens, total - 1))
+            own = {} if positions is None else {"positions": positions[now]}
+            own |= {} if (tokens < total).all() else {"lengths": lengths}
+            *outputs, cache = module(x[now], cache=cache, **options, **own, **_weights_option(module))
+            found.append((outputs[0], *(_in_order(w, before, cache, total, arrays) for w in outputs[1:])))
+        order = np.argsort(np.concatenate([tokens for tokens, _ in chunks], 1), stable=True)[:, :total]
+        output, *weights = (arrays.concatenate(parts, 1)[rows, order] for parts in zip(*found, strict=True))
+        return {"output": output} | ({"weights": rearrange(weights[0], "b t n s -> b n t s")} if weights else {})
+
+    return call
+
+
+def _chunks(variant: Variant, b: int, total: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the indices `(b, t)` of the tokens of each step, `total` for padding, and how many each row has."""
+    chunks, start = [], np.zeros((b, 1), int)
+    for size in variant.chunks:
+        lengths = np.full(b, size)
+        steps = np.arange(lengths.max())[None]
+        chunks.append((np.where(steps < lengths[:, None], start + steps, total), lengths))
+        start = start + lengths[:, None]
+    return chunks
+
+
+def _in_order(weights: Any, before: Any, after: Any, total: int, arrays: Any) -> Any:
+    # The keys of a ring buffer are in any order, with the new ones beside them where they do not fit.
+    positions = after.key_positions
+    if weights.shape[-1] != after.capacity:
+        positions = pack([before.key_positions, before.positions(weights.shape[-2])], "b *")[0]
+    here = positions[:, None, None, :, None] == arrays.arange(total, dtype=positions.dtype)[None, None, None, None]
+    return rearrange(arrays.where(here, weights[..., None], 0).sum(-2), "b n t s -> b t n s")

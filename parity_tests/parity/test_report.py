@@ -1,0 +1,63 @@
+"""A report as text, in a notebook, and in files."""
+
+import html
+import json
+import re
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree as Xml
+
+import pytest
+
+from flax_attn.parity.report import console
+
+
+def test_print_shows_the_whole_report_without_colours(differing):
+    assert str(differing) == console.text(differing)
+    assert "\x1b" not in str(differing)
+    assert "2 of 3 checks fail" in str(differing)
+    assert "att: flax has no scale" in str(differing)
+
+
+def test_repr_is_one_line(equal, differing, unrun):
+    assert repr(equal) == "Report('equal': equal, 3 checks)"
+    assert repr(replace(differing, name="x")) == "Report('x': DIFFERENT, 3 checks)"
+    assert repr(unrun) == "Report('unrun': NOT PROVEN, 0 checks)"
+    assert repr(replace(equal, checks=equal.checks[:1])) == "Report('equal': equal, 1 check)"
+
+
+def test_a_notebook_shows_the_page_in_a_small_frame(differing):
+    shown = differing._repr_html_()
+    assert len(shown) < 100_000
+    content = html.unescape(re.fullmatch(r'<iframe [^>]*srcdoc="([^"]*)"></iframe>', shown).group(1))
+    assert content.lstrip().startswith("<!doctype html>")
+    assert "2 of 3 checks fail" in content
+    assert "Plotly.newPlot" not in content
+
+
+def test_a_notebook_without_the_extra_shows_the_text(differing, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert differing._repr_html_() == f"<pre>{html.escape(str(differing))}</pre>"
+
+
+def test_explain_tells_causes_then_nodes_then_checks(differing):
+    lines = differing.explain().splitlines()
+    starts = ["<b>a</b> & ", "  att: flax has", "  first difference: att.", "  locally wrong: att.", "  forward: error"]
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=False))
+
+
+def test_the_suffix_chooses_the_format(differing, tmp_path):
+    for suffix in ("html", "json", "xml"):
+        differing.save(tmp_path / f"x.{suffix}")
+    assert "<!doctype html>" in (tmp_path / "x.html").read_text()
+    assert Xml.parse(tmp_path / "x.xml").getroot().get("failures") == "3"
+    data = json.loads((tmp_path / "x.json").read_text())["variants"][0]
+    assert list(data)[:5] == ["variant", "passed", "causes", "divergence", "checks"]
+    assert data["causes"] == differing.causes
+
+
+@pytest.mark.parametrize("name", ["x.pdf", "x"])
+def test_another_suffix_is_an_error(differing, tmp_path, name):
+    rule = rf"the suffix must be .html, .json or .xml; got '.*{name}'. Use report.save\('.*x.html'\)"
+    with pytest.raises(ValueError, match=rule):
+        differing.save(tmp_path / name)

@@ -1,0 +1,113 @@
+"""Decoders with rotary positions, RMS norms and a gated feed-forward layer: what Llama and its relatives share."""
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch_ref.functional.positions import RoPE
+from torch_ref.models.language_model import LanguageModel
+from torch_ref.modules.block import TransformerBlock
+from torch_ref.modules.feed_forward import GatedFeedForward
+from torch_ref.modules.multi_head import MultiHeadAttention
+from torch_ref.modules.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The sizes of a decoder; a base class, a family adds what only its models have.
+
+    Args:
+        d_model: width of the tokens.
+        d_hidden: width inside the feed-forward layer.
+        num_heads: number of query heads.
+        num_layers: number of blocks.
+        num_kv_heads: number of key/value heads; None is num_heads.
+        head_dim: width of a head; None is `d_model / num_heads`.
+        context_length: the longest input taken.
+        vocab_size: number of tokens.
+        rope: rotary positions.
+        eps: epsilon of the norms.
+        activation: of the gated feed-forward layer.
+        dropout: the probability that an attention weight is dropped in train mode.
+        window: how many keys in all a token sees, itself included; None is all.
+        full_layers: the layers without the window, counted from 0.
+        tied: whether the output head is the table of the tokens.
+
+    Raises:
+        ValueError: if there is no layer of a number in `full_layers`.
+
+    Example:
+        >>> DecoderConfig(8, 12, num_heads=4, num_layers=3, window=5, full_layers=(0,)).windows
+        (None, 5, 5)
+    """
+
+    d_model: int
+    d_hidden: int
+    num_heads: int
+    num_layers: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    context_length: int = 2048
+    vocab_size: int = 32000
+    rope: RoPE = field(default_factory=RoPE)
+    eps: float = 1e-6
+    activation: str = "silu"
+    dropout: float = 0.0
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    tied: bool = False
+
+    def __post_init__(self):
+        if not set(self.full_layers) <= set(range(self.num_layers)):
+            raise ValueError(
+                f"full_layers must be numbers of layers, 0 to {self.num_layers - 1}; got {self.full_layers}. "
+                "Leave out those beyond num_layers"
+            )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer, None where it has none."""
+        return tuple(None if layer in self.full_layers else self.window for layer in range(self.num_layers))
+
+
+C = TypeVar("C", bound=DecoderConfig)
+
+
+class Decoder(LanguageModel[C]):
+    """A decoder with rotary positions; a base class, see `Llama`. A family overrides the parts that it has otherwise.
+
+    x = tok_emb[tokens];  x = x + att(norm1(x)), x = x + ff(norm2(x)) in each block;  logits = head(final_norm(x))
+    """
+
+    def block(self, layer: int, backend: str) -> TransformerBlock:
+        """Return a block: norms before attention and feed-forward, no dropout on their outputs."""
+        return TransformerBlock(
+            self.attention(layer, backend=backend),
+            self.feed_forward(layer),
+            self.norm(),
+            self.norm(),
+        )
+
+    def attention(self, layer: int, *, out_bias: bool = False, **options: Any) -> MultiHeadAttention:
+        """Return the attention of a layer; `options` are arguments of `MultiHeadAttention`."""
+        config = self.config
+        return MultiHeadAttention(
+            config.d_model,
+            config.d_model,
+            config.context_length,
+            config.dropout,
+            config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            out_bias=out_bias,
+            window=config.windows[layer],
+            rope=config.rope,
+            **options,
+        )
+
+    def feed_forward(self, layer: int, *, bias: bool = False, **options: Any) -> GatedFeedForward:
+        """Return the feed-forward part of a layer; `options` are arguments of `GatedFeedForward`."""
+        return GatedFeedForward(self.config.d_model, self.config.d_hidden, self.config.activation, bias, **options)
+
+    def norm(self) -> RMSNorm:
+        """Return a norm."""
+        return RMSNorm(self.config.d_model, self.config.eps)

@@ -1,0 +1,48 @@
+"""Qwen3, its dense models."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ref.models.decoder import Decoder, DecoderConfig
+from torch_ref.modules.multi_head import MultiHeadAttention
+
+
+@dataclass(frozen=True)
+class Qwen3Config(DecoderConfig):
+    """The sizes of a Qwen3: those of a `DecoderConfig`, and biases.
+
+    Args:
+        attention_bias: whether the four projections of the attention have a bias.
+
+    Example:
+        >>> Qwen3Config(1024, 3072, num_heads=16, num_layers=28, num_kv_heads=8, head_dim=128, tied=True).vocab_size
+        151936
+    """
+
+    context_length: int = 32768
+    vocab_size: int = 151936
+    attention_bias: bool = False
+
+
+class Qwen3(Decoder[Qwen3Config]):
+    """Qwen3: a Llama whose queries and keys are normed in each head, and windows in the layers that the config names.
+
+    The arguments are those of `LanguageModel`.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> import torch
+        >>> config = Qwen3Config(8, 12, num_heads=4, num_layers=2, num_kv_heads=2, context_length=16, vocab_size=11)
+        >>> Qwen3(config)(torch.ones((3, 5), dtype=torch.long)).shape
+        torch.Size([3, 5, 11])
+
+    References:
+        Qwen Team 2025 (arXiv:2505.09388).
+    """
+
+    def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
+        """Return the attention of a layer, with norms of queries and keys."""
+        bias, eps = self.config.attention_bias, self.config.eps
+        return super().attention(layer, qkv_bias=bias, out_bias=bias, qk_norm=eps, **options)
