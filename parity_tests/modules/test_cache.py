@@ -21,7 +21,6 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(B, T, D))
 IDS = np.array([[0, 0, 0, 1, 1, 1, 1], [5, 5, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 4, 4]])
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4], [7, 9, 12, 13, 14, 0, 1]])
-TABLE = RANDOM.normal(size=(8, 4))
 DENSE = RANDOM.random((B, 4, T, T)) < 0.6
 
 
@@ -88,27 +87,14 @@ EXACT = ("FeedForward", {"d_hidden": 10, "activation": "gelu_exact"})
 
 CAUSAL_BY_MASK = ("multi_head_packed_window", "multi_head_prefix_dense")
 VARIANTS = {
-    "plain": heads(qkv_bias=True),
     "gqa, qk_norm, head_dim": heads(num_kv_heads=2, head_dim=5, qk_norm=1e-3, qkv_bias=True),
-    "mqa": heads(num_kv_heads=1, out_bias=False),
-    "rope": heads(rope=rope()),
     "rope, qk_norm, gqa": heads(rope=rope(), qk_norm=1e-3, num_kv_heads=2, head_dim=6),
-    "rope interleaved": heads(rope=rope(interleaved=True)),
-    "rope partial": heads(rope=rope(width=2)),
-    "rope linear": heads(rope=rope("LinearScaling", (3.0,))),
     "rope yarn": heads(rope=rope("YaRNScaling", (4.0, 6))),
-    "rope llama3": heads(rope=rope("Llama3Scaling", (8.0, 20))),
     "rope dynamic": heads(rope=rope("DynamicNTKScaling", (4.0, 8))),
     "alibi": heads(options=lambda side, size: {"bias": lambda q, k: side.alibi(4, q, k)}),
-    "t5": heads(
-        scores=lambda side: side.Scores(scale=1.0),
-        options=lambda side, size: {"bias": lambda q, k: side.t5_bias(side.array(TABLE), q, k)},
-    ),
     "window mask": heads(options=lambda side, size: {"mask": side.Mask.sliding_window(3)}),
     "lengths": heads(options=lambda side, size: {"mask": side.Mask.lengths(key=np.array([5, 4, 0]), query=6)}),
     "segments": heads(options=segments, rope=rope(), positions=POSITIONS),
-    "segments of all rows": heads(options=lambda side, size: {"mask": side.Mask.segments(padded(IDS[0], size, (0,)))}),
-    "prefix": heads(causal=False, options=lambda side, size: {"mask": side.Mask.prefix(np.array([3, 1, 2]))}),
     "prefix and segments": heads(
         causal=False,
         options=lambda side, size: {
@@ -124,7 +110,6 @@ VARIANTS = {
     "window 3 in 3": heads(window=3, capacity=3),
     "window 3 in 4": heads(window=3, capacity=4, rope=rope(), num_kv_heads=2),
     "window 3 in 6": heads(window=3, capacity=6, qk_norm=1e-3, rope=rope("YaRNScaling", (4.0, 6))),
-    "window 3 in 12": heads(window=3, capacity=12),
     "window 1": heads(window=1, capacity=2),
     "window and alibi": heads(
         window=3, capacity=4, options=lambda side, size: {"bias": lambda q, k: side.alibi(4, q, k)}
@@ -132,9 +117,7 @@ VARIANTS = {
     "window and all masks": heads(window=4, capacity=5, options=packed_window, rope=rope(), positions=POSITIONS),
     "block gpt2": block(qkv_bias=True),
     "block llama": block(**LLAMA, rope=rope(), num_kv_heads=1, head_dim=4),
-    "block qwen": block(**LLAMA, rope=rope(), num_kv_heads=1, head_dim=4, qk_norm=1e-6),
     "block mistral": block(**LLAMA, rope=rope(), window=3, head_dim=4, capacity=5),
-    "block olmo2": block(**LLAMA, rope=rope(), head_dim=4, norms=("post_norm1", "post_norm2")),
     "block post-norm": block(norm_first=False, ff=EXACT, options=segments),
 }
 
