@@ -1,4 +1,8 @@
-"""Modules under a cache: all at once, prefill and steps, and chunks of any size are one function, on both sides."""
+"""Modules with a cache: all at once, prefill and steps, and chunks of any size are one function, on both sides.
+
+For rows of different lengths, and masks and ring buffers that the table of variants has not. The calls are eager: the
+table proves that compiled ones are equal.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -50,7 +54,7 @@ class Case:
 
 
 def heads(*, options=lambda side, size: {}, positions=None, capacity=9, **arguments):
-    defaults = {"d_in": D, "d_out": 16, "context_length": 11, "dropout": 0.3, "num_heads": 4}
+    defaults = {"d_in": D, "d_out": 16, "context_length": 11, "dropout": 0.3, "num_heads": 4, "num_kv_heads": 2}
     return Case("MultiHeadAttention", {**defaults, **arguments}, options, positions, capacity)
 
 
@@ -87,11 +91,7 @@ EXACT = ("FeedForward", {"d_hidden": 10, "activation": "gelu_exact"})
 
 CAUSAL_BY_MASK = ("multi_head_packed_window", "multi_head_prefix_dense")
 VARIANTS = {
-    "gqa, qk_norm, head_dim": heads(num_kv_heads=2, head_dim=5, qk_norm=1e-3, qkv_bias=True),
-    "rope, qk_norm, gqa": heads(rope=rope(), qk_norm=1e-3, num_kv_heads=2, head_dim=6),
-    "rope yarn": heads(rope=rope("YaRNScaling", (4.0, 6))),
     "rope dynamic": heads(rope=rope("DynamicNTKScaling", (4.0, 8))),
-    "alibi": heads(options=lambda side, size: {"bias": lambda q, k: side.alibi(4, q, k)}),
     "window mask": heads(options=lambda side, size: {"mask": side.Mask.sliding_window(3)}),
     "lengths": heads(options=lambda side, size: {"mask": side.Mask.lengths(key=np.array([5, 4, 0]), query=6)}),
     "segments": heads(options=segments, rope=rope(), positions=POSITIONS),
@@ -105,18 +105,15 @@ VARIANTS = {
     "dense (t, s)": heads(options=dense(DENSE[0, 0], 0, 1)),
     "dense keys": heads(options=dense(DENSE[:, :1, :1], 3)),
     "dense queries": heads(options=dense(DENSE[..., :1], 2)),
-    "soft cap and sinks": heads(scores=lambda side: side.Scores(soft_cap=1.5, sinks=True), num_kv_heads=2),
-    "all masks": heads(options=packed_window, num_kv_heads=2),
+    "all masks": heads(options=packed_window),
     "window 3 in 3": heads(window=3, capacity=3),
-    "window 3 in 4": heads(window=3, capacity=4, rope=rope(), num_kv_heads=2),
+    "window 3 in 4": heads(window=3, capacity=4, rope=rope()),
     "window 3 in 6": heads(window=3, capacity=6, qk_norm=1e-3, rope=rope("YaRNScaling", (4.0, 6))),
     "window 1": heads(window=1, capacity=2),
     "window and alibi": heads(
         window=3, capacity=4, options=lambda side, size: {"bias": lambda q, k: side.alibi(4, q, k)}
     ),
     "window and all masks": heads(window=4, capacity=5, options=packed_window, rope=rope(), positions=POSITIONS),
-    "block gpt2": block(qkv_bias=True),
-    "block llama": block(**LLAMA, rope=rope(), num_kv_heads=1, head_dim=4),
     "block mistral": block(**LLAMA, rope=rope(), window=3, head_dim=4, capacity=5),
     "block post-norm": block(norm_first=False, ff=EXACT, options=segments),
 }
@@ -152,7 +149,7 @@ def chunks(side, plan, *arrays):
 
 
 def joined(plan, outputs):
-    """Return the outputs of all calls at the places of their tokens; padding is 0."""
+    """Return the outputs of all calls at the positions of their tokens; padding is 0."""
     whole = np.zeros((B, T, outputs[0].shape[-1]))
     for (counts, where), output in zip(calls(plan), outputs, strict=True):
         for row, count in enumerate(counts):
@@ -203,4 +200,5 @@ def test_every_causal_row_of_the_table_is_computed_in_steps():
         attention = getattr(module, "att", module)
         causal = getattr(attention, "causal", True) or row.name in CAUSAL_BY_MASK
         assert bool(row.chunks) == (hasattr(module, "init_cache") and causal), row.name
-        assert not row.chunks or sum(row.chunks) == row.inputs[0][1], row.name
+        totals = sum(np.array(chunk) for chunk in row.chunks)
+        assert not row.chunks or np.max(totals) == row.inputs[0][1], row.name
