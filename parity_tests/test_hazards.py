@@ -59,8 +59,8 @@ def test_numpy_sizes_are_sizes(side, no_shape_checks):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        (np.array([0.3, 0.7]), "at least two integer words; got shape .2,., dtype float64"),
-        (np.array([3]), "at least two integer words; got shape .1,., dtype int64"),
+        (np.array([0.3, 0.7]), "of at least two integers; got shape .2,., dtype float64"),
+        (np.array([3]), "of at least two integers; got shape .1,., dtype int64"),
         (np.array([[3, 4], [5, 6]]), "Of a batch of keys pass one"),
     ],
 )

@@ -26,6 +26,7 @@ ONE_SIDED_FILES = {
     "functional/kv_range.py": "flax_attn",  # for kernels, which only JAX has
     "modules/matrix_product.py": "flax_attn",  # works around a limit of XLA
     "functional/tags.py": "torch_ref",  # JAX has checkpoint_name
+    "modules/typed.py": "torch_ref",  # gives PyTorch's modules the types of their calls
 }
 ONE_SIDED_EXPORTS = {"Unsupported", "explain", "set_backend"}
 ONE_SIDED = {
