@@ -75,7 +75,7 @@ def modules(tmp_path, monkeypatch):
 
 def test_parity_prints_the_table_and_writes_all_that_was_measured(tmp_path, capsys):
     path = tmp_path / "report.json"
-    assert main(["parity", "--variant", "causal", "--variant", "rms_norm", "--json", str(path)]) == 0
+    assert main(["parity", "--variant", "causal", "--variant", "rms_norm", "--report", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "2 of 2 variants equal their PyTorch twin" in shown
     report = json.loads(path.read_text())
@@ -130,10 +130,10 @@ def test_two_targets_are_compared_and_written(modules, tmp_path, capsys):
         "--check",
         "training",
     ]
-    assert main([*arguments, "--json", "r.json", "--junit", "r.xml"]) == 0
+    assert main([*arguments, "--report", "r.json", "--report", "r.xml"]) == 0
     report = json.loads((tmp_path / "r.json").read_text())["cases"][0]
     assert [check["name"] for check in report["checks"]] == ["forward", "training"]
-    assert report["command"] == " ".join(["flax-attn", *arguments, "--json", "r.json", "--junit", "r.xml"])
+    assert report["command"] == " ".join(["flax-attn", *arguments, "--report", "r.json", "--report", "r.xml"])
     assert 'tests="2"' in (tmp_path / "r.xml").read_text()
     assert "Linear" in capsys.readouterr().out
 
@@ -172,16 +172,19 @@ def test_a_pair_of_targets_is_exported_and_repeated_with_one(modules, capsys):
     [
         (["--variant", "CausalAtention"], "no variant is called CausalAtention. Known are: CausalAttention, "),
         (["--check", "forwards"], "no check is called forwards. Known are: shapes, weights, forward, "),
-        (["--json", "/no/such/folder/report.json"], "in a folder that exists"),
+        (["--report", "/no/such/folder/report.json"], "in a folder that exists"),
         (["{m}:flax_linear"], "give pkg.mod:flax_factory pkg.mod:torch_factory; got"),
-        (["{m}:flax_linear", "{m}:torch_linear"], "say what goes in: --input 3,5,6"),
+        (["{m}:flax_linear", "{m}:torch_linear"], "give the inputs: --input 3,5,6"),
         (["{m}:flax_linear", "{m}:torch_linear", "--input", "3,x"], "an input is a shape such as 3,5,6"),
         (["{m}:nothing", "{m}:torch_linear"], "has no nothing"),
         (["no_such_module:f", "{m}:torch_linear"], "cannot import no_such_module"),
         (["flax_linear", "{m}:torch_linear"], "a target is pkg.mod:name; got flax_linear"),
-        (["{m}:flax_linear", "{m}:torch_linear", "--input", "4,3", "--layout", "none"], "layout must be one of "),
+        (
+            ["{m}:flax_linear", "{m}:torch_linear", "--input", "4,3", "--layout", "none"],
+            "layout must be one of 'auto', ",
+        ),
         (["{m}:flax_linear", "{m}:torch_embedding", "--input", "4,3", "--layout", "torch"], "do not pair"),
-        (["{m}:flax_linear", "{m}:torch_linear", "--input", "4,5"], "the inputs do not go through the torch side"),
+        (["{m}:flax_linear", "{m}:torch_linear", "--input", "4,5"], "the inputs do not go through the torch module"),
     ],
 )
 def test_bad_usage_exits_with_2(arguments, message, modules, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from flax_attn import convert
@@ -56,7 +55,7 @@ def compare(
     name: str = "",
     locate: bool = True,
     record: bool = False,
-    device: jax.Device | None = None,
+    device: Any = None,
 ) -> Report:
     """Return a report on two modules, check by check: whether they are the same function.
 
@@ -144,7 +143,7 @@ def pair_modules(
     layout: Layout,
     calls: Mapping[str, tuple[Callable | None, Callable | None]],
     record: bool = False,
-    device: jax.Device | None = None,
+    device: Any = None,
     **options: Any,
 ) -> Pair:
     """Return both modules as a pair with the same weights; the arguments are those of `compare`.

@@ -29,11 +29,15 @@ def say(match):
 @pytest.mark.parametrize(
     ("flax", "torch_side", "match"),
     [
-        (3, torch_linear(), r"the Flax side is an NNX module, .* got int"),
-        (linear(), [1.0], r"the PyTorch side is an nn.Module or a function of tensors; got list"),
+        (3, torch_linear(), r"the Flax module is an NNX module, .* got int"),
+        (linear(), [1.0], r"the PyTorch module is an nn.Module or a function of tensors; got list"),
         (linen.Dense(2), torch_linear(), r"Dense is a Linen module without variables. Pass module.bind\(variables\)"),
-        (torch_linear(), linear(), r"the Flax side is .* got Linear, of PyTorch. The order is compare\(flax_module, t"),
-        (jnp.sin, linear(), r"the PyTorch side is .* got Linear, of Flax. The order is compare\(flax_module, t"),
+        (
+            torch_linear(),
+            linear(),
+            r"the Flax module is .* got Linear, of PyTorch. The order is compare\(flax_module, t",
+        ),
+        (jnp.sin, linear(), r"the PyTorch module is .* got Linear, of Flax. The order is compare\(flax_module, t"),
         (nnx.Linear, torch_linear(), r"got the class Linear: pass a module of it"),
         (linear(), torch.nn.Linear, r"got the class Linear: pass a module of it"),
     ],
@@ -74,7 +78,7 @@ def test_parameters_claimed_twice():
 
 
 def test_an_unknown_layout_and_an_unknown_check():
-    with pytest.raises(ValueError, match=r"layout must be one of 'torch_ref', .* got 'pytorch'"):
+    with pytest.raises(ValueError, match=r"layout must be one of 'auto', 'torch_ref', .* got 'pytorch'"):
         compare(linear(), torch_linear(), X, layout="pytorch")
     with pytest.raises(ValueError, match=r"check must be one of .*'forward'.*; got 'foward'"):
         compare(linear(), torch_linear(), X, layout="torch", checks=["foward"])
@@ -102,8 +106,11 @@ def test_inputs_of_a_wrong_kind(inputs, match, no_shape_checks):
 @pytest.mark.parametrize(
     ("inputs", "match"),
     [
-        ([(4, 5)], r"do not go through the torch side: torch raised RuntimeError: mat1 and mat2"),
-        ({"x": np.ones((4, 3))}, r"do not go through the torch side: torch raised TypeError: .* keyword argument 'x'"),
+        ([(4, 5)], r"do not go through the torch module: torch raised RuntimeError: mat1 and mat2"),
+        (
+            {"x": np.ones((4, 3))},
+            r"do not go through the torch module: torch raised TypeError: .* keyword argument 'x'",
+        ),
     ],
     ids=["width", "name"],
 )
@@ -127,9 +134,9 @@ def test_one_side_that_raises():
     def refuses(module, x):
         raise RuntimeError("not today")
 
-    with say(r"the inputs do not go through the flax side: flax raised RuntimeError: not today"):
+    with say(r"the inputs do not go through the flax module: flax raised RuntimeError: not today"):
         compare(linear(), torch_linear(), X, layout="torch", flax_call=refuses)
-    with say(r"the inputs do not go through the torch side: torch raised RuntimeError: not today"):
+    with say(r"the inputs do not go through the torch module: torch raised RuntimeError: not today"):
         compare(linear(), torch_linear(), X, layout="torch", torch_call=refuses)
 
 
@@ -138,7 +145,7 @@ def test_an_output_that_is_no_array():
         compare(linear(), torch_linear(), X, layout="torch", torch_call=lambda m, x: (m(x), "note"))
     with say(r"the output is a function"):
         compare(linear(), torch_linear(), X, layout="torch", flax_call=lambda m, x: m.__class__.__call__)
-    with say(r"the torch side returns nothing"):
+    with say(r"the torch module returns nothing"):
         compare(linear(), torch_linear(), X, layout="torch", torch_call=lambda m, x: None)
 
 
@@ -185,8 +192,8 @@ def test_a_module_that_computes_in_float32():
     error = failing(linear(dtype=jnp.float32), torch_linear(), layout="torch", checks=["shapes", "forward"])
     assert "flax float32[4, 2], torch float64[4, 2]" in str(error)
     assert (
-        "output is float32 for inputs and parameters in float64: build the Flax side without dtype=, or, where its "
-        "dtype is that of the moment it is built, run `flax-attn parity pkg.mod:flax_factory pkg.mod:torch_factory`"
+        "output is float32 for inputs and parameters in float64: construct the Flax module without dtype=, or, if its "
+        "dtype is fixed at construction, run `flax-attn parity pkg.mod:flax_factory pkg.mod:torch_factory`"
     ) in str(error)
 
 

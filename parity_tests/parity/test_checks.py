@@ -1,4 +1,4 @@
-"""Every variant climbs the ladder, and every check catches what it is there for.
+"""Every check detects what it is there for.
 
 Faults of the PyTorch side are in `flax_attn.proof.faults`. Here are those of the Flax side and of the harness.
 """
@@ -17,7 +17,8 @@ import torch_ref
 from flax_attn.convert.rules import Entry
 from flax_attn.parity import CHECKS, compare
 from flax_attn.parity.check import Check, worst_of
-from flax_attn.proof import table
+from flax_attn.proof import prove
+from flax_attn.proof.faults import FAULTS
 from flax_attn.proof.variants import VARIANTS, select
 
 LOWER = {"float32": 23, "bfloat16": 7, "float16": 10}  # bits of the mantissa
@@ -27,22 +28,22 @@ ROWS = ["simplified", "causal", "multi_head_wrapper", "multi_head_gqa", "multi_h
 
 
 @pytest.mark.parametrize("variant", select(ROWS), ids=lambda variant: variant.name)
-def test_a_variant_climbs_the_ladder(variant):
-    """Of each kind one: `make parity` climbs with all of them."""
-    report = table.climb(variant)
+def test_a_variant_is_proven(variant):
+    """One of each kind: `make parity` proves them all."""
+    report = prove.prove(variant)
     assert report.passed, report.explain()
-    assert {check.name for check in report.checks if check.ran} == {*table.DEFAULT_CHECKS, "layouts"} - not_for(variant)
+    assert {check.name for check in report.checks if check.ran} == {*prove.QUICK_CHECKS, "layouts"} - not_for(variant)
 
 
 def not_for(variant):
-    """Return the rungs that say nothing about a variant."""
-    skipped = set() if variant.arguments.get("dropout") or variant.module == "GPT2" else {"dropout"}
+    """Return the checks that do not apply to a variant."""
+    skipped = set() if variant.dropout else {"dropout"}
     skipped |= set() if variant.chunks else {"cache = full"}
     skipped |= {"unbatched"} if variant.name in ("multi_head_padding", "multi_head_rope_yarn_packed") else set()
     return skipped | ({"layouts", "training"} if variant.module == "SimplifiedSelfAttention" else set())
 
 
-def test_every_public_module_has_a_case():
+def test_every_public_module_has_a_variant():
     variants = {variant.module for variant in VARIANTS}
     modules = {name for name in torch_ref.__all__ if isinstance(getattr(torch_ref, name), type)}
     modules = {name for name in modules if issubclass(getattr(torch_ref, name), torch.nn.Module)}
@@ -92,7 +93,7 @@ def table_of_100_positions(x):
     return x * jnp.minimum(jnp.arange(x.shape[1]), 99)[None, :, None].astype(x.dtype)
 
 
-FAULTS = {
+WRONG = {
     "shapes": (lambda x: {"output": x, "more": x}, lambda x: {"output": x}),
     "second": (flat_sine, torch.sin),
     "jit = eager": (doubled_if_eager, lambda x: 1 * x),
@@ -112,9 +113,9 @@ def caught(check, *sides, **options):
     return not report.check(check).passed and report.check(check).ran
 
 
-@pytest.mark.parametrize("check", FAULTS)
+@pytest.mark.parametrize("check", WRONG)
 def test_a_fault_of_the_flax_side_is_caught(check):
-    assert caught(check, *FAULTS[check])
+    assert caught(check, *WRONG[check])
 
 
 @pytest.mark.parametrize("dtype", LOWER)
@@ -152,7 +153,7 @@ def test_swapped_parts_of_a_fused_entry_are_caught(monkeypatch):
         locate=False,
     )
     assert [check.worst for check in found.failed] == ["in_proj_weight"]
-    assert not table.layouts(layer).passed
+    assert not prove.layouts(layer).passed
 
 
 def test_sums_in_bfloat16_are_caught(monkeypatch):
@@ -160,12 +161,12 @@ def test_sums_in_bfloat16_are_caught(monkeypatch):
         return jnp.dtype(jnp.bfloat16) if dtype == jnp.float32 else dtype
 
     monkeypatch.setattr(flax_attn.functional.reference, "accumulation_dtype", low)
-    report = table.climb(*select(["self_attention"]), checks=["forward", "float32"])
+    report = prove.prove(*select(["self_attention"]), checks=["forward", "float32"])
     assert [check.name for check in report.failed] == ["float32"]
 
 
 def test_every_check_catches_something():
-    here = {*FAULTS, *LOWER, "cache = full", "weights"}
+    here = {*WRONG, *LOWER, "cache = full", "weights"}
     assert here | {fault.check for fault in FAULTS} == set(CHECKS)
 
 

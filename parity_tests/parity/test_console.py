@@ -78,7 +78,9 @@ def test_the_pairs_of_the_layout_are_a_table(show, equal, monkeypatch):
 def test_nothing_is_cut(show, width):
     long = "blocks.11.attention.self_attention.W_query.weight"
     where = {"index": [1023, 767], "flax": -0.123456789e-100, "torch": -0.223456789e-100}
-    checks = [Check(name, 1.25e-300, 1e-301, long, "a note", where=where) for name in ("poisoned padding", "training")]
+    checks = [
+        Check(name, 1.25e-300, 1e-301, long, "a note", where=where) for name in ("non-finite padding", "training")
+    ]
     text = show(Report("x", checks), width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text

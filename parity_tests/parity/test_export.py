@@ -10,10 +10,10 @@ from flax import nnx
 
 import flax_attn
 from flax_attn.cli import main
-from flax_attn.parity import compare, export
-from flax_attn.parity.adapters import recorded
+from flax_attn.parity import compare
+from flax_attn.parity.adapters import recording
 from flax_attn.parity.adapters.recording import ExportError, Recording
-from flax_attn.proof.table import climb, pair_of, replayed
+from flax_attn.proof.prove import pair_of, pair_with, prove
 from flax_attn.proof.variants import select
 
 ROW = "causal"
@@ -46,11 +46,11 @@ def rewritten(file, **changes):
 
 
 def against(file):
-    return climb(*select([ROW]), pair=replayed(*select([ROW]), Recording(file)))
+    return prove(*select([ROW]), pair=pair_with(*select([ROW]), Recording(file)))
 
 
 def test_an_export_repeats_every_number(folder):
-    live, repeated = climb(*select([ROW])), against(folder / f"{ROW}.safetensors")
+    live, repeated = prove(*select([ROW])), against(folder / f"{ROW}.safetensors")
     assert repeated.passed
     assert [check.name for check in repeated.checks] == [check.name for check in live.checks]
     assert [check.name for check in repeated.checks if not check.ran] == ["cache = full"]  # it has none
@@ -73,18 +73,18 @@ def test_every_recorded_number_counts(file, name, check):
 
 def test_a_check_that_was_not_exported_is_a_line_and_not_a_pass(folder):
     (variant,) = select([ROW])
-    report = climb(variant, checks=["second"], pair=replayed(variant, Recording(folder / f"{ROW}.safetensors")))
+    report = prove(variant, checks=["second"], pair=pair_with(variant, Recording(folder / f"{ROW}.safetensors")))
     assert not report.passed
-    assert "holds no result to 'second': export again with this check" in report.check("second").skipped
+    assert "holds no result of 'second': export again with this check" in report.check("second").skipped
 
 
 def test_a_comparison_of_two_modules_is_exported_and_repeated(tmp_path):
     theirs = torch.nn.Linear(3, 2)
     live = compare(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), theirs, [(4, 5, 3)], layout="torch", record=True)
-    path = export.save(live, tmp_path)
-    recording = export.load(tmp_path)["Linear"]
+    path = recording.save(live, tmp_path)
+    found = recording.load(tmp_path)["Linear"]
     assert path.name == "Linear.safetensors"
-    repeated = compare(nnx.Linear(3, 2, rngs=nnx.Rngs(1)), recording, recording.inputs, layout="torch")
+    repeated = compare(nnx.Linear(3, 2, rngs=nnx.Rngs(1)), found, found.inputs, layout="torch")
     assert repeated.passed
     assert [check.error for check in repeated.checks] == [check.error for check in live.checks]
 
@@ -100,7 +100,7 @@ def test_the_command_line_compares_against_an_export(folder, capsys, monkeypatch
 
     monkeypatch.setattr(flax_attn.CausalAttention, "__call__", off)
     monkeypatch.setattr(
-        "flax_attn.proof.table._call", lambda variant, package, module: lambda m, x: off(m, x, return_weights=True)
+        "flax_attn.proof.prove._call", lambda variant, package, module: lambda m, x: off(m, x, return_weights=True)
     )
     assert main(["parity", "--against", str(folder), "--check", "forward"]) == 1
 
@@ -110,16 +110,16 @@ def test_lower_dtypes_may_run_elsewhere(folder):
 
     (variant,) = select([ROW])
     device = jax.devices("cpu")[0]
-    pair = replayed(variant, Recording(folder / f"{ROW}.safetensors"), device)
-    assert climb(variant, checks=["float32"], pair=pair).passed
+    pair = pair_with(variant, Recording(folder / f"{ROW}.safetensors"), device)
+    assert prove(variant, checks=["float32"], pair=pair).passed
     assert pair.flax.device is device
 
 
 def test_a_report_that_was_not_recorded_cannot_be_exported(tmp_path):
     (variant,) = select([ROW])
-    report = climb(variant, checks=["forward"], pair=pair_of(variant))
+    report = prove(variant, checks=["forward"], pair=pair_of(variant))
     with pytest.raises(ExportError, match="causal was compared without recording: pass record=True"):
-        export.save(report, tmp_path)
+        recording.save(report, tmp_path)
 
 
 def spoilt_truncated(file):
@@ -135,7 +135,7 @@ def spoilt_not_an_export(file):
 
 
 def spoilt_another_format(file):
-    rewritten(file, format=recorded.FORMAT + 1, version="9.9")
+    rewritten(file, format=recording.FORMAT + 1, version="9.9")
 
 
 def spoilt_other_inputs(file):
@@ -146,8 +146,8 @@ SPOILT = [
     (spoilt_truncated, "causal.safetensors is damaged or cut off"),
     (spoilt_garbage, "causal.safetensors is damaged or cut off"),
     (spoilt_not_an_export, "holds arrays, but is no export of a comparison"),
-    (spoilt_another_format, "an export of format 2, made by flax-attn 9.9; this version reads format 1. Export again"),
-    (spoilt_other_inputs, "holds an result to another 'outputs' than is asked"),
+    (spoilt_another_format, "an export of format 3, made by flax-attn 9.9; this version reads format 2. Export again"),
+    (spoilt_other_inputs, "was recorded with other inputs of 'outputs'"),
 ]
 
 

@@ -96,7 +96,7 @@ FAULTS = {
     "single token": (lambda x: x.sin(), jnp.sin, lambda x: jnp.sin(x).squeeze()),
     "long sequence": (waves_in_torch, waves, lambda x: waves(x, 127)),
     "padded rows": (mean_in_torch, mean, mean_of_all_where_nothing_is_seen),
-    "poisoned padding": (mean_in_torch, mean, mean_that_multiplies_by_the_mask),
+    "non-finite padding": (mean_in_torch, mean, mean_that_multiplies_by_the_mask),
 }
 
 
@@ -134,7 +134,7 @@ def test_padding_that_says_nothing(inputs, reason):
     def first(x, y, lengths=None):
         return x
 
-    assert compare(first, first, inputs, checks=["poisoned padding"]).check("poisoned padding").skipped == reason
+    assert compare(first, first, inputs, checks=["non-finite padding"]).check("non-finite padding").skipped == reason
 
 
 def test_a_gradient_that_rounding_makes_is_allowed_and_not_much_more():
@@ -174,7 +174,7 @@ class TorchPacked(torch.nn.Module):
         return torch.softmax(unfelt.sum() + x, dim=-1) * bias
 
 
-def test_what_a_packed_parameter_does_not_feel_is_named_and_left_out_of_training():
+def test_the_part_of_a_packed_parameter_without_effect_is_named_and_left_out_of_training():
     recipe = Recipe(steps=20, eps=1e-12)  # Adam makes rounding as large as any other step
     with jax.numpy_rank_promotion("allow"):
         report = compare(

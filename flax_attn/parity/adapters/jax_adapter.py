@@ -42,7 +42,7 @@ class JaxAdapter(ModuleAdapter):
         cached_call: Callable | None = None,
         positional: bool = True,
         entries: Sequence[Entry] = (),
-        device: jax.Device | None = None,
+        device: Any = None,
     ):
         self.module, self.entries, self.device = module, list(entries), device
         self._modes = {train: take_apart(module, train) for train in (False, True)}
@@ -129,9 +129,10 @@ class JaxAdapter(ModuleAdapter):
 
         @_compiled
         def update(params, state, gradients):
-            with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
+            with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of an integer count
                 updates, state = optimizer.update(kept(gradients), state, kept(params))
-                return {**params, **optax.apply_updates(kept(params), updates)}, state
+                trained: Any = optax.apply_updates(kept(params), updates)
+                return {**params, **trained}, state
 
         return fit, update, _compiled(optimizer.init)(kept(params))
 
@@ -199,7 +200,7 @@ def _compiled(function: Callable, **options: Any) -> Callable:
     anywhere = jax.jit(function, **options)
 
     def run(*arguments: Any, **keywords: Any) -> Any:
-        device = jax.config.jax_default_device
+        device = jax.config.values["jax_default_device"]
         return (on_cpu if device is None or device.platform == "cpu" else anywhere)(*arguments, **keywords)
 
     return run

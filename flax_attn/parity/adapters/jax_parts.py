@@ -43,7 +43,7 @@ def take_apart(module: Any, train: bool = False) -> Parts:
         >>> sorted(take_apart(nnx.Linear(2, 3, rngs=nnx.Rngs(0))).params)
         ['bias', 'kernel']
     """
-    rule = "the first module is an NNX module, a bound Linen module, an equinox module or a function of arrays"
+    rule = "the Flax module is an NNX module, a bound Linen module, an equinox module or a function of arrays"
     check_kind(module, rule, {"torch": "PyTorch"})
     if isinstance(module, nnx.Module):
         return _nnx(module, train)

@@ -45,7 +45,7 @@ class TorchAdapter(ModuleAdapter):
         cached_call: Callable | None = None,
         positional: bool = True,
     ):
-        rule = "the PyTorch side is an nn.Module or a function of tensors"
+        rule = "the PyTorch module is an nn.Module or a function of tensors"
         check_kind(module, rule, {"flax": "Flax", "equinox": "Equinox"})
         self.module = copy.deepcopy(module).double() if isinstance(module, torch.nn.Module) else module
         method = module.forward if isinstance(module, torch.nn.Module) else module
