@@ -4,11 +4,7 @@ import pytest
 
 import flax_attn
 from flax_attn.backends.registry import load
-<<<<<<< HEAD
 from flax_attn.proof import prove as proof
-=======
-from flax_attn.proof import prove
->>>>>>> main
 from flax_attn.proof.variants import select
 
 
@@ -31,24 +27,14 @@ ROWS = [  # what modules hand on; the backend itself is proven to compute the fo
 
 @pytest.mark.parametrize("case", select(ROWS), ids=lambda case: case.name)
 def test_blocked_equals_torch(case, calls, monkeypatch):
-<<<<<<< HEAD
     build = proof._flax_module
-=======
-    build = prove._flax_module
->>>>>>> main
 
     def blocked_module(case):
         module = build(case)
         flax_attn.set_backend(module, "blocked")
         return module
 
-<<<<<<< HEAD
     monkeypatch.setattr(proof, "_flax_module", blocked_module)
     report = proof.prove(case, checks=["shapes", "forward", "gradients", "dropout"])
-=======
-    monkeypatch.setattr(prove, "_flax_module", blocked_module)
-    pair = prove.pair_of(case)
-    report = prove.prove(case, checks=["shapes", "forward", "gradients", "dropout"], pair=pair)
->>>>>>> main
     assert report.passed, report.explain()
     assert {call.dropout is None for call in calls} == {True, False}
