@@ -1,4 +1,4 @@
-"""The attention variants of `flax_attn` in plain PyTorch: the readable truth."""
+"""The attention variants of `flax_attn` in plain PyTorch: the readable reference."""
 
 from torch_ref.attention import dot_product_attention, single_head_attention
 from torch_ref.functional.cache import KVCache

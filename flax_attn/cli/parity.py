@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Without targets: give each PyTorch module of this package and its Flax twin the same random weights, and compare
-outputs, gradients, dropout, caches and training; --full runs every check there is. With two targets, pkg.mod:factory
-each, compare the modules that these functions return. Exits with 0 if all are equal, 1 if anything differs, 2 on bad
-usage."""
+outputs, gradients, dropout and caches; --full adds eager against compiled, and training runs. With two targets,
+pkg.mod:factory each: compare the modules that these functions return, in every check there is. Exits with 0 if all are
+equal, 1 if anything differs, 2 on bad usage."""
 
 
 def add(commands: Any) -> None:
@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
         help="only this variant or class, such as causal or CausalAttention; may be repeated",
     )
     parity.add_argument("--check", action="append", metavar="NAME", help="only this check; may be repeated")
-    parity.add_argument("--full", action="store_true", help="run every check on every variant, which takes longer")
+    parity.add_argument("--full", action="store_true", help="compare eager with compiled, and training runs, too")
     parity.add_argument("--seed", type=common.seed, default=0, help="of the weights and inputs (default 0)")
     targets.add(parity)
     written = parity.add_argument_group("files")
@@ -185,7 +185,7 @@ def _show(reports: list[Report], in_full: bool, full: bool) -> None:
             console.print(tables.verdict(report))
         return
     console.print(tables.variants(reports))
-    console.print(tables.LEGEND, style="dim", highlight=False)
+    console.print(tables.legend(reports), style="dim", highlight=False)
     for line in tables.notes(reports):
         console.print(line, style="dim", highlight=False)
     for line in tables.failures(reports):
@@ -193,4 +193,4 @@ def _show(reports: list[Report], in_full: bool, full: bool) -> None:
     good = sum(report.passed for report in reports)
     console.print(f"\n{good} of {len(reports)} variants equal their PyTorch twin", style="bold", highlight=False)
     if not full:
-        console.print("The other checks run with --full.", style="dim", highlight=False)
+        console.print("Training, and eager against compiled: flax-attn parity --full", style="dim", highlight=False)

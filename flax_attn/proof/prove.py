@@ -22,15 +22,14 @@ from flax_attn.parity.adapters.adapter import Adapter, Arrays
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter, save
 from flax_attn.parity.check import Check, worst_of
-from flax_attn.parity.checks import CHECKS
 from flax_attn.parity.compare import report_on
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
 from flax_attn.proof.variants import Variant, select
 
-# The checks of every variant by default; `--full` runs all.
-DEFAULT_CHECKS = ("forward", "gradients", "float32", "jit = eager", "dropout", "unbatched", "cache = full", "training")
+QUICK_CHECKS = ("forward", "gradients", "float32", "dropout", "unbatched", "cache = full")
+FULL_CHECKS = (*QUICK_CHECKS, "jit = eager", "training")  # these two take as long as all the others together
 
 
 def pair_of(variant: Variant, seed: int = 0, *, record: bool = False) -> Pair:
@@ -70,16 +69,16 @@ def prove(
     Args:
         variant: the row of the table.
         seed: of the weights and inputs.
-        checks: names of checks; None is `DEFAULT_CHECKS` and every layout of the weights.
-        full: whether None is all checks instead.
+        checks: names of checks; None is `QUICK_CHECKS` and every layout of the weights.
+        full: whether None is `FULL_CHECKS` instead.
         pair: of the variant, if there is one already.
     """
     with on_cpu():
         pair = pair_of(variant, seed) if pair is None else pair
-        names = (tuple(CHECKS) if full else DEFAULT_CHECKS) if checks is None else checks
+        names = (FULL_CHECKS if full else QUICK_CHECKS) if checks is None else checks
         report = report_on(pair, variant.name, names, wanted=checks is not None, locate=checks is not None)
         if checks is None and pair.has_parameters:
-            report.checks.insert(-1, layouts(_flax_module(variant)))
+            report.checks.append(layouts(_flax_module(variant)))
         return report
 
 

@@ -19,42 +19,39 @@ from flax_attn.parity.report import wording
 from flax_attn.parity.report.findings import Findings
 
 PAIRS = 30  # the most that are listed
-COLUMNS = (
-    "forward",
-    "gradients",
-    "float32",
-    "jit = eager",
-    "dropout",
-    "unbatched",
-    "cache = full",
-    "layouts",
-    "training",
-)
-
 _LOW, _LOW_GRADIENT = f"{tolerance.LOW_FORWARD:.0f}x", f"{tolerance.LOW_GRADIENT:.0f}x"
-
-LEGEND = f"""\
-forward      float64: largest error over largest value, outputs and weights         rule {tolerance.FORWARD:.0e}
-gradients    float64: every parameter and input, under random cotangents            rule {tolerance.GRADIENT:.0e}
-float32      error over the allowed one: {_LOW} PyTorch's own, {_LOW_GRADIENT} for gradients         rule 1
-jit = eager  float64: compiled against eager                                        rule {tolerance.FORWARD:.0e}
-dropout      float64: train mode with one dropout key, outputs and gradients        rule {tolerance.GRADIENT:.0e}
-unbatched    float64: one example without a batch axis                              rule {tolerance.FORWARD:.0e}
-cache = full float64: in chunks and steps with a cache, both sides                  rule {tolerance.FORWARD:.0e}
-layouts      weight layouts that come back bit for bit, every element in its place
-training     float64: losses and parameters over 100 steps of AdamW, dropout on     rule {tolerance.TRAINING:.0e}
-margin       how far below its rule the worst check is;  -  does not apply"""
+_COLUMNS = {  # what is measured, and the rule
+    "forward": ("float64: largest error over largest value, outputs and weights", f"{tolerance.FORWARD:.0e}"),
+    "gradients": ("float64: every parameter and input, under random cotangents", f"{tolerance.GRADIENT:.0e}"),
+    "float32": (f"error over the allowed one: {_LOW} PyTorch's own, {_LOW_GRADIENT} for gradients", "1"),
+    "jit = eager": ("float64: compiled against eager", f"{tolerance.FORWARD:.0e}"),
+    "dropout": ("float64: train mode with one dropout key, outputs and gradients", f"{tolerance.GRADIENT:.0e}"),
+    "unbatched": ("float64: one example without a batch axis", f"{tolerance.FORWARD:.0e}"),
+    "cache = full": ("float64: in chunks and steps with a cache, in both frameworks", f"{tolerance.FORWARD:.0e}"),
+    "training": ("float64: losses and parameters over 100 steps of AdamW, dropout on", f"{tolerance.TRAINING:.0e}"),
+    "layouts": ("layouts of weights with a round trip bit for bit, every element in its place", "0"),
+}
 
 
 def variants(reports: Sequence[Findings]) -> Table:
     """Return the table of reports, a row for each."""
-    rows = _table("variant", no_wrap=True)
-    for column in (*COLUMNS, "margin", ""):
+    rows, columns = _table("variant", no_wrap=True), _columns(reports)
+    for column in (*columns, "margin", ""):
         rows.add_column(column, justify="right", no_wrap=True)
     for report in reports:
-        cells = [_cell(report.check(column)) for column in COLUMNS]
+        cells = [_cell(report.check(column)) for column in columns]
         rows.add_row(Text(report.name), *cells, wording.margin(report.margin), _verdict(report))
     return rows
+
+
+def legend(reports: Sequence[Findings]) -> str:
+    """Return a line for every column of the table of reports."""
+    lines = [f"{name:12} {_COLUMNS[name][0]:76} rule {_COLUMNS[name][1]}" for name in _columns(reports)]
+    return "\n".join([*lines, "margin       how far below its rule the worst check is;  -  does not apply"])
+
+
+def _columns(reports: Sequence[Findings]) -> list[str]:
+    return [name for name in _COLUMNS if any(report.check(name) for report in reports)]
 
 
 def verdict(report: Findings) -> Group:
