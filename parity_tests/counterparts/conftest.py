@@ -17,7 +17,6 @@ class Checks:
     """Names of checks. What is asked for by name must run."""
 
     core = ("shapes", "weights", "forward", "gradients")
-    quick = (*core, "jit = eager", "huge logits", "small activations", "mean offset", "duplicate tokens")
 
     @staticmethod
     def all_but(*names):

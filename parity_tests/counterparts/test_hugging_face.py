@@ -40,7 +40,7 @@ def test_gpt2(implementation, checks):
         GPT2Attention(config, layer_idx=0).eval(),
         INPUTS,
         layout="hf_gpt2",
-        checks=(*(checks.quick if implementation == "sdpa" else checks.core), "cache = full"),
+        checks=(*checks.core, "cache = full"),
         torch_call=call,
         torch_cached=in_steps,
     )
@@ -70,8 +70,7 @@ def test_a_block_of_gpt2(checks):
         flax_attn.LayerNorm(D),
         flax_attn.LayerNorm(D),
     )
-    names = (*checks.quick, "float32", "training")
-    assert_parity(ours, GPT2Block(config, layer_idx=0).eval(), INPUTS, layout=GPT2_BLOCK, checks=names)
+    assert_parity(ours, GPT2Block(config, layer_idx=0).eval(), INPUTS, layout=GPT2_BLOCK, checks=checks.core)
 
 
 def llama(implementation, base=500.0):
@@ -100,7 +99,7 @@ def test_llama(checks):
     assert_parity(
         *(ours, theirs, [(B, T, 24)]),
         layout="hf_llama",
-        checks=(*checks.quick, "float32"),
+        checks=checks.core,
         torch_call=lambda layer, x: layer(x, position_embeddings=angles_in_float64(x))[0],
     )
 
@@ -130,7 +129,7 @@ def test_bert(checks):
         seen = None if lengths is None else (torch.arange(x.shape[1]) < lengths[:, None])[:, None, None]
         return layer.output.dense(layer.self(x, attention_mask=seen)[0])  # without the norm that follows
 
-    names = (*checks.quick, "padded rows")
+    names = (*checks.core, "padded rows")
     options = {"layout": "hf_bert", "flax_call": call, "torch_call": torch_call, "locate": False}
     pair = attention(causal=False), BertAttention(config).eval(), INPUTS
     assert_parity(*pair, checks=names, **options)
@@ -142,7 +141,9 @@ class RelativeAttention(flax_attn.MultiHeadAttention):
     """The first self-attention of a T5 encoder, which owns the table of the bias by distance."""
 
     def __init__(self, buckets, max_distance):
-        super().__init__(D, D, None, 0.0, HEADS, causal=False, out_bias=False, scale=1.0, rngs=nnx.Rngs(0))
+        super().__init__(
+            D, D, None, 0.0, HEADS, causal=False, out_bias=False, scores=flax_attn.Scores(scale=1.0), rngs=nnx.Rngs(0)
+        )
         self.table, self.max_distance = nnx.Embed(buckets, HEADS, rngs=nnx.Rngs(0)), max_distance
 
     def __call__(self, x):
@@ -166,6 +167,6 @@ def test_t5(checks):
         T5Attention(config, has_relative_attention_bias=True).eval(),
         INPUTS,
         layout=[*convert.LAYOUTS["hf_t5"].rules, table],
-        checks=(*checks.quick, "single token"),
+        checks=(*checks.core, "single token"),
         torch_call=lambda layer, x: layer(x)[0],
     )

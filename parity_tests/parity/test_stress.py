@@ -181,7 +181,7 @@ def test_the_part_of_a_packed_parameter_without_effect_is_named_and_left_out_of_
             Packed(), TorchPacked(), [(B, T, D)], layout="torch", checks=["gradients", "training"], recipe=recipe
         )
     assert report.passed, report.explain()
-    assert report.check("gradients").note == f"does not feel {D} of {2 * D} elements of bias"
+    assert report.check("gradients").note == f"no effect on the outputs: {D} of {2 * D} elements of bias"
     ours, theirs = report.pair.trained
     halves = zip(np.split(ours["bias"], 2), np.split(theirs["bias"], 2), strict=True)
     unfelt, nonzero_gradient = (tolerance.relative({"half": a}, {"half": b})["half"] for a, b in halves)
