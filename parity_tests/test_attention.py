@@ -48,8 +48,8 @@ def attend(side, query=QUERY, key=KEY, value=VALUE, **options):
     """Return output and weights as numpy arrays; array options come as numpy."""
     made = {n: side.array(o) if isinstance(o, np.ndarray) else o for n, o in options.items() if n != "dropout"}
     made |= {"dropout": side.KeyedDropout(options["dropout"], side.key())} if "dropout" in options else {}
-    call = side.jit(lambda *arrays: side.dot_product_attention(*arrays, **made, return_weights=True))
-    results = call(*(side.array(x) for x in (query, key, value)))
+    arrays = (side.array(x) for x in (query, key, value))
+    results = side.dot_product_attention(*arrays, **made, return_weights=True)
     return dict(zip(("output", "weights"), map(side.numpy, results), strict=True))
 
 
@@ -125,14 +125,12 @@ def test_single_head_attention_is_one_head(side):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-def test_asking_for_weights_does_not_change_the_output(side, dtype, jit):
+def test_asking_for_weights_does_not_change_the_output(side, dtype):
     arrays = [side.array(x, dtype) for x in (QUERY, KEY, VALUE)]
     options = {"mask": side.array(VISIBLE), "sinks": side.array(SINKS, dtype)}
     options["dropout"] = side.KeyedDropout(RATE, side.key())
-    compiled = side.jit if jit else lambda function: function
-    alone = compiled(lambda *x: side.dot_product_attention(*x, **options))(*arrays)
-    output, weights = compiled(lambda *x: side.dot_product_attention(*x, **options, return_weights=True))(*arrays)
+    alone = side.dot_product_attention(*arrays, **options)
+    output, weights = side.dot_product_attention(*arrays, **options, return_weights=True)
     assert (side.numpy(alone) == side.numpy(output)).all()
     assert alone.dtype == output.dtype == weights.dtype == arrays[0].dtype
 
@@ -219,7 +217,7 @@ def run(side, arrays, cotangents, options, sizes):
     return outputs, {name: side.numpy(gradient) for name, gradient in gradients.items()}
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(calls())
 def test_both_sides_agree_over_random_calls(sides, call):
     shapes, options, seed = call

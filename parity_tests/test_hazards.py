@@ -59,8 +59,8 @@ def test_numpy_sizes_are_sizes(side, no_shape_checks):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        (np.array([0.3, 0.7]), "at least two integer words; got shape .2,., dtype float64"),
-        (np.array([3]), "at least two integer words; got shape .1,., dtype int64"),
+        (np.array([0.3, 0.7]), "of at least two integers; got shape .2,., dtype float64"),
+        (np.array([3]), "of at least two integers; got shape .1,., dtype int64"),
         (np.array([[3, 4], [5, 6]]), "Of a batch of keys pass one"),
     ],
 )
@@ -92,6 +92,14 @@ def test_a_state_dict_with_a_mask_buffer_loads_into_torch_ref_as_it_is():
     layer.load_state_dict({**layer.state_dict(), "mask": buffer})
 
 
+def on_meta(function):
+    def call(*arguments):
+        with torch.device("meta"):
+            return function(*arguments)
+
+    return call
+
+
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
 def test_torch_ref_runs_off_the_cpu(case):
     options = dict(case.call(torch_ref))
@@ -103,6 +111,8 @@ def test_torch_ref_runs_off_the_cpu(case):
             for part in options["mask"].parts
         ]
         options["mask"] = torch_ref.Mask(tuple(parts))
+    if case.name == "multi_head_t5":  # its table is made in the call
+        options["bias"] = on_meta(options["bias"])
     assert module(*inputs, **options).device.type == "meta"
 
 

@@ -26,8 +26,9 @@ ONE_SIDED_FILES = {
     "functional/kv_range.py": "flax_attn",  # for kernels, which only JAX has
     "modules/matrix_product.py": "flax_attn",  # works around a limit of XLA
     "functional/tags.py": "torch_ref",  # JAX has checkpoint_name
+    "modules/typed.py": "torch_ref",  # gives PyTorch's modules the types of their calls
 }
-ONE_SIDED_EXPORTS = {"Unsupported", "explain", "set_backend"}
+ONE_SIDED_EXPORTS = {"Unsupported", "explain", "set_backend", "from_pretrained", "save_pretrained"}
 ONE_SIDED = {
     "attention.py": {"BACKENDS", "check_backend"},  # beside the table of the backends, which only JAX has
     "functional/dropout.py": {"draw_key"},
@@ -66,7 +67,12 @@ def defined(path):
 
 def signature(function):
     parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind.name, p.default) for p in parameters if p.name not in FRAMEWORK_ONLY]
+    return [(p.name, p.kind.name, _comparable(p.default)) for p in parameters if p.name not in FRAMEWORK_ONLY]
+
+
+def _comparable(default):
+    # Each package has its own class of options, such as `Scores`.
+    return repr(default) if dataclasses.is_dataclass(default) else default
 
 
 def methods(cls, left_out=frozenset()):

@@ -1,6 +1,8 @@
+"""What the tests of one side share: rows of the table of variants as Flax modules, and how results are compared."""
+
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,45 +13,52 @@ from flax import nnx
 
 import flax_attn
 from flax_attn.parity import tolerance
-from flax_attn.proof.build import build
-
-_B, _T, _S, _D_IN, _D_MODEL, _HEADS = 3, 5, 9, 7, 24, 4
-_HEAD = {"d_in": _D_IN, "d_out": 6, "context_length": 8, "dropout": 0.0, "qkv_bias": True, "d_key": 10}
-_MULTI = {"d_in": _D_IN, "d_out": _D_MODEL, "context_length": 11, "dropout": 0.0, "num_heads": _HEADS}
-_BLOCK = {"d_model": _D_MODEL, "context_length": 11, "dropout": 0.0, "num_heads": _HEADS}
-_EXACT = ("FeedForward", {"d_hidden": 10, "activation": "gelu_exact"})
-_POST = {"norm": "RMSNorm", "norm_first": False, "causal": False, "ff": _EXACT}
+from flax_attn.proof import variants as table
+from flax_attn.proof.variants import VARIANTS, Package
 
 
-@dataclass(frozen=True, eq=False)
+class AtRate(Package):
+    """The package with one rate of dropout in place of that of every row."""
+
+    def __init__(self, dropout: float, **numerics: Any):
+        super().__init__(flax_attn, **numerics)
+        self.rate = {"dropout": dropout}
+
+    def __getattr__(self, name: str):
+        part = super().__getattr__(name)
+        if name == "Dropout":
+            return lambda rate: part(self.rate["dropout"])
+        return lambda *arguments, **options: part(*arguments, **options | (self.rate if "dropout" in options else {}))
+
+
+@dataclass(frozen=True)
 class Variant:
-    """A module with arguments and the shapes of its inputs."""
+    """A row of the table as a Flax module, without dropout unless a rate is given."""
 
-    name: str
-    cls: type
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    shapes: tuple[tuple[int, ...], ...] = ((_B, _T, _D_IN),)
+    row: table.Variant
+
+    @property
+    def name(self) -> str:
+        return self.row.name
 
     @property
     def drops(self) -> bool:
-        return "dropout" in self.arguments
+        return self.row.dropout
 
     @property
     def weighs(self) -> bool:
-        return "return_weights" in inspect.signature(self.cls.__call__).parameters
+        return "return_weights" in inspect.signature(getattr(flax_attn, self.row.module).__call__).parameters
 
     def takes(self, name: str) -> bool:
-        part = flax_attn.MultiHeadAttention if self.cls is flax_attn.TransformerBlock else self.cls
-        return name in inspect.signature(part.__init__).parameters
+        module = "MultiHeadAttention" if self.row.module == "TransformerBlock" else self.row.module
+        return name in inspect.signature(getattr(flax_attn, module).__init__).parameters
 
     def create(self, seed: int = 0, **arguments: Any) -> nnx.Module:
-        """Return the module as constructed; arguments that the class does not take are left out."""
+        """Return the module as constructed; arguments that a part does not take are left out."""
         return self.construct(**arguments, rngs=nnx.Rngs(seed))
 
-    def construct(self, *, rngs: nnx.Rngs, **arguments: Any) -> nnx.Module:
-        numerics = {**arguments, "rngs": rngs}
-        changed = {name: value for name, value in arguments.items() if name in self.arguments}
-        return build(flax_attn, self.cls.__name__, numerics=numerics, **{**self.arguments, **changed})
+    def construct(self, *, rngs: nnx.Rngs, dropout: float = 0.0, **numerics: Any) -> nnx.Module:
+        return self.row.make(AtRate(dropout, rngs=rngs, **numerics))
 
     def build(self, seed: int = 0, **arguments: Any) -> nnx.Module:
         """Return the module with every parameter random: biases, scales and shifts included.
@@ -70,50 +79,32 @@ class Variant:
         return module
 
     def inputs(self, dtype: Any = jnp.float32) -> list[jax.Array]:
-        draw = np.random.default_rng(7)
-        return [jnp.asarray(draw.normal(size=shape), dtype) for shape in self.shapes]
+        return [jnp.asarray(x, dtype) for x in self.row.draw(np.random.default_rng(7)).values()]
 
 
-VARIANTS = (
-    Variant("simplified", flax_attn.SimplifiedSelfAttention),
-    Variant("self_attention", flax_attn.SelfAttention, {"d_in": _D_IN, "d_out": 6, "qkv_bias": True, "d_key": 10}),
-    Variant("causal", flax_attn.CausalAttention, _HEAD),
-    Variant(
-        "wrapper",
-        flax_attn.MultiHeadAttentionWrapper,
-        {"d_in": _D_IN, "d_out": 6, "context_length": 8, "dropout": 0.0, "num_heads": 2, "qkv_bias": True},
-    ),
-    Variant("multi_head", flax_attn.MultiHeadAttention, {**_MULTI, "qkv_bias": True, "num_kv_heads": 2}),
-    Variant(
-        "cross",
-        flax_attn.MultiHeadAttention,
-        {**_MULTI, "causal": False, "out_bias": False, "kdim": 13, "vdim": 14},
-        ((_B, _T, _D_IN), (_B, _S, 13), (_B, _S, 14)),
-    ),
-    Variant("block", flax_attn.TransformerBlock, {**_BLOCK, "qkv_bias": True}, ((_B, _T, _D_MODEL),)),
-    Variant("block_post", flax_attn.TransformerBlock, {**_BLOCK, **_POST, "num_kv_heads": 1}, ((_B, _T, _D_MODEL),)),
-    Variant("layer_norm", flax_attn.LayerNorm, {"d_model": _D_IN}),
-    Variant("rms_norm", flax_attn.RMSNorm, {"d_model": _D_IN}),
-    Variant("feed_forward", flax_attn.FeedForward, {"d_model": _D_IN, "d_hidden": 10}),
+ROWS = (  # one of each class, and of each way that classes differ under a transform
+    *("simplified", "self_attention_d_key", "causal_d_key", "multi_head_wrapper", "multi_head_gqa", "multi_head_cross"),
+    *("block_gpt2", "block_llama", "layer_norm", "rms_norm", "feed_forward_exact"),
 )
+SELECTED = tuple(Variant(row) for name in ROWS for row in VARIANTS if row.name == name)
+KINDS = {
+    "variant": SELECTED,
+    "learning": [variant for variant in SELECTED if variant.name != "simplified"],
+    "typical": [variant for variant in SELECTED if variant.name in ("causal_d_key", "multi_head_gqa")],
+    "dropping": [variant for variant in SELECTED if variant.drops],
+    "weighing": [variant for variant in SELECTED if variant.weighs],
+}
 
 
 def pytest_generate_tests(metafunc):
-    kinds = {
-        "variant": VARIANTS,
-        "learning": [v for v in VARIANTS if v.cls is not flax_attn.SimplifiedSelfAttention],
-        "typical": [v for v in VARIANTS if v.name in ("causal", "multi_head")],
-        "dropping": [v for v in VARIANTS if v.drops],
-        "weighing": [v for v in VARIANTS if v.weighs],
-    }
-    for name, variants in kinds.items():
+    for name, variants in KINDS.items():
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, variants, ids=[v.name for v in variants])
+            metafunc.parametrize(name, variants, ids=[variant.name for variant in variants])
 
 
 @pytest.fixture
 def variants():
-    return {variant.name: variant for variant in VARIANTS}
+    return {variant.name: variant for variant in SELECTED}
 
 
 @pytest.fixture

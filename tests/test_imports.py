@@ -1,7 +1,11 @@
+"""The layers: what each imports, and what importing the package leaves alone."""
+
 import ast
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,30 +14,25 @@ import flax_attn
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flax_attn"
-FILES = sorted(str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py"))
-
-# Every folder imports only from those before it; what stands together does not import each other.
-LAYERS = (
-    {"functional"},
-    {"convert"},
-    {"backends"},
-    {"attention"},
-    {"sharding"},
-    {"modules"},
-    {"models"},
-    {"training"},
-    {"parity"},
-    {"proof"},
-    {"bench", "steps", "viz"},
-    {"cli"},
-    {"__main__"},
-)
-HEIGHT = {folder: height for height, folders in enumerate(LAYERS) for folder in folders}
-# These also stand on their own: what they import of ours.
-ONLY = {
-    "convert": {"flax_attn.functional.checks", "flax_attn.convert"},
-    "parity": {"flax_attn.convert", "flax_attn.parity"},
+LIBRARY = {"functional", "backends", "attention", "modules"}
+LAYERS = {  # lowest first, and the layers that each may import; the package is `flax_attn/__init__.py`
+    "functional": set(),
+    "convert": set(),
+    "backends": {"functional"},
+    "attention": {"functional", "backends"},
+    "modules": {"functional", "backends", "attention"},
+    "models": {"functional", "convert", "modules"},
+    "training": {"functional", "models"},
+    "package": LIBRARY | {"models"},
+    "parity": {"convert"},
+    "proof": {"package", "convert", "parity"},
+    "steps": set(),
+    "viz": set(),
+    "bench": LIBRARY | {"convert", "models", "training", "parity"},
+    "cli": LIBRARY | {"package", "convert", "models", "parity", "proof", "steps", "viz", "bench"},
+    "__main__": {"cli"},
 }
+OTHERS = {"torch", "torch_ref", "matplotlib"}  # imported at the top of no file below the harness
 CONSTANTS = {"GPT2_CONFIGS"}
 
 WITHOUT_OPTIONALS = """
@@ -45,44 +44,67 @@ class Blocked:
 sys.meta_path.insert(0, Blocked)
 import jax.numpy as jnp
 from flax import nnx
-import flax_attn, flax_attn.convert
+import flax_attn, flax_attn.convert, flax_attn.backends.tokamax
 layer = flax_attn.MultiHeadAttention(6, 8, None, 0.0, 4, rngs=nnx.Rngs(0))
 assert layer(jnp.ones((2, 3, 6))).shape == (2, 3, 8)
 assert flax_attn.convert.state_dict(layer)
 print(*sys.modules)
+import flax_attn.bench.suite, flax_attn.cli, flax_attn.parity, flax_attn.proof.variants
 """
 
 
-def imported(source):
-    """Return the modules that a file imports, inside functions too."""
-    names = set()
-    for node in ast.walk(ast.parse(source)):
+def dotted(file: Path) -> str:
+    """`flax_attn/modules/norm.py` is `flax_attn.modules.norm`."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {dotted(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def layer(name: str) -> str:
+    """`flax_attn.modules.norm` is in `modules`."""
+    return name.split(".")[1] if "." in name else "package"
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Return everything in a file but what only type checkers read."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from nodes(node)
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Return what a file imports, inside functions too: `from a import b` is `a.b`."""
+    found = set()
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {f"{'.' * node.level}{node.module or ''}"}
-            names |= {f"flax_attn.{alias.name}" for alias in node.names if node.module == "flax_attn"}
-    return names
+            found |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names}
+    return found
 
 
-def folder(name):
-    """`flax_attn/modules/norm.py` and `flax_attn.modules.norm` are both in `modules`."""
-    return name.removesuffix(".py").replace("/", ".").split(".")[1]
+def module_of(name: str) -> str:
+    """`flax_attn.modules.norm.LayerNorm` is in `flax_attn.modules.norm`."""
+    while name not in FILES:
+        name = name.rpartition(".")[0]
+    return name
 
 
-def wrong_imports(file, source):
-    """Return what a file imports from a layer that is not below its own."""
-    own = folder(file)
-    wrong = {name for name in imported(source) if name.startswith(".")}
-    for name in imported(source):
-        if not name.startswith("flax_attn."):
-            continue
-        other = folder(name)
-        allowed = other == own or HEIGHT.get(other, -1) < HEIGHT[own]
-        if own in ONLY:
-            allowed = any(f"{name}.".startswith(f"{start}.") for start in ONLY[own])
-        wrong |= set() if allowed else {name}
-    return wrong
+def modules_imported(tree: ast.AST) -> set[str]:
+    return {module_of(name) for name in imported(tree) if name.split(".")[0] == "flax_attn"}
+
+
+def wrong_imports(own: str, tree: ast.AST) -> set[str]:
+    """Return what a file of a layer imports and may not."""
+    relative = {name for name in imported(tree) if name.startswith(".")}
+    return relative | {name for name in modules_imported(tree) if layer(name) not in LAYERS[own] | {own}}
+
+
+@pytest.fixture(scope="module")
+def trees():
+    return {name: ast.parse(file.read_text()) for name, file in FILES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +118,9 @@ def test_import_works_without_optional_packages(loaded):
     assert "flax_attn.modules.multi_head" in loaded
 
 
-@pytest.mark.parametrize("name", ["torch", "torch_ref", "matplotlib", "safetensors.torch", "beartype", "pytest"])
+@pytest.mark.parametrize(
+    "name", ["torch", "torch_ref", "matplotlib", "safetensors.torch", "tokamax", "beartype", "pytest"]
+)
 def test_import_leaves_optional_packages_alone(loaded, name):
     assert name not in loaded
 
@@ -106,58 +130,66 @@ def test_import_leaves_the_top_layers_alone(loaded, name):
     assert not [module for module in loaded if f"{module}.".startswith(f"flax_attn.{name}.")]
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file != "flax_attn/__init__.py"])
-def test_each_layer_imports_only_layers_below_it(file):
-    assert folder(file) in HEIGHT, "give this folder a layer"
-    assert wrong_imports(file, (ROOT / file).read_text()) == set()
+def test_layers_import_lower_layers_only():
+    below = set()
+    for name, allowed in LAYERS.items():
+        assert allowed <= below, name
+        below.add(name)
+
+
+def test_every_file_is_in_a_layer_and_imports_what_its_layer_may(trees):
+    assert {layer(name) for name in trees} == set(LAYERS)
+    found = {name: wrong_imports(layer(name), tree) for name, tree in trees.items()}
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def test_no_files_import_each_other_in_a_circle(trees):
+    order = TopologicalSorter({name: modules_imported(tree) - {name} for name, tree in trees.items()})
+    assert len(list(order.static_order())) == len(FILES)
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "wrong"),
+    ("own", "line", "wrong"),
     [
-        ("flax_attn/functional/masks.py", "from flax_attn.modules.norm import LayerNorm", "flax_attn.modules.norm"),
-        ("flax_attn/attention.py", "def f():\n    import flax_attn.models.gpt2", "flax_attn.models.gpt2"),
-        ("flax_attn/models/gpt2.py", "from flax_attn import parity", "flax_attn.parity"),
-        ("flax_attn/modules/norm.py", "from flax_attn.cli import main", "flax_attn.cli"),
-        ("flax_attn/convert/api.py", "from flax_attn.functional.masks import Mask", "flax_attn.functional.masks"),
-        (
-            "flax_attn/parity/pair.py",
-            "from flax_attn.functional.checks import check_rate",
-            "flax_attn.functional.checks",
-        ),
-        ("flax_attn/parity/pair.py", "from flax_attn.modules.norm import LayerNorm", "flax_attn.modules.norm"),
-        ("flax_attn/parity/pair.py", "from flax_attn.proof.variants import VARIANTS", "flax_attn.proof.variants"),
-        ("flax_attn/parity/pair.py", "from flax_attn import MultiHeadAttention", "flax_attn.MultiHeadAttention"),
-        ("flax_attn/modules/norm.py", "from .linear import Linear", ".linear"),
+        ("functional", "from flax_attn.modules.norm import LayerNorm", "flax_attn.modules.norm"),
+        ("attention", "def f():\n    import flax_attn.models.gpt2", "flax_attn.models.gpt2"),
+        ("models", "from flax_attn import parity", "flax_attn.parity"),
+        ("modules", "from flax_attn.cli import main", "flax_attn.cli"),
+        ("modules", "from flax_attn import LayerNorm", "flax_attn"),
+        ("convert", "from flax_attn.functional.masks import Mask", "flax_attn.functional.masks"),
+        ("parity", "from flax_attn.backends.registry import BACKENDS", "flax_attn.backends.registry"),
+        ("parity", "from flax_attn.functional.checks import check_rate", "flax_attn.functional.checks"),
+        ("parity", "from flax_attn.proof.variants import VARIANTS", "flax_attn.proof.variants"),
+        ("parity", "from flax_attn import MultiHeadAttention", "flax_attn"),
+        ("modules", "from .linear import Linear", ".linear.Linear"),
     ],
 )
-def test_a_wrong_import_is_seen(file, line, wrong):
-    assert wrong_imports(file, line) == {wrong}
+def test_a_wrong_import_is_seen(own, line, wrong):
+    assert wrong_imports(own, ast.parse(line)) == {wrong}
 
 
 @pytest.mark.parametrize(
     "line", ["import flax_attn.functional.checks", "from flax_attn.modules.linear import Linear", "import jax"]
 )
 def test_a_right_import_is_let_through(line):
-    assert wrong_imports("flax_attn/modules/norm.py", line) == set()
+    assert wrong_imports("modules", ast.parse(line)) == set()
 
 
-@pytest.mark.parametrize(
-    "file", [file for file in FILES if folder(file) not in ("parity", "proof") and "bench" not in file]
-)
-def test_torch_is_not_imported_at_the_top_of_a_file(file):
-    top = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = set().union(*(imported(ast.unparse(node)) for node in top))
-    assert not [name for name in names if name.split(".")[0] in ("torch", "torch_ref", "matplotlib")]
+def packages(tree: ast.AST) -> set[str]:
+    return {name.split(".")[0] for name in imported(tree)}
 
 
-def test_neither_package_imports_the_other():
+def test_no_file_below_the_harness_imports_torch_at_its_top(trees):
+    for name, tree in trees.items():
+        if layer(name) not in ("parity", "proof"):
+            top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+            assert packages(top).isdisjoint(OTHERS), name
+
+
+def test_neither_package_imports_the_other(trees):
     for file in (ROOT / "torch_ref").rglob("*.py"):
-        names = {name.split(".")[0] for name in imported(file.read_text())}
-        assert names.isdisjoint({"jax", "jaxlib", "flax", "flax_attn"}), file
-    for file in FILES:
-        if HEIGHT.get(folder(file), -1) <= HEIGHT["parity"]:
-            assert "torch_ref" not in {name.split(".")[0] for name in imported((ROOT / file).read_text())}, file
+        assert packages(ast.parse(file.read_text())).isdisjoint({"jax", "jaxlib", "flax", "optax", "flax_attn"}), file
+    assert {layer(name) for name, tree in trees.items() if "torch_ref" in packages(tree)} <= {"proof"}
 
 
 def test_public_names_are_unique():
@@ -178,5 +210,7 @@ def test_public_name_is_described_by_an_example(name):
 
 def test_every_variant_in_a_folder_of_modules_is_public():
     for file in (PACKAGE / "modules").glob("*.py"):
-        classes = [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
-        assert [name for name in classes if not name.startswith("_") and name not in flax_attn.__all__] == []
+        classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+        data = [node for node in classes if {"TypedDict", "NamedTuple"} & set(map(ast.unparse, node.bases))]
+        names = {node.name for node in classes if node not in data and not node.name.startswith("_")}
+        assert names <= set(flax_attn.__all__)

@@ -1,4 +1,5 @@
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def test_the_first_example_runs_by_itself():
     exec(BLOCKS[0], {})
 
 
+@pytest.mark.skipif(find_spec("torch") is not None, reason="parity_tests/test_readme.py runs all examples")
 @pytest.mark.usefixtures("as_a_user_has_jax", "checkpoint_here")
 def test_examples_run_in_order_without_those_for_torch():
     names = {}

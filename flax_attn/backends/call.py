@@ -94,4 +94,5 @@ def prepare(
         bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     mask = as_mask(mask).resolve(*shape)
+    soft_cap = None if soft_cap is None else float(soft_cap)
     return Call(query, key, value, bias, mask, scale, soft_cap, sinks, dropout, precision, platform)

@@ -45,7 +45,7 @@ class Decode(Backend):
         arrays["scale"] = jnp.asarray(call.scale, accumulation_dtype(call.query.dtype))
         # Heads first, as a cache stores them. In the other order XLA copies them for each product, and for the branch.
         arrays |= {name: rearrange(arrays[name], "b s k h -> b k s h") for name in ("key", "value")}
-        return _attend((call.soft_cap, call.precision, call.platform), arrays)
+        return _compiled((call.soft_cap, call.precision, call.platform), arrays)
 
     def memory(self, call: Call) -> int:
         """Return the bytes of the scores and the weights."""
@@ -63,6 +63,9 @@ def _attend(options: tuple, arrays: dict[str, Any]) -> Array:
 @_attend.defjvp
 def _differentiate(options: tuple, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return jax.jvp(partial(_formula, options), primals, tangents)
+
+
+_compiled = jax.jit(_attend, static_argnums=0, inline=True)  # an eager call would compile the branch each time
 
 
 def _formula(options: tuple, arrays: dict[str, Any]) -> Array:

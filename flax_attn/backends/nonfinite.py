@@ -3,12 +3,16 @@
 A kernel that needs it calls `zero_nonfinite` on what it reads and multiplies its output by `row_factor`.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from flax_attn.backends.call import Call
+from flax_attn.functional.masks import Mask
 from flax_attn.functional.nonfinite import finite_tokens, sees_nonfinite
 
 _ROWS = 16  # checked at once
@@ -27,22 +31,27 @@ def row_factor(call: Call, dtype) -> Float[Array, "b n t 1"]:
 
     A factor, so that gradients become NaN too. Which rows these are is computed only if a number is not finite.
     """
-    shape = (*call.shape[:3], 1)
+    return _row_factor(dtype, call.mask, call.bias, call.query, call.key, call.value)
+
+
+@partial(jax.jit, static_argnums=0, inline=True)  # an eager call would compile the branches each time
+def _row_factor(dtype, mask: Mask, bias: Array | None, query: Array, key: Array, value: Array) -> Array:
+    b, t, n, _ = query.shape
     return lax.cond(
-        all_finite(call.query, call.key, call.value),
-        lambda: jnp.ones(shape, dtype),
-        lambda: jnp.where(_sees_nonfinite(call), jnp.nan, 1).astype(dtype),
+        all_finite(query, key, value),
+        lambda: jnp.ones((b, n, t, 1), dtype),
+        lambda: jnp.where(_sees_nonfinite(mask, bias, query, key, value), jnp.nan, 1).astype(dtype),
     )
 
 
-def _sees_nonfinite(call: Call) -> Bool[Array, "b n t 1"]:
-    query_ok, key_ok = finite_tokens(call.query), finite_tokens(call.key) & finite_tokens(call.value)
-    cols = jnp.arange(call.shape[3])
+def _sees_nonfinite(mask: Mask, bias: Array | None, query: Array, key: Array, value: Array) -> Bool[Array, "b n t 1"]:
+    query_ok, key_ok = finite_tokens(query), finite_tokens(key) & finite_tokens(value)
+    cols = jnp.arange(key.shape[1])
 
     def one(row: Array) -> Bool[Array, "b n"]:
-        visible = call.mask.block(row[None], cols)
-        if call.bias is not None:  # -inf hides too
-            visible = visible & (call.bias[:, :, jnp.minimum(row, call.bias.shape[2] - 1), None] != -jnp.inf)
+        visible = mask.block(row[None], cols)
+        if bias is not None:  # -inf hides too
+            visible = visible & (bias[:, :, jnp.minimum(row, bias.shape[2] - 1), None] != -jnp.inf)
         return sees_nonfinite(visible, query_ok[:, row, None], key_ok)[:, :, 0, 0]
 
-    return rearrange(lax.map(one, jnp.arange(call.shape[2]), batch_size=_ROWS), "t b n -> b n t 1")
+    return rearrange(lax.map(one, jnp.arange(query.shape[1]), batch_size=_ROWS), "t b n -> b n t 1")

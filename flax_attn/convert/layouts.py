@@ -13,8 +13,11 @@ from flax_attn.convert.refusals import (
     inputs_alike,
     nnx_unless,
     no_qk_norm,
+    no_rope,
     other_kernels,
     ours_unless,
+    scores_plain,
+    scores_unscaled,
     self_attention,
     width_kept,
 )
@@ -29,7 +32,9 @@ _BIASES = tuple(f"{name}.bias" for name in _INPUTS)
 _LINEAR = Rule(("kernel",), "weight", "i o -> o i")
 _SAME = Rule(("{name}",), "{name}")
 _STATISTICS = (Rule(("mean",), "running_mean"), Rule(("var",), "running_var"))  # of BatchNorm
-_SQUARE = (has_output, no_qk_norm, biases_alike, heads_alike, width_kept, heads_share_width)
+_SQUARE = (
+    has_output, no_qk_norm, no_rope, scores_plain, biases_alike, heads_alike, width_kept, heads_share_width,
+)  # fmt: skip
 
 
 def _linears(*theirs: str) -> tuple[Rule, ...]:
@@ -130,7 +135,7 @@ LAYOUTS = {
     "hf_llama": Layout(
         _linears("q_proj", "k_proj", "v_proj", "o_proj"),
         ignored=r"(.*\.)?rotary_emb\.inv_freq",
-        refuse=ours_unless(has_output, no_qk_norm, biases_alike, width_kept, self_attention),
+        refuse=ours_unless(has_output, no_qk_norm, scores_plain, biases_alike, width_kept, self_attention),
     ),
     # The attention of Hugging Face's BERT; the norm after its output is not part of ours.
     "hf_bert": Layout(
@@ -142,7 +147,9 @@ LAYOUTS = {
     "hf_t5": Layout(
         _linears("q", "k", "v", "o"),
         ignored=r"(.*\.)?relative_attention_bias\.weight",
-        refuse=ours_unless(has_output, no_qk_norm, biases_none, heads_alike, width_kept, self_attention),
+        refuse=ours_unless(
+            has_output, no_qk_norm, no_rope, scores_unscaled, biases_none, heads_alike, width_kept, self_attention
+        ),
     ),
     # flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention: the head axis is separate.
     "flax": Layout(
@@ -153,7 +160,7 @@ LAYOUTS = {
             Rule(("out_proj.kernel",), "out.kernel", "(n h) o -> n h o"),
             Rule(("out_proj.bias",), "out.bias"),
         ),
-        refuse=ours_unless(has_output, no_qk_norm, biases_alike),
+        refuse=ours_unless(has_output, no_qk_norm, no_rope, scores_plain, biases_alike),
     ),
 }
 

@@ -5,6 +5,8 @@ from typing import Any
 
 from flax import nnx
 
+from flax_attn.functional.scores import Scores
+
 Check = Callable[[Any], str | None]
 
 
@@ -68,6 +70,28 @@ def no_qk_norm(module: Any) -> str | None:
     if getattr(module, "q_norm", None) is None:
         return None
     return f"it has no place for norms of queries and keys; got qk_norm={module.q_norm.eps}"
+
+
+def no_rope(module: Any) -> str | None:
+    """Refuse rotary positions."""
+    rope = getattr(module, "rope", None)
+    return None if rope is None else f"it has no rotary positions; got rope={rope}"
+
+
+def scores_plain(module: Any) -> str | None:
+    """Refuse another scale than `1 / sqrt(h)`, a soft cap and sinks."""
+    scores = getattr(module, "scores", Scores())
+    if scores == Scores():
+        return None
+    return f"its scores have the scale 1 / sqrt(head_dim), no soft cap and no sinks; got scores={scores}"
+
+
+def scores_unscaled(module: Any) -> str | None:
+    """Refuse another scale than 1, a soft cap and sinks."""
+    scores = getattr(module, "scores", Scores())
+    if scores == Scores(scale=1.0):
+        return None
+    return f"its scores have the scale 1, no soft cap and no sinks; got scores={scores}. Pass scores=Scores(scale=1.0)"
 
 
 def self_attention(module: Any) -> str | None:

@@ -88,7 +88,7 @@ def test_llama_of_hugging_face(tied):
         vocab_size=13, context_length=9, d_model=12, d_hidden=20, num_heads=6, num_kv_heads=2, num_layers=3, tied=tied
     )
     ours = flax_attn.models.Llama(config, rngs=R, **F64)
-    by_name = convert.state_dict(ours, "hf_llama")
+    by_name = convert.state_dict(ours, flax_attn.models.Llama.family.layout)
     paired = convert.state_dict(ours, convert.auto(ours, theirs))
     assert paired.keys() == by_name.keys()
     assert all((array == by_name[name]).all() for name, array in paired.items())
@@ -96,7 +96,9 @@ def test_llama_of_hugging_face(tied):
 
 def test_gpt2_is_paired_as_its_own_layout():
     ours, theirs = gpt2(tied=True)
-    by_name, paired = convert.state_dict(ours, "hf_gpt2"), convert.state_dict(ours, convert.auto(ours, theirs))
+    by_name, paired = (
+        convert.state_dict(ours, layout) for layout in (flax_attn.models.GPT2.family.layout, convert.auto(ours, theirs))
+    )
     assert paired.keys() == by_name.keys()
     assert all((array == by_name[name]).all() for name, array in paired.items())
 

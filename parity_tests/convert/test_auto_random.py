@@ -155,7 +155,7 @@ def assert_exact(twins, flax, theirs, pairing):
     assert all((stored[name] == value.detach().numpy()).all() for name, value in theirs.named_parameters())
 
 
-EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @EXAMPLES

@@ -78,13 +78,14 @@ def test_bert_out_of_a_whole_layer(rig):
 def test_t5(rig, cross):
     config = T5Config(d_model=D, d_kv=WIDTH, num_heads=HEADS, attn_implementation="eager")
     theirs = rig.theirs(T5Attention(config, has_relative_attention_bias=True))
-    ours = attention(False, causal=False, scale=1.0)
+    ours = attention(False, causal=False, scores=flax_attn.Scores(scale=1.0))
     rig.load_both_ways(ours, theirs, "hf_t5")
     (x, tensor), (y, other) = tokens(rig, T), tokens(rig, S)
     output, bias, _ = theirs(tensor, key_value_states=other if cross else None)
     rig.assert_equal(rig.run(ours, x, y if cross else x, bias=bias.detach().numpy()), output)
 
 
+T5 = {"qkv_bias": False, "out_bias": False, "scores": flax_attn.Scores(scale=1.0)}
 REFUSED = [
     ("hf_llama", {"d_in": 5}, r"output is as wide as its input; got d_in=5, d_out=24"),
     ("hf_llama", {"kdim": 5}, r"self-attention; got d_in=24, kdim=5, vdim=24"),
@@ -92,11 +93,17 @@ REFUSED = [
     ("hf_bert", {"num_kv_heads": KV_HEADS}, r"no grouped queries"),
     ("hf_bert", {"qkv_bias": False, "out_bias": False}, r"projections have a bias"),
     ("hf_bert", {"vdim": 5}, r"self-attention"),
-    ("hf_t5", {}, r"projections have no bias; got qkv_bias=True, out_bias=True"),
-    ("hf_t5", {"out_bias": False}, r"projections have no bias; got qkv_bias=True, out_bias=False"),
-    ("hf_t5", {"qkv_bias": False, "out_bias": False, "num_kv_heads": 1}, r"no grouped queries"),
-    ("hf_t5", {"qkv_bias": False, "out_bias": False, "d_in": 5}, r"output is as wide as its input"),
-    ("hf_t5", {"qkv_bias": False, "out_bias": False, "vdim": 5}, r"self-attention"),
+    ("hf_t5", T5 | {"qkv_bias": True, "out_bias": True}, r"have no bias; got qkv_bias=True, out_bias=True"),
+    ("hf_t5", T5 | {"qkv_bias": True}, r"projections have no bias; got qkv_bias=True, out_bias=False"),
+    ("hf_t5", T5 | {"num_kv_heads": 1}, r"no grouped queries"),
+    ("hf_t5", T5 | {"d_in": 5}, r"output is as wide as its input"),
+    ("hf_t5", T5 | {"vdim": 5}, r"self-attention"),
+    (
+        "hf_t5",
+        T5 | {"scores": flax_attn.Scores()},
+        r"have the scale 1, no .*scale=None.*Pass scores=Scores\(scale=1\.0",
+    ),
+    ("hf_t5", T5 | {"scores": flax_attn.Scores(scale=1.0, sinks=True)}, r"no soft cap and no sinks; got .*sinks=True"),
 ]
 
 
@@ -106,3 +113,27 @@ def test_a_layout_refuses_what_its_model_cannot_hold(layout, options, match):
     module = flax_attn.MultiHeadAttention(**arguments | options, causal=False, rngs=nnx.Rngs(0))
     with pytest.raises(convert.ConversionError, match=match):
         convert.state_dict(module, layout)
+
+
+SCORES = {"scale": 0.5, "soft_cap": 30.0, "sinks": True}
+
+
+@pytest.mark.parametrize("layout", ["torch_mha", "hf_gpt2", "hf_llama", "hf_bert", "flax"])
+@pytest.mark.parametrize(("name", "value"), SCORES.items())
+def test_scores_that_the_other_layer_does_not_compute_are_refused(layout, name, value):
+    module = nnx.eval_shape(lambda: attention(True, scores=flax_attn.Scores(**{name: value})))
+    with pytest.raises(convert.ConversionError, match=rf"scale 1 / sqrt.*no sinks; got .*{name}={value}"):
+        convert.state_dict(module, layout)
+
+
+@pytest.mark.parametrize("layout", ["torch_mha", "hf_gpt2", "hf_bert", "hf_t5", "flax"])
+def test_rotary_positions_that_the_other_layer_does_not_compute_are_refused(layout):
+    module = nnx.eval_shape(lambda: attention(True, rope=flax_attn.RoPE(base=500.0)))
+    with pytest.raises(convert.ConversionError, match=r"it has no rotary positions; got rope=RoPE\(base=500\.0"):
+        convert.state_dict(module, layout)
+
+
+@pytest.mark.parametrize("layout", ["torch_ref", "torch", "fused_qkv"])
+def test_sinks_are_a_parameter_of_layouts_with_our_names(layout):
+    weights = convert.state_dict(attention(True, scores=flax_attn.Scores(sinks=True)), layout)
+    assert weights["sinks"].shape == (HEADS,)

@@ -19,11 +19,13 @@ NAMES = ("W_query", "W_key", "W_value")
 def seeded(seed=0, **options):
     """Return a square module on both sides, and the parameters of the PyTorch side as numpy arrays."""
     options = {"dropout": 0.0, "num_heads": HEADS, "qkv_bias": True, "causal": False} | options
-    theirs = torch_ref.MultiHeadAttention(D, D, None, **options).double()
+    scores = {"scale": options.pop("scale", None)}
+    theirs = torch_ref.MultiHeadAttention(D, D, None, **options, scores=torch_ref.Scores(**scores)).double()
     random = np.random.default_rng(seed)
     for parameter in theirs.parameters():
         parameter.data = torch.from_numpy(random.normal(size=parameter.shape))
-    ours = flax_attn.MultiHeadAttention(D, D, None, **options, param_dtype="float64", rngs=nnx.Rngs(0))
+    numerics = {"param_dtype": "float64", "rngs": nnx.Rngs(0)}
+    ours = flax_attn.MultiHeadAttention(D, D, None, **options, scores=flax_attn.Scores(**scores), **numerics)
     convert.load_state_dict(ours, theirs.state_dict())
     return ours, theirs, {name: value.numpy() for name, value in theirs.state_dict().items()}
 
@@ -98,7 +100,7 @@ SPECS = {
     "hf_t5": renamed("q", "k", "v", "o"),
     "flax": spec_flax,
 }
-OPTIONS = {"hf_t5": {"qkv_bias": False, "out_bias": False}}
+OPTIONS = {"hf_t5": {"qkv_bias": False, "out_bias": False, "scale": 1.0}}
 NOT_OURS = {"nnx_mha", "equinox_mha"}  # from other people's modules: test_flax_and_equinox.py
 
 

@@ -139,7 +139,7 @@ HUGGING_FACE = {
         "n_positions": CONTEXT,
         "n_embd": 12,
         "n_head": 3,
-        "n_layer": 2,
+        "n_layer": 1,
         "attn_pdrop": 0.0,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
@@ -151,7 +151,7 @@ HUGGING_FACE = {
         "intermediate_size": 20,
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "attention_bias": True,
     },
 }

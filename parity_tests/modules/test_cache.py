@@ -1,4 +1,8 @@
-"""Modules under a cache: all at once, prefill and steps, and chunks of any size are one function, on both sides."""
+"""Modules with a cache: all at once, prefill and steps, and chunks of any size are one function, on both sides.
+
+For rows of different lengths, and masks and ring buffers that the table of variants has not. The calls are eager: the
+table proves that compiled ones are equal.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +25,6 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(B, T, D))
 IDS = np.array([[0, 0, 0, 1, 1, 1, 1], [5, 5, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 4, 4]])
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4], [7, 9, 12, 13, 14, 0, 1]])
-TABLE = RANDOM.normal(size=(8, 4))
 DENSE = RANDOM.random((B, 4, T, T)) < 0.6
 
 
@@ -51,7 +54,7 @@ class Case:
 
 
 def heads(*, options=lambda side, size: {}, positions=None, capacity=9, **arguments):
-    defaults = {"d_in": D, "d_out": 16, "context_length": 11, "dropout": 0.3, "num_heads": 4}
+    defaults = {"d_in": D, "d_out": 16, "context_length": 11, "dropout": 0.3, "num_heads": 4, "num_kv_heads": 2}
     return Case("MultiHeadAttention", {**defaults, **arguments}, options, positions, capacity)
 
 
@@ -88,27 +91,10 @@ EXACT = ("FeedForward", {"d_hidden": 10, "activation": "gelu_exact"})
 
 CAUSAL_BY_MASK = ("multi_head_packed_window", "multi_head_prefix_dense")
 VARIANTS = {
-    "plain": heads(qkv_bias=True),
-    "gqa, qk_norm, head_dim": heads(num_kv_heads=2, head_dim=5, qk_norm=1e-3, qkv_bias=True),
-    "mqa": heads(num_kv_heads=1, out_bias=False),
-    "rope": heads(rope=rope()),
-    "rope, qk_norm, gqa": heads(rope=rope(), qk_norm=1e-3, num_kv_heads=2, head_dim=6),
-    "rope interleaved": heads(rope=rope(interleaved=True)),
-    "rope partial": heads(rope=rope(width=2)),
-    "rope linear": heads(rope=rope("LinearScaling", (3.0,))),
-    "rope yarn": heads(rope=rope("YaRNScaling", (4.0, 6))),
-    "rope llama3": heads(rope=rope("Llama3Scaling", (8.0, 20))),
     "rope dynamic": heads(rope=rope("DynamicNTKScaling", (4.0, 8))),
-    "alibi": heads(options=lambda side, size: {"bias": lambda q, k: side.alibi(4, q, k)}),
-    "t5": heads(
-        scores=lambda side: side.Scores(scale=1.0),
-        options=lambda side, size: {"bias": lambda q, k: side.t5_bias(side.array(TABLE), q, k)},
-    ),
     "window mask": heads(options=lambda side, size: {"mask": side.Mask.sliding_window(3)}),
     "lengths": heads(options=lambda side, size: {"mask": side.Mask.lengths(key=np.array([5, 4, 0]), query=6)}),
     "segments": heads(options=segments, rope=rope(), positions=POSITIONS),
-    "segments of all rows": heads(options=lambda side, size: {"mask": side.Mask.segments(padded(IDS[0], size, (0,)))}),
-    "prefix": heads(causal=False, options=lambda side, size: {"mask": side.Mask.prefix(np.array([3, 1, 2]))}),
     "prefix and segments": heads(
         causal=False,
         options=lambda side, size: {
@@ -119,22 +105,16 @@ VARIANTS = {
     "dense (t, s)": heads(options=dense(DENSE[0, 0], 0, 1)),
     "dense keys": heads(options=dense(DENSE[:, :1, :1], 3)),
     "dense queries": heads(options=dense(DENSE[..., :1], 2)),
-    "soft cap and sinks": heads(scores=lambda side: side.Scores(soft_cap=1.5, sinks=True), num_kv_heads=2),
-    "all masks": heads(options=packed_window, num_kv_heads=2),
+    "all masks": heads(options=packed_window),
     "window 3 in 3": heads(window=3, capacity=3),
-    "window 3 in 4": heads(window=3, capacity=4, rope=rope(), num_kv_heads=2),
+    "window 3 in 4": heads(window=3, capacity=4, rope=rope()),
     "window 3 in 6": heads(window=3, capacity=6, qk_norm=1e-3, rope=rope("YaRNScaling", (4.0, 6))),
-    "window 3 in 12": heads(window=3, capacity=12),
     "window 1": heads(window=1, capacity=2),
     "window and alibi": heads(
         window=3, capacity=4, options=lambda side, size: {"bias": lambda q, k: side.alibi(4, q, k)}
     ),
     "window and all masks": heads(window=4, capacity=5, options=packed_window, rope=rope(), positions=POSITIONS),
-    "block gpt2": block(qkv_bias=True),
-    "block llama": block(**LLAMA, rope=rope(), num_kv_heads=1, head_dim=4),
-    "block qwen": block(**LLAMA, rope=rope(), num_kv_heads=1, head_dim=4, qk_norm=1e-6),
     "block mistral": block(**LLAMA, rope=rope(), window=3, head_dim=4, capacity=5),
-    "block olmo2": block(**LLAMA, rope=rope(), head_dim=4, norms=("post_norm1", "post_norm2")),
     "block post-norm": block(norm_first=False, ff=EXACT, options=segments),
 }
 
@@ -169,7 +149,7 @@ def chunks(side, plan, *arrays):
 
 
 def joined(plan, outputs):
-    """Return the outputs of all calls at the places of their tokens; padding is 0."""
+    """Return the outputs of all calls at the positions of their tokens; padding is 0."""
     whole = np.zeros((B, T, outputs[0].shape[-1]))
     for (counts, where), output in zip(calls(plan), outputs, strict=True):
         for row, count in enumerate(counts):
@@ -179,7 +159,7 @@ def joined(plan, outputs):
 
 def full(side, case, module):
     options = {**case.options(side, T), **({} if case.positions is None else {"positions": side.array(case.positions)})}
-    output = side.jit(lambda x, lengths: module(x, lengths=lengths, **options))(side.array(X), side.array(TOTALS))
+    output = module(side.array(X), lengths=side.array(TOTALS), **options)
     return joined(((TOTALS, T),), [side.numpy(output)])
 
 
@@ -187,7 +167,6 @@ def in_calls(side, case, module):
     """Return a function that computes the outputs in the calls of a plan."""
     options, arrays = case.options(side, case.capacity), [X] if case.positions is None else [X, case.positions]
 
-    @side.jit
     def call(cache, x, *rest):
         placed = {"positions": rest[0]} if rest[1:] else {}
         return module(x, lengths=rest[-1], cache=cache, **placed, **options)
@@ -221,4 +200,5 @@ def test_every_causal_row_of_the_table_is_computed_in_steps():
         attention = getattr(module, "att", module)
         causal = getattr(attention, "causal", True) or row.name in CAUSAL_BY_MASK
         assert bool(row.chunks) == (hasattr(module, "init_cache") and causal), row.name
-        assert not row.chunks or sum(row.chunks) == row.inputs[0][1], row.name
+        totals = sum(np.array(chunk) for chunk in row.chunks)
+        assert not row.chunks or np.max(totals) == row.inputs[0][1], row.name

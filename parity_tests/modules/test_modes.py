@@ -8,16 +8,15 @@ from flax import nnx
 
 import flax_attn
 import torch_ref
-from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import VARIANTS
 
-DROPPING = [case for case in VARIANTS if case.arguments.get("dropout", 0) > 0]
+DROPPING = list({case.module: case for case in VARIANTS if case.dropout}.values())  # one of each class
 
 
 @pytest.mark.parametrize("case", DROPPING, ids=lambda case: case.name)
 def test_flax_draws_a_fresh_key_for_each_call_and_none_in_eval_mode(case):
-    pair = pair_of(case)
-    module, inputs = pair.flax.module, [jnp.asarray(x) for x in pair.inputs.values()]
+    module = case.build(flax_attn, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+    inputs = [jnp.asarray(x) for x in case.draw(np.random.default_rng(0)).values()]
     call = nnx.jit(lambda module, inputs: module(*inputs, **case.call(flax_attn)))
 
     def output():
@@ -34,8 +33,8 @@ def test_flax_draws_a_fresh_key_for_each_call_and_none_in_eval_mode(case):
 
 @pytest.mark.parametrize("case", DROPPING, ids=lambda case: case.name)
 def test_torch_draws_from_its_generator_and_not_in_eval_mode(case):
-    pair = pair_of(case)
-    module, inputs = pair.torch.module, [torch.from_numpy(x) for x in pair.inputs.values()]
+    module = case.build(torch_ref).double()
+    inputs = [torch.from_numpy(x) for x in case.draw(np.random.default_rng(0)).values()]
 
     def output(seed):
         torch.manual_seed(seed)

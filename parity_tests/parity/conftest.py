@@ -1,12 +1,20 @@
-"""Reports made by hand, for the tests of what is made of them. Names hold what HTML and XML take for their own."""
+"""Pairs of modules, and reports made by hand, whose names hold what HTML and XML take for their own."""
 
 import math
+from functools import cache
 
+import numpy as np
 import pytest
 
+from flax_attn.convert import LAYOUTS
+from flax_attn.parity.adapters.jax_adapter import JaxAdapter
+from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 from flax_attn.parity.check import Check
+from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
 from flax_attn.parity.trace.divergence import Divergence, Node
+from flax_attn.proof.prove import pair_of
+from flax_attn.proof.variants import select
 
 EVIL = """<b>a</b> & "b" 'c' </script>"""
 
@@ -44,3 +52,23 @@ def differing(equal):
 @pytest.fixture
 def unrun(equal):
     return Report("unrun", [equal.checks[3]])
+
+
+@pytest.fixture(scope="session")
+def paired():
+    """A function that pairs a JAX module with a PyTorch one, given the shapes of the inputs."""
+
+    def pair(flax, theirs, *shapes, layout="torch_ref", flax_call=None, torch_call=None):
+        ours, theirs = JaxAdapter(flax, flax_call), TorchAdapter(theirs, torch_call)
+        if ours.shapes:
+            ours.entries = weight_map(flax, ours.shapes, theirs.shapes, LAYOUTS.get(layout, layout))
+        random = np.random.default_rng(0)
+        return Pair(ours, theirs, {f"input {i}": random.normal(size=s) for i, s in enumerate(shapes)}, ours.entries)
+
+    return pair
+
+
+@pytest.fixture(scope="session")
+def row():
+    """A function that returns the pair of a variant, the same one each time."""
+    return cache(lambda name: pair_of(*select([name])))

@@ -66,10 +66,9 @@ def at_full_size(t, s, mask):
     ("t", "s", "mask"),
     [
         (1100, 1400, Mask.causal(300) & Mask.lengths(key=jnp.array([1350]))),
-        (2048, 2048, Mask.causal()),
         (1300, 1030, Mask.window(1500, 100, -200)),
     ],
-    ids=["padded", "causal", "window"],
+    ids=["padded", "window"],
 )
 def test_at_its_real_tile_sizes(t, s, mask):
     errors = at_full_size(t, s, mask)

@@ -11,7 +11,7 @@ from flax_attn.backends.call import Unsupported, prepare
 from flax_attn.backends.choose import choose, explain
 from flax_attn.backends.platform import PLATFORMS, platform_of
 from flax_attn.backends.reference import SHORT
-from flax_attn.backends.registry import BACKENDS, load
+from flax_attn.backends.registry import BACKENDS, load, markdown_table
 
 
 def shape(*sizes, dtype=jnp.float32):

@@ -26,9 +26,6 @@ BANDS = {
     "all_seen": Mask.window(T, T) & Mask.lengths(key=2 * T),
 }
 ARRAYS = {
-    "two_sided_window": Mask.window(2, 1),
-    "offset": Mask.causal(-2),
-    "traced_offset": Mask.causal(jnp.array([0, 1, -11])),
     "segments": Mask.segments(np.arange(T) // 3),
     "empty_row_of_one_head": Mask.dense(np.arange(N * T * T).reshape(N, T, T) > T),
 }
@@ -82,7 +79,7 @@ def through_xla(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
 
 
-@pytest.mark.parametrize("name", [*BANDS, *ARRAYS])
+@pytest.mark.parametrize("name", [*BANDS, "empty_row_of_one_head"])
 def test_arguments_mean_the_same_through_xla(name, plugin, through_xla, close):
     call = build((BANDS | ARRAYS)[name], dtype=jnp.float32)
     close(both_ways(cudnn.BACKEND.attend, call), both_ways(reference, call))
@@ -100,8 +97,9 @@ def test_bias_through_xla(shape, plugin, through_xla, close):
     close(both_ways(cudnn.BACKEND.attend, call), both_ways(reference, call))
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-@pytest.mark.parametrize("mask", ["sliding_window", "window_ends_before_the_keys", "lengths"])
+@pytest.mark.parametrize(
+    ("name", "mask"), [("query", "sliding_window"), ("key", "window_ends_before_the_keys"), ("value", "lengths")]
+)
 def test_numbers_that_are_not_finite_through_xla(name, mask, plugin, through_xla, close):
     call = build(BANDS[mask], dtype=jnp.float32)
     array = getattr(call, name).at[0, 6, 1, 2].set(jnp.nan).at[2, 4, 0, 0].set(jnp.inf)

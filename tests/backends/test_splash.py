@@ -43,6 +43,9 @@ MASKS = {
 }
 
 
+IN_OTHERS = {"two-sided window", "nothing", "static lengths", "segments", "dense"}
+
+
 @pytest.fixture
 def interpreted():
     with splash.interpreted():
@@ -67,15 +70,19 @@ def reference(call):
     return reference_attention(call.query, call.key, call.value, call.bias, call.mask, **options)[0]
 
 
-def run(attend, inputs, **options):
-    """Return the output and the gradients under a random cotangent, by name."""
+def compiled(attend, **options):
+    """Return a function of the arrays for the output and the gradients under a random cotangent."""
 
     @jax.jit  # of the arrays: the mask stays known
     def compute(inputs):
         output, pullback = jax.vjp(lambda *inputs: attend(make(*inputs, **options)), *inputs)
         return output, *pullback(jnp.asarray(np.random.default_rng(3).normal(size=output.shape), output.dtype))
 
-    return dict(zip(NAMES, compute(inputs), strict=False))
+    return compute
+
+
+def run(attend, inputs, **options):
+    return dict(zip(NAMES, compiled(attend, **options)(inputs), strict=False))
 
 
 def both(inputs, **options):
@@ -83,9 +90,9 @@ def both(inputs, **options):
     return run(splash.BACKEND.attend, inputs, **options), run(reference, inputs, **options)
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-def test_interpreted_masks_mean_what_they_mean_in_the_reference(interpreted, close, mask):
-    close(*both(arrays(), mask=mask))
+@pytest.mark.parametrize("name", [name for name in MASKS if name not in IN_OTHERS])
+def test_interpreted_masks_mean_what_they_mean_in_the_reference(interpreted, close, name):
+    close(*both(arrays(), mask=MASKS[name]))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +134,6 @@ def test_interpreted_rows_that_see_nothing_give_zeros(interpreted, name):
         (-np.inf, "query", "causal"),
         (np.nan, "key", "dense by head"),
         (np.inf, "value", "segments and lengths"),
-        (np.nan, "value", "causal"),
     ],
 )
 def test_interpreted_what_is_not_finite_reaches_the_rows_that_see_it(interpreted, close, bad, name, mask):
@@ -140,19 +146,21 @@ def test_interpreted_what_is_not_finite_reaches_the_rows_that_see_it(interpreted
     assert not nan.all()
 
 
-@pytest.mark.parametrize(
-    ("bad", "how"), [(np.nan, "lengths"), (np.finfo(np.float32).max, "lengths"), (np.inf, "causal")]
-)
-def test_interpreted_what_nobody_sees_reaches_nothing(interpreted, bad, how):
-    inputs, clean = arrays(), arrays()
-    for i, start in enumerate((90, 70, 70)):
-        inputs[i], clean[i] = inputs[i].at[:, start:].set(bad), clean[i].at[:, start:].set(0)
+@pytest.mark.parametrize(("how", "numbers"), [("lengths", (np.nan, np.finfo(np.float32).max)), ("causal", (np.inf,))])
+def test_interpreted_what_nobody_sees_reaches_nothing(interpreted, how, numbers):
     mask = {"lengths": Mask.lengths(query=90, key=jnp.array([50, 70])), "causal": Mask.lengths(query=90)}[how]
     mask = mask & Mask.causal(-20)  # no query below 90 stands beyond key 70
-    ours, theirs = (run(splash.BACKEND.attend, each, mask=mask, soft_cap=2.0) for each in (inputs, clean))
-    for name, result in ours.items():
-        assert np.isfinite(result).all(), name
-        np.testing.assert_array_equal(result, theirs[name])
+    compute = compiled(splash.BACKEND.attend, mask=mask, soft_cap=2.0)
+
+    def filled(number):
+        hidden = zip(arrays(), (90, 70, 70), strict=True)
+        return dict(zip(NAMES, compute([x.at[:, start:].set(number) for x, start in hidden]), strict=False))
+
+    clean = filled(0)
+    for number in numbers:
+        for name, result in filled(number).items():
+            assert np.isfinite(result).all(), name
+            np.testing.assert_array_equal(result, clean[name])
 
 
 def test_interpreted_extreme_and_wide_segment_ids(interpreted, close):
@@ -177,18 +185,22 @@ def test_interpreted_in_bfloat16_is_as_near_as_the_reference(interpreted):
     assert max(errors.values()) <= 1, errors
 
 
-def test_interpreted_under_jit_and_vmap(interpreted, close):
-    inputs = arrays(s=T)
+def test_interpreted_under_vmap(interpreted, close):
+    inputs, lengths = arrays(s=T), jnp.array([50, 0])
 
     def one(query, key, value, length):
         mask = Mask.causal() & Mask.lengths(key=length)
         return splash.BACKEND.attend(make(query[None], key[None], value[None], mask=mask))[0]
 
-    lengths = jnp.array([50, 0])
-    each = jax.jit(jax.vmap(one))(*inputs, lengths)
-    close(each, reference(make(*inputs, mask=Mask.causal() & Mask.lengths(key=lengths))))
-    of_each = jax.jit(jax.grad(lambda query: jax.vmap(one)(query, *inputs[1:], lengths).sum()))(inputs[0])
-    close(of_each, jax.vmap(jax.grad(lambda *inputs: one(*inputs).sum()))(*inputs, lengths))
+    def each(query):
+        output = jax.vmap(one)(query, *inputs[1:], lengths)
+        return output.sum(), output
+
+    def batch(query):
+        output = reference(make(query, *inputs[1:], mask=Mask.causal() & Mask.lengths(key=lengths)))
+        return output.sum(), output
+
+    close(*(jax.jit(jax.grad(function, has_aux=True))(inputs[0]) for function in (each, batch)))
 
 
 def test_interpreted_a_traced_scale(interpreted, close):

@@ -369,35 +369,3 @@ def test_a_mask_of_arrays_without_values_still_has_a_repr():
 def test_and_lets_through_what_both_let_through(mask):
     for other in MASKS.values():
         np.testing.assert_array_equal(table(mask & other), table(mask) & table(other))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Mask.dense(jnp.ones((T, S))), r"True = attend; got dtype float32.*mask\.astype\(bool\)"),
-        (lambda: Mask.lengths(key=jnp.ones(B)), "key lengths must be integers; got dtype float32"),
-        (lambda: Mask.window(-1, 0), "left is a number of keys, at least 0, known before tracing; got left=-1"),
-        (lambda: Mask.sliding_window(0), "width must be a positive integer; got width=0"),
-        (lambda: table(Mask.causal()), rf"t={T}, s={S}.*offset=0 .*offset={S - T} "),
-        (lambda: table(Mask.causal(S + 1)), f"between -t and s.*offset={S + 1}"),
-        (lambda: table(Mask.segments(np.arange(S))), r"query segments must have one id a token.*Mask\.segments\(query"),
-        (
-            lambda: table(Mask.lengths(key=np.arange(B + 1))),
-            rf"key lengths must be one integer.*got shape \({B + 1},\)",
-        ),
-        (lambda: table(Mask.dense(np.ones((B, T, S), bool))), r"mask must broadcast to \(b, n, t, s\)"),
-    ],
-)
-def test_wrong_masks_are_refused_with_a_remedy(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_refusals_are_the_same_under_jit():
-    with pytest.raises(ValueError, match="needs an offset when t != s"):
-        attend(*qkv(B), Mask.causal())
-
-
-def test_wrong_types_are_refused_without_shape_checks(no_shape_checks):
-    with pytest.raises(ValueError, match="mask must be boolean"):
-        dot_product_attention(*qkv(B), mask=jnp.ones((T, S)))

@@ -32,6 +32,11 @@ def llama():
     return build(LLAMA)
 
 
+@pytest.fixture(scope="module")
+def gpt():
+    return build(GPT)
+
+
 def naive(model, prompt, new):
     """Return greedy tokens by the full forward of all tokens, one at a time; causality hides the rest."""
     model.eval()
@@ -120,9 +125,9 @@ def test_lengths_within_a_bucket_share_two_programs():
     ],
 )
 @pytest.mark.usefixtures("no_shape_checks")
-def test_bad_calls(tokens, options, message):
+def test_bad_calls(gpt, tokens, options, message):
     with pytest.raises(ValueError, match=message):
-        generate(build(GPT), tokens, **{"max_new_tokens": 5, **options})
+        generate(gpt, tokens, **{"max_new_tokens": 5, **options})
 
 
 def test_top_k_and_top_p_keep_the_most_likely():

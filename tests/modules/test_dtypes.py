@@ -56,10 +56,10 @@ def test_low_compute_with_float32_parameters(learning, dtype):
     assert dtypes(felt) == {jnp.dtype(dtype).name}
 
 
-def test_low_compute_is_near_and_not_equal(learning):
-    inputs = learning.inputs(jnp.bfloat16)
-    expected = call(learning.build(), [x.astype(jnp.float32) for x in inputs])
-    error = np.abs(call(learning.build(dtype=jnp.bfloat16), inputs).astype(jnp.float32) - expected).max()
+def test_low_compute_is_near_and_not_equal(typical):
+    inputs = typical.inputs(jnp.bfloat16)
+    expected = call(typical.build(), [x.astype(jnp.float32) for x in inputs])
+    error = np.abs(call(typical.build(dtype=jnp.bfloat16), inputs).astype(jnp.float32) - expected).max()
     assert 0 < error < 40 * 2.0**-8 * (1 + np.abs(expected).max())
 
 

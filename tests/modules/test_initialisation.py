@@ -31,7 +31,7 @@ def test_distribution_is_uniform(name, sizes):
 
 
 @pytest.mark.parametrize(
-    "name", ["self_attention", "causal", "wrapper", "multi_head", "cross", "block", "feed_forward"]
+    "name", ["multi_head_wrapper", "multi_head_gqa", "multi_head_cross", "block_gpt2", "block_llama"]
 )
 def test_every_layer_is_bounded_by_its_own_width(variants, name):
     for seed in range(3):
@@ -51,7 +51,7 @@ def test_cross_attention_takes_the_width_of_each_input():
 
 
 def test_norms_start_as_the_identity_does(variants):
-    for name in ("layer_norm", "rms_norm", "block"):
+    for name in ("layer_norm", "rms_norm", "block_gpt2"):
         for key, values in flat(variants[name].create()).items():
             if key.endswith(("scale", "shift")):
                 assert (values == key.endswith("scale")).all()

@@ -68,8 +68,8 @@ def test_output_equals_that_of_the_module(variant, initialise, close):
     close(model.apply(variables, *inputs), twin(variant, variables)(*embed(variables, inputs)))
 
 
-def test_gradients_reach_every_parameter(variant, initialise, close):
-    model, inputs, variables = initialise(variant)
+def test_gradients_reach_every_parameter(typical, initialise, close):
+    model, inputs, variables = initialise(typical)
 
     @jax.jit
     @jax.value_and_grad

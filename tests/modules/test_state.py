@@ -6,6 +6,7 @@ from flax import nnx
 
 HEAD = ["W_query.kernel", "W_query.bias", "W_key.kernel", "W_key.bias", "W_value.kernel", "W_value.bias"]
 FEED_FORWARD = ["layers.0.kernel", "layers.0.bias", "layers.2.kernel", "layers.2.bias"]
+GATED = ["W_gate.kernel", "W_up.kernel", "W_down.kernel"]
 
 
 def under(prefix, names):
@@ -14,20 +15,20 @@ def under(prefix, names):
 
 NAMES = {
     "simplified": [],
-    "self_attention": HEAD,
-    "causal": HEAD,
-    "wrapper": under("heads.0.", HEAD) + under("heads.1.", HEAD),
-    "multi_head": [*HEAD, "out_proj.kernel", "out_proj.bias"],
-    "cross": [*HEAD[::2], "out_proj.kernel"],
-    "block": under("att.", [*HEAD, "out_proj.kernel", "out_proj.bias"])
+    "self_attention_d_key": HEAD,
+    "causal_d_key": HEAD,
+    "multi_head_wrapper": under("heads.0.", HEAD) + under("heads.1.", HEAD),
+    "multi_head_gqa": [*HEAD, "out_proj.kernel", "out_proj.bias"],
+    "multi_head_cross": [*HEAD, "out_proj.kernel", "out_proj.bias"],
+    "block_gpt2": under("att.", [*HEAD, "out_proj.kernel", "out_proj.bias"])
     + under("ff.", FEED_FORWARD)
     + ["norm1.scale", "norm1.shift", "norm2.scale", "norm2.shift"],
-    "block_post": under("att.", [*HEAD[::2], "out_proj.kernel", "out_proj.bias"])
-    + under("ff.", FEED_FORWARD)
+    "block_llama": under("att.", [*HEAD[::2], "out_proj.kernel"])
+    + under("ff.", GATED)
     + ["norm1.scale", "norm2.scale"],
     "layer_norm": ["scale", "shift"],
     "rms_norm": ["scale"],
-    "feed_forward": FEED_FORWARD,
+    "feed_forward_exact": FEED_FORWARD,
 }
 
 
@@ -66,10 +67,10 @@ def test_train_mode_draws_a_new_key_each_call(dropping):
     assert not equal(outputs[1], outputs[2])
 
 
-def test_jit_draws_the_keys_that_eager_draws(dropping, close):
-    jitted, eager = dropping.build(dropout=0.5), dropping.build(dropout=0.5)
+def test_jit_draws_the_keys_that_eager_draws(typical, close):
+    jitted, eager = typical.build(dropout=0.5), typical.build(dropout=0.5)
     for _ in range(2):
-        close(call(jitted, *dropping.inputs()), eager(*dropping.inputs()))
+        close(call(jitted, *typical.inputs()), eager(*typical.inputs()))
 
 
 def test_eval_mode_is_that_of_a_module_without_dropout(dropping):
@@ -99,7 +100,7 @@ def test_a_key_decides_and_leaves_the_stream_alone(dropping):
     assert equal(call(module, *inputs), call(fresh, *inputs))
 
 
-@pytest.mark.parametrize("name", ["wrapper", "multi_head"])
+@pytest.mark.parametrize("name", ["multi_head_wrapper", "multi_head_gqa"])
 def test_heads_drop_other_weights_by_the_same_key(variants, name):
     module, inputs = variants[name].build(dropout=0.5), variants[name].inputs()
     _, weights = module(*inputs, return_weights=True, dropout_key=jax.random.key(1))

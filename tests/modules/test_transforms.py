@@ -40,8 +40,8 @@ def params(module):
     return nnx.to_flat_state(nnx.state(module, nnx.Param))
 
 
-def test_jit_equals_eager(variant, close):
-    module, inputs = variant.build(), variant.inputs()
+def test_jit_equals_eager(typical, close):
+    module, inputs = typical.build(), typical.inputs()
     close(call(module, inputs), module(*inputs))
 
 
@@ -77,8 +77,8 @@ def test_gradients_of_parameters(learning):
         assert (np.abs(grad[...]).max() > 1e-4) == felt, path
 
 
-def test_training_lowers_the_loss_and_moves_every_parameter(learning):
-    module, inputs = learning.build(), learning.inputs()
+def test_training_lowers_the_loss_and_moves_every_parameter(typical):
+    module, inputs = typical.build(), typical.inputs()
     before = nnx.clone(module)
     optimizer = nnx.Optimizer(module, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
     losses = []
@@ -99,8 +99,8 @@ def test_whole_step_under_jit_with_dropout(typical):
     assert int(optimizer.step[...]) == 30
 
 
-def test_checkpoint_has_equal_gradients(learning, close):
-    module, inputs = learning.build(), learning.inputs()
+def test_checkpoint_has_equal_gradients(typical, close):
+    module, inputs = typical.build(), typical.inputs()
     graphdef, state = nnx.split(module)
     remat = jax.checkpoint(lambda state, inputs: loss(nnx.merge(graphdef, state), inputs))
     value, (grads, felt) = gradients(module, inputs)
@@ -117,9 +117,9 @@ def test_remat_drops_the_same_weights_again(typical, close):
     assert results[0][0][0] != results[1][0][0]
 
 
-def test_forward_and_reverse_derivatives_match_differences(variant, x64):
-    graphdef, state = nnx.split(variant.build(param_dtype=jnp.float64))
-    leaves, tree = jax.tree.flatten((state, variant.inputs(jnp.float64)))
+def test_forward_and_reverse_derivatives_match_differences(typical, x64):
+    graphdef, state = nnx.split(typical.build(param_dtype=jnp.float64))
+    leaves, tree = jax.tree.flatten((state, typical.inputs(jnp.float64)))
     direction = [jnp.sin(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape) for leaf in leaves]
 
     def value(leaves):

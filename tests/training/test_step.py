@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 from flax_attn import GPT2, GPT2Config
@@ -43,9 +42,8 @@ def test_it_is_the_loss_its_gradient_and_the_optimizer(close):
     close([loss, *leaves(model), *leaves(optimizer)], [truth, *leaves(twin), *leaves(other)])
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_every_step_drops_something_else(remat):
-    model, optimizer = build(dropout=0.5, remat=remat)
+def test_every_step_drops_something_else():
+    model, optimizer = build(dropout=0.5, remat=True)
     optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
     losses = [float(train_step(model, optimizer, TOKENS)) for _ in range(3)]
     assert len(set(losses)) == 3
@@ -57,6 +55,6 @@ def test_every_step_drops_something_else(remat):
 def test_the_old_parameters_make_room():
     model, optimizer = build()
     old = model.tok_emb.embedding[...]
-    train_step(model, optimizer, TOKENS)
+    train_step(model, optimizer, TOKENS, dropout_key=jax.random.key(3), **OPTIONS)
     assert old.is_deleted()
     assert not model.tok_emb.embedding[...].is_deleted()

@@ -137,8 +137,8 @@ class Segments(Part):
         return self
 
     def allow(self, rows, cols):
-        query = torch.atleast_2d(self.query).to(rows.device)[:, rows.reshape(-1)]
-        key = torch.atleast_2d(self.key).to(rows.device)[:, cols.reshape(-1)]
+        query = _take(torch.atleast_2d(self.query).to(rows.device), rows, 1)
+        key = _take(torch.atleast_2d(self.key).to(rows.device), cols, 1)
         return query[:, None, :, None] == key[:, None, None, :]
 
     def check_whole(self, s):
@@ -158,8 +158,8 @@ class Dense(Part):
 
     def allow(self, rows, cols):
         array = _of_rank_4(self.array).to(rows.device)
-        array = array if array.shape[2] == 1 else array[:, :, rows.reshape(-1)]
-        return array if array.shape[3] == 1 else array[:, :, :, cols.reshape(-1)]
+        array = array if array.shape[2] == 1 else _take(array, rows, 2)
+        return array if array.shape[3] == 1 else _take(array, cols, 3)
 
     def check_whole(self, s):
         _check_whole("mask", [size for size in self.array.shape[-2:] if size != 1], s)
@@ -182,6 +182,12 @@ def _check_whole(name: str, sizes: Sequence[int], s: int) -> None:
 
 def _of_rank_4(array: Tensor) -> Tensor:
     return array.reshape((1,) * (4 - array.ndim) + tuple(array.shape))
+
+
+def _take(array: Tensor, index: Index, axis: int) -> Tensor:
+    # An index beyond the last, of a token that is padding or does not fit, reads the last, as in JAX.
+    size = array.shape[axis]
+    return array.index_select(axis, index.reshape(-1).clamp(max=size - 1) % size)
 
 
 def _per_row(values: Count, rows: Index) -> Tensor:

@@ -119,7 +119,7 @@ def sinusoidal(
         ValueError: if positions are not integers, `width` is odd or `base` is not above 1.
 
     Example:
-        >>> np.asarray(sinusoidal([0, 1], 4)).round(2)
+        >>> sinusoidal([0, 1], 4).numpy().round(2)
         array([[0.  , 1.  , 0.  , 1.  ],
                [0.84, 0.54, 0.01, 1.  ]], dtype=float32)
 

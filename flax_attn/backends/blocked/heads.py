@@ -45,9 +45,14 @@ class Loop(NamedTuple):
     width: int
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0, inline=True)  # an eager call would compile its loops each time
 def attend_heads(loop: Loop, query: Array, key: Array, value: Array, options: Options) -> Array:
     """Return the output `(b, t, n, v)` in the dtype of sums."""
+    return _attend(loop, query, key, value, options)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(loop: Loop, query: Array, key: Array, value: Array, options: Options) -> Array:
     return _forward(loop, query, key, value, options)[0]
 
 
@@ -108,7 +113,7 @@ def _backward(loop, saved, cotangent):
     return d_query, d_key, d_value, Options(d_bias, d_sinks, d_scale, None, None, None)
 
 
-attend_heads.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
 
 
 def _over_heads(loop, b, n, one, store, sums):

@@ -199,7 +199,8 @@ def _replaced(tree: Any, new: Mapping[int, Any]) -> Any:
         return new[id(tree)]
     if isinstance(tree, Mapping):
         changed = copy.copy(tree)
-        changed.update({key: _replaced(value, new) for key, value in tree.items()})  # pyright: ignore
+        for key, value in tree.items():  # one by one: the outputs of transformers have no `update`
+            changed[key] = _replaced(value, new)  # pyright: ignore
         return changed
     if isinstance(tree, tuple | list):
         inner = [_replaced(value, new) for value in tree]

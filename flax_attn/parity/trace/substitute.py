@@ -167,10 +167,15 @@ class _Substitution(Observer):
         if known and self.enclosing.name in self.evidence:
             sources = self.evidence[self.enclosing.name].sources
             sources[_within(name, self.enclosing.name)] = self.found.torch[name]
-        if value.dtype != jnp.float64:
+        if _loses(self.found.torch[name], value.dtype):
             self.roundings[self.enclosing.name] = tolerance.REORDERED * float(jnp.finfo(value.dtype).eps)
         reference = jnp.asarray(self.reference[name][1])
         return reference.astype(value.dtype) if reference.shape == value.shape else value
+
+
+def _loses(array: np.ndarray, dtype: Any) -> bool:
+    with np.errstate(over="ignore"):
+        return not np.array_equal(array.astype(dtype).astype(np.float64), array, equal_nan=True)
 
 
 def _within(name: str, parent: str) -> str:

@@ -16,18 +16,6 @@ pytestmark = pytest.mark.usefixtures("no_shape_checks")
 NAN = float("nan")
 
 
-def message(side, act):
-    with pytest.raises(ValueError, match=r"\S") as caught:
-        act(side)
-    return str(caught.value)
-
-
-def assert_same_error(sides, act, match):
-    ours, theirs = (message(side, act) for side in sides)
-    assert re.search(match, ours), ours
-    assert ours == theirs
-
-
 def multi_head(side, *, d_in=6, d_out=8, context_length=9, dropout=0.0, num_heads=4, **keywords):
     return side.build("MultiHeadAttention", d_in, d_out, context_length, dropout, num_heads, **keywords)
 
@@ -150,8 +138,8 @@ CONSTRUCTORS = {
 
 
 @pytest.mark.parametrize(("act", "match"), CONSTRUCTORS.values(), ids=CONSTRUCTORS)
-def test_bad_arguments(sides, act, match):
-    assert_same_error(sides, act, match)
+def test_bad_arguments(assert_same_error, act, match):
+    assert_same_error(act, match)
 
 
 ATTENDING = {
@@ -166,7 +154,7 @@ ATTENDING = {
 
 @pytest.mark.parametrize(("name", "arguments"), ATTENDING.items(), ids=ATTENDING)
 def test_unknown_backend(side, name, arguments):
-    with pytest.raises(ValueError, match=r"backend must be one of 'auto', 'reference'.*; got 'nope'"):
+    with pytest.raises(ValueError, match=r"backend must be one of 'auto', .*'reference'.*; got 'nope'"):
         side.build(name, *arguments, backend="nope")
 
 
@@ -181,9 +169,9 @@ WITH_DROPOUT = {
 
 @pytest.mark.parametrize("build", WITH_DROPOUT.values(), ids=WITH_DROPOUT)
 @pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, NAN])
-def test_dropout_outside_its_range(sides, build, rate):
+def test_dropout_outside_its_range(assert_same_error, build, rate):
     match = rf"dropout must be in \[0, 1\).*got dropout={rate}.*For no dropout pass 0\.0"
-    assert_same_error(sides, lambda side: build(side, rate), match)
+    assert_same_error(lambda side: build(side, rate), match)
 
 
 MODULES = {
@@ -198,22 +186,22 @@ MODULES = {
 
 @pytest.mark.parametrize(("build", "width", "name"), MODULES.values(), ids=MODULES)
 @pytest.mark.parametrize("rank", [1, 4])
-def test_wrong_rank(sides, build, width, name, rank):
+def test_wrong_rank(assert_same_error, build, width, name, rank):
     shape = (3, 2, 5, width)[-rank:]
     match = rf"must have shape \(t, \w+\) or \(b, t, \w+\); got rank {rank}, shape {re.escape(str(shape))}.*vmap"
-    assert_same_error(sides, lambda side: build(side)(side.array(np.ones(shape))), match)
+    assert_same_error(lambda side: build(side)(side.array(np.ones(shape))), match)
 
 
 @pytest.mark.parametrize(("build", "width", "name"), list(MODULES.values())[1:], ids=list(MODULES)[1:])
-def test_wrong_width(sides, build, width, name):
+def test_wrong_width(assert_same_error, build, width, name):
     match = rf"last axis of \w+ must be {name}={width}; got shape \(2, 5, {width + 1}\)"
-    assert_same_error(sides, lambda side: build(side)(side.array(np.ones((2, 5, width + 1)))), match)
+    assert_same_error(lambda side: build(side)(side.array(np.ones((2, 5, width + 1)))), match)
 
 
 @pytest.mark.parametrize(("build", "width", "name"), list(MODULES.values())[2:], ids=list(MODULES)[2:])
-def test_longer_than_context_length(sides, build, width, name):
+def test_longer_than_context_length(assert_same_error, build, width, name):
     match = rf"longer than context_length=5 tokens; got 7 tokens, shape \(2, 7, {width}\)\. Cut the input"
-    assert_same_error(sides, lambda side: build(side)(side.array(np.ones((2, 7, width)))), match)
+    assert_same_error(lambda side: build(side)(side.array(np.ones((2, 7, width)))), match)
 
 
 INPUTS = {
@@ -227,28 +215,26 @@ INPUTS = {
 
 
 @pytest.mark.parametrize("row", INPUTS.values(), ids=INPUTS)
-def test_bad_cross_attention(sides, row):
+def test_bad_cross_attention(assert_same_error, row):
     *shapes, match = row
 
     def act(side):
         multi_head(side, kdim=4, vdim=3, causal=False)(*(side.array(np.ones(shape)) for shape in shapes))
 
-    assert_same_error(sides, act, match)
+    assert_same_error(act, match)
 
 
-def test_a_cache_is_for_self_attention(sides):
+def test_a_cache_is_for_self_attention(assert_same_error):
     def act(side):
         module, x = multi_head(side), side.array(np.ones((2, 5, 6)))
         module(x, x, cache=module.init_cache(2, 5))
 
-    assert_same_error(
-        sides, act, r"a cache holds .*in self-attention; got a key of shape \(2, 5, 6\)\. Leave out the key"
-    )
+    assert_same_error(act, r"a cache holds .*in self-attention; got a key of shape \(2, 5, 6\)\. Leave out the key")
 
 
-def test_ids_are_integers(sides):
+def test_ids_are_integers(assert_same_error):
     match = r"ids must be integers; got dtype float64\. Cast them before the call"
-    assert_same_error(sides, lambda side: side.build("Embedding", 7, 3)(side.array(np.array([0.0, 1.0]))), match)
+    assert_same_error(lambda side: side.build("Embedding", 7, 3)(side.array(np.array([0.0, 1.0]))), match)
 
 
 @pytest.mark.parametrize("bad", [7, -1, 2**31 - 1])
@@ -265,25 +251,25 @@ def test_positions_beyond_the_context_of_gpt2_are_nan(side):
     assert np.isnan(side.numpy(logits)).all(axis=-1).tolist() == [[False, False, True]] * 2
 
 
-def test_a_full_cache_of_a_model(sides):
+def test_a_full_cache_of_a_model(assert_same_error):
     def act(side):
         model = side.build("GPT2", side.GPT2Config(6, 2, 1, context_length=9, vocab_size=11))
         model(side.array(np.ones((2, 6), int)), cache=model.init_cache(2, 5))
 
-    assert_same_error(sides, act, r"capacity of 5 tokens; got 6 new tokens, 0 cached\. Make it larger")
+    assert_same_error(act, r"capacity of 5 tokens; got 6 new tokens, 0 cached\. Make it larger")
 
 
-def test_causal_cross_attention_needs_an_offset(sides):
+def test_causal_cross_attention_needs_an_offset(assert_same_error):
     def act(side):
         multi_head(side)(side.array(np.ones((2, 5, 6))), side.array(np.ones((2, 7, 6))))
 
-    assert_same_error(sides, act, r"offset when t != s.*t=5, s=7\. Choose offset=0 .*or offset=2 .*causal=False")
+    assert_same_error(act, r"offset when t != s.*t=5, s=7\. Choose offset=0 .*or offset=2 .*causal=False")
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "FeedForward", "GatedFeedForward"])
-def test_wrong_width_of_a_layer(sides, name):
+def test_wrong_width_of_a_layer(assert_same_error, name):
     match = r"last axis of x must be d_model=4; got shape \(3, 5\)"
-    assert_same_error(sides, lambda side: side.build(name, 4)(side.array(np.ones((3, 5)))), match)
+    assert_same_error(lambda side: side.build(name, 4)(side.array(np.ones((3, 5)))), match)
 
 
 NEEDS_PARAMETERS = {

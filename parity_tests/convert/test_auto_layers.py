@@ -1,0 +1,91 @@
+"""`convert.auto` on layers whose kernels have more than two axes, or lie the other way round: equal outputs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from flax_attn import convert
+from flax_attn.parity import tolerance
+
+B, T, D, HEADS, WIDTH, HIDDEN = 3, 5, 8, 2, 4, 7
+F64 = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+    """Let Flax's own layers promote as they do."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Mixes(nnx.Module):
+    """Splits into heads and joins them, by `LinearGeneral`."""
+
+    def __init__(self):
+        self.split = nnx.LinearGeneral(D, (HEADS, HIDDEN), **F64)
+        self.join = nnx.LinearGeneral((HEADS, HIDDEN), D, axis=(-2, -1), **F64)
+
+    def __call__(self, x):
+        return self.join(jnp.tanh(self.split(x)))
+
+
+def test_linear_general(rig):
+    theirs = rig.theirs(nn.ModuleDict({"split": nn.Linear(D, HEADS * HIDDEN), "join": nn.Linear(HEADS * HIDDEN, D)}))
+    ours, x = Mixes(), rig.normal(B, T, D)
+    pairing = convert.auto(ours, theirs)
+    rig.load_both_ways(ours, theirs, pairing)
+    convert.load_state_dict(ours, theirs.state_dict(), pairing)
+    rig.assert_equal(np.asarray(ours(jnp.asarray(x))), theirs["join"](theirs["split"](torch.from_numpy(x)).tanh()))
+
+
+class Perceptron(nnx.Module):
+    def __init__(self):
+        self.up, self.down = nnx.Linear(D, HIDDEN, **F64), nnx.Linear(HIDDEN, D, **F64)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def test_conv1d_of_hugging_face(rig):
+    theirs = rig.theirs(nn.ModuleDict({"up": Conv1D(HIDDEN, D), "down": Conv1D(D, HIDDEN)}))
+    ours, x = Perceptron(), rig.normal(B, T, D)
+    pairing = convert.auto(ours, theirs)
+    rig.load_both_ways(ours, theirs, pairing)
+    convert.load_state_dict(ours, theirs.state_dict(), pairing)
+    rig.assert_equal(np.asarray(ours(jnp.asarray(x))), theirs["down"](theirs["up"](torch.from_numpy(x)).tanh()))
+
+
+class NormedAttention(nn.Module):
+    """Attention with a norm of the queries and of the keys of each head, as `nnx.MultiHeadAttention` has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(D, D) for _ in range(4))
+        self.q_norm, self.k_norm = (nn.LayerNorm(WIDTH, eps=1e-6, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        query, key, value = (
+            project(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        scores = self.q_norm(query) @ self.k_norm(key).mT / WIDTH**0.5
+        return self.out_proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(-2))
+
+
+def test_norms_of_queries_and_keys(rig):
+    theirs, x = rig.theirs(NormedAttention()), rig.normal(B, T, D)
+    ours = nnx.MultiHeadAttention(HEADS, D, normalize_qk=True, decode=False, **F64)
+    pairing = convert.auto(ours, theirs)
+    norms = {row.theirs: row.ours for row in pairing.rows if "norm" in row.theirs}
+    assert norms == {"q_norm.weight": ("query_ln.scale",), "k_norm.weight": ("key_ln.scale",)}
+    rig.load_both_ways(ours, theirs, pairing)
+    convert.load_state_dict(ours, theirs.state_dict(), pairing)
+    # Asked for weights, Flax takes the softmax in float64.
+    output, _ = nnx.capture(ours, nnx.Intermediate)(jnp.asarray(x), sow_weights=True)
+    errors = tolerance.relative({"": np.asarray(output)}, {"": theirs(torch.from_numpy(x)).detach().numpy()})
+    assert errors[""] <= tolerance.FORWARD, errors

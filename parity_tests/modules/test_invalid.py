@@ -1,0 +1,98 @@
+"""Values that are wrong are not read, so that no call waits for the device: they give NaN, in the same places."""
+
+import numpy as np
+import pytest
+
+from flax_attn import convert
+from flax_attn.parity import tolerance
+
+B, T, D, CAPACITY = 3, 4, 6, 7
+X = np.random.default_rng(0).normal(size=(B, T, D))
+IDS = np.random.default_rng(1).integers(0, 11, (B, T))
+DENSE = np.random.default_rng(2).random((B, 4, CAPACITY, CAPACITY)) < 0.7
+
+
+@pytest.fixture
+def attentions(sides):
+    return same_weights(sides, [side.build("MultiHeadAttention", D, 8, 9, 0.0, 4) for side in sides])
+
+
+@pytest.fixture
+def models(sides):
+    return same_weights(sides, [side.build("GPT2", side.GPT2Config(6, 2, 1, 9, vocab_size=11)) for side in sides])
+
+
+def same_weights(sides, modules):
+    ours, theirs = modules
+    ours.eval()
+    theirs.eval()
+    weights = {name: sides[1].array(array) for name, array in convert.state_dict(ours).items()}
+    theirs.load_state_dict(weights)
+    return list(zip(sides, modules, strict=True))
+
+
+def same(modules, call):
+    """Return what a call gives, which is the same on both sides, NaN for NaN."""
+    ours, theirs = (side.numpy(call(side, module)) for side, module in modules)
+    np.testing.assert_array_equal(np.isnan(ours), np.isnan(theirs))
+    errors = tolerance.relative({"": np.nan_to_num(ours)}, {"": np.nan_to_num(theirs)})
+    assert errors[""] <= tolerance.FORWARD, errors
+    return ours
+
+
+def rows(output):
+    """Return which rows of the batch are NaN throughout; the others hold none."""
+    nan = np.isnan(output).reshape(len(output), -1)
+    assert (nan.all(axis=1) == nan.any(axis=1)).all()
+    return nan.all(axis=1).tolist()
+
+
+BAD_LENGTHS = {
+    "too many for the cache": ([4, 3, 4], [4, 4, 3], [True, False, False]),
+    "more than there are": ([1, 1, 1], [2, 5, 1], [False, True, False]),
+    "negative": ([1, 1, 1], [2, 3, -1], [False, False, True]),
+    "both, and then nothing": ([5, -1, 0], [0, 0, 0], [True, True, False]),
+}
+
+
+@pytest.mark.parametrize("mask", [None, DENSE], ids=["open", "dense"])
+@pytest.mark.parametrize(("first", "second", "invalid"), BAD_LENGTHS.values(), ids=BAD_LENGTHS)
+def test_rows_that_do_not_fit_a_cache_are_nan(attentions, mask, first, second, invalid):
+    def call(side, module):
+        cache, options = module.init_cache(B, CAPACITY), {} if mask is None else {"mask": side.array(mask)}
+        for lengths in (first, second):
+            output, cache = module(side.array(X), lengths=side.array(np.array(lengths)), cache=cache, **options)
+        return output
+
+    assert rows(same(attentions, call)) == invalid
+
+
+def test_lengths_beyond_the_tokens_are_all_and_below_zero_none(attentions):
+    def call(lengths):
+        return same(attentions, lambda side, module: module(side.array(X), lengths=side.array(np.array(lengths))))
+
+    np.testing.assert_array_equal(call([9, -2, 3]), call([T, 0, 3]))
+
+
+@pytest.mark.parametrize("bad", [11, -1])
+def test_an_id_outside_the_vocabulary_is_nan_from_there_on(models, bad):
+    ids = IDS.copy()
+    ids[1, 2] = bad
+    output = same(models, lambda side, model: model(side.array(ids)))
+    assert np.isnan(output).all(axis=-1).tolist() == [[False] * 4, [False, False, True, True], [False] * 4]
+
+
+def test_a_position_outside_the_context_is_nan_from_there_on(models):
+    positions = np.array([0, 1, 9, 2])
+    output = same(models, lambda side, model: model(side.array(IDS), positions=side.array(positions)))
+    assert np.isnan(output).all(axis=-1).tolist() == [[False, False, True, True]] * B
+
+
+def test_a_model_whose_cache_is_full_gives_nan_in_that_row(models):
+    def call(side, model):
+        cache = model.init_cache(B, 6)
+        _, cache = model(side.array(IDS), lengths=side.array(np.array([4, 1, 2])), cache=cache)
+        return model(side.array(IDS), lengths=side.array(np.array([3, 4, 4])), cache=cache)[0]
+
+    output = same(models, call)
+    assert np.isnan(output).all(axis=(1, 2)).tolist() == [True, False, False]
