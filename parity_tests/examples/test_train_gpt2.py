@@ -37,6 +37,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def train(library, monkeypatch):
+    jax.config.update("jax_disable_most_optimizations", True)  # most of the time is taken by compiling
     monkeypatch.setitem(EXAMPLE.main.__globals__, "sysconfig", SimpleNamespace(get_path=lambda name: library))
     return lambda folder, steps=STEPS: EXAMPLE.main(folder, steps, 4, CONFIG)
 

@@ -1,5 +1,6 @@
 """Whole models: equal on both sides, in one call, in steps and in chunks, and document by document."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -49,7 +50,12 @@ EVERY = pytest.mark.parametrize(("name", "config"), MODELS.values(), ids=MODELS)
 def build(side, name, config):
     """Return a model in float64, of a class that its family's file has."""
     cls = getattr(side.file(f"models.{name.lower()}"), name)
-    return cls(config, rngs=nnx.Rngs(0), param_dtype=jnp.float64) if side.is_flax else cls(config).double()
+    if not side.is_flax:
+        return cls(config).double()
+    model = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), param_dtype=jnp.float64))
+    zeros = jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape)), nnx.state(model))  # nothing to compile
+    nnx.update(model, zeros)
+    return model
 
 
 def both(sides, name, config):

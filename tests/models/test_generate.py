@@ -10,8 +10,8 @@ from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, generate
 from flax_attn.models.sampling import Sampling, keep_most_likely, sample
 
 GPT = GPT2Config(8, 2, 2, context_length=24, vocab_size=31)
-LLAMA = LlamaConfig(8, 12, 4, 2, num_kv_heads=2, context_length=200, vocab_size=31)
-WINDOWED = LlamaConfig(8, 12, 4, 2, num_kv_heads=2, context_length=200, vocab_size=31, window=5)
+LLAMA = LlamaConfig(8, 12, 4, 1, num_kv_heads=2, context_length=200, vocab_size=31)
+WINDOWED = LlamaConfig(8, 12, 4, 1, num_kv_heads=2, context_length=200, vocab_size=31, window=5)
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [30], [9, 9]]
 
 
@@ -33,7 +33,7 @@ def llama():
 
 
 @pytest.fixture(scope="module")
-def gpt():
+def gpt2():
     return build(GPT)
 
 
@@ -79,20 +79,20 @@ def test_the_same_key_draws_the_same_tokens_and_another_key_others(llama):
 
 
 def test_the_model_runs_in_eval_mode_and_stays_in_its_own():
-    model = build(GPT2Config(8, 2, 2, context_length=24, vocab_size=31, dropout=0.9))
+    model = build(GPT2Config(8, 2, 1, context_length=24, vocab_size=31, dropout=0.9))
     model.train()
     assert generate(model, PROMPTS, 5) == generate(model, PROMPTS, 5)
     assert not model.drop_emb.deterministic
 
 
-def test_lengths_within_a_bucket_share_two_programs():
-    model, steps = build(LLAMA), sys.modules["flax_attn.models.generate"]
-    generate(model, [[1, 2, 3], [4]], 7)
+def test_lengths_within_a_bucket_share_two_programs(llama):
+    steps = sys.modules["flax_attn.models.generate"]
+    generate(llama, [[1, 2, 3], [4]], 7)
     sizes = steps._prefill._cache_size(), steps._decode._cache_size()
-    generate(model, [[1] * 60, [4] * 9], 2)
-    generate(model, [[7], [4] * 31], 9)
+    generate(llama, [[1] * 60, [4] * 9], 2)
+    generate(llama, [[7], [4] * 31], 9)
     assert (steps._prefill._cache_size(), steps._decode._cache_size()) == sizes
-    generate(model, [[1] * 70, [4]], 3)
+    generate(llama, [[1] * 70, [4]], 3)
     assert (steps._prefill._cache_size(), steps._decode._cache_size()) == (sizes[0] + 1, sizes[1] + 1)
 
 
@@ -125,9 +125,9 @@ def test_lengths_within_a_bucket_share_two_programs():
     ],
 )
 @pytest.mark.usefixtures("no_shape_checks")
-def test_bad_calls(gpt, tokens, options, message):
+def test_bad_calls(tokens, options, message, gpt2):
     with pytest.raises(ValueError, match=message):
-        generate(gpt, tokens, **{"max_new_tokens": 5, **options})
+        generate(gpt2, tokens, **{"max_new_tokens": 5, **options})
 
 
 def test_top_k_and_top_p_keep_the_most_likely():
