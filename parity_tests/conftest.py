@@ -11,7 +11,7 @@ import torch
 from flax import nnx
 
 from flax_attn import convert
-from flax_attn.proof.build import build
+from flax_attn.proof.build import build, drawn
 
 torch.set_num_threads(1)
 
@@ -51,9 +51,15 @@ class Side:
 
     def build(self, variant, *arguments, **keywords):
         """Return a module in float64."""
-        numerics = {"rngs": nnx.Rngs(0), "param_dtype": jnp.float64} if self.is_flax else {}
-        module = build(importlib.import_module(self.name), variant, *arguments, numerics=numerics, **keywords)
-        return module if self.is_flax else module.double()
+        package = importlib.import_module(self.name)
+        if not self.is_flax:
+            return build(package, variant, *arguments, **keywords).double()
+
+        def make():
+            numerics = {"rngs": nnx.Rngs(0), "param_dtype": jnp.float64}
+            return build(package, variant, *arguments, numerics=numerics, **keywords)
+
+        return drawn(make)
 
     def numpy(self, array):
         return convert.to_numpy(array)

@@ -14,6 +14,7 @@ from flax import nnx
 import flax_attn
 from flax_attn.parity import tolerance
 from flax_attn.proof import variants as table
+from flax_attn.proof.build import drawn
 from flax_attn.proof.variants import VARIANTS, Package
 
 
@@ -61,22 +62,8 @@ class Variant:
         return self.row.make(AtRate(dropout, rngs=rngs, **numerics))
 
     def build(self, seed: int = 0, **arguments: Any) -> nnx.Module:
-        """Return the module with every parameter random: biases, scales and shifts included.
-
-        Made from its shapes alone, with numpy: to compile a random function for each shape would take most of the time.
-        """
-        module = nnx.eval_shape(lambda: self.create(seed, **arguments))
-        draw = np.random.default_rng(seed)
-        state = nnx.state(module)
-        for i, (_, leaf) in enumerate(nnx.to_flat_state(state)):
-            if isinstance(leaf, nnx.RngKey):
-                leaf.set_value(jax.random.key(1000 * seed + i))
-            elif isinstance(leaf, nnx.RngCount):
-                leaf.set_value(jnp.uint32(0))
-            else:
-                leaf.set_value(jnp.asarray(draw.normal(0, 0.4, leaf.shape), leaf.dtype))
-        nnx.update(module, state)
-        return module
+        """Return the module with every parameter random: biases, scales and shifts included."""
+        return drawn(lambda: self.create(seed, **arguments), seed)
 
     def inputs(self, dtype: Any = jnp.float32) -> list[jax.Array]:
         return [jnp.asarray(x, dtype) for x in self.row.draw(np.random.default_rng(7)).values()]

@@ -1,9 +1,14 @@
 """Modules of either package from names and numbers, so that one row of a table describes both."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 
 def build(package: ModuleType, module: str, *arguments: Any, numerics: Mapping[str, Any] | None = None, **options: Any):
@@ -72,3 +77,30 @@ def build_block(
         norm_first=norm_first,
         drop_shortcut=part("Dropout", dropout),
     )
+
+
+def drawn(make: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
+    """Return the module that `make` returns, with every parameter drawn from the normal distribution.
+
+    It is made from its shapes alone, with numpy: as constructed, JAX would compile a random function for each shape.
+
+    Args:
+        make: constructs the module.
+        seed: of the parameters, and of the streams that dropout draws its keys from.
+
+    Example:
+        >>> from flax_attn import LayerNorm
+        >>> drawn(lambda: LayerNorm(4)).scale.shape
+        (4,)
+    """
+    module, draw = nnx.eval_shape(make), np.random.default_rng(seed)
+    state = nnx.state(module)
+    for i, (_, leaf) in enumerate(nnx.to_flat_state(state)):
+        if isinstance(leaf, nnx.RngKey):
+            leaf.set_value(jax.random.key(1000 * seed + i))
+        elif isinstance(leaf, nnx.RngCount):
+            leaf.set_value(jnp.uint32(0))
+        else:
+            leaf.set_value(jnp.asarray(draw.normal(0, 0.4, leaf.shape), leaf.dtype))
+    nnx.update(module, state)
+    return module

@@ -26,6 +26,7 @@ from flax_attn.parity.compare import report_on
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
+from flax_attn.proof.build import drawn
 from flax_attn.proof.variants import Variant, select
 
 QUICK_CHECKS = ("forward", "gradients", "float32", "dropout", "unbatched", "cache = full")
@@ -149,14 +150,7 @@ def _probe(module: nnx.Module, layout: str, weights: dict[str, np.ndarray]) -> I
 
 
 def _flax_module(variant: Variant) -> nnx.Module:
-    """Return the module with parameters 0, which are overwritten: to draw them would compile a program for each."""
-    module = nnx.eval_shape(lambda: variant.build(flax_attn, param_dtype=jnp.float64, rngs=nnx.Rngs(0)))
-    state = nnx.state(module)
-    for _, leaf in nnx.to_flat_state(state):
-        is_key = isinstance(leaf, nnx.RngKey)
-        leaf.set_value(jax.random.key(0) if is_key else jnp.asarray(np.zeros(leaf.shape, leaf.dtype)))
-    nnx.update(module, state)
-    return module
+    return drawn(lambda: variant.build(flax_attn, param_dtype=jnp.float64, rngs=nnx.Rngs(0)))
 
 
 def _torch_adapter(variant: Variant) -> Adapter:

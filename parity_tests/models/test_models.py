@@ -1,6 +1,5 @@
 """Whole models: equal on both sides, in one call, in steps and in chunks, and document by document."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from flax import nnx
 import torch_ref
 from flax_attn import convert
 from flax_attn.parity import tolerance
+from flax_attn.proof.build import drawn
 
 B, T, VOCAB = 3, 7, 11
 TOTALS = np.array([7, 4, 6])
@@ -52,10 +52,7 @@ def build(side, name, config):
     cls = getattr(side.file(f"models.{name.lower()}"), name)
     if not side.is_flax:
         return cls(config).double()
-    model = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), param_dtype=jnp.float64))
-    zeros = jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape)), nnx.state(model))  # nothing to compile
-    nnx.update(model, zeros)
-    return model
+    return drawn(lambda: cls(config, rngs=nnx.Rngs(0), param_dtype=jnp.float64))
 
 
 def both(sides, name, config):
