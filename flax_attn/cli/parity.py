@@ -107,18 +107,31 @@ def _variants(options: argparse.Namespace) -> list[Report]:
         variants = select(options.variant)
     except ValueError as error:
         raise common.UsageError(str(error)) from None
+    variants = _recorded(variants, options) if options.against else variants
     workers = min(os.cpu_count() or 1, _WORKERS)
     # A page draws from the modules, and a difference is located in them: both need them in this process.
-    alone = checks or options.against or workers == 1 or len(variants) <= workers
+    alone = checks or options.device or workers == 1 or len(variants) <= workers
     if alone or any(Path(path).suffix == ".html" for path in options.report):
         return _in_this_process(variants, checks, options)
     with common.progress() as progress:
         task = progress.add_task("comparing", total=len(variants))
-        names, settings = [variant.name for variant in variants], {"full": options.full, "export": options.export}
-        return prove_all(names, workers, lambda: progress.advance(task), seed=options.seed, **settings)
+        names = [variant.name for variant in variants]
+        settings = {name: getattr(options, name) for name in ("seed", "full", "export", "against")}
+        return prove_all(names, workers, lambda: progress.advance(task), **settings)
 
 
 _WORKERS = 4  # the most processes, of about 1 GB each
+
+
+def _recorded(variants: list[Variant], options: argparse.Namespace) -> list[Variant]:
+    """Return those of the variants that an export holds; one that was asked for by name must be there."""
+    from flax_attn.parity.adapters import recording
+
+    recordings = recording.load(options.against, [v.name for v in variants] if options.variant else None)
+    found = [variant for variant in variants if variant.name in recordings]
+    if not found:
+        raise common.UsageError(f"{options.against} holds no variant of the table; it holds {', '.join(recordings)}")
+    return found
 
 
 def _in_this_process(variants: list[Variant], checks: list[str] | None, options: argparse.Namespace) -> list[Report]:
@@ -126,20 +139,10 @@ def _in_this_process(variants: list[Variant], checks: list[str] | None, options:
     from flax_attn.parity.cpu import on_cpu
     from flax_attn.proof import prove
 
-    recordings, device, reports = {}, common.device(options.device), []
-    if options.against:
-        recordings = recording.load(options.against, [v.name for v in variants] if options.variant else None)
-        variants = [variant for variant in variants if variant.name in recordings]
-        if not variants:
-            raise common.UsageError(
-                f"{options.against} holds no variant of the table; it holds {', '.join(recordings)}"
-            )
+    device, reports = common.device(options.device), []
     with common.progress() as progress, on_cpu():
         for variant in progress.track(variants, description="comparing"):
-            if options.against:
-                pair = prove.pair_with(variant, recordings[variant.name], device)
-            else:
-                pair = prove.pair_of(variant, options.seed, record=bool(options.export))
+            pair = prove.pair_from(variant, options.seed, options.export, options.against, device)
             reports.append(prove.prove(variant, options.seed, checks, full=options.full, pair=pair))
             if options.export:
                 recording.save(reports[-1], options.export)

@@ -7,6 +7,8 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,14 +22,14 @@ import flax_attn
 from flax_attn import convert
 from flax_attn.parity.adapters.adapter import Adapter, Arrays
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
-from flax_attn.parity.adapters.recording import Recording, RecordingAdapter, save
+from flax_attn.parity.adapters.recording import Recording, RecordingAdapter, file_name, save
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.compare import report_on
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
 from flax_attn.proof.build import drawn
-from flax_attn.proof.variants import Variant, select
+from flax_attn.proof.variants import VARIANTS, Variant
 
 QUICK_CHECKS = ("forward", "gradients", "float32", "dropout", "unbatched", "cache = full")
 FULL_CHECKS = (*QUICK_CHECKS, "jit = eager", "training")  # these two take as long as all the others together
@@ -48,6 +50,13 @@ def pair_of(variant: Variant, seed: int = 0, *, record: bool = False) -> Pair:
 def pair_with(variant: Variant, recording: Recording, device: Any = None) -> Pair:
     """Return the Flax module of a variant with a recording of the PyTorch one; lower dtypes run on `device`."""
     return _paired(variant, recording, recording.inputs, recording.about["seed"], device)
+
+
+def pair_from(variant: Variant, seed: int, export: str | None, against: str | None, device: Any = None) -> Pair:
+    """Return the pair of a variant with PyTorch, recorded if there is a folder to export to, or with an export."""
+    if against:
+        return pair_with(variant, Recording(Path(against) / f"{file_name(variant.name)}.safetensors"), device)
+    return pair_of(variant, seed, record=bool(export))
 
 
 def _paired(variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: Any = None) -> Pair:
@@ -104,15 +113,16 @@ def prove_all(
 
 
 def _one_thread() -> None:
-    import torch
+    if find_spec("torch"):
+        import torch
 
-    torch.set_num_threads(1)  # the matrices are small, and each core has a process
+        torch.set_num_threads(1)  # the matrices are small, and each core has a process
 
 
-def _prove_in_worker(name: str, *, seed: int, full: bool, export: str | None) -> Report:
-    (variant,) = select([name])
+def _prove_in_worker(name: str, *, seed: int, full: bool, export: str | None, against: str | None) -> Report:
+    (variant,) = (variant for variant in VARIANTS if variant.name == name)
     with on_cpu():
-        pair = pair_of(variant, seed, record=bool(export))
+        pair = pair_from(variant, seed, export, against)
     report = prove(variant, seed, full=full, pair=pair)
     if export:
         save(report, export)
