@@ -5,8 +5,6 @@ from typing import Any
 
 from flax import nnx
 
-from flax_attn.functional.scores import Scores
-
 Check = Callable[[Any], str | None]
 
 
@@ -80,18 +78,22 @@ def no_rope(module: Any) -> str | None:
 
 def scores_plain(module: Any) -> str | None:
     """Refuse another scale than `1 / sqrt(h)`, a soft cap and sinks."""
-    scores = getattr(module, "scores", Scores())
-    if scores == Scores():
+    scores = getattr(module, "scores", None)
+    if scores is None or _values(scores) == (None, None, False):
         return None
     return f"its scores have the scale 1 / sqrt(head_dim), no soft cap and no sinks; got scores={scores}"
 
 
 def scores_unscaled(module: Any) -> str | None:
     """Refuse another scale than 1, a soft cap and sinks."""
-    scores = getattr(module, "scores", Scores())
-    if scores == Scores(scale=1.0):
+    scores = getattr(module, "scores", None)
+    if scores is not None and _values(scores) == (1.0, None, False):
         return None
     return f"its scores have the scale 1, no soft cap and no sinks; got scores={scores}. Pass scores=Scores(scale=1.0)"
+
+
+def _values(scores: Any) -> tuple[float | None, float | None, bool]:
+    return scores.scale, scores.soft_cap, scores.sinks
 
 
 def self_attention(module: Any) -> str | None:
