@@ -20,8 +20,8 @@ def run(folder, *options):
 def test_pages_hold_every_row(folder):
     assert run(folder) == 0
     variants, faults = ((folder / name).read_text() for name in ("variants.md", "faults.md"))
-    assert all(f"\n| `{variant.name}` | `{variant.module}` |" in variants for variant in VARIANTS)
-    assert all(f"| `{fault.row.name}` | {fault.check} |\n" in faults for fault in FAULTS)
+    assert all(f"\n| `{variant.name}` | `{variant.module}(" in variants for variant in VARIANTS)
+    assert all(f"| `{fault.variant.name}` | {fault.check} |\n" in faults for fault in FAULTS)
     assert faults.count("\n| ") == len(FAULTS) + 2
     backends = (folder / "backends.md").read_text()
     assert backends.startswith(f"# Backends\n\n{docs.BEGIN}\n| backend |")

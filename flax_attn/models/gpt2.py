@@ -13,7 +13,7 @@ from flax_attn.convert.rules import Layout, Rule
 from flax_attn.functional.checks import check_choice
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
-from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields, Number
+from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.dropout import Dropout
@@ -73,21 +73,21 @@ def _read(fields: Fields, dropout: float | None) -> GPT2Config:
     # reorder_and_upcast_attn asks for a softmax in float32, and ours is in that at least.
     fields.only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return GPT2Config(
-        d_model=fields.get("n_embd", int),
-        num_heads=fields.get("n_head", int),
-        num_layers=fields.get("n_layer", int),
-        context_length=fields.get("n_positions", int),
-        vocab_size=fields.get("vocab_size", int),
+        d_model=fields.integer("n_embd"),
+        num_heads=fields.integer("n_head"),
+        num_layers=fields.integer("n_layer"),
+        context_length=fields.integer("n_positions"),
+        vocab_size=fields.integer("vocab_size"),
         dropout=_read_dropout(fields) if dropout is None else dropout,
-        d_hidden=fields.get("n_inner", int | None, None),
+        d_hidden=fields.optional_integer("n_inner", None),
         activation=fields.choose("activation_function", ACTIVATIONS, "gelu_new"),
-        eps=fields.get("layer_norm_epsilon", Number, 1e-5),
-        tied=fields.get("tie_word_embeddings", bool, True),
+        eps=fields.number("layer_norm_epsilon", 1e-5),
+        tied=fields.flag("tie_word_embeddings", True),
     )
 
 
 def _read_dropout(fields: Fields) -> float:
-    rates = {name: fields.get(name, Number, 0.1) for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")}
+    rates = {name: fields.number(name, 0.1) for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")}
     if len(set(rates.values())) > 1:
         got = ", ".join(f"{name}={rate}" for name, rate in rates.items())
         raise ValueError(f"{fields.where}: a GPT2 has one probability of dropout; got {got}. Pass dropout=")

@@ -32,13 +32,13 @@ def _read_llama(fields: Fields, dropout: float | None) -> LlamaConfig:
     fields.only(sliding_window=None)  # transformers' Llama applies it to the cache but not to the mask
     return LlamaConfig(
         **read_decoder(fields, dropout),
-        attention_bias=fields.get("attention_bias", bool, False),
-        ff_bias=fields.get("mlp_bias", bool, False),
+        attention_bias=fields.flag("attention_bias", False),
+        ff_bias=fields.flag("mlp_bias", False),
     )
 
 
 def _read_mistral(fields: Fields, dropout: float | None) -> LlamaConfig:
-    window = fields.get("sliding_window", int | None, 4096)
+    window = fields.optional_integer("sliding_window", 4096)
     return LlamaConfig(**read_decoder(fields, dropout, num_kv_heads=8), window=window)
 
 

@@ -35,7 +35,7 @@ class Qwen3Config(DecoderConfig):
 
 def _read(fields: Fields, dropout: float | None) -> Qwen3Config:
     arguments = read_decoder(fields, dropout, num_kv_heads=32, head_dim=128) | read_windows(fields)
-    return Qwen3Config(**arguments, attention_bias=fields.get("attention_bias", bool, False))
+    return Qwen3Config(**arguments, attention_bias=fields.flag("attention_bias", False))
 
 
 def _write(config: Qwen3Config) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_nothing_is_cut(show, width):
     assert "…" not in text
     joined = "".join(text.split())
     assert joined.count(f"{long}[1023,767]:flax-1.23456789e-101,torch-2.23456789e-101") == 2 or width == 80
-    assert all(word in joined for word in ("poisonedpadding1.2e-30", "2.23456789e-101", "anote"))
+    assert all(word in joined for word in ("non-finitepadding1.2e-30", "2.23456789e-101", "anote"))
 
 
 def test_markup_in_a_name_is_shown_as_it_is(show, equal):
@@ -96,5 +96,5 @@ def test_markup_in_a_name_is_shown_as_it_is(show, equal):
 def test_table_of_variants_marks_what_differs(capsys, equal, differing):
     Console(width=200).print(console.variants([equal, differing]))
     good, bad = capsys.readouterr().out.splitlines()[3:5]
-    assert good.split() == ["equal", "2.0e-16", "-", "0.50", "-", "-", "-", "-", "-", "-", "2.0x", "equal"]
+    assert good.split() == ["equal", "2.0e-16", "-", "0.50", "-", "-", "2.0x", "equal"]
     assert bad.split()[-1] == "DIFFERENT"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_attn import DynamicNTKScaling, MultiHeadAttention, RoPE, YaRNScaling, alibi, sinusoidal, t5_bias
+from flax_attn import DynamicNTKScaling, MultiHeadAttention, RoPE, Scores, YaRNScaling, alibi, sinusoidal, t5_bias
 
 B, T, N, H, D = 3, 5, 2, 8, 7
 PACKED = np.array([[0, 1, 2, 0, 1], [90, 91, 92, 93, 94], [7, 3, 0, 41, 5]])
@@ -85,6 +85,6 @@ def test_every_backend_takes_what_is_turned(backend, close):
 
 
 def test_scale_takes_the_place_of_the_default(close):
-    default, same, other = (layer(RoPE(), scale=scale)(tokens()) for scale in (None, H**-0.5, 1.0))
+    default, same, other = (layer(RoPE(), scores=Scores(scale=scale))(tokens()) for scale in (None, H**-0.5, 1.0))
     close(same, default)
     assert not np.allclose(other, default)

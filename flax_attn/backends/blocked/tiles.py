@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +17,8 @@ from flax_attn.backends.blocked.tiling import EdgeTile, Tiling
 from flax_attn.functional.dropout import KeyedDropout, keep_mask
 from flax_attn.functional.kv_range import KVRange
 from flax_attn.functional.masks import Mask
+
+Carry = TypeVar("Carry")
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _at_edge(tiling: Tiling, head: Head, start: Array, edge: EdgeTile) -> Tile:
     return tile._replace(visible=reduce(jnp.logical_and, conditions))
 
 
-def over_chunks(static: Static, head: Head, start: Array, step: Callable[[Any, Tile], Any], carry: Any) -> Any:
+def over_chunks(static: Static, head: Head, start: Array, step: Callable[[Carry, Tile], Carry], carry: Carry) -> Carry:
     """Return `carry` after `step(carry, tile)` for the chunks of keys that the band shows to a whole block.
 
     First for the chunks in which all is visible, then for those where the mask or the end of the keys hides something.

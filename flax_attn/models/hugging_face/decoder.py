@@ -7,7 +7,7 @@ from flax_attn.convert.rules import Layout
 from flax_attn.functional.frequencies import DynamicNTKScaling
 from flax_attn.models.decoder import DecoderConfig
 from flax_attn.models.hugging_face.family import embeddings, linears, norms
-from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields, Number
+from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.models.hugging_face.rope import dynamic_length, read_rope, write_rope
 
 DECODER_LAYOUT = Layout(
@@ -55,22 +55,22 @@ def read_decoder(
     Raises:
         ValueError: if a field is missing, of another kind, or asks for what our models do not compute.
     """
-    length = fields.get("max_position_embeddings", int)
+    length = fields.integer("max_position_embeddings")
     rope = read_rope(fields, length)
     return {
-        "d_model": fields.get("hidden_size", int),
-        "d_hidden": fields.get("intermediate_size", int),
-        "num_heads": fields.get("num_attention_heads", int),
-        "num_layers": fields.get("num_hidden_layers", int),
-        "num_kv_heads": fields.get("num_key_value_heads", int | None, num_kv_heads),
-        "head_dim": fields.get("head_dim", int | None, head_dim),
+        "d_model": fields.integer("hidden_size"),
+        "d_hidden": fields.integer("intermediate_size"),
+        "num_heads": fields.integer("num_attention_heads"),
+        "num_layers": fields.integer("num_hidden_layers"),
+        "num_kv_heads": fields.optional_integer("num_key_value_heads", num_kv_heads),
+        "head_dim": fields.optional_integer("head_dim", head_dim),
         "context_length": dynamic_length(rope.scaling) if isinstance(rope.scaling, DynamicNTKScaling) else length,
-        "vocab_size": fields.get("vocab_size", int),
+        "vocab_size": fields.integer("vocab_size"),
         "rope": rope,
-        "eps": fields.get("rms_norm_eps", Number, 1e-6),
+        "eps": fields.number("rms_norm_eps", 1e-6),
         "activation": fields.choose("hidden_act", ACTIVATIONS, "silu"),
-        "dropout": fields.get("attention_dropout", Number, 0.0) if dropout is None else dropout,
-        "tied": fields.get("tie_word_embeddings", bool, False),
+        "dropout": fields.number("attention_dropout", 0.0) if dropout is None else dropout,
+        "tied": fields.flag("tie_word_embeddings", False),
     }
 
 
@@ -108,11 +108,11 @@ def read_windows(fields: Fields) -> dict[str, Any]:
     Raises:
         ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window that is switched off.
     """
-    layers, first = range(fields.get("num_hidden_layers", int)), fields.get("max_window_layers", int, 28)
-    used, size = fields.get("use_sliding_window", bool, False), fields.get("sliding_window", int | None, 4096)
+    layers, first = range(fields.integer("num_hidden_layers")), fields.integer("max_window_layers", 28)
+    used, size = fields.flag("use_sliding_window", False), fields.optional_integer("sliding_window", 4096)
     window = size if used else None
     default = [_FULL if window is None or layer < first else _SLIDING for layer in layers]
-    kinds = fields.get("layer_types", list | None, None) or default
+    kinds = fields.optional_list("layer_types") or default
     if len(kinds) != len(layers) or not set(kinds) <= {_SLIDING, _FULL}:
         raise ValueError(
             f"{fields.where}: layer_types must name {_SLIDING!r} or {_FULL!r} for each of num_hidden_layers="

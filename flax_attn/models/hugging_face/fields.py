@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Number = int | float
+K = TypeVar("K")
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -16,7 +17,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 THEIR_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu_exact": "gelu", "silu": "silu"}
-_REQUIRED = object()
+REQUIRED = object()
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Fields:
         used: the names that were read so far.
 
     Example:
-        >>> Fields("config.json", {"n_embd": 768}).get("n_embd", int)
+        >>> Fields("config.json", {"n_embd": 768}).integer("n_embd")
         768
     """
 
@@ -37,20 +38,51 @@ class Fields:
     values: dict[str, Any]
     used: set[str] = field(default_factory=set)
 
-    def get(self, name: str, kind: Any, default: Any = _REQUIRED) -> Any:
-        """Return the value of a field; raise if it is of another kind, or missing without a default."""
+    def integer(self, name: str, default: Any = REQUIRED) -> int:
+        """Return an integer; raise if the field holds something else, or is missing without a default."""
+        return self._get(name, int, default)
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        """Return an integer, or None where the field holds null."""
+        return self._get(name, int | None, default)
+
+    def number(self, name: str, default: Any = REQUIRED) -> float:
+        """Return a number."""
+        return self._get(name, Number, default)
+
+    def optional_number(self, name: str, default: Any = None) -> float | None:
+        """Return a number, or None where the field holds null."""
+        return self._get(name, Number | None, default)
+
+    def flag(self, name: str, default: Any = REQUIRED) -> bool:
+        """Return true or false."""
+        return self._get(name, bool, default)
+
+    def text(self, name: str, default: Any = REQUIRED) -> str:
+        """Return a string."""
+        return self._get(name, str, default)
+
+    def optional_list(self, name: str) -> list[Any] | None:
+        """Return a list, or None where the field is missing or holds null."""
+        return self._get(name, list | None, None)
+
+    def optional_object(self, name: str) -> dict[str, Any] | None:
+        """Return an object, or None where the field is missing or holds null."""
+        return self._get(name, dict | None, None)
+
+    def _get(self, name: str, kind: Any, default: Any) -> Any:
         self.used.add(name)
         value = self.values.get(name, default)
-        if value is _REQUIRED:
+        if value is REQUIRED:
             raise ValueError(f"{self.where} lacks the field {name}. Take the config.json that came with the weights")
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            kind = kind.__name__ if isinstance(kind, type) else kind
-            raise ValueError(f"{self.where}: {name} must be of the kind {kind}; got {json.dumps(value)}")
+            expected = kind.__name__ if isinstance(kind, type) else kind
+            raise ValueError(f"{self.where}: {name} must be of the kind {expected}; got {json.dumps(value)}")
         return value
 
-    def choose(self, name: str, choices: dict[str, Any], default: str | None = None) -> Any:
+    def choose(self, name: str, choices: dict[str, K], default: str | None = None) -> K:
         """Return the choice that a field names; raise if there is none of that name."""
-        value = self.get(name, str, _REQUIRED if default is None else default)
+        value = self.text(name, REQUIRED if default is None else default)
         if value not in choices:
             raise ValueError(f"{self.where}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
         return choices[value]

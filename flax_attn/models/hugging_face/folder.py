@@ -57,7 +57,7 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
             weights are missing, unexpected, mis-shaped or of an unknown dtype: all are listed, and none is read.
     """
     family, folder = _known(cls, family), Path(path)
-    config = read_config(cls, family, read_fields(folder), options.get("dropout"))
+    config: Any = read_config(cls, family, read_fields(folder), options.get("dropout"))
     weights = find_weights(folder)
     stored = read_headers(weights)
     model = _abstract(cls, config, {name: value for name, value in options.items() if name in _OF_MODELS})
@@ -93,7 +93,7 @@ def save(model: nnx.Module, config: Any, family: Family | None, path: str | Path
         _move(Path(temporary), target)
 
 
-def read_config(cls: type, family: Family, fields: Fields, dropout: float | None = None) -> Any:
+def read_config(cls: type, family: Family, fields: Fields, dropout: float | None = None) -> object:
     """Return the config of a model of `cls`; `dropout` replaces that of the file unless it is None.
 
     Files of transformers 4 and 5 are read. Every field that changes the function is honoured or refused.
@@ -101,7 +101,7 @@ def read_config(cls: type, family: Family, fields: Fields, dropout: float | None
     Raises:
         ValueError: if the file is that of another family, lacks a field, or asks for what our models do not compute.
     """
-    found = fields.get("model_type", str)
+    found = fields.text("model_type")
     if found not in family.read:
         raise ValueError(
             f"{fields.where} is that of a model_type {found!r}, and {cls.__name__} reads "

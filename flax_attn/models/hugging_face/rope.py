@@ -8,9 +8,7 @@ from typing import Any
 
 from flax_attn.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YaRNScaling
 from flax_attn.functional.positions import RoPE
-from flax_attn.models.hugging_face.fields import Fields, Number
-
-_OBJECT = dict | None
+from flax_attn.models.hugging_face.fields import REQUIRED, Fields
 
 
 def read_rope(fields: Fields, length: int) -> RoPE:
@@ -24,14 +22,14 @@ def read_rope(fields: Fields, length: int) -> RoPE:
         >>> read_rope(Fields("config.json", {"rope_theta": 500.0, "rope_scaling": scaling}), 16)
         RoPE(base=500.0, width=None, interleaved=False, scaling=LinearScaling(factor=8.0))
     """
-    old, new = (fields.get(name, _OBJECT, None) for name in ("rope_scaling", "rope_parameters"))
+    old, new = (fields.optional_object(name) for name in ("rope_scaling", "rope_parameters"))
     rope = Fields(f"{fields.where}: {'rope_scaling' if old else 'rope_parameters'}", old or new or {})
     for part in (fields, rope):
         part.only(partial_rotary_factor=1.0)  # with another value, transformers' Llama fails or rotates whole heads
-    base = rope.get("rope_theta", Number, fields.get("rope_theta", Number, 10000.0))
+    base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     name = "rope_type" if "rope_type" in rope.values else "type"
     read = rope.choose(name, _READERS, "default")
-    scaling = read(rope, length, fields.get("original_max_position_embeddings", int | None, None))
+    scaling = read(rope, length, fields.optional_integer("original_max_position_embeddings", None))
     rope.used.add("type")
     rope.check_all_used()
     return RoPE(float(base), scaling=scaling)
@@ -42,40 +40,40 @@ def _default(rope: Fields, length: int, original: int | None) -> None:
 
 
 def _linear(rope: Fields, length: int, original: int | None) -> LinearScaling:
-    return LinearScaling(rope.get("factor", Number))
+    return LinearScaling(rope.number("factor"))
 
 
 def _dynamic(rope: Fields, length: int, original: int | None) -> DynamicNTKScaling:
-    return DynamicNTKScaling(rope.get("factor", Number), length)
+    return DynamicNTKScaling(rope.number("factor"), length)
 
 
 def _llama3(rope: Fields, length: int, original: int | None) -> Llama3Scaling:
     return Llama3Scaling(
-        rope.get("factor", Number),
+        rope.number("factor"),
         _original(rope, length, original),
-        rope.get("low_freq_factor", Number),
-        rope.get("high_freq_factor", Number),
+        rope.number("low_freq_factor"),
+        rope.number("high_freq_factor"),
     )
 
 
 def _yarn(rope: Fields, length: int, original: int | None) -> YaRNScaling:
     original = _original(rope, length, original)
     optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-    fast, slow, mscale, mscale_all_dim, amplitude = (rope.get(name, Number | None, None) for name in optional)
+    fast, slow, mscale, mscale_all_dim, amplitude = (rope.optional_number(name) for name in optional)
     scales = {"mscale": mscale, "mscale_all_dim": mscale_all_dim} if mscale and mscale_all_dim else {}
     return YaRNScaling(
-        rope.get("factor", Number | None) or length / original,
+        rope.optional_number("factor", REQUIRED) or length / original,
         original,
         beta_fast=fast or 32.0,
         beta_slow=slow or 1.0,
-        truncate=rope.get("truncate", bool, True),
+        truncate=rope.flag("truncate", True),
         attention_factor=amplitude,
         **scales,
     )
 
 
 def _original(rope: Fields, length: int, original: int | None) -> int:
-    inside = rope.get("original_max_position_embeddings", int | None, None)
+    inside = rope.optional_integer("original_max_position_embeddings", None)
     return original or inside or length
 
 
