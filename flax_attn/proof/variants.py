@@ -263,6 +263,7 @@ VARIANTS = (
         "Qwen2",
         lambda p: p.Qwen2Config(8, 12, 4, 2, 2, context_length=9, vocab_size=11, window=3, full_layers=(0,)),
     ),
+    _model("Qwen3", lambda p: p.Qwen3Config(8, 12, 4, 2, 2, head_dim=6, context_length=9, vocab_size=11)),
 )
 
 
