@@ -8,7 +8,8 @@ NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.
 
 # What another JAX or Flax can break: whatever uses their interfaces. The arithmetic is proven by make against.
 NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py tokamax.py xla.py) \
-	tests/bench tests/models tests/modules tests/parity tests/training $(wildcard tests/test_*.py)
+	tests/bench tests/models tests/modules tests/parity tests/training \
+	$(filter-out tests/test_types.py,$(wildcard tests/test_*.py))  # types are checked once, by make test
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
 parity against faults test test-newest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
