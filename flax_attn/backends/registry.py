@@ -7,6 +7,7 @@ from flax_attn.functional.checks import check_choice
 
 # In order of preference: "auto" takes the first that runs on the platform, prefers the call and does not refuse it.
 BACKENDS = (
+    "native",
     "decode",
     "reference",
     "cudnn",

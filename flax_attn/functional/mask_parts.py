@@ -47,6 +47,13 @@ class Part:
         """Return `(low, high)` if the part is `low <= key - query <= high` with integers known before tracing."""
         return None
 
+    def interval(self, rows: Index) -> tuple[Array | int, Array | int] | None:
+        """Return `(start, stop)` if queries at `rows` see the keys from `start` to before `stop`, of the shape of `rows`.
+
+        Batch rows may differ. Bounds may lie outside the keys, and may be integers where they are the same for all.
+        """
+        return None
+
     def row(self, b: int | Index, n: int | Index | None) -> Part:
         """Return the part for one batch row and head, or for all heads."""
         return _RowOf(self, b, n)
@@ -102,6 +109,10 @@ class _Positioned(Part):
         least, greatest = limits(0 if self.offset is None else self.offset)
         return first + least, last + greatest
 
+    def bounded_position(self, rows):
+        """Return the positions, so far within int32 that a width can be added."""
+        return jnp.clip(self.position(rows), -2 * UNBOUNDED, 2 * UNBOUNDED)
+
     def row(self, b, n):
         return dataclasses.replace(self, offset=_count_of_row(self.offset, b))
 
@@ -122,6 +133,9 @@ class Causal(_Positioned):
 
     def band(self):
         return (None, self.offset or 0) if isinstance(self.offset, int | None) else None
+
+    def interval(self, rows):
+        return 0, self.bounded_position(rows) + 1
 
 
 @dataclass(frozen=True)
@@ -152,6 +166,12 @@ class Window(_Positioned):
         low = None if self.left is None else offset - self.left
         return low, None if self.right is None else offset + self.right
 
+    def interval(self, rows):
+        position = self.bounded_position(rows)
+        left, right = (UNBOUNDED if size is None else min(size, UNBOUNDED) for size in (self.left, self.right))
+        start = 0 if left == UNBOUNDED else position - left
+        return start, UNBOUNDED if right == UNBOUNDED else position + right + 1
+
 
 @dataclass(frozen=True)
 class Prefix(_Positioned):
@@ -169,6 +189,9 @@ class Prefix(_Positioned):
     def kv_range(self, first, last, s):
         (least, greatest), (shortest, longest) = self.positions(first, last), limits(self.length)
         return KVRange(0, maximum(greatest + 1, longest), 0, maximum(least + 1, shortest))
+
+    def interval(self, rows):
+        return 0, jnp.maximum(self.bounded_position(rows) + 1, _per_row(self.length))
 
     def row(self, b, n):
         return Prefix(_count_of_row(self.length, b), offset=_count_of_row(self.offset, b))
@@ -197,6 +220,10 @@ class Lengths(Part):
     def kv_range(self, first, last, s):
         query, key = (limits(UNBOUNDED if count is None else count) for count in (self.query, self.key))
         return KVRange(0, where(first < query[1], key[1], 0), 0, where(last < query[0], key[0], 0))
+
+    def interval(self, rows):
+        stop = UNBOUNDED if self.key is None else _per_row(self.key)
+        return 0, stop if self.query is None else jnp.where(rows < _per_row(self.query), stop, 0)
 
     def row(self, b, n):
         return Lengths(_count_of_row(self.query, b), _count_of_row(self.key, b))

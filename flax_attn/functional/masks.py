@@ -160,6 +160,25 @@ class Mask:
         high = min((high for _, high in bands if high is not None), default=None)
         return (low, high), Mask(tuple(part for part in self.parts if part.band() is None))
 
+    def split_intervals(self, t: int, s: int) -> tuple[tuple[Array, Array], Mask]:
+        """Return `(start, stop)` and a mask of the rest: which keys each query may see by all parts but the rest.
+
+        Query i may see the keys from `start[:, i]` to before `stop[:, i]`, with a row for each row of the batch or one
+        for all. The rest are segments, dense arrays, and parts of a kind that is not known here.
+
+        Example:
+            >>> (start, stop), rest = Mask.sliding_window(2).split_intervals(3, 3)
+            >>> start[0].tolist(), stop[0].tolist(), rest
+            ([0, 0, 1], [1, 2, 3], Mask())
+        """
+        rows = jnp.arange(t, dtype=jnp.int32)[None, None, :, None]
+        found = [(part, part.interval(rows)) for part in self.parts]
+        start, stop = jnp.zeros((1, 1, t, 1), jnp.int32), jnp.full((1, 1, t, 1), s, jnp.int32)
+        for low, high in (interval for _, interval in found if interval is not None):
+            start, stop = jnp.maximum(start, low), jnp.minimum(stop, high)
+        rest = Mask(tuple(part for part, interval in found if interval is None))
+        return (start[:, 0, :, 0], stop[:, 0, :, 0]), rest
+
     def row(self, b: int | Index, n: int | Index | None = None) -> Mask:
         """Return the mask of batch row `b` and head `n`, as the mask of one row and one head; None is all heads.
 

@@ -1,0 +1,81 @@
+"""Kernels in C++ for CPUs: tiles in registers, hidden blocks skipped, never holds the scores."""
+
+from __future__ import annotations
+
+from numbers import Real
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array
+
+from flax_attn.backends.backend import Backend
+from flax_attn.backends.call import Call
+from flax_attn.backends.native.kernel import Operands, Options, forward
+from flax_attn.functional.mask_parts import Segments
+from flax_attn.native import MISSING, library
+
+_FEW = 16  # queries; their keys are read where they are
+
+
+class Native(Backend):
+    """Kernels in C++, through `jax.ffi`."""
+
+    name = "native"
+    platforms = ("cpu",)
+    structure = "causal, windows, lengths, prefix, segments: hidden blocks are skipped"
+    limits = "float64, bias, dropout, dense masks, a scale that is an array, a precision that is an algorithm"
+
+    def preferred(self, call: Call) -> bool:
+        return True
+
+    def refuse(self, call: Call) -> str | None:
+        _, rest = call.mask.split_intervals(*call.shape[2:])
+        hint = 'Pass backend="auto" or "blocked"'
+        if library() is None:
+            return MISSING
+        if call.query.dtype == jnp.float64:
+            return f"native computes in float32; got dtype float64. {hint}"
+        if call.bias is not None:
+            return f"native adds no bias; got one of shape {call.bias.shape}. {hint}"
+        if call.dropout is not None:
+            return f"native drops no weights; got dropout={call.dropout.rate}. {hint}"
+        if len(rest.parts) > 1 or any(not isinstance(part, Segments) for part in rest.parts):
+            return f"native takes causal masks, windows, lengths, prefixes and one pair of segments; got {rest}. {hint}"
+        if any(ids.dtype.itemsize > 4 for part in rest.parts for ids in (part.query, part.key)):
+            return "native compares segment ids of up to 32 bits; got 64. Cast them to int32"
+        if not isinstance(call.scale, Real):
+            return f"native takes a scale that is known before tracing; got an array. {hint}"
+        if not isinstance(call.precision, None | str | jax.lax.Precision):
+            return f"native computes in float32 alone; got precision={call.precision}. {hint}"
+        return None
+
+    def attend(self, call: Call) -> Array:
+        """Return `(b, t, n, v)`; differentiable in every mode and to every order."""
+        b, n, t, s = call.shape
+        if 0 in call.shape:
+            return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
+        # A cache stores heads first; in the other order XLA would copy it. Where t = s keys were just computed.
+        heads_first = t < s
+        key, value = (rearrange(x, "b s k h -> b k s h") if heads_first else x for x in (call.key, call.value))
+        (start, stop), rest = call.mask.split_intervals(t, s)
+        segments = [ids for part in rest.parts for ids in (part.query, part.key)] or [jnp.zeros((b, 0), int)] * 2
+        sinks = jnp.zeros(0) if call.sinks is None else call.sinks
+        operands = Operands(
+            call.query,
+            key,
+            value,
+            jnp.broadcast_to(sinks.astype(jnp.float32), (b, *sinks.shape)),
+            *(jnp.broadcast_to(x, (b, t)).astype(jnp.int32) for x in (start, stop)),
+            *(jnp.broadcast_to(x, (b, x.shape[-1])).astype(jnp.int32) for x in segments),
+        )
+        return forward(Options(float(call.scale), call.soft_cap or 0.0, heads_first), operands).output
+
+    def memory(self, call: Call) -> int:
+        """Return the bytes of the copies of keys and values, if any, and of the maxima and sums."""
+        (b, n, t, s), widths = call.shape, call.key.shape[3] + call.value.shape[3]
+        copies = b * call.key.shape[2] * s * widths if t > _FEW else 0
+        return 4 * (copies + 2 * b * n * t)
+
+
+BACKEND = Native()

@@ -1,0 +1,57 @@
+"""The kernels for CPUs in C++: an optional library, built at install where there is a compiler.
+
+It is called by XLA itself, through `jax.ffi`; the sources lie in the folder `source`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.util import find_spec
+
+import jax
+
+MISSING = (
+    "its library was not built, which takes a C++ compiler when flax_attn is installed: install one (g++ 12 or newer) and "
+    "then flax_attn again, with pip install --force-reinstall --no-deps"
+)
+_TARGETS = ("attention_forward", "attention_backward")
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Return the library, its functions made known to XLA, or None where it was not built."""
+    found = find_spec("flax_attn.native.library")
+    if found is None or found.origin is None:
+        return None
+    loaded = ctypes.cdll.LoadLibrary(found.origin)
+    for name in _TARGETS:
+        jax.ffi.register_ffi_target(target(name), jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+        jax.ffi.register_ffi_target_as_batch_partitionable(target(name))
+    loaded.level_name.restype = ctypes.c_char_p
+    return loaded
+
+
+def target(name: str) -> str:
+    """Return the name by which XLA knows a function of the library."""
+    return f"flax_attn_{name}"
+
+
+def levels() -> list[str]:
+    """Return the instruction levels that this processor has, quickest first; calls run the first, if none is chosen."""
+    names, loaded = [], library()
+    while loaded is not None and (name := loaded.level_name(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def choose_level(name: str) -> None:
+    """Run an instruction level of `levels()` in all later calls of this process, those compiled before included.
+
+    Raises:
+        ValueError: if the processor does not have it, or the library was not built.
+    """
+    loaded = library()
+    if loaded is None or name not in levels():
+        raise ValueError(f"instruction level must be one of {levels()} on this machine; got {name!r}")
+    loaded.choose_level(levels().index(name))

@@ -1,0 +1,51 @@
+// The arguments of the attention kernels, and the kernels of each instruction level.
+//
+// Sizes are those of the Python side: b batch, t queries, s keys, n query heads, k key/value heads, h head width, v value
+// width. Arrays are row-major. Scores are kept to base 2: x = log2(e) * scale * q.k, so that a weight is exp2(x - top).
+#pragma once
+
+#include <cstdint>
+
+#include "parallel.h"
+
+namespace flax_attn {
+
+enum class Type { float32, bfloat16, float16 };
+
+struct Attention {
+  int64_t b, t, s, n, k, h, v;
+  Type type;         // of query, key, value, output and their gradients
+  bool heads_first;  // key and value are (b, k, s, h) instead of (b, s, k, h)
+  float scale;
+  float soft_cap;  // 0 is none
+  const void *query, *key, *value;
+  const float* sinks;           // (b, n), or null
+  const int32_t *start, *stop;  // (b, t): query i may see the keys start[i] <= j < stop[i]
+  const int32_t *query_segment, *key_segment;  // (b, t) and (b, s), or null: and those of its own segment
+  int64_t group() const { return n / k; }
+};
+
+struct Forward : Attention {
+  void* output;       // (b, t, n, v)
+  float *top, *total;  // (b, n, t): the largest score, and the sum of exp2(x - top); the sum is NaN where the row is
+};
+
+struct Backward : Attention {
+  const void *output, *cotangent;  // (b, t, n, v)
+  const float *top, *total;
+  void *d_query, *d_key, *d_value;  // tokens first
+  float* delta;                     // (b, n, t): the sum of cotangent * output
+};
+
+struct Kernels {
+  const char* name;
+  void (*forward)(const Forward&, Pool&);
+  void (*backward)(const Backward&, Pool&);
+};
+
+// The kernels compiled for one instruction level; null where the compiler or the processor does not have it.
+const Kernels* avx512_kernels();
+const Kernels* avx2_kernels();
+const Kernels* baseline_kernels();
+
+}  // namespace flax_attn

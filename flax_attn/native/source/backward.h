@@ -1,0 +1,213 @@
+// Backward. Keys lie on the lanes of vectors, so that the gradients of a panel of keys and values stay in the cache while
+// all queries that see them pass. Included once for each instruction level, inside its namespace.
+//
+//     p = exp2(x - top) / total;  dv = p^T do;  dx = p (do v^T - delta);  dk = dx^T q;  dq = dx k
+
+constexpr int64_t QUERIES = 64;  // of a block
+
+// The queries of one batch row and key/value head, in float32: (group, padded t, width).
+struct Queries {
+  int64_t padded, width;  // width: of d_query, h rounded up to whole vectors
+  float *query, *cotangent;
+  float *top, *share, *delta;  // share: 1 / total
+};
+static inline int64_t queries_size(const Attention& x, int64_t padded) {
+  return x.group() * padded * (x.h + x.v + 3);
+}
+
+template <typename T>
+static void copy_queries(const Backward& x, int64_t b, int64_t kv, Queries& to) {
+  const Layout query = tokens_first(x.t, x.n, x.h), output = tokens_first(x.t, x.n, x.v);
+  Array<float> out(x.v);
+  for (int64_t head = 0; head < x.group(); ++head)
+    for (int64_t i = 0; i < to.padded; ++i) {
+      const int64_t at = head * to.padded + i, n = kv * x.group() + head, row = (b * x.n + n) * x.t + i;
+      float *q = to.query + at * x.h, *cotangent = to.cotangent + at * x.v;
+      if (i >= x.t) {  // sees nothing
+        std::fill_n(q, x.h, 0.0f);
+        std::fill_n(cotangent, x.v, 0.0f);
+        to.top[at] = to.share[at] = to.delta[at] = 0;
+        continue;
+      }
+      copy_finite(static_cast<const T*>(x.query) + query.offset(b, i, n), q, x.h, query_factor(x));
+      const int64_t place = output.offset(b, i, n);
+      const bool ok = copy_finite(static_cast<const T*>(x.cotangent) + place, cotangent, x.v);
+      float delta = 0;
+      for (int64_t c = 0; c < x.v; ++c) delta += cotangent[c] * read(static_cast<const T*>(x.output) + place + c);
+      to.top[at] = x.top[row];
+      to.share[at] = !ok ? NAN : x.total[row] == 0 ? 0 : 1 / x.total[row];
+      to.delta[at] = x.delta[row] = delta;
+    }
+}
+
+// LANES keys, and the gradients of these.
+struct KeyPanel {
+  int64_t first;
+  float *key, *key_rows, *value;  // (h, LANES), (LANES, width), (v, LANES)
+  float *d_key, *d_value;         // (h, LANES), (v, LANES)
+  Ints index[2], segment[2];
+  bool key_ok[LANES], value_ok[LANES];
+};
+static inline int64_t panel_size(const Attention& x, int64_t width) { return LANES * (2 * x.h + width + 2 * x.v); }
+
+template <typename T>
+static void begin_keys(const Backward& x, int64_t b, int64_t kv, int64_t width, KeyPanel& panel) {
+  const Layout key = keys_layout(x, x.h), value = keys_layout(x, x.v);
+  Array<float> row(x.v);
+  std::fill_n(panel.d_key, x.h * LANES, 0.0f);
+  std::fill_n(panel.d_value, x.v * LANES, 0.0f);
+  std::fill_n(panel.key_rows, width * LANES, 0.0f);
+  for (int64_t lane = 0; lane < LANES; ++lane) {
+    const int64_t j = std::min(panel.first + lane, x.s - 1);  // lanes beyond the last key repeat it, hidden
+    float* key_row = panel.key_rows + lane * width;
+    panel.key_ok[lane] = copy_finite(static_cast<const T*>(x.key) + key.offset(b, j, kv), key_row, x.h);
+    panel.value_ok[lane] = copy_finite(static_cast<const T*>(x.value) + value.offset(b, j, kv), row, x.v);
+    for (int64_t c = 0; c < x.h; ++c) panel.key[c * LANES + lane] = key_row[c];
+    for (int64_t c = 0; c < x.v; ++c) panel.value[c * LANES + lane] = row[c];
+    panel.index[lane / WIDTH][lane % WIDTH] = static_cast<int32_t>(panel.first + lane);
+    if (x.key_segment) panel.segment[lane / WIDTH][lane % WIDTH] = x.key_segment[b * x.s + j];
+  }
+}
+
+// Turns the scores of queries [first, first + count) into weights, in place.
+static void weigh_keys(const Backward& x, int64_t b, int64_t first, int64_t count, bool masked, const float* top,
+                       const float* share, const KeyPanel& panel, float* scores) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int half = 0; half < 2; ++half) {
+      float* at = scores + i * LANES + half * WIDTH;
+      Vector weight = exp2(load(at) - top[i]) * share[i];
+      if (masked) {
+        const int64_t row = b * x.t + first + i;
+        const bool real = first + i < x.t;
+        const Ints index = panel.index[half];
+        Ints visible = (index >= (real ? x.start[row] : 0)) &
+                       (index < (real ? std::min<int32_t>(x.stop[row], static_cast<int32_t>(x.s)) : 0));
+        if (x.query_segment && real) visible &= panel.segment[half] == x.query_segment[row];
+        weight = visible ? weight : Vector{};
+      }
+      store(at, weight);
+    }
+}
+
+// Turns do v^T into the gradients of the scores; `capped` is null or soft_cap * log2(e) * tanh.
+static void score_gradients(int64_t count, const float* weights, const float* delta, const float* capped,
+                            float soft_cap, float* gradients) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t lane = i * LANES; lane < (i + 1) * LANES; lane += WIDTH) {
+      const Vector weight = load(weights + lane);
+      Vector gradient = weight * (load(gradients + lane) - delta[i]);
+      if (capped) {
+        const Vector tanh = load(capped + lane) / (soft_cap * LOG2_E);
+        gradient *= 1 - tanh * tanh;
+      }
+      store(gradients + lane, weight == 0 ? Vector{} : gradient);  // hidden, beside numbers that may have overflowed
+    }
+}
+
+// A block of queries of one head against the panel.
+static void backward_tile(const Backward& x, int64_t b, int64_t first, int64_t count, bool masked,
+                          const Queries& queries, int64_t head, KeyPanel& panel, float* scores, float* d_query) {
+  const int64_t at = head * queries.padded + first;
+  const float *query = queries.query + at * x.h, *cotangent = queries.cotangent + at * x.v;
+  float *gradients = scores + QUERIES * LANES, *capped = nullptr;
+  multiply<false>({query, x.h, 1, panel.key, LANES, scores, LANES}, count, LANES, x.h);
+  if (x.soft_cap > 0) {
+    capped = gradients + QUERIES * LANES;
+    cap_scores(scores, count * LANES, x.soft_cap);
+    std::copy_n(scores, count * LANES, capped);
+  }
+  weigh_keys(x, b, first, count, masked, queries.top + at, queries.share + at, panel, scores);
+  multiply<true>({cotangent, 1, x.v, scores, LANES, panel.d_value, LANES}, x.v, LANES, count);
+  multiply<false>({cotangent, x.v, 1, panel.value, LANES, gradients, LANES}, count, LANES, x.v);
+  score_gradients(count, scores, queries.delta + at, capped, x.soft_cap, gradients);
+  multiply<true>({query, 1, x.h, gradients, LANES, panel.d_key, LANES}, x.h, LANES, count);
+  multiply<true>({gradients, LANES, 1, panel.key_rows, queries.width, d_query + at * queries.width, queries.width},
+                 count, queries.width, LANES);
+}
+
+template <typename T>
+static void finish_keys(const Backward& x, int64_t b, int64_t kv, const KeyPanel& panel) {
+  const Layout key = tokens_first(x.s, x.k, x.h), value = tokens_first(x.s, x.k, x.v);
+  const float factor = x.soft_cap > 0 ? x.soft_cap : LN_2;  // the copy of the query holds the scale
+  for (int64_t lane = 0; lane < std::min<int64_t>(LANES, x.s - panel.first); ++lane) {
+    T* d_key = static_cast<T*>(x.d_key) + key.offset(b, panel.first + lane, kv);
+    T* d_value = static_cast<T*>(x.d_value) + value.offset(b, panel.first + lane, kv);
+    for (int64_t c = 0; c < x.h; ++c)
+      write(d_key + c, panel.key_ok[lane] ? panel.d_key[c * LANES + lane] * factor : 0);
+    for (int64_t c = 0; c < x.v; ++c)
+      write(d_value + c, panel.value_ok[lane] ? panel.d_value[c * LANES + lane] : 0);
+  }
+}
+
+// Every `parts`-th panel of the keys of one head, from the `part`-th on, so that all parts of a causal call are alike.
+template <typename T>
+static void backward_part(const Backward& x, int64_t b, int64_t kv, int64_t part, int64_t parts, const Range* ranges,
+                          float* scratch, float* d_query) {
+  const int64_t padded = round_up(x.t, ROWS), width = round_up(x.h, WIDTH), rows = x.group() * padded;
+  Queries queries{padded, width, scratch, scratch + rows * x.h};
+  queries.top = queries.cotangent + rows * x.v;
+  queries.share = queries.top + rows;
+  queries.delta = queries.share + rows;
+  copy_queries<T>(x, b, kv, queries);
+  float* memory = queries.delta + rows;
+  KeyPanel panel{};
+  panel.key = memory;
+  panel.key_rows = panel.key + x.h * LANES;
+  panel.value = panel.key_rows + width * LANES;
+  panel.d_key = panel.value + x.v * LANES;
+  panel.d_value = panel.d_key + x.h * LANES;
+  float* scores = panel.d_value + x.v * LANES;
+  std::fill_n(d_query, rows * width, 0.0f);
+  for (panel.first = part * LANES; panel.first < x.s; panel.first += parts * LANES) {
+    begin_keys<T>(x, b, kv, width, panel);
+    for (int64_t first = 0; first < x.t; first += QUERIES) {
+      const Sight sight = sight_of(x, b, ranges[first / QUERIES], panel.first, panel.first + LANES);
+      if (sight == Sight::none) continue;
+      const int64_t count = std::min(QUERIES, padded - first);
+      const bool masked = sight == Sight::some || first + count > x.t;
+      for (int64_t head = 0; head < x.group(); ++head)
+        backward_tile(x, b, first, count, masked, queries, head, panel, scores, d_query);
+    }
+    finish_keys<T>(x, b, kv, panel);
+  }
+}
+
+// Sums what the parts found for the queries, and writes it.
+template <typename T>
+static void finish_queries(const Backward& x, int64_t b, int64_t n, int64_t first, int64_t last, int64_t parts,
+                           int64_t part_step, const float* d_query, int64_t width) {
+  const Layout layout = tokens_first(x.t, x.n, x.h);
+  for (int64_t i = first; i < last; ++i) {
+    const int64_t place = layout.offset(b, i, n);
+    const bool ok = finite(static_cast<const T*>(x.query) + place, x.h);
+    for (int64_t c = 0; c < x.h; ++c) {
+      float total = 0;
+      for (int64_t part = 0; part < parts; ++part) total += d_query[part * part_step + i * width + c];
+      write(static_cast<T*>(x.d_query) + place + c, ok ? total * x.scale : 0);
+    }
+  }
+}
+
+template <typename T>
+static void backward_all(const Backward& x, Pool& pool) {
+  const int64_t padded = round_up(x.t, ROWS), width = round_up(x.h, WIDTH), heads = x.b * x.k;
+  const int64_t parts = std::clamp<int64_t>(blocks_of(4 * pool.threads(), heads), 1, blocks_of(x.s, LANES));
+  const int64_t part_step = x.group() * padded * width, blocks = blocks_of(x.t, QUERIES);
+  const int64_t scratch = queries_size(x, padded) + panel_size(x, width) + 3 * QUERIES * LANES;
+  std::vector<Range> ranges;
+  for (int64_t b = 0; b < x.b; ++b)
+    for (int64_t i = 0; i < blocks; ++i)
+      ranges.push_back(range_of(x, b, i * QUERIES, std::min((i + 1) * QUERIES, x.t)));
+  Array<float> scratches((pool.threads() + 1) * scratch), d_query(heads * parts * part_step);
+  const int64_t work = x.b * x.n * x.t * x.s * (3 * x.h + 2 * x.v);
+  parallel_for(pool, heads * parts, work, [&](int worker, int64_t task) {
+    const int64_t b = task / parts / x.k, kv = task / parts % x.k;
+    backward_part<T>(x, b, kv, task % parts, parts, ranges.data() + b * blocks, scratches + worker * scratch,
+                     d_query + task * part_step);
+  });
+  parallel_for(pool, x.b * x.n * blocks, x.b * x.n * x.t * x.h * parts, [&](int, int64_t task) {
+    const int64_t b = task / blocks / x.n, n = task / blocks % x.n, first = task % blocks * QUERIES;
+    const float* from = d_query + (b * x.k + n / x.group()) * parts * part_step + n % x.group() * padded * width;
+    finish_queries<T>(x, b, n, first, std::min(first + QUERIES, x.t), parts, part_step, from, width);
+  });
+}

@@ -1,0 +1,13 @@
+// What the kernels include, before a level of instructions is chosen: templates of the standard library must not be
+// compiled for a processor that may be missing.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "attention.h"
+#include "parallel.h"

@@ -1,0 +1,32 @@
+// All kernels, in the namespace LEVEL, for vectors of VECTOR_BYTES and register tiles of ROWS scalars by two vectors.
+
+
+namespace flax_attn::LEVEL {
+
+#include "vector.h"
+#include "rows.h"
+#include "forward.h"
+#include "few.h"
+#include "backward.h"
+
+template <typename Arguments, typename F>
+static void by_type(const Arguments& x, F run) {
+  if (x.type == Type::float32) run(float{});
+  if (x.type == Type::bfloat16) run(BFloat16{});
+  if (x.type == Type::float16) run(Float16{});
+}
+
+static void forward(const Forward& x, Pool& pool) {
+  by_type(x, [&](auto number) {
+    if (x.t <= FEW)
+      forward_few<decltype(number)>(x, pool);
+    else
+      forward_many<decltype(number)>(x, pool);
+  });
+}
+
+static void backward(const Backward& x, Pool& pool) {
+  by_type(x, [&](auto number) { backward_all<decltype(number)>(x, pool); });
+}
+
+}  // namespace flax_attn::LEVEL

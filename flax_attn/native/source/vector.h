@@ -1,0 +1,155 @@
+// Vectors of floats, and the one register tile that all products are made of. Included once for each instruction level,
+// inside its namespace, with VECTOR_BYTES and ROWS defined. The compiler's vector types serve every processor.
+
+typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t Bits __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+constexpr int WIDTH = VECTOR_BYTES / 4;
+constexpr int LANES = 2 * WIDTH;  // two vectors hide the latency of a multiply-add
+constexpr float LOWEST = -3e38f;  // below every score, and finite, so that a difference of two is no NaN
+
+static inline Vector load(const float* x) {
+  Vector y;
+  __builtin_memcpy(&y, x, sizeof y);
+  return y;
+}
+static inline void store(float* x, Vector y) { __builtin_memcpy(x, &y, sizeof y); }
+static inline Vector fill(float x) { return x - Vector{}; }
+static inline Ints fill(int32_t x) { return x - Ints{}; }
+static inline Ints iota() {
+  Ints x;
+  for (int i = 0; i < WIDTH; ++i) x[i] = i;
+  return x;
+}
+static inline Vector maximum(Vector x, Vector y) { return x > y ? x : y; }
+static inline bool any(Ints x) {
+  int32_t bits = 0;
+  for (int i = 0; i < WIDTH; ++i) bits |= x[i];
+  return bits != 0;
+}
+static inline float sum(Vector x) {
+  float total = 0;
+  for (int i = 0; i < WIDTH; ++i) total += x[i];
+  return total;
+}
+
+// The lower types, read and written as their bits.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+static inline Bits half_bits(const uint16_t* x) {
+  Halves y;
+  __builtin_memcpy(&y, x, sizeof y);
+  return __builtin_convertvector(y, Bits);
+}
+static inline Vector load(const BFloat16* x) { return (Vector)(half_bits(&x->bits) << 16); }
+static inline Vector load(const Float16* x) {
+  const Bits bits = half_bits(&x->bits), rest = bits & 0x7fff;
+  const Vector number = (Vector)(rest << 13) * 0x1p112f;  // moves the bias of the exponent; subnormals are exact too
+  const Bits special = (Bits)((Ints)rest >= 0x7c00) & 0x7f800000;  // infinity and NaN
+  return (Vector)((Bits)number | special | (bits & 0x8000) << 16);
+}
+static inline float read(const float* x) { return *x; }
+template <typename T>
+static inline float read(const T* x) {
+  uint16_t bits[WIDTH] = {x->bits};
+  return load(reinterpret_cast<const T*>(bits))[0];
+}
+static inline void write(float* x, float y) { *x = y; }
+static inline void write(BFloat16* x, float y) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &y, sizeof bits);
+  const bool nan = y != y;
+  x->bits = nan ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
+}
+static inline void write(Float16* x, float y) {
+  const _Float16 half = static_cast<_Float16>(y);
+  __builtin_memcpy(x, &half, sizeof half);
+}
+
+// 2^x, 0 below the smallest normal number, NaN for NaN. The polynomial is the least-error one of degree 5 on
+// [-0.5, 0.5], with a relative error of 2e-7.
+static inline Vector exp2(Vector x) {
+  const Ints tiny = x < -126.0f;
+  x = x < -126.0f ? fill(-126.0f) : x;
+  x = x > 127.0f ? fill(127.0f) : x;
+  const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
+  const Vector shifted = x + round, fraction = x - (shifted - round);
+  Vector y = fill(1.32647273e-3f);
+  y = y * fraction + 9.67151299e-3f;
+  y = y * fraction + 5.55073358e-2f;
+  y = y * fraction + 2.40222424e-1f;
+  y = y * fraction + 6.93147004e-1f;
+  y = y * fraction + 1.0f;
+  y = (Vector)((Bits)y + ((Bits)shifted << 23));  // a NaN stays one: its lowest exponent bits alone change
+  y = x != x ? x : y;
+  return tiny ? Vector{} : y;
+}
+
+// tanh(x), by its series near 0 and else from 2^x, with a relative error of 3e-7.
+static inline Vector tanh(Vector x) {
+  const Vector size = x < 0 ? -x : x, square = x * x;
+  const Vector power = exp2(size > 20.0f ? fill(57.7f) : size * 2.88539008f);  // e^(2 |x|)
+  const Vector far = (power - 1) / (power + 1);
+  Vector near = fill(-8.8632355e-3f);
+  near = near * square + 2.1869489e-2f;
+  near = near * square - 5.3968254e-2f;
+  near = near * square + 1.3333333e-1f;
+  near = near * square - 3.3333333e-1f;
+  near = near * square * x + x;
+  return size < 0.35f ? near : (x < 0 ? -far : far);
+}
+
+// C (rows, N vectors) = or += A @ B: `a` are scalars, a_row and a_sum apart; the rows of B and C are b_sum and c_row apart.
+struct Product {
+  const float* a;
+  int64_t a_row, a_sum;
+  const float* b;
+  int64_t b_sum;
+  float* c;
+  int64_t c_row;
+};
+
+template <int M, int N, bool ADD>
+static inline void tile(const Product& x, int64_t row, int64_t col, int64_t terms) {
+  Vector sums[M][N];
+  float* c = x.c + row * x.c_row + col;
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) sums[i][j] = ADD ? load(c + i * x.c_row + j * WIDTH) : Vector{};
+  const float *a = x.a + row * x.a_row, *b = x.b + col;
+  for (int64_t r = 0; r < terms; ++r, a += x.a_sum, b += x.b_sum) {
+    Vector right[N];
+    for (int j = 0; j < N; ++j) right[j] = load(b + j * WIDTH);
+    for (int i = 0; i < M; ++i)
+      for (int j = 0; j < N; ++j) sums[i][j] += a[i * x.a_row] * right[j];
+  }
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) store(c + i * x.c_row + j * WIDTH, sums[i][j]);
+}
+
+template <int M, int N, bool ADD>
+static inline void rows_of(const Product& x, int64_t& row, int64_t rows, int64_t col, int64_t terms) {
+  for (; row + M <= rows; row += M) tile<M, N, ADD>(x, row, col, terms);
+}
+
+template <int N, bool ADD>
+static void columns(const Product& x, int64_t rows, int64_t col, int64_t terms) {
+  int64_t row = 0;
+  rows_of<ROWS, N, ADD>(x, row, rows, col, terms);
+  rows_of<4, N, ADD>(x, row, rows, col, terms);
+  rows_of<1, N, ADD>(x, row, rows, col, terms);
+}
+
+// The whole product; `cols` is a multiple of WIDTH.
+template <bool ADD>
+static inline void multiply(const Product& x, int64_t rows, int64_t cols, int64_t terms) {
+  int64_t col = 0;
+  for (; col + LANES <= cols; col += LANES) columns<2, ADD>(x, rows, col, terms);
+  for (; col < cols; col += WIDTH) columns<1, ADD>(x, rows, col, terms);
+}

@@ -1,0 +1,27 @@
+"""The optional extension: the kernels for CPUs. All else is in pyproject.toml."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+SOURCE = Path("flax_attn/native/source")
+OPTIONS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"]
+
+jaxlib = find_spec("jaxlib")
+assert jaxlib is not None and jaxlib.submodule_search_locations, "pyproject.toml requires jaxlib for the build"
+
+setup(
+    ext_modules=[
+        Extension(
+            "flax_attn.native.library",
+            sources=sorted(map(str, SOURCE.glob("*.cc"))),
+            depends=sorted(map(str, SOURCE.glob("*.h"))),
+            include_dirs=[f"{jaxlib.submodule_search_locations[0]}/include"],
+            extra_compile_args=OPTIONS,
+            language="c++",
+            optional=True,  # without a compiler the other backends run
+            py_limited_api=True,
+        )
+    ]
+)
