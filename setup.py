@@ -9,7 +9,7 @@ SOURCE = Path("flax_attn/native/source")
 OPTIONS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"]
 
 jaxlib = find_spec("jaxlib")
-assert jaxlib is not None and jaxlib.submodule_search_locations, "pyproject.toml requires jaxlib for the build"
+assert jaxlib is not None, "pyproject.toml requires jaxlib for the build"
 
 setup(
     ext_modules=[
@@ -17,7 +17,7 @@ setup(
             "flax_attn.native.library",
             sources=sorted(map(str, SOURCE.glob("*.cc"))),
             depends=sorted(map(str, SOURCE.glob("*.h"))),
-            include_dirs=[f"{jaxlib.submodule_search_locations[0]}/include"],
+            include_dirs=[str(Path(str(jaxlib.origin)).parent / "include")],
             extra_compile_args=OPTIONS,
             language="c++",
             optional=True,  # without a compiler the other backends run

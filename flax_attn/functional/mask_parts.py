@@ -48,9 +48,9 @@ class Part:
         return None
 
     def interval(self, rows: Index) -> tuple[Array | int, Array | int] | None:
-        """Return `(start, stop)` if queries at `rows` see the keys from `start` to before `stop`, of the shape of `rows`.
+        """Return `(start, stop)` if queries at `rows` see just the keys from `start` to before `stop`.
 
-        Batch rows may differ. Bounds may lie outside the keys, and may be integers where they are the same for all.
+        They broadcast to `(b, 1, t, 1)`, and may lie outside the keys.
         """
         return None
 

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 import jax
 
 MISSING = (
-    "its library was not built, which takes a C++ compiler when flax_attn is installed: install one (g++ 12 or newer) and "
-    "then flax_attn again, with pip install --force-reinstall --no-deps"
+    "its library was not built, which takes a C++ compiler when flax_attn is installed: install one (g++ 12 or newer), "
+    "and then flax_attn again with pip install --force-reinstall --no-deps"
 )
 _TARGETS = ("attention_forward", "attention_backward")
 

@@ -31,6 +31,7 @@ class Native(Backend):
 
     def refuse(self, call: Call) -> str | None:
         _, rest = call.mask.split_intervals(*call.shape[2:])
+        segments = [part for part in rest.parts if isinstance(part, Segments)]
         hint = 'Pass backend="auto" or "blocked"'
         if library() is None:
             return MISSING
@@ -40,9 +41,9 @@ class Native(Backend):
             return f"native adds no bias; got one of shape {call.bias.shape}. {hint}"
         if call.dropout is not None:
             return f"native drops no weights; got dropout={call.dropout.rate}. {hint}"
-        if len(rest.parts) > 1 or any(not isinstance(part, Segments) for part in rest.parts):
+        if len(rest.parts) > 1 or len(segments) < len(rest.parts):
             return f"native takes causal masks, windows, lengths, prefixes and one pair of segments; got {rest}. {hint}"
-        if any(ids.dtype.itemsize > 4 for part in rest.parts for ids in (part.query, part.key)):
+        if any(ids.dtype.itemsize > 4 for part in segments for ids in (part.query, part.key)):
             return "native compares segment ids of up to 32 bits; got 64. Cast them to int32"
         if not isinstance(call.scale, Real):
             return f"native takes a scale that is known before tracing; got an array. {hint}"
@@ -52,14 +53,15 @@ class Native(Backend):
 
     def attend(self, call: Call) -> Array:
         """Return `(b, t, n, v)`; differentiable in every mode and to every order."""
-        b, n, t, s = call.shape
+        b, _, t, s = call.shape
         if 0 in call.shape:
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
         # A cache stores heads first; in the other order XLA would copy it. Where t = s keys were just computed.
         heads_first = t < s
         key, value = (rearrange(x, "b s k h -> b k s h") if heads_first else x for x in (call.key, call.value))
         (start, stop), rest = call.mask.split_intervals(t, s)
-        segments = [ids for part in rest.parts for ids in (part.query, part.key)] or [jnp.zeros((b, 0), int)] * 2
+        pairs = [(part.query, part.key) for part in rest.parts if isinstance(part, Segments)]
+        segments = pairs[0] if pairs else (jnp.zeros((b, 0), jnp.int32),) * 2
         sinks = jnp.zeros(0) if call.sinks is None else call.sinks
         operands = Operands(
             call.query,

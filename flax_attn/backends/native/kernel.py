@@ -1,7 +1,7 @@
 """The calls of the kernels in C++, and their derivatives of every order.
 
-The first derivative in reverse mode has a kernel of its own. All others are those of the formula: forward mode, and what
-is differentiated twice.
+The first derivative in reverse mode has a kernel of its own. All others are those of the formula: forward mode, and
+what is differentiated twice.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The output `(b, t, n, v)`, and of each row, `(b, n, t)`, the largest score to base 2 and the sum of its softmax."""
+    """The output `(b, t, n, v)`, and for each row, `(b, n, t)`, the largest score to base 2 and the softmax's sum."""
 
     output: Array
     top: Array
@@ -155,7 +155,7 @@ def _formula(options: Options, operands: Operands, floats: tuple[Array, ...]) ->
             precision="highest",
         )[0][0]
 
-    return jax.vmap(one)(Operands(*floats, *operands[4:]))
+    return jax.vmap(one)(operands._replace(**dict(zip(Operands._fields[:4], floats, strict=True))))
 
 
 # The change of the output for changes of what it is computed from, which is linear in these: a primitive, because only
@@ -169,7 +169,7 @@ def _tangent_formula(*args: Array, options: Options) -> Array:
 
 
 def _transpose(cotangent, *args, options):
-    operands, results, changes = Operands(*args[:8]), Results(*args[8:11]), args[11:]
+    operands, results, changes = Operands(*args[:8]), Results(*args[8:11]), args[11:]  # changes: the linear inputs
     cotangent = ad.instantiate_zeros(cotangent)
     gradients = backward(options, operands, results, cotangent)
     wanted = [g if ad.is_undefined_primal(x) else None for g, x in zip(gradients, changes, strict=True)]
@@ -177,9 +177,9 @@ def _transpose(cotangent, *args, options):
 
 
 def _batch(args, dims, *, options):
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not batching.not_mapped)
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     folded = [batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True)]
-    folded = [x.reshape(-1, *x.shape[2:]) for x in folded]
+    folded = [x.reshape(size * x.shape[1], *x.shape[2:]) for x in folded]
     output = _tangent.bind(*folded, options=options)
     return output.reshape(size, -1, *output.shape[1:]), 0
 
@@ -195,7 +195,7 @@ def _jvp(primals, tangents, *, options):
 
     output = _tangent.bind(*primals, options=options)
     if not moves:
-        return output, ad.Zero.from_primal_value(output)
+        return output, jnp.zeros_like(output)
     return output, jax.jvp(moved, [primals[i] for i in moves], [tangents[i] for i in moves])[1]
 
 
