@@ -3,16 +3,17 @@
 //
 //     p = exp2(x - top) / total;  dv = p^T do;  dx = p (do v^T - delta);  dk = dx^T q;  dq = dx k
 
-constexpr int64_t QUERIES = 64;  // of a block
+constexpr int64_t QUERIES = round_down(64, ROWS);  // of a block
 
 // The queries of one batch row and key/value head, in float32: (group, padded t, width).
 struct Queries {
   int64_t padded, width;  // width: of d_query, h rounded up to whole vectors
   float *query, *cotangent;
+  float *query_tiles, *cotangent_tiles;  // the same in tiles
   float *top, *share, *delta;  // share: 1 / total
 };
 static inline int64_t queries_size(const Attention& x, int64_t padded) {
-  return x.group() * padded * (x.h + x.v + 3);
+  return x.group() * padded * (2 * x.h + 2 * x.v + 3);
 }
 
 template <typename T>
@@ -23,17 +24,13 @@ static void copy_queries(const Backward& x, int64_t b, int64_t kv, Queries& to) 
     for (int64_t i = 0; i < to.padded; ++i) {
       const int64_t at = head * to.padded + i, n = kv * x.group() + head, row = (b * x.n + n) * x.t + i;
       float *q = to.query + at * x.h, *cotangent = to.cotangent + at * x.v;
-      if (i >= x.t) {  // sees nothing
-        std::fill_n(q, x.h, 0.0f);
-        std::fill_n(cotangent, x.v, 0.0f);
-        to.top[at] = to.share[at] = to.delta[at] = 0;
-        continue;
-      }
+      if (i >= x.t) continue;  // zeros, which see nothing
       copy_finite(static_cast<const T*>(x.query) + query.offset(b, i, n), q, x.h, query_factor(x));
       const int64_t place = output.offset(b, i, n);
       const bool ok = copy_finite(static_cast<const T*>(x.cotangent) + place, cotangent, x.v);
-      float delta = 0;
-      for (int64_t c = 0; c < x.v; ++c) delta += cotangent[c] * read(static_cast<const T*>(x.output) + place + c);
+      const float delta = dot(cotangent, static_cast<const T*>(x.output) + place, x.v);
+      for (int64_t c = 0; c < x.h; ++c) to.query_tiles[tiled(at, c, x.h)] = q[c];
+      for (int64_t c = 0; c < x.v; ++c) to.cotangent_tiles[tiled(at, c, x.v)] = cotangent[c];
       to.top[at] = x.top[row];
       to.share[at] = !ok ? NAN : x.total[row] == 0 ? 0 : 1 / x.total[row];
       to.delta[at] = x.delta[row] = delta;
@@ -109,19 +106,20 @@ static void backward_tile(const Backward& x, int64_t b, int64_t first, int64_t c
                           const Queries& queries, int64_t head, KeyPanel& panel, float* scores, float* d_query) {
   const int64_t at = head * queries.padded + first;
   const float *query = queries.query + at * x.h, *cotangent = queries.cotangent + at * x.v;
+  const float *query_tiles = queries.query_tiles + at * x.h, *cotangent_tiles = queries.cotangent_tiles + at * x.v;
   float *gradients = scores + QUERIES * LANES, *capped = nullptr;
-  multiply<false>({query, x.h, 1, panel.key, LANES, scores, LANES}, count, LANES, x.h);
+  multiply<1, false>({query_tiles, x.h, ROWS, panel.key, LANES, scores, LANES}, count, LANES, x.h);
   if (x.soft_cap > 0) {
     capped = gradients + QUERIES * LANES;
     cap_scores(scores, count * LANES, x.soft_cap);
     std::copy_n(scores, count * LANES, capped);
   }
   weigh_keys(x, b, first, count, masked, queries.top + at, queries.share + at, panel, scores);
-  multiply<true>({cotangent, 1, x.v, scores, LANES, panel.d_value, LANES}, x.v, LANES, count);
-  multiply<false>({cotangent, x.v, 1, panel.value, LANES, gradients, LANES}, count, LANES, x.v);
+  multiply<1, true>({cotangent, 1, x.v, scores, LANES, panel.d_value, LANES}, x.v, LANES, count);
+  multiply<1, false>({cotangent_tiles, x.v, ROWS, panel.value, LANES, gradients, LANES}, count, LANES, x.v);
   score_gradients(count, scores, queries.delta + at, capped, x.soft_cap, gradients);
-  multiply<true>({query, 1, x.h, gradients, LANES, panel.d_key, LANES}, x.h, LANES, count);
-  multiply<true>({gradients, LANES, 1, panel.key_rows, queries.width, d_query + at * queries.width, queries.width},
+  multiply<1, true>({query, 1, x.h, gradients, LANES, panel.d_key, LANES}, x.h, LANES, count);
+  multiply<LANES, true>({gradients, LANES, 1, panel.key_rows, queries.width, d_query + at * queries.width, queries.width},
                  count, queries.width, LANES);
 }
 
@@ -144,8 +142,11 @@ template <typename T>
 static void backward_part(const Backward& x, int64_t b, int64_t kv, int64_t part, int64_t parts, const Range* ranges,
                           float* scratch, float* d_query) {
   const int64_t padded = round_up(x.t, ROWS), width = round_up(x.h, WIDTH), rows = x.group() * padded;
+  std::fill_n(scratch, queries_size(x, padded), 0.0f);
   Queries queries{padded, width, scratch, scratch + rows * x.h};
-  queries.top = queries.cotangent + rows * x.v;
+  queries.query_tiles = queries.cotangent + rows * x.v;
+  queries.cotangent_tiles = queries.query_tiles + rows * x.h;
+  queries.top = queries.cotangent_tiles + rows * x.v;
   queries.share = queries.top + rows;
   queries.delta = queries.share + rows;
   copy_queries<T>(x, b, kv, queries);
@@ -160,13 +161,18 @@ static void backward_part(const Backward& x, int64_t b, int64_t kv, int64_t part
   std::fill_n(d_query, rows * width, 0.0f);
   for (panel.first = part * LANES; panel.first < x.s; panel.first += parts * LANES) {
     begin_keys<T>(x, b, kv, width, panel);
-    for (int64_t first = 0; first < x.t; first += QUERIES) {
-      const Sight sight = sight_of(x, b, ranges[first / QUERIES], panel.first, panel.first + LANES);
-      if (sight == Sight::none) continue;
-      const int64_t count = std::min(QUERIES, padded - first);
-      const bool masked = sight == Sight::some || first + count > x.t;
-      for (int64_t head = 0; head < x.group(); ++head)
-        backward_tile(x, b, first, count, masked, queries, head, panel, scores, d_query);
+    const auto sight = [&](int64_t group) {
+      return sight_of(x, b, ranges[group], panel.first, panel.first + LANES);
+    };
+    for (int64_t group = 0, first; group < padded / ROWS; group = std::max(group, first + 1)) {
+      bool masked = false;  // of the groups from `first` on that see any of these keys
+      for (first = group; group < padded / ROWS && group < first + QUERIES / ROWS; ++group) {
+        const Sight one = sight(group);
+        if (one == Sight::none) break;
+        masked |= one == Sight::some;
+      }
+      for (int64_t head = 0; group > first && head < x.group(); ++head)
+        backward_tile(x, b, first * ROWS, (group - first) * ROWS, masked, queries, head, panel, scores, d_query);
     }
     finish_keys<T>(x, b, kv, panel);
   }
@@ -177,14 +183,16 @@ template <typename T>
 static void finish_queries(const Backward& x, int64_t b, int64_t n, int64_t first, int64_t last, int64_t parts,
                            int64_t part_step, const float* d_query, int64_t width) {
   const Layout layout = tokens_first(x.t, x.n, x.h);
-  for (int64_t i = first; i < last; ++i) {
+  Array<float> row(width);
+  for (int64_t i = first; i < last; ++i, d_query += width) {
     const int64_t place = layout.offset(b, i, n);
-    const bool ok = finite(static_cast<const T*>(x.query) + place, x.h);
-    for (int64_t c = 0; c < x.h; ++c) {
-      float total = 0;
-      for (int64_t part = 0; part < parts; ++part) total += d_query[part * part_step + i * width + c];
-      write(static_cast<T*>(x.d_query) + place + c, ok ? total * x.scale : 0);
+    const float factor = finite(static_cast<const T*>(x.query) + place, x.h) ? x.scale : 0;
+    for (int64_t c = 0; c < width; c += WIDTH) {
+      Vector total{};
+      for (int64_t part = 0; part < parts; ++part) total += load(d_query + part * part_step + c);
+      store(row + c, factor == 0 ? Vector{} : total * factor);
     }
+    for (int64_t c = 0; c < x.h; ++c) write(static_cast<T*>(x.d_query) + place + c, row[c]);
   }
 }
 
@@ -192,22 +200,25 @@ template <typename T>
 static void backward_all(const Backward& x, Pool& pool) {
   const int64_t padded = round_up(x.t, ROWS), width = round_up(x.h, WIDTH), heads = x.b * x.k;
   const int64_t parts = std::clamp<int64_t>(blocks_of(4 * pool.threads(), heads), 1, blocks_of(x.s, LANES));
-  const int64_t part_step = x.group() * padded * width, blocks = blocks_of(x.t, QUERIES);
+  const int64_t part_step = x.group() * padded * width, blocks = blocks_of(x.t, QUERIES), groups = padded / ROWS;
   const int64_t scratch = queries_size(x, padded) + panel_size(x, width) + 3 * QUERIES * LANES;
   std::vector<Range> ranges;
   for (int64_t b = 0; b < x.b; ++b)
-    for (int64_t i = 0; i < blocks; ++i)
-      ranges.push_back(range_of(x, b, i * QUERIES, std::min((i + 1) * QUERIES, x.t)));
+    for (int64_t i = 0; i < groups; ++i) {
+      ranges.push_back(range_of(x, b, i * ROWS, std::min((i + 1) * ROWS, x.t)));
+      if ((i + 1) * ROWS > x.t) ranges.back().inner_stop = 0;  // what pads the last group sees nothing
+    }
   Array<float> scratches((pool.threads() + 1) * scratch), d_query(heads * parts * part_step);
   const int64_t work = x.b * x.n * x.t * x.s * (3 * x.h + 2 * x.v);
   parallel_for(pool, heads * parts, work, [&](int worker, int64_t task) {
     const int64_t b = task / parts / x.k, kv = task / parts % x.k;
-    backward_part<T>(x, b, kv, task % parts, parts, ranges.data() + b * blocks, scratches + worker * scratch,
+    backward_part<T>(x, b, kv, task % parts, parts, ranges.data() + b * groups, scratches + worker * scratch,
                      d_query + task * part_step);
   });
   parallel_for(pool, x.b * x.n * blocks, x.b * x.n * x.t * x.h * parts, [&](int, int64_t task) {
     const int64_t b = task / blocks / x.n, n = task / blocks % x.n, first = task % blocks * QUERIES;
-    const float* from = d_query + (b * x.k + n / x.group()) * parts * part_step + n % x.group() * padded * width;
+    const float* from = d_query + (b * x.k + n / x.group()) * parts * part_step;
+    from += (n % x.group() * padded + first) * width;
     finish_queries<T>(x, b, n, first, std::min(first + QUERIES, x.t), parts, part_step, from, width);
   });
 }

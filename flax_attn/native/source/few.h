@@ -23,13 +23,6 @@ struct FewRows {
   }
 };
 
-template <typename T>
-static bool finite(const T* x, int64_t width) {
-  float check = 0;
-  for (int64_t i = 0; i < width; ++i) check += read(x + i) * 0;
-  return check == 0;
-}
-
 // scores[i * CHUNK] = query row i . key, for M rows.
 template <int M, typename T>
 static inline void score(const float* query, const T* key, int64_t h, float* scores) {
@@ -42,6 +35,13 @@ static inline void score(const float* query, const T* key, int64_t h, float* sco
   for (int i = 0; i < M; ++i) scores[i * CHUNK] = sum(sums[i]);
   for (; c < h; ++c)
     for (int i = 0; i < M; ++i) scores[i * CHUNK] += query[i * h + c] * read(key + c);
+}
+
+template <typename T>
+static inline float dot(const float* x, const T* y, int64_t size) {
+  float result;
+  score<1>(x, y, size, &result);
+  return result;
 }
 
 // output row i += weights[i * CHUNK] * value, for M rows.

@@ -7,7 +7,7 @@
 //     m' = max(m, max x);  p = exp2(x - m');  l' = l exp2(m - m') + sum p;  o' = o exp2(m - m') + p V
 
 constexpr int64_t PANELS = 128 / LANES > 4 ? 4 : 128 / LANES;  // of a block of queries
-constexpr int64_t KEYS = 128;                                  // of a block of keys
+constexpr int64_t KEYS = round_down(128, ROWS);               // of a block
 
 // LANES queries and what is known of them so far.
 struct Panel {
@@ -105,14 +105,14 @@ static void attend(const Attention& x, const Keys& keys, int64_t b, int64_t kv, 
   const Sight sight = sight_of(x, b, panel.range, first, last);
   if (sight == Sight::none) return;
   const int64_t at = (b * x.k + kv) * keys.padded + first, count = last - first;
-  multiply<false>({keys.key + at * x.h, x.h, 1, panel.query, LANES, scores, LANES}, count, LANES, x.h);
+  multiply<1, false>({keys.key + at * x.h, x.h, ROWS, panel.query, LANES, scores, LANES}, count, LANES, x.h);
   if (x.soft_cap > 0) cap_scores(scores, count * LANES, x.soft_cap);
   if (sight == Sight::some || keys.any_nonfinite)
     hide(x, keys, b, kv, first, last, panel, scores);
   else
     for (Ints& seen : panel.seen) seen = ~Ints{};
   weigh(x, count, panel, scores);
-  multiply<true>({keys.value + at * x.v, 1, x.v, scores, LANES, panel.output, LANES}, x.v, LANES, count);
+  multiply<1, true>({keys.value + at * x.v, 1, x.v, scores, LANES, panel.output, LANES}, x.v, LANES, count);
 }
 
 // Divides by the sum, the sink included, and writes what the panel found.

@@ -5,7 +5,7 @@ constexpr float LOG2_E = 1.44269504089f, LN_2 = 0.69314718056f;
 
 static inline int64_t blocks_of(int64_t size, int64_t block) { return (size + block - 1) / block; }
 static inline int64_t round_up(int64_t size, int64_t multiple) { return blocks_of(size, multiple) * multiple; }
-static inline int64_t round_down(int64_t size, int64_t multiple) { return size / multiple * multiple; }
+constexpr int64_t round_down(int64_t size, int64_t multiple) { return size / multiple * multiple; }
 
 // Memory aligned for vectors, not set to zero.
 template <typename T>
@@ -40,26 +40,32 @@ static inline float query_factor(const Attention& x) {
   return x.soft_cap > 0 ? x.scale / x.soft_cap : x.scale * LOG2_E;
 }
 
-// Copies `width` numbers and returns whether all are finite. Where not, zeros are written instead: a weight of zero
-// does not keep NaN out of a product.
+// Whether all numbers are finite: 0 * x is 0 or NaN.
 template <typename T>
-static inline bool copy_finite(const T* from, float* to, int64_t width, float factor = 1) {
+static inline bool finite(const T* x, int64_t width) {
   Vector check{};
   float rest = 0;
   int64_t i = 0;
-  for (; i + WIDTH <= width; i += WIDTH) {
-    const Vector x = load(from + i);
-    check += x * 0;
-    store(to + i, x * factor);
-  }
-  for (; i < width; ++i) {
-    const float x = read(from + i);
-    rest += x * 0;
-    to[i] = x * factor;
-  }
-  const bool finite = sum(check) + rest == 0;
-  if (!finite) std::fill(to, to + width, 0.0f);
-  return finite;
+  for (; i + WIDTH <= width; i += WIDTH) check += load(x + i) * 0;
+  for (; i < width; ++i) rest += read(x + i) * 0;
+  return sum(check) + rest == 0;
+}
+
+// Copies `width` numbers, times a factor, and returns whether all are finite. Where not, zeros are written instead: a
+// weight of zero does not keep NaN out of a product.
+template <typename T>
+static inline bool copy_finite(const T* from, float* to, int64_t width, float factor = 1) {
+  const bool ok = finite(from, width);
+  int64_t i = 0;
+  for (; i + WIDTH <= width; i += WIDTH) store(to + i, ok ? load(from + i) * factor : Vector{});
+  for (; i < width; ++i) to[i] = ok ? read(from + i) * factor : 0;
+  return ok;
+}
+
+// Where number c of token i is in an array of tiles of ROWS tokens, (tokens / ROWS, width, ROWS): the scalars that a
+// register tile needs at once lie side by side.
+static inline int64_t tiled(int64_t i, int64_t c, int64_t width) {
+  return (i / ROWS * width + c) * ROWS + i % ROWS;
 }
 
 // The keys that some rows may see: none outside [start, stop); all of them see [inner_start, inner_stop).
@@ -99,11 +105,11 @@ static inline Sight sight_of(const Attention& x, int64_t b, const Range& range, 
   return all ? Sight::all : Sight::some;
 }
 
-// The keys and values of a call in float32, (b, k, s, width) with s rounded up to whole tiles by zeros: read in place,
-// rows that are far apart would share few sets of the cache.
+// The keys and values of a call in float32, with s rounded up to whole tiles by zeros: read in place, rows that are far
+// apart would share few sets of the cache.
 struct Keys {
-  int64_t padded;  // s
-  Array<float> key, value;
+  int64_t padded;             // s
+  Array<float> key, value;    // (b, k, padded, width), the keys in tiles
   Array<uint8_t> nonfinite;  // (b, k, padded)
   std::atomic<bool> any_nonfinite{false};
 
@@ -122,16 +128,17 @@ static void copy_keys(const Attention& x, Keys& keys, Pool& pool) {
   parallel_for(pool, x.b * x.k * blocks, x.b * x.k * x.s * (x.h + x.v), [&](int, int64_t task) {
     const int64_t head = task / blocks, b = head / x.k, j = head % x.k, first = task % blocks * TOKENS;
     bool any = false;
+    Array<float> row(x.h);
     for (int64_t i = first; i < std::min(first + TOKENS, keys.padded); ++i) {
       const int64_t at = head * keys.padded + i;
       if (i >= x.s) {
-        std::fill_n(keys.key + at * x.h, x.h, 0.0f);
+        for (int64_t c = 0; c < x.h; ++c) keys.key[tiled(at, c, x.h)] = 0;
         std::fill_n(keys.value + at * x.v, x.v, 0.0f);
         keys.nonfinite[at] = false;
         continue;
       }
-      const bool key_ok =
-          copy_finite(static_cast<const T*>(x.key) + key.offset(b, i, j), keys.key + at * x.h, x.h);
+      const bool key_ok = copy_finite<T>(static_cast<const T*>(x.key) + key.offset(b, i, j), row, x.h);
+      for (int64_t c = 0; c < x.h; ++c) keys.key[tiled(at, c, x.h)] = row[c];
       const bool value_ok =
           copy_finite(static_cast<const T*>(x.value) + value.offset(b, i, j), keys.value + at * x.v, x.v);
       keys.nonfinite[at] = !key_ok || !value_ok;

@@ -24,16 +24,15 @@ static inline Ints iota() {
   return x;
 }
 static inline Vector maximum(Vector x, Vector y) { return x > y ? x : y; }
-static inline bool any(Ints x) {
-  int32_t bits = 0;
-  for (int i = 0; i < WIDTH; ++i) bits |= x[i];
-  return bits != 0;
-}
+// Over the lanes, four at a time.
+typedef float Quad __attribute__((vector_size(16)));
 static inline float sum(Vector x) {
-  float total = 0;
-  for (int i = 0; i < WIDTH; ++i) total += x[i];
-  return total;
+  Quad parts[WIDTH / 4], total{};
+  __builtin_memcpy(parts, &x, sizeof x);
+  for (const Quad& part : parts) total += part;
+  return (total[0] + total[2]) + (total[1] + total[3]);
 }
+static inline bool any(Ints x) { return sum(x ? fill(1.0f) : Vector{}) > 0; }
 
 // The lower types, read and written as their bits.
 struct BFloat16 {
@@ -106,50 +105,49 @@ static inline Vector tanh(Vector x) {
   return size < 0.35f ? near : (x < 0 ? -far : far);
 }
 
-// C (rows, N vectors) = or += A @ B: `a` are scalars, a_row and a_sum apart; the rows of B and C are b_sum and c_row apart.
+// C = or += A @ B, in tiles of rows. The scalars of the tile at a row begin at a + row * a_row; in it, those of one row
+// are a_sum apart, and those of one term STEP. The rows of B and of C are b_row and c_row apart.
 struct Product {
   const float* a;
   int64_t a_row, a_sum;
   const float* b;
-  int64_t b_sum;
+  int64_t b_row;
   float* c;
   int64_t c_row;
 };
 
-template <int M, int N, bool ADD>
+template <int M, int N, int STEP, bool ADD>
 static inline void tile(const Product& x, int64_t row, int64_t col, int64_t terms) {
-  Vector sums[M][N];
-  float* c = x.c + row * x.c_row + col;
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) sums[i][j] = ADD ? load(c + i * x.c_row + j * WIDTH) : Vector{};
+  Vector sums[M][N] = {};
   const float *a = x.a + row * x.a_row, *b = x.b + col;
-  for (int64_t r = 0; r < terms; ++r, a += x.a_sum, b += x.b_sum) {
+  for (int64_t r = 0; r < terms; ++r, a += x.a_sum, b += x.b_row) {
     Vector right[N];
     for (int j = 0; j < N; ++j) right[j] = load(b + j * WIDTH);
     for (int i = 0; i < M; ++i)
-      for (int j = 0; j < N; ++j) sums[i][j] += a[i * x.a_row] * right[j];
+      for (int j = 0; j < N; ++j) sums[i][j] += a[i * STEP] * right[j];
   }
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) store(c + i * x.c_row + j * WIDTH, sums[i][j]);
+  float* c = x.c + row * x.c_row + col;
+  for (int i = 0; i < M; ++i, c += x.c_row)
+    for (int j = 0; j < N; ++j) store(c + j * WIDTH, ADD ? load(c + j * WIDTH) + sums[i][j] : sums[i][j]);
 }
 
-template <int M, int N, bool ADD>
-static inline void rows_of(const Product& x, int64_t& row, int64_t rows, int64_t col, int64_t terms) {
-  for (; row + M <= rows; row += M) tile<M, N, ADD>(x, row, col, terms);
+template <int M, int N, int STEP, bool ADD>
+static inline void tiles(const Product& x, int64_t& row, int64_t rows, int64_t col, int64_t terms) {
+  for (; row + M <= rows; row += M) tile<M, N, STEP, ADD>(x, row, col, terms);
 }
 
-template <int N, bool ADD>
+template <int N, int STEP, bool ADD>
 static void columns(const Product& x, int64_t rows, int64_t col, int64_t terms) {
   int64_t row = 0;
-  rows_of<ROWS, N, ADD>(x, row, rows, col, terms);
-  rows_of<4, N, ADD>(x, row, rows, col, terms);
-  rows_of<1, N, ADD>(x, row, rows, col, terms);
+  tiles<ROWS, N, STEP, ADD>(x, row, rows, col, terms);
+  tiles<4, N, STEP, ADD>(x, row, rows, col, terms);
+  tiles<1, N, STEP, ADD>(x, row, rows, col, terms);
 }
 
 // The whole product; `cols` is a multiple of WIDTH.
-template <bool ADD>
+template <int STEP, bool ADD>
 static inline void multiply(const Product& x, int64_t rows, int64_t cols, int64_t terms) {
   int64_t col = 0;
-  for (; col + LANES <= cols; col += LANES) columns<2, ADD>(x, rows, col, terms);
-  for (; col < cols; col += WIDTH) columns<1, ADD>(x, rows, col, terms);
+  for (; col + LANES <= cols; col += LANES) columns<2, STEP, ADD>(x, rows, col, terms);
+  for (; col < cols; col += WIDTH) columns<1, STEP, ADD>(x, rows, col, terms);
 }
