@@ -69,14 +69,14 @@ class Measurement:
     seconds: tuple[float, ...] = ()
 
     @property
-    def median(self) -> float | None:
-        """Seconds of a call; None if it was not timed."""
-        return timing.median(list(self.seconds)) if self.seconds else None
+    def best(self) -> float | None:
+        """Seconds of a call in the turn that was disturbed least; None if it was not timed."""
+        return min(self.seconds) if self.seconds else None
 
     @property
     def flops_per_second(self) -> float | None:
         """The rate, counting the operations that the workload needs."""
-        return self.work.flops / self.median if self.median else None
+        return self.work.flops / self.best if self.best else None
 
 
 class NotTimed(Exception):  # noqa: N818 (a finding, not an error)
@@ -144,7 +144,7 @@ def _check_growth(row: Measurement, history: Sequence[Measurement]) -> None:
         growth = {"compile": row.work.pairs / past.work.pairs, "run": row.work.flops / past.work.flops}
         if past.implementation != row.implementation or one != other or growth["compile"] <= 1:
             continue
-        for step, seconds in (("compile", past.compile_seconds or 0.0), ("run", past.median or 0.0)):
+        for step, seconds in (("compile", past.compile_seconds or 0.0), ("run", past.best or 0.0)):
             predicted = seconds * growth[step]
             if seconds > PREDICTIVE and predicted > TOO_SLOW:
                 note = f"would take about {predicted:.0f} s to {step}, judging by a smaller size"

@@ -15,9 +15,9 @@ MIB = 2**20
 
 def ratio(rows: Iterable[Measurement], ours: str, row: Measurement) -> float | None:
     """Return the time of `ours` over that of the row, both for the same workload; None where one was not timed."""
-    mine = (r.median for r in rows if (r.section, r.work, r.implementation) == (row.section, row.work, ours))
+    mine = (r.best for r in rows if (r.section, r.work, r.implementation) == (row.section, row.work, ours))
     seconds = next(mine, None)
-    return seconds / row.median if seconds and row.median else None
+    return seconds / row.best if seconds and row.best else None
 
 
 def exponent(sizes: Sequence[float | int], costs: Sequence[float | int]) -> float | None:
@@ -33,7 +33,7 @@ def exponent(sizes: Sequence[float | int], costs: Sequence[float | int]) -> floa
 
 
 def curve(rows: Iterable[Measurement], section: str, name: str, cost: str) -> tuple[list[int], list[float]]:
-    """Return the sizes, tokens or heads, and costs, `"median"` or `"temporaries"`, of one implementation."""
+    """Return the sizes, tokens or heads, and costs, `"best"` or `"temporaries"`, of one implementation."""
     mine = [row for row in rows if (row.section, row.implementation) == (section, name) and row.status == "timed"]
     known = [row for row in mine if getattr(row, cost)]
     sizes = [row.work.n if section == "heads" else row.work.t for row in known]
@@ -58,6 +58,8 @@ def summary(rows: Sequence[Measurement], ours: str) -> dict[str, float]:
     forward = ratios("attention", "torch SDPA", lambda work: not work.backward)
     both = ratios("attention", "torch SDPA", lambda work: work.backward and 512 <= work.t <= 4096)
     jax_nn = ratios("attention", "jax.nn", lambda work: work.t >= 1024)
+    half = ratios("bfloat16", "torch SDPA")
+    steps = {t: ratios("step", "torch SDPA", lambda work, t=t: work.dtype == t) for t in ("float32", "bfloat16")}
     found = {
         "forward / torch SDPA, geometric mean": _mean(forward),
         "forward / torch SDPA, largest": _largest(forward),
@@ -68,6 +70,10 @@ def summary(rows: Sequence[Measurement], ours: str) -> dict[str, float]:
         "layer / torch.nn.MultiheadAttention": _largest(ratios("layer", "torch.nn.MultiheadAttention")),
         "layer / nnx.MultiHeadAttention": _largest(ratios("layer", "nnx.MultiHeadAttention")),
         "seconds to compile forward+backward, T 8192": _largest(long),
+        "bfloat16 forward / torch SDPA": _largest(half),
+        "decoding step / torch SDPA, float32": _largest(steps["float32"]),
+        "decoding step / torch SDPA, bfloat16": _largest(steps["bfloat16"]),
+        "forward+backward / torch SDPA, largest": _largest(ratios("attention", "torch SDPA", lambda w: w.backward)),
         "bfloat16 / float32, largest": _largest(_second_over_first(mine, "dtype")),
     }
     return {name: figure for name, figure in found.items() if figure is not None}
@@ -79,7 +85,7 @@ def _long(work: Workload) -> bool:
 
 def _second_over_first(mine: Iterable[Measurement], section: str) -> list[float]:
     """Return the time of the second row over the first, of the pairs in a section: each direction is one."""
-    found = [row.median for row in mine if row.section == section]
+    found = [row.best for row in mine if row.section == section]
     return [second / first for first, second in zip(found[::2], found[1::2], strict=True) if first and second]
 
 

@@ -33,6 +33,12 @@ def functions(backends: Sequence[str], platform: str) -> list[Implementation]:
     return [*(ours(backend) for backend in backends), *rest, *_ANYWHERE]
 
 
+def steps(platform: str) -> list[Implementation]:
+    """Return what computes a step of decoding: ours, and PyTorch."""
+    mine = [over_cache(name) for name in ("auto", "decode")]
+    return [*mine, *functions((), platform)[: -len(_ANYWHERE)]]
+
+
 def ours(backend: str) -> Implementation:
     """Return `dot_product_attention` with a backend."""
 
@@ -42,26 +48,42 @@ def ours(backend: str) -> Implementation:
     return _in_jax(f"ours {backend}", attend)
 
 
-def probe(work: Workload) -> tuple[int, int]:
-    """Return the batch row and the head that are compared: in the middle, so that reversing either axis changes them.
+def over_cache(backend: str) -> Implementation:
+    """Return `dot_product_attention` of keys and values that are stored heads first."""
 
-    Every row and head has inputs of its own, and the formula on all of them would take longer than the measurement.
+    def attend(work: Workload, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        query, key, value = (rearrange(x, f"{TORCH_LAYOUT} -> {JAX_LAYOUT}") for x in (query, key, value))
+        output = dot_product_attention(query, key, value, mask=work.mask(), backend=backend)
+        return rearrange(output, f"{JAX_LAYOUT} -> {TORCH_LAYOUT}")
+
+    return _in_jax(f"ours {backend}", attend, TORCH_LAYOUT)
+
+
+def probe(work: Workload) -> tuple[int, slice]:
+    """Return the batch row and the heads that are compared: in the middle, so that reversing either axis changes them.
+
+    One head, since the formula on all of them would take longer than the measurement; all heads of a decoding step,
+    since the error of a single token is that of too few numbers.
     """
-    return work.b // 2, work.n // 2
+    middle = work.n // 2
+    return work.b // 2, slice(None) if work.step else slice(middle, middle + 1)
 
 
 def formula(work: Workload, dtype: str) -> Arrays:
     """Return output and gradients at the probe, computed by the reference backend in `dtype`."""
-    row, head = probe(work)
-    arrays = [jnp.asarray(x[row : row + 1, :, head : head + 1].astype(dtype)) for x in inputs(work)]
+    row, heads = probe(work)
+    arrays = [jnp.asarray(x[row : row + 1, :, heads].astype(dtype)) for x in inputs(work)]
     # In blocks of rows, so that a long head fits in memory; not in lower dtypes, where gradients summed over blocks
     # are rounded each time, and the allowed error would grow.
     rows = ROWS if jnp.finfo(dtype).bits >= 32 else work.t
     found = jax.jit(with_gradients(lambda *x: _in_blocks(work, rows, *x), work.backward))(*arrays)
-    return {name: np.asarray(x[0, :, 0], np.float64) for name, x in zip(NAMES, found, strict=False)}
+    return {name: np.asarray(x[0], np.float64) for name, x in zip(NAMES, found, strict=False)}
 
 
 def _in_blocks(work: Workload, rows: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    if work.step:
+        return dot_product_attention(query, key, value, mask=work.mask(), backend="reference")
+
     def block(start_and_query):
         start, query = start_and_query
         return dot_product_attention(query, key, value, mask=work.mask(start), backend="reference")
@@ -74,11 +96,11 @@ def _in_blocks(work: Workload, rows: int, query: jax.Array, key: jax.Array, valu
 
 
 def _at_probe(work: Workload, layout: str) -> Callable[[Any], Arrays]:
-    row, head = probe(work)
+    row, heads = probe(work)
 
     def named(result: tuple) -> Arrays:
-        heads = (x[row, :, head] if layout == JAX_LAYOUT else x[row, head] for x in result)
-        return {name: as_float64(x) for name, x in zip(NAMES, heads, strict=False)}
+        found = (x[row][:, heads] if layout == JAX_LAYOUT else x[row][heads].swapaxes(0, 1) for x in result)
+        return {name: as_float64(x) for name, x in zip(NAMES, found, strict=False)}
 
     return named
 
@@ -107,8 +129,8 @@ def _torch_sdpa(kernel: str | None = None) -> Callable[[Workload], Prepared]:
         from torch.nn.functional import scaled_dot_product_attention
 
         def attend(query, key, value):
-            if kernel is None:
-                return scaled_dot_product_attention(query, key, value, is_causal=True)
+            if kernel is None:  # with one query, the last, is_causal would mean that it sees key 0 alone
+                return scaled_dot_product_attention(query, key, value, is_causal=not work.step)
             with sdpa_kernel(getattr(SDPBackend, kernel)):
                 return scaled_dot_product_attention(query, key, value, is_causal=True)
 

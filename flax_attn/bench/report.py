@@ -12,7 +12,7 @@ from flax_attn.bench.benchmark import Measurement
 from flax_attn.bench.figures import curve, exponent, names, ratio, summary
 
 LEGEND = """\
-time         median of a call; all implementations take turns in one process, warm
+time         of a call, the least of its turns: others use the machine too. All take turns in one process, warm
 spread       interquartile range over the median, of so many turns
 ours / it    our time over this one's: below 1 we are faster
 GFLOP/s      of 2 matrix products forward, 7 with the backward pass, over the visible (query, key) pairs only, which is
@@ -67,7 +67,7 @@ class BenchmarkReport:
                     "exponent": exponent(*curve(self.rows, over, name, cost)),
                 }
                 for over in ("tokens", "heads")
-                for cost in ("median", "temporaries")
+                for cost in ("best", "temporaries")
                 for name in names(self.rows, over)
             ],
             "summary": self.summary,
@@ -80,7 +80,7 @@ class BenchmarkReport:
     def _record(self, row: Measurement) -> dict[str, Any]:
         return asdict(row) | {
             "error": _finite(row.error),
-            "median": row.median,
+            "best": row.best,
             "spread": timing.spread(list(row.seconds)) if row.seconds else None,
             "flops": row.work.flops,
             "ours_over_it": ratio(self.rows, self.ours, row),

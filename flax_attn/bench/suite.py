@@ -11,7 +11,7 @@ import jax
 from flax_attn.backends.registry import BACKENDS, check_backend, load
 from flax_attn.bench import machine
 from flax_attn.bench.benchmark import GIB, Benchmark, Measurement, measure
-from flax_attn.bench.functions import functions, ours
+from flax_attn.bench.functions import functions, ours, steps
 from flax_attn.bench.implementation import Implementation
 from flax_attn.bench.layers import layers
 from flax_attn.bench.report import BenchmarkReport
@@ -22,6 +22,7 @@ Shape = tuple[int, int, int, int]
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
 PRODUCT = {"cpu": 2048, "gpu": 8192, "tpu": 8192}  # width of a matrix product that takes a few milliseconds at least
 GROWTH_LIMIT = 4 * GIB
+STEP_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Sizes:
         long: ours, full causal against `window`.
         window: a sliding window, in keys.
         low: ours, bfloat16 against float32.
+        half: ours and PyTorch in bfloat16, forward.
+        step: a step of decoding over so many keys, in float32 and in bfloat16.
         memory: temporaries, compiled only.
         layer: whole layers.
         growth: over these tokens with the second number of `heads`, then over `heads` with the middle of these tokens.
@@ -44,6 +47,8 @@ class Sizes:
     long: Shape | None = None
     window: int = 512
     low: Shape | None = None
+    half: Shape | None = None
+    step: Shape | None = None
     memory: Shape | None = None
     layer: Shape | None = None
     growth: tuple[int, ...] = ()
@@ -55,9 +60,11 @@ FULL = Sizes(
     shapes=((4, 12, 256, 64), (8, 12, 1024, 64), (1, 32, 2048, 128), (1, 12, 4096, 64), (1, 12, 8192, 64)),
     long=(1, 12, 8192, 64),
     low=(8, 12, 1024, 64),
+    half=(4, 12, 512, 64),
+    step=(1, 12, 4096, 64),
     memory=(1, 8, 8192, 64),
     layer=(2, 12, 1024, 64),  # GPT-2 small
-    growth=(128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+    growth=(128, 256, 512, 1024, 2048, 4096, 8192),
     heads=(1, 8, 16),
 )
 QUICK = Sizes(
@@ -65,6 +72,8 @@ QUICK = Sizes(
     long=(1, 2, 512, 16),
     window=64,
     low=(1, 4, 256, 32),
+    half=(1, 4, 128, 32),
+    step=(1, 12, 256, 32),
     memory=(1, 2, 1024, 32),
     layer=(2, 4, 96, 16),
     growth=(64, 128, 256),
@@ -109,14 +118,15 @@ def run(
 
 
 def default_backends(platform: str) -> tuple[str, ...]:
-    """Return `auto`, the backends of this platform alone, `blocked` where these are preferred to it, and `reference`.
+    """Return `auto`, the backends of this platform alone, `blocked` and `reference`.
 
     Example:
         >>> default_backends("tpu")
         ('auto', 'splash', 'blocked', 'reference')
     """
-    native = [name for name in BACKENDS if platform in (load(name).platforms or ())]
-    return ("auto", *native, *(["blocked"] if native else []), "reference")
+    special = [name for name in BACKENDS if platform in (load(name).platforms or ())]
+    special = [name for name in special if name != "native"]  # which auto takes, where it was built
+    return ("auto", *special, "blocked", "reference")
 
 
 def benchmarks(sizes: Sizes, backends: Sequence[str], platform: str) -> list[Benchmark]:
@@ -130,6 +140,11 @@ def benchmarks(sizes: Sizes, backends: Sequence[str], platform: str) -> list[Ben
     if sizes.low:
         dtypes = ({"dtype": "float32"}, {"dtype": "bfloat16"})
         suite += [_benchmark("dtype", best, sizes.low, dtype, b, dtypes) for b in (False, True)]
+    if sizes.half:
+        rivals = [one for one in everyone if one.package == "torch"]
+        suite += [_benchmark("bfloat16", best + rivals, sizes.half, "bfloat16", backward=False)]
+    if sizes.step:
+        suite += [_benchmark("step", steps(platform), sizes.step, t, False, ({"step": True},)) for t in STEP_DTYPES]
     if sizes.memory:
         suite += [_benchmark("memory", in_jax, sizes.memory, dtype, timed=False)]
     if sizes.layer:

@@ -16,9 +16,9 @@ from flax_attn.bench.report import BenchmarkReport
 
 COLUMNS = ("time ms", "spread", "turns", "ours / it", "GFLOP/s", "of limit", "temp MiB", "jit s", "error")
 TEXTBOOK = {  # the exponents of naive time, and of memory that does not hold the scores
-    ("tokens", "median"): "O(T^2 d)  2",
+    ("tokens", "best"): "O(T^2 d)  2",
     ("tokens", "temporaries"): "O(T d)  1",
-    ("heads", "median"): "O(T^2 d)  0",
+    ("heads", "best"): "O(T^2 d)  0",
     ("heads", "temporaries"): "O(T d)  0",
 }
 
@@ -61,11 +61,11 @@ def _benchmarks(report: BenchmarkReport, rows: Sequence[Measurement]) -> Table:
 
 def _label(row: Measurement) -> str:
     window = f", window {row.work.window}" if row.work.window else ""
-    return row.implementation + window + (f", {row.work.dtype}" if row.section == "dtype" else "")
+    return row.implementation + window + (f", {row.work.dtype}" if row.section in ("dtype", "bfloat16", "step") else "")
 
 
 def _cells(report: BenchmarkReport, row: Measurement) -> list[str | Text]:
-    time = _number(row.median, lambda x: f"{1000 * x:.4g}") if row.median else Text(row.status, style="yellow")
+    time = _number(row.best, lambda x: f"{1000 * x:.4g}") if row.best else Text(row.status, style="yellow")
     return [
         time,
         _number(timing.spread(list(row.seconds)) if row.seconds else None, "{:.0%}".format),
@@ -87,7 +87,7 @@ def _growth(report: BenchmarkReport, over: str, cost: str) -> Table:
     rows = [row for row in report.rows if row.section == over]
     axis = {"tokens": lambda row: row.work.t, "heads": lambda row: row.work.n}[over]
     sizes = list(dict.fromkeys(axis(row) for row in rows))
-    what = "time ms" if cost == "median" else "temporaries MiB"
+    what = "time ms" if cost == "best" else "temporaries MiB"
     table = _table(over, [*map(str, sizes), "exponent"], f"{what} of forward+backward over {over}")
     for name in names(rows, over):
         cells = {axis(row): _cost(row, cost) for row in rows if row.implementation == name}
@@ -98,10 +98,10 @@ def _growth(report: BenchmarkReport, over: str, cost: str) -> Table:
 
 
 def _cost(row: Measurement, cost: str) -> str | Text:
-    value = row.median if cost == "median" else row.temporaries
+    value = row.best if cost == "best" else row.temporaries
     if value is None:
         return "-" if row.status == "timed" else Text(row.status, style="yellow")
-    return f"{value * 1000 if cost == 'median' else value / MIB:.4g}"
+    return f"{value * 1000 if cost == 'best' else value / MIB:.4g}"
 
 
 def _summary(report: BenchmarkReport) -> Table:

@@ -27,6 +27,7 @@ class Workload:
         window: sliding window, in keys; None is causal without a window.
         dtype: of inputs and output.
         layer: projections included, on `(b, t, n * h)`.
+        step: only the last token is a query, as in decoding; keys and values are stored heads first, as in a cache.
     """
 
     b: int
@@ -37,6 +38,7 @@ class Workload:
     window: int | None = None
     dtype: str = "float32"
     layer: bool = False
+    step: bool = False
 
     @property
     def pairs(self) -> int:
@@ -47,6 +49,8 @@ class Workload:
             (10, 7)
         """
         width = min(self.window or self.t, self.t)
+        if self.step:
+            return width
         return width * self.t - width * (width - 1) // 2
 
     @property
@@ -64,10 +68,11 @@ class Workload:
     def size(self) -> str:
         """The shape of the input, and the direction."""
         shape = (self.b, self.t, self.n * self.h) if self.layer else (self.b, self.n, self.t, self.h)
-        return f"{shape} {'forward+backward' if self.backward else 'forward'}"
+        return f"{shape} {'decoding step' if self.step else 'forward+backward' if self.backward else 'forward'}"
 
     def mask(self, offset: Count | None = None) -> Mask:
         """Return the mask; `offset` is the position of the first query where the queries are only some of the rows."""
+        offset = self.t - 1 if self.step else offset
         return Mask.causal(offset) if self.window is None else Mask.sliding_window(self.window, offset)
 
     def __str__(self) -> str:
@@ -80,6 +85,9 @@ def inputs(work: Workload) -> tuple[np.ndarray, ...]:
     random = np.random.default_rng(0)
     shape = (work.b, work.t, work.n * work.h) if work.layer else (work.b, work.t, work.n, work.h)
     draws = [random.standard_normal(shape, np.float32) for _ in range(2 if work.layer else 4)]
+    if work.step:
+        query, key, value, cotangent = draws
+        draws = [query[:, -1:], key, value, cotangent[:, -1:]]
     return tuple(draw.astype(jnp.dtype(work.dtype)) for draw in draws)
 
 
