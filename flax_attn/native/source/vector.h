@@ -50,9 +50,12 @@ static inline Bits half_bits(const uint16_t* x) {
 static inline Vector load(const BFloat16* x) { return (Vector)(half_bits(&x->bits) << 16); }
 static inline Vector load(const Float16* x) {
   const Bits bits = half_bits(&x->bits), rest = bits & 0x7fff;
-  const Vector number = (Vector)(rest << 13) * 0x1p112f;  // moves the bias of the exponent; subnormals are exact too
+  // Subnormals are counted: as such they would be 0 in XLA's threads, which flush subnormal float32.
+  const Vector subnormal = __builtin_convertvector((Ints)rest, Vector) * 0x1p-24f;
+  const Bits normal = (rest << 13) + (112 << 23);                   // moves the bias of the exponent
   const Bits special = (Bits)((Ints)rest >= 0x7c00) & 0x7f800000;  // infinity and NaN
-  return (Vector)((Bits)number | special | (bits & 0x8000) << 16);
+  const Bits number = (Ints)rest < 0x400 ? (Bits)subnormal : normal | special;
+  return (Vector)(number | (bits & 0x8000) << 16);
 }
 static inline float read(const float* x) { return *x; }
 template <typename T>
