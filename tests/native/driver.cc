@@ -15,6 +15,10 @@
 #include "pools.h"
 #include "problems.h"
 
+#ifndef KERNELS  // of the levels that are linked
+#define KERNELS flax_attn::avx512_kernels(), flax_attn::avx2_kernels(), flax_attn::baseline_kernels()
+#endif
+
 using flax_attn::Kernels;
 
 static int failures = 0;
@@ -187,8 +191,7 @@ int main(int argc, char** argv) {
   flush_subnormals();
   const std::string level = argc > 1 ? argv[1] : "";
   const bool light = argc > 2 && std::string(argv[2]) == "light";
-  for (const Kernels* kernels :
-       {flax_attn::avx512_kernels(), flax_attn::avx2_kernels(), flax_attn::baseline_kernels()}) {
+  for (const Kernels* kernels : {KERNELS}) {
     if (!kernels || level != kernels->name) continue;
     workers();
     busy_pools(*kernels);

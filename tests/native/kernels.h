@@ -7,6 +7,11 @@
 #include "formula.h"
 
 using flax_attn::Type;
+#ifdef __aarch64__
+using Half = __fp16;
+#else
+using Half = _Float16;
+#endif
 
 // An array as the kernels read it; each is memory of its own, so that a sanitizer sees a step beyond its end.
 class Stored {
@@ -27,7 +32,7 @@ class Stored {
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     const uint16_t high = static_cast<uint16_t>(bits >> 16);
-    const _Float16 half = static_cast<_Float16>(x);
+    const Half half = static_cast<Half>(x);
     const void* from = &x;
     if (type_ == Type::bfloat16) from = &high;
     if (type_ == Type::float16) from = &half;
@@ -35,7 +40,7 @@ class Stored {
   }
   double get(size_t i) const {
     uint32_t bits = 0;
-    _Float16 half;
+    Half half;
     float x;
     const unsigned char* from = bytes_.data() + i * width();
     if (type_ == Type::float16) return std::memcpy(&half, from, 2), static_cast<double>(half);

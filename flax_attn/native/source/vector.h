@@ -41,6 +41,11 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+#ifdef __aarch64__
+typedef __fp16 Half;  // as older compilers have it there
+#else
+typedef _Float16 Half;
+#endif
 
 static inline Bits half_bits(const uint16_t* x) {
   Halves y;
@@ -71,7 +76,7 @@ static inline void write(BFloat16* x, float y) {
   x->bits = nan ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
 }
 static inline void write(Float16* x, float y) {
-  const _Float16 half = static_cast<_Float16>(y);
+  const Half half = static_cast<Half>(y);
   __builtin_memcpy(x, &half, sizeof half);
 }
 
