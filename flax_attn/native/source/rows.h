@@ -51,8 +51,8 @@ static inline bool finite(const T* x, int64_t width, float factor = 1) {
   return sum(check) + rest == 0;
 }
 
-// Copies `width` numbers, times a factor, and returns whether all products are finite. Where not, zeros are written instead: a
-// weight of zero does not keep NaN out of a product.
+// Copies `width` numbers, times a factor, and returns whether all products are finite. Where not, zeros are written
+// instead: a weight of zero does not keep NaN out of a product.
 template <typename T>
 static inline bool copy_finite(const T* from, float* to, int64_t width, float factor = 1) {
   const bool ok = finite(from, width, factor);
