@@ -17,7 +17,7 @@ static inline int64_t queries_size(const Attention& x, int64_t padded) {
 }
 
 template <typename T>
-static void copy_queries(const Backward& x, int64_t b, int64_t kv, Queries& to) {
+static void copy_queries(const Backward& x, int64_t b, int64_t kv, int64_t part, Queries& to) {
   const Layout query = tokens_first(x.t, x.n, x.h), output = tokens_first(x.t, x.n, x.v);
   Array<float> out(x.v);
   for (int64_t head = 0; head < x.group(); ++head)
@@ -33,7 +33,8 @@ static void copy_queries(const Backward& x, int64_t b, int64_t kv, Queries& to) 
       for (int64_t c = 0; c < x.v; ++c) to.cotangent_tiles[tiled(at, c, x.v)] = cotangent[c];
       to.top[at] = x.top[row];
       to.share[at] = !ok ? NAN : x.total[row] == 0 ? 0 : 1 / x.total[row];
-      to.delta[at] = x.delta[row] = delta;
+      to.delta[at] = delta;
+      if (part == 0) x.delta[row] = delta;  // all parts find the same; one writes it
     }
 }
 
@@ -149,7 +150,7 @@ static void backward_part(const Backward& x, int64_t b, int64_t kv, int64_t part
   queries.top = queries.cotangent_tiles + rows * x.v;
   queries.share = queries.top + rows;
   queries.delta = queries.share + rows;
-  copy_queries<T>(x, b, kv, queries);
+  copy_queries<T>(x, b, kv, part, queries);
   float* memory = queries.delta + rows;
   KeyPanel panel{};
   panel.key = memory;

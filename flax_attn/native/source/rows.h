@@ -40,22 +40,22 @@ static inline float query_factor(const Attention& x) {
   return x.soft_cap > 0 ? x.scale / x.soft_cap : x.scale * LOG2_E;
 }
 
-// Whether all numbers are finite: 0 * x is 0 or NaN.
+// Whether all numbers times a factor are finite: 0 * x is 0 or NaN.
 template <typename T>
-static inline bool finite(const T* x, int64_t width) {
+static inline bool finite(const T* x, int64_t width, float factor = 1) {
   Vector check{};
   float rest = 0;
   int64_t i = 0;
-  for (; i + WIDTH <= width; i += WIDTH) check += load(x + i) * 0;
-  for (; i < width; ++i) rest += read(x + i) * 0;
+  for (; i + WIDTH <= width; i += WIDTH) check += load(x + i) * factor * 0;
+  for (; i < width; ++i) rest += read(x + i) * factor * 0;
   return sum(check) + rest == 0;
 }
 
-// Copies `width` numbers, times a factor, and returns whether all are finite. Where not, zeros are written instead: a
-// weight of zero does not keep NaN out of a product.
+// Copies `width` numbers, times a factor, and returns whether all products are finite. Where not, zeros are written
+// instead: a weight of zero does not keep NaN out of a product.
 template <typename T>
 static inline bool copy_finite(const T* from, float* to, int64_t width, float factor = 1) {
-  const bool ok = finite(from, width);
+  const bool ok = finite(from, width, factor);
   int64_t i = 0;
   for (; i + WIDTH <= width; i += WIDTH) store(to + i, ok ? load(from + i) * factor : Vector{});
   for (; i < width; ++i) to[i] = ok ? read(from + i) * factor : 0;

@@ -41,6 +41,11 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+#ifdef __aarch64__
+typedef __fp16 Half;  // as older compilers have it there
+#else
+typedef _Float16 Half;
+#endif
 
 static inline Bits half_bits(const uint16_t* x) {
   Halves y;
@@ -50,9 +55,12 @@ static inline Bits half_bits(const uint16_t* x) {
 static inline Vector load(const BFloat16* x) { return (Vector)(half_bits(&x->bits) << 16); }
 static inline Vector load(const Float16* x) {
   const Bits bits = half_bits(&x->bits), rest = bits & 0x7fff;
-  const Vector number = (Vector)(rest << 13) * 0x1p112f;  // moves the bias of the exponent; subnormals are exact too
+  // Subnormals are counted: as such they would be 0 in XLA's threads, which flush subnormal float32.
+  const Vector subnormal = __builtin_convertvector((Ints)rest, Vector) * 0x1p-24f;
+  const Bits normal = (rest << 13) + (112 << 23);                   // moves the bias of the exponent
   const Bits special = (Bits)((Ints)rest >= 0x7c00) & 0x7f800000;  // infinity and NaN
-  return (Vector)((Bits)number | special | (bits & 0x8000) << 16);
+  const Bits number = (Ints)rest < 0x400 ? (Bits)subnormal : normal | special;
+  return (Vector)(number | (bits & 0x8000) << 16);
 }
 static inline float read(const float* x) { return *x; }
 template <typename T>
@@ -68,7 +76,7 @@ static inline void write(BFloat16* x, float y) {
   x->bits = nan ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
 }
 static inline void write(Float16* x, float y) {
-  const _Float16 half = static_cast<_Float16>(y);
+  const Half half = static_cast<Half>(y);
   __builtin_memcpy(x, &half, sizeof half);
 }
 
