@@ -93,6 +93,7 @@ static void compare(const char* what, const Problem& x, Type type, bool by_heads
     if (!(amount <= 1)) fail(x, what, name, amount);
   };
   check("output", ours.output, &Answer::output, FORWARD);
+  check("output by few", ours.few, &Answer::output, FORWARD);
   if (!gradients) return;
   check("d_query", ours.d_query, &Answer::d_query, GRADIENT);
   check("d_key", ours.d_key, &Answer::d_key, GRADIENT);
@@ -140,7 +141,7 @@ static void not_finite(const Kernels& kernels) {
 static void large_scores(const Kernels& kernels) {
   Threads pool(2);
   Draw draw(5);
-  for (int64_t t : {40, 140}) {
+  for (int64_t t : {5, 16, 40, 140}) {
     Problem x = draw_problem(draw, t, 150);
     x.scale = 100, x.soft_cap = 0;
     compare("large scores", x, Type::float32, false, kernels, pool);

@@ -15,7 +15,7 @@ from flax_attn.backends.native.kernel import Operands, Options, forward
 from flax_attn.functional.mask_parts import Segments
 from flax_attn.native import MISSING, library
 
-_FEW = 16  # queries; their keys are read where they are
+_FEW = 16  # queries
 
 
 class Native(Backend):
@@ -71,7 +71,8 @@ class Native(Backend):
             *(jnp.broadcast_to(x, (b, t)).astype(jnp.int32) for x in (start, stop)),
             *(jnp.broadcast_to(x, (b, x.shape[-1])).astype(jnp.int32) for x in segments),
         )
-        return forward(Options(float(call.scale), call.soft_cap or 0.0, heads_first), operands).output
+        options = Options(float(call.scale), call.soft_cap or 0.0, heads_first, few=t <= _FEW)
+        return forward(options, operands).output
 
     def memory(self, call: Call) -> int:
         """Return the bytes of the copies of keys and values, if any, and of the maxima and sums."""

@@ -29,11 +29,14 @@ class Options(NamedTuple):
         scale: of the scores.
         soft_cap: of the scores; 0 is none.
         heads_first: whether keys and values are `(b, k, s, h)`.
+        few: whether the queries are so few that keys and values are best read where they are; not where a gradient
+            is taken, whose scores are summed in the other order.
     """
 
     scale: float
     soft_cap: float
     heads_first: bool
+    few: bool
 
 
 class Operands(NamedTuple):
@@ -79,13 +82,13 @@ def forward(options: Options, operands: Operands) -> Results:
     (b, t, n, _), v = operands.query.shape, operands.value.shape[-1]
     rows = jax.ShapeDtypeStruct((b, n, t), jnp.float32)
     results = jax.ShapeDtypeStruct((b, t, n, v), operands.query.dtype), rows, rows
-    return Results(*_call("attention_forward", results, options, *operands))
+    return Results(*_call("attention_forward", results, options, *operands, few=options.few))
 
 
 @forward.defjvp
 def _differentiate(options, primals, tangents):
     (operands,), (changes,) = primals, tangents
-    results = forward(options, operands)
+    results = forward(options._replace(few=False), operands)
     change = _tangent.bind(*operands, *results, *changes[:4], options=options)
     # Top and total are read by derivatives alone, which do not depend on them but by rounding.
     return results, Results(change, jnp.zeros_like(results.top), jnp.zeros_like(results.total))
@@ -122,10 +125,10 @@ def _sinks_gradient(sinks: Array, results: Results, delta: Array) -> Array:
     return -(weight * delta).sum(axis=2)
 
 
-def _call(name: str, results: Any, options: Options, *arrays: Array) -> Any:
+def _call(name: str, results: Any, options: Options, *arrays: Array, **attributes: bool) -> Any:
     scale, soft_cap = np.float32(options.scale), np.float32(options.soft_cap)
     call = jax.ffi.ffi_call(target(name), results, vmap_method="broadcast_all")
-    return call(*arrays, scale=scale, soft_cap=soft_cap, heads_first=options.heads_first)
+    return call(*arrays, scale=scale, soft_cap=soft_cap, heads_first=options.heads_first, **attributes)
 
 
 def _tokens_first(options: Options, x: Array) -> Any:

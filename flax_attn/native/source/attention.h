@@ -25,9 +25,12 @@ struct Attention {
   int64_t group() const { return n / k; }
 };
 
+// Every score is summed in the same order in `forward` as in `backward`, but not where few queries share what is read of
+// a key: large scores would then differ by more than their exponentials may, so that no gradient goes through `few`.
 struct Forward : Attention {
   void* output;       // (b, t, n, v)
   float *top, *total;  // (b, n, t): the largest score, and the sum of exp2(x - top); the sum is NaN where the row is
+  bool few;            // read keys and values where they are
 };
 
 struct Backward : Attention {

@@ -1,7 +1,6 @@
 // Forward for a few queries over many keys, as in a step of decoding: keys and values are read once, where they are, and
 // divided over the threads. Included once for each instruction level, inside its namespace.
 
-constexpr int64_t FEW = 16;      // queries at most
 constexpr int64_t CHUNK = 64;    // keys whose scores are held at once
 constexpr int64_t TOGETHER = 4;  // rows that share what is read of a key
 

@@ -67,10 +67,10 @@ Attention attention(ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer val
 ffi::Error forward(ffi::ThreadPool threads, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
                    ffi::AnyBuffer sinks, ffi::AnyBuffer start, ffi::AnyBuffer stop, ffi::AnyBuffer query_segment,
                    ffi::AnyBuffer key_segment, ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> top,
-                   ffi::Result<ffi::AnyBuffer> total, float scale, float soft_cap, bool heads_first) {
+                   ffi::Result<ffi::AnyBuffer> total, float scale, float soft_cap, bool heads_first, bool few) {
   XlaPool pool(threads);
   Forward x{attention(query, key, value, sinks, start, stop, query_segment, key_segment, scale, soft_cap, heads_first),
-            output->untyped_data(), top->typed_data<float>(), total->typed_data<float>()};
+            output->untyped_data(), top->typed_data<float>(), total->typed_data<float>(), few};
   chosen.load()->forward(x, pool);
   return ffi::Error::Success();
 }
@@ -111,7 +111,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_forward, forward,
                                   .EIGHT_ARGUMENTS.Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .OPTIONS);
+                                  .OPTIONS.Attr<bool>("few"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward,
                               ffi::Ffi::Bind()

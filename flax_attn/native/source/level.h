@@ -18,7 +18,7 @@ static void by_type(const Arguments& x, F run) {
 
 static void forward(const Forward& x, Pool& pool) {
   by_type(x, [&](auto number) {
-    if (x.t <= FEW)
+    if (x.few)
       forward_few<decltype(number)>(x, pool);
     else
       forward_many<decltype(number)>(x, pool);
