@@ -223,7 +223,7 @@ import jax, jax.numpy as jnp, numpy as np
 from functools import partial
 from jax.sharding import NamedSharding, PartitionSpec as P
 from flax_attn import Mask, dot_product_attention
-mesh = jax.make_mesh((8,), ("data",))
+mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 40, 4, 8)), "float32")
 def loss(x):
     mask = Mask.causal() & Mask.lengths(key=jnp.arange(16) * 3)
