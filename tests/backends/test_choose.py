@@ -75,7 +75,7 @@ def test_a_step_of_decoding_is_decoded_unless_it_drops(platform):
 
 def test_explained_is_what_runs(monkeypatch):
     ran = []
-    for name in ("blocked", "xla"):
+    for name in ("native", "blocked", "xla"):
         monkeypatch.setattr(load(name), "attend", lambda call, name=name: ran.append(name) or call.query)
     x = jnp.ones((1, 160, 2, 4))
     for backend in ("auto", "blocked", "xla"):
@@ -140,6 +140,7 @@ def test_explain_takes_what_the_call_takes():
     assert found.refusals["blocked"] is None
     assert "soft cap" in found.refusals["xla"]
     everywhere = {name for name in BACKENDS if load(name).platforms is None}
+    assert "bias" in found.refusals["native"] or not BUILT
     assert explain(x, x, x).memory.keys() == everywhere or jax.default_backend() != "cpu"
 
 
