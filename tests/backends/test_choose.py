@@ -82,7 +82,7 @@ def test_explained_is_what_runs(monkeypatch):
         dot_product_attention(x, x, x, backend=backend)
         assert ran.pop() == explain(x, x, x, backend=backend, platform="cpu").backend
     dot_product_attention(x[:, :9], x, x)
-    assert not ran
+    assert ran == (["native"] if BUILT else [])  # or the formula
 
 
 def test_one_that_refuses_by_name():
@@ -139,7 +139,7 @@ def test_explain_takes_what_the_call_takes():
     assert found.backend == "reference"
     assert found.refusals["blocked"] is None
     assert "soft cap" in found.refusals["xla"]
-    everywhere = {name for name in BACKENDS if load(name).platforms is None}
+    everywhere = {name for name in BACKENDS if load(name).platforms is None} | ({"native"} if BUILT else set())
     assert "bias" in found.refusals["native"] or not BUILT
     assert explain(x, x, x).memory.keys() == everywhere or jax.default_backend() != "cpu"
 
