@@ -6,6 +6,9 @@ NEWEST_BIN := .venv-newest/bin
 NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; done)
 
+# What the library of kernels is built from: the environments are installed again where it changes.
+NATIVE := setup.py $(wildcard flax_attn/native/source/*)
+
 # What another JAX or Flax can break: whatever uses their interfaces. The arithmetic is proven by make against.
 NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py tokamax.py xla.py) \
 	tests/bench tests/models tests/modules tests/parity tests/training \
@@ -65,24 +68,27 @@ docs: .venv/installed
 test-newest: .venv-newest/installed
 	$(NEWEST_BIN)/pytest -n auto -ra $(NEWEST_TESTS) $(ARGS)
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flax-attn needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,viz,report,bench,dev]'
 	@touch $@
 
 # Installed as a user would, not editable and without torch.
-.venv-newest/installed: pyproject.toml constraints-newest.txt $(shell find flax_attn -name '*.py')
+.venv-newest/installed: pyproject.toml constraints-newest.txt $(NATIVE) $(shell find flax_attn -name '*.py')
 	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 or newer found: make test-newest NEWEST_PYTHON=/path/to/python'; exit 1; }
 	$(NEWEST_PYTHON) -m venv --clear .venv-newest
+	rm -rf build/lib*  # of which setuptools would install files that are no longer in the sources
 	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz,tokamax,generate]' beartype hypothesis pytest pytest-xdist
 	@touch $@
 
 .venv-tpu/installed: pyproject.toml constraints.txt $(shell find flax_attn -name '*.py')
 	$(PYTHON) -m venv --clear .venv-tpu
+	rm -rf build/lib*
 	.venv-tpu/bin/pip install --quiet -c constraints.txt '.[tpu]'
 	@touch $@
 
 clean:
 	rm -rf .venv .venv-newest .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f flax_attn/native/*.so

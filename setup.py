@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 SOURCE = Path("flax_attn/native/source")
-OPTIONS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"]
+OPTIONS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"]
 
 jaxlib = find_spec("jaxlib")
 assert jaxlib is not None, "pyproject.toml requires jaxlib for the build"

@@ -20,7 +20,13 @@ def names(requirements):
 
 
 def test_both_packages_are_in_the_wheel(pyproject):
-    assert pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["flax_attn", "torch_ref"]
+    assert pyproject["tool"]["setuptools"]["packages"]["find"]["include"] == ["flax_attn*", "torch_ref*"]
+
+
+def test_sources_of_the_library_are_in_the_source_distribution():
+    listed = (ROOT / "MANIFEST.in").read_text().splitlines()
+    assert {"graft flax_attn", "graft torch_ref", "graft tests", "graft parity_tests", "graft docs"} <= set(listed)
+    assert "global-exclude *.py[cod] *.so" in listed
 
 
 @pytest.mark.parametrize("package", ["flax_attn", "torch_ref"])
@@ -36,12 +42,18 @@ def test_every_folder_with_code_is_a_package(package):
 
 def test_version_is_that_of_the_package(pyproject):
     assert "version" in pyproject["project"]["dynamic"]
-    assert pyproject["tool"]["hatch"]["version"]["path"] == "flax_attn/__init__.py"
+    assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "flax_attn.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+", flax_attn.__version__)
 
 
 def test_oldest_python(pyproject):
     assert pyproject["project"]["requires-python"] == ">=3.11"
+
+
+def test_the_library_is_built_with_the_oldest_headers(pyproject):
+    """A jaxlib refuses what was built with the headers of a newer one."""
+    oldest = next(x.removeprefix("jax>=") for x in pyproject["project"]["dependencies"] if x.startswith("jax>="))
+    assert any(x.startswith(f"jaxlib=={oldest};") for x in pyproject["build-system"]["requires"])
 
 
 def test_torch_and_matplotlib_are_extras(pyproject):

@@ -79,9 +79,9 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
         >>> import jax.numpy as jnp
         >>> from flax_attn import Mask
         >>> x = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
-        >>> found = explain(x, x, x, mask=Mask.causal(), platform="cpu")
-        >>> found.backend, found.refusals["cudnn"]
-        ('blocked', 'cudnn runs on GPU; got platform "cpu". Pass backend="auto"')
+        >>> found = explain(x, x, x, mask=Mask.causal(), platform="gpu")
+        >>> found.backend, found.refusals["splash"]
+        ('blocked', 'splash runs on TPU; got platform "gpu". Pass backend="auto"')
     """
     backend = options.pop("backend", "auto")
     options.pop("return_weights", None)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_attn import KeyedDropout, Mask, dot_product_attention
+from flax_attn import KeyedDropout, Mask, dot_product_attention, native
 from flax_attn.backends import cudnn
 from flax_attn.backends.call import Unsupported, prepare
 from flax_attn.backends.choose import choose, explain
@@ -24,7 +24,8 @@ def ask(t=512, s=None, h=64, dtype=jnp.float32, mask=None, **options):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_short_inputs_run_the_formula(platform):
+def test_short_inputs_run_the_formula(platform, monkeypatch):
+    monkeypatch.setattr("flax_attn.backends.native.library", lambda: None)
     most = SHORT[platform]
     assert ask(32, most // 32, platform=platform).backend == ask(most, 1, platform=platform).backend == "reference"
     assert ask(32, most // 32 + 1, platform=platform).backend not in ("reference", None)
@@ -36,11 +37,15 @@ def plugin(monkeypatch):
     monkeypatch.setattr(cudnn, "find_spec", lambda name: name)
 
 
+BUILT = native.library() is not None
+
+
 @pytest.mark.parametrize(
     ("platform", "options", "backend"),
     [
-        ("cpu", {}, "blocked"),
-        ("cpu", {"dtype": jnp.bfloat16}, "blocked"),
+        ("cpu", {}, "native" if BUILT else "blocked"),
+        ("cpu", {"dtype": jnp.bfloat16}, "native" if BUILT else "blocked"),
+        ("cpu", {"dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))}, "blocked"),
         ("gpu", {"dtype": jnp.bfloat16}, "cudnn"),
         ("gpu", {"dtype": jnp.bfloat16, "soft_cap": 2.0}, "blocked"),
         ("gpu", {}, "blocked"),
@@ -61,22 +66,23 @@ def test_the_first_that_honours_the_call_is_chosen(platform, options, backend):
 @pytest.mark.usefixtures("no_shape_checks")
 def test_a_step_of_decoding_is_decoded_unless_it_drops(platform):
     one, many = jnp.ones((2, 1, 4, 8)), jnp.ones((2, 300, 4, 8))
-    assert explain(one, many, many, platform=platform).backend == "decode"
+    quickest = BUILT and platform == "cpu"
+    assert explain(one, many, many, platform=platform).backend == ("native" if quickest else "decode")
     dropout = KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))
     assert explain(one, many, many, platform=platform, dropout=dropout).backend == "reference"
-    assert explain(one, one, one, platform=platform).backend == "reference"
+    assert explain(one, one, one, platform=platform).backend == ("native" if quickest else "reference")
 
 
 def test_explained_is_what_runs(monkeypatch):
     ran = []
-    for name in ("blocked", "xla"):
+    for name in ("native", "blocked", "xla"):
         monkeypatch.setattr(load(name), "attend", lambda call, name=name: ran.append(name) or call.query)
     x = jnp.ones((1, 160, 2, 4))
     for backend in ("auto", "blocked", "xla"):
         dot_product_attention(x, x, x, backend=backend)
         assert ran.pop() == explain(x, x, x, backend=backend, platform="cpu").backend
     dot_product_attention(x[:, :9], x, x)
-    assert not ran
+    assert ran == (["native"] if BUILT else [])  # or the formula
 
 
 def test_one_that_refuses_by_name():
@@ -133,7 +139,8 @@ def test_explain_takes_what_the_call_takes():
     assert found.backend == "reference"
     assert found.refusals["blocked"] is None
     assert "soft cap" in found.refusals["xla"]
-    everywhere = {name for name in BACKENDS if load(name).platforms is None}
+    everywhere = {name for name in BACKENDS if load(name).platforms is None} | ({"native"} if BUILT else set())
+    assert "bias" in found.refusals["native"] or not BUILT
     assert explain(x, x, x).memory.keys() == everywhere or jax.default_backend() != "cpu"
 
 

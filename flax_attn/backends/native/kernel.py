@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
@@ -128,7 +129,9 @@ def _sinks_gradient(sinks: Array, results: Results, delta: Array) -> Array:
 def _call(name: str, results: Any, options: Options, *arrays: Array, **attributes: bool) -> Any:
     scale, soft_cap = np.float32(options.scale), np.float32(options.soft_cap)
     call = jax.ffi.ffi_call(target(name), results, vmap_method="broadcast_all")
-    return call(*arrays, scale=scale, soft_cap=soft_cap, heads_first=options.heads_first, **attributes)
+    # What lies before the last axes may be split over devices; XLA reads the number of such axes from here.
+    with set_xla_metadata(num_batch_dims="1"):
+        return call(*arrays, scale=scale, soft_cap=soft_cap, heads_first=options.heads_first, **attributes)
 
 
 def _tokens_first(options: Options, x: Array) -> Any:
@@ -141,10 +144,10 @@ def _formula(options: Options, operands: Operands, floats: tuple[Array, ...]) ->
     def one(row: Operands) -> Array:
         query, key, value, sinks = row.floats
         key, value = (rearrange(x, "k s h -> s k h") if options.heads_first else x for x in (key, value))
-        cols = jnp.arange(key.shape[0])
+        cols = jnp.arange(key.shape[0])[None]
         visible = (cols >= row.start[:, None]) & (cols < row.stop[:, None])
         if row.query_segment.size:
-            visible &= row.query_segment[:, None] == row.key_segment
+            visible &= row.query_segment[:, None] == row.key_segment[None]
         return reference_attention(
             query[None],
             key[None],
