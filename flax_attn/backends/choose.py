@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -34,12 +35,16 @@ def choose(call: Call, backend: str = "auto") -> Backend:
 
 def refusal(backend: Backend, call: Call) -> str | None:
     """Return why a backend cannot run the call, for its platform or for a reason of its own, or None."""
-    if backend.platforms is not None and call.platform not in backend.platforms:
+    if not _runs_on(backend, call.platform):
         return (
-            f"{backend.name} runs on {' and '.join(p.upper() for p in backend.platforms)}; got platform "
+            f"{backend.name} runs on {' and '.join(p.upper() for p in backend.platforms or ())}; got platform "
             f'"{call.platform}". Pass backend="auto"'
         )
     return backend.refuse(call)
+
+
+def _runs_on(backend: Backend, platform: str) -> bool:
+    return backend.platforms is None or platform in backend.platforms
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,14 @@ class Explanation:
         platform: where it would run.
         refusals: for each backend why it cannot honour the call, or None.
         memory: for each backend that can, its estimate of the bytes of temporaries of one forward call.
+        passed_over: the backends that `"auto"` would have taken before this one, had they not refused, best first.
     """
 
     backend: str | None
     platform: str
     refusals: dict[str, str | None]
     memory: dict[str, int]
+    passed_over: tuple[str, ...]
 
     def __str__(self) -> str:
         lines = [f"{self.backend or 'nothing'} runs on {self.platform}"]
@@ -103,4 +110,6 @@ def _explain(call: Call, backend: str) -> Explanation:
         chosen = choose(call, backend).name
     except Unsupported:
         chosen = None
-    return Explanation(chosen, call.platform, refusals, memory)
+    before = takewhile(lambda name: name != chosen, BACKENDS)
+    wanted = (name for name in before if _runs_on(load(name), call.platform) and load(name).preferred(call))
+    return Explanation(chosen, call.platform, refusals, memory, tuple(name for name in wanted if refusals[name]))
