@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jaxtyping import Array, Integer
+from jaxtyping import Array, Bool, Integer
 
 from flax_attn.backends.call import Call
-from flax_attn.backends.containment import contain, inside_lengths
+from flax_attn.backends.nonfinite import row_factor
 from flax_attn.backends.splash.padding import LANES, has_ids, padded
 from flax_attn.functional.mask_parts import Lengths, Segments
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.nonfinite import zero_nonfinite
 
 _BLOCKS = (512, 256, LANES)
 # Far below any score and far above what the kernel writes for a hidden score. As a sink it adds nothing to a row that
@@ -27,17 +27,38 @@ _NOTHING = -1e38
 def attend(call: Call, interpret: bool) -> Array:
     """Return `(b, t, n, v)`, computed by Pallas's interpreter if asked."""
     b, n, t, _ = call.shape
-    if b == 0 or not any(_shows(mask) for mask in _masks(call)):
+    masks = _masks(call)
+    if b == 0 or not any(_shows(mask) for mask in masks):
         return jnp.zeros((b, t, n, call.value.shape[3]), call.query.dtype)
-    return contain(call, partial(_attend, interpret))
-
-
-def _attend(interpret: bool, call: Call) -> Array:
-    query = (call.query.astype(jnp.float32) * jnp.asarray(call.scale, jnp.float32)).astype(call.query.dtype)
-    arrays = (_heads_first(x) for x in (query, call.key, call.value))
-    kernel = jax.vmap(_kernel(call, _masks(call), interpret), in_axes=(0, 0, 0, 0, None))
+    query, key, value = (_zero_hidden(call, name) for name in ("query", "key", "value"))
+    query = (query.astype(jnp.float32) * jnp.asarray(call.scale, jnp.float32)).astype(query.dtype)
+    arrays = (_heads_first(x) for x in (query, key, value))
+    kernel = jax.vmap(_kernel(call, masks, interpret), in_axes=(0, 0, 0, 0, None))
     output = kernel(*arrays, _segment_ids(call), _sinks(call))
-    return rearrange(output[:, :, : call.shape[2]], "b n t v -> b t n v")
+    return rearrange(output[:, :, :t] * row_factor(call, output.dtype), "b n t v -> b t n v")
+
+
+def _zero_hidden(call: Call, name: str) -> Array:
+    """Return the query, key or value with zeros for tokens that are not finite, or that no row may see.
+
+    Huge numbers in hidden tokens may overflow in the backward kernel.
+    """
+    inside = _inside(call, "query" if name == "query" else "key")
+    return jnp.where(inside[..., None, None], zero_nonfinite(getattr(call, name)), 0)
+
+
+def _inside(call: Call, name: str) -> Bool[Array, "#b t"]:
+    """Return which query or key tokens lie within all lengths, and for keys within what any query may see."""
+    index = jnp.arange(getattr(call, name).shape[1])[None]
+    inside = jnp.ones_like(index, bool)
+    if name == "key":
+        seen = call.mask.kv_range(0, call.shape[2] - 1, call.shape[3])
+        inside = (index >= seen.start) & (index < seen.stop)
+    for part in call.mask.parts:
+        if isinstance(part, Lengths) and getattr(part, name) is not None:
+            tokens = index[None, None]
+            inside = inside & Lengths(**{name: getattr(part, name)}).allow(tokens, tokens)[:, 0, 0]
+    return inside
 
 
 def _heads_first(x: Array) -> Array:
@@ -48,7 +69,7 @@ def _heads_first(x: Array) -> Array:
 def _sinks(call: Call) -> Array:
     if call.sinks is None:
         return jnp.full(call.shape[1], _NOTHING, call.query.dtype)
-    return jnp.maximum(call.sinks, _NOTHING)
+    return jnp.maximum(call.sinks.astype(call.query.dtype), _NOTHING)  # the dtype that the kernel's gradient has
 
 
 def _segment_ids(call: Call) -> splash.SegmentIds | None:
@@ -60,7 +81,7 @@ def _segment_ids(call: Call) -> splash.SegmentIds | None:
     for part in call.mask.parts:
         if isinstance(part, Segments):
             query, key = _ranked(jnp.atleast_2d(part.query), jnp.atleast_2d(part.key))
-    query, key = jnp.where(inside_lengths(call, "query"), query, -1), jnp.where(inside_lengths(call, "key"), key, -2)
+    query, key = jnp.where(_inside(call, "query"), query, -1), jnp.where(_inside(call, "key"), key, -2)
     return splash.SegmentIds(_pad_ids(query, b, -1), _pad_ids(key, b, -2))
 
 
