@@ -3,7 +3,8 @@
 A kernel multiplies hidden keys and values by zero, and 0 * NaN is NaN, so it would have to read clean copies. Here it
 reads query, key and value as they are. Only where one of their numbers is not finite, its results are thrown away for
 those of the kernel on clean copies: in a branch, one head after the other, since XLA reserves the memory of a branch
-whether it is taken or not.
+whether it is taken or not. Where XLA may divide the call among devices all heads are taken at once: to slice an axis
+that is divided it would gather the whole array.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from jaxtyping import Array
 from flax_attn.backends.blocked.slices import put, take
 from flax_attn.backends.call import Call
 from flax_attn.backends.nonfinite import all_finite, rows_that_see_nonfinite
+from flax_attn.backends.platform import may_be_partitioned
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.nonfinite import zero_nonfinite
 
@@ -59,9 +61,10 @@ def contain(call: Call, kernel: Kernel) -> Array:
 
 
 def memory(call: Call) -> int:
-    """Return the bytes of clean copies of the query, key and value of one head, and of its output."""
-    _, _, t, s = call.shape
-    return call.query.dtype.itemsize * (t + s) * (call.query.shape[3] + call.value.shape[3])
+    """Return the bytes of the clean copies of query, key and value, of one head or of all, and of their output."""
+    (b, n, t, s), k = call.shape, call.key.shape[2]
+    tokens = b * (n * t + k * s) if may_be_partitioned() else t + s
+    return call.query.dtype.itemsize * tokens * (call.query.shape[3] + call.value.shape[3])
 
 
 def _split(mask: Mask) -> tuple[list[Array], Callable[[list[Array]], Mask]]:
@@ -96,6 +99,8 @@ def _if_finite(finite: Array, found: Any, clean: Callable[[], Any]) -> Any:
 
 
 def _output(call: Call, kernel: Kernel) -> Array:
+    if may_be_partitioned():
+        return _cleaned(call, kernel)
     (b, t, n, _), v = call.query.shape, call.value.shape[3]
 
     def step(i: Array, output: Array) -> Array:
@@ -106,15 +111,16 @@ def _output(call: Call, kernel: Kernel) -> Array:
 
 
 def _gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
+    if may_be_partitioned():
+        return _cleaned_gradients(call, kernel, cotangent)
     (b, t, n, _), k, v = call.query.shape, call.key.shape[2], call.value.shape[3]
     group = n // k  # heads that share a key/value head, whose gradient the kernel sums
 
     def step(i: Array, gradients: Arrays) -> Arrays:
         row, kv = i // k, i % k
-        part = _heads(call, row, kv * group, group)
-        _, pullback = jax.vjp(lambda *arrays: _cleaned(_with_arrays(part, arrays), kernel), *_arrays(part))
-        found = pullback(take(cotangent, (row, 0, kv * group, 0), (1, t, group, v)))
         heads = kv * group, kv, kv
+        part = take(cotangent, (row, 0, kv * group, 0), (1, t, group, v))
+        found = _cleaned_gradients(_heads(call, row, kv * group, group), kernel, part)
         return tuple(put(x, d, (row, 0, head, 0)) for x, d, head in zip(gradients, found, heads, strict=True))
 
     return lax.fori_loop(0, b * k, step, tuple(jnp.zeros_like(x) for x in _arrays(call)))
@@ -136,3 +142,8 @@ def _cleaned(call: Call, kernel: Kernel) -> Array:
     output = kernel(_with_arrays(call, tuple(map(zero_nonfinite, _arrays(call)))))
     spoilt = rearrange(rows_that_see_nonfinite(call), "b n t 1 -> b t n 1")
     return output * jnp.where(spoilt, jnp.nan, 1).astype(output.dtype)  # a factor, so that gradients become NaN too
+
+
+def _cleaned_gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
+    _, pullback = jax.vjp(lambda *arrays: _cleaned(_with_arrays(call, arrays), kernel), *_arrays(call))
+    return pullback(cotangent)

@@ -69,7 +69,7 @@ def test_finite_numbers_give_what_the_kernel_gives():
         ("value", (1, 3, 0, 2), np.nan),
     ],
 )
-def test_what_is_not_finite_reaches_the_rows_that_see_it(close, name, at, bad):
+def test_what_is_not_finite_reaches_the_rows_that_see_it(close, devices, name, at, bad):
     inputs = [x.at[at].set(bad) if name == given else x for given, x in zip(NAMES, arrays(), strict=True)]
     ours, theirs, plain = (both(attend, inputs) for attend in (contained, reference, leaky))
     seen = at != (1, 3, 0, 2)  # beyond the keys of its row
@@ -78,6 +78,12 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(close, name, at, bad):
     assert np.isnan(ours["output"]).any() == seen
     leaked = [name for name in ours if (np.isnan(plain[name]) != np.isnan(ours[name])).any()]
     assert leaked  # the kernel alone does not keep the contract
+
+
+@pytest.fixture(params=["one device", "many devices"])
+def devices(request):
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1 + 7 * request.param.startswith("many"),), ("x",))):
+        yield
 
 
 def test_a_batch_made_by_vmap_takes_one_branch_and_equals_the_batch(close):
