@@ -14,6 +14,7 @@ from flax_attn.backends.call import Call, Unsupported, prepare
 from flax_attn.backends.platform import PLATFORMS, platform_of
 from flax_attn.backends.registry import BACKENDS, check_backend, load
 from flax_attn.functional.checks import check_choice
+from flax_attn.functional.trees import split
 
 
 def choose(call: Call, backend: str = "auto") -> Backend:
@@ -76,8 +77,8 @@ class Explanation:
 def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Explanation:
     """Return which backend `dot_product_attention` with these arguments would run, and why not another.
 
-    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`. Options are those of `dot_product_attention`, and
-    `platform`, to ask about `"cpu"`, `"gpu"` or `"tpu"` instead of the machine at hand.
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also inside a mask. Options are those of
+    `dot_product_attention`, and `platform`, to ask about `"cpu"`, `"gpu"` or `"tpu"` instead of the machine at hand.
 
     Raises:
         ValueError: where `dot_product_attention` does, except that a refusal is part of the result.
@@ -96,10 +97,12 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
     check_choice("platform", options["platform"], PLATFORMS)
     found = []
 
-    def trace(query: Array, key: Array, value: Array, bias: Array | None) -> None:
-        found.append(_explain(prepare(query, key, value, bias, mask, **options), backend))
+    abstract, mask_of = split(mask, jax.ShapeDtypeStruct)  # the rest of a mask stays known, as kernels may need it
 
-    jax.eval_shape(trace, query, key, value, bias)
+    def trace(query: Array, key: Array, value: Array, bias: Array | None, abstract: list[Array]) -> None:
+        found.append(_explain(prepare(query, key, value, bias, mask_of(abstract), **options), backend))
+
+    jax.eval_shape(trace, query, key, value, bias, abstract)
     return found[0]
 
 

@@ -22,8 +22,8 @@ from flax_attn.backends.blocked.slices import put, take
 from flax_attn.backends.call import Call
 from flax_attn.backends.nonfinite import all_finite, rows_that_see_nonfinite
 from flax_attn.backends.platform import may_be_partitioned
-from flax_attn.functional.masks import Mask
 from flax_attn.functional.nonfinite import zero_nonfinite
+from flax_attn.functional.trees import split
 
 Kernel = Callable[[Call], Array]
 Arrays = tuple[Array, ...]  # query, key and value
@@ -36,7 +36,8 @@ def contain(call: Call, kernel: Kernel) -> Array:
     The kernel keeps the contract for finite numbers, and takes query, key, value and a mask that is the same for all
     heads.
     """
-    traced, mask_of = _split(call.mask)
+    # A function with derivatives of its own must get as arguments what is traced; a kernel may need the rest as it is.
+    traced, mask_of = split(call.mask, Tracer)
 
     def rebuilt(arrays: Arrays, traced: list[Array]) -> Call:
         return _with_arrays(replace(call, mask=mask_of(traced)), arrays)
@@ -65,20 +66,6 @@ def memory(call: Call) -> int:
     (b, n, t, s), k = call.shape, call.key.shape[2]
     tokens = b * (n * t + k * s) if may_be_partitioned() else t + s
     return call.query.dtype.itemsize * tokens * (call.query.shape[3] + call.value.shape[3])
-
-
-def _split(mask: Mask) -> tuple[list[Array], Callable[[list[Array]], Mask]]:
-    """Return what is traced in a mask, and the function from that to the mask, in which all else is as it was.
-
-    A function with derivatives of its own must get as arguments what is traced; a kernel needs the rest before tracing.
-    """
-    leaves, tree = jax.tree.flatten(mask)
-
-    def mask_of(traced: list[Array]) -> Mask:
-        remaining = iter(traced)
-        return tree.unflatten(next(remaining) if isinstance(leaf, Tracer) else leaf for leaf in leaves)
-
-    return [leaf for leaf in leaves if isinstance(leaf, Tracer)], mask_of
 
 
 def _with_arrays(call: Call, arrays: Arrays) -> Call:

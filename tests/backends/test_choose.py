@@ -70,7 +70,6 @@ def test_a_step_of_decoding_is_decoded_unless_it_drops(platform):
 @pytest.mark.parametrize(
     ("platform", "options", "passed_over"),
     [
-        ("cpu", {}, ()),
         ("gpu", {"dtype": jnp.bfloat16}, ()),
         ("gpu", {}, ("cudnn",)),
         ("gpu", {"backend": "reference"}, ()),
