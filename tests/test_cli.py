@@ -76,6 +76,15 @@ def test_backends_names_the_one_that_would_run_and_every_other(arguments, chosen
     assert next(line for line in lines if line.startswith("->")).startswith(f"-> {chosen} ")
 
 
+@pytest.mark.parametrize(("arguments", "platforms"), [([], ["CPU", "GPU", "TPU"]), (["--platform", "tpu"], ["TPU"])])
+def test_backends_asks_about_the_calls_of_models(arguments, platforms, capsys, no_shape_checks):
+    assert main(["backends", "--models", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[-1] for line in shown.splitlines() if "Attention of models" in line] == platforms
+    assert shown.count("T5 base encoder") == len(platforms)
+    assert "splash takes no bias; got one of shape (1, 12, 512," in shown
+
+
 def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, capsys, monkeypatch):
     from flax_attn.bench import suite
 
@@ -103,6 +112,7 @@ def test_bench_for_tpu_says_what_to_install_in_one_line(monkeypatch, capsys):
         (["backends", "--dtype", "int32"], "must be floating point; got int32"),
         (["backends", "--dtype", "float31"], "float31"),
         (["backends", "--kv-heads", "5"], "must divide the query heads"),
+        (["backends", "--models", "--kv-heads", "5", "--no-causal"], "calls of its own, and --kv-heads, --no-causal"),
         (
             ["bench", "--shape", "1,2,8,8", "--backend", "blokced"],
             "backend must be one of 'auto', ",

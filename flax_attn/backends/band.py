@@ -1,17 +1,15 @@
 """For kernels that take a causal mask, a window and lengths as structure, so that no array over `(t, s)` is made."""
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from einops import rearrange
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
-from flax_attn.backends.nonfinite import row_factor
+from flax_attn.backends.containment import contain
 from flax_attn.functional.mask_parts import Lengths
-from flax_attn.functional.nonfinite import zero_nonfinite
 
 
 class Band(NamedTuple):
@@ -45,14 +43,19 @@ def has_lengths(call: Call) -> bool:
 def attend_band(call: Call, kernel: Callable[[Call, Band, Array, Array, Array], Array]) -> Array:
     """Return `kernel(call, band, query, key, value)` under the contract, without an array over (t, s).
 
-    The kernel gets finite numbers and at least one query and one key a row; its output for padding is zeroed.
+    The kernel gets at least one query and one key a row; its output for padding is zeroed.
     """
+    return contain(call, partial(_attend, kernel))
+
+
+def _attend(kernel: Callable[[Call, Band, Array, Array, Array], Array], call: Call) -> Array:
     band = _band(call)
     real = Band(band.left, band.right, jnp.maximum(band.query, 1), jnp.maximum(band.key, 1))
-    output = kernel(call, real, *map(zero_nonfinite, (call.query, call.key, call.value)))
+    output = kernel(call, real, call.query, call.key, call.value)
+    if not has_lengths(call):
+        return output
     sees = jnp.arange(call.shape[2], dtype=jnp.int32)[None] < band.query[:, None]
-    output = jnp.where(sees[..., None, None], output, 0)
-    return output * rearrange(row_factor(call, output.dtype), "b n t 1 -> b t n 1")
+    return jnp.where(sees[..., None, None], output, 0)
 
 
 def _band(call: Call) -> Band:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax_attn.backends.call import Call, Unsupported, prepare
 from flax_attn.backends.platform import PLATFORMS, platform_of
 from flax_attn.backends.registry import BACKENDS, check_backend, load
 from flax_attn.functional.checks import check_choice
+from flax_attn.functional.trees import split
 
 
 def choose(call: Call, backend: str = "auto") -> Backend:
@@ -34,12 +36,16 @@ def choose(call: Call, backend: str = "auto") -> Backend:
 
 def refusal(backend: Backend, call: Call) -> str | None:
     """Return why a backend cannot run the call, for its platform or for a reason of its own, or None."""
-    if backend.platforms is not None and call.platform not in backend.platforms:
+    if not _runs_on(backend, call.platform):
         return (
-            f"{backend.name} runs on {' and '.join(p.upper() for p in backend.platforms)}; got platform "
+            f"{backend.name} runs on {' and '.join(p.upper() for p in backend.platforms or ())}; got platform "
             f'"{call.platform}". Pass backend="auto"'
         )
     return backend.refuse(call)
+
+
+def _runs_on(backend: Backend, platform: str) -> bool:
+    return backend.platforms is None or platform in backend.platforms
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,14 @@ class Explanation:
         platform: where it would run.
         refusals: for each backend why it cannot honour the call, or None.
         memory: for each backend that can, its estimate of the bytes of temporaries of one forward call.
+        passed_over: the backends that `"auto"` would have taken before this one, had they not refused, best first.
     """
 
     backend: str | None
     platform: str
     refusals: dict[str, str | None]
     memory: dict[str, int]
+    passed_over: tuple[str, ...]
 
     def __str__(self) -> str:
         lines = [f"{self.backend or 'nothing'} runs on {self.platform}"]
@@ -69,8 +77,8 @@ class Explanation:
 def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Explanation:
     """Return which backend `dot_product_attention` with these arguments would run, and why not another.
 
-    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`. Options are those of `dot_product_attention`, and
-    `platform`, to ask about `"cpu"`, `"gpu"` or `"tpu"` instead of the machine at hand.
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also inside a mask. Options are those of
+    `dot_product_attention`, and `platform`, to ask about `"cpu"`, `"gpu"` or `"tpu"` instead of the machine at hand.
 
     Raises:
         ValueError: where `dot_product_attention` does, except that a refusal is part of the result.
@@ -89,10 +97,12 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
     check_choice("platform", options["platform"], PLATFORMS)
     found = []
 
-    def trace(query: Array, key: Array, value: Array, bias: Array | None) -> None:
-        found.append(_explain(prepare(query, key, value, bias, mask, **options), backend))
+    abstract, mask_of = split(mask, jax.ShapeDtypeStruct)  # the rest of a mask stays known, as kernels may need it
 
-    jax.eval_shape(trace, query, key, value, bias)
+    def trace(query: Array, key: Array, value: Array, bias: Array | None, abstract: list[Array]) -> None:
+        found.append(_explain(prepare(query, key, value, bias, mask_of(abstract), **options), backend))
+
+    jax.eval_shape(trace, query, key, value, bias, abstract)
     return found[0]
 
 
@@ -103,4 +113,6 @@ def _explain(call: Call, backend: str) -> Explanation:
         chosen = choose(call, backend).name
     except Unsupported:
         chosen = None
-    return Explanation(chosen, call.platform, refusals, memory)
+    before = takewhile(lambda name: name != chosen, BACKENDS)
+    wanted = (name for name in before if _runs_on(load(name), call.platform) and load(name).preferred(call))
+    return Explanation(chosen, call.platform, refusals, memory, tuple(name for name in wanted if refusals[name]))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from flax_attn.backends import containment
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
@@ -56,10 +57,11 @@ class CuDNN(Backend):
             raise Unsupported(f"cudnn: {limit}") from limit
 
     def memory(self, call: Call) -> int:
-        """Return the bytes of finite copies of query, key and value and of the raw output, and of the array if any."""
+        """Return the bytes of clean copies and of the raw output: of one head, or of all beside an array."""
+        if _keeps(call):
+            return containment.memory(call)
         copies = sum(x.size for x in (call.query, call.query, call.key, call.value))
-        array = 0 if _keeps(call) else array_size(call)
-        return (copies + array) * call.query.dtype.itemsize
+        return (copies + array_size(call)) * call.query.dtype.itemsize
 
 
 def _refuse_array(call: Call) -> str | None:

@@ -15,7 +15,7 @@ from flax_attn.backends.call import Call
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.nonfinite import finite_tokens, sees_nonfinite
 
-_ROWS = 16  # checked at once
+_SEEN = 2**20  # pairs of tokens checked at once
 
 
 def all_finite(*arrays: Array) -> Bool[Array, ""]:
@@ -40,11 +40,16 @@ def _row_factor(dtype, mask: Mask, bias: Array | None, query: Array, key: Array,
     return lax.cond(
         all_finite(query, key, value),
         lambda: jnp.ones((b, n, t, 1), dtype),
-        lambda: jnp.where(_sees_nonfinite(mask, bias, query, key, value), jnp.nan, 1).astype(dtype),
+        lambda: jnp.where(_rows(mask, bias, query, key, value), jnp.nan, 1).astype(dtype),
     )
 
 
-def _sees_nonfinite(mask: Mask, bias: Array | None, query: Array, key: Array, value: Array) -> Bool[Array, "b n t 1"]:
+def rows_that_see_nonfinite(call: Call) -> Bool[Array, "b n t 1"]:
+    """Return which rows may see a number that is not finite."""
+    return _rows(call.mask, call.bias, call.query, call.key, call.value)
+
+
+def _rows(mask: Mask, bias: Array | None, query: Array, key: Array, value: Array) -> Array:
     query_ok, key_ok = finite_tokens(query), finite_tokens(key) & finite_tokens(value)
     cols = jnp.arange(key.shape[1])
 
@@ -54,4 +59,5 @@ def _sees_nonfinite(mask: Mask, bias: Array | None, query: Array, key: Array, va
             visible = visible & (bias[:, :, jnp.minimum(row, bias.shape[2] - 1), None] != -jnp.inf)
         return sees_nonfinite(visible, query_ok[:, row, None], key_ok)[:, :, 0, 0]
 
-    return rearrange(lax.map(one, jnp.arange(query.shape[1]), batch_size=_ROWS), "t b n -> b n t 1")
+    at_once = max(_SEEN // (query.shape[0] * query.shape[2] * max(len(cols), 1)), 1)
+    return rearrange(lax.map(one, jnp.arange(query.shape[1]), batch_size=at_once), "t b n -> b n t 1")

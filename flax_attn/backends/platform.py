@@ -27,3 +27,19 @@ def platform_of(x: Any) -> str:
     else:
         platform = getattr(default, "platform", default) or jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+
+
+def may_be_partitioned() -> bool:
+    """Return whether XLA may divide the computation among devices: there are several, and it is in no `jax.shard_map`.
+
+    Example:
+        >>> devices = jax.sharding.AbstractMesh((4,), ("data",))
+        >>> with jax.sharding.use_abstract_mesh(devices):
+        ...     may_be_partitioned()
+        True
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() > 1
+    manual = jax.sharding.AxisType.Manual
+    return any(size > 1 and kind != manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True))

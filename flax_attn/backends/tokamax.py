@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from flax_attn.backends import containment
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
@@ -47,10 +48,12 @@ class Tokamax(Backend):
             raise Unsupported(f"tokamax: {limit}") from limit
 
     def memory(self, call: Call) -> int:
-        """Return the bytes of finite copies of query, key and value and of the raw output, and of the arrays if any."""
+        """Return the bytes of clean copies and of the raw output: of one head, or of all beside arrays."""
+        if _keeps(call):
+            return containment.memory(call)
         copies = sum(x.size for x in (call.query, call.query, call.key, call.value)) * call.query.dtype.itemsize
         bias = 0 if call.bias is None else call.bias.dtype.itemsize
-        return copies if _keeps(call) else copies + array_size(call) * (1 + bias)
+        return copies + array_size(call) * (1 + bias)
 
 
 def implementation() -> str:

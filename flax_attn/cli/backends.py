@@ -7,6 +7,8 @@ from typing import Any
 
 from flax_attn.cli import common
 
+PLATFORMS = ("cpu", "gpu", "tpu")
+
 
 def add(commands: Any) -> None:
     """Add the command."""
@@ -20,13 +22,21 @@ def add(commands: Any) -> None:
     backends.add_argument("--keys", type=common.count, metavar="S", help="number of keys (default: as many as queries)")
     backends.add_argument("--kv-heads", type=common.count, help="number of key/value heads (default: as many as heads)")
     backends.add_argument("--dtype", default="float32", help="of the inputs (default float32)")
-    backends.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="where it would run (default: here)")
+    backends.add_argument("--platform", choices=PLATFORMS, help="where it would run (default: here)")
     backends.add_argument("--no-causal", action="store_true", help="let every query see every key")
     backends.add_argument("--window", type=common.count, help="causal, and so many keys in all")
-    backends.set_defaults(run=_backends)
+    backends.add_argument(
+        "--models", action="store_true", help="ask about the attention of well-known models (default: on all platforms)"
+    )
+    backends.set_defaults(run=_backends, of_one_call={name: backends.get_default(name) for name in _OF_ONE_CALL})
+
+
+_OF_ONE_CALL = ("shape", "keys", "kv_heads", "dtype", "no_causal", "window")
 
 
 def _backends(options: argparse.Namespace) -> int:
+    if options.models:
+        return _models(options)
     import jax
     import jax.numpy as jnp
 
@@ -42,6 +52,18 @@ def _backends(options: argparse.Namespace) -> int:
     except (TypeError, ValueError) as error:
         raise common.UsageError(str(error)) from None
     print(found)
+    return 0
+
+
+def _models(options: argparse.Namespace) -> int:
+    from flax_attn.bench import calls
+
+    given = [name for name, default in options.of_one_call.items() if getattr(options, name) != default]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise common.UsageError(f"--models asks about calls of its own, and {names} about another: give one of them")
+    for platform in [options.platform] if options.platform else PLATFORMS:
+        common.console(150).print(calls.table(platform))
     return 0
 
 

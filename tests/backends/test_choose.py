@@ -73,6 +73,24 @@ def test_a_step_of_decoding_is_decoded_unless_it_drops(platform):
     assert explain(one, one, one, platform=platform).backend == ("native" if quickest else "reference")
 
 
+@pytest.mark.parametrize(
+    ("platform", "options", "passed_over"),
+    [
+        ("gpu", {"dtype": jnp.bfloat16}, ()),
+        ("gpu", {}, ("cudnn",)),
+        ("gpu", {"backend": "reference"}, ()),
+        ("gpu", {"backend": "xla"}, ("cudnn",)),
+        ("tpu", {"dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))}, ("splash",)),
+        ("tpu", {"t": 3, "dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32)), "s": 400}, ("decode",)),
+    ],
+)
+@pytest.mark.usefixtures("plugin", "no_shape_checks")
+def test_those_that_auto_would_rather_take_are_named(platform, options, passed_over):
+    found = ask(platform=platform, **options)
+    assert found.passed_over == passed_over
+    assert all(found.refusals[name] for name in passed_over)
+
+
 def test_explained_is_what_runs(monkeypatch):
     ran = []
     for name in ("native", "blocked", "xla"):

@@ -47,7 +47,7 @@ class Splash(Backend):
         return next((reason for reason in reasons if reason), None)
 
     def attend(self, call: Call) -> Array:
-        """Return `(b, t, n, v)`; differentiable once, in reverse mode.
+        """Return `(b, t, n, v)`; differentiable once, in reverse mode. Sinks are rounded to the dtype of the query.
 
         Finite numbers so large that their products overflow float32 may turn gradients of rows that do not see them to
         NaN, unless no row sees them.
@@ -102,11 +102,6 @@ def _refuse_numbers(call: Call) -> str | None:
 def _refuse_options(call: Call) -> str | None:
     if call.bias is not None:
         return f"splash takes no bias; got one of shape {call.bias.shape}. Pass what hides as a mask"
-    if call.sinks is not None and call.sinks.dtype != call.query.dtype:
-        return (
-            f"splash takes sinks in the dtype of the query, {call.query.dtype.name}; got {call.sinks.dtype.name}. "
-            "Cast them"
-        )
     if call.dropout is not None and call.dropout.rate > 0:
         return f"splash drops no weights; got dropout={call.dropout.rate}. Drop the output, or choose another backend"
     return None

@@ -69,7 +69,7 @@ def _heads_first(x: Array) -> Array:
 def _sinks(call: Call) -> Array:
     if call.sinks is None:
         return jnp.full(call.shape[1], _NOTHING, call.query.dtype)
-    return jnp.maximum(call.sinks, _NOTHING)
+    return jnp.maximum(call.sinks.astype(call.query.dtype), _NOTHING)  # the dtype that the kernel's gradient has
 
 
 def _segment_ids(call: Call) -> splash.SegmentIds | None:

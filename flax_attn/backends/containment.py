@@ -1,0 +1,136 @@
+"""Containment of numbers that are not finite around a fused kernel, without copies of all that the kernel reads.
+
+A kernel multiplies hidden keys and values by zero, and 0 * NaN is NaN, so it would have to read clean copies. Here it
+reads query, key and value as they are. Only where one of their numbers is not finite, its results are thrown away for
+those of the kernel on clean copies: in a branch, one head after the other, since XLA reserves the memory of a branch
+whether it is taken or not. Where XLA may divide the call among devices all heads are taken at once: to slice an axis
+that is divided it would gather the whole array.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array
+
+from flax_attn.backends.blocked.slices import put, take
+from flax_attn.backends.call import Call
+from flax_attn.backends.nonfinite import all_finite, rows_that_see_nonfinite
+from flax_attn.backends.platform import may_be_partitioned
+from flax_attn.functional.nonfinite import zero_nonfinite
+from flax_attn.functional.trees import split
+
+Kernel = Callable[[Call], Array]
+Arrays = tuple[Array, ...]  # query, key and value
+_NAMES = ("query", "key", "value")
+
+
+def contain(call: Call, kernel: Kernel) -> Array:
+    """Return the output `(b, t, n, v)` of a kernel under the contract; differentiable once, in reverse mode.
+
+    The kernel keeps the contract for finite numbers, and takes query, key, value and a mask that is the same for all
+    heads.
+    """
+    # A function with derivatives of its own must get as arguments what is traced; a kernel may need the rest as it is.
+    traced, mask_of = split(call.mask, Tracer)
+
+    def rebuilt(arrays: Arrays, traced: list[Array]) -> Call:
+        return _with_arrays(replace(call, mask=mask_of(traced)), arrays)
+
+    @jax.custom_vjp
+    def attend(arrays: Arrays, traced: list[Array]) -> Array:
+        call = rebuilt(arrays, traced)
+        return _if_finite(_finite(*arrays), kernel(call), lambda: _output(call, kernel))
+
+    def forward(arrays: Arrays, traced: list[Array]) -> tuple[Array, tuple]:
+        call, finite = rebuilt(arrays, traced), _finite(*arrays)
+        output, pullback = jax.vjp(lambda *arrays: kernel(_with_arrays(call, arrays)), *arrays)
+        return _if_finite(finite, output, lambda: _output(call, kernel)), (finite, pullback, arrays, traced)
+
+    def backward(saved: tuple, cotangent: Array) -> tuple[Arrays, None]:
+        finite, pullback, arrays, traced = saved
+        call = rebuilt(arrays, traced)
+        return _if_finite(finite, pullback(cotangent), lambda: _gradients(call, kernel, cotangent)), None
+
+    attend.defvjp(forward, backward)
+    return attend((call.query, call.key, call.value), traced)
+
+
+def memory(call: Call) -> int:
+    """Return the bytes of the clean copies of query, key and value, of one head or of all, and of their output."""
+    (b, n, t, s), k = call.shape, call.key.shape[2]
+    tokens = b * (n * t + k * s) if may_be_partitioned() else t + s
+    return call.query.dtype.itemsize * tokens * (call.query.shape[3] + call.value.shape[3])
+
+
+def _with_arrays(call: Call, arrays: Arrays) -> Call:
+    return replace(call, **dict(zip(_NAMES, arrays, strict=True)))
+
+
+_finite = jax.custom_batching.custom_vmap(all_finite)
+
+
+@_finite.def_vmap
+def _finite_in_all(size: int, batched: Any, *arrays: Array) -> tuple[Array, bool]:
+    # One answer for the whole batch: with one for each element `jax.vmap` would compute both branches.
+    return _finite(*arrays), False
+
+
+def _if_finite(finite: Array, found: Any, clean: Callable[[], Any]) -> Any:
+    return lax.cond(finite, lambda: found, clean)
+
+
+def _output(call: Call, kernel: Kernel) -> Array:
+    if may_be_partitioned():
+        return _cleaned(call, kernel)
+    (b, t, n, _), v = call.query.shape, call.value.shape[3]
+
+    def step(i: Array, output: Array) -> Array:
+        row, head = i // n, i % n
+        return put(output, _cleaned(_heads(call, row, head, 1), kernel), (row, 0, head, 0))
+
+    return lax.fori_loop(0, b * n, step, jnp.zeros((b, t, n, v), call.query.dtype))
+
+
+def _gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
+    if may_be_partitioned():
+        return _cleaned_gradients(call, kernel, cotangent)
+    (b, t, n, _), k, v = call.query.shape, call.key.shape[2], call.value.shape[3]
+    group = n // k  # heads that share a key/value head, whose gradient the kernel sums
+
+    def step(i: Array, gradients: Arrays) -> Arrays:
+        row, kv = i // k, i % k
+        heads = kv * group, kv, kv
+        part = take(cotangent, (row, 0, kv * group, 0), (1, t, group, v))
+        found = _cleaned_gradients(_heads(call, row, kv * group, group), kernel, part)
+        return tuple(put(x, d, (row, 0, head, 0)) for x, d, head in zip(gradients, found, heads, strict=True))
+
+    return lax.fori_loop(0, b * k, step, tuple(jnp.zeros_like(x) for x in _arrays(call)))
+
+
+def _arrays(call: Call) -> Arrays:
+    return call.query, call.key, call.value
+
+
+def _heads(call: Call, row: Array, first: Array, width: int) -> Call:
+    """Return the call of one row of the batch and `width` heads that share a key/value head."""
+    (_, n, t, s), k = call.shape, call.key.shape[2]
+    query = take(call.query, (row, 0, first, 0), (1, t, width, call.query.shape[3]))
+    key, value = (take(x, (row, 0, first * k // n, 0), (1, s, 1, x.shape[3])) for x in (call.key, call.value))
+    return replace(call, query=query, key=key, value=value, mask=call.mask.row(row, None))
+
+
+def _cleaned(call: Call, kernel: Kernel) -> Array:
+    output = kernel(_with_arrays(call, tuple(map(zero_nonfinite, _arrays(call)))))
+    spoilt = rearrange(rows_that_see_nonfinite(call), "b n t 1 -> b t n 1")
+    return output * jnp.where(spoilt, jnp.nan, 1).astype(output.dtype)  # a factor, so that gradients become NaN too
+
+
+def _cleaned_gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
+    _, pullback = jax.vjp(lambda *arrays: _cleaned(_with_arrays(call, arrays), kernel), *_arrays(call))
+    return pullback(cotangent)

@@ -1,0 +1,151 @@
+"""The attention calls of well-known models, as data: to ask which backend runs each, and to compile them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+from jaxtyping import Array
+from rich.table import Table
+from rich.text import Text
+
+from flax_attn.attention import dot_product_attention
+from flax_attn.backends.choose import explain
+from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.masks import Mask
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """One call of `dot_product_attention`, without numbers.
+
+    Args:
+        name: the model, and what is special about its attention.
+        arrays: the arguments that hold arrays, each a tree of `jax.ShapeDtypeStruct`: query, key, value, and of bias,
+            mask, sinks and dropout what the model passes.
+        options: the other arguments.
+        learned: the names of the arrays that training differentiates.
+
+    Example:
+        >>> from flax_attn import explain
+        >>> explain(**MODEL_CALLS[0].arguments, platform="cpu").refusals["decode"]
+        'decode is for steps of decoding, which drop no weights; got dropout. Call .eval() on the module'
+    """
+
+    name: str
+    arrays: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    learned: tuple[str, ...] = ("query", "key", "value")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `dot_product_attention` and of `explain`."""
+        return self.arrays | self.options
+
+    @property
+    def cotangent(self) -> ShapeDtypeStruct:
+        """Of the output."""
+        query, value = self.arrays["query"], self.arrays["value"]
+        return ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype)
+
+
+def forward(call: ModelCall, backend: str = "auto") -> Callable[[dict[str, Any]], Array]:
+    """Return the function of `call.arrays` that computes the output.
+
+    Example:
+        >>> jax.eval_shape(forward(MODEL_CALLS[0]), MODEL_CALLS[0].arrays).shape
+        (8, 1024, 12, 64)
+    """
+    return lambda arrays: dot_product_attention(**arrays, **call.options, backend=backend)
+
+
+def forward_and_backward(call: ModelCall, backend: str = "auto") -> Callable[[dict[str, Any], Array], tuple]:
+    """Return the function of `call.arrays` and `call.cotangent` that computes the output and the gradients.
+
+    Example:
+        >>> call = MODEL_CALLS[0]
+        >>> output, gradients = jax.eval_shape(forward_and_backward(call), call.arrays, call.cotangent)
+        >>> list(gradients)
+        ['key', 'query', 'value']
+    """
+
+    def run(arrays: dict[str, Any], cotangent: Array) -> tuple[Array, dict[str, Array]]:
+        learned = {name: arrays[name] for name in call.learned}
+        output, pullback = jax.vjp(lambda learned: forward(call, backend)(arrays | learned), learned)
+        return output, pullback(cotangent)[0]
+
+    return run
+
+
+def _bfloat16(*shape: int) -> ShapeDtypeStruct:
+    return ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def _arrays(t: int, n: int, h: int, *, b: int = 1, s: int | None = None, k: int | None = None, v: int | None = None):
+    # Where not given: as many keys as queries, as many key/value heads as heads, values as wide as queries.
+    s, k, v = s or t, k or n, v or h
+    return {"query": _bfloat16(b, t, n, h), "key": _bfloat16(b, s, k, h), "value": _bfloat16(b, s, k, v)}
+
+
+def _integers(make: Callable[[Any], Mask], *shape: int) -> Mask:
+    # A mask of integers known only at run time.
+    return jax.eval_shape(make, ShapeDtypeStruct(shape, jnp.int32))
+
+
+_CAUSAL = {"mask": Mask.causal()}
+_DROPOUT = KeyedDropout(0.1, ShapeDtypeStruct((2,), jnp.uint32))
+_PACKED = _integers(lambda ids: Mask.causal() & Mask.segments(ids), 2, 4096)
+_PADDED = _integers(lambda rows: Mask.causal() & Mask.lengths(key=rows), 8)
+
+MODEL_CALLS = (
+    ModelCall("GPT-2 small, training with dropout", _arrays(1024, 12, 64, b=8) | _CAUSAL | {"dropout": _DROPOUT}),
+    ModelCall("Llama 3.1 8B, 8192 tokens", _arrays(8192, 32, 128, k=8) | _CAUSAL),
+    ModelCall("Llama 3.1 8B, packed documents", _arrays(4096, 32, 128, b=2, k=8) | {"mask": _PACKED}),
+    ModelCall("Llama 3.1 8B, padded batch", _arrays(1024, 32, 128, b=8, k=8) | {"mask": _PADDED}),
+    ModelCall("Llama 3.1 8B, 5000 tokens", _arrays(5000, 32, 128, k=8) | _CAUSAL),
+    ModelCall(
+        "Llama 3.1 8B, decoding over 8192 keys",
+        _arrays(1, 32, 128, b=8, s=8192, k=8)
+        | {"mask": _integers(lambda rows: Mask.causal(rows) & Mask.lengths(key=rows + 1), 8)},
+    ),
+    ModelCall("Mistral 7B, window 4096", _arrays(8192, 32, 128, k=8) | {"mask": Mask.sliding_window(4096)}),
+    ModelCall("Gemma 2 9B, width 256, soft cap", _arrays(8192, 16, 256, k=8) | _CAUSAL, {"soft_cap": 50.0}),
+    ModelCall(
+        "gpt-oss 20B, float32 sinks, window 128",
+        _arrays(8192, 64, 64, k=8) | {"mask": Mask.sliding_window(128), "sinks": ShapeDtypeStruct((64,), jnp.float32)},
+        learned=("query", "key", "value", "sinks"),
+    ),
+    ModelCall(
+        "T5 base encoder, learned bias",
+        _arrays(512, 12, 64, b=8) | {"bias": _bfloat16(1, 12, 512, 512)},
+        {"scale": 1.0},
+        learned=("query", "key", "value", "bias"),
+    ),
+    ModelCall("BLOOM 7B, ALiBi", _arrays(2048, 32, 128) | _CAUSAL | {"bias": _bfloat16(1, 32, 2048, 2048)}),
+    ModelCall(
+        "BERT base, 512 tokens, padded",
+        _arrays(512, 12, 64, b=32) | {"mask": _integers(lambda rows: Mask.lengths(key=rows), 32)},
+    ),
+    ModelCall("ViT-B/16, 197 patches", _arrays(197, 12, 64, b=64)),
+    ModelCall("Whisper large, cross-attention", _arrays(448, 20, 64, b=8, s=1500)),
+    ModelCall("DeepSeek-V2-Lite, widths 192 and 128", _arrays(4096, 16, 192, v=128) | _CAUSAL),
+)
+
+
+def table(platform: str) -> Table:
+    """Return which backend runs each call on a platform, its memory, and why not one that `"auto"` prefers to it."""
+    rows = Table("call", "b t n h", "s k v", "backend", title=f"Attention of models on {platform.upper()}")
+    rows.add_column("memory", justify="right")
+    rows.add_column("why not another", overflow="fold")
+    for call in MODEL_CALLS:
+        found, (_, *keys) = explain(**call.arguments, platform=platform), call.arrays["value"].shape
+        assert found.backend is not None, "auto always finds one"
+        sizes = (" ".join(map(str, shape)) for shape in (call.arrays["query"].shape, keys))
+        memory = f"{found.memory[found.backend] / 2**20:.1f} MiB"
+        reasons = Text("\n".join(found.refusals[name] or "" for name in found.passed_over))
+        rows.add_row(call.name, *sizes, found.backend, memory, reasons)
+    return rows
