@@ -9,5 +9,5 @@
 #include <new>
 #include <vector>
 
-#include "attention.h"
+#include "kernels.h"
 #include "parallel.h"
