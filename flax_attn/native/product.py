@@ -33,9 +33,9 @@ def takes(x: Array, matrix: Array, *, precision: Any = None, preferred_element_t
 
 
 def product(
-    x: Array, matrix: Array, contracted: int, *, precision: Any = None, preferred_element_type: Any = None
+    x: Array, matrix: Array, contracted: int, *, precision: Any = None, preferred_element_type: Any = None, **none: None
 ) -> Array:
-    """Return `x @ matrix`, or `x @ matrix^T` where axis 1 of the matrix is the contracted one.
+    """Return `x @ matrix`, or `x @ matrix^T` where axis 1 of the matrix is contracted; options are those of `takes`.
 
     Shapes:
         `(m, d_in)` and `(d_in, d_out)` or `(d_out, d_in)` to `(m, d_out)`.
