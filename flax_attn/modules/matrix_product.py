@@ -21,8 +21,8 @@ def dot_general(x: Array, matrix: Array, dimension_numbers: Any, **options: Any)
       quickest routine: 83 instead of 193 GFLOP/s at 4 x 512 tokens of width 768.
     - Up to 16 tokens are multiplied by `flax_attn.native`, where its library is there. A decoding step does little but
       read its matrices, and it reads them as fast as memory gives them, in their own dtype.
-    - Without the library, a single token is multiplied in 16 parts, each with its rows of the matrix: a decoding step of
-      GPT-2 small takes 26 instead of 31 ms.
+    - Without the library, a single token is multiplied in 16 parts, each with its rows of the matrix. A decoding step
+      of GPT-2 small takes 26 instead of 31 ms.
 
     Example:
         >>> import jax.numpy as jnp

@@ -87,12 +87,13 @@ def _transpose(cotangent, *factors, **params):
 
 def _batch(factors, dims, **params):
     (x, matrix), (batched, other) = factors, dims
-    if other is not batching.not_mapped:
+    if other is not None:
         return jax.vmap(partial(_plain, **params), dims)(x, matrix), 0
     x = jnp.moveaxis(x, batched, 0)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
     multiply = _product.bind if 0 < len(rows) <= FEW else _plain
-    return multiply(rows, matrix, **params).reshape(*x.shape[:2], -1), 0
+    result = multiply(rows, matrix, **params)
+    return result.reshape(*x.shape[:2], result.shape[1]), 0
 
 
 _product = Primitive("native_product")

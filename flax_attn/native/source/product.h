@@ -146,6 +146,15 @@ static void copy_row(const T* from, float* to, int64_t width, bool in_pairs) {
   for (; i < width; ++i) to[i] = read(from + i);
 }
 
+// Memory for `size` numbers that a thread keeps for its next call: the system would give it anew, a page fault at a time.
+static float* scratch(int64_t size) {
+  thread_local int64_t kept_size = 0;
+  thread_local std::unique_ptr<Array<float>> kept;
+  if (size > kept_size) kept = std::make_unique<Array<float>>(size);
+  kept_size = std::max(size, kept_size);
+  return *kept;
+}
+
 template <typename T, typename Result>
 static void multiply_few(const MatrixProduct& p, Pool& pool) {
   // A task has a chunk of the results, and where these are few only a part of the sum.
@@ -154,7 +163,8 @@ static void multiply_few(const MatrixProduct& p, Pool& pool) {
   const int64_t chunks = blocks_of(p.d_out, cols);
   const int64_t depth = p.transposed ? p.d_in : round_up(blocks_of(p.d_in, blocks_of(tasks, chunks)), DEPTH);
   const int64_t parts = blocks_of(p.d_in, depth);
-  Array<float> x(p.m * p.d_in), sums(parts * p.m * padded);
+  float* const sums = scratch(parts * p.m * padded + p.m * p.d_in);
+  float* const x = sums + parts * p.m * padded;
   for (int64_t i = 0; i < p.m; ++i)
     copy_row(static_cast<const T*>(p.x) + i * p.d_in, x + i * p.d_in, p.d_in, p.transposed);
   parallel_for(pool, parts * chunks, p.m * p.d_in * p.d_out, [&](int, int64_t task) {
