@@ -15,7 +15,7 @@ MISSING = (
     "its library was not built, which takes a C++ compiler when flax_attn is installed: install one (g++ 12 or newer), "
     "and then flax_attn again with pip install --force-reinstall --no-deps"
 )
-_TARGETS = ("attention_forward", "attention_backward")
+_ATTENTION = ("attention_forward", "attention_backward")  # all of whose arrays begin with a batch axis
 
 
 @cache
@@ -25,8 +25,9 @@ def library() -> ctypes.CDLL | None:
     if found is None or found.origin is None:
         return None
     loaded = ctypes.cdll.LoadLibrary(found.origin)
-    for name in _TARGETS:
+    for name in (*_ATTENTION, "matrix_product"):
         jax.ffi.register_ffi_target(target(name), jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+    for name in _ATTENTION:
         jax.ffi.register_ffi_target_as_batch_partitionable(target(name))
     loaded.level_name.restype = ctypes.c_char_p
     return loaded

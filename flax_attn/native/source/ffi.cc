@@ -3,7 +3,7 @@
 #include <atomic>
 #include <vector>
 
-#include "attention.h"
+#include "kernels.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -89,6 +89,16 @@ ffi::Error backward(ffi::ThreadPool threads, ffi::AnyBuffer query, ffi::AnyBuffe
   return ffi::Error::Success();
 }
 
+ffi::Error product(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer matrix,
+                   ffi::Result<ffi::AnyBuffer> result, bool transposed) {
+  XlaPool pool(threads);
+  const auto rows = x.dimensions(), columns = result->dimensions();
+  chosen.load()->product({rows[0], rows[1], columns[1], type_of(x), type_of(*result), transposed, x.untyped_data(),
+                          matrix.untyped_data(), result->untyped_data()},
+                         pool);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #define EIGHT_ARGUMENTS \
@@ -125,6 +135,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .OPTIONS);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(matrix_product, product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("transposed"));
 
 // The name of the i-th level that this processor has, quickest first; null beyond the last.
 const char* level_name(int i) {

@@ -6,8 +6,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <new>
+#include <type_traits>
 #include <vector>
 
-#include "attention.h"
+#include "kernels.h"
 #include "parallel.h"

@@ -8,6 +8,7 @@ namespace flax_attn::LEVEL {
 #include "forward.h"
 #include "few.h"
 #include "backward.h"
+#include "product.h"
 
 template <typename Arguments, typename F>
 static void by_type(const Arguments& x, F run) {
@@ -27,6 +28,15 @@ static void forward(const Forward& x, Pool& pool) {
 
 static void backward(const Backward& x, Pool& pool) {
   by_type(x, [&](auto number) { backward_all<decltype(number)>(x, pool); });
+}
+
+static void product(const MatrixProduct& x, Pool& pool) {
+  by_type(x, [&](auto number) {
+    if (x.result_type == Type::float32)
+      multiply_few<decltype(number), float>(x, pool);
+    else
+      multiply_few<decltype(number), decltype(number)>(x, pool);
+  });
 }
 
 }  // namespace flax_attn::LEVEL

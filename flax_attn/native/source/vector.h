@@ -52,15 +52,26 @@ static inline Bits half_bits(const uint16_t* x) {
   __builtin_memcpy(&y, x, sizeof y);
   return __builtin_convertvector(y, Bits);
 }
-static inline Vector load(const BFloat16* x) { return (Vector)(half_bits(&x->bits) << 16); }
-static inline Vector load(const Float16* x) {
-  const Bits bits = half_bits(&x->bits), rest = bits & 0x7fff;
+// The float32 of a lower type, whose bits are the low half of each lane.
+template <typename T>
+static inline Vector widen(Bits bits);
+template <>
+inline Vector widen<BFloat16>(Bits bits) {
+  return (Vector)(bits << 16);
+}
+template <>
+inline Vector widen<Float16>(Bits bits) {
+  const Bits rest = bits & 0x7fff;
   // Subnormals are counted: as such they would be 0 in XLA's threads, which flush subnormal float32.
   const Vector subnormal = __builtin_convertvector((Ints)rest, Vector) * 0x1p-24f;
-  const Bits normal = (rest << 13) + (112 << 23);                   // moves the bias of the exponent
+  const Bits normal = (rest << 13) + (112 << 23);                  // moves the bias of the exponent
   const Bits special = (Bits)((Ints)rest >= 0x7c00) & 0x7f800000;  // infinity and NaN
   const Bits number = (Ints)rest < 0x400 ? (Bits)subnormal : normal | special;
   return (Vector)(number | (bits & 0x8000) << 16);
+}
+template <typename T>
+static inline Vector load(const T* x) {
+  return widen<T>(half_bits(&x->bits));
 }
 static inline float read(const float* x) { return *x; }
 template <typename T>

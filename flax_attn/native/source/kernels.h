@@ -1,6 +1,6 @@
-// The arguments of the attention kernels, and the kernels of each instruction level.
+// The arguments of the kernels, and the kernels of each instruction level.
 //
-// Sizes are those of the Python side: b batch, t queries, s keys, n query heads, k key/value heads, h head width, v value
+// Sizes of attention are those of the Python side: b batch, t queries, s keys, n query heads, k key/value heads, h head width, v value
 // width. Arrays are row-major. Scores are kept to base 2: x = log2(e) * scale * q.k, so that a weight is exp2(x - top).
 #pragma once
 
@@ -40,10 +40,21 @@ struct Backward : Attention {
   float* delta;                     // (b, n, t): the sum of cotangent * output
 };
 
+// result (m, d_out) = x (m, d_in) @ matrix
+struct MatrixProduct {
+  int64_t m, d_in, d_out;
+  Type type;         // of x and the matrix
+  Type result_type;  // the same, or float32
+  bool transposed;   // the matrix is (d_out, d_in) instead of (d_in, d_out)
+  const void *x, *matrix;
+  void* result;
+};
+
 struct Kernels {
   const char* name;
   void (*forward)(const Forward&, Pool&);
   void (*backward)(const Backward&, Pool&);
+  void (*product)(const MatrixProduct&, Pool&);
 };
 
 // The kernels compiled for one instruction level; null where the compiler or the processor does not have it.

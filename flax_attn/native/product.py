@@ -1,0 +1,106 @@
+"""The product of a few rows with a matrix, which reads the matrix at the rate of memory, and its derivatives.
+
+It is a primitive, because only a primitive has a transpose: it is linear in either factor, as `jax.lax.dot_general` is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from flax_attn.native import library, target
+
+FEW = 16  # rows at most: beyond, multiplying takes longer than reading, and XLA multiplies well
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def takes(x: Array, matrix: Array, *, precision: Any = None, preferred_element_type: Any = None, **others: Any) -> bool:
+    """Return whether `product` computes `x (m, d_in) @ matrix`; options are those of `jax.lax.dot_general`.
+
+    Sums are in float32: more than any precision asks for, but not what an algorithm asks for.
+    """
+    if library() is None or any(option is not None for option in others.values()) or _is_algorithm(precision):
+        return False
+    if x.dtype not in _DTYPES or preferred_element_type not in (None, x.dtype, jnp.float32):
+        return False
+    return x.dtype == matrix.dtype and 0 < len(x) <= FEW and matrix.size > 0
+
+
+def product(
+    x: Array, matrix: Array, contracted: int, *, precision: Any = None, preferred_element_type: Any = None, **none: None
+) -> Array:
+    """Return `x @ matrix`, or `x @ matrix^T` where axis 1 of the matrix is contracted; options are those of `takes`.
+
+    Shapes:
+        `(m, d_in)` and `(d_in, d_out)` or `(d_out, d_in)` to `(m, d_out)`.
+
+    Example:
+        >>> if library():
+        ...     assert product(jnp.ones((2, 3)), jnp.ones((3, 5)), 0).shape == (2, 5)
+    """
+    dtype = jnp.dtype(preferred_element_type or x.dtype)
+    return _product.bind(x, matrix, contracted=contracted, precision=precision, dtype=dtype)
+
+
+def _is_algorithm(precision: Any) -> bool:
+    default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        for part in precision if isinstance(precision, tuple) else (precision or default,):
+            jax.lax.Precision(part)
+    except ValueError:
+        return True
+    return False
+
+
+def _plain(x: Array, matrix: Array, *, contracted: int, precision: Any, dtype: Any) -> Array:
+    numbers = ((1,), (contracted,)), ((), ())
+    return jax.lax.dot_general(x, matrix, numbers, precision=precision, preferred_element_type=dtype)
+
+
+def _call(x: Array, matrix: Array, *, contracted: int, precision: Any, dtype: Any) -> Array:
+    result = jax.ShapeDtypeStruct((x.shape[0], matrix.shape[1 - contracted]), dtype)
+    return jax.ffi.ffi_call(target("matrix_product"), result)(x, matrix, transposed=contracted == 1)
+
+
+def _jvp(primals, tangents, **params):
+    (x, matrix), (dx, d_matrix) = primals, tangents
+    pairs = [pair for pair in ((dx, matrix), (x, d_matrix)) if not any(type(one) is ad.Zero for one in pair)]
+    change, *others = (_product.bind(*pair, **params) for pair in pairs)
+    return _product.bind(x, matrix, **params), sum(others, change)
+
+
+def _transpose(cotangent, *factors, **params):
+    i = next(i for i, factor in enumerate(factors) if ad.is_undefined_primal(factor))
+
+    def linear(factor):
+        return _plain(*factors[:i], factor, *factors[i + 1 :], **params)
+
+    (gradient,) = jax.linear_transpose(linear, factors[i].aval)(ad.instantiate_zeros(cotangent))
+    return [gradient if j == i else None for j in range(2)]
+
+
+def _batch(factors, dims, **params):
+    (x, matrix), (batched, other) = factors, dims
+    if other is not None:
+        return jax.vmap(partial(_plain, **params), dims)(x, matrix), 0
+    x = jnp.moveaxis(x, batched, 0)
+    rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+    multiply = _product.bind if 0 < len(rows) <= FEW else _plain
+    result = multiply(rows, matrix, **params)
+    return result.reshape(*x.shape[:2], result.shape[1]), 0
+
+
+_product = Primitive("native_product")
+_product.def_impl(jax.jit(_call, static_argnames=("contracted", "precision", "dtype")))
+_product.def_abstract_eval(lambda *avals, **params: jax.typeof(jax.eval_shape(partial(_plain, **params), *avals)))
+mlir.register_lowering(_product, mlir.lower_fun(_plain, multiple_results=False))  # what is exported for other platforms
+mlir.register_lowering(_product, mlir.lower_fun(_call, multiple_results=False), platform="cpu")
+ad.primitive_jvps[_product] = _jvp
+ad.primitive_transposes[_product] = _transpose
+batching.primitive_batchers[_product] = _batch

@@ -1,0 +1,194 @@
+// A few rows times a matrix, as in a step of decoding: the matrix is read once, where it is and in its own type, by all
+// threads together. Included once for each instruction level, inside its namespace.
+
+constexpr int64_t PAIR = 2 * WIDTH;
+constexpr int64_t STRIP = ROWS / 4;  // pairs of columns of a matrix (d_in, d_out) at a time
+constexpr int64_t DOTS = ROWS / 2;   // rows of a matrix (d_out, d_in) at a time
+constexpr int64_t DEPTH = 16;        // rows of a matrix (d_in, d_out) that are read side by side,
+constexpr int64_t PAGE = 4096;       // this many bytes of each: memory is quickest where it is read on end
+
+// Two vectors of numbers that lie together. Of a lower type, the first gets those at even places and the second the
+// others: this takes two instructions, and keeping their order six.
+struct Pair {
+  Vector first, second;
+};
+static inline Pair load_pair(const float* x) { return {load(x), load(x + WIDTH)}; }
+template <typename T>
+static inline Pair load_pair(const T* x) {
+  Bits bits;
+  __builtin_memcpy(&bits, x, sizeof bits);
+  return {widen<T>(bits & 0xffff), widen<T>(bits >> 16)};
+}
+static inline void store(float* x, const Pair& y) {
+  store(x, y.first);
+  store(x + WIDTH, y.second);
+}
+
+// Where `load_pair` and `store` put number i.
+template <typename T>
+static inline int64_t place(int64_t i) {
+  return sizeof(T) == 4 ? i : i / PAIR * PAIR + i % 2 * WIDTH + i % PAIR / 2;
+}
+
+// x (m, x_row apart) @ a part of the matrix.
+template <typename T>
+struct Part {
+  const float* x;
+  int64_t m, x_row;
+  const T* matrix;
+  int64_t matrix_row;
+  float* sums;
+  int64_t sums_row;
+};
+
+// Asks for memory before it is needed, into the second cache: the first has too few requests under way at a time.
+template <int64_t BYTES>
+static inline void fetch(const void* from) {
+  for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
+// Calls run(M, row) for M rows from `row` on, so that all are taken; M is known to the compiler.
+template <typename Run>
+static inline void by_rows(int64_t m, const Run& run) {
+  int64_t row = 0;
+  for (; row + 4 <= m; row += 4) run(std::integral_constant<int, 4>{}, row);
+  for (; row + 2 <= m; row += 2) run(std::integral_constant<int, 2>{}, row);
+  for (; row < m; ++row) run(std::integral_constant<int, 1>{}, row);
+}
+
+// sums (M, N pairs) += x (M, depth) @ matrix (depth, N pairs), from a row of x on.
+template <int M, int N, typename T>
+static inline void add_products(const Part<T>& part, int64_t row, int64_t depth) {
+  Pair total[M][N];
+  const float* x = part.x + row * part.x_row;
+  float* sums = part.sums + row * part.sums_row;
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) total[i][j] = load_pair(sums + i * part.sums_row + j * PAIR);
+  const T* matrix = part.matrix;
+  for (int64_t r = 0; r < depth; ++r, matrix += part.matrix_row) {
+    fetch<N * PAIR * sizeof(T)>(matrix + DEPTH * part.matrix_row);
+    Pair right[N];
+    for (int j = 0; j < N; ++j) right[j] = load_pair(matrix + j * PAIR);
+    for (int i = 0; i < M; ++i) {
+      for (int j = 0; j < N; ++j) {
+        total[i][j].first += x[i * part.x_row + r] * right[j].first;
+        total[i][j].second += x[i * part.x_row + r] * right[j].second;
+      }
+    }
+  }
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) store(sums + i * part.sums_row + j * PAIR, total[i][j]);
+}
+
+template <int N, typename T>
+static inline void add_strip(Part<T>& part, int64_t depth) {
+  by_rows(part.m, [&](auto count, int64_t row) { add_products<count, N>(part, row, depth); });
+  part.matrix += N * PAIR;
+  part.sums += N * PAIR;
+}
+
+// sums (m, cols) += x (m, depth) @ matrix (depth, cols), depth at most DEPTH; the rows of sums end with whole pairs.
+template <typename T>
+static void add_block(Part<T> part, int64_t depth, int64_t cols) {
+  for (; cols >= STRIP * PAIR; cols -= STRIP * PAIR) add_strip<STRIP>(part, depth);
+  for (; cols >= PAIR; cols -= PAIR) add_strip<1>(part, depth);
+  if (cols == 0) return;
+  T rest[DEPTH * PAIR] = {};
+  for (int64_t r = 0; r < depth; ++r) std::copy_n(part.matrix + r * part.matrix_row, cols, rest + r * PAIR);
+  part.matrix = rest;
+  part.matrix_row = PAIR;
+  add_strip<1>(part, depth);
+}
+
+// sums (M, R) = x (M, width) @ matrix (R, width)^T, from a row of x on.
+template <int M, int R, typename T>
+static inline void dot_products(const Part<T>& part, int64_t row, int64_t width) {
+  Vector total[M][R] = {};
+  const float* x = part.x + row * part.x_row;
+  int64_t c = 0;
+  for (; c + PAIR <= width; c += PAIR) {
+    Pair right[R];
+    for (int j = 0; j < R; ++j) {
+      fetch<PAIR * sizeof(T)>(part.matrix + (j + 2 * R) * part.matrix_row + c);
+      right[j] = load_pair(part.matrix + j * part.matrix_row + c);
+    }
+    for (int i = 0; i < M; ++i) {
+      const Pair left = load_pair(x + i * part.x_row + c);
+      for (int j = 0; j < R; ++j) {
+        total[i][j] += left.first * right[j].first;
+        total[i][j] += left.second * right[j].second;
+      }
+    }
+  }
+  for (int i = 0; i < M; ++i) {
+    for (int j = 0; j < R; ++j) {
+      float one = sum(total[i][j]);
+      for (int64_t k = c; k < width; ++k) one += x[i * part.x_row + k] * read(part.matrix + j * part.matrix_row + k);
+      part.sums[(row + i) * part.sums_row + j] = one;
+    }
+  }
+}
+
+// sums (m, rows) = x (m, width) @ matrix (rows, width)^T
+template <typename T>
+static void dot_block(Part<T> part, int64_t width, int64_t rows) {
+  for (; rows >= DOTS; rows -= DOTS, part.matrix += DOTS * part.matrix_row, part.sums += DOTS)
+    by_rows(part.m, [&](auto count, int64_t row) { dot_products<count, DOTS>(part, row, width); });
+  for (; rows > 0; --rows, part.matrix += part.matrix_row, ++part.sums)
+    by_rows(part.m, [&](auto count, int64_t row) { dot_products<count, 1>(part, row, width); });
+}
+
+// x in float32; in the order of `load_pair` where pairs of it are multiplied by pairs of the matrix.
+template <typename T>
+static void copy_row(const T* from, float* to, int64_t width, bool in_pairs) {
+  int64_t i = 0;
+  for (; i + PAIR <= width; i += PAIR) store(to + i, in_pairs ? load_pair(from + i) : Pair{load(from + i), load(from + i + WIDTH)});
+  for (; i < width; ++i) to[i] = read(from + i);
+}
+
+// Memory for `size` numbers that a thread keeps for its next call: the system would give it anew, a page fault at a time.
+static float* scratch(int64_t size) {
+  thread_local int64_t kept_size = 0;
+  thread_local std::unique_ptr<Array<float>> kept;
+  if (size > kept_size) kept = std::make_unique<Array<float>>(size);
+  kept_size = std::max(size, kept_size);
+  return *kept;
+}
+
+template <typename T, typename Result>
+static void multiply_few(const MatrixProduct& p, Pool& pool) {
+  // A task has a chunk of the results, and where these are few only a part of the sum.
+  const int64_t tasks = 4 * (pool.threads() + 1), padded = round_up(p.d_out, PAIR);
+  const int64_t cols = p.transposed ? round_up(blocks_of(p.d_out, tasks), DOTS) : PAGE / static_cast<int64_t>(sizeof(T));
+  const int64_t chunks = blocks_of(p.d_out, cols);
+  const int64_t depth = p.transposed ? p.d_in : round_up(blocks_of(p.d_in, blocks_of(tasks, chunks)), DEPTH);
+  const int64_t parts = blocks_of(p.d_in, depth);
+  float* const sums = scratch(parts * p.m * padded + p.m * p.d_in);
+  float* const x = sums + parts * p.m * padded;
+  for (int64_t i = 0; i < p.m; ++i)
+    copy_row(static_cast<const T*>(p.x) + i * p.d_in, x + i * p.d_in, p.d_in, p.transposed);
+  parallel_for(pool, parts * chunks, p.m * p.d_in * p.d_out, [&](int, int64_t task) {
+    const int64_t col = task % chunks * cols, count = std::min(cols, p.d_out - col);
+    Part<T> part{x, p.m, p.d_in, static_cast<const T*>(p.matrix), p.d_out, sums + task / chunks * p.m * padded + col, padded};
+    if (p.transposed) {
+      part.matrix += col * p.d_in;
+      part.matrix_row = p.d_in;
+      return dot_block(part, p.d_in, count);
+    }
+    for (int64_t i = 0; i < p.m; ++i) std::fill_n(part.sums + i * padded, round_up(count, PAIR), 0.0f);
+    const int64_t start = task / chunks * depth, stop = std::min(start + depth, p.d_in);
+    for (int64_t r = start; r < stop; r += DEPTH) {
+      part.x = x + r;
+      part.matrix = static_cast<const T*>(p.matrix) + r * p.d_out + col;
+      add_block(part, std::min(DEPTH, stop - r), count);
+    }
+  });
+  parallel_for(pool, p.m * chunks, parts * p.m * p.d_out, [&](int, int64_t task) {
+    const int64_t i = task / chunks, col = task % chunks * cols, count = std::min(cols, p.d_out - col);
+    float* total = sums + i * padded + col;
+    for (int64_t part = 1; part < parts; ++part)
+      for (int64_t j = 0; j < round_up(count, PAIR); ++j) total[j] += total[part * p.m * padded + j];
+    Result* result = static_cast<Result*>(p.result) + i * p.d_out + col;
+    for (int64_t j = 0; j < count; ++j) write(result + j, total[p.transposed ? j : place<T>(j)]);
+  });
+}
