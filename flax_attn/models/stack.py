@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.calls import CallOptions
 
 Cache = tuple[KVCache, ...]
+M = TypeVar("M", bound=nnx.Module)
 
 
 class Stack(nnx.Module):
@@ -49,7 +49,7 @@ class Stack(nnx.Module):
                     "window, a width or a dtype. Pass scan_layers=False"
                 )
         self.stacked_layers = len(blocks)  # flax_attn.convert knows by it that `block` is stacked
-        self.block: TransformerBlock = nnx.merge(split[0][0], stack([state for _, state in split]))
+        self.block: TransformerBlock = stack_modules(blocks)
 
     def __len__(self) -> int:
         return self.stacked_layers
@@ -101,9 +101,10 @@ class Stack(nnx.Module):
         return jnp.result_type(x, *jax.tree.leaves(nnx.state(self.block, nnx.Param))) if own is None else own
 
 
-def stack(states: Sequence[Any]) -> Any:
-    """Return trees of arrays as one, with a new first axis."""
-    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *states)
+def stack_modules(modules: Sequence[M]) -> M:
+    """Return modules of equal shape as one, whose variables have them as their first axis."""
+    split = [nnx.split(module) for module in modules]
+    return nnx.merge(split[0][0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *(state for _, state in split)))
 
 
 def run_blocks(

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypedDict, TypeVar, Unpack
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -26,12 +27,15 @@ from rich.progress import track
 from flax_attn.convert.api import axes_of, parameters
 from flax_attn.convert.files import Stored, find_weights, read_headers, write_shards
 from flax_attn.convert.rules import ConversionError, Entry, plan, problems
+from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import check_positive
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
+from flax_attn.models.stack import Stack, stack_modules
 from flax_attn.modules.dropout import Dropout
 
 M = TypeVar("M", bound=nnx.Module)
+_ALIGNMENT = 64  # bytes
 _READ = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -43,6 +47,7 @@ class LoadOptions(TypedDict, total=False):
     precision: PrecisionLike
     backend: str
     remat: bool
+    scan_layers: bool
     dropout: float | None
     rngs: nnx.Rngs | None
     progress: bool | None
@@ -83,8 +88,8 @@ def save(model: nnx.Module, config: Any, family: Family | None, path: str | Path
     family, target = _known(type(model), family), Path(path).absolute()
     if target.exists() and not target.is_dir():
         raise ValueError(f"a model is stored as a folder; got {target}, which is a file")
-    params = {name: param[...] for name, param in parameters(model).items()}
-    fields = write_config(family, config, jnp.result_type(*params.values()).name)
+    params = parameters(model)
+    fields = write_config(family, config, jnp.result_type(*(param.dtype for param in params.values())).name)
     entries = _plan(model, family)
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
@@ -130,7 +135,7 @@ def _known(cls: type, family: Family | None) -> Family:
     return family
 
 
-_OF_MODELS = ("dtype", "precision", "backend", "remat")
+_OF_MODELS = ("dtype", "precision", "backend", "remat", "scan_layers")
 
 
 class _RepeatedKey(nnx.RngStream):
@@ -199,27 +204,53 @@ def _check_dtypes(dtypes: Iterable[Dtype]) -> None:
 
 
 def _fork_streams(model: nnx.Module, rngs: nnx.Rngs) -> None:
-    """Give each dropout its own stream: the only state of a model beside its parameters."""
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Dropout) and module.stream is not None:
-            module.stream = nnx.data(rngs.dropout.fork())
+    """Give each dropout its own stream, in the order of the layers: the only state beside the parameters."""
+    stacks = [module for _, module in nnx.iter_modules(model) if isinstance(module, Stack)]
+    stacked = [dropout for one in stacks for dropout in _dropouts(one)]
+    for dropout in _dropouts(model):
+        if dropout not in stacked:
+            dropout.stream = nnx.data(rngs.dropout.fork())
+    for one in stacks:
+        forks = [[rngs.dropout.fork() for _ in _dropouts(one)] for _ in range(len(one))]
+        for dropout, streams in zip(_dropouts(one), zip(*forks, strict=True), strict=True):
+            dropout.stream = nnx.data(stack_modules(streams))
+
+
+def _dropouts(model: nnx.Module) -> list[Dropout]:
+    modules = (module for _, module in nnx.iter_modules(model))
+    return [module for module in modules if isinstance(module, Dropout) and module.stream is not None]
 
 
 def _fill(
     model: nnx.Module, entries: list[Entry], stored: Mapping[str, Stored], dtype: Dtype | None, progress: bool
 ) -> None:
     """Read the weights, the largest first: while its copies are made, the others take no memory yet."""
-    params = parameters(model)
-    largest_first = sorted(entries, key=lambda entry: -math.prod(entry.shape))
-    for entry in track(largest_first, "weights", console=Console(stderr=True), disable=not progress):
-        for name, array in _ours(entry, stored[entry.theirs].read()).items():
-            params[name].set_value(jnp.asarray(array, array.dtype if dtype is None else dtype))
+    tensors = parameters(model)
+    groups = sorted(_by_variables(entries, tensors), key=lambda group: -sum(math.prod(e.shape) for e in group))
+    for group in track(groups, "weights", console=Console(stderr=True), disable=not progress):
+        mapped = {name: part for e in group for name, part in e.parts(stored[e.theirs].read()).items()}
+        for variable, arrays in whole(tensors, mapped):
+            variable.set_value(_copy(arrays, variable.shape, jnp.dtype(arrays[0].dtype if dtype is None else dtype)))
 
 
-def _ours(entry: Entry, array: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the parameters of an entry, without a copy where it is one parameter in the same arrangement."""
-    unchanged = len(entry.ours) == 1 and not entry.rule.pattern
-    return {entry.ours[0]: array} if unchanged else entry.split(array)
+def _by_variables(entries: list[Entry], tensors: Mapping[str, Tensor]) -> Iterable[list[Entry]]:
+    """Return the entries that are of the same variables together: those of stacked layers."""
+    groups: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        own = (tensors[name] for name in entry.ours)
+        key = tuple(id(tensor.variable if isinstance(tensor, LayerSlice) else tensor) for tensor in own)
+        groups.setdefault(key, []).append(entry)
+    return groups.values()
+
+
+def _copy(arrays: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Return arrays as one of this shape, copied once: JAX takes over memory that is aligned as its own on a CPU."""
+    memory = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    aligned = memory[start : memory.size - _ALIGNMENT + start].view(dtype)
+    for place, array in zip(aligned.reshape(len(arrays), *arrays[0].shape), arrays, strict=True):
+        place[...] = array
+    return jax.device_put(aligned.reshape(shape))
 
 
 def _move(source: Path, target: Path) -> None:
