@@ -80,7 +80,7 @@ def _last(x: Array, lengths: Array) -> Array:
 def _embed(graph: Any) -> Callable:
     @jax.jit
     def embed(state, tokens, lengths):
-        order = jnp.arange(tokens.shape[1])
+        order = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=lengths.dtype), tokens.shape)
         positions = jnp.where(order < lengths[:, None], order, 0)  # of padding they could lie beyond the table
         return nnx.merge(graph, state).embed(tokens, positions, None)
 

@@ -21,8 +21,6 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jax import Array
-from rich.console import Console
-from rich.progress import track
 
 from flax_attn.convert.api import axes_of, parameters
 from flax_attn.convert.files import Stored, find_weights, read_headers, write_shards
@@ -69,7 +67,7 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     entries = _match(model, family, stored, weights)
     dtype, rngs, progress = (options.get(name) for name in ("param_dtype", "rngs", "progress"))
     _check_dtypes([stored[entry.theirs].dtype for entry in entries] if dtype is None else [dtype])
-    _fork_streams(model, nnx.Rngs(0) if rngs is None else rngs)
+    _fork_streams(model, rngs)
     _fill(model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress)
     model.eval()
     return model
@@ -203,8 +201,11 @@ def _check_dtypes(dtypes: Iterable[Dtype]) -> None:
             )
 
 
-def _fork_streams(model: nnx.Module, rngs: nnx.Rngs) -> None:
+def _fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
     """Give each dropout its own stream, in the order of the layers: the only state beside the parameters."""
+    if not _dropouts(model):  # streams are made by programs that are compiled
+        return
+    rngs = nnx.Rngs(0) if rngs is None else rngs
     stacks = [module for _, module in nnx.iter_modules(model) if isinstance(module, Stack)]
     stacked = [dropout for one in stacks for dropout in _dropouts(one)]
     for dropout in _dropouts(model):
@@ -227,11 +228,19 @@ def _fill(
     """Read the weights, the largest first: while its copies are made, the others take no memory yet."""
     tensors, memory = parameters(model), _Memory()
     groups = sorted(_by_variables(entries, tensors), key=lambda group: -sum(math.prod(e.shape) for e in group))
-    for group in track(groups, "weights", console=Console(stderr=True), disable=not progress):
+    for group in _shown(groups) if progress else groups:
         mapped = {name: part for e in group for name, part in e.parts(stored[e.theirs].read()).items()}
         for variable, arrays in whole(tensors, mapped):
             chosen = jnp.dtype(arrays[0].dtype if dtype is None else dtype)
             variable.set_value(memory.copy(arrays, variable.shape, chosen))
+
+
+def _shown(groups: list[list[Entry]]) -> Iterable[list[Entry]]:
+    """Yield the groups, under a bar on stderr."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(groups, "weights", console=Console(stderr=True))
 
 
 def _by_variables(entries: list[Entry], tensors: Mapping[str, Tensor]) -> Iterable[list[Entry]]:
