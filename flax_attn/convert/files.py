@@ -163,9 +163,7 @@ def _safetensors_header(path: Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    return {
-        name: _stored(path, 8 + size, **entry) for name, entry in header.items() if name != "__metadata__"
-    }
+    return {name: _stored(path, 8 + size, **entry) for name, entry in header.items() if name != "__metadata__"}
 
 
 def _stored(path: Path, start: int, shape: list[int], dtype: str, data_offsets: list[int]) -> Stored:

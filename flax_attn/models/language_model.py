@@ -11,7 +11,6 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from flax_attn.functional.cache import KVCache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import ArrayLike, Tokens

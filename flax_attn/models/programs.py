@@ -27,7 +27,12 @@ class _Part(NamedTuple):
 
 
 def new_tokens(
-    model: LanguageModel, tokens: np.ndarray, lengths: np.ndarray, capacity: int, sampling: Sampling, key: Array | np.ndarray | np.ndarray
+    model: LanguageModel,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    capacity: int,
+    sampling: Sampling,
+    key: Array | np.ndarray | np.ndarray,
 ) -> Iterator[Array]:
     """Yield the tokens `(b,)` that follow prompts, without an end.
 

@@ -19,7 +19,7 @@ from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.calls import CallOptions
 
 Cache = tuple[KVCache, ...]
-M = TypeVar("M", bound=nnx.Module)
+M = TypeVar("M")
 
 
 class Stack(nnx.Module):
