@@ -17,7 +17,7 @@ def switch_on() -> None:
     """
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(directory()))
         jax.config.update("jax_compilation_cache_max_size", _LIMIT)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from flax_attn.cli import common, compile_cache
 from flax_attn.cli.common import UsageError
 from flax_attn.cli.startup import Startup
@@ -46,6 +44,8 @@ def add(commands: Any) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
+    import jax.numpy as jnp
+
     from flax_attn.models import from_pretrained, generate
 
     if options.compile_cache:
@@ -67,7 +67,7 @@ def _generate(options: argparse.Namespace) -> int:
             top_k=options.top_k,
             top_p=options.top_p,
             stop_tokens=stops,
-            key=np.array([0, options.seed], np.uint32) if options.temperature else None,
+            key=jnp.array([0, options.seed], jnp.uint32) if options.temperature else None,
             callback=printer,
         )
     except (ValueError, OSError) as error:

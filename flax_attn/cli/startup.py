@@ -40,8 +40,8 @@ class Startup:
             rows.append(("rate", f"{rate:.1f} tokens/s"))
         return rows
 
-    def _add(self, event: str, seconds: float, **_: object) -> None:
-        self.compile += seconds if event in _COMPILING else 0.0
+    def _add(self, event: str, duration_secs: float, **_: object) -> None:
+        self.compile += duration_secs if event in _COMPILING else 0.0
 
 
 def _process_start() -> float:

@@ -16,7 +16,6 @@ from flax_attn.functional.cache import KVCache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.modules.block import TransformerBlock
-from flax_attn.modules.calls import CallOptions
 
 Cache = tuple[KVCache, ...]
 M = TypeVar("M")
@@ -29,7 +28,7 @@ class Stack(nnx.Module):
         blocks: of equal shapes, dtypes and options; they draw what they drop as they would alone.
 
     Raises:
-        ValueError: if two blocks differ.
+        ValueError: if there is no block, or two differ.
 
     Example:
         >>> from flax_attn import GPT2, GPT2Config
@@ -40,6 +39,8 @@ class Stack(nnx.Module):
     """
 
     def __init__(self, blocks: Sequence[TransformerBlock]):
+        if not blocks:
+            raise ValueError("scan_layers=True stacks one layer at least; got num_layers=0. Pass scan_layers=False")
         split = [nnx.split(block) for block in blocks]
         kinds = [(graph, jax.tree.map(lambda x: (x.shape, x.dtype), state)) for graph, state in split]
         for i, kind in enumerate(kinds):
@@ -53,11 +54,6 @@ class Stack(nnx.Module):
 
     def __len__(self) -> int:
         return self.stacked_layers
-
-    def __getitem__(self, layer: int) -> TransformerBlock:
-        """Return a copy of the block of a layer."""
-        graph, state = nnx.split(self.block)
-        return nnx.merge(graph, jax.tree.map(lambda x: x[layer], state))
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> KVCache:
         """Return the empty cache of all layers: keys and values with the layers as a first axis."""
@@ -123,7 +119,7 @@ def run_blocks(
         return x, None if after is None else (after,)
     caches = []
     for i, block in enumerate(blocks):
-        own: CallOptions = {
+        own = {
             **options,
             "positions": None if block.att.rope is None else positions,
             "dropout_key": fold_in(key, 1 + i),
@@ -150,7 +146,7 @@ def pure(graph: Any, options: Any) -> Callable:
     return run
 
 
-def _recompute(block: TransformerBlock, x: Tokens, options: CallOptions) -> Tokens:
+def _recompute(block: TransformerBlock, x: Tokens, options: dict[str, Any]) -> Tokens:
     """Return `block(x, **options)`; the backward pass computes its activations again instead of storing them."""
     graph, state = nnx.split(block)
     y, counts = jax.checkpoint(pure(graph, options))(state, x)

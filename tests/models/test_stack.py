@@ -116,6 +116,11 @@ def test_layers_that_differ_are_refused():
         Qwen2(config, scan_layers=True, rngs=nnx.Rngs(0))
 
 
+def test_no_layers_are_refused():
+    with pytest.raises(ValueError, match=r"stacks one layer at least; got num_layers=0. Pass scan_layers=False"):
+        GPT2(GPT2Config(6, 2, 0, **SIZES), scan_layers=True, rngs=nnx.Rngs(0))
+
+
 @NAMES
 def test_files_are_the_same(name, tmp_path, close):
     plain, stacked = both(name, jnp.float32)
