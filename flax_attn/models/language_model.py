@@ -11,16 +11,19 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
+from flax_attn.functional.cache import KVCache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.folder import LoadOptions, load, save
-from flax_attn.models.stack import Cache, Stack, cached_positions, run_blocks
+from flax_attn.models.stack import Stack, cached_positions, run_blocks
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
+
+Cache = tuple[KVCache, ...]
 
 
 @runtime_checkable

@@ -17,7 +17,6 @@ from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.modules.block import TransformerBlock
 
-Cache = tuple[KVCache, ...]
 M = TypeVar("M")
 
 
@@ -106,12 +105,12 @@ def stack_modules(modules: Sequence[M]) -> M:
 def run_blocks(
     blocks: Sequence[TransformerBlock] | Stack,
     x: Tokens,
-    cache: Cache | None,
+    cache: tuple[KVCache, ...] | None,
     key: Array | None,
     remat: bool,
     positions: ArrayLike | None,
     **options: Any,
-) -> tuple[Tokens, Cache | None]:
+) -> tuple[Tokens, tuple[KVCache, ...] | None]:
     """Return the tokens after all blocks and the cache after them; `positions` are for blocks with `rope`."""
     if isinstance(blocks, Stack):
         options["positions"] = None if blocks.block.att.rope is None else positions
@@ -155,7 +154,7 @@ def _recompute(block: TransformerBlock, x: Tokens, options: dict[str, Any]) -> T
 
 
 def cached_positions(
-    blocks: Sequence[TransformerBlock] | Stack, cache: Cache, t: int, lengths: ArrayLike | int | None
+    blocks: Sequence[TransformerBlock] | Stack, cache: tuple[KVCache, ...], t: int, lengths: ArrayLike | int | None
 ) -> Array:
     """Return the positions of the next `t` tokens, see `KVCache.positions`."""
     first = cache[0]
