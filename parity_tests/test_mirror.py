@@ -15,7 +15,9 @@ import torch_ref
 
 ROOTS = {package.__name__: Path(package.__file__).parent for package in (flax_attn, torch_ref)}
 ONE_SIDED_FILES = {
+    "models/programs.py": "flax_attn",  # what is compiled
     "models/registry.py": "flax_attn",  # PyTorch has transformers
+    "models/stack.py": "flax_attn",  # saves compiling
     "models/hugging_face/__init__.py": "flax_attn",
     "models/hugging_face/decoder.py": "flax_attn",
     "models/hugging_face/family.py": "flax_attn",
@@ -32,12 +34,11 @@ ONE_SIDED_EXPORTS = {"Unsupported", "explain", "set_backend", "from_pretrained",
 ONE_SIDED = {
     "attention.py": {"BACKENDS", "check_backend"},  # beside the table of the backends, which only JAX has
     "functional/dropout.py": {"draw_key"},
-    "models/generate.py": {"Steps"},  # between the two programs that are compiled
     "models/language_model.py": {"from_pretrained", "save_pretrained"},
     "functional/masks.py": {"kv_range", "row", "shift", "split_band"},  # for kernels, which only JAX has
     "functional/mask_parts.py": {"kv_range", "band", "row", "shift"},
 }
-FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "numerics", "device"}
+FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "numerics", "device", "scan_layers"}
 LAYERS = ("functional", "attention", "modules", "models")
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from rich.table import Table
 
+from flax_attn.bench import startup
 from flax_attn.bench.machine import read_limit
+from flax_attn.bench.tasks import TaskResult
 from flax_attn.bench.timing import medians
 from flax_attn.models import GPT2, generate
 from flax_attn.training.step import train_step
@@ -29,32 +26,6 @@ if TYPE_CHECKING:
 PROMPT, NEW = 128, 128
 SMALL: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 512}  # for --quick
 TOLERANCE = 1e-3  # of the largest logit: both sum in float32, through all layers
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """What was measured of one task.
-
-    Args:
-        task: what was done.
-        unit: of the two figures; more is better for those that end in "/s".
-        ours: our figure.
-        theirs: that of transformers.
-        compile_seconds: what our first call took beyond a later one; None where nothing is compiled.
-        note: details.
-    """
-
-    task: str
-    unit: str
-    ours: float
-    theirs: float
-    compile_seconds: float | None = None
-    note: str = ""
-
-    @property
-    def gain(self) -> float:
-        """How many times better ours is."""
-        return self.ours / self.theirs if self.unit.endswith("/s") else self.theirs / self.ours
 
 
 def run(rounds: int, quick: bool, progress: Callable[[str], None] = lambda task: None) -> Iterator[TaskResult]:
@@ -69,19 +40,9 @@ def run(rounds: int, quick: bool, progress: Callable[[str], None] = lambda task:
         yield _prefill(ours, theirs, 1024, rounds)
         for dropout in (0.0, 0.1):
             progress(f"training, dropout {dropout}")
-            yield _train(folder, dropout, (4, 512), rounds)
-        if Path("/proc/self/status").exists():
-            progress("memory")
-            yield _memory(folder)
-
-
-def table(results: Sequence[TaskResult]) -> Table:
-    """Return what was measured as a table."""
-    rows = Table("task", "unit", "ours", "transformers", "gain", "compiles in", "", title="GPT-2 small, float32")
-    for one in results:
-        compiled = "" if one.compile_seconds is None else f"{one.compile_seconds:.1f} s"
-        rows.add_row(one.task, one.unit, f"{one.ours:.4g}", f"{one.theirs:.4g}", f"{one.gain:.2f}x", compiled, one.note)
-    return rows
+            yield from _train(folder, dropout, (4, 512), rounds)
+        progress("starts")
+        yield from startup.measure(folder)
 
 
 def _make_checkpoint(folder: str, quick: bool) -> GPT2LMHeadModel:
@@ -145,18 +106,15 @@ def _prefill(ours: GPT2, theirs: Any, t: int, rounds: int) -> TaskResult:
     return TaskResult(f"prefill {t}", "s", taken["ours"], taken["theirs"], first - taken["ours"])
 
 
-def _train(folder: str, dropout: float, shape: tuple[int, int], rounds: int) -> TaskResult:
+def _train(folder: str, dropout: float, shape: tuple[int, int], rounds: int) -> Iterator[TaskResult]:
     import torch
     from transformers import GPT2LMHeadModel
 
     options = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
     theirs = GPT2LMHeadModel.from_pretrained(folder, **options).train()
-    ours: Any = GPT2.from_pretrained(folder, dropout=dropout)
-    ours.train()
-    tokens = np.random.default_rng(0).integers(0, ours.config.vocab_size, shape)
-    tensor, tokens = torch.from_numpy(tokens), jnp.asarray(tokens)
+    tokens = np.random.default_rng(0).integers(0, theirs.config.vocab_size, shape)
+    tensor = torch.from_numpy(tokens)
     their_optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-4)
-    optimizer = nnx.Optimizer(ours, optax.adamw(1e-4), wrt=nnx.Param)
 
     def their_step() -> float:
         their_optimizer.zero_grad()
@@ -165,45 +123,29 @@ def _train(folder: str, dropout: float, shape: tuple[int, int], rounds: int) -> 
         their_optimizer.step()
         return loss.item()
 
-    start = time.perf_counter()
-    loss = float(train_step(ours, optimizer, tokens))
-    first = time.perf_counter() - start
     their_loss = their_step()
-    if not dropout:
-        _check_equal("losses", np.array(loss), np.array(their_loss))
-    runs = {
-        "ours": lambda n: [float(train_step(ours, optimizer, tokens)) for _ in range(n)],
-        "theirs": lambda n: [their_step() for _ in range(n)],
-    }
+    runs: dict[str, Any] = {"theirs": lambda n: [their_step() for _ in range(n)]}
+    first = {}
+    for form, scan_layers in (("layers one by one", False), ("layers scanned", True)):
+        step = _training(folder, dropout, tokens, scan_layers)
+        start = time.perf_counter()
+        loss = step()
+        first[form] = time.perf_counter() - start
+        if not dropout:
+            _check_equal("losses", np.array(loss), np.array(their_loss))
+        runs[form] = lambda n, step=step: [step() for _ in range(n)]
     taken = medians(runs, rounds)
-    task = f"training step {shape}, dropout {dropout}"
-    return TaskResult(task, "s", taken["ours"], taken["theirs"], first - taken["ours"])
+    for form, seconds in first.items():
+        task = f"training step {shape}, dropout {dropout}, {form}"
+        yield TaskResult(task, "s", taken[form], taken["theirs"], seconds - taken[form])
 
 
-_LOAD = {
-    "ours": """
-from flax_attn.models import GPT2, generate
-generate(GPT2.from_pretrained(folder), list(range(128)), 32)
-""",
-    "theirs": """
-import torch
-from transformers import GPT2LMHeadModel
-model = GPT2LMHeadModel.from_pretrained(folder).eval()
-model.generate(torch.arange(128)[None], attention_mask=torch.ones(1, 128), max_new_tokens=32, do_sample=False)
-""",
-}
-
-
-def _memory(folder: str) -> TaskResult:
-    peaks = []
-    for code in _LOAD.values():
-        # Of this process alone: getrusage also counts the process that forked it.
-        tail = "\nprint(*(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
-        command = [sys.executable, "-c", f"folder = {folder!r}\n{code}{tail}"]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        peaks.append(int(output.split()[-2]) / 2**20)
-    weights = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**30
-    return TaskResult("load and generate", "GiB at peak", peaks[0], peaks[1], note=f"the weights are {weights:.2f} GiB")
+def _training(folder: str, dropout: float, tokens: np.ndarray, scan_layers: bool) -> Callable[[], float]:
+    """Return a function that takes a step and returns its loss."""
+    model: Any = GPT2.from_pretrained(folder, dropout=dropout, scan_layers=scan_layers)
+    model.train()
+    optimizer, ids = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param), jnp.asarray(tokens)
+    return lambda: float(train_step(model, optimizer, ids))
 
 
 def _bytes(model: GPT2) -> int:

@@ -105,10 +105,10 @@ def _models(options: argparse.Namespace) -> int:
         import transformers  # noqa: F401
     except ImportError as error:
         raise common.UsageError(f'{error}. --models needs transformers: pip install "flax-attn[bench]"') from None
-    from flax_attn.bench import models
+    from flax_attn.bench import models, tasks
 
     show = lambda task: print(task, file=sys.stderr, flush=True)  # noqa: E731
-    common.console(150).print(models.table(list(models.run(options.rounds, options.quick, show))))
+    common.console(150).print(tasks.table(list(models.run(options.rounds, options.quick, show))))
     return 0
 
 

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flax_attn.cli import common
+from flax_attn.cli import common, compile_cache
 from flax_attn.cli.common import UsageError
+from flax_attn.cli.startup import Startup
 
 
 def add(commands: Any) -> None:
@@ -33,20 +34,31 @@ def add(commands: Any) -> None:
     generate.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as stored"
     )
+    generate.add_argument(
+        "--no-compile-cache",
+        dest="compile_cache",
+        action="store_false",
+        help="do not keep compiled programs in the user's cache directory for the next start",
+    )
     generate.set_defaults(run=_generate)
 
 
 def _generate(options: argparse.Namespace) -> int:
-    import jax
+    import jax.numpy as jnp
 
     from flax_attn.models import from_pretrained, generate
 
+    if options.compile_cache:
+        compile_cache.switch_on()
     tokenizer = _tokenizer(Path(options.model))
     stops = _stop_tokens(Path(options.model))
     prompt = tokenizer.encode(options.prompt).ids
+    startup = Startup()
+    printer = _Printer(tokenizer, startup)
     try:
-        model = from_pretrained(options.model, param_dtype=options.dtype)
-        began, printer = time.perf_counter(), _Printer(tokenizer)
+        began = time.monotonic()
+        model = from_pretrained(options.model, param_dtype=options.dtype, dropout=0.0)
+        startup.load = time.monotonic() - began
         generate(
             model,
             prompt,
@@ -55,31 +67,32 @@ def _generate(options: argparse.Namespace) -> int:
             top_k=options.top_k,
             top_p=options.top_p,
             stop_tokens=stops,
-            key=jax.random.key(options.seed),
+            key=jnp.array([0, options.seed], jnp.uint32) if options.temperature else None,
             callback=printer,
         )
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from None
-    printer.close(time.perf_counter() - began)
+    printer.close()
     return 0
 
 
 class _Printer:
     """Writes text as its tokens come: a character may take several of them."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, startup: Startup):
         from tokenizers.decoders import DecodeStream
 
-        self.tokenizer, self.stream, self.count = tokenizer, DecodeStream(skip_special_tokens=True), 0
+        self.tokenizer, self.stream, self.startup = tokenizer, DecodeStream(skip_special_tokens=True), startup
 
     def __call__(self, row: int, token: int) -> None:
-        self.count += 1
         sys.stdout.write(self.stream.step(self.tokenizer, token) or "")
         sys.stdout.flush()
+        self.startup.add_token()
 
-    def close(self, seconds: float) -> None:
+    def close(self) -> None:
         print(flush=True)
-        print(f"{self.count} tokens in {seconds:.1f} s, compilation included", file=sys.stderr)
+        for name, figure in self.startup.rows():
+            print(f"{name:<12} {figure}", file=sys.stderr)
 
 
 def _tokenizer(folder: Path) -> Any:

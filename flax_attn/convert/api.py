@@ -10,6 +10,7 @@ from flax import nnx
 from flax_attn.convert.arrays import from_layout, layout_name, to_layout
 from flax_attn.convert.layouts import LayoutLike, as_layout
 from flax_attn.convert.rules import Axes, ConversionError
+from flax_attn.convert.stacked import LayerSlice, Tensor, depth, layers_of, whole
 
 
 def state_dict(module: nnx.Module, layout: LayoutLike = "torch_ref", *, prefix: str = "") -> dict[str, np.ndarray]:
@@ -61,50 +62,70 @@ def load_state_dict(
     axes, own = axes_of(module, layout), tensors(module)
     ours = from_layout(weights, layout, own, axes=axes, prefix=prefix, what=type(module).__name__)
     # All are made before any is written, and as copies: asarray may share memory.
-    new = {name: jnp.array(ours[name], dtype=tensor.dtype) for name, tensor in own.items()}
-    for name, tensor in own.items():
-        tensor[...] = new[name]
+    new = [
+        (variable, jnp.array(np.reshape(arrays, variable.shape), dtype=variable.dtype))
+        for variable, arrays in whole(own, ours)
+    ]
+    for variable, array in new:
+        variable[...] = array
 
 
-def parameters(module: nnx.Module) -> dict[str, nnx.Param]:
+def parameters(module: nnx.Module) -> dict[str, Tensor]:
     """Return the parameters of a module by the names that rules know them by: dotted paths.
 
     As in PyTorch, the layers of an `nnx.Sequential` are named by their index alone: its part `layers` is left out.
+    Those of stacked layers are named as if the layers were a list.
 
     Example:
         >>> from flax_attn import LayerNorm, Linear
         >>> list(parameters(nnx.Sequential(Linear(3, 2, rngs=nnx.Rngs(0)), LayerNorm(2))))
         ['0.bias', '0.kernel', '1.scale', '1.shift']
     """
-    name = naming(module)
-    return {name(path): node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)}
+    return _named(module, nnx.Param)
 
 
-def statistics(module: nnx.Module) -> dict[str, nnx.BatchStat]:
+def statistics(module: nnx.Module) -> dict[str, Tensor]:
     """Return the running statistics of a module by their dotted names: loaded and stored as parameters, not trained.
 
     Example:
         >>> list(statistics(nnx.BatchNorm(3, rngs=nnx.Rngs(0))))
         ['mean', 'var']
     """
-    name = naming(module)
-    return {name(path): node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.BatchStat)}
+    return _named(module, nnx.BatchStat)
 
 
-def tensors(module: nnx.Module) -> dict[str, nnx.Variable]:
+def tensors(module: nnx.Module) -> dict[str, Tensor]:
     """Return what a state dict holds of a module: its parameters, then its running statistics."""
     return {**parameters(module), **statistics(module)}
 
 
-def naming(module: nnx.Module) -> Callable[[tuple], str]:
-    """Return what names the nodes of a module by their paths."""
-    sequences = {path for path, submodule in nnx.iter_modules(module) if isinstance(submodule, nnx.Sequential)}
+def _named(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, Tensor]:
+    names = naming(module)
+    return {
+        name: node if layer is None else LayerSlice(node, layer)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, kind)
+        for name, layer in names(path).items()
+    }
 
-    def name(path: tuple) -> str:
-        parts = [part for i, part in enumerate(path) if part != "layers" or path[:i] not in sequences]
+
+def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
+    """Return what names the nodes of a module by their paths: one name, or one for each layer where they are stacked.
+
+    The value of a name is its layer.
+    """
+    modules = dict(nnx.iter_modules(module))
+    sequences = {path for path, submodule in modules.items() if isinstance(submodule, nnx.Sequential)}
+    stacks = {path: count for path, submodule in modules.items() if (count := depth(submodule)) is not None}
+
+    def dotted(path: tuple, kept: tuple) -> str:
+        parts = [part for i, part in enumerate(path) if part != "layers" or kept[:i] not in sequences]
         return ".".join(map(str, parts))
 
-    return name
+    def names(path: tuple) -> dict[str, int | None]:
+        return {dotted(apart, path): layer for apart, layer in layers_of(path, stacks)}
+
+    return names
 
 
 def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
@@ -113,8 +134,8 @@ def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
         raise ConversionError(
             f"weights go into and out of NNX modules; got {type(module)}. Pass the Flax side as the module"
         )
-    name, table = naming(module), as_layout(layout)
-    modules = {name(path): submodule for path, submodule in nnx.iter_modules(module)}
+    names, table = naming(module), as_layout(layout)
+    modules = {name: submodule for path, submodule in nnx.iter_modules(module) for name in names(path)}
     for where, submodule in modules.items():
         if reason := table.refuse(submodule):
             which = f"{where} ({type(submodule).__name__})" if where else type(submodule).__name__

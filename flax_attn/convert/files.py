@@ -8,16 +8,17 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import nnx
-from jax import Array
 from safetensors import SafetensorError, safe_open
 
 from flax_attn.convert.api import load_state_dict, state_dict
 from flax_attn.convert.arrays import flatten, to_numpy
 from flax_attn.convert.layouts import LayoutLike
 from flax_attn.convert.rules import ConversionError, Entry, Shape
+from flax_attn.convert.stacked import Tensor
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -25,7 +26,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True)
 class Stored:
-    """An entry of a file that is not read yet."""
+    """An entry of a file; `read` maps it, and it is read where it is used."""
 
     file: Path
     shape: Shape
@@ -155,22 +156,24 @@ def _shards(path: Path) -> list[Path]:
 
 def _safetensors_header(path: Path) -> dict[str, Stored]:
     try:
-        with safe_open(path, framework="np") as file:
-            names = file.keys()
-            slices = {name: file.get_slice(name) for name in names}
-            headers = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
+        with safe_open(path, framework="np"):  # checks the header against the size of the file
+            pass
     except SafetensorError as error:
         raise ConversionError(f"{path} is not a whole safetensors file: {error}") from error
-    return {
-        name: Stored(path, shape, _DTYPES.get(dtype, dtype), partial(_read_tensor, path, name))
-        for name, (shape, dtype) in headers.items()
-    }
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {name: _stored(path, 8 + size, **entry) for name, entry in header.items() if name != "__metadata__"}
 
 
-def _read_tensor(path: Path, name: str) -> np.ndarray:
-    # The file is mapped, and what was read of it takes memory until it is closed: so it is opened for each entry.
-    with safe_open(path, framework="np") as file:
-        return file.get_tensor(name)
+def _stored(path: Path, start: int, shape: list[int], dtype: str, data_offsets: list[int]) -> Stored:
+    known, span = _DTYPES.get(dtype, dtype), slice(*(start + offset for offset in data_offsets))
+    return Stored(path, tuple(shape), known, partial(_map, path, span, known, shape))
+
+
+def _map(path: Path, span: slice, dtype: str, shape: list[int]) -> np.ndarray:
+    # What was read of a mapped file takes memory until the map is closed: so there is one for each entry.
+    return np.memmap(path, mode="r")[span].view(jnp.dtype(dtype)).reshape(shape)
 
 
 def _checkpoint_header(path: Path) -> dict[str, Stored]:
@@ -182,7 +185,7 @@ def _checkpoint_header(path: Path) -> dict[str, Stored]:
     }
 
 
-def write_shards(folder: Path, entries: list[Entry], params: Mapping[str, Array], max_shard_size: int) -> None:
+def write_shards(folder: Path, entries: list[Entry], params: Mapping[str, Tensor], max_shard_size: int) -> None:
     """Write parameters as `model.safetensors`, or as shards of up to `max_shard_size` bytes with an index.
 
     No more than one shard is in memory at a time. An entry that is larger has a shard of its own.
@@ -199,12 +202,12 @@ def write_shards(folder: Path, entries: list[Entry], params: Mapping[str, Array]
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _write_shard(path: Path, shard: list[Entry], params: Mapping[str, Array]) -> None:
-    arrays = {e.theirs: e.join({name: np.asarray(params[name]) for name in e.ours}) for e in shard}
+def _write_shard(path: Path, shard: list[Entry], params: Mapping[str, Tensor]) -> None:
+    arrays = {e.theirs: e.join({name: np.asarray(params[name][...]) for name in e.ours}) for e in shard}
     safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
 
 
-def _packed(entries: list[Entry], params: Mapping[str, Array], max_shard_size: int) -> list[list[Entry]]:
+def _packed(entries: list[Entry], params: Mapping[str, Tensor], max_shard_size: int) -> list[list[Entry]]:
     shards, room = [[]], max_shard_size
     for entry in entries:
         size = _size(entry, params)
@@ -216,5 +219,5 @@ def _packed(entries: list[Entry], params: Mapping[str, Array], max_shard_size: i
     return shards
 
 
-def _size(entry: Entry, params: Mapping[str, Array]) -> int:
+def _size(entry: Entry, params: Mapping[str, Tensor]) -> int:
     return sum(params[name].nbytes for name in entry.ours)

@@ -95,10 +95,12 @@ class Entry:
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """Return our parameters made from the entry, as arrays of their own."""
-        return {
-            name: np.array(self._arrange(part, shape, back=True), order="C")
-            for name, shape, part in zip(self.ours, self.shapes, self._cut(array), strict=True)
-        }
+        return {name: np.array(part, order="C") for name, part in self.parts(array).items()}
+
+    def parts(self, array: np.ndarray) -> dict[str, np.ndarray]:
+        """Return our parameters made from the entry, sharing its memory."""
+        cut = zip(self.ours, self.shapes, self._cut(array), strict=True)
+        return {name: self._arrange(part, shape, back=True) for name, shape, part in cut}
 
     @property
     def their_shapes(self) -> list[Shape]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Integer, UInt32
 
 from flax_attn.functional.checks import check_key_data, check_rate, check_type
 from flax_attn.functional.shapes import Index
@@ -85,7 +85,7 @@ def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tup
     return x0, x1
 
 
-def fold_in(key: Array | None, index: int) -> UInt32[Array, "2"] | None:
+def fold_in(key: Array | None, index: int | Integer[Array, ""]) -> UInt32[Array, "2"] | None:
     """Return the key of child `index`: one key for a block, one for each dropout inside it. None stays None.
 
     Example:

@@ -1,20 +1,19 @@
 """Text from a language model: the prompts in one call, then a token at a time, with a cache."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, TypedDict, Unpack, overload
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, TypedDict, Unpack, overload
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
 from flax_attn.functional.checks import check_positive, check_prompt
 from flax_attn.functional.dropout import key_data
-from flax_attn.models.language_model import Cache, LanguageModel
-from flax_attn.models.sampling import Sampling, sample
+from flax_attn.models.language_model import LanguageModel
+from flax_attn.models.programs import new_tokens
+from flax_attn.models.sampling import Sampling
+from flax_attn.models.stack import Stack
 
 Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Array
 Callback = Callable[[int, int], object]
@@ -66,9 +65,9 @@ def generate(
 ) -> list[int] | list[list[int]]:
     """Return the tokens that follow a prompt, or each prompt of a batch.
 
-    The model runs in eval mode, whatever mode it is in. It is compiled twice, for the prompts and for the steps, and
-    again only when the number of prompts, their length or the length of all in multiples of 64, or `top_k` and
-    the like change.
+    The model runs in eval mode, whatever mode it is in. Layers of equal shape are compiled once, for the prompts and
+    for the steps, and again only when the number of prompts, their length or the length of all in multiples of 64
+    change. Stacked layers, those of a model with `scan_layers`, are copied: load a model without it to generate.
 
     Args:
         model: of any family, or a `LanguageModel` of your own.
@@ -101,80 +100,35 @@ def generate(
     prompts, single = as_prompts(tokens)
     _check_prompts(model, prompts, max_new_tokens, capacity)
     seed = _seed(key, temperature)
-    graph, state = nnx.split(_in_eval_mode(model))
     padded, lengths = _pad(prompts, model.config.context_length)
     total = _bucket(lengths.max() + max_new_tokens, model.config.context_length)
-    stops = jnp.asarray(stop_tokens, jnp.int32).reshape(-1)
-    sizes = capacity or total, _bucket(max_new_tokens)
-    steps = _prefill(graph, state, padded, lengths, seed, stops, *sizes, sampling)
-    rows = [[] for _ in prompts]
-    # The same program runs to the end, or one token at a time for a callback.
-    for until in range(1, max_new_tokens + 1) if callback else (max_new_tokens,):
-        if until > 1:
-            steps = _decode(graph, state, steps, until, seed, stops, sampling)
-        _collect(steps, rows, frozenset(stop_tokens), callback)
+    made = new_tokens(_in_eval_mode(model), padded, lengths, capacity or total, sampling, seed)
+    rows = _collect(islice(made, max_new_tokens), len(prompts), frozenset(stop_tokens), callback)
     return rows[0] if single else rows
 
 
-class Steps(NamedTuple):
-    """The state of decoding: `count` tokens of each row are made, and the last of them is not in the cache yet."""
-
-    count: Array
-    made: Array
-    done: Array
-    cache: Cache
-
-
-@partial(jax.jit, static_argnums=(0, 6, 7, 8))
-def _prefill(graph, state, tokens, lengths, key, stops, capacity: int, length: int, sampling: Sampling) -> Steps:
-    model = nnx.merge(graph, state)
-    # A static length of 0 says that the cache is empty, so that the prompt attends to itself alone.
-    empty = tuple(replace(cache, length=0) for cache in _empty_cache(model, len(tokens), capacity))
-    hidden, cache = model.hidden(tokens, lengths=lengths, cache=empty)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    token = sample(model.logits(last), sampling, key, 0)
-    made = jnp.zeros((len(tokens), length), jnp.int32).at[:, 0].set(token)
-    return Steps(jnp.asarray(1, jnp.int32), made, _stopped(token, stops), cache)
-
-
-@partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
-def _decode(graph, state, steps: Steps, until, key, stops, sampling: Sampling) -> Steps:
-    def step(steps: Steps) -> Steps:
-        model = nnx.merge(graph, state)
-        token = jax.lax.dynamic_slice_in_dim(steps.made, steps.count - 1, 1, axis=1)
-        hidden, cache = model.hidden(token, cache=steps.cache)
-        token = sample(model.logits(hidden[:, 0]), sampling, key, steps.count)
-        made = jax.lax.dynamic_update_slice_in_dim(steps.made, token[:, None], steps.count, axis=1)
-        return Steps(steps.count + 1, made, steps.done | _stopped(token, stops), cache)
-
-    return jax.lax.while_loop(lambda steps: (steps.count < until) & ~steps.done.all(), step, steps)
-
-
-def _stopped(token: Array, stops: Array) -> Array:
-    return (token[:, None] == stops[None]).any(axis=1)
-
-
-def _collect(steps: Steps, rows: list[list[int]], stops: frozenset[int], callback: Callback | None) -> None:
-    made = np.asarray(steps.made[:, : int(steps.count)])
-    for i in range(max(map(len, rows)), made.shape[1]):
-        for b, row in enumerate(rows):
+def _collect(made: Iterable[Array], b: int, stops: frozenset[int], callback: Callback | None) -> list[list[int]]:
+    """Return the tokens of each row, up to the first that stops it."""
+    rows = [[] for _ in range(b)]
+    # Tokens are read one by one only where something depends on them: else the device need not wait for Python.
+    for tokens in made if stops or callback else list(made):
+        for i, (row, token) in enumerate(zip(rows, np.asarray(tokens).tolist(), strict=True)):
             if not (row and row[-1] in stops):
-                row.append(int(made[b, i]))
+                row.append(token)
                 if callback:
-                    callback(b, row[-1])
+                    callback(i, token)
+        if all(row[-1] in stops for row in rows):
+            break
+    return rows
 
 
 def _check_prompts(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None) -> None:
-    full = any(block.att.window is None for block in model.trf_blocks)
+    blocks = model.trf_blocks
+    full = any(block.att.window is None for block in ([blocks.block] if isinstance(blocks, Stack) else blocks))
     for i, prompt in enumerate(prompts):
         ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
         sizes = model.config.vocab_size, model.config.context_length, max_new_tokens, capacity if full else None
         check_prompt(i, len(prompt), ends, *sizes)
-
-
-def _empty_cache(model: LanguageModel, b: int, capacity: int) -> Cache:
-    """Return a cache with `capacity` tokens for each layer without a window, and with the window for the others."""
-    return tuple(block.init_cache(b, block.att.window or capacity) for block in model.trf_blocks)
 
 
 def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
@@ -199,12 +153,12 @@ def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
     return prompts, single
 
 
-def _seed(key: Array | None, temperature: float) -> Array:
+def _seed(key: Array | None, temperature: float) -> Array | np.ndarray:
     if key is not None:
         return key_data(key)
     if temperature > 0:
         raise ValueError(f"temperature={temperature} draws tokens, which needs a key. Pass key=jax.random.key(0)")
-    return jnp.zeros(2, jnp.uint32)
+    return np.zeros(2, np.uint32)
 
 
 def _pad(prompts: list[np.ndarray], limit: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,8 +17,8 @@ from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.folder import LoadOptions, load, save
+from flax_attn.models.stack import Stack, cached_positions, run_blocks
 from flax_attn.modules.block import TransformerBlock
-from flax_attn.modules.calls import CallOptions
 from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
@@ -66,6 +66,7 @@ class LanguageModel(nnx.Module, Generic[C]):
         config: the sizes.
         backend: of the attention calls; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
+        scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one scan: compiled once.
         dtype: of the computation; None is that of the parameters.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
@@ -78,7 +79,7 @@ class LanguageModel(nnx.Module, Generic[C]):
     family: ClassVar[Family | None] = None
     config: C
     tok_emb: Embedding
-    trf_blocks: nnx.List[TransformerBlock]
+    trf_blocks: nnx.List[TransformerBlock] | Stack
     final_norm: LayerNorm | RMSNorm
     out_head: Linear | None
     remat: bool
@@ -89,6 +90,7 @@ class LanguageModel(nnx.Module, Generic[C]):
         *,
         backend: str = "auto",
         remat: bool = False,
+        scan_layers: bool = False,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
@@ -102,6 +104,8 @@ class LanguageModel(nnx.Module, Generic[C]):
         self.final_norm = self.norm(**numerics)
         self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False, **products)
         initialise(self, rngs)
+        if scan_layers:
+            self.trf_blocks = Stack(self.trf_blocks)
 
     def create_embeddings(self, **numerics: Any) -> None:
         """Set `tok_emb`, and what else `embed` reads."""
@@ -187,22 +191,11 @@ class LanguageModel(nnx.Module, Generic[C]):
         dropout_key: Array | None = None,
     ) -> tuple[Array, Cache | None]:
         t = tokens.shape[-1]
-        order = jnp.arange(t) if cache is None else cache[0].positions(t, lengths)
+        order = jnp.arange(t) if cache is None else cached_positions(self.trf_blocks, cache, t, lengths)
         x = self.embed(tokens, order if positions is None else jnp.asarray(positions), fold_in(dropout_key, 0))
-        caches = []
-        for i, block in enumerate(self.trf_blocks):
-            options: CallOptions = {
-                "mask": mask,
-                "positions": None if block.att.rope is None else positions,
-                "lengths": lengths,
-                "dropout_key": fold_in(dropout_key, 1 + i),
-            }
-            if cache is not None:
-                x, extended = block(x, cache=cache[i], **options)
-                caches.append(extended)
-            else:
-                x = _recompute(block, x, options) if self.remat else block(x, **options)
-        return self.final_norm(x), None if cache is None else tuple(caches)
+        options = {"mask": mask, "positions": positions, "lengths": lengths}
+        x, cache = run_blocks(self.trf_blocks, x, cache, dropout_key, self.remat, **options)
+        return self.final_norm(x), cache
 
     def logits(self, hidden: Float[Array, "*b d"]) -> Float[Array, "*b vocab"]:
         """Return the logits of what `hidden` returned."""
@@ -211,7 +204,8 @@ class LanguageModel(nnx.Module, Generic[C]):
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Cache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
 
-        The cache of a layer with a window is a ring buffer, which holds the window at least.
+        The cache of a layer with a window is a ring buffer, which holds the window at least. With `scan_layers` there
+        is one cache for all layers, the first axis of its keys and values.
 
         Example:
             >>> from flax_attn.models import GPT2, GPT2Config
@@ -221,7 +215,10 @@ class LanguageModel(nnx.Module, Generic[C]):
             >>> logits.shape, cache[0].length.tolist()
             ((4, 1, 11), [6, 6, 6, 6])
         """
-        return tuple(block.init_cache(b, max(capacity, block.att.window or 0), dtype) for block in self.trf_blocks)
+        blocks = self.trf_blocks
+        if isinstance(blocks, Stack):
+            return (blocks.init_cache(b, max(capacity, blocks.block.att.window or 0), dtype),)
+        return tuple(block.init_cache(b, max(capacity, block.att.window or 0), dtype) for block in blocks)
 
     @classmethod
     def from_pretrained(cls: type[_M], path: str | PathLike[str], **options: Unpack[LoadOptions]) -> _M:
@@ -235,23 +232,6 @@ class LanguageModel(nnx.Module, Generic[C]):
     def save_pretrained(self, path: str | PathLike[str], *, max_shard_size: int = 4 * 10**9) -> None:
         """Write a Hugging Face folder that transformers loads; see `flax_attn.models.save_pretrained`."""
         save(self, self.config, self.family, path, max_shard_size)
-
-
-def _recompute(block: TransformerBlock, x: Tokens, options: CallOptions) -> Tokens:
-    """Return `block(x, **options)`; the backward pass computes its activations again instead of storing them."""
-    graph, state = nnx.split(block)
-
-    def run(state, x):
-        copy = nnx.merge(graph, state)
-        before = dict(nnx.to_flat_state(nnx.state(copy, nnx.RngCount)))
-        before = {path: count.get_value() for path, count in before.items()}
-        y = copy(x, **options)
-        after = nnx.to_flat_state(nnx.state(copy, nnx.RngCount))
-        return y, nnx.from_flat_state([(path, c) for path, c in after if c.get_value() is not before[path]])
-
-    y, counts = jax.checkpoint(run)(state, x)
-    nnx.update(block, counts)  # only what the block changed: a model that was closed over cannot be written to
-    return y
 
 
 def initialise(model: LanguageModel, rngs: nnx.Rngs) -> None:

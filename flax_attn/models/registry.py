@@ -54,6 +54,7 @@ def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -
         precision: of the matrix products, as in `jax.lax.dot_general`.
         backend: of the attention calls; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
+        scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one scan: compiled once.
         dropout: the probability of dropout in train mode; None is that of `config.json`.
         rngs: random streams from which dropout draws its keys; None is `nnx.Rngs(0)`.
         progress: whether to show a bar on stderr; None is where that is a terminal.

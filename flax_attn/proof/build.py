@@ -97,9 +97,10 @@ def drawn(make: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
     state = nnx.state(module)
     for i, (_, leaf) in enumerate(nnx.to_flat_state(state)):
         if isinstance(leaf, nnx.RngKey):
-            leaf.set_value(jax.random.key(1000 * seed + i))
+            key = jax.random.key(1000 * seed + i)
+            leaf.set_value(jax.random.split(key, leaf.shape) if leaf.shape else key)  # many where layers are stacked
         elif isinstance(leaf, nnx.RngCount):
-            leaf.set_value(jnp.uint32(0))
+            leaf.set_value(jnp.zeros(leaf.shape, jnp.uint32))
         else:
             leaf.set_value(jnp.asarray(draw.normal(0, 0.4, leaf.shape), leaf.dtype))
     nnx.update(module, state)

@@ -44,20 +44,29 @@ MODELS = {
     "qwen2": decoder("Qwen2", num_layers=2, num_kv_heads=2, window=3, full_layers=(0,)),
     "qwen3": decoder("Qwen3", num_kv_heads=1, head_dim=6, attention_bias=True, tied=True),
 }
-EVERY = pytest.mark.parametrize(("name", "config"), MODELS.values(), ids=MODELS)
+STACKED = {
+    "gpt2, stacked": MODELS["gpt2"],
+    "mistral, stacked": llama(num_layers=2, num_kv_heads=2, window=3),
+    "qwen3, stacked": decoder("Qwen3", num_layers=2, num_kv_heads=1, head_dim=6, tied=True),
+}
+EVERY = pytest.mark.parametrize(
+    ("name", "config", "scan_layers"),
+    [*((*row, False) for row in MODELS.values()), *((*row, True) for row in STACKED.values())],
+    ids=[*MODELS, *STACKED],
+)
 
 
-def build(side, name, config):
+def build(side, name, config, scan_layers):
     """Return a model in float64, of a class that its family's file has."""
     cls = getattr(side.file(f"models.{name.lower()}"), name)
     if not side.is_flax:
         return cls(config).double()
-    return drawn(lambda: cls(config, rngs=nnx.Rngs(0), param_dtype=jnp.float64))
+    return drawn(lambda: cls(config, scan_layers=scan_layers, rngs=nnx.Rngs(0), param_dtype=jnp.float64))
 
 
-def both(sides, name, config):
+def both(sides, name, config, scan_layers=False):
     """Return each side with its model, the weights of both being the same."""
-    ours, theirs = (build(side, name, config(side)) for side in sides)
+    ours, theirs = (build(side, name, config(side), scan_layers) for side in sides)
     random = np.random.default_rng(1)
     weights = {name: random.normal(0, 0.5, a.shape) for name, a in convert.state_dict(ours).items()}
     convert.load_state_dict(ours, weights)
@@ -100,9 +109,9 @@ def assert_equal(found, reference, rule=tolerance.FORWARD):
 
 
 @EVERY
-def test_steps_and_chunks_equal_the_full_forward(sides, name, config):
+def test_steps_and_chunks_equal_the_full_forward(sides, name, config, scan_layers):
     found = {}
-    for side, model in both(sides, name, config):
+    for side, model in both(sides, name, config, scan_layers):
         full = side.jit(lambda tokens, lengths, model=model: model(tokens, lengths=lengths))
         found[f"{side.name}: full"] = real(side.numpy(full(side.array(TOKENS), side.array(TOTALS))))
         call = cached_call(side, model)

@@ -1,5 +1,3 @@
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,15 +83,34 @@ def test_the_model_runs_in_eval_mode_and_stays_in_its_own():
     assert not model.drop_emb.deterministic
 
 
-def test_lengths_within_a_bucket_share_two_programs(llama):
-    steps = sys.modules["flax_attn.models.generate"]
+@pytest.fixture
+def compiled():
+    """The number of programs compiled so far in a list of one."""
+    programs = [0]
+
+    def add(event, seconds, **_):
+        programs[0] += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(add)
+    yield programs
+    jax.monitoring.unregister_event_duration_listener(add)
+
+
+def test_layers_and_lengths_within_a_bucket_share_programs(compiled):
+    config = LlamaConfig(8, 12, 4, 5, num_kv_heads=2, context_length=200, vocab_size=37)
+    llama, stacked = (Llama(config, scan_layers=scan, rngs=nnx.Rngs(0)) for scan in (False, True))
+    before = compiled[0]
     generate(llama, [[1, 2, 3], [4]], 7)
-    sizes = steps._prefill._cache_size(), steps._decode._cache_size()
+    assert compiled[0] - before == 5  # embed, prefill, last, choose, step
+    before = compiled[0]
+    generate(stacked, [[1, 2, 3], [4]], 7)
+    assert compiled[0] - before == 1  # takes a layer
+    before = compiled[0]
     generate(llama, [[1] * 60, [4] * 9], 2)
     generate(llama, [[7], [4] * 31], 9)
-    assert (steps._prefill._cache_size(), steps._decode._cache_size()) == sizes
+    assert compiled[0] == before
     generate(llama, [[1] * 70, [4]], 3)
-    assert (steps._prefill._cache_size(), steps._decode._cache_size()) == (sizes[0] + 1, sizes[1] + 1)
+    assert compiled[0] - before == 4  # all but choose
 
 
 @pytest.mark.parametrize(

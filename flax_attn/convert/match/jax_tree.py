@@ -13,7 +13,9 @@ from flax import linen, nnx
 from flax_attn.convert.api import parameters, statistics
 from flax_attn.convert.match.kinds import own_layers
 from flax_attn.convert.match.tree import Branch, Group, Tensor, simplify
+from flax_attn.convert.stacked import LayerSlice, depth
 
+_Key = tuple[int, int | None]  # of a tensor: that of its variable, and its layer where layers are stacked
 ATTENTION = {"query", "key", "value", "out"}  # the projections of an attention layer of Flax
 
 
@@ -30,8 +32,8 @@ def _grow(branch: Branch, path: tuple[str, ...], heads: bool = False) -> Group:
 
 def _branch(module: Any, without: Collection[str]) -> Branch:
     if isinstance(module, nnx.Module):
-        known = {id(p): Tensor(name, p.shape) for name, p in parameters(module).items()}
-        known |= {id(s): Tensor(name, s.shape, False) for name, s in statistics(module).items()}
+        known = {_key(p): Tensor(name, p.shape) for name, p in parameters(module).items()}
+        known |= {_key(s): Tensor(name, s.shape, False) for name, s in statistics(module).items()}
         return _of_nnx(module, {at: t for at, t in known.items() if t.name not in without}, set())
     if isinstance(module, linen.Module):
         variables = module.variables if module.scope is not None else {}
@@ -40,15 +42,24 @@ def _branch(module: Any, without: Collection[str]) -> Branch:
     return _of_pytree(module, "", without)
 
 
-def _of_nnx(module: Any, known: Mapping[int, Tensor], seen: set[int]) -> Branch:
+def _key(tensor: nnx.Variable | LayerSlice) -> _Key:
+    return (id(tensor.variable), tensor.layer) if isinstance(tensor, LayerSlice) else (id(tensor), None)
+
+
+def _of_nnx(module: Any, known: Mapping[_Key, Tensor], seen: set[int], layer: int | None = None) -> Branch:
     tensors, branches = {}, {}
     if id(module) in seen:  # a module may hold another that holds it
         return Branch()
+    seen = seen | {id(module)}
+    if (count := depth(module)) is not None:
+        layers = {str(i): _of_nnx(module.block, known, seen, i) for i in range(count)}
+        return Branch(module, branches=layers)
     for name, value in _attributes(module):
         if isinstance(value, nnx.Variable):
-            tensors |= {name: known[id(value)]} if id(value) in known else {}
+            at = (id(value), layer)
+            tensors |= {name: known[at]} if at in known else {}
         elif isinstance(value, nnx.Module | Mapping | list | tuple):
-            branches[name] = _of_nnx(value, known, seen | {id(module)})
+            branches[name] = _of_nnx(value, known, seen, layer)
     plain = isinstance(module, Mapping) and not isinstance(module, nnx.Module)
     return Branch(None if plain else module, tensors, branches, ordered=not plain)
 

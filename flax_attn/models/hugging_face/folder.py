@@ -15,23 +15,25 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypedDict, TypeVar, Unpack
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jax import Array
-from rich.console import Console
-from rich.progress import track
 
 from flax_attn.convert.api import axes_of, parameters
 from flax_attn.convert.files import Stored, find_weights, read_headers, write_shards
 from flax_attn.convert.rules import ConversionError, Entry, plan, problems
+from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import check_positive
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
+from flax_attn.models.stack import Stack, stack_modules
 from flax_attn.modules.dropout import Dropout
 
 M = TypeVar("M", bound=nnx.Module)
+_ALIGNMENT, _PIECE = 64, 2**26  # bytes
 _READ = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -43,6 +45,7 @@ class LoadOptions(TypedDict, total=False):
     precision: PrecisionLike
     backend: str
     remat: bool
+    scan_layers: bool
     dropout: float | None
     rngs: nnx.Rngs | None
     progress: bool | None
@@ -64,7 +67,7 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     entries = _match(model, family, stored, weights)
     dtype, rngs, progress = (options.get(name) for name in ("param_dtype", "rngs", "progress"))
     _check_dtypes([stored[entry.theirs].dtype for entry in entries] if dtype is None else [dtype])
-    _fork_streams(model, nnx.Rngs(0) if rngs is None else rngs)
+    _fork_streams(model, rngs)
     _fill(model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress)
     model.eval()
     return model
@@ -83,8 +86,8 @@ def save(model: nnx.Module, config: Any, family: Family | None, path: str | Path
     family, target = _known(type(model), family), Path(path).absolute()
     if target.exists() and not target.is_dir():
         raise ValueError(f"a model is stored as a folder; got {target}, which is a file")
-    params = {name: param[...] for name, param in parameters(model).items()}
-    fields = write_config(family, config, jnp.result_type(*params.values()).name)
+    params = parameters(model)
+    fields = write_config(family, config, jnp.result_type(*(param.dtype for param in params.values())).name)
     entries = _plan(model, family)
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
@@ -130,7 +133,7 @@ def _known(cls: type, family: Family | None) -> Family:
     return family
 
 
-_OF_MODELS = ("dtype", "precision", "backend", "remat")
+_OF_MODELS = ("dtype", "precision", "backend", "remat", "scan_layers")
 
 
 class _RepeatedKey(nnx.RngStream):
@@ -198,28 +201,80 @@ def _check_dtypes(dtypes: Iterable[Dtype]) -> None:
             )
 
 
-def _fork_streams(model: nnx.Module, rngs: nnx.Rngs) -> None:
-    """Give each dropout its own stream: the only state of a model beside its parameters."""
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Dropout) and module.stream is not None:
-            module.stream = nnx.data(rngs.dropout.fork())
+def _fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
+    """Give each dropout its own stream, in the order of the layers: the only state beside the parameters."""
+    if not _dropouts(model):  # streams are made by programs that are compiled
+        return
+    rngs = nnx.Rngs(0) if rngs is None else rngs
+    stacks = [module for _, module in nnx.iter_modules(model) if isinstance(module, Stack)]
+    stacked = [dropout for one in stacks for dropout in _dropouts(one)]
+    for dropout in _dropouts(model):
+        if dropout not in stacked:
+            dropout.stream = nnx.data(rngs.dropout.fork())
+    for one in stacks:
+        forks = [[rngs.dropout.fork() for _ in _dropouts(one)] for _ in range(len(one))]
+        for dropout, streams in zip(_dropouts(one), zip(*forks, strict=True), strict=True):
+            dropout.stream = nnx.data(stack_modules(streams))
+
+
+def _dropouts(model: nnx.Module) -> list[Dropout]:
+    modules = (module for _, module in nnx.iter_modules(model))
+    return [module for module in modules if isinstance(module, Dropout) and module.stream is not None]
 
 
 def _fill(
     model: nnx.Module, entries: list[Entry], stored: Mapping[str, Stored], dtype: Dtype | None, progress: bool
 ) -> None:
     """Read the weights, the largest first: while its copies are made, the others take no memory yet."""
-    params = parameters(model)
-    largest_first = sorted(entries, key=lambda entry: -math.prod(entry.shape))
-    for entry in track(largest_first, "weights", console=Console(stderr=True), disable=not progress):
-        for name, array in _ours(entry, stored[entry.theirs].read()).items():
-            params[name].set_value(jnp.asarray(array, array.dtype if dtype is None else dtype))
+    tensors, memory = parameters(model), _Memory()
+    groups = sorted(_by_variables(entries, tensors), key=lambda group: -sum(math.prod(e.shape) for e in group))
+    for group in _shown(groups) if progress else groups:
+        mapped = {name: part for e in group for name, part in e.parts(stored[e.theirs].read()).items()}
+        for variable, arrays in whole(tensors, mapped):
+            chosen = jnp.dtype(arrays[0].dtype if dtype is None else dtype)
+            variable.set_value(memory.copy(arrays, variable.shape, chosen))
 
 
-def _ours(entry: Entry, array: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the parameters of an entry, without a copy where it is one parameter in the same arrangement."""
-    unchanged = len(entry.ours) == 1 and not entry.rule.pattern
-    return {entry.ours[0]: array} if unchanged else entry.split(array)
+def _shown(groups: list[list[Entry]]) -> Iterable[list[Entry]]:
+    """Yield the groups, under a bar on stderr."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(groups, "weights", console=Console(stderr=True))
+
+
+def _by_variables(entries: list[Entry], tensors: Mapping[str, Tensor]) -> Iterable[list[Entry]]:
+    """Return the entries that are of the same variables together: those of stacked layers."""
+    groups: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        own = (tensors[name] for name in entry.ours)
+        key = tuple(id(tensor.variable if isinstance(tensor, LayerSlice) else tensor) for tensor in own)
+        groups.setdefault(key, []).append(entry)
+    return groups.values()
+
+
+class _Memory:
+    """Memory for arrays, aligned as JAX's own is on a CPU, so that JAX takes it over without a copy.
+
+    It is asked for in large pieces: these have huge pages, and the system hands it out in a third of the time.
+    """
+
+    def __init__(self):
+        self.free = np.empty(0, np.uint8)
+
+    def copy(self, arrays: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """Return arrays as one of this shape: the only one, or those of all layers."""
+        new = self._take(math.prod(shape) * dtype.itemsize).view(dtype)
+        for place, array in zip(new.reshape(len(arrays), *arrays[0].shape), arrays, strict=True):
+            place[...] = array
+        return jax.device_put(new.reshape(shape))
+
+    def _take(self, size: int) -> np.ndarray:
+        if self.free.size < size + _ALIGNMENT:
+            self.free = np.empty(max(size, _PIECE) + _ALIGNMENT, np.uint8)
+        start = -self.free.ctypes.data % _ALIGNMENT
+        taken, self.free = self.free[start : start + size], self.free[start + size :]
+        return taken
 
 
 def _move(source: Path, target: Path) -> None:

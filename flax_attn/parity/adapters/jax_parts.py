@@ -64,15 +64,26 @@ def _nnx(module: nnx.Module, train: bool) -> Parts:
     graph, params, statistics, rest = nnx.split(copy, nnx.Param, _is_statistic, ...)
     flat = {path: leaf for state in (params, statistics) for path, leaf in nnx.to_flat_state(state)}
     name = naming(copy)
-    paths = {name(path): path for path in flat}
+    names = {path: name(path) for path in flat}
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> nnx.Module:
-        state = nnx.from_flat_state([(path, flat[path].replace(arrays[name])) for name, path in paths.items()])
+        state = nnx.from_flat_state([(path, flat[path].replace(_join(arrays, own))) for path, own in names.items()])
         return nnx.merge(graph, state, rest, copy=True)  # a Variable can only be changed in the trace that made it
 
-    values = {name: flat[path].get_value() for name, path in paths.items()}
-    kept = {name for name, path in paths.items() if isinstance(flat[path], nnx.BatchStat)}
+    values = {
+        name: flat[path].get_value() if layer is None else flat[path].get_value()[layer]
+        for path, own in names.items()
+        for name, layer in own.items()
+    }
+    kept = {name for path, own in names.items() for name in own if isinstance(flat[path], nnx.BatchStat)}
     return Parts(*_parted(values, kept), rest, build, type(module).__call__)
+
+
+def _join(arrays: Mapping[str, jax.Array], names: Mapping[str, int | None]) -> jax.Array:
+    """Return the array of a variable, those of stacked layers joined."""
+    if None in names.values():
+        return arrays[next(iter(names))]
+    return jnp.stack([arrays[name] for name in names])
 
 
 def _is_statistic(path: tuple, value: Any) -> bool:

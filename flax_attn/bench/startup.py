@@ -1,0 +1,105 @@
+"""What a start costs: processes of their own load a checkpoint, make tokens, and end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+
+from flax_attn.bench.tasks import TaskResult
+
+PROMPT, NEW = 128, 64
+_TAIL = """
+rate = (len(times) - 2) / (times[-1] - times[1])
+status = open("/proc/self/status").read() if sys.platform == "linux" else "VmHWM: 0 kB"
+peak = int(status.split("VmHWM:")[1].split()[0]) / 2**20  # of this process alone: getrusage counts its parent, too
+print(json.dumps({"load": loaded - began, "compile": sum(compiling), "rate": rate, "peak": peak}))
+"""
+_OURS = """
+import json, sys, time
+times, compiling = [], []
+import jax
+from flax_attn.models import from_pretrained, generate
+def add(event, seconds, **_):
+    if event.endswith(("jaxpr_to_mlir_module_duration", "backend_compile_duration")):
+        compiling.append(seconds)
+jax.monitoring.register_event_duration_secs_listener(add)
+began = time.perf_counter()
+model = from_pretrained(folder, dropout=0.0)
+loaded = time.perf_counter()
+def note(row, token):
+    times.append(time.perf_counter())
+    if len(times) == 1:
+        print("first", flush=True)
+generate(model, list(range(prompt)), new, callback=note)
+"""
+_THEIRS = """
+import json, sys, time
+times, compiling = [], []
+import torch
+from transformers import GPT2LMHeadModel
+from transformers.generation.streamers import BaseStreamer
+class Note(BaseStreamer):
+    prompt = True
+    def put(self, tokens):
+        if self.prompt:
+            self.prompt = False
+            return
+        times.append(time.perf_counter())
+        if len(times) == 1:
+            print("first", flush=True)
+    def end(self):
+        pass
+began = time.perf_counter()
+model = GPT2LMHeadModel.from_pretrained(folder).eval()
+loaded = time.perf_counter()
+options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "streamer": Note()}
+model.generate(torch.arange(prompt)[None], attention_mask=torch.ones(1, prompt), **options)
+"""
+
+
+def measure(folder: str) -> Iterator[TaskResult]:
+    """Measure our first and second start and that of transformers, each from the process to the last token."""
+    with TemporaryDirectory() as cache:
+        ours = {name: _run(_OURS, folder, cache) for name in ("cold", "second start")}
+    theirs = _run(_THEIRS, folder, "")
+    cold = ours["cold"]
+    yield TaskResult("load", "s", cold["load"], theirs["load"])
+    for name, one in ours.items():
+        note = f"{one['compile']:.1f} s of it compile" if name == "cold" else "programs are loaded from JAX's cache"
+        yield TaskResult(f"first token, {name}", "s", one["first"], theirs["first"], one["compile"], note)
+    yield TaskResult("rate after the second token", "tokens/s", cold["rate"], theirs["rate"])
+    if cold["peak"]:
+        weights = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**30
+        note = f"the weights are {weights:.2f} GiB"
+        yield TaskResult("load and generate", "GiB at peak", cold["peak"], theirs["peak"], note=note)
+
+
+def _run(code: str, folder: str, cache: str) -> dict[str, float]:
+    """Return what a process measured, and after how many seconds its first token was there."""
+    start = time.perf_counter()
+    command = [sys.executable, "-c", f"folder, prompt, new = {folder!r}, {PROMPT}, {NEW}\n{code}{_TAIL}"]
+    # Errors go to a file: a pipe that nobody reads while the other one is waited for could fill up.
+    with TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, env=_environment(cache), text=True, stdout=subprocess.PIPE, stderr=errors)
+        with process:
+            first, seconds = process.stdout.readline(), time.perf_counter() - start  # pyright: ignore[reportOptionalMemberAccess]
+            rest, _ = process.communicate()
+        errors.seek(0)
+        if process.returncode or first != "first\n":
+            raise RuntimeError(f"a process that loads {folder} and makes tokens failed:\n{errors.read()}")
+    return {**json.loads(rest.splitlines()[-1]), "first": seconds}
+
+
+def _environment(cache: str) -> dict[str, str]:
+    own = {
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return {**os.environ, **own}

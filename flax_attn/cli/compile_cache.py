@@ -1,0 +1,37 @@
+"""Where the command line keeps compiled programs: the next start loads them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+_LIMIT = 2**30  # bytes; those not used for longest are deleted
+
+
+def switch_on() -> None:
+    """Let JAX keep what it compiles in the user's cache directory, unless its own settings say otherwise.
+
+    `JAX_COMPILATION_CACHE_DIR` names another directory, and `JAX_ENABLE_COMPILATION_CACHE=false` switches it off.
+    """
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(directory()))
+        jax.config.update("jax_compilation_cache_max_size", _LIMIT)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def directory() -> Path:
+    """Return the directory of this processor in the user's cache: programs of another may not run here."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "flax-attn" / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(line for line in lines[:40] if line.startswith(("model name", "flags", "Features")))

@@ -1,0 +1,54 @@
+"""What a start costs: from the process to the first token."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+_COMPILING = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
+_HERE = time.monotonic()
+
+
+class Startup:
+    """Times of one run of the command line, in seconds.
+
+    Args:
+        load: what the model took to load.
+        compile: what compiling took so far, or loading what was compiled before.
+        tokens: when each token was there, since the process began.
+    """
+
+    def __init__(self):
+        import jax
+
+        self.load, self.compile, self.tokens = 0.0, 0.0, []
+        self._start = _process_start()
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def add_token(self) -> None:
+        """Note that a token is there."""
+        self.tokens.append(time.monotonic() - self._start)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return what is shown: a name and a figure each; the rate is that of the tokens after the second."""
+        rows = [("load", f"{self.load:.2f} s"), ("compile", f"{self.compile:.2f} s")]
+        if self.tokens:
+            rows.append(("first token", f"{self.tokens[0]:.2f} s after the start"))
+        if len(self.tokens) > 2:
+            rate = (len(self.tokens) - 2) / (self.tokens[-1] - self.tokens[1])
+            rows.append(("rate", f"{rate:.1f} tokens/s"))
+        return rows
+
+    def _add(self, event: str, duration_secs: float, **_: object) -> None:
+        self.compile += duration_secs if event in _COMPILING else 0.0
+
+
+def _process_start() -> float:
+    """Return when the process began, by the monotonic clock; where the system does not tell, when this was imported."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):  # not Linux
+        return _HERE
+    return time.monotonic() - age

@@ -1,0 +1,67 @@
+"""`flax-attn generate`: text on stdout, what the start cost on stderr, compiled programs kept for the next start."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from flax import nnx
+
+from flax_attn import GPT2, GPT2Config
+from flax_attn.cli.startup import Startup
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("model")
+    words = {word: i for i, word in enumerate(["a", "b", "c", "d", "e"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    GPT2(GPT2Config(6, 2, 1, context_length=8, vocab_size=5), rngs=nnx.Rngs(0)).save_pretrained(folder)
+    return folder
+
+
+def run(folder, cache, *arguments, **variables):
+    """Return the two outputs of a process, and the programs in the user's cache after it."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    command = [sys.executable, "-m", "flax_attn", "generate", "--model", str(folder), "--prompt", "a b"]
+    done = subprocess.run(
+        [*command, "--max-new-tokens", "4", *arguments],
+        env={**environment, "XDG_CACHE_HOME": str(cache), **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout, done.stderr, sorted(cache.glob("flax-attn/programs/*/*-cache"))
+
+
+def test_programs_are_kept_for_the_next_start(folder, tmp_path):
+    text, errors, programs = run(folder, tmp_path)
+    assert len(text.split()) == 4
+    assert [line.split("  ")[0] for line in errors.splitlines()] == ["load", "compile", "first token", "rate"]
+    assert len(programs) == 5
+    assert run(folder, tmp_path)[::2] == (text, programs)
+
+
+def test_nothing_is_kept_if_it_is_switched_off(folder, tmp_path):
+    assert not run(folder, tmp_path, "--no-compile-cache")[2]
+
+
+def test_the_directory_of_jax_is_kept(folder, tmp_path):
+    assert not run(folder, tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))[2]
+    assert len(list(tmp_path.glob("own/*-cache"))) == 5
+
+
+def test_the_rate_leaves_out_the_tokens_that_wait_for_compiling():
+    startup = Startup()
+    startup.load, startup.compile, startup.tokens = 0.5, 1.25, [3.0, 5.0, 5.5, 6.0]
+    assert dict(startup.rows()) == {
+        "load": "0.50 s",
+        "compile": "1.25 s",
+        "first token": "3.00 s after the start",
+        "rate": "2.0 tokens/s",
+    }
+    startup.tokens = [3.0, 5.0]
+    assert list(dict(startup.rows())) == ["load", "compile", "first token"]
