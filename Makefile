@@ -19,7 +19,7 @@ parity against faults test test-newest: export JAX_COMPILATION_CACHE_DIR ?= $(CU
 parity against faults test test-newest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 parity against faults test test-newest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
-.PHONY: help parity against faults test bench tpu lint format test-newest docs clean
+.PHONY: help parity against faults test bench tpu gpu lint format test-newest test-gpu docs clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
@@ -28,10 +28,13 @@ help:
 	@echo 'make test         run all tests'
 	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (a quarter of an hour)'
 	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
+	@echo 'make gpu          compile the attention of models for an H200 without one: memory, refusals, collectives (ten minutes,'
+	@echo '                  needs a C compiler; ARGS=--quick takes one)'
 	@echo 'make lint         check format, lint, types and generated tables'
 	@echo 'make format       format the code'
 	@echo 'make docs         write the tables of the documentation that follow from the code'
 	@echo 'make test-newest  run the JAX-only tests on the newest Python, JAX and Flax, without torch'
+	@echo 'make test-gpu     build cuDNN kernels for an H200 without one, for all that the backend says it takes'
 	@echo 'make clean        remove the environments and caches'
 
 parity: .venv/installed
@@ -50,7 +53,13 @@ bench: .venv/installed
 	$(BIN)/flax-attn bench $(ARGS)
 
 tpu: .venv-tpu/installed
-	.venv-tpu/bin/flax-attn bench --tpu
+	.venv-tpu/bin/flax-attn bench --tpu $(ARGS)
+
+gpu: .venv-gpu/installed
+	.venv-gpu/bin/flax-attn bench --gpu $(ARGS)
+
+test-gpu: .venv-gpu/installed
+	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/bench/test_aot.py $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff format --check
@@ -88,7 +97,14 @@ test-newest: .venv-newest/installed
 	.venv-tpu/bin/pip install --quiet -c constraints.txt '.[tpu]'
 	@touch $@
 
+# With CUDA's compilers, and the cuDNN that the description of the GPU names: 4 GB.
+.venv-gpu/installed: pyproject.toml constraints-newest.txt
+	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 or newer found: make gpu NEWEST_PYTHON=/path/to/python'; exit 1; }
+	$(NEWEST_PYTHON) -m venv --clear .venv-gpu
+	.venv-gpu/bin/pip install --quiet -c constraints-newest.txt -e '.[aot-gpu]' beartype hypothesis pytest
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-newest .venv-tpu build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-tpu .venv-gpu build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f flax_attn/native/*.so

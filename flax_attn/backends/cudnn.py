@@ -2,7 +2,6 @@
 
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from flax_attn.backends.backend import Backend
 from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
 from flax_attn.backends.dense import array_size, attend_dense, refuse_options
+from flax_attn.backends.platform import compute_capability
 
 _FILLS = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}  # what jax adds to a hidden score
 
@@ -25,8 +25,8 @@ class CuDNN(Backend):
     source = "`jax.nn`"
     structure = "causal and sliding windows at t = s, lengths"
     limits = (
-        "all but bfloat16 and float16, head widths above 128 or no multiple of 8, soft cap, sinks, dropout, a "
-        "precision, odd t or s with a mask or bias that is an array"
+        "all but bfloat16 and float16, head widths above 128 (on Hopper 256), soft cap, sinks, dropout, a precision, a "
+        "bias of another dtype than the query"
     )
 
     def preferred(self, call: Call) -> bool:
@@ -34,18 +34,21 @@ class CuDNN(Backend):
 
     def refuse(self, call: Call) -> str | None:
         """Return why cuDNN cannot honour the call, or None."""
-        h, dtype = call.query.shape[-1], call.query.dtype.name
+        dtype, capability = call.query.dtype.name, compute_capability()
         if not any(find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
             return 'cudnn needs the CUDA plugin of JAX, which is not installed: pip install "jax[cuda]"'
         if dtype not in _FILLS:
             return f"cudnn needs bfloat16 or float16; got {dtype}"
-        if h % 8 or h > 128:
-            return f"cudnn needs a head width that is a multiple of 8 and at most 128 to run on every GPU; got h={h}"
+        if _width(call) > (256 if 9 <= capability < 10 else 128):
+            return (
+                "cudnn has gradients for head widths up to 128, and on Hopper (compute capability 9) up to 256; got "
+                f"h={call.query.shape[-1]}, v={call.value.shape[-1]}, and compute capability {capability}"
+            )
         if isinstance(call.scale, jax.Array):
             return f"cudnn needs a scale that is known before tracing; got {call.scale}. Multiply it into the query"
         if call.soft_cap is not None:
             return f'cudnn has no soft cap; got soft_cap={call.soft_cap}. Pass backend="auto"'
-        return refuse_options("cudnn", call) or (None if _keeps(call) else _refuse_array(call))
+        return refuse_options("cudnn", call) or _refuse_bias(call)
 
     def attend(self, call: Call) -> Array:
         """Return the output; causal masks, sliding windows and lengths stay structure, all others become an array."""
@@ -57,26 +60,19 @@ class CuDNN(Backend):
             raise Unsupported(f"cudnn: {limit}") from limit
 
     def memory(self, call: Call) -> int:
-        """Return the bytes of clean copies and of the raw output: of one head, or of all beside an array."""
-        if _keeps(call):
+        """Return the bytes of clean copies and of the raw output: of one head; of all if padded or by an array."""
+        (b, n, t, s), (rows, cols, width), k = call.shape, _sizes(call), call.key.shape[2]
+        if _keeps(call) and (rows, cols, width, width) == (t, s, call.query.shape[-1], call.value.shape[-1]):
             return containment.memory(call)
-        copies = sum(x.size for x in (call.query, call.query, call.key, call.value))
-        return (copies + array_size(call)) * call.query.dtype.itemsize
+        copies = 2 * b * width * (rows * n + cols * k)
+        return (copies + (0 if _keeps(call) else array_size(call))) * call.query.dtype.itemsize
 
 
-def _refuse_array(call: Call) -> str | None:
-    _, _, t, s = call.shape
+def _refuse_bias(call: Call) -> str | None:
     if call.bias is not None and call.bias.dtype != call.query.dtype:
         return (
             f"cudnn adds a bias in the dtype of the query, {call.query.dtype.name}; got {call.bias.dtype.name}. "
             "Cast it where the loss of digits is welcome"
-        )
-    if t % 2 or s % 2:
-        return f"cudnn needs even t and s for a bias or a mask that is an array; got t={t}, s={s}. Pad by one token"
-    if s % 128 == 64:
-        return (
-            "cudnn has kernels that return NaN gradients for strongly negative scores under a bias or a mask that is "
-            f"an array when s % 128 == 64; got s={s}. Pad the keys"
         )
     return None
 
@@ -97,12 +93,39 @@ def _array_kernel(call: Call, *arrays: Array | None) -> Array:
     return _attention(call, *arrays, lengths=(jnp.full(b, t, jnp.int32), jnp.full(b, s, jnp.int32)))
 
 
-def _attention(call: Call, *arrays: Any, lengths: tuple[Array, Array], **structure: Any) -> Array:
-    _, _, t, s = call.shape
+def _attention(call: Call, query, key, value, bias=None, visible=None, *, lengths: tuple[Array, Array], **structure):
+    (_, _, t, s), (rows, cols, width) = call.shape, _sizes(call)
     # Lengths even where nothing is padded: without them cuDNN's gradients count slots past a last tile that is not full
     if has_lengths(call) or t % 128 or s % 128:
         structure |= {"query_seq_lengths": lengths[0], "key_value_seq_lengths": lengths[1]}
-    return jax.nn.dot_product_attention(*arrays, scale=float(call.scale), implementation="cudnn", **structure)
+    query, key, value = (_pad(x, {1: size, 3: width}) for x, size in ((query, rows), (key, cols), (value, cols)))
+    if bias is not None:  # of which jax broadcasts the axes of size 1
+        bias = _pad(bias, {axis: size for axis, size in ((2, rows), (3, cols)) if bias.shape[axis] > 1})
+    visible = None if visible is None else _pad(visible, {2: rows, 3: cols})
+    options = {"scale": float(call.scale), "implementation": "cudnn", **structure}
+    return jax.nn.dot_product_attention(query, key, value, bias, visible, **options)[:, :t, :, : call.value.shape[-1]]
+
+
+def _sizes(call: Call) -> tuple[int, int, int]:
+    """Return how many queries, keys and numbers a head the kernel gets.
+
+    jax refuses the gradients of odd t or s, and has one width for queries and values; cuDNN's are multiples of 8. Some
+    of its kernels return NaN gradients for strongly negative scores under a bias or a mask that is an array when
+    s % 128 == 64.
+    """
+    _, _, t, s = call.shape
+    cols = s + s % 2
+    return t + t % 2, cols + (64 if cols % 128 == 64 and not _keeps(call) else 0), _width(call)
+
+
+def _width(call: Call) -> int:
+    widest = max(call.query.shape[-1], call.value.shape[-1])
+    return widest + -widest % 8
+
+
+def _pad(x: Array, sizes: dict[int, int]) -> Array:
+    # Lengths hide what is added.
+    return jnp.pad(x, [(0, sizes.get(axis, size) - size) for axis, size in enumerate(x.shape)])
 
 
 BACKEND = CuDNN()

@@ -15,11 +15,8 @@ from flax_attn.functional.reference import hide
 
 def refuse_options(name: str, call: Call) -> str | None:
     """Return what no kernel behind the interface of jax.nn can honour, or None."""
-    (*_, h), (*_, v) = call.query.shape, call.value.shape
     if 0 in call.shape:
         return f"{name} needs at least one batch row and one query token; got (b, n, t, s) = {call.shape}"
-    if h != v:
-        return f'{name} needs queries and values of one head width; got h={h}, v={v}. Pass backend="auto"'
     if call.sinks is not None:
         return f'{name} has no attention sinks; got sinks of shape {call.sinks.shape}. Pass backend="auto"'
     if call.dropout is not None:
@@ -27,6 +24,14 @@ def refuse_options(name: str, call: Call) -> str | None:
     if call.precision is not None:
         return f"{name} takes no precision; got {call.precision!r}. Set jax.default_matmul_precision around the call"
     return None
+
+
+def refuse_widths(name: str, call: Call) -> str | None:
+    """Return that queries and values differ in width, or None."""
+    (*_, h), (*_, v) = call.query.shape, call.value.shape
+    if h == v:
+        return None
+    return f'{name} needs queries and values of one head width; got h={h}, v={v}. Pass backend="auto"'
 
 
 def attend_dense(call: Call, kernel: Callable[..., Array], fill: float) -> Array:

@@ -7,6 +7,9 @@ from jax.core import Tracer
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 
+# Of GPUs that are compiled for from a machine without one, where only the name is known.
+_CAPABILITIES = {"A100": 8.0, "H100": 9.0, "H200": 9.0, "B200": 10.0, "B300": 10.3}
+
 
 def platform_of(x: Any) -> str:
     """Return where a computation on `x` runs: `"cpu"`, `"gpu"` or `"tpu"`.
@@ -43,3 +46,16 @@ def may_be_partitioned() -> bool:
         return jax.device_count() > 1
     manual = jax.sharding.AxisType.Manual
     return any(size > 1 and kind != manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True))
+
+
+def compute_capability() -> float:
+    """Return the compute capability of the GPU in use, or that the mesh in use is of; 0.0 if there is none.
+
+    Example:
+        >>> compute_capability() >= 0
+        True
+    """
+    device, mesh = jax.local_devices()[0], jax.sharding.get_abstract_mesh().abstract_device
+    if mesh is None or mesh.device_kind == getattr(device, "device_kind", None):
+        return float(getattr(device, "compute_capability", 0))
+    return next((capability for name, capability in _CAPABILITIES.items() if name in mesh.device_kind), 0.0)

@@ -11,7 +11,8 @@ from flax_attn.backends import containment
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
-from flax_attn.backends.dense import array_size, attend_dense, refuse_options
+from flax_attn.backends.dense import array_size, attend_dense, refuse_options, refuse_widths
+from flax_attn.backends.platform import compute_capability
 
 _FILL = float(jnp.finfo(jnp.float32).min)  # what the kernels put in the place of a hidden score
 
@@ -33,12 +34,12 @@ class Tokamax(Backend):
             return f"tokamax needs bfloat16 or float16 for its kernels; got {call.query.dtype.name}"
         if isinstance(call.scale, jax.Array):
             return f"tokamax needs a scale that is known before tracing; got {call.scale}. Multiply it into the query"
-        if call.soft_cap is not None and implementation() != "mosaic":
+        if call.soft_cap is not None and implementation() == "triton":
             return (
                 "tokamax has a gradient of the soft cap on GPUs of compute capability 9 and 10 only; got "
                 f'soft_cap={call.soft_cap}. Pass backend="auto"'
             )
-        return refuse_options("tokamax", call)
+        return refuse_options("tokamax", call) or refuse_widths("tokamax", call)
 
     def attend(self, call: Call) -> Array:
         """Return the output of the kernel that has a gradient on this GPU."""
@@ -57,9 +58,8 @@ class Tokamax(Backend):
 
 
 def implementation() -> str:
-    """Return `"mosaic"` on the GPUs that it has a gradient for, Hopper's and Blackwell's, and else `"triton"`."""
-    device = jax.local_devices()[0]
-    return "mosaic" if 9 <= float(getattr(device, "compute_capability", 0)) < 11 else "triton"
+    """Return `"mosaic_gpu"` on the GPUs that it has a gradient for, Hopper's and Blackwell's, and else `"triton"`."""
+    return "mosaic_gpu" if 9 <= compute_capability() < 11 else "triton"
 
 
 def attend_with(call: Call, name: str) -> Array:

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
-from flax_attn.backends.dense import attend_dense, refuse_options
+from flax_attn.backends.dense import attend_dense, refuse_options, refuse_widths
 
 _FILL = -0.7 * float(jnp.finfo(jnp.float32).max)  # what jax.nn puts in the place of a hidden score
 
@@ -28,7 +28,7 @@ class Xla(Backend):
             )
         if call.soft_cap is not None:
             return f'xla has no soft cap; got soft_cap={call.soft_cap}. Pass backend="auto"'
-        return refuse_options("xla", call)
+        return refuse_options("xla", call) or refuse_widths("xla", call)
 
     def attend(self, call: Call) -> Array:
         """Return the output, the whole mask given as one boolean array."""

@@ -72,10 +72,15 @@ def forward_and_backward(call: ModelCall, backend: str = "auto") -> Callable[[di
         >>> list(gradients)
         ['key', 'query', 'value']
     """
+    return with_gradients(call, forward(call, backend))
+
+
+def with_gradients(call: ModelCall, function: Callable[[dict[str, Any]], Array]) -> Callable[..., tuple]:
+    """Return the function of `call.arrays` and `call.cotangent` that computes `function` and its gradients."""
 
     def run(arrays: dict[str, Any], cotangent: Array) -> tuple[Array, dict[str, Array]]:
         learned = {name: arrays[name] for name in call.learned}
-        output, pullback = jax.vjp(lambda learned: forward(call, backend)(arrays | learned), learned)
+        output, pullback = jax.vjp(lambda learned: function(arrays | learned), learned)
         return output, pullback(cotangent)[0]
 
     return run

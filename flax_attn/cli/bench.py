@@ -1,4 +1,4 @@
-"""`flax-attn bench`: time, memory and growth beside other implementations; and the memory TPU chips would need."""
+"""`flax-attn bench`: time, memory and growth beside other implementations; and the memory TPUs and GPUs would need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
         help="measure time, memory and growth beside PyTorch, jax.nn, Flax and attnax",
         description="Time implementations on the same inputs, in turns, after a check that their results agree.",
     )
-    bench.add_argument("--quick", action="store_true", help="small shapes, in a minute")
+    bench.add_argument("--quick", action="store_true", help="small shapes, or with --gpu few calls: in a minute")
     shape = {"action": "append", "default": [], "metavar": "B,N,T,H"}
     bench.add_argument("--shape", type=common.sizes("b,n,t,h"), help="only this one; may be repeated", **shape)
     bench.add_argument(
@@ -34,12 +34,15 @@ def add(commands: Any) -> None:
     bench.add_argument("--plot", metavar="FILE", help="draw time and memory over T to FILE (.png, .svg, .pdf)")
     bench.add_argument("--models", action="store_true", help="measure GPT-2 small beside transformers instead")
     bench.add_argument("--tpu", action="store_true", help="compile for TPU chips instead, without one")
+    bench.add_argument(
+        "--gpu", action="store_true", help="compile the attention of models for an H200 instead, without one"
+    )
     bench.set_defaults(run=_bench)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    if options.tpu:
-        return _tpu()
+    if options.tpu or options.gpu:
+        return _compile("tpu" if options.tpu else "gpu", options.quick)
     if options.models:
         return _models(options)
     _check_backends(options.backend)
@@ -112,11 +115,13 @@ def _models(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tpu() -> int:
-    from flax_attn.bench import tpu
+def _compile(platform: str, quick: bool) -> int:
+    from flax_attn.bench.aot.report import tables
 
+    console = common.console(150)
     try:
-        common.console(140).print(tpu.report())
+        for table in tables(platform, quick):
+            console.print(table)
     except ImportError as error:
         raise common.UsageError(str(error)) from None
     return 0

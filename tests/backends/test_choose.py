@@ -1,5 +1,6 @@
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from flax_attn import KeyedDropout, Mask, dot_product_attention, native
 from flax_attn.backends import cudnn
 from flax_attn.backends.call import Unsupported, prepare
 from flax_attn.backends.choose import choose, explain
-from flax_attn.backends.platform import PLATFORMS, platform_of
+from flax_attn.backends.platform import PLATFORMS, compute_capability, platform_of
 from flax_attn.backends.reference import SHORT
 from flax_attn.backends.registry import BACKENDS, load, markdown_table
 
@@ -201,3 +202,22 @@ def test_a_backend_is_named_as_its_module_and_says_where_it_runs(name):
     backend = load(name)
     assert backend.name == name
     assert set(backend.platforms or ()) <= set(PLATFORMS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability"),
+    [("NVIDIA A100-SXM4-80GB", 8.0), ("NVIDIA H200", 9.0), ("NVIDIA GB200", 10.0), ("an abacus", 0.0)],
+)
+def test_the_capability_is_that_of_the_gpu_compiled_for(kind, capability, monkeypatch):
+    mesh = SimpleNamespace(abstract_device=SimpleNamespace(device_kind=kind))
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(device_kind="cpu")])
+    assert compute_capability() == capability
+
+
+def test_the_capability_is_that_of_the_gpu_at_hand(monkeypatch):
+    device = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.1")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert compute_capability() == 9.1
+    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: SimpleNamespace(abstract_device=device))
+    assert compute_capability() == 9.1

@@ -164,13 +164,13 @@ def test_takes_what_it_can(installed):
 
 
 @pytest.mark.parametrize(
-    ("capability", "name"), [("8.0", "triton"), ("9.0", "mosaic"), ("10.3", "mosaic"), ("12.0", "triton")]
+    ("capability", "name"), [("8.0", "triton"), ("9.0", "mosaic_gpu"), ("10.3", "mosaic_gpu"), ("12.0", "triton")]
 )
 def test_kernels_with_a_gradient(capability, name, monkeypatch, installed):
     device = type("Device", (), {"compute_capability": capability})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert tokamax.implementation() == name
-    assert (tokamax.BACKEND.refuse(build(soft_cap=5.0)) is None) == (name == "mosaic")
+    assert (tokamax.BACKEND.refuse(build(soft_cap=5.0)) is None) == (name == "mosaic_gpu")
 
 
 def test_refuses_when_absent(monkeypatch):

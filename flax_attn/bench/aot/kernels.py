@@ -1,0 +1,81 @@
+"""What is compiled: our backends, and beside them the kernels they wrap, called plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from flax_attn.attention import dot_product_attention
+from flax_attn.backends.band import has_lengths, is_band, sides
+from flax_attn.backends.call import Call, prepare
+from flax_attn.backends.tokamax import attend_with
+from flax_attn.functional.mask_parts import Lengths
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute a call.
+
+    Args:
+        name: of the backend, and of its implementation where there are several.
+        ours: takes the arguments of `dot_product_attention`.
+        plain: the kernel of another library that ours wraps, called without us, with the same arguments; or None.
+    """
+
+    name: str
+    ours: Callable[..., Array]
+    plain: Callable[..., Array] | None = None
+
+
+def kernel(name: str) -> Kernel:
+    """Return a backend beside the kernel that it wraps, by name; `"tokamax triton"` is one of two implementations.
+
+    Example:
+        >>> kernel("blocked").plain is None
+        True
+    """
+    backend, _, implementation = name.partition(" ")
+    ours = partial(_tokamax, implementation) if implementation else partial(dot_product_attention, backend=name)
+    plain = {"cudnn": partial(_jax, "cudnn"), "xla": partial(_jax, "xla")}
+    plain["tokamax"] = partial(_plain_tokamax, implementation or "mosaic_gpu")
+    return Kernel(name, ours, plain.get(backend))
+
+
+def _tokamax(implementation: str, query, key, value, bias=None, mask=None, **options: Any) -> Array:
+    return attend_with(prepare(query, key, value, bias, mask, **options), implementation)
+
+
+def _jax(implementation: str, query, key, value, bias=None, mask=None, **options: Any) -> Array:
+    return _call(jax.nn.dot_product_attention, implementation, prepare(query, key, value, bias, mask, **options))
+
+
+def _plain_tokamax(implementation: str, query, key, value, bias=None, mask=None, **options: Any) -> Array:
+    call = prepare(query, key, value, bias, mask, **options)
+    attend = partial(import_module("tokamax").dot_product_attention, logits_soft_cap=call.soft_cap)
+    return _call(attend, implementation, call)
+
+
+def _call(attend: Callable[..., Array], implementation: str, call: Call) -> Array:
+    options = {"scale": call.scale, "bias": call.bias, "implementation": implementation}
+    return attend(call.query, call.key, call.value, **options, **_mask(call))
+
+
+def _mask(call: Call) -> dict[str, Any]:
+    # As a user would write it: what has a name there, else one array.
+    (_, _, t, s), (left, right) = call.shape, sides(call)
+    if not is_band(replace(call, bias=None)) or (t != s and (left, right) != (None, None)):
+        block = call.mask.block(jnp.arange(t), jnp.arange(s))
+        return {"mask": jnp.broadcast_to(block, (*block.shape[:2], t, s))}
+    options: dict[str, Any] = {"is_causal": right == 0}
+    if left is not None:
+        options["local_window_size"] = (left, s if right is None else right)
+    if has_lengths(call):
+        options["key_value_seq_lengths"] = next(x.key for x in call.mask.parts if isinstance(x, Lengths))
+    return options

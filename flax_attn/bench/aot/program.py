@@ -1,0 +1,113 @@
+"""One function compiled for a device that is not there."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices to compile for.
+
+    Args:
+        name: of the device.
+        devices: described, not attached.
+        memory: of one, in bytes.
+    """
+
+    name: str
+    devices: Sequence[Any]
+    memory: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a program takes on one device, in bytes. Where it does not compile only `reason` is set.
+
+    Args:
+        arguments: of the inputs, and the cotangent.
+        outputs: of the output, and the gradients.
+        temporaries: beside these.
+        collectives: how many instructions of each kind communicate between devices: those in loops run repeatedly, and
+            those in branches perhaps never.
+        seconds: to trace, lower and compile.
+        reason: why it does not compile.
+    """
+
+    arguments: int = 0
+    outputs: int = 0
+    temporaries: int = 0
+    collectives: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    reason: str | None = None
+
+    @property
+    def memory(self) -> int:
+        """All of it."""
+        return self.arguments + self.outputs + self.temporaries
+
+
+def compile_for(target: Target, function: Callable, arguments: tuple, batch: int, devices: int = 1) -> Program:
+    """Return what `function(*arguments)` takes, or why it does not compile; arguments are those of `compiled`."""
+    start = time.perf_counter()
+    try:
+        program = compiled(target, function, arguments, batch, devices)
+    except Exception as error:  # of any library on the way: the reason is what is asked for
+        return Program(reason=first_line(error))
+    seconds, memory = time.perf_counter() - start, program.memory_analysis()
+    assert memory is not None, "XLA reports memory for TPU and for GPU"
+    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+    return Program(*sizes, collectives(program.as_text() or ""), seconds)
+
+
+def compiled(target: Target, function: Callable, arguments: tuple, batch: int, devices: int = 1) -> jax.stages.Compiled:
+    """Return `function(*arguments)` compiled for so many devices, which share the arrays' axis of size `batch`.
+
+    Args:
+        target: the devices.
+        function: of trees of arrays.
+        arguments: trees of `jax.ShapeDtypeStruct`.
+        batch: an array whose first axis is of this size is split; the others are on every device.
+        devices: how many.
+    """
+    mesh = jax.sharding.Mesh(np.array(target.devices[:devices]), ("batch",))
+    split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["batch"], []))
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split if x.shape[:1] == (batch,) else whole)
+
+    # The mesh tells `dot_product_attention` the platform.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function).lower(*jax.tree.map(place, arguments)).compile()
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def collectives(text: str) -> dict[str, int]:
+    """Return how many instructions of each kind communicate, in a program as XLA prints it.
+
+    Example:
+        >>> collectives(" ENTRY main { %a = f32[] all-reduce-start(%b) }".replace(" ENTRY", chr(10) + "ENTRY"))
+        {'all-reduce': 1}
+    """
+    called, _, entry = text.partition("\nENTRY ")
+    return dict(Counter(_kinds(entry, "")) + Counter(_kinds(called, " in loops")))
+
+
+def _kinds(text: str, where: str) -> Iterator[str]:
+    for line in text.splitlines():
+        for kind in _COLLECTIVE.findall(line):
+            yield kind + (" in branches" if "/branch_" in line else where)

@@ -1,0 +1,222 @@
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import ShapeDtypeStruct
+from rich.console import Console
+
+from flax_attn import Mask
+from flax_attn.bench.aot import gpu, report, rows
+from flax_attn.bench.aot.kernels import Kernel, kernel
+from flax_attn.bench.aot.program import Program, Target, collectives, compile_for
+from flax_attn.bench.aot.rows import Row, grown, row
+from flax_attn.bench.calls import MODEL_CALLS, ModelCall
+
+pytestmark = pytest.mark.usefixtures("no_shape_checks")
+
+MIB = 2**20
+HERE = Target("abacus", jax.devices()[:1], 2**30)
+
+
+def call(mask=None, t=6, s=8, **arrays):
+    query, key = (ShapeDtypeStruct((2, size, 4, 8), jnp.float32) for size in (t, s))
+    return ModelCall("small", {"query": query, "key": key, "value": key, "mask": mask} | arrays)
+
+
+def refuse(*arguments, **options):
+    raise ValueError("\nnot today\nnor tomorrow")
+
+
+def test_a_program_says_what_it_takes():
+    x = ShapeDtypeStruct((256, 256), jnp.float32)
+    found = compile_for(HERE, lambda x: (x @ x) @ x, (x,), 256)
+    assert (found.arguments, found.outputs, found.reason) == (MIB // 4, MIB // 4, None)
+    assert found.temporaries >= MIB // 4
+    assert found.memory == found.arguments + found.outputs + found.temporaries
+    assert found.seconds > 0
+
+
+def test_a_program_that_does_not_compile_says_why_in_one_line():
+    assert compile_for(HERE, refuse, (), 1) == Program(reason="not today")
+
+
+def test_collectives_in_loops_and_branches_are_told_apart():
+    text = """
+%body (p: f32[2]) -> f32[2] {
+  %a = f32[2] all-reduce(f32[2] %p), to_apply=%add, metadata={op_name="jit(f)/while/body/dot"}
+  %f = f32[2] all-gather(f32[2] %p), metadata={op_name="jit(f)/cond/branch_1_fun/while/body/dot"}
+}
+ENTRY %main (p: f32[2]) -> f32[2] {
+  %b = f32[2] all-gather-start(f32[2] %p)
+  %c = f32[2] all-gather-done(f32[2] %b)
+  %d = f32[2] all-reduce(f32[2] %c)
+  %e = f32[2] all-reduce(f32[2] %d)
+}
+"""
+    assert collectives(text) == {
+        "all-gather": 1,
+        "all-reduce": 2,
+        "all-reduce in loops": 1,
+        "all-gather in branches": 1,
+    }
+
+
+@pytest.mark.parametrize("one", MODEL_CALLS, ids=lambda one: one.name)
+def test_more_batches_are_the_same_call(one):
+    before, after = one.arrays, grown(one, 8).arrays
+    for name in ("query", "key", "value"):
+        assert after[name].shape == (8 * before[name].shape[0], *before[name].shape[1:])
+    assert after.get("bias") == before.get("bias")
+    assert after.get("sinks") == before.get("sinks")
+    assert jax.eval_shape(lambda arrays: rows._function(one, kernel("reference").ours)(arrays), after).shape[0] % 8 == 0
+
+
+def test_a_row_is_compiled_both_ways_beside_the_plain_kernel():
+    mask = jax.eval_shape(lambda rows: Mask.lengths(key=rows), ShapeDtypeStruct((2,), jnp.int32))
+    found = row(HERE, call(mask), Kernel("x", kernel("xla").ours, kernel("xla").plain))
+    assert found.plain is not None
+    assert found.backward is not None
+    assert found.spread is not None
+    assert found.reason == ""
+    assert found.forward.temporaries > found.plain[0].temporaries > 0
+    assert found.backward.temporaries >= found.forward.temporaries
+    assert found.spread.arguments == found.backward.arguments
+
+
+@pytest.mark.parametrize(
+    ("failing", "reason"),
+    [
+        ((0, False, 1), "not today"),
+        ((0, True, 1), "backward: not today"),
+        ((0, True, 8), "several devices: not today"),
+        (None, ""),
+    ],
+)
+def test_a_row_says_what_does_not_compile(failing, reason, monkeypatch):
+    asked = []
+
+    def compile_for(target, function, arguments, batch, devices=1):
+        asked.append((0, len(arguments) == 2, devices))
+        return Program(reason="not today") if asked[-1] == failing else Program(1, 1, 1)
+
+    monkeypatch.setattr(rows, "compile_for", compile_for)
+    found = row(Target("x", range(8), 1), call(), Kernel("x", kernel("xla").ours, None))
+    assert found.reason == reason
+    assert asked[-1] == (failing or (0, True, 8))
+
+
+def test_rows_come_in_order(monkeypatch):
+    monkeypatch.setattr(rows, "row", lambda target, call, kernel: (call.name, kernel.name))
+    calls, kernels = [ModelCall(name, {}) for name in "ab"], [Kernel(name, refuse) for name in "xy"]
+    found = list(rows.rows(HERE, calls, kernels, workers=3))
+    assert found == [("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")]
+
+
+def shown(*found):
+    console = Console(width=150)
+    with console.capture() as capture:
+        console.print(report.table(Target("H1", range(8), 100 * MIB), found))
+    return capture.get()
+
+
+def test_the_table_shows_temporaries_beside_the_plain_ones():
+    both, collected = (
+        Program(MIB, MIB, 8 * MIB, seconds=3),
+        Program(MIB, MIB, 9 * MIB, {"all-reduce": 2, "all-gather": 1}),
+    )
+    plain = (Program(0, 0, MIB), Program(reason="odd"))
+    text = shown(
+        Row("small", "cudnn", Program(MIB, MIB, 4 * MIB, seconds=2), both, plain, collected),
+        Row("small", "xla", Program(reason="not today")),
+        Row("large", "xla", both, Program(reason="too large")),
+    )
+    lines = [re.split(r"\s*│\s*", line.strip("│ ")) for line in text.splitlines() if line.startswith("│")]
+    assert lines[0][:7] == ["small", "cudnn", "4.0", "1.0", "8.0", "-", "10.0%"]
+    assert " ".join(" ".join(line) for line in lines).count("2 all-reduce") == 1
+    assert lines[0][9] == "5"
+    assert "not today" in text
+    assert "backward: too" in text
+    assert text.count("small") == 1
+    assert "8 devices: forward+backward" in text
+
+
+MASKS = {
+    "none": (None, 6, {"is_causal": False}),
+    "causal": (Mask.causal(), 8, {"is_causal": True}),
+    "window": (Mask.sliding_window(3), 8, {"is_causal": True, "local_window_size": (2, 0)}),
+    "lengths": (Mask.causal() & Mask.lengths(key=5), 8, {"is_causal": True, "key_value_seq_lengths": 5}),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_plain_kernel_is_called_as_a_user_would(name, monkeypatch):
+    mask, t, expected = MASKS[name]
+    taken = []
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **options: taken.append(options) or q)
+    one = call(mask, t)
+    jax.eval_shape(lambda arrays: kernel("cudnn").plain(**arrays), one.arrays)
+    options = {key: value for key, value in taken[0].items() if key not in ("scale", "bias", "implementation")}
+    assert options.pop("key_value_seq_lengths", 5) == 5
+    assert options == {key: value for key, value in expected.items() if key != "key_value_seq_lengths"}
+    assert taken[0]["implementation"] == "cudnn"
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(2), Mask.causal() & Mask.segments(jnp.arange(8) // 3)])
+def test_a_mask_without_a_name_is_one_array(mask, monkeypatch):
+    taken = []
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **options: taken.append(options) or q)
+    jax.eval_shape(lambda arrays: kernel("xla").plain(**arrays), call(mask, 6 if mask == Mask.causal(2) else 8).arrays)
+    assert taken[0]["mask"].shape[2:] in ((6, 8), (8, 8))
+
+
+def test_the_description_is_of_an_h200_and_the_quick_calls_are_of_the_list(monkeypatch):
+    devices = SimpleNamespace(devices=list(range(8)))
+    monkeypatch.setattr(gpu, "_installed", lambda name: True)
+    monkeypatch.setattr(gpu, "load_driver", lambda: None)
+    monkeypatch.setattr(gpu.topologies, "get_topology_desc", lambda **options: devices)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one=1")
+    (target,) = gpu.targets()
+    assert (target.name, len(target.devices), target.memory) == ("H200", 8, 151_397_597_184)
+    assert gpu.os.environ["XLA_FLAGS"].startswith("--xla_one=1 --xla_gpu_cudnn_deviceless")
+    assert 0 < len(gpu.QUICK_CALLS) < len(gpu.CALLS)
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(gpu, "_installed", lambda name: name != "tokamax")
+    with pytest.raises(ImportError, match="needs tokamax, not a GPU: make gpu"):
+        next(gpu.targets())
+
+
+def missing(name, mode):
+    raise OSError(name)
+
+
+def test_without_a_driver_a_compiler_is_needed(monkeypatch):
+    monkeypatch.setattr(gpu.ctypes, "CDLL", missing)
+    monkeypatch.setattr(gpu.shutil, "which", lambda name: None)
+    with pytest.raises(ImportError, match=r"needs a C compiler \(cc, gcc or clang"):
+        gpu.load_driver()
+
+
+@pytest.mark.skipif(gpu.shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_library_in_the_place_of_the_driver_has_no_gpu():
+    """In a process of its own: what is loaded stays."""
+    code = """
+import ctypes
+from flax_attn.bench.aot import gpu
+real, loaded = ctypes.CDLL, []
+def load(name, mode):
+    if name == "libcuda.so.1":
+        raise OSError(name)
+    loaded.append(real(name, mode))
+gpu.ctypes.CDLL = load
+gpu.load_driver()
+print(loaded[0].cuLibraryLoadData(), loaded[0].cuLaunchKernelEx())
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["3", "3"]
