@@ -65,7 +65,8 @@ def _plain(x: Array, matrix: Array, *, contracted: int, precision: Any, dtype: A
 
 def _call(x: Array, matrix: Array, *, contracted: int, precision: Any, dtype: Any) -> Array:
     result = jax.ShapeDtypeStruct((x.shape[0], matrix.shape[1 - contracted]), dtype)
-    return jax.ffi.ffi_call(target("matrix_product"), result)(x, matrix, transposed=contracted == 1)
+    call = jax.ffi.ffi_call(target("matrix_product"), result)
+    return call(x, matrix, transposed=contracted == 1)
 
 
 def _jvp(primals, tangents, **params):
@@ -79,7 +80,8 @@ def _transpose(cotangent, *factors, **params):
     i = next(i for i, factor in enumerate(factors) if ad.is_undefined_primal(factor))
 
     def linear(factor):
-        return _plain(*factors[:i], factor, *factors[i + 1 :], **params)
+        x, matrix = (factor if j == i else other for j, other in enumerate(factors))
+        return _plain(x, matrix, **params)
 
     (gradient,) = jax.linear_transpose(linear, factors[i].aval)(ad.instantiate_zeros(cotangent))
     return [gradient if j == i else None for j in range(2)]

@@ -27,7 +27,8 @@ class Native(Backend):
     limits = "float64, bias, dropout, dense masks, a scale that is an array, a precision that is an algorithm"
 
     def preferred(self, call: Call) -> bool:
-        return True
+        # Under a mesh XLA knows how to divide `blocked`, but not the gradient of a call that it cannot look into.
+        return jax.sharding.get_abstract_mesh().empty
 
     def refuse(self, call: Call) -> str | None:
         _, rest = call.mask.split_intervals(*call.shape[2:])

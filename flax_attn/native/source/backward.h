@@ -28,7 +28,7 @@ static void copy_queries(const Backward& x, int64_t b, int64_t kv, int64_t part,
       copy_finite(static_cast<const T*>(x.query) + query.offset(b, i, n), q, x.h, query_factor(x));
       const int64_t place = output.offset(b, i, n);
       const bool ok = copy_finite(static_cast<const T*>(x.cotangent) + place, cotangent, x.v);
-      const float delta = dot(cotangent, static_cast<const T*>(x.output) + place, x.v);
+      const float delta = ok ? dot(cotangent, static_cast<const T*>(x.output) + place, x.v) : NAN;
       for (int64_t c = 0; c < x.h; ++c) to.query_tiles[tiled(at, c, x.h)] = q[c];
       for (int64_t c = 0; c < x.v; ++c) to.cotangent_tiles[tiled(at, c, x.v)] = cotangent[c];
       to.top[at] = x.top[row];
