@@ -14,13 +14,14 @@ import flax_attn
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flax_attn"
-LIBRARY = {"functional", "backends", "attention", "modules"}
+LIBRARY = {"functional", "native", "backends", "attention", "modules"}
 LAYERS = {  # lowest first, and the layers that each may import; the package is `flax_attn/__init__.py`
     "functional": set(),
     "convert": set(),
-    "backends": {"functional"},
+    "native": set(),
+    "backends": {"functional", "native"},
     "attention": {"functional", "backends"},
-    "modules": {"functional", "backends", "attention"},
+    "modules": {"functional", "native", "backends", "attention"},
     "models": {"functional", "convert", "modules"},
     "training": {"functional", "models"},
     "package": LIBRARY | {"models"},
