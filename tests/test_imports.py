@@ -21,7 +21,7 @@ LAYERS = {  # lowest first, and the layers that each may import; the package is 
     "native": set(),
     "backends": {"functional", "native"},
     "attention": {"functional", "backends"},
-    "modules": {"functional", "backends", "attention"},
+    "modules": {"functional", "native", "backends", "attention"},
     "models": {"functional", "convert", "modules"},
     "training": {"functional", "models"},
     "package": LIBRARY | {"models"},

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "attention.h"
+#include "calls.h"
 #include "formula.h"
 
 using flax_attn::Type;

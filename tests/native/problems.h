@@ -3,7 +3,7 @@
 
 #include <random>
 
-#include "attention.h"
+#include "calls.h"
 #include "formula.h"
 
 // A number as a type holds it: the nearest one or, where `coin` is given, one of the two neighbours at random.

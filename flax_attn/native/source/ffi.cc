@@ -3,7 +3,7 @@
 #include <atomic>
 #include <vector>
 
-#include "kernels.h"
+#include "calls.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;

@@ -11,5 +11,5 @@
 #include <type_traits>
 #include <vector>
 
-#include "kernels.h"
+#include "calls.h"
 #include "parallel.h"
