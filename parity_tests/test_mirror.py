@@ -35,8 +35,14 @@ ONE_SIDED = {
     "attention.py": {"BACKENDS", "check_backend"},  # beside the table of the backends, which only JAX has
     "functional/dropout.py": {"draw_key"},
     "models/language_model.py": {"from_pretrained", "save_pretrained"},
-    "functional/masks.py": {"kv_range", "row", "shift", "split_band"},  # for kernels, which only JAX has
-    "functional/mask_parts.py": {"kv_range", "band", "row", "shift"},
+    "functional/masks.py": {
+        "kv_range",
+        "row",
+        "shift",
+        "split_band",
+        "split_intervals",
+    },  # for kernels, which only JAX has
+    "functional/mask_parts.py": {"kv_range", "band", "bounded_position", "interval", "row", "shift"},
 }
 FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "numerics", "device", "scan_layers"}
 LAYERS = ("functional", "attention", "modules", "models")

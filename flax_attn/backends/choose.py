@@ -13,8 +13,8 @@ from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call, Unsupported, prepare
 from flax_attn.backends.platform import PLATFORMS, platform_of
 from flax_attn.backends.registry import BACKENDS, check_backend, load
+from flax_attn.backends.trees import split
 from flax_attn.functional.checks import check_choice
-from flax_attn.functional.trees import split
 
 
 def choose(call: Call, backend: str = "auto") -> Backend:

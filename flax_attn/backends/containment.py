@@ -22,8 +22,8 @@ from flax_attn.backends.blocked.slices import put, take
 from flax_attn.backends.call import Call
 from flax_attn.backends.nonfinite import all_finite, rows_that_see_nonfinite
 from flax_attn.backends.platform import may_be_partitioned
+from flax_attn.backends.trees import split
 from flax_attn.functional.nonfinite import zero_nonfinite
-from flax_attn.functional.trees import split
 
 Kernel = Callable[[Call], Array]
 Arrays = tuple[Array, ...]  # query, key and value
