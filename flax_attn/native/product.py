@@ -79,7 +79,8 @@ def _transpose(cotangent, *factors, **params):
     i = next(i for i, factor in enumerate(factors) if ad.is_undefined_primal(factor))
 
     def linear(factor):
-        return _plain(*factors[:i], factor, *factors[i + 1 :], **params)
+        both = [factor if j == i else other for j, other in enumerate(factors)]
+        return _plain(*both, **params)
 
     (gradient,) = jax.linear_transpose(linear, factors[i].aval)(ad.instantiate_zeros(cotangent))
     return [gradient if j == i else None for j in range(2)]

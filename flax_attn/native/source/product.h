@@ -142,11 +142,12 @@ static void dot_block(Part<T> part, int64_t width, int64_t rows) {
 template <typename T>
 static void copy_row(const T* from, float* to, int64_t width, bool in_pairs) {
   int64_t i = 0;
-  for (; i + PAIR <= width; i += PAIR) store(to + i, in_pairs ? load_pair(from + i) : Pair{load(from + i), load(from + i + WIDTH)});
+  for (; i + PAIR <= width; i += PAIR)
+    store(to + i, in_pairs ? load_pair(from + i) : Pair{load(from + i), load(from + i + WIDTH)});
   for (; i < width; ++i) to[i] = read(from + i);
 }
 
-// Memory for `size` numbers that a thread keeps for its next call: the system would give it anew, a page fault at a time.
+// Memory for `size` numbers, which a thread keeps for its next call: new memory costs a page fault for every 4 KiB.
 static float* scratch(int64_t size) {
   thread_local int64_t kept_size = 0;
   thread_local std::unique_ptr<Array<float>> kept;
@@ -159,7 +160,8 @@ template <typename T, typename Result>
 static void multiply_few(const MatrixProduct& p, Pool& pool) {
   // A task has a chunk of the results, and where these are few only a part of the sum.
   const int64_t tasks = 4 * (pool.threads() + 1), padded = round_up(p.d_out, PAIR);
-  const int64_t cols = p.transposed ? round_up(blocks_of(p.d_out, tasks), DOTS) : PAGE / static_cast<int64_t>(sizeof(T));
+  const int64_t page = PAGE / static_cast<int64_t>(sizeof(T));
+  const int64_t cols = p.transposed ? round_up(blocks_of(p.d_out, tasks), DOTS) : page;
   const int64_t chunks = blocks_of(p.d_out, cols);
   const int64_t depth = p.transposed ? p.d_in : round_up(blocks_of(p.d_in, blocks_of(tasks, chunks)), DEPTH);
   const int64_t parts = blocks_of(p.d_in, depth);
@@ -169,7 +171,8 @@ static void multiply_few(const MatrixProduct& p, Pool& pool) {
     copy_row(static_cast<const T*>(p.x) + i * p.d_in, x + i * p.d_in, p.d_in, p.transposed);
   parallel_for(pool, parts * chunks, p.m * p.d_in * p.d_out, [&](int, int64_t task) {
     const int64_t col = task % chunks * cols, count = std::min(cols, p.d_out - col);
-    Part<T> part{x, p.m, p.d_in, static_cast<const T*>(p.matrix), p.d_out, sums + task / chunks * p.m * padded + col, padded};
+    float* const to = sums + task / chunks * p.m * padded + col;
+    Part<T> part{x, p.m, p.d_in, static_cast<const T*>(p.matrix), p.d_out, to, padded};
     if (p.transposed) {
       part.matrix += col * p.d_in;
       part.matrix_row = p.d_in;
