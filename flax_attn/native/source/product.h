@@ -39,6 +39,7 @@ struct Part {
   int64_t matrix_row;
   float* sums;
   int64_t sums_row;
+  int64_t ahead;  // how many numbers on it is fetched; 0 at the end, as another thread reads what follows
 };
 
 // Asks for memory before it is needed, into the second cache: the first has too few requests under way at a time.
@@ -66,7 +67,7 @@ static inline void add_products(const Part<T>& part, int64_t row, int64_t depth)
     for (int j = 0; j < N; ++j) total[i][j] = load_pair(sums + i * part.sums_row + j * PAIR);
   const T* matrix = part.matrix;
   for (int64_t r = 0; r < depth; ++r, matrix += part.matrix_row) {
-    fetch<N * PAIR * sizeof(T)>(matrix + DEPTH * part.matrix_row);
+    fetch<N * PAIR * sizeof(T)>(matrix + part.ahead);
     Pair right[N];
     for (int j = 0; j < N; ++j) right[j] = load_pair(matrix + j * PAIR);
     for (int i = 0; i < M; ++i) {
@@ -97,6 +98,7 @@ static void add_block(Part<T> part, int64_t depth, int64_t cols) {
   for (int64_t r = 0; r < depth; ++r) std::copy_n(part.matrix + r * part.matrix_row, cols, rest + r * PAIR);
   part.matrix = rest;
   part.matrix_row = PAIR;
+  part.ahead = 0;
   add_strip<1>(part, depth);
 }
 
@@ -109,7 +111,7 @@ static inline void dot_products(const Part<T>& part, int64_t row, int64_t width)
   for (; c + PAIR <= width; c += PAIR) {
     Pair right[R];
     for (int j = 0; j < R; ++j) {
-      fetch<PAIR * sizeof(T)>(part.matrix + (j + 2 * R) * part.matrix_row + c);
+      fetch<PAIR * sizeof(T)>(part.matrix + j * part.matrix_row + c + part.ahead);
       right[j] = load_pair(part.matrix + j * part.matrix_row + c);
     }
     for (int i = 0; i < M; ++i) {
@@ -142,11 +144,12 @@ static void dot_block(Part<T> part, int64_t width, int64_t rows) {
 template <typename T>
 static void copy_row(const T* from, float* to, int64_t width, bool in_pairs) {
   int64_t i = 0;
-  for (; i + PAIR <= width; i += PAIR) store(to + i, in_pairs ? load_pair(from + i) : Pair{load(from + i), load(from + i + WIDTH)});
+  for (; i + PAIR <= width; i += PAIR)
+    store(to + i, in_pairs ? load_pair(from + i) : Pair{load(from + i), load(from + i + WIDTH)});
   for (; i < width; ++i) to[i] = read(from + i);
 }
 
-// Memory for `size` numbers that a thread keeps for its next call: the system would give it anew, a page fault at a time.
+// Memory for `size` numbers, which a thread keeps for its next call: new memory costs a page fault for every 4 KiB.
 static float* scratch(int64_t size) {
   thread_local int64_t kept_size = 0;
   thread_local std::unique_ptr<Array<float>> kept;
@@ -159,7 +162,8 @@ template <typename T, typename Result>
 static void multiply_few(const MatrixProduct& p, Pool& pool) {
   // A task has a chunk of the results, and where these are few only a part of the sum.
   const int64_t tasks = 4 * (pool.threads() + 1), padded = round_up(p.d_out, PAIR);
-  const int64_t cols = p.transposed ? round_up(blocks_of(p.d_out, tasks), DOTS) : PAGE / static_cast<int64_t>(sizeof(T));
+  const int64_t page = PAGE / static_cast<int64_t>(sizeof(T));
+  const int64_t cols = p.transposed ? round_up(blocks_of(p.d_out, tasks), DOTS) : page;
   const int64_t chunks = blocks_of(p.d_out, cols);
   const int64_t depth = p.transposed ? p.d_in : round_up(blocks_of(p.d_in, blocks_of(tasks, chunks)), DEPTH);
   const int64_t parts = blocks_of(p.d_in, depth);
@@ -169,10 +173,12 @@ static void multiply_few(const MatrixProduct& p, Pool& pool) {
     copy_row(static_cast<const T*>(p.x) + i * p.d_in, x + i * p.d_in, p.d_in, p.transposed);
   parallel_for(pool, parts * chunks, p.m * p.d_in * p.d_out, [&](int, int64_t task) {
     const int64_t col = task % chunks * cols, count = std::min(cols, p.d_out - col);
-    Part<T> part{x, p.m, p.d_in, static_cast<const T*>(p.matrix), p.d_out, sums + task / chunks * p.m * padded + col, padded};
+    float* const to = sums + task / chunks * p.m * padded + col;
+    Part<T> part{x, p.m, p.d_in, static_cast<const T*>(p.matrix), p.d_out, to, padded, 0};
     if (p.transposed) {
       part.matrix += col * p.d_in;
       part.matrix_row = p.d_in;
+      part.ahead = 2 * DOTS * p.d_in;
       return dot_block(part, p.d_in, count);
     }
     for (int64_t i = 0; i < p.m; ++i) std::fill_n(part.sums + i * padded, round_up(count, PAIR), 0.0f);
@@ -180,6 +186,7 @@ static void multiply_few(const MatrixProduct& p, Pool& pool) {
     for (int64_t r = start; r < stop; r += DEPTH) {
       part.x = x + r;
       part.matrix = static_cast<const T*>(p.matrix) + r * p.d_out + col;
+      part.ahead = r + DEPTH < stop ? DEPTH * p.d_out : 0;
       add_block(part, std::min(DEPTH, stop - r), count);
     }
   });
