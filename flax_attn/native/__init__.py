@@ -30,6 +30,7 @@ def library() -> ctypes.CDLL | None:
     for name in _ATTENTION:
         jax.ffi.register_ffi_target_as_batch_partitionable(target(name))
     loaded.level_name.restype = ctypes.c_char_p
+    loaded.is_amd.restype = ctypes.c_bool
     return loaded
 
 
@@ -44,6 +45,12 @@ def levels() -> list[str]:
     while loaded is not None and (name := loaded.level_name(len(names))) is not None:
         names.append(name.decode())
     return names
+
+
+def is_amd() -> bool:
+    """Return whether the processor is one of AMD's, as far as the library knows."""
+    loaded = library()
+    return loaded is not None and loaded.is_amd()
 
 
 def choose_level(name: str) -> None:

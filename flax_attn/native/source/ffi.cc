@@ -150,6 +150,15 @@ const char* level_name(int i) {
   return i < static_cast<int>(found.size()) ? found[i]->name : nullptr;
 }
 
+// Whether the processor is one of AMD's.
+bool is_amd() {
+#ifdef __x86_64__
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 // Makes the i-th level the one that all later calls run.
 void choose_level(int i) { chosen = levels().at(i); }
 }

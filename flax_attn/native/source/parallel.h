@@ -19,6 +19,7 @@ class Pool {
   virtual void schedule(std::function<void()> work) = 0;
 };
 
+constexpr int SPINS = 1 << 12;        // some microseconds, in which others mostly finish: to sleep and wake takes longer
 constexpr int64_t GRAIN = 1 << 17;  // multiply-adds that are worth waking a thread for, which takes some microseconds
 
 // Runs task(worker, i) for every i in [0, count), each once; all are about `work` multiply-adds. `worker` is below `pool.threads() + 1`, and no two tasks
@@ -29,7 +30,7 @@ void parallel_for(Pool& pool, int64_t count, int64_t work, const Task& task) {
   struct State {
     std::atomic<int64_t> next{0};
     std::atomic<int> workers{1};
-    int64_t finished = 0;
+    std::atomic<int64_t> finished{0};
     std::mutex mutex;
     std::condition_variable all_finished;
   };
@@ -39,13 +40,15 @@ void parallel_for(Pool& pool, int64_t count, int64_t work, const Task& task) {
     int64_t mine = 0;
     for (int64_t i; (i = state->next.fetch_add(1)) < count; ++mine) (*tasks)(worker, i);
     if (mine == 0) return;
+    if (state->finished.fetch_add(mine) + mine < count) return;
     std::lock_guard<std::mutex> lock(state->mutex);
-    state->finished += mine;
-    if (state->finished == count) state->all_finished.notify_all();
+    state->all_finished.notify_all();
   };
   const int64_t helpers = std::min<int64_t>({pool.threads(), count - 1, work / GRAIN});
   for (int64_t i = 0; i < helpers; ++i) pool.schedule([state, draw] { draw(state->workers.fetch_add(1)); });
   draw(0);
+  for (int i = 0; i < SPINS && state->finished < count; ++i) {
+  }
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_finished.wait(lock, [&] { return state->finished == count; });
 }
