@@ -51,6 +51,7 @@ test: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/flax-attn bench $(ARGS)
+	$(BIN)/flax-attn bench --models $(ARGS)
 
 tpu: .venv-tpu/installed
 	.venv-tpu/bin/flax-attn bench --tpu $(ARGS)

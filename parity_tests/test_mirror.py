@@ -42,7 +42,7 @@ ONE_SIDED = {
         "split_band",
         "split_intervals",
     },  # for kernels, which only JAX has
-    "functional/mask_parts.py": {"kv_range", "band", "bounded_position", "interval", "row", "shift"},
+    "functional/mask_parts.py": {"kv_range", "band", "bounded_position", "has_interval", "interval", "row", "shift"},
 }
 FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "numerics", "device", "scan_layers"}
 LAYERS = ("functional", "attention", "modules", "models")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -220,9 +222,8 @@ class KVCache:
         if self.window is not None:
             slots = jnp.where(i >= count - self.capacity, slots % self.capacity, self.capacity)
         slots = jnp.where(i < count, slots, self.capacity)
-        if len(new) == 1:  # of one row XLA makes a slice, which it does not write in place: so head by head
-            return cached[0].at[jnp.arange(new.shape[2])[None], slots[0][:, None]].set(new[0], mode="drop")[None]
-        return cached.at[jnp.arange(len(new))[:, None], :, slots].set(new, mode="drop")
+        write = _to_one_row if len(new) == 1 else _to_rows
+        return _as_bits(write, cached, new, slots) if cached.dtype.itemsize == 2 else write(cached, new, slots)
 
     def _tokens_first(self, dtype: Dtype) -> tuple[Array, Array]:
         key, value = (rearrange(x.astype(dtype), "b k s h -> b s k h") for x in (self.key, self.value))
@@ -233,6 +234,29 @@ class KVCache:
 
     def _unbatched(self) -> KVCache:
         return jax.tree.map(lambda x: x[0], self)
+
+
+def _to_one_row(cached: Array, new: Array, slots: Array) -> Array:
+    # Head by head: of a whole token XLA makes a slice, which it does not write in place.
+    return cached[0].at[jnp.arange(new.shape[2])[None], slots[0][:, None]].set(new[0], mode="drop")[None]
+
+
+def _to_rows(cached: Array, new: Array, slots: Array) -> Array:
+    return cached.at[jnp.arange(len(new))[:, None], :, slots].set(new, mode="drop")
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _as_bits(write: Callable[..., Array], cached: Array, new: Array, slots: Array) -> Array:
+    # Numbers of 16 bits are written as integers: XLA for CPUs would make float32 of a whole cache of them, and back.
+    bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (cached, new))
+    return jax.lax.bitcast_convert_type(write(*bits, slots), cached.dtype)
+
+
+@_as_bits.defjvp
+def _differentiate(write, primals, tangents):
+    slots = primals[2]
+    change = jax.jvp(lambda *arrays: write(*arrays, slots), primals[:2], tangents[:2])[1]
+    return _as_bits(write, *primals), change
 
 
 def _flatten(cache: KVCache):

@@ -47,6 +47,11 @@ class Part:
         """Return `(low, high)` if the part is `low <= key - query <= high` with integers known before tracing."""
         return None
 
+    @property
+    def has_interval(self) -> bool:
+        """Whether what a query sees is an interval of keys, which `interval` returns."""
+        return type(self).interval is not Part.interval
+
     def interval(self, rows: Index) -> tuple[Array | int, Array | int] | None:
         """Return `(start, stop)` if queries at `rows` see just the keys from `start` to before `stop`.
 

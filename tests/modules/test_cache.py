@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import flax_attn
-from flax_attn import RoPE
+from flax_attn import KVCache, Mask, RoPE
 
 B, T, D, CAPACITY = 2, 6, 8, 7
 MODULES = {
@@ -193,3 +193,18 @@ def test_a_narrow_cache_of_a_module(linear, x):
     assert (cache.key.dtype, output.dtype) == (jnp.bfloat16, jnp.float32)
     error = np.abs(output - jax.jit(linear)(x)).max() / np.abs(output).max()
     assert 1e-5 < error < 1e-2
+
+
+@pytest.mark.parametrize("b", [1, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_written_is_read_and_differentiated_in_every_dtype(b, dtype):
+    new, cotangent = (jax.random.normal(jax.random.key(i), (b, 2, 3, 5)).astype(dtype) for i in range(2))
+    cache = KVCache.zeros(b, 7, num_kv_heads=3, head_dim=5, dtype=dtype)
+
+    def written(new):
+        return cache.extend(new, new, Mask.causal()).key[:, :2]
+
+    keys, pull = jax.vjp(written, new)
+    assert jnp.array_equal(keys, new)
+    assert jnp.array_equal(pull(cotangent)[0], cotangent)
+    assert jnp.array_equal(jax.jvp(written, (new,), (cotangent,))[1], cotangent)

@@ -31,8 +31,8 @@ class Native(Backend):
         return jax.sharding.get_abstract_mesh().empty
 
     def refuse(self, call: Call) -> str | None:
-        _, rest = call.mask.split_intervals(*call.shape[2:])
-        segments = [part for part in rest.parts if isinstance(part, Segments)]
+        rest = [part for part in call.mask.parts if not part.has_interval]
+        segments = [part for part in rest if isinstance(part, Segments)]
         hint = 'Pass backend="auto" or "blocked"'
         if library() is None:
             return MISSING
@@ -42,8 +42,10 @@ class Native(Backend):
             return f"native adds no bias; got one of shape {call.bias.shape}. {hint}"
         if call.dropout is not None:
             return f"native drops no weights; got dropout={call.dropout.rate}. {hint}"
-        if len(rest.parts) > 1 or len(segments) < len(rest.parts):
-            return f"native takes causal masks, windows, lengths, prefixes and one pair of segments; got {rest}. {hint}"
+        if len(rest) > 1 or len(segments) < len(rest):
+            found = " & ".join(type(part).__name__ for part in rest)  # not their arrays, which would be waited for
+            takes = "causal masks, windows, lengths, prefixes and one pair of segments"
+            return f"native takes {takes}; got {found}. {hint}"
         if any(ids.dtype.itemsize > 4 for part in segments for ids in (part.query, part.key)):
             return "native compares segment ids of up to 32 bits; got 64. Cast them to int32"
         if not isinstance(call.scale, Real):
