@@ -32,7 +32,7 @@ def new_tokens(
     lengths: np.ndarray,
     capacity: int,
     sampling: Sampling,
-    key: Array | np.ndarray | np.ndarray,
+    key: Array | np.ndarray,
 ) -> Iterator[Array]:
     """Yield the tokens `(b,)` that follow prompts, without an end.
 
