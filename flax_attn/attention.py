@@ -197,9 +197,9 @@ def single_head_attention(
     Example:
         >>> import jax.numpy as jnp
         >>> x = jnp.eye(2)
-        >>> single_head_attention(x, x, x, scale=1.0)
-        Array([[0.7310586 , 0.26894143],
-               [0.26894143, 0.7310586 ]], dtype=float32)
+        >>> print((100 * single_head_attention(x, x, x, scale=1.0)).astype(int))
+        [[73 26]
+         [26 73]]
     """
     query, key, value = (rearrange(x, "... t h -> ... t 1 h") for x in (query, key, value))
     mask = as_mask(mask, heads=False)

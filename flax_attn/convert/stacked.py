@@ -27,7 +27,7 @@ class LayerSlice:
         return self.variable.shape[1:]
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.variable.dtype
 
     @property

@@ -26,9 +26,9 @@ class SimplifiedSelfAttention(nnx.Module):
 
     Example:
         >>> import jax.numpy as jnp
-        >>> SimplifiedSelfAttention()(jnp.eye(2))
-        Array([[0.7310586 , 0.26894143],
-               [0.26894143, 0.7310586 ]], dtype=float32)
+        >>> print((100 * SimplifiedSelfAttention()(jnp.eye(2))).astype(int))
+        [[73 26]
+         [26 73]]
     """
 
     def __init__(self, *, backend: str = "auto", rngs: nnx.Rngs | None = None):
