@@ -52,12 +52,12 @@ class Part:
         """Whether what a query sees is an interval of keys, which `interval` returns."""
         return type(self).interval is not Part.interval
 
-    def interval(self, rows: Index) -> tuple[Array | int, Array | int] | None:
-        """Return `(start, stop)` if queries at `rows` see just the keys from `start` to before `stop`.
+    def interval(self, rows: Index) -> tuple[Array | int, Array | int]:
+        """Return `(start, stop)` where queries at `rows` see just the keys from `start` to before `stop`.
 
-        They broadcast to `(b, 1, t, 1)`, and may lie outside the keys.
+        They broadcast to `(b, 1, t, 1)`, and may lie outside the keys. Only for a part that `has_interval`.
         """
-        return None
+        raise NotImplementedError
 
     def row(self, b: int | Index, n: int | Index | None) -> Part:
         """Return the part for one batch row and head, or for all heads."""

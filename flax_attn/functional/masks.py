@@ -172,11 +172,10 @@ class Mask:
             ([0, 0, 1], [1, 2, 3], Mask())
         """
         rows = jnp.arange(t, dtype=jnp.int32)[None, None, :, None]
-        found = [(part, part.interval(rows)) for part in self.parts]
         start, stop = jnp.zeros((1, 1, t, 1), jnp.int32), jnp.full((1, 1, t, 1), s, jnp.int32)
-        for low, high in (interval for _, interval in found if interval is not None):
+        for low, high in (part.interval(rows) for part in self.parts if part.has_interval):
             start, stop = jnp.maximum(start, low), jnp.minimum(stop, high)
-        rest = Mask(tuple(part for part, interval in found if interval is None))
+        rest = Mask(tuple(part for part in self.parts if not part.has_interval))
         return (start[:, 0, :, 0], stop[:, 0, :, 0]), rest
 
     def row(self, b: int | Index, n: int | Index | None = None) -> Mask:

@@ -19,7 +19,6 @@ static inline int64_t queries_size(const Attention& x, int64_t padded) {
 template <typename T>
 static void copy_queries(const Backward& x, int64_t b, int64_t kv, int64_t part, Queries& to) {
   const Layout query = tokens_first(x.t, x.n, x.h), output = tokens_first(x.t, x.n, x.v);
-  Array<float> out(x.v);
   for (int64_t head = 0; head < x.group(); ++head)
     for (int64_t i = 0; i < to.padded; ++i) {
       const int64_t at = head * to.padded + i, n = kv * x.group() + head, row = (b * x.n + n) * x.t + i;
