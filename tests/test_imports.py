@@ -19,7 +19,7 @@ LAYERS = {  # lowest first, and the layers that each may import; the package is 
     "functional": set(),
     "convert": set(),
     "native": set(),
-    "sharding": set(),
+    "sharding": {"functional", "backends"},
     "backends": {"functional", "native"},
     "attention": {"functional", "backends", "sharding"},
     "modules": {"functional", "native", "backends", "attention", "sharding"},
