@@ -1,0 +1,144 @@
+"""Which mesh axes each axis of an array is split over: one table from names of axes to names of mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+Rules = Mapping[str, tuple[str, ...]]
+
+# An axis is split over those of its mesh axes that the mesh in use has. Of two axes of one array that ask for the same
+# mesh axis, the first gets it.
+RULES: Rules = MappingProxyType(
+    {
+        # of activations
+        "batch": ("data", "fsdp"),
+        "tokens": ("context",),  # where attention and feed-forward layers compute
+        "residual": ("context",),  # tokens in norms and sums; add "tensor" for sequence parallelism
+        # of activations and parameters
+        "heads": ("tensor",),
+        "kv_heads": ("tensor",),
+        "hidden": ("tensor",),  # of a feed-forward layer
+        "vocab": ("tensor",),
+        # of parameters
+        "embed": ("fsdp",),  # the width of the model
+    }
+)
+
+_in_use = jax.make_user_context(None)  # part of the key of every compiled function
+
+
+@contextmanager
+def rules(**changes: str | Sequence[str] | None) -> Iterator[None]:
+    """Replace lines of the table inside a `with` statement: a mesh axis or several for each name, None for none.
+
+    Functions that were compiled outside are compiled again inside.
+
+    Raises:
+        ValueError: if the table has no line of a name.
+
+    Example:
+        >>> with rules(batch="replica", embed=None):
+        ...     table()["batch"], table()["embed"], table()["heads"]
+        (('replica',), (), ('tensor',))
+    """
+    unknown = sorted(changes.keys() - RULES.keys())
+    if unknown:
+        raise ValueError(f"the names of axes are {', '.join(RULES)}; got {', '.join(unknown)}. Pass one of these")
+    lines = {name: (axes,) if isinstance(axes, str) else tuple(axes or ()) for name, axes in changes.items()}
+    with _in_use(tuple(sorted({**table(), **lines}.items()))):
+        yield
+
+
+def table() -> dict[str, tuple[str, ...]]:
+    """Return the table in use."""
+    return dict(RULES if _in_use.value is None else _in_use.value)
+
+
+def mesh_of(*arrays: Any) -> Any:
+    """Return the mesh in use: the one that was set, or else the one that an array lies on; it may be empty.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mesh_of(jnp.ones(3)).empty
+        True
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    meshes = (getattr(getattr(jax.typeof(x), "sharding", None), "mesh", mesh) for x in arrays)
+    return next((found for found in (mesh, *meshes) if not found.empty), mesh)
+
+
+def mesh_axes(name: str | None, mesh: Any, free: bool = True) -> tuple[str, ...]:
+    """Return the axes of a mesh, larger than 1, that an axis of that name is split over.
+
+    Not those that the code around computes on by itself, in `jax.shard_map`, unless `free` is False.
+
+    Example:
+        >>> mesh_axes("batch", jax.sharding.AbstractMesh((4, 1), ("data", "fsdp")))
+        ('data',)
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    wanted = () if name is None else table()[name]
+    return tuple(
+        axis
+        for axis in wanted
+        if axis in kinds and mesh.shape[axis] > 1 and not (free and kinds[axis] == AxisType.Manual)
+    )
+
+
+def spec(names: Sequence[str | None], mesh: Any, shape: Sequence[int] | None = None) -> PartitionSpec:
+    """Return how an array with axes of these names lies on a mesh; None is an axis that is not split.
+
+    With a `shape`, axes that their mesh axes do not divide are not split either.
+
+    Example:
+        >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
+        >>> spec(("batch", "tokens", "heads", None), mesh)
+        PartitionSpec('data', None, 'tensor', None)
+        >>> spec(("vocab", "embed"), mesh, (50257, 768))
+        PartitionSpec(None, None)
+    """
+    used: set[str] = set()
+    entries = []
+    for i, name in enumerate(names):
+        axes = tuple(axis for axis in mesh_axes(name, mesh) if axis not in used)
+        if shape is not None and shape[i] % prod(mesh.shape[axis] for axis in axes):
+            axes = ()
+        used.update(axes)
+        entries.append(axes[0] if len(axes) == 1 else axes or None)
+    return PartitionSpec(*entries)
+
+
+def constrain(x: Array, *names: str | None) -> Array:
+    """Return x, split over the mesh in use as its axes are named; without a mesh it is x itself.
+
+    Axes that their mesh axes do not divide are not split.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> constrain(jnp.ones((2, 5, 3)), "batch", "tokens", None).shape
+        (2, 5, 3)
+    """
+    mesh = mesh_of(x)
+    if mesh.empty or not any(mesh_axes(name, mesh) for name in names):
+        return x
+    wanted = spec(names, mesh, x.shape)
+    explicit = _only(wanted, mesh, AxisType.Explicit)
+    if AxisType.Explicit in mesh.axis_types:
+        x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
+    if AxisType.Auto in mesh.axis_types:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Auto)))
+    return x
+
+
+def _only(wanted: PartitionSpec, mesh: Any, kind: AxisType) -> PartitionSpec:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    entries = ((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in wanted)
+    return PartitionSpec(*(tuple(axis for axis in entry if kinds[axis] == kind) or None for entry in entries))
