@@ -24,6 +24,8 @@ ONE_SIDED_FILES = {
     "models/hugging_face/fields.py": "flax_attn",
     "models/hugging_face/folder.py": "flax_attn",
     "models/hugging_face/rope.py": "flax_attn",
+    "models/hugging_face/slices.py": "flax_attn",
+    "models/cross_entropy.py": "flax_attn",  # PyTorch's own is one call
     "modules/backend.py": "flax_attn",  # torch_ref has only one backend
     "functional/kv_range.py": "flax_attn",  # for kernels, which only JAX has
     "functional/placed.py": "flax_attn",  # for parts of a call on several devices
@@ -46,7 +48,7 @@ ONE_SIDED = {
     },  # for kernels, which only JAX has
     "functional/mask_parts.py": {"kv_range", "band", "bounded_position", "has_interval", "interval", "row", "shift"},
 }
-FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "numerics", "device", "scan_layers"}
+FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "numerics", "device", "scan_layers", "axes", "unit"}
 LAYERS = ("functional", "attention", "modules", "models")
 
 
