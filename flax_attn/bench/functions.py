@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -21,6 +21,7 @@ from flax_attn.bench.implementation import (
     torch_tensor,
 )
 from flax_attn.bench.workload import Workload, inputs, with_gradients
+from flax_attn.parity.tolerance import DRAWS
 
 JAX_LAYOUT, TORCH_LAYOUT = "b t n h", "b n t h"
 NAMES = ("output", "query", "key", "value")  # the output, and the gradients of the inputs
@@ -93,6 +94,21 @@ def _in_blocks(work: Workload, rows: int, query: jax.Array, key: jax.Array, valu
     blocks = rearrange(padded, "b (i r) n h -> i b r n h", i=count)
     output = jax.lax.map(jax.checkpoint(block), (rows * jnp.arange(count, dtype=jnp.int32), blocks))
     return rearrange(output, "i b r n h -> b (i r) n h")[:, : work.t]
+
+
+def torch_steps(work: Workload) -> Iterator[Arrays]:
+    """Return the output of a step at the probe by the formula in PyTorch, for several orders of the keys.
+
+    The step sees all of them, so that their order changes nothing but the rounding.
+    """
+    import torch
+
+    row, _ = probe(work)
+    query, key, value = (torch_tensor(x[row].swapaxes(0, 1)) for x in inputs(work)[:3])
+    for seed in range(DRAWS):
+        order = work.t - 1 - np.random.default_rng(seed).permutation(work.pairs)
+        weights = torch.softmax(query @ key[:, order].mT * work.h**-0.5, -1)
+        yield {"output": as_float64(weights @ value[:, order]).swapaxes(0, 1)}
 
 
 def _at_probe(work: Workload, layout: str) -> Callable[[Any], Arrays]:
