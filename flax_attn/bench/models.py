@@ -16,7 +16,7 @@ from flax import nnx
 from flax_attn.bench import startup
 from flax_attn.bench.machine import read_limit
 from flax_attn.bench.tasks import TaskResult
-from flax_attn.bench.timing import medians
+from flax_attn.bench.timing import least
 from flax_attn.models import GPT2, generate
 from flax_attn.training.step import train_step
 
@@ -75,7 +75,7 @@ def _decode(ours: GPT2, theirs: Any, b: int, rounds: int) -> TaskResult:
     runs = {("ours", new): lambda n, new=new: [generate(ours, prompts, new) for _ in range(n)] for new in (1, NEW)} | {
         ("theirs", new): lambda n, new=new: [their_tokens(new) for _ in range(n)] for new in (1, NEW)
     }
-    taken = medians(runs, rounds)
+    taken = least(runs, rounds)
     speed = {who: b * (NEW - 1) / (taken[who, NEW] - taken[who, 1]) for who in ("ours", "theirs")}
     rate = speed["ours"] / b * _bytes(ours) / 1e9
     note = f"reads {rate:.1f} GB/s, the machine's limit is {read_limit():.1f}; {same:.0%} of greedy tokens equal"
@@ -102,7 +102,7 @@ def _prefill(ours: GPT2, theirs: Any, t: int, rounds: int) -> TaskResult:
         "ours": lambda n: [jax.block_until_ready(compute(ours, tokens)) for _ in range(n)],
         "theirs": lambda n: [their_logits() for _ in range(n)],
     }
-    taken = medians(runs, rounds)
+    taken = least(runs, rounds)
     return TaskResult(f"prefill {t}", "s", taken["ours"], taken["theirs"], first - taken["ours"])
 
 
@@ -134,7 +134,7 @@ def _train(folder: str, dropout: float, shape: tuple[int, int], rounds: int) -> 
         if not dropout:
             _check_equal("losses", np.array(loss), np.array(their_loss))
         runs[form] = lambda n, step=step: [step() for _ in range(n)]
-    taken = medians(runs, rounds)
+    taken = least(runs, rounds)
     for form, seconds in first.items():
         task = f"training step {shape}, dropout {dropout}, {form}"
         yield TaskResult(task, "s", taken[form], taken["theirs"], seconds - taken[form])
