@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -28,7 +28,7 @@ NAMES = ("output", "query", "key", "value")  # the output, and the gradients of 
 ROWS = 512  # queries at a time, where the formula is computed in blocks
 
 
-def functions(backends: Sequence[str], platform: str) -> list[Implementation]:
+def functions(backends: Iterable[str], platform: str) -> list[Implementation]:
     """Return our backends, the first being the one that ratios are about, and then the other implementations."""
     rest = _ON_GPU if platform == "gpu" else (Implementation("torch SDPA", _torch_sdpa(), "torch"),)
     return [*(ours(backend) for backend in backends), *rest, *_ANYWHERE]

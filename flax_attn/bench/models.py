@@ -23,7 +23,7 @@ from flax_attn.training.step import train_step
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
-PROMPT, NEW = 128, 128
+PROMPT, NEW = 128, 64
 SMALL: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 512}  # for --quick
 TOLERANCE = 1e-3  # of the largest logit: both sum in float32, through all layers
 

@@ -34,7 +34,7 @@ def test_seconds_are_those_of_one_call():
 
 
 def test_a_slow_implementation_stops_after_two_turns_and_the_others_go_on():
-    race = Race(slow=100.0, quick=1.0)
+    race = Race(slow=100.0, quick=0.5)
     taken = race.interleave(6)
     assert len(taken["slow"]) == 2
     assert len(taken["quick"]) == 6
