@@ -5,6 +5,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,6 +38,8 @@ def run(rounds: int, quick: bool, progress: Callable[[str], None] = lambda task:
         for b in (1, 8):
             progress(f"decoding, batch {b}")
             yield _decode(ours, theirs, b, rounds)
+        progress("decoding, bfloat16")
+        yield _decode_bfloat16(folder, theirs, rounds)
         progress("prefill")
         yield _prefill(ours, theirs, 1024, rounds)
         for dropout in (0.0, 0.1):
@@ -81,6 +85,14 @@ def _decode(ours: GPT2, theirs: Any, b: int, rounds: int) -> TaskResult:
     note = f"reads {rate:.1f} GB/s, the machine's limit is {read_limit():.1f}; {same:.0%} of greedy tokens equal"
     task, compile_seconds = f"decode {NEW} after {PROMPT}, batch {b}", first - taken["ours", NEW]
     return TaskResult(task, "tokens/s", speed["ours"], speed["theirs"], compile_seconds, note)
+
+
+def _decode_bfloat16(folder: str, theirs: GPT2LMHeadModel, rounds: int) -> TaskResult:
+    import torch
+
+    ours: Any = GPT2.from_pretrained(folder, param_dtype=jnp.bfloat16)
+    found = _decode(ours, deepcopy(theirs).to(torch.bfloat16), 1, rounds)
+    return replace(found, task=f"{found.task}, bfloat16")
 
 
 def _prefill(ours: GPT2, theirs: Any, t: int, rounds: int) -> TaskResult:

@@ -10,7 +10,7 @@ import numpy as np
 
 TURN = 0.1  # seconds: calls are repeated to fill a turn, so that the cold start after another's turn weighs little
 PAUSE = 0.02  # seconds before a turn: the threads of PyTorch go on spinning for a while after a call, and hold a core
-BUDGET = 5.0  # seconds of turns, after which an implementation gets no more; each has at least two
+BUDGET = 4.0  # seconds of turns, after which an implementation gets no more; each has at least two
 
 Name = TypeVar("Name", bound=Hashable)
 Run = Callable[[int], object]  # computes the given number of times, and waits for it
