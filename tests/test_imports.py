@@ -14,17 +14,17 @@ import flax_attn
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flax_attn"
-LIBRARY = {"functional", "native", "backends", "attention", "modules"}
+LIBRARY = {"functional", "native", "backends", "sharding", "attention", "modules"}
 LAYERS = {  # lowest first, and the layers that each may import; the package is `flax_attn/__init__.py`
     "functional": set(),
     "convert": set(),
     "native": set(),
-    "sharding": set(),
     "backends": {"functional", "native"},
+    "sharding": {"functional", "backends"},
     "attention": {"functional", "backends", "sharding"},
     "modules": {"functional", "native", "backends", "attention", "sharding"},
-    "models": {"functional", "convert", "modules"},
-    "training": {"functional", "models"},
+    "models": {"functional", "convert", "modules", "sharding"},
+    "training": {"functional", "models", "sharding"},
     "package": LIBRARY | {"models"},
     "parity": {"convert"},
     "proof": {"package", "convert", "parity"},

@@ -47,6 +47,10 @@ class KeyedDropout:
     def __post_init__(self):
         check_rate(self.rate)
 
+    def indices(self, *parts: Index) -> tuple[Index, ...]:
+        """Return the indices `(b, n, t, s)` by which elements are decided."""
+        return parts
+
 
 def key_data(key: Array) -> UInt32[Array, "2"]:
     """Return the two integers that seed Threefry, of a typed key or of its data; of longer keys the first two.
@@ -112,7 +116,7 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
                [0, 1, 0, 1, 0, 0]], dtype=int32)
     """
     seed = key_data(dropout.key)
-    b, n, t, s = (index.astype(jnp.uint32) for index in (b, n, t, s))
+    b, n, t, s = (index.astype(jnp.uint32) for index in dropout.indices(b, n, t, s))
     bits, _ = threefry_2x32(threefry_2x32((seed[0], seed[1]), (b, n)), (t, s))
     return bits >= jnp.uint32(min(round(dropout.rate * 2**32), 2**32 - 1))
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from flax_attn.functional.checks import check_choice, check_positive, check_width
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.modules.linear import Linear
+from flax_attn.sharding.axes import constrain
 
 
 def _gelu_tanh(x: Array) -> Array:
@@ -78,17 +79,16 @@ class FeedForward(nnx.Module):
         self.d_model = d_model
         self.layers = nnx.List(
             [
-                Linear(d_model, d_hidden, bias, **numerics),
+                Linear(d_model, d_hidden, bias, axes=("embed", "hidden"), **numerics),
                 ACTIVATIONS[activation],
-                Linear(d_hidden, d_model, bias, **numerics),
+                Linear(d_hidden, d_model, bias, axes=("hidden", "embed"), **numerics),
             ]
         )
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x.shape, "d_model", self.d_model)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        first, activation, last = self.layers
+        return last(activation(constrain(first(x), "batch", "tokens", "hidden")))
 
 
 class GatedFeedForward(nnx.Module):
@@ -136,10 +136,11 @@ class GatedFeedForward(nnx.Module):
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
         check_positive(d_model=d_model, d_hidden=d_hidden)
         self.d_model, self.activation = d_model, ACTIVATIONS[activation]
-        self.W_gate = Linear(d_model, d_hidden, bias, **numerics)
-        self.W_up = Linear(d_model, d_hidden, bias, **numerics)
-        self.W_down = Linear(d_hidden, d_model, bias, **numerics)
+        self.W_gate = Linear(d_model, d_hidden, bias, axes=("embed", "hidden"), **numerics)
+        self.W_up = Linear(d_model, d_hidden, bias, axes=("embed", "hidden"), **numerics)
+        self.W_down = Linear(d_hidden, d_model, bias, axes=("hidden", "embed"), **numerics)
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x.shape, "d_model", self.d_model)
-        return self.W_down(self.activation(self.W_gate(x)) * self.W_up(x))
+        gate, up = (constrain(layer(x), "batch", "tokens", "hidden") for layer in (self.W_gate, self.W_up))
+        return self.W_down(self.activation(gate) * up)
