@@ -19,6 +19,7 @@ LAYERS = {  # lowest first, and the layers that each may import; the package is 
     "functional": set(),
     "convert": set(),
     "native": set(),
+    "aot": set(),
     "sharding": set(),
     "backends": {"functional", "native"},
     "attention": {"functional", "backends", "sharding"},
@@ -30,7 +31,7 @@ LAYERS = {  # lowest first, and the layers that each may import; the package is 
     "proof": {"package", "convert", "parity"},
     "steps": set(),
     "viz": set(),
-    "bench": LIBRARY | {"convert", "models", "training", "parity"},
+    "bench": LIBRARY | {"convert", "models", "training", "parity", "aot"},
     "cli": LIBRARY | {"package", "convert", "models", "parity", "proof", "steps", "viz", "bench"},
     "__main__": {"cli"},
 }
@@ -127,7 +128,7 @@ def test_import_leaves_optional_packages_alone(loaded, name):
     assert name not in loaded
 
 
-@pytest.mark.parametrize("name", ["parity", "proof", "bench", "steps", "viz", "cli"])
+@pytest.mark.parametrize("name", ["parity", "proof", "aot", "bench", "steps", "viz", "cli"])
 def test_import_leaves_the_top_layers_alone(loaded, name):
     assert not [module for module in loaded if f"{module}.".startswith(f"flax_attn.{name}.")]
 
