@@ -8,6 +8,7 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_num_cpu_devices", 8)  # simulated, for what lies on a mesh
 jax.config.update("jax_disable_most_optimizations", True)  # most of the time is taken by compiling
 if jax.__version_info__ < (0, 11):  # as it is by the emitters of this XLA; a newer one does not know the flag
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"

@@ -44,7 +44,7 @@ ONE_SIDED = {
     },  # for kernels, which only JAX has
     "functional/mask_parts.py": {"kv_range", "band", "bounded_position", "has_interval", "interval", "row", "shift"},
 }
-FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "numerics", "device", "scan_layers"}
+FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "numerics", "device", "scan_layers", "axes", "unit"}
 LAYERS = ("functional", "attention", "modules", "models")
 
 

@@ -171,7 +171,8 @@ class GPT2(LanguageModel[GPT2Config]):
     def create_embeddings(self, *, rngs: nnx.Rngs, **numerics: Any) -> None:
         """Set the tables of tokens and of positions, and the dropout of their sum."""
         super().create_embeddings(rngs=rngs, **numerics)
-        self.pos_emb = Embedding(self.config.context_length, self.config.d_model, rngs=rngs, **numerics)
+        sizes = self.config.context_length, self.config.d_model
+        self.pos_emb = Embedding(*sizes, axes=(None, "embed"), rngs=rngs, **numerics)
         self.drop_emb = Dropout(self.config.dropout, rngs=rngs)
 
     def block(

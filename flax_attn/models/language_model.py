@@ -102,6 +102,7 @@ class LanguageModel(nnx.Module, Generic[C]):
         self.create_embeddings(**products)
         self.trf_blocks = nnx.List(self.block(i, backend, **products) for i in range(config.num_layers))
         self.final_norm = self.norm(**numerics)
+        products["axes"] = ("embed", "vocab")
         self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False, **products)
         initialise(self, rngs)
         if scan_layers:

@@ -16,6 +16,7 @@ from flax_attn.functional.cache import KVCache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.modules.block import TransformerBlock
+from flax_attn.sharding.parameters import name_first_axis
 
 M = TypeVar("M")
 
@@ -99,7 +100,11 @@ class Stack(nnx.Module):
 def stack_modules(modules: Sequence[M]) -> M:
     """Return modules of equal shape as one, whose variables have them as their first axis."""
     split = [nnx.split(module) for module in modules]
-    return nnx.merge(split[0][0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *(state for _, state in split)))
+    stacked = nnx.merge(split[0][0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *(state for _, state in split)))
+    for _, variable in nnx.iter_graph(stacked):
+        if isinstance(variable, nnx.Variable):
+            name_first_axis(variable)
+    return stacked
 
 
 def run_blocks(

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.checks import check_ids, check_positive
 from flax_attn.modules.matrix_product import dot_general
+from flax_attn.sharding.parameters import named
 
 
 class Embedding(nnx.Module):
@@ -21,6 +22,7 @@ class Embedding(nnx.Module):
         dtype: of the result; None is that of the parameters.
         param_dtype: of the parameters.
         precision: of the product in `attend`, as in `jax.lax.dot_general`.
+        axes: names of the axes of the table, by which a mesh splits them.
         rngs: random streams; parameters are drawn from `params`.
 
     Shapes:
@@ -42,11 +44,12 @@ class Embedding(nnx.Module):
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
+        axes: tuple[str | None, str | None] = ("vocab", "embed"),
         rngs: nnx.Rngs,
     ):
         check_positive(size=size, d_model=d_model)
         self.dtype, self.precision = dtype, precision
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (size, d_model), param_dtype))
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (size, d_model), param_dtype), **named(*axes))
 
     def __call__(self, ids: Integer[Array, "*shape"]) -> Float[Array, "*shape d"]:
         table = self.embedding[...]

@@ -78,9 +78,9 @@ class FeedForward(nnx.Module):
         self.d_model = d_model
         self.layers = nnx.List(
             [
-                Linear(d_model, d_hidden, bias, **numerics),
+                Linear(d_model, d_hidden, bias, axes=("embed", "hidden"), **numerics),
                 ACTIVATIONS[activation],
-                Linear(d_hidden, d_model, bias, **numerics),
+                Linear(d_hidden, d_model, bias, axes=("hidden", "embed"), **numerics),
             ]
         )
 
@@ -136,9 +136,9 @@ class GatedFeedForward(nnx.Module):
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
         check_positive(d_model=d_model, d_hidden=d_hidden)
         self.d_model, self.activation = d_model, ACTIVATIONS[activation]
-        self.W_gate = Linear(d_model, d_hidden, bias, **numerics)
-        self.W_up = Linear(d_model, d_hidden, bias, **numerics)
-        self.W_down = Linear(d_hidden, d_model, bias, **numerics)
+        self.W_gate = Linear(d_model, d_hidden, bias, axes=("embed", "hidden"), **numerics)
+        self.W_up = Linear(d_model, d_hidden, bias, axes=("embed", "hidden"), **numerics)
+        self.W_down = Linear(d_hidden, d_model, bias, axes=("hidden", "embed"), **numerics)
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x.shape, "d_model", self.d_model)

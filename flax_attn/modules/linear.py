@@ -7,6 +7,7 @@ from flax.typing import Dtype, PrecisionLike
 
 from flax_attn.functional.checks import check_positive
 from flax_attn.modules.matrix_product import dot_general
+from flax_attn.sharding.parameters import named
 
 
 class Linear(nnx.Linear):
@@ -19,6 +20,8 @@ class Linear(nnx.Linear):
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix product, as in `jax.lax.dot_general`.
+        axes: names of the axes of the kernel, by which a mesh splits them. A bias over `"embed"` is whole everywhere.
+        unit: how many elements along each axis of the kernel stay on one device, such as those of a head.
         rngs: random streams; parameters are drawn from `params`.
 
     Shapes:
@@ -41,6 +44,8 @@ class Linear(nnx.Linear):
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
+        axes: tuple[str | None, str | None] = (None, None),
+        unit: tuple[int, int] = (1, 1),
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(d_in=d_in, d_out=d_out)
@@ -64,4 +69,7 @@ class Linear(nnx.Linear):
             bias_init=uniform,
             dot_general=dot_general,
             rngs=rngs,
+            kernel_metadata=named(*axes, unit=unit),
+            # Split over devices that split the batch too, it would have to be gathered for each sum.
+            bias_metadata=named(None if axes[1] == "embed" else axes[1], unit=unit[1:]),
         )

@@ -29,6 +29,7 @@ from flax_attn.modules.calls import Bias, CallOptions, Outputs, Returned, unpack
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import RMSNorm
+from flax_attn.sharding.parameters import named
 
 
 class MultiHeadAttention(nnx.Module):
@@ -132,13 +133,16 @@ class MultiHeadAttention(nnx.Module):
         self.dtype, self.precision, self.backend = dtype, precision, backend
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         norms = {"dtype": dtype, "param_dtype": param_dtype}
-        self.W_query = Linear(d_in, num_heads * head_dim, qkv_bias, **numerics)
-        self.W_key = Linear(kdim, num_kv_heads * head_dim, qkv_bias, **numerics)
-        self.W_value = Linear(vdim, num_kv_heads * head_dim, qkv_bias, **numerics)
-        self.out_proj = Linear(num_heads * head_dim, d_out, out_bias, **numerics)
+        of_query = {"axes": ("embed", "heads"), "unit": (1, head_dim), **numerics}
+        of_key = {**of_query, "axes": ("embed", "kv_heads")}
+        of_output = {**of_query, "axes": ("heads", "embed"), "unit": (head_dim, 1)}
+        self.W_query = Linear(d_in, num_heads * head_dim, qkv_bias, **of_query)
+        self.W_key = Linear(kdim, num_kv_heads * head_dim, qkv_bias, **of_key)
+        self.W_value = Linear(vdim, num_kv_heads * head_dim, qkv_bias, **of_key)
+        self.out_proj = Linear(num_heads * head_dim, d_out, out_bias, **of_output)
         self.q_norm = None if qk_norm is None else RMSNorm(head_dim, qk_norm, **norms)
         self.k_norm = None if qk_norm is None else RMSNorm(head_dim, qk_norm, **norms)
-        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if scores.sinks else None
+        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype), **named("heads")) if scores.sinks else None
         self.dropout = Dropout(dropout, rngs=rngs)
 
     @overload

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from flax_attn.functional.checks import check_eps, check_positive, check_width
 from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.sharding.parameters import named
 
 
 class LayerNorm(nnx.Module):
@@ -50,8 +51,8 @@ class LayerNorm(nnx.Module):
         check_positive(d_model=d_model)
         check_eps(eps)
         self.d_model, self.eps, self.dtype = d_model, eps, dtype
-        self.scale = nnx.Param(jnp.ones(d_model, param_dtype))
-        self.shift = nnx.Param(jnp.zeros(d_model, param_dtype))
+        self.scale = nnx.Param(jnp.ones(d_model, param_dtype), **named(None))
+        self.shift = nnx.Param(jnp.zeros(d_model, param_dtype), **named(None))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x.shape, "d_model", self.d_model)
@@ -100,7 +101,7 @@ class RMSNorm(nnx.Module):
         check_positive(d_model=d_model)
         check_eps(eps)
         self.d_model, self.eps, self.dtype = d_model, eps, dtype
-        self.scale = nnx.Param(jnp.ones(d_model, param_dtype))
+        self.scale = nnx.Param(jnp.ones(d_model, param_dtype), **named(None))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x.shape, "d_model", self.d_model)

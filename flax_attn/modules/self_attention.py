@@ -61,6 +61,7 @@ class SelfAttention(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        numerics["axes"] = ("embed", None)
         d_key = d_out if d_key is None else d_key
         check_positive(d_in=d_in, d_out=d_out, d_key=d_key)
         check_backend(backend)

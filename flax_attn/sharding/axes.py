@@ -100,10 +100,10 @@ def spec(names: Sequence[str | None], mesh: Any, shape: Sequence[int] | None = N
 
     Example:
         >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
-        >>> spec(("batch", "tokens", "heads", None), mesh)
-        PartitionSpec('data', None, 'tensor', None)
-        >>> spec(("vocab", "embed"), mesh, (50257, 768))
-        PartitionSpec(None, None)
+        >>> spec(("batch", "tokens", "heads", None), mesh) == PartitionSpec("data", None, "tensor", None)
+        True
+        >>> spec(("vocab", "embed"), mesh, (50257, 768)) == PartitionSpec(None, None)
+        True
     """
     used: set[str] = set()
     entries = []

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jaxtyping import Array
 
 from flax_attn.functional.dtypes import accumulation_dtype
@@ -18,7 +19,7 @@ class Float32State(NamedTuple):
         inner: the state of the optimizer itself.
     """
 
-    master: tuple[Array, ...]
+    master: tuple[Array | nnx.Variable, ...]
     inner: optax.OptState
 
 
@@ -53,7 +54,9 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> Float32State:
-        master = tuple(_widen(p) for p in jax.tree.leaves(params) if _is_low(p))
+        # Of Flax's parameters the copies are such too, so that they lie on a mesh as the parameters do.
+        leaves = jax.tree.leaves(params, is_leaf=lambda p: isinstance(p, nnx.Variable))
+        master = tuple(jax.tree.map(_widen, p) for p in leaves if _is_low(p))
         return Float32State(master, inner.init(_with_master(params, master)))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any):
@@ -91,7 +94,7 @@ def _round(x: Array, dtype: Any) -> Array:
     return _widen(jax.lax.optimization_barrier(x.astype(dtype)))
 
 
-def _is_low(p: Array) -> bool:
+def _is_low(p: Array | nnx.Variable) -> bool:
     return accumulation_dtype(p.dtype) != p.dtype
 
 
@@ -99,7 +102,7 @@ def _widen(x: Array) -> Array:
     return x.astype(accumulation_dtype(x.dtype))
 
 
-def _with_master(params: Any, master: tuple[Array, ...]) -> Any:
+def _with_master(params: Any, master: tuple[Array | nnx.Variable, ...]) -> Any:
     """Return the parameters, those of low precision replaced by their copies."""
-    copies = iter(master)
+    copies = iter(jax.tree.leaves(master))
     return jax.tree.map(lambda p: next(copies) if _is_low(p) else p, params)

@@ -31,6 +31,7 @@ from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
 from flax_attn.models.stack import Stack, stack_modules
 from flax_attn.modules.dropout import Dropout
+from flax_attn.sharding.parameters import abstract
 
 M = TypeVar("M", bound=nnx.Module)
 _ALIGNMENT, _PIECE = 64, 2**26  # bytes
@@ -151,7 +152,7 @@ def _abstract(cls: Callable[..., M], config: Any, options: Mapping[str, Any]) ->
         rngs.default = _RepeatedKey(0, tag="default")  # pyright: ignore[reportAttributeAccessIssue]
         return cls(config, rngs=rngs, **options)
 
-    return nnx.eval_shape(build)
+    return abstract(build)
 
 
 def _plan(model: nnx.Module, family: Family) -> list[Entry]:

@@ -1,0 +1,152 @@
+"""Where parameters lie on a mesh: the names of their axes, and the shardings that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_attn.sharding.axes import spec, table
+
+M = TypeVar("M", bound=nnx.Pytree)
+_UNIT = "sharding_unit"
+
+
+def named(*axes: str | None, unit: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Return the keywords of an `nnx.Param` whose axes have these names; None is an axis that is never split.
+
+    Flax's own metadata has the names, `out_sharding`. They are of the table, not of a mesh, so Flax is told not to
+    split arrays by them where they are made.
+
+    Args:
+        axes: a name for each axis.
+        unit: how many elements along each axis stay on one device, such as those of a head; left out, it is one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> nnx.Param(jnp.ones((3, 4)), **named("embed", "hidden")).out_sharding
+        ('embed', 'hidden')
+    """
+    return {"out_sharding": axes, "eager_sharding": False, **({_UNIT: unit} if max(unit, default=1) > 1 else {})}
+
+
+def name_first_axis(variable: nnx.Variable) -> None:
+    """Put a name before those of a variable that got a first axis: none, it is not split.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> kernels = nnx.Param(jnp.ones((2, 3, 4)), **named("embed", "hidden"))
+        >>> name_first_axis(kernels)
+        >>> kernels.out_sharding
+        (None, 'embed', 'hidden')
+    """
+    for field, first in {"out_sharding": None, _UNIT: 1}.items():
+        if variable.get_metadata().get(field):
+            variable.set_metadata(field, (first, *variable.get_metadata(field)))
+
+
+def shardings(tree: Any, mesh: Any) -> Any:
+    """Return where the variables of a model or an optimizer lie on a mesh, in the form of its `nnx.state`.
+
+    The names of their axes and the table decide, see `rules`. Variables without names are on every device, and axes
+    that their mesh axes do not divide are whole. What optax keeps of a parameter lies as the parameter does.
+
+    Args:
+        tree: a module, an `nnx.Optimizer` or the state of one; `abstract` makes one without arrays.
+        mesh: with at least one axis of the table.
+
+    Raises:
+        ValueError: if the mesh has no axis of the table.
+
+    Example:
+        >>> from flax_attn import FeedForward
+        >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
+        >>> found = shardings(FeedForward(6, 8, rngs=nnx.Rngs(0)), mesh)["layers"][0]["kernel"].get_value()
+        >>> found.spec == PartitionSpec(None, "tensor")
+        True
+    """
+    check_mesh(mesh)
+    state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
+    return jax.tree.map(lambda x: x.replace(_sharding(x, mesh)), state, is_leaf=_is_variable)
+
+
+def shard(tree: M, mesh: Any) -> M:
+    """Place the arrays of a model or an optimizer on a mesh, as `shardings` says, and return it.
+
+    Raises:
+        ValueError: if the mesh has no axis of the table.
+
+    Example:
+        >>> from flax_attn import FeedForward
+        >>> model = shard(FeedForward(6, 8, rngs=nnx.Rngs(0)), jax.make_mesh((1,), ("data",)))
+        >>> model.layers[0].kernel.sharding.mesh.axis_names
+        ('data',)
+    """
+    state = nnx.state(tree)
+    nnx.update(tree, jax.device_put(state, shardings(state, mesh)))
+    return tree
+
+
+def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
+    """Return `build(*modules)`, its arrays made where they lie on a mesh: none is ever whole on a device.
+
+    Args:
+        build: makes a model or an optimizer.
+        mesh: with at least one axis of the table.
+        modules: that lie on the mesh already.
+
+    Raises:
+        ValueError: if the mesh has no axis of the table.
+
+    Example:
+        >>> from flax_attn import FeedForward
+        >>> mesh = jax.make_mesh((1,), ("tensor",))
+        >>> create(lambda: FeedForward(6, 8, rngs=nnx.Rngs(0)), mesh).layers[0].kernel.shape
+        (6, 8)
+    """
+    graph, state = nnx.split(modules)
+
+    def run(state: Any) -> M:
+        return build(*nnx.merge(graph, state))
+
+    shapes = abstract(run, state)
+    make = jax.jit(lambda state: nnx.state(run(state)), out_shardings=shardings(shapes, mesh))
+    return nnx.merge(nnx.graphdef(shapes), make(state))
+
+
+def abstract(build: Callable[..., M], *arguments: Any) -> M:
+    """Return `build(*arguments)` with shapes in the place of values.
+
+    Under a mesh `nnx.eval_shape` takes the names of axes for those of the mesh.
+
+    Example:
+        >>> from flax_attn import FeedForward
+        >>> abstract(lambda: FeedForward(6, 8, rngs=nnx.Rngs(0))).layers[0].kernel.get_value()
+        ShapeDtypeStruct(shape=(6, 8), dtype=float32)
+    """
+    return nnx.merge(*jax.eval_shape(lambda *arguments: nnx.split(build(*arguments)), *arguments))
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise unless a mesh has an axis of the table."""
+    known = dict.fromkeys(axis for axes in table().values() for axis in axes)
+    if known.keys().isdisjoint(mesh.axis_names):
+        raise ValueError(
+            f"a mesh must have an axis of the table, {', '.join(known)}; got the axes {', '.join(mesh.axis_names)}. "
+            "Name an axis of the mesh so, or change the table with flax_attn.sharding.rules"
+        )
+
+
+def _sharding(variable: nnx.Variable, mesh: Any) -> NamedSharding:
+    names, shape = variable.get_metadata().get("out_sharding"), variable.shape
+    if not names or len(names) != len(shape):  # some optimizers keep sums over axes of a parameter
+        return NamedSharding(mesh, PartitionSpec())
+    unit = variable.get_metadata().get(_UNIT, (1,) * len(shape))
+    return NamedSharding(mesh, spec(names, mesh, [size // each for size, each in zip(shape, unit, strict=True)]))
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
