@@ -2,7 +2,6 @@
 
 from flax_attn.attention import dot_product_attention, single_head_attention
 from flax_attn.backends.call import Unsupported
-from flax_attn.backends.choose import explain
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.causal_softmax import causal_softmax_masked, causal_softmax_renormalized
 from flax_attn.functional.dropout import KeyedDropout
@@ -27,6 +26,7 @@ from flax_attn.modules.multi_head_wrapper import MultiHeadAttentionWrapper
 from flax_attn.modules.norm import LayerNorm, RMSNorm
 from flax_attn.modules.self_attention import SelfAttention
 from flax_attn.modules.simplified import SimplifiedSelfAttention
+from flax_attn.sharding.explain import explain
 
 __version__ = "0.1.0"
 

@@ -14,6 +14,9 @@ from flax_attn.backends.choose import choose
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.shapes import Key, Query, Value
+from flax_attn.sharding.attention import attend
+from flax_attn.sharding.division import divide
+from flax_attn.sharding.strategies import Kernel
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -136,11 +139,11 @@ def dot_product_attention(
 
 
 def _attend(call: Call, backend: str, return_weights: bool) -> tuple[Array, Array | None]:
-    chosen = choose(call, backend)
-    if not return_weights:
-        return chosen.attend(call), None
-    output, weights = reference.with_weights(call)
-    return output if chosen.name == "reference" else chosen.attend(call), weights
+    division = divide(call, backend)
+    if division is None and return_weights and choose(call, backend).name == "reference":
+        return reference.with_weights(call)
+    output = choose(call, backend).attend(call) if division is None else attend(division, call, Kernel(backend))
+    return output, reference.with_weights(call)[1] if return_weights else None
 
 
 @overload

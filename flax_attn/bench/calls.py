@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flax_attn.attention import dot_product_attention
-from flax_attn.backends.choose import explain
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask
+from flax_attn.sharding.explain import explain
 
 
 @dataclass(frozen=True)

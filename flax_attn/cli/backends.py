@@ -40,7 +40,7 @@ def _backends(options: argparse.Namespace) -> int:
     import jax
     import jax.numpy as jnp
 
-    from flax_attn.backends.choose import explain
+    from flax_attn.sharding.explain import explain
 
     (b, t, n, h), s = options.shape, options.keys or options.shape[1]
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,13 @@ class Part:
 
     A new kind of part has to define `allow`, and is then correct in every backend. `kv_range` and `band` let kernels
     skip what is hidden; `row` and `shift` keep the structure of a part whose `allow` depends on the batch row or shape.
+
+    Attributes:
+        axes: of the arrays inside, by the name of the field: `"batch"`, `"heads"`, or None for one that is not
+            divided among devices; aligned at the last. None is a part whose arrays are not known.
     """
+
+    axes: ClassVar[dict[str, tuple[str | None, ...]] | None] = None
 
     def __init_subclass__(cls):
         jax.tree_util.register_pytree_node(cls, _flatten, lambda static, children: _unflatten(cls, static, children))
@@ -90,6 +96,7 @@ class _Positioned(Part):
     """A part in which query `i` stands at `offset + i`."""
 
     offset: Count | None = field(default=None, kw_only=True)
+    axes = {"offset": ("batch",)}
 
     def resolve(self, b, n, t, s):
         if self.offset is None and t != s:
@@ -183,6 +190,7 @@ class Prefix(_Positioned):
     """Key `j` is seen from position `p` when `j <= p` or `j < length`."""
 
     length: Count
+    axes = {"offset": ("batch",), "length": ("batch",)}
 
     def resolve(self, b, n, t, s):
         _check_rows("length", self.length, b)
@@ -208,6 +216,7 @@ class Lengths(Part):
 
     query: Count | None = None
     key: Count | None = None
+    axes = {"query": ("batch",), "key": ("batch",)}
 
     def resolve(self, b, n, t, s):
         _check_rows("query lengths", self.query, b)
@@ -243,6 +252,7 @@ class Segments(Part):
 
     query: Integer[Array, "*b t"]
     key: Integer[Array, "*b s"]
+    axes = {"query": ("batch", None), "key": ("batch", None)}
 
     def resolve(self, b, n, t, s):
         for name, ids, size in (("query", self.query, t), ("key", self.key, s)):
@@ -289,6 +299,7 @@ class Dense(Part):
     """Any boolean array that broadcasts to `(b, n, t, s)`."""
 
     array: Bool[Array, ...]
+    axes = {"array": ("batch", "heads", None, None)}
 
     def resolve(self, b, n, t, s):
         check_broadcast("mask", self.array.shape, (b, n, t, s))

@@ -1,5 +1,7 @@
 """Models on several devices: the names of axes, the mesh axes they are split over, and attention in parts."""
 
 from flax_attn.sharding.axes import RULES, constrain, rules, spec
+from flax_attn.sharding.options import context_parallel
+from flax_attn.sharding.order import unzigzag, zigzag
 
-__all__ = ["RULES", "constrain", "rules", "spec"]
+__all__ = ["RULES", "constrain", "context_parallel", "rules", "spec", "unzigzag", "zigzag"]

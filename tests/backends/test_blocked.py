@@ -168,6 +168,23 @@ def test_drops_the_very_weights_that_the_formula_drops(platform, tiles):
     assert 0.3 < (ours[:, -1] == 0).mean() < 0.5
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask.segments(np.arange(48) // 21),
+        Mask.window(7, 3, jnp.array([25])),
+        Mask.window(9, None, jnp.array(4)),
+    ],
+    ids=["packed", "at a traced offset", "open to the right"],
+)
+def test_keys_that_begin_inside_the_last_chunk_are_their_own(mask, tiles):
+    tiles()  # blocks and chunks of 16 divide the 48 keys, so that nothing lies behind them
+    with jax.enable_x64(True):
+        given = arrays(48, 48, h=5, dtype="float64")
+        found, expected = jit(partial(attend, mask=mask))(given), attend(given, "reference", mask=mask)
+        np.testing.assert_allclose(found, expected, rtol=tolerance.FORWARD, atol=tolerance.FORWARD)
+
+
 HIDDEN = {
     "padding": Mask.lengths(query=17, key=jnp.array([17])),
     "to come": Mask.lengths(query=17) & Mask.causal(-3),

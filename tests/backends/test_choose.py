@@ -9,10 +9,11 @@ import pytest
 from flax_attn import KeyedDropout, Mask, dot_product_attention, native
 from flax_attn.backends import cudnn
 from flax_attn.backends.call import Unsupported, prepare
-from flax_attn.backends.choose import choose, explain
+from flax_attn.backends.choose import choose
 from flax_attn.backends.platform import PLATFORMS, compute_capability, platform_of
 from flax_attn.backends.reference import SHORT
 from flax_attn.backends.registry import BACKENDS, load, markdown_table
+from flax_attn.sharding.explain import explain
 
 
 def shape(*sizes, dtype=jnp.float32):

@@ -1,9 +1,9 @@
 import jax
 import pytest
 
-from flax_attn.backends.choose import explain
 from flax_attn.backends.platform import PLATFORMS
 from flax_attn.bench.calls import MODEL_CALLS, forward, forward_and_backward, table
+from flax_attn.sharding.explain import explain
 
 pytestmark = pytest.mark.usefixtures("no_shape_checks")
 

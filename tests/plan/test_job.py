@@ -32,7 +32,7 @@ def test_a_model_with_an_embedding_for_each_position_takes_no_more_tokens():
     name, cls, config = model_of("gpt2")
     assert cls is GPT2
     with pytest.raises(
-        ValueError, match="gpt2 has an embedding for each of 1024 positions; got 2048 tokens. Plan 1024"
+        ValueError, match=r"gpt2 has an embedding for each of 1024 positions; got 2048 tokens. Plan 1024"
     ):
         Job(name, cls, config, topology("cpu:1"), {"data": 1}, 1, 2048)
 
@@ -45,13 +45,13 @@ def test_models_are_named_or_read_from_a_folder(folder):
     assert model_of(str(folder))[0] == "small"
     assert model_of(str(folder))[2].num_kv_heads == 2
     assert MODELS["llama3-8b"][1].rope.base == 500000.0
-    with pytest.raises(ValueError, match="a model is one of gpt2, .*, or a folder with a config.json; got 'llama9'"):
+    with pytest.raises(ValueError, match=r"a model is one of gpt2, .*, or a folder with a config.json; got 'llama9'"):
         model_of("llama9")
 
 
 @pytest.mark.parametrize("text", ["data", "data=x", "data=2,data=2", "", "data=2;fsdp=4"])
 def test_a_mesh_is_written_as_axes_and_sizes(text):
-    with pytest.raises(ValueError, match="a mesh is written as its axes and their sizes, each axis once; got .* Write"):
+    with pytest.raises(ValueError, match=r"a mesh is written as its axes and their sizes, each axis once; got .* Write"):
         mesh_of(text)
 
 
@@ -93,7 +93,7 @@ def test_what_libtpu_does_not_describe_is_refused(monkeypatch):
 
     monkeypatch.setattr("flax_attn.aot.tpu.described", refuse)
     with (
-        pytest.raises(ValueError, match="no topology 'v5e:3x5': INVALID_ARGUMENT: no such layout. Ask for one of"),
+        pytest.raises(ValueError, match=r"no topology 'v5e:3x5': INVALID_ARGUMENT: no such layout. Ask for one of"),
         topology("v5e:3x5").devices(),
     ):
         pass

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from flax_attn.backends.backend import Backend
-from flax_attn.backends.blocked.heads import Loop, Options, attend_heads
+from flax_attn.backends.blocked.heads import CallGradients, Loop, Options, attend_heads, backward_heads, forward_heads
+from flax_attn.backends.blocked.passes import Partial
 from flax_attn.backends.blocked.tiles import Static
 from flax_attn.backends.blocked.tiling import Tiling, make_tiling
 from flax_attn.backends.call import Call
@@ -49,6 +50,17 @@ class Blocked(Backend):
         """Return `(b, t, n, v)`; differentiable in reverse mode once, and in forward mode over that."""
         if 0 in call.shape:
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
+        return jnp.asarray(attend_heads(*self._arguments(call)), call.query.dtype)
+
+    def forward(self, call: Call) -> Partial:
+        """Return the output `(b, t, n, v)` over these keys, and the maxima and sums `(b, n, t, 1)` of its softmax."""
+        return forward_heads(*self._arguments(call))
+
+    def backward(self, call: Call, saved: Partial, cotangent: Array) -> CallGradients:
+        """Return the gradients, where `saved` is over these keys and maybe others."""
+        return backward_heads(*self._arguments(call), saved, cotangent)
+
+    def _arguments(self, call: Call) -> tuple[Loop, Array, Array, Array, Options]:
         sums = accumulation_dtype(call.query.dtype)
         # Lower dtypes are slow on CPU, and float16 overflows where the backward pass divides by the sum of a long row.
         low = call.platform != "cpu" and call.query.dtype == jnp.bfloat16
@@ -58,7 +70,7 @@ class Blocked(Backend):
         scale, factor = jnp.asarray(call.scale, sums), row_factor(call, sums)
         options = Options(call.bias, call.sinks, scale, rest, call.dropout, factor)
         query, key, value = (jnp.asarray(x, operand) for x in (call.query, call.key, call.value))
-        return jnp.asarray(attend_heads(loop, query, key, value, options), call.query.dtype)
+        return loop, query, key, value, options
 
     def memory(self, call: Call) -> int:
         """Return the bytes of three tiles of scores, of one head padded, and of the maxima and sums."""

@@ -19,7 +19,7 @@ from flax_attn.functional.nonfinite import finite_tokens, zero_nonfinite
 
 
 class Options(NamedTuple):
-    """The arrays of a call beside query, key and value; or their gradients, which are None for the last three.
+    """The arrays of a call beside query, key and value.
 
     Args:
         bias: of rank 4, broadcasting to `(b, n, t, s)`.
@@ -35,7 +35,18 @@ class Options(NamedTuple):
     scale: Array
     mask: Any
     dropout: KeyedDropout | None
-    row_factor: Array | None
+    row_factor: Array | None  # None among gradients
+
+
+class CallGradients(NamedTuple):
+    """The gradients of a call, in the dtype of sums; None for what it does not have."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+    sinks: Array | None
+    scale: Array
 
 
 class Loop(NamedTuple):
@@ -53,16 +64,17 @@ def attend_heads(loop: Loop, query: Array, key: Array, value: Array, options: Op
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(loop: Loop, query: Array, key: Array, value: Array, options: Options) -> Array:
-    return _forward(loop, query, key, value, options)[0]
+    return forward_heads(loop, query, key, value, options).output
 
 
-def _forward(loop, query, key, value, options):
+def forward_heads(loop: Loop, query: Array, key: Array, value: Array, options: Options) -> Partial:
+    """Return the output `(b, t, n, v)`, and the maxima and sums `(b, n, t, 1)` of its softmax."""
     (b, t, n, _), v = query.shape, value.shape[-1]
     arrays = query, key, value, _padded_bias(loop.static.tiling, options.bias)
 
     def one(b, n):
         result = forward(loop.static, _head(loop.static, arrays, options, b, n))
-        factor = _rows_of(options.row_factor, b, n)
+        factor = _rows_of(jnp.asarray(options.row_factor), b, n)
         return result._replace(output=result.output * factor, total=result.total * factor)  # backward divides by total
 
     def store(sums, b, n, result):
@@ -75,12 +87,14 @@ def _forward(loop, query, key, value, options):
 
     parts = jnp.zeros((b, n, t, 1), loop.static.sums)
     sums = jnp.zeros((b, t, n, v), loop.static.sums), parts, parts
-    output, tops, totals = _over_heads(loop, b, n, one, store, sums)
-    return output, (query, key, value, options, output, tops, totals)
+    return Partial(*_over_heads(loop, b, n, one, store, sums))
 
 
-def _backward(loop, saved, cotangent):
-    query, key, value, options, output, tops, totals = saved
+def backward_heads(
+    loop: Loop, query: Array, key: Array, value: Array, options: Options, saved: Partial, cotangent: Array
+) -> CallGradients:
+    """Return the gradients, where the keys may be a part of those that `saved` is over."""
+    output, tops, totals = saved
     static, (b, _, n, _) = loop.static, query.shape
     arrays, group = (query, key, value, _padded_bias(static.tiling, options.bias)), n // key.shape[2]
 
@@ -106,11 +120,24 @@ def _backward(loop, saved, cotangent):
         )
 
     sums = [None if x is None else jnp.zeros(x.shape, static.sums) for x in (*arrays, options.sinks, options.scale)]
-    *found, d_bias, d_sinks, d_scale = _over_heads(loop, b, n, one, store, tuple(sums))
-    d_query, d_key, d_value = (d.astype(x.dtype) for d, x in zip(found, (query, key, value), strict=True))
-    d_bias = None if d_bias is None else _unpadded_bias(static.tiling, d_bias, options.bias)
-    d_sinks = None if d_sinks is None else d_sinks.astype(options.sinks.dtype)
-    return d_query, d_key, d_value, Options(d_bias, d_sinks, d_scale, None, None, None)
+    d_query, d_key, d_value, d_bias, d_sinks, d_scale = _over_heads(loop, b, n, one, store, tuple(sums))
+    if d_bias is not None and options.bias is not None:
+        d_bias = _unpadded_bias(static.tiling, d_bias, options.bias)
+    return CallGradients(d_query, d_key, d_value, d_bias, d_sinks, d_scale)
+
+
+def _forward(loop, *arrays):
+    done = forward_heads(loop, *arrays)
+    return done.output, (*arrays, done)
+
+
+def _backward(loop, saved, cotangent):
+    query, key, value, options, done = saved
+    found = backward_heads(loop, query, key, value, options, done, cotangent)
+    arrays = CallGradients(query, key, value, options.bias, options.sinks, options.scale)
+    found: CallGradients = jax.tree.map(lambda d, x: d.astype(x.dtype), found, arrays)
+    of_options = {"bias": found.bias, "sinks": found.sinks, "scale": found.scale}
+    return found.query, found.key, found.value, Options(**of_options, mask=None, dropout=None, row_factor=None)
 
 
 _attend.defvjp(_forward, _backward)
@@ -184,4 +211,4 @@ def _padded_bias(tiling: Tiling, bias: Array | None) -> Array | None:
 
 def _unpadded_bias(tiling: Tiling, padded: Array, bias: Array) -> Array:
     at = (0, 0, 0, tiling.pad_before if bias.shape[3] > 1 else 0)
-    return take(padded, at, bias.shape).astype(bias.dtype)
+    return take(padded, at, bias.shape)

@@ -117,6 +117,8 @@ def over_chunks(static: Static, head: Head, start: Array, step: Callable[[Carry,
         return carry
     kv_range = _chunk_range(tiling, head, start)
     first, stop, inner_first, inner_stop = (jnp.asarray(x, jnp.int32) for x in kv_range)
+    if tiling.chunks_fit:  # there are no keys beyond the last whole chunk, so that chunks begin where these do
+        first = first - first % chunk
 
     def chunk_at(index, masked):
         tile = Tile(start, tiling.block, first + index * chunk, chunk)

@@ -1,0 +1,61 @@
+"""Masks of a part of a call: some rows of the batch, heads, queries and keys of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import jax.numpy as jnp
+
+from flax_attn.functional.kv_range import KVRange
+from flax_attn.functional.mask_parts import Part
+from flax_attn.functional.masks import Mask
+from flax_attn.functional.places import Places
+
+
+@dataclass(frozen=True)
+class Placed(Part):
+    """A mask of whole sequences at the queries and keys of a part of them.
+
+    Args:
+        mask: of the whole sequences.
+        rows: where the queries of the part stand.
+        cols: where its keys stand.
+        s: number of keys of the whole.
+    """
+
+    mask: Mask
+    rows: Places
+    cols: Places
+    s: int
+
+    def allow(self, rows, cols):
+        rows, cols = self.rows.of(rows), self.cols.of(cols)
+        inside = (part.allow(rows, cols) for part in self.mask.parts)
+        return reduce(jnp.logical_and, inside, jnp.ones((1, 1, 1, 1), bool))
+
+    def kv_range(self, first, last, s):
+        # The places keep the order of the tokens, so an interval of the whole is one of the part.
+        found = self.mask.kv_range(self.rows.of(first), self.rows.of(last), self.s)
+        start, stop = (self.cols.before(x) for x in found[:2])
+        inner = (0, 0) if found.needs_mask else (self.cols.before(x) for x in found[2:])
+        return KVRange(start, stop, *inner)
+
+    def row(self, b, n):
+        return Placed(self.mask.row(b, n), self.rows, self.cols, self.s)
+
+
+@dataclass(frozen=True)
+class HeadsOf(Part):
+    """Any part at some rows of the batch and some heads."""
+
+    part: Part
+    b: Places
+    n: Places
+
+    def allow(self, rows, cols):
+        block = self.part.allow(rows, cols)
+        return self.n.take(self.b.take(block.reshape((1,) * (4 - block.ndim) + block.shape), 0), 1)
+
+    def kv_range(self, first, last, s):
+        return self.part.kv_range(first, last, s)

@@ -1,0 +1,67 @@
+"""Where the tokens of one part of a sequence stand in the whole of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Integer
+
+from flax_attn.functional.shapes import Index
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Places:
+    """Tokens taken from a sequence in runs of `size`: run i holds the tokens from `starts[i]` on.
+
+    The runs follow one another in the sequence, so that the order of the tokens is kept: an interval of the sequence
+    is an interval of the part.
+
+    Args:
+        starts: `(runs,)`, increasing, at least `size` apart; may be traced.
+        size: tokens in a run.
+
+    Example:
+        >>> places = Places(jnp.array([2, 9]), 3)
+        >>> places.of(jnp.arange(6))
+        Array([ 2,  3,  4,  9, 10, 11], dtype=int32)
+        >>> places.before(jnp.array([3, 7, 10]))
+        Array([1, 3, 4], dtype=int32)
+    """
+
+    starts: Integer[Array, " runs"]
+    size: int = field(metadata={"static": True})
+
+    def of(self, index: Any) -> Index:
+        """Return the index in the sequence of the tokens with an index in the part; beyond its ends they count on."""
+        starts = jnp.asarray(self.starts, jnp.int32)
+        index = jnp.asarray(index, jnp.int32)
+        if len(starts) == 1:  # the most common by far
+            return starts[0] + index
+        run = jnp.clip(index // self.size, 0, len(starts) - 1)
+        return starts[run] + index - run * self.size
+
+    def before(self, position: Any) -> Index:
+        """Return how many tokens of the part stand before an index of the sequence."""
+        starts = jnp.asarray(self.starts, jnp.int32)
+        past = jnp.asarray(position, jnp.int32)[..., None] - starts
+        return jnp.clip(past, 0, self.size).sum(axis=-1, dtype=jnp.int32)
+
+    def take(self, array: Array, axis: int) -> Array:
+        """Return the tokens of the part, of an array of the whole sequence; an axis of one serves all tokens."""
+        if array.shape[axis] == 1:
+            return array
+        runs = [jax.lax.dynamic_slice_in_dim(array, start, self.size, axis) for start in self.starts]
+        return runs[0] if len(runs) == 1 else jnp.concatenate(runs, axis)
+
+    def put(self, array: Array, part: Array, axis: int) -> Array:
+        """Return an array of the whole sequence to which the part is added in its place."""
+        if array.shape[axis] == 1:
+            return array + part
+        for start, run in zip(self.starts, jnp.split(part, len(self.starts), axis), strict=True):
+            old = jax.lax.dynamic_slice_in_dim(array, start, self.size, axis)
+            array = jax.lax.dynamic_update_slice_in_dim(array, old + run.astype(array.dtype), start, axis)
+        return array

@@ -1,0 +1,160 @@
+"""How one attention call is divided over a mesh: which mesh axes its batch, heads, queries and keys are split over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd, lcm, prod
+from typing import Any
+
+from flax_attn.backends.call import Call, Unsupported
+from flax_attn.backends.decode import FEW
+from flax_attn.sharding.axes import mesh_axes, mesh_of
+from flax_attn.sharding.options import ContextOptions, in_use
+from flax_attn.sharding.order import check_pieces
+
+_ANY_KEYS = ("ring", "ulysses+ring")  # strategies that compute on a part of the keys
+
+
+@dataclass(frozen=True)
+class Division:
+    """The mesh axes that each axis of a call is split over, and how attention goes over tokens that are split.
+
+    Args:
+        mesh: whose axes these are.
+        batch: of the rows.
+        heads: of the heads.
+        queries: of the query tokens.
+        keys: of the key tokens.
+        copies: how many copies of each key/value head there are, so that every device has those that its queries read.
+        strategy: "local" where tokens are whole, "merge" where keys alone are split, else one of `STRATEGIES`.
+        within: of neighbouring devices along the tokens, how many divide the heads instead.
+        balanced: whether each device computes an early and a late piece.
+        ordered: whether the tokens arrive in zigzag order.
+        reason: why this strategy.
+    """
+
+    mesh: Any
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    copies: int = 1
+    strategy: str = "local"
+    within: int = 1
+    balanced: bool = False
+    ordered: bool = False
+    reason: str = "all tokens are on each device"
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """All mesh axes that are used."""
+        return frozenset((*self.batch, *self.heads, *self.keys))
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """Return over how many devices these axes divide."""
+        return prod(self.mesh.shape[axis] for axis in axes)
+
+
+def divide(call: Call, backend: str = "auto") -> Division | None:
+    """Return how a call is divided over the mesh in use, or None where one device, or the code around, has all of it.
+
+    Raises:
+        ValueError: if an axis of the mesh does not divide batch, heads or tokens, or if a strategy cannot run the call.
+    """
+    mesh = mesh_of(call.query, call.key, call.value)
+    b, n, t, s = call.shape
+    found = {name: mesh_axes(name, mesh) for name in ("batch", "heads", "tokens")}
+    if 0 in call.shape or not any(found.values()):
+        return None
+    k, tokens = call.key.shape[2], found["tokens"]
+    batch = _split(mesh, "batch", "rows", found["batch"], b)
+    heads = _split(mesh, "heads", "query heads", found["heads"], n)
+    few = t <= FEW and t < s
+    queries = () if few else _split(mesh, "tokens", "query tokens", tokens, t)
+    keys = _split(mesh, "tokens", "key tokens", tokens, s)
+    over = prod(mesh.shape[axis] for axis in heads)
+    copies = lcm(k, over) // k
+    division = Division(mesh, batch, heads, queries, keys, copies)
+    if not keys:
+        return division
+    if not queries:
+        return _changed(division, "merge", "the queries are few: each device attends to its keys")
+    return _with_strategy(division, call, backend, in_use(), n // over, k * copies // over)
+
+
+def _split(mesh: Any, name: str, what: str, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    devices = prod(mesh.shape[axis] for axis in axes)
+    if size == 1 or devices == 1:  # one row, head or token is on every device
+        return ()
+    if size % devices:
+        remedy = {
+            "rows": f"Pass a batch of a multiple of {devices} rows",
+            "query heads": "Use fewer devices for them",
+        }.get(what, f"Add {-size % devices} tokens of padding and hide them with Mask.lengths")
+        raise ValueError(
+            f"the mesh splits {name} over {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)}, which must "
+            f"divide the {size} {what}. {remedy}, or leave them whole: with flax_attn.sharding.rules({name}=None)"
+        )
+    return axes
+
+
+def _changed(division: Division, strategy: str, reason: str, **changes: Any) -> Division:
+    return replace(division, strategy=strategy, reason=reason, **changes)
+
+
+def _with_strategy(division: Division, call: Call, backend: str, options: ContextOptions, n: int, k: int) -> Division:
+    devices = division.size(division.keys)
+    strategy, reason = options.strategy, "asked for"
+    if strategy == "auto":
+        strategy, reason = _chosen(call, backend, devices, n, k)
+    within = 1
+    if strategy.startswith("ulysses"):
+        within = devices if strategy == "ulysses" else gcd(devices, n, k)
+        if n % within or within == 1:
+            raise ValueError(
+                f"Ulysses divides the heads among the devices that share the tokens; got {n} query and {k} key/value "
+                f'heads a device for {devices} devices. Use strategy="ring", or fewer devices for tokens'
+            )
+    if strategy in _ANY_KEYS and backend not in ("auto", "blocked"):
+        raise Unsupported(
+            f"backend {backend!r} cannot honour this call: strategy {strategy!r} attends to parts of the keys, which "
+            'only "blocked" does. Pass backend="auto", or strategy="all_gather"'
+        )
+    balanced, ordered = _balanced(call, options, strategy, devices), options.order == "zigzag"
+    return _changed(division, strategy, reason, within=within, balanced=balanced, ordered=ordered)
+
+
+def _chosen(call: Call, backend: str, devices: int, n: int, k: int) -> tuple[str, str]:
+    _, _, t, _ = call.shape
+    (low, high), _ = call.mask.split_band()
+    within = gcd(devices, n, k)
+    share = t // devices
+    if backend not in ("auto", "blocked"):
+        if within == devices:
+            return "ulysses", f"{backend} needs whole sequences, and {devices} devices divide the {n} heads"
+        return "all_gather", f"{backend} needs all keys"
+    if low is not None and high is not None and high - low <= share:
+        return "ring", f"the mask shows {high - low + 1} keys, so only pieces of neighbours of {share} tokens are sent"
+    if within == devices:
+        return "ulysses", f"{devices} devices divide the {n} heads, which sends the least"
+    if within > 1:
+        return (
+            "ulysses+ring",
+            f"{within} neighbours divide the {n} query and {k} key/value heads",
+        )
+    return (
+        "ring",
+        f"{devices} devices and {k} key/value heads have no common divisor",
+    )
+
+
+def _balanced(call: Call, options: ContextOptions, strategy: str, devices: int) -> bool:
+    _, _, t, s = call.shape
+    if options.order == "zigzag" or (options.balance == "zigzag" and strategy != "ulysses"):
+        if t != s:
+            raise ValueError(f"the zigzag order is that of one sequence; got t={t}, s={s}. Pass balance='none'")
+        check_pieces(t, devices)
+        return True
+    (low, high), _ = call.mask.split_band()
+    causal = high is not None and low is None and t == s and t % (2 * devices) == 0
+    return options.balance == "auto" and strategy != "ulysses" and causal

@@ -1,0 +1,133 @@
+"""Which backend runs a call, on one device or on each device of a mesh, and why no other does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from flax_attn.backends.call import Call, Unsupported, prepare
+from flax_attn.backends.choose import choose, refusal, runs_on
+from flax_attn.backends.platform import PLATFORMS, platform_of
+from flax_attn.backends.registry import BACKENDS, load
+from flax_attn.backends.trees import split
+from flax_attn.functional.checks import check_choice
+from flax_attn.sharding.attention import attend
+from flax_attn.sharding.division import Division, divide
+from flax_attn.sharding.route import Route
+from flax_attn.sharding.shard import Shard
+from flax_attn.sharding.strategies import Kernel
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result of `explain`.
+
+    Args:
+        backend: the name of the backend that would run, or None if the one asked for refuses.
+        platform: where it would run.
+        refusals: for each backend why it cannot honour the call, or None.
+        memory: for each backend that can, its estimate of the bytes of temporaries of one forward call.
+        passed_over: the backends that `"auto"` would have taken before this one, had they not refused, best first.
+        division: how the call is divided over the mesh in use; then all else is about the part of one device.
+    """
+
+    backend: str | None
+    platform: str
+    refusals: dict[str, str | None]
+    memory: dict[str, int]
+    passed_over: tuple[str, ...]
+    division: Division | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend or 'nothing'} runs on {self.platform}", *_lines(self.division)]
+        for name, reason in self.refusals.items():
+            note = reason or f"can run, in about {self.memory[name] / 2**20:.1f} MiB beside inputs and output"
+            lines.append(f"{'->' if name == self.backend else '  '} {name:9}  {note}")
+        return "\n".join(lines)
+
+
+def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Explanation:
+    """Return which backend `dot_product_attention` with these arguments would run, and why not another.
+
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also inside a mask. Options are those of
+    `dot_product_attention`, and `platform`, to ask about `"cpu"`, `"gpu"` or `"tpu"` instead of the machine at hand.
+
+    Under a mesh the answer is about the part of one device, and `division` says what it has of the call.
+
+    Raises:
+        ValueError: where `dot_product_attention` does, except that a refusal is part of the result.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax_attn import Mask
+        >>> x = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
+        >>> found = explain(x, x, x, mask=Mask.causal(), platform="gpu")
+        >>> found.backend, found.refusals["splash"]
+        ('blocked', 'splash runs on TPU; got platform "gpu". Pass backend="auto"')
+    """
+    backend = options.pop("backend", "auto")
+    options.pop("return_weights", None)
+    options["platform"] = options.get("platform") or platform_of(query)
+    check_choice("platform", options["platform"], PLATFORMS)
+    found = []
+
+    abstract, mask_of = split(mask, jax.ShapeDtypeStruct)  # the rest of a mask stays known, as kernels may need it
+
+    def trace(query: Array, key: Array, value: Array, bias: Array | None, abstract: list[Array]) -> None:
+        call = prepare(query, key, value, bias, mask_of(abstract), **options)
+        division = divide(call, backend)
+        found.append(_explain(call, backend) if division is None else _of_one_device(division, call, backend))
+
+    jax.eval_shape(trace, query, key, value, bias, abstract)
+    return found[0]
+
+
+def _lines(division: Division | None) -> list[str]:
+    if division is None:
+        return []
+    names = {"rows": division.batch, "heads": division.heads, "queries": division.queries, "keys": division.keys}
+    split = [f"{name} over {' x '.join(axes)}" for name, axes in names.items() if axes]
+    balance = ", balanced in zigzag order" if division.balanced else ""
+    return [f"on each device: {', '.join(split)}; {division.strategy}{balance}: {division.reason}"]
+
+
+def _of_one_device(division: Division, call: Call, backend: str) -> Explanation:
+    kernel = _Explainer(backend)
+    attend(division, call, kernel)
+    return replace(kernel.found[0], division=division)
+
+
+@dataclass(frozen=True, eq=False)
+class _Explainer(Kernel):
+    """A kernel that computes nothing and keeps the explanation of what it is asked to compute."""
+
+    found: list[Explanation] = field(default_factory=list)
+
+    def attend(self, call: Call) -> Array:
+        self.found.append(_explain(call, self.backend))
+        return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
+
+    def attend_pieces(self, route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Array:
+        call = shard.as_call()
+        reason = "attends to all keys at once, and here they lie on several devices"
+        refusals = {name: None if name == "blocked" else f"{name} {reason}" for name in BACKENDS}
+        found = Explanation("blocked", call.platform, refusals, {"blocked": load("blocked").memory(call)}, ())
+        self.found.append(found)
+        return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
+
+
+def _explain(call: Call, backend: str) -> Explanation:
+    refusals = {name: refusal(load(name), call) for name in BACKENDS}
+    memory = {name: load(name).memory(call) for name, reason in refusals.items() if reason is None}
+    try:
+        chosen = choose(call, backend).name
+    except Unsupported:
+        chosen = None
+    before = takewhile(lambda name: name != chosen, BACKENDS)
+    wanted = (name for name in before if runs_on(load(name), call.platform) and load(name).preferred(call))
+    return Explanation(chosen, call.platform, refusals, memory, tuple(name for name in wanted if refusals[name]))

@@ -1,0 +1,126 @@
+"""The zigzag order of tokens: each device has an early and a late piece, and so the same share of causal work.
+
+With P devices a sequence is cut in 2 P pieces of equal size. Device i has the pieces i and 2 P - 1 - i.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from flax_attn.functional.checks import check_positive
+from flax_attn.functional.places import Places
+
+
+def pieces(devices: int) -> list[int]:
+    """Return the pieces in zigzag order.
+
+    Example:
+        >>> pieces(3)
+        [0, 5, 1, 4, 2, 3]
+    """
+    return [piece for i in range(devices) for piece in (i, 2 * devices - 1 - i)]
+
+
+def zigzag(x: Any, devices: int, axis: int = 1) -> Any:
+    """Return tokens in zigzag order, to be divided over a number of devices.
+
+    Args:
+        x: an array of JAX or NumPy.
+        devices: over which the axis of tokens is divided, its mesh axes multiplied.
+        axis: that of the tokens.
+
+    Raises:
+        ValueError: if the tokens do not divide into two pieces a device.
+
+    Example:
+        >>> zigzag(np.arange(8), devices=2, axis=0)
+        array([0, 1, 6, 7, 2, 3, 4, 5])
+    """
+    return _reorder(x, pieces(devices), axis, devices)
+
+
+def unzigzag(x: Any, devices: int, axis: int = 1) -> Any:
+    """Return tokens that are in zigzag order in their own order: the inverse of `zigzag`.
+
+    Example:
+        >>> unzigzag(zigzag(np.arange(8), devices=2, axis=0), devices=2, axis=0)
+        array([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    return _reorder(x, np.argsort(pieces(devices)).tolist(), axis, devices)
+
+
+def _reorder(x: Any, order: list[int], axis: int, devices: int) -> Any:
+    check_positive(devices=devices)
+    check_pieces(x.shape[axis], devices)
+    size = x.shape[axis] // len(order)
+    split = x.reshape(*x.shape[:axis], len(order), size, *x.shape[axis:][1:])
+    return split.take(np.array(order), axis=axis).reshape(x.shape)
+
+
+def check_pieces(tokens: int, devices: int) -> None:
+    """Raise unless tokens divide into two pieces a device."""
+    if tokens % (2 * devices):
+        short = -tokens % (2 * devices)
+        raise ValueError(
+            f"the zigzag order cuts a sequence in two equal pieces a device; got {tokens} tokens on {devices} devices. "
+            f"Add {short} tokens of padding and hide them with Mask.lengths, or use balance='none'"
+        )
+
+
+def exchange(x: Array, axis_name: tuple[str, ...], axis: int = 1) -> Array:
+    """Return a device's tokens in zigzag order, of tokens that lie in their own order; in `jax.shard_map`.
+
+    Every device has two neighbouring pieces, one even and one odd, and sends each to the device that has it in zigzag.
+    """
+    devices = jax.lax.axis_size(axis_name)
+    parts = jnp.split(x, 2, axis)
+    even, odd = (
+        jax.lax.ppermute(part, axis_name, [(i, _device_of(2 * i + parity, devices)) for i in range(devices)])
+        for parity, part in enumerate(parts)
+    )
+    return jnp.concatenate(_swapped_if_odd(even, odd, axis_name), axis)
+
+
+def exchange_back(x: Array, axis_name: tuple[str, ...], axis: int = 1) -> Array:
+    """Return a device's tokens in their own order, of tokens that lie in zigzag order: the inverse of `exchange`."""
+    devices = jax.lax.axis_size(axis_name)
+    early, late = jnp.split(x, 2, axis)
+    parts = _swapped_if_odd(early, late, axis_name)
+    parts = (
+        jax.lax.ppermute(part, axis_name, [(_device_of(2 * i + parity, devices), i) for i in range(devices)])
+        for parity, part in enumerate(parts)
+    )
+    return jnp.concatenate(list(parts), axis)
+
+
+def zigzag_places(axis_name: tuple[str, ...], size: int, within: int = 1) -> Places:
+    """Return where the `size` tokens of a device stand in zigzag order, or those of `within` neighbours together."""
+    devices, first = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name) // within * within
+    piece = size // (2 * within)
+    return Places(jnp.stack([first, 2 * devices - within - first]) * piece, within * piece)
+
+
+def joined(x: Array, devices: int, axis: int = 1) -> Array:
+    """Return tokens of neighbouring devices, joined one after the other in zigzag order, in their own order."""
+    return _reorder(x, [*range(0, 2 * devices, 2), *range(2 * devices - 1, 0, -2)], axis, devices)
+
+
+def unjoined(x: Array, devices: int, axis: int = 1) -> Array:
+    """Return tokens in the order in which `joined` takes them: its inverse."""
+    order = [*range(0, 2 * devices, 2), *range(2 * devices - 1, 0, -2)]
+    return _reorder(x, np.argsort(order).tolist(), axis, devices)
+
+
+def _device_of(piece: int, devices: int) -> int:
+    return min(piece, 2 * devices - 1 - piece)
+
+
+def _swapped_if_odd(first: Array, second: Array, axis_name: tuple[str, ...]) -> list[Array]:
+    # The early piece of an odd device is odd.
+    odd = jax.lax.axis_index(axis_name) % 2 == 1
+    return [jnp.where(odd, second, first), jnp.where(odd, first, second)]

@@ -1,0 +1,142 @@
+"""How pieces of the keys travel around a ring of devices, and which of them each device needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flax_attn.functional.masks import Mask
+from flax_attn.functional.places import Places
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of the pieces, known before tracing.
+
+    Args:
+        axes: mesh axes of the devices.
+        size: of the ring: how many places for pieces there are.
+        within: devices that share a place, each with its own heads.
+        runs: of neighbouring tokens in a piece: 2 in zigzag order, else 1.
+        keys: tokens of a piece.
+        needed: whether the device at place `i` attends to anything in the piece of place `j`.
+    """
+
+    axes: tuple[str, ...]
+    size: int
+    within: int
+    runs: int
+    keys: int
+    needed: tuple[tuple[bool, ...], ...]
+
+    @property
+    def hops(self) -> tuple[int, int]:
+        """How far a piece must travel, up and down the ring, to meet every device that needs it."""
+        everywhere = {(i - j) % self.size for i in range(self.size) for j in range(self.size) if self.needed[i][j]}
+        ways = [(max((d for d in everywhere if d < self.size - down), default=0), down) for down in range(self.size)]
+        return min(ways, key=lambda way: (sum(way), way[1]))
+
+    @property
+    def place(self) -> Any:
+        """The place of this device in the ring; in `jax.shard_map`."""
+        return lax.axis_index(self.axes) // self.within
+
+    def keys_of(self, place: Any) -> Places:
+        """Return where the keys of the piece of a place stand."""
+        return Places(jnp.stack(starts(place, self.size, self.runs, self.keys)), self.keys // self.runs)
+
+    def send(self, pieces: Any, hops: int, last: int | None = None) -> Any:
+        """Return pieces after so many hops up the ring, or down if negative.
+
+        With `last`, how many hops a piece makes in all, those that no device beyond needs are not sent.
+        """
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, self._pairs(hops, last)), pieces)
+
+    def _pairs(self, hops: int, last: int | None) -> list[tuple[int, int]]:
+        places = [i for i in range(self.size) if last is None or self._wanted((i + hops) % self.size, hops, last)]
+        return [
+            (i * self.within + member, (i + hops) % self.size * self.within + member)
+            for i in places
+            for member in range(self.within)
+        ]
+
+    def _wanted(self, place: int, direction: int, last: int) -> bool:
+        # Whether a piece that reaches this place after some hops is needed here or further on.
+        return any(
+            self.needed[(place + direction * more) % self.size][(place - direction * hop) % self.size]
+            for hop in range(1, last + 1)
+            for more in range(last - hop + 1)
+        )
+
+    def travel(self, direction: int, pieces: Any, step: Callable, sums: Any, carry: Any, own: bool) -> tuple[Any, Any]:
+        """Return `sums` and `carry` after `sums, carry = step(j, pieces, sums, carry)` for each piece that passes by.
+
+        `sums` travel with their piece, and are home again in the end. The next piece is sent before the present one is
+        used, so that both go on at once.
+
+        Args:
+            direction: 1 for up the ring, -1 for down.
+            pieces: those of this place.
+            step: takes the place `j` that the pieces are of.
+            sums: what is added up for each piece.
+            carry: what is added up on this device.
+            own: whether the device's own pieces are the first.
+        """
+        last, first = self.hops[0 if direction == 1 else 1], 0 if own else 1
+        if not own:
+            pieces = self.send(pieces, direction, last)
+
+        def hop(i, state):
+            pieces, sums, carry = state
+            coming = self.send(pieces, direction, last)
+            sums, carry = step((self.place - direction * i) % self.size, pieces, sums, carry)
+            return coming, self.send(sums, direction), carry
+
+        if first < last:
+            pieces, sums, carry = lax.fori_loop(first, last, hop, (pieces, sums, carry))
+        sums, carry = step((self.place - direction * last) % self.size, pieces, sums, carry)
+        return (self.send(sums, -direction * last) if last else sums), carry
+
+    def where_needed(self, j: Any, compute: Callable, otherwise: Any) -> Any:
+        """Return `compute()` if this device needs the piece of place `j`, else `otherwise`."""
+        if all(map(all, self.needed)):
+            return compute()
+        return lax.cond(jnp.asarray(np.array(self.needed))[self.place, j], compute, lambda: otherwise)
+
+
+def make_route(axes: tuple[str, ...], size: int, within: int, ordered: bool, mask: Mask, t: int, s: int) -> Route:
+    """Return the route for pieces of `s` keys, past devices with `t` queries that see them by the band of the mask."""
+    runs = 2 if ordered else 1
+    (low, high), _ = mask.split_band()
+
+    def sees(row: int, col: int) -> bool:
+        nearest, farthest = col - (row + t // runs - 1), col + s // runs - 1 - row
+        return (low is None or farthest >= low) and (high is None or nearest <= high)
+
+    needed = tuple(
+        tuple(
+            any(sees(row, col) for row in starts(i, size, runs, t) for col in starts(j, size, runs, s))
+            for j in range(size)
+        )
+        for i in range(size)
+    )
+    return Route(axes, size, within, runs, s, needed)
+
+
+def stay(axes: tuple[str, ...], size: int, keys: int) -> Route:
+    """Return the route of pieces that no other device needs."""
+    needed = tuple(tuple(i == j for j in range(size)) for i in range(size))
+    return Route(axes, size, 1, 1, keys, needed)
+
+
+def starts(place: Any, size: int, runs: int, tokens: int) -> tuple[Any, ...]:
+    """Return where the runs of tokens of a place begin."""
+    if runs == 1:
+        return (place * tokens,)
+    return place * (tokens // 2), (2 * size - 1 - place) * (tokens // 2)

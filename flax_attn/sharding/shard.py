@@ -1,0 +1,57 @@
+"""What one device has of an attention call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from flax_attn.backends.call import Call
+from flax_attn.functional.masks import Mask
+from flax_attn.functional.placed import Placed
+from flax_attn.functional.places import Places
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One device's rows of the batch, heads, queries and keys.
+
+    Args:
+        call: its arrays; the mask and the columns of the bias are those of the whole sequences.
+        b: where its rows of the batch stand.
+        n: where its heads stand.
+        rows: where its queries stand; None where it has all, in order.
+        cols: where its keys stand; None where it has all, in order.
+        s: number of keys of the whole.
+    """
+
+    call: Call
+    b: Places
+    n: Places
+    rows: Places | None
+    cols: Places | None
+    s: int
+
+    def as_call(self) -> Call:
+        """Return the shard as a call of its own."""
+        call = self.call
+        _, _, t, s = call.shape
+        rows, cols = self.rows or whole(t), self.cols or whole(s)
+        mask, bias, dropout = call.mask, call.bias, call.dropout
+        if mask.parts and not (self.rows is None and self.cols is None):
+            mask = Mask((Placed(mask, rows, cols, self.s),))
+        if bias is not None and self.cols is not None:
+            bias = self.cols.take(bias, 3)
+        if dropout is not None:
+            dropout = replace(dropout, places=(self.b, self.n, rows, cols))
+        return replace(call, mask=mask, bias=bias, dropout=dropout)
+
+    def with_keys(self, key: Array, value: Array, cols: Places | None) -> Shard:
+        """Return the shard with other keys and values."""
+        return replace(self, call=replace(self.call, key=key, value=value), cols=cols)
+
+
+def whole(size: int) -> Places:
+    """Return the places of all tokens of a sequence."""
+    return Places(jnp.zeros(1, jnp.int32), size)
