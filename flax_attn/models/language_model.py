@@ -22,6 +22,7 @@ from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
+from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
 
 Cache = tuple[KVCache, ...]
 
@@ -193,14 +194,17 @@ class LanguageModel(nnx.Module, Generic[C]):
     ) -> tuple[Array, Cache | None]:
         t = tokens.shape[-1]
         order = jnp.arange(t) if cache is None else cached_positions(self.trf_blocks, cache, t, lengths)
+        tokens = constrain(tokens, "batch", "tokens")
         x = self.embed(tokens, order if positions is None else jnp.asarray(positions), fold_in(dropout_key, 0))
+        x = constrain(x, *RESIDUAL)
         options = {"mask": mask, "positions": positions, "lengths": lengths}
         x, cache = run_blocks(self.trf_blocks, x, cache, dropout_key, self.remat, **options)
-        return self.final_norm(x), cache
+        return constrain(self.final_norm(x), *TOKENS), cache
 
     def logits(self, hidden: Float[Array, "*b d"]) -> Float[Array, "*b vocab"]:
         """Return the logits of what `hidden` returned."""
-        return self.tok_emb.attend(hidden) if self.out_head is None else self.out_head(hidden)
+        found = self.tok_emb.attend(hidden) if self.out_head is None else self.out_head(hidden)
+        return constrain(found, "batch", "tokens", "vocab")
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Cache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.

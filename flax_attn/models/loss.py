@@ -1,12 +1,9 @@
 """The loss of a language model: the mean cross entropy of the next tokens."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
@@ -14,9 +11,8 @@ from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.positions import segment_positions
 from flax_attn.functional.shapes import ArrayLike
+from flax_attn.models.cross_entropy import cross_entropy
 from flax_attn.models.language_model import LanguageModel
-
-_ROWS = 512  # tokens whose logits are in memory at a time
 
 
 def next_token_loss(
@@ -66,7 +62,7 @@ def next_token_loss(
     dtype = accumulation_dtype(hidden.dtype)
     weights = counted.astype(dtype) / jnp.maximum(counted.sum(), 1).astype(dtype)
     arrays = (hidden, jnp.roll(tokens, -1, axis=-1), weights)
-    return _total(*_head(model), *_chunks(*(x if tokens.ndim == 2 else x[None] for x in arrays)))
+    return cross_entropy(*_head(model), *(x if tokens.ndim == 2 else x[None] for x in arrays))
 
 
 def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
@@ -97,50 +93,3 @@ def _head(model: LanguageModel) -> tuple[Callable, Any]:
     name = "tok_emb" if model.out_head is None else "out_head"
     graph, head, rest = nnx.split(model, nnx.PathContains(name), ...)
     return lambda head, hidden: nnx.merge(graph, head, rest).logits(hidden), head
-
-
-def _chunks(*arrays: Array) -> list[Array]:
-    """Return arrays `(b, t, ...)` as `(count, b, chunk, ...)`, about `_ROWS` tokens a chunk, filled up with zeros."""
-    b, t = arrays[0].shape[:2]
-    chunk = -(-t // -(-b * t // _ROWS)) if b else t
-    fill = -t % chunk
-    padded = (jnp.pad(x, [(0, 0), (0, fill), *[(0, 0)] * (x.ndim - 2)]) for x in arrays)
-    return [rearrange(x, "b (count chunk) ... -> count b chunk ...", chunk=chunk) for x in padded]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _total(logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array) -> Float[Array, ""]:
-    """Return the sum of the weighted losses of all chunks."""
-
-    def add(total, chunk):
-        return total + _loss(logits, head, *chunk), None
-
-    return jax.lax.scan(add, jnp.zeros((), weights.dtype), (hidden, targets, weights))[0]
-
-
-def _total_forward(logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array):
-    # The gradients are taken here, from the logits of this chunk: to recompute these would cost a third more.
-    differentiate = jax.value_and_grad(partial(_loss, logits), argnums=(0, 1))
-
-    def add(sums, chunk):
-        loss, (of_head, of_hidden) = differentiate(head, *chunk)
-        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, (loss, of_head)), of_hidden
-
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), head)
-    start = (jnp.zeros((), weights.dtype), zeros)
-    (loss, of_head), of_hidden = jax.lax.scan(add, start, (hidden, targets, weights))
-    return loss, (jax.tree.map(lambda total, x: total.astype(x.dtype), of_head, head), of_hidden)
-
-
-def _total_backward(logits: Callable, gradients: tuple, cotangent: Array):
-    of_head, of_hidden = jax.tree.map(lambda x: cotangent.astype(x.dtype) * x, gradients)
-    return of_head, of_hidden, None, None
-
-
-_total.defvjp(_total_forward, _total_backward)
-
-
-def _loss(logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array) -> Float[Array, ""]:
-    scores = logits(head, hidden).astype(weights.dtype)
-    chosen = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-    return ((jax.nn.logsumexp(scores, axis=-1) - chosen) * weights).sum()

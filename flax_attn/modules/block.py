@@ -15,6 +15,7 @@ from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.modules.calls import Bias, CallOptions, Outputs, Returned, unpack
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.multi_head import MultiHeadAttention
+from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
 
 _Part = Callable[[Array], Array]
 
@@ -123,6 +124,7 @@ class TransformerBlock(nnx.Module):
         """
         check_tokens("x", x.shape, "d_model", self.att.d_in, self.att.context_length)
         x = x if self.att.dtype is None else x.astype(self.att.dtype)
+        x = constrain(x, *RESIDUAL)
         keys = [fold_in(dropout_key, i) for i in range(3)]
         attended = self.att(
             self._before(self.norm1, x),
@@ -144,9 +146,10 @@ class TransformerBlock(nnx.Module):
         return self.att.init_cache(b, capacity, dtype)
 
     def _before(self, norm: _Part | None, x: Array) -> Array:
-        return norm(x) if self.norm_first and norm is not None else x
+        return constrain(norm(x) if self.norm_first and norm is not None else x, *TOKENS)
 
     def _add(self, x: Array, y: Array, norm: _Part | None, post_norm: _Part | None, key: Array | None) -> Array:
+        y = constrain(y, *RESIDUAL)
         y = y if post_norm is None else post_norm(y)
         y = y if self.drop_shortcut is None else self.drop_shortcut(y, dropout_key=key)
         return x + y if self.norm_first or norm is None else norm(x + y)

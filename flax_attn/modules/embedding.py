@@ -8,7 +8,9 @@ from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.checks import check_ids, check_positive
 from flax_attn.modules.matrix_product import dot_general
+from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.parameters import named
+from flax_attn.sharding.products import sharding_of_rows
 
 
 class Embedding(nnx.Module):
@@ -54,7 +56,10 @@ class Embedding(nnx.Module):
     def __call__(self, ids: Integer[Array, "*shape"]) -> Float[Array, "*shape d"]:
         table = self.embedding[...]
         check_ids(ids.dtype.name)
-        found = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        table = constrain(table, self.embedding.out_sharding[0], None)  # XLA would gather more than the table is wide
+        found = table.at[ids].get(
+            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=sharding_of_rows(ids, table)
+        )
         return found if self.dtype is None else found.astype(self.dtype)
 
     def attend(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape size"]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from flax_attn.functional.checks import check_choice, check_positive, check_width
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.modules.linear import Linear
+from flax_attn.sharding.axes import constrain
 
 
 def _gelu_tanh(x: Array) -> Array:
@@ -86,9 +87,8 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x.shape, "d_model", self.d_model)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        first, activation, last = self.layers
+        return last(activation(constrain(first(x), "batch", "tokens", "hidden")))
 
 
 class GatedFeedForward(nnx.Module):
@@ -142,4 +142,5 @@ class GatedFeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x.shape, "d_model", self.d_model)
-        return self.W_down(self.activation(self.W_gate(x)) * self.W_up(x))
+        gate, up = (constrain(layer(x), "batch", "tokens", "hidden") for layer in (self.W_gate, self.W_up))
+        return self.W_down(self.activation(gate) * up)

@@ -9,6 +9,8 @@ from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.native import is_amd
 from flax_attn.native import product as native
+from flax_attn.sharding.axes import mesh_of
+from flax_attn.sharding.products import sharded_dot_general
 
 _PARTS = 16  # that the product of a single token is summed up from
 
@@ -30,7 +32,9 @@ def dot_general(x: Array, matrix: Array, dimension_numbers: Any, **options: Any)
         >>> dot_general(jnp.ones((2, 5, 3)), jnp.ones((3, 4)), (((2,), (0,)), ((), ()))).shape
         (2, 5, 4)
     """
-    if platform_of(x) != "cpu" or not jax.sharding.get_abstract_mesh().empty:
+    if not mesh_of(x, matrix).empty:
+        return sharded_dot_general(x, matrix, dimension_numbers, **options)
+    if platform_of(x) != "cpu":
         return jax.lax.dot_general(x, matrix, dimension_numbers, **options)
     ((_, contracted), batch), d = dimension_numbers, x.shape[-1]
     tokens = x.reshape(-1, d)

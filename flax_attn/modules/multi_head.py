@@ -29,6 +29,7 @@ from flax_attn.modules.calls import Bias, CallOptions, Outputs, Returned, unpack
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import RMSNorm
+from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.parameters import named
 
 
@@ -225,6 +226,7 @@ class MultiHeadAttention(nnx.Module):
         context, weights, _ = unpack(attended, return_weights)
         if cache is not None:
             context = jnp.where(cache.invalid[..., None, None, None], jnp.nan, context)
+        context = constrain(context, "batch", "tokens", "heads", None)
         output = checkpoint_name(self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output")
         return Outputs(output, weights, cache).pack()
 
@@ -253,6 +255,8 @@ class MultiHeadAttention(nnx.Module):
         q = rearrange(self.W_query(query), "... t (n h) -> ... t n h", n=self.num_heads)
         k = rearrange(self.W_key(key), "... s (k h) -> ... s k h", k=self.num_kv_heads)
         v = rearrange(self.W_value(value), "... s (k h) -> ... s k h", k=self.num_kv_heads)
+        q = constrain(q, "batch", "tokens", "heads", None)
+        k, v = (constrain(x, "batch", "tokens", "kv_heads", None) for x in (k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:

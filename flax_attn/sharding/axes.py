@@ -32,6 +32,8 @@ RULES: Rules = MappingProxyType(
     }
 )
 
+TOKENS = ("batch", "tokens", None)  # the axes of what layers compute on
+RESIDUAL = ("batch", "residual", None)  # and of what norms and sums do
 _in_use = jax.make_user_context(None)  # part of the key of every compiled function
 
 
@@ -75,6 +77,29 @@ def mesh_of(*arrays: Any) -> Any:
     return next((found for found in (mesh, *meshes) if not found.empty), mesh)
 
 
+def mesh_in_use(*arrays: Any) -> Any:
+    """Return the mesh in use if it has an axis of the table, larger than 1, that is ours to split over; else None.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mesh_in_use(jnp.ones(3)) is None
+        True
+    """
+    mesh = mesh_of(*arrays)
+    return mesh if not mesh.empty and any(mesh_axes(name, mesh) for name in table()) else None
+
+
+def free_axes(mesh: Any) -> set[str]:
+    """Return the axes of a mesh that the code around does not compute on by itself.
+
+    Example:
+        >>> sorted(free_axes(jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))))
+        ['data', 'tensor']
+    """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {axis for axis, kind in kinds if kind != AxisType.Manual}
+
+
 def mesh_axes(name: str | None, mesh: Any, free: bool = True) -> tuple[str, ...]:
     """Return the axes of a mesh, larger than 1, that an axis of that name is split over.
 
@@ -84,13 +109,9 @@ def mesh_axes(name: str | None, mesh: Any, free: bool = True) -> tuple[str, ...]
         >>> mesh_axes("batch", jax.sharding.AbstractMesh((4, 1), ("data", "fsdp")))
         ('data',)
     """
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     wanted = () if name is None else table()[name]
-    return tuple(
-        axis
-        for axis in wanted
-        if axis in kinds and mesh.shape[axis] > 1 and not (free and kinds[axis] == AxisType.Manual)
-    )
+    usable = free_axes(mesh) if free else mesh.axis_names
+    return tuple(axis for axis in wanted if axis in usable and mesh.shape[axis] > 1)
 
 
 def spec(names: Sequence[str | None], mesh: Any, shape: Sequence[int] | None = None) -> PartitionSpec:
@@ -117,28 +138,55 @@ def spec(names: Sequence[str | None], mesh: Any, shape: Sequence[int] | None = N
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """Return x, split over the mesh in use as its axes are named; without a mesh it is x itself.
+    """Return x, split over the mesh in use as its last axes are named; without a mesh it is x itself.
 
-    Axes that their mesh axes do not divide are not split.
+    Axes that have no name, or that their mesh axes do not divide, are not split. Of an array with fewer axes than
+    names, the last names hold: a sequence is a batch without its first axis. A mesh without an axis of the table is not
+    ours to split over: x is left as it is.
 
     Example:
         >>> import jax.numpy as jnp
         >>> constrain(jnp.ones((2, 5, 3)), "batch", "tokens", None).shape
         (2, 5, 3)
     """
-    mesh = mesh_of(x)
-    if mesh.empty or not any(mesh_axes(name, mesh) for name in names):
+    mesh = mesh_in_use(x)
+    if mesh is None:
         return x
-    wanted = spec(names, mesh, x.shape)
-    explicit = _only(wanted, mesh, AxisType.Explicit)
+    names = (*[None] * (x.ndim - len(names)), *names[max(0, len(names) - x.ndim) :])
+    return place(x, mesh, spec(names, mesh, x.shape))
+
+
+def place(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
+    """Return x as it lies on a mesh by a spec, whichever kind the axes of the mesh are of."""
     if AxisType.Explicit in mesh.axis_types:
-        x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
+        x = jax.sharding.reshard(x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Explicit)))
     if AxisType.Auto in mesh.axis_types:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Auto)))
     return x
 
 
+def place_like(x: Array, other: Array) -> Array:
+    """Return x split over Explicit axes as another array is, which its type tells; how Auto axes split it XLA decides.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> place_like(jnp.ones(3), jnp.zeros(3)).shape
+        (3,)
+    """
+    mesh = mesh_of(other)
+    return place(x, mesh, jax.typeof(other).sharding.spec) if AxisType.Explicit in mesh.axis_types else x
+
+
+def axes_in(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes of one entry of a spec: none, one by its name, or several.
+
+    Example:
+        >>> axes_in(None), axes_in("data"), axes_in(("data", "fsdp"))
+        ((), ('data',), ('data', 'fsdp'))
+    """
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def _only(wanted: PartitionSpec, mesh: Any, kind: AxisType) -> PartitionSpec:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    entries = ((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in wanted)
-    return PartitionSpec(*(tuple(axis for axis in entry if kinds[axis] == kind) or None for entry in entries))
+    return PartitionSpec(*(tuple(axis for axis in axes_in(entry) if kinds[axis] == kind) or None for entry in wanted))

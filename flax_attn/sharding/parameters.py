@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_attn.sharding.axes import spec, table
+from flax_attn.sharding.axes import axes_in, spec, table
 
 M = TypeVar("M", bound=nnx.Pytree)
 _UNIT = "sharding_unit"
@@ -70,7 +70,7 @@ def shardings(tree: Any, mesh: Any) -> Any:
     """
     check_mesh(mesh)
     state = tree if isinstance(tree, nnx.State) else nnx.state(tree)
-    return jax.tree.map(lambda x: x.replace(_sharding(x, mesh)), state, is_leaf=_is_variable)
+    return jax.tree.map(lambda to: NamedSharding(mesh, to), specs(state, mesh))
 
 
 def shard(tree: M, mesh: Any) -> M:
@@ -140,13 +140,33 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def _sharding(variable: nnx.Variable, mesh: Any) -> NamedSharding:
-    names, shape = variable.get_metadata().get("out_sharding"), variable.shape
-    if not names or len(names) != len(shape):  # some optimizers keep sums over axes of a parameter
-        return NamedSharding(mesh, PartitionSpec())
-    unit = variable.get_metadata().get(_UNIT, (1,) * len(shape))
-    return NamedSharding(mesh, spec(names, mesh, [size // each for size, each in zip(shape, unit, strict=True)]))
+def specs(state: Any, mesh: Any, only: str | None = None, but: Collection[str] = ()) -> Any:
+    """Return how the variables of a state are split over a mesh.
 
+    Args:
+        state: of Flax variables.
+        mesh: with axes of the table.
+        only: the one name whose axes are split; None is all.
+        but: mesh axes that are used otherwise: what would be split over one of them is whole.
 
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mesh = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tensor"))
+        >>> param = nnx.Param(jnp.ones((6, 8)), **named("vocab", "embed"))
+        >>> specs(param, mesh, only="vocab").get_value() == PartitionSpec("tensor", None)
+        True
+    """
+
+    def of_one(x: nnx.Variable) -> nnx.Variable:
+        names, shape = x.get_metadata().get("out_sharding"), x.shape
+        if not names or len(names) != len(shape):  # some optimizers keep sums over axes of a parameter
+            return x.replace(PartitionSpec())
+        unit = x.get_metadata().get(_UNIT, (1,) * len(shape))
+        found = spec(names, mesh, [size // each for size, each in zip(shape, unit, strict=True)])
+        wanted = (
+            only in (None, name) and not set(axes_in(entry)) & set(but)
+            for name, entry in zip(names, found, strict=True)
+        )
+        return x.replace(PartitionSpec(*(entry if keep else None for keep, entry in zip(wanted, found, strict=True))))
+
+    return jax.tree.map(of_one, state, is_leaf=lambda x: isinstance(x, nnx.Variable))

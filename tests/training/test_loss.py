@@ -8,7 +8,7 @@ from flax import nnx
 
 from flax_attn import GPT2, GPT2Config
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.models import loss
+from flax_attn.models import cross_entropy
 from flax_attn.models.loss import next_token_loss
 
 TOKENS = np.random.default_rng(0).integers(0, 19, (3, 14)).astype(np.int32)
@@ -35,7 +35,7 @@ def lesson(model, function=next_token_loss):
 
 @pytest.mark.parametrize(("rows", "tied"), [(1, True), (12, False), (42, True), (512, False)])
 def test_the_number_of_tokens_at_a_time_changes_nothing(rows, tied, x64, close, monkeypatch):
-    monkeypatch.setattr(loss, "_ROWS", rows)
+    monkeypatch.setattr(cross_entropy, "_ROWS", rows)
     model = build(jnp.float64, tied=tied)
     close(lesson(model), lesson(model, plain))
 
@@ -74,6 +74,6 @@ def test_sums_are_taken_in_float32():
 def test_gradients_of_the_head_are_summed_in_float32(monkeypatch):
     model = build(jnp.bfloat16, tied=False)
     truth = lesson(model)[1]["out_head"]["kernel"].astype(jnp.float32)
-    monkeypatch.setattr(loss, "_ROWS", 1)
+    monkeypatch.setattr(cross_entropy, "_ROWS", 1)
     found = lesson(model)[1]["out_head"]["kernel"].astype(jnp.float32)
     assert jnp.abs(found - truth).max() <= 2 * float(jnp.finfo(jnp.bfloat16).eps) * jnp.abs(truth).max()

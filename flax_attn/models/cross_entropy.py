@@ -1,0 +1,147 @@
+"""The sum of weighted cross entropies of hidden states: a few tokens at a time, each device its own under a mesh."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Integer
+
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.sharding.axes import axes_in, free_axes, mesh_in_use, place, place_like, spec
+from flax_attn.sharding.parameters import specs
+
+_ROWS = 512  # tokens whose logits are in memory at a time
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def cross_entropy(
+    logits: Callable,
+    head: Any,
+    hidden: Float[Array, "b t d"],
+    targets: Integer[Array, "b t"],
+    weights: Float[Array, "b t"],
+) -> Float[Array, ""]:
+    """Return the sum of `weights * -log softmax(logits(head, hidden))[targets]`.
+
+    Under a mesh each device computes its tokens, for its part of the vocabulary. What else the parameters of the head
+    are split over is gathered once, and their gradients are summed over the devices once.
+
+    Args:
+        logits: the head as a function of its parameters and of hidden states.
+        head: its parameters, Flax variables with the names of their axes.
+        hidden: the input of the head.
+        targets: the tokens that follow.
+        weights: of the losses; sums are taken in their dtype.
+    """
+    return _on_mesh(False, logits, head, hidden, targets, weights)
+
+
+def _forward(logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array):
+    # The gradients are taken here, from the logits of this chunk: to recompute these would cost a third more.
+    loss, *gradients = _on_mesh(True, logits, head, hidden, targets, weights)
+    return loss, tuple(gradients)
+
+
+def _backward(logits: Callable, gradients: tuple, cotangent: Array):
+    of_head, of_hidden = jax.tree.map(lambda x: cotangent.astype(x.dtype) * x, gradients)
+    return of_head, of_hidden, None, None
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+class _Split(NamedTuple):
+    """The mesh axes that tokens are split over, and those that the vocabulary is."""
+
+    tokens: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
+
+
+def _on_mesh(gradients: bool, logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array) -> Any:
+    """Return the loss, and the gradients of head and hidden states if asked for, each device having its part."""
+    compute = _loss_and_gradients if gradients else _loss
+    mesh = mesh_in_use(hidden)
+    if mesh is None:
+        return compute(logits, _Split(), head, hidden, targets, weights)
+    rows = spec(("batch", "tokens"), mesh, targets.shape)
+    split, of_head = _split(head, rows, mesh)
+    where = (of_head, PartitionSpec(*rows, None), rows, rows)
+    local = jax.shard_map(
+        partial(compute, logits, split),
+        mesh=mesh,
+        in_specs=where,
+        out_specs=(PartitionSpec(), *where[:2]) if gradients else PartitionSpec(),
+        axis_names=free_axes(mesh),
+        check_vma=False,  # sums over devices are taken by hand
+    )
+    results = local(*jax.tree.map(lambda x, to: place(x, mesh, to), (head, hidden, targets, weights), where))
+    return (results[0], *jax.tree.map(place_like, results[1:], (head, hidden))) if gradients else results
+
+
+def _split(head: Any, rows: PartitionSpec, mesh: Any) -> tuple[_Split, Any]:
+    """Return the mesh axes, and the specs of a head that is split along the vocabulary alone."""
+    tokens = tuple(axis for entry in rows for axis in axes_in(entry))
+    of_head = specs(head, mesh, only="vocab", but=tokens)
+    entries = {axes_in(entry) for one in jax.tree.leaves(of_head) for entry in one} - {()}
+    return _Split(tokens, *entries), of_head
+
+
+def _loss(logits: Callable, split: _Split, head: Any, *rows: Array) -> Float[Array, ""]:
+    """Return the loss of all chunks."""
+
+    def add(total, chunk):
+        hidden, targets, weights = chunk
+        return total + _of_chunk(logits(head, hidden), targets, weights, split.vocab)[0], None
+
+    chunks = _chunks(*rows)
+    return _sum(jax.lax.scan(add, jnp.zeros((), chunks[-1].dtype), chunks)[0], split.tokens)
+
+
+def _loss_and_gradients(logits: Callable, split: _Split, head: Any, *rows: Array) -> tuple[Array, Any, Array]:
+    """Return the loss of all chunks, and the gradients of the head and of the hidden states."""
+
+    def add(sums, chunk):
+        hidden, targets, weights = chunk
+        scores, pull = jax.vjp(logits, head, hidden)
+        loss, slope = _of_chunk(scores, targets, weights, split.vocab)
+        of_head, of_hidden = pull(slope)
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, (loss, of_head)), of_hidden
+
+    chunks = _chunks(*rows)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), head)
+    (loss, of_head), of_hidden = jax.lax.scan(add, (jnp.zeros((), chunks[-1].dtype), zeros), chunks)
+    of_hidden = rearrange(of_hidden, "count b chunk d -> b (count chunk) d")[:, : rows[0].shape[1]]
+    loss, of_head = _sum((loss, of_head), split.tokens)
+    return loss, jax.tree.map(lambda total, x: total.astype(x.dtype), of_head, head), _sum(of_hidden, split.vocab)
+
+
+def _chunks(*arrays: Array) -> list[Array]:
+    """Return arrays `(b, t, ...)` as `(count, b, chunk, ...)`, about `_ROWS` tokens a chunk, filled up with zeros."""
+    b, t = arrays[0].shape[:2]
+    chunk = -(-t // -(-b * t // _ROWS)) if b else t
+    fill = -t % chunk
+    padded = (jnp.pad(x, [(0, 0), (0, fill), *[(0, 0)] * (x.ndim - 2)]) for x in arrays)
+    return [rearrange(x, "b (count chunk) ... -> count b chunk ...", chunk=chunk) for x in padded]
+
+
+def _of_chunk(scores: Array, targets: Array, weights: Array, vocab: tuple[str, ...]) -> tuple[Array, Array]:
+    """Return the loss, and its gradient by the scores, of which each device has a part of the vocabulary."""
+    wide, size = scores.astype(weights.dtype), scores.shape[-1]
+    first = (jax.lax.axis_index(vocab) * size).astype(targets.dtype) if vocab else 0
+    hit = (targets - first)[..., None] == jnp.arange(size, dtype=targets.dtype)[None, None]
+    top = _sum(jax.lax.stop_gradient(wide.max(axis=-1, keepdims=True)), vocab, jax.lax.pmax)
+    normaliser = top + jnp.log(_sum(jnp.exp(wide - top).sum(axis=-1, keepdims=True), vocab))
+    chosen = _sum(jnp.where(hit, wide, 0).sum(axis=-1), vocab)
+    chosen = jnp.where((targets >= 0) & (targets < _sum(1, vocab) * size), chosen, jnp.nan)
+    loss = ((normaliser[..., 0] - chosen) * weights).sum()
+    slope = (jnp.exp(wide - normaliser) - hit.astype(wide.dtype)) * weights[..., None]
+    return loss, slope.astype(scores.dtype)
+
+
+def _sum(tree: Any, axes: tuple[str, ...], reduce: Callable = jax.lax.psum) -> Any:
+    """Return the sums over mesh axes."""
+    return reduce(tree, axes) if axes else tree

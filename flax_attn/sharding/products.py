@@ -1,0 +1,54 @@
+"""Products and rows of parameters on a mesh with Explicit axes, where JAX asks how the result is split."""
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from flax_attn.sharding.axes import axes_in, mesh_of
+
+
+def sharded_dot_general(x: Array, matrix: Array, dimension_numbers: Any, **options: Any) -> Array:
+    """Return `jax.lax.dot_general` of tokens `(..., d)` with a matrix, on a mesh.
+
+    XLA splits a product over Auto axes. Over Explicit ones the result is split as the tokens are, and its last axis as
+    that of the matrix: what the matrix splits over axes that split tokens already (`fsdp`) is gathered for the product,
+    and parts of a sum are summed.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> sharded_dot_general(jnp.ones((2, 5, 3)), jnp.ones((3, 4)), (((2,), (0,)), ((), ()))).shape
+        (2, 5, 4)
+    """
+    mesh = mesh_of(x, matrix)
+    if AxisType.Explicit not in mesh.axis_types:
+        return jax.lax.dot_general(x, matrix, dimension_numbers, **options)
+    (_, (contracted,)), _ = dimension_numbers
+    *tokens, summed = _entries(x)
+    taken = {axis for entry in (*tokens, summed) for axis in axes_in(entry)}
+    kept = tuple(axis for axis in axes_in(_entries(matrix)[1 - contracted]) if axis not in taken) or None
+    of_matrix = (summed, kept) if contracted == 0 else (kept, summed)
+    matrix = jax.sharding.reshard(matrix, NamedSharding(mesh, PartitionSpec(*of_matrix)))
+    options["out_sharding"] = NamedSharding(mesh, PartitionSpec(*tokens, kept))
+    return jax.lax.dot_general(x, matrix, dimension_numbers, **options)
+
+
+def sharding_of_rows(ids: Array, table: Array) -> NamedSharding | None:
+    """Return how the rows of a table are split on a mesh with Explicit axes: as the ids are; None without such axes.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> sharding_of_rows(jnp.ones((2, 5), int), jnp.ones((7, 4))) is None
+        True
+    """
+    mesh = mesh_of(ids, table)
+    if AxisType.Explicit not in mesh.axis_types:
+        return None
+    return NamedSharding(mesh, PartitionSpec(*_entries(ids), None))
+
+
+def _entries(x: Array) -> tuple[Any, ...]:
+    """Return for each axis of an array the mesh axes that it is split over by its type."""
+    entries = tuple(jax.typeof(x).sharding.spec)
+    return (*entries, *[None] * (x.ndim - len(entries)))
