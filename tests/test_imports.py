@@ -14,7 +14,7 @@ import flax_attn
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flax_attn"
-LIBRARY = {"functional", "native", "backends", "attention", "modules"}
+LIBRARY = {"functional", "native", "backends", "sharding", "attention", "modules"}
 LAYERS = {  # lowest first, and the layers that each may import; the package is `flax_attn/__init__.py`
     "functional": set(),
     "convert": set(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from flax_attn.plan.hlo import Hlo, Run, Shape
 
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,29 @@ def collectives(program: Hlo, mesh: Mapping[str, int]) -> list[Collective]:
         [Collective(kind='all-reduce', axes=('tensor',), count=1, bytes=12)]
     """
     found: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(lambda: [0, 0])
-    for run in program.runs():
-        kind = run.instruction.opcode.removesuffix("-start")
-        if kind in _KINDS:
-            group = _group(run.instruction.attributes, kind, prod(mesh.values()))
-            total = found[kind, _axes(group, mesh)]
-            total[0] += run.times
-            total[1] += run.times * _sent(kind, len(group), sum(shape.bytes for shape in _operands(run)))
+    for run in _once(run for run in program.runs() if _kind(run) in KINDS):
+        group = _group(run.instruction.attributes, _kind(run), prod(mesh.values()))
+        total = found[_kind(run), _axes(group, mesh)]
+        total[0] += run.times
+        total[1] += run.times * _sent(_kind(run), len(group), sum(shape.bytes for shape in _operands(run)))
     rows = [Collective(kind, axes, *total) for (kind, axes), total in found.items() if axes]
     return sorted(rows, key=lambda row: -row.bytes)
+
+
+def _kind(run: Run) -> str:
+    return run.instruction.opcode.removesuffix("-start")
+
+
+def _once(runs: Iterable[Run]) -> Iterator[Run]:
+    """Yield each collective once: one that goes on during products is written again in each fusion that it spans."""
+    spread: dict[str, Run] = {}
+    for run in runs:
+        channel = re.search(r"channel_id=(\d+)", run.instruction.attributes)
+        if not run.fused or channel is None:
+            yield run
+        elif channel[1] not in spread or run.times < spread[channel[1]].times:
+            spread[channel[1]] = run
+    yield from spread.values()
 
 
 def _operands(run: Run) -> Iterator[Shape]:

@@ -8,6 +8,7 @@ from math import prod
 
 import numpy as np
 
+from flax_attn.plan.collectives import KINDS
 from flax_attn.plan.hlo import Computation, Hlo, Instruction, Run, Shape
 
 # These move nothing, or what they call does. The data of an asynchronous pair is counted where it starts.
@@ -28,11 +29,14 @@ def flops(program: Hlo) -> int:
         >>> flops(read("\n".join([*lines, f"  ROOT %y = f32[3,3]{{1,0}} {dot}", "}"])))
         90
     """
-    counts = {"dot": _dot, "convolution": _convolution}
-    return sum(
-        run.times * counts[run.instruction.opcode](run.instruction, run.computation)
-        for run in program.runs()
-        if run.instruction.opcode in counts
+    return sum(run.times * _products(run.instruction, run.computation) for run in program.runs())
+
+
+def has_kernels(program: Hlo) -> bool:
+    """Return whether a program runs kernels of attention that XLA did not write, and so does not know."""
+    calls = (run.instruction for run in program.runs() if run.instruction.opcode == "custom-call")
+    return any(
+        re.search(r'custom_call_target="(tpu_custom_call|__cudnn|mosaic_gpu|triton)', x.attributes) for x in calls
     )
 
 
@@ -52,8 +56,17 @@ def _is_free(instruction: Instruction) -> bool:
     return instruction.opcode in _FREE or instruction.opcode.endswith("-done") or reserves
 
 
+def _products(instruction: Instruction, computation: Computation) -> int:
+    if instruction.opcode == "convolution":
+        return _convolution(instruction, computation)
+    if instruction.opcode == "dot" or (instruction.opcode == "custom-call" and "__cublas" in instruction.attributes):
+        return _dot(instruction, computation)
+    return 0
+
+
 def _dot(dot: Instruction, computation: Computation) -> int:
-    contracted = _numbers(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
+    """Return the operations: the results times what each is a sum over, as XLA or a call of cuBLAS writes it."""
+    contracted = _numbers(r'lhs_contracting_dim(?:s=|ensions":)[\[{]([\d,"]*)[\]}]', dot.attributes)
     (left, *_) = computation[dot.operands[0]].shapes
     return 2 * prod(dot.shapes[0].sizes) * prod(left.sizes[i] for i in contracted)
 
@@ -105,7 +118,17 @@ def _moved(run: Run, program: Hlo) -> int:
     if instruction.opcode != "fusion":
         return sum(map(_bytes, operands)) + _bytes(instruction.shapes)
     fused = program.computations[instruction.called[0]]
-    return sum(_read(shapes, i, fused) for i, shapes in enumerate(operands)) + _written(instruction.shapes, fused)
+    results, passed = _passed(instruction, fused)
+    read = sum(_read(shapes, i, fused) for i, shapes in enumerate(operands) if i not in passed)
+    return read + sum(size for i, size in enumerate(_written(instruction.shapes, fused)) if i not in results)
+
+
+def _passed(fusion: Instruction, fused: Computation) -> tuple[set[int], set[int]]:
+    """Return which results and operands are buffers of a collective that goes on meanwhile, and are passed on."""
+    if not any(x.opcode.removesuffix("-start") in KINDS for x in fused.values()):
+        return set(), set()
+    pairs = re.findall(r"\{(\d*)\}: \((\d+), \{", fusion.attributes)
+    return {int(result or 0) for result, _ in pairs}, {int(operand) for _, operand in pairs}
 
 
 def _read(shapes: Sequence[Shape], index: int, fused: Computation) -> int:
@@ -119,15 +142,15 @@ def _read(shapes: Sequence[Shape], index: int, fused: Computation) -> int:
     return sum(_bytes(x.shapes) for x in users if x.opcode in _PARTS)
 
 
-def _written(shapes: Sequence[Shape], fused: Computation) -> int:
-    """Return the bytes that a fusion writes."""
+def _written(shapes: Sequence[Shape], fused: Computation) -> list[int]:
+    """Return the bytes that a fusion writes to each of its results."""
     root = next(x for x in fused.values() if x.root)
-    results = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return sum(
-        _bytes(fused[result.operands[1]].shapes) if result.opcode == "dynamic-update-slice" else _bytes([shape])
-        for result, shape in zip(results, shapes, strict=False)
-        if _bytes([shape])
-    )
+    results = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root] * len(shapes)
+    updates = [fused[x.operands[1]].shapes if x.opcode == "dynamic-update-slice" else None for x in results]
+    return [
+        min(_bytes([shape]), _bytes(update) if update else _bytes([shape]))
+        for shape, update in zip(shapes, updates, strict=False)
+    ]
 
 
 def _takes_part(user: Instruction, name: str) -> bool:

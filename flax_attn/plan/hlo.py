@@ -113,13 +113,21 @@ class Hlo:
         """Return how often a loop runs: as XLA says, or where it counts from 0 up to below a constant, as JAX's do."""
         if found := _TRIPS.search(loop.attributes):
             return int(found[1])
-        (condition,) = re.findall(r"condition=%([\w.\-]+)", loop.attributes)
-        turns = self.computations[condition]
-        root = next(x for x in turns.values() if x.root)
+        condition, body = (self.computations[name] for name in self._parts(loop))
+        root = _root(condition)
         if root.opcode != "compare" or "direction=LT" not in root.attributes:
             return None
-        limit = turns[root.operands[1]]
-        return int(limit.literal) if limit.opcode == "constant" else None
+        count, limit = (condition[name] for name in root.operands)
+        place = re.search(r"index=(\d+)", count.attributes)
+        if limit.opcode != "constant" or place is None or _root(body).opcode != "tuple":
+            return None
+        step = _added(body[_root(body).operands[int(place[1])]], body)
+        return -(-int(limit.literal) // step) if step else None
+
+    def _parts(self, loop: Instruction) -> tuple[str, str]:
+        """Return the names of the condition and the body of a loop."""
+        names = dict(re.findall(r"(condition|body)=%([\w.\-]+)", loop.attributes))
+        return names["condition"], names["body"]
 
     def _runs(self, name: str, times: int, fused: bool) -> Iterator[Run]:
         computation = self.computations[name]
@@ -148,6 +156,25 @@ def read(text: str) -> Hlo:
         elif name := _NAME.match(line):
             current[name[1]] = _instruction(name[1], line[name.end() :], line.lstrip().startswith("ROOT "))
     return Hlo(computations, entry)
+
+
+def _root(computation: Computation) -> Instruction:
+    return next(x for x in computation.values() if x.root)
+
+
+def _added(value: Instruction, computation: Computation) -> int | None:
+    """Return the constant that is added to an element of the state of a loop, or None where it is not just that."""
+    if value.opcode == "get-tuple-element":
+        return 0
+    operands = [computation[name] for name in value.operands]
+    if value.opcode in ("copy", "bitcast"):
+        return _added(operands[0], computation)
+    constants = [int(x.literal) for x in operands if x.opcode == "constant"]
+    others = [x for x in operands if x.opcode != "constant"]
+    if value.opcode not in ("add", "fusion") or len(constants) != 1 or len(others) != 1:
+        return None
+    before = _added(others[0], computation)
+    return None if before is None else before + constants[0]
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:

@@ -20,6 +20,7 @@ from flax_attn.plan.collectives import Collective, collectives
 from flax_attn.plan.hlo import read
 from flax_attn.plan.job import Job
 from flax_attn.plan.placement import cache_on, mesh_for, model_on, optimizer_on, place_cache, tokens_on
+from flax_attn.plan.work import Work
 from flax_attn.training.step import train_step
 
 # How XLA for TPU refuses a program that takes more memory than the chip has.
@@ -33,6 +34,7 @@ class Phase:
     Args:
         name: what it does.
         work: operations that the model asks for.
+        kernels: those of attention, where it runs in kernels that do not say what they compute.
         arguments: bytes of its inputs; those that it writes in place are not in memory a second time.
         temporaries: bytes beside these.
         peak: bytes of all of it at once.
@@ -50,6 +52,7 @@ class Phase:
     temporaries: int = 0
     peak: int = 0
     flops: int = 0
+    kernels: int = 0
     moved: int = 0
     collectives: Sequence[Collective] = ()
     endless: int = 0
@@ -59,7 +62,7 @@ class Phase:
     def times(self, chip: Chip) -> dict[str, float]:
         """Return the seconds that compute, memory and links would each take at the rates of a chip."""
         sent = sum(row.bytes for row in self.collectives)
-        parts = {"compute": (max(self.flops, self.work), chip.flops), "memory": (self.moved, chip.bandwidth)}
+        parts = {"compute": (self.flops + self.kernels, chip.flops), "memory": (self.moved, chip.bandwidth)}
         parts["links"] = (sent, chip.links)
         return {name: amount / rate for name, (amount, rate) in parts.items() if rate and self.compiled}
 
@@ -120,9 +123,9 @@ def _lower(function: Callable, mesh: Mesh, *inputs: Any) -> Callable[[], jax.sta
     return lower
 
 
-def _phase(name: str, lower: Callable[[], Any], job: Job, total: int) -> Phase:
-    """Return the phase whose program `lower` makes, for a model that asks for so many operations in all."""
-    start, each = time.perf_counter(), total // job.topology.size
+def _phase(name: str, lower: Callable[[], Any], job: Job, asked: Work) -> Phase:
+    """Return the phase whose program `lower` makes."""
+    start, each = time.perf_counter(), asked.total // job.topology.size
     program = lower()
     try:
         program = program.compile()
@@ -134,7 +137,8 @@ def _phase(name: str, lower: Callable[[], Any], job: Job, total: int) -> Phase:
         return Phase(name, each, peak=used, compiled=False, seconds=seconds)
     with suppress(AttributeError):
         program = program.compiled  # of Flax
-    return _read(Phase(name, each, seconds=time.perf_counter() - start), program, job)
+    attention = asked.attention * (4 if job.train and job.remat else 3) // 3 // job.topology.size
+    return _read(Phase(name, each, kernels=attention, seconds=time.perf_counter() - start), program, job)
 
 
 def _read(phase: Phase, program: jax.stages.Compiled, job: Job) -> Phase:
@@ -148,6 +152,7 @@ def _read(phase: Phase, program: jax.stages.Compiled, job: Job) -> Phase:
         temporaries=temporaries,
         peak=arguments + outputs + temporaries,
         flops=cost.flops(hlo),
+        kernels=phase.kernels if cost.has_kernels(hlo) else 0,
         moved=cost.moved(hlo),
         collectives=collectives(hlo, job.mesh),
         endless=hlo.endless,

@@ -87,7 +87,7 @@ def times(plan: Plan, phase: Phase) -> Table:
     for name in ("amount", "rate", "ms"):
         table.add_column(name, justify="right")
     rows = {
-        "compute": (f"{phase.flops / 1e12:.3g} TFLOP", chip.flops, "TFLOP/s", 1e12),
+        "compute": (f"{(phase.flops + phase.kernels) / 1e12:.3g} TFLOP", chip.flops, "TFLOP/s", 1e12),
         "memory": (f"{phase.moved / 1e9:.3g} GB", chip.bandwidth, "GB/s", 1e9),
         "links": (f"{sum(row.bytes for row in phase.collectives) / 1e9:.3g} GB", chip.links, "GB/s", 1e9),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 from flax import nnx
@@ -12,25 +13,38 @@ from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.plan.job import Job
 
 
-def training(job: Job, model: LanguageModel) -> int:
+@dataclass(frozen=True)
+class Work:
+    """Operations of all devices together: of products with parameters, and of queries with keys and values."""
+
+    parameters: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.parameters + self.attention
+
+
+def training(job: Job, model: LanguageModel) -> Work:
     """Return the operations of a training step: forward, and twice that for the gradients.
 
     What is recomputed under `remat` is not asked for by the model, and is left out.
     """
-    return 3 * prefill(job, model)
+    forward = prefill(job, model)
+    return Work(3 * forward.parameters, 3 * forward.attention)
 
 
-def prefill(job: Job, model: LanguageModel) -> int:
+def prefill(job: Job, model: LanguageModel) -> Work:
     """Return the operations of a forward pass over all tokens."""
-    t, weights = job.tokens, _weights(model)
-    pairs = (_pairs(t, att.window) * _width(att) for att in _attentions(model))
-    return job.batch * (2 * weights * t + sum(pairs))
+    seen = sum(_pairs(job.tokens, att.window) * _width(att) for att in _attentions(model))
+    return Work(2 * job.batch * job.tokens * _weights(model), job.batch * seen)
 
 
-def decoding(job: Job, model: LanguageModel) -> int:
+def decoding(job: Job, model: LanguageModel) -> Work:
     """Return the operations of one more token for each sequence, behind a cache of all tokens."""
-    seen = (min(job.tokens, att.window or job.tokens) * _width(att) for att in _attentions(model))
-    return job.batch * (2 * _weights(model) + sum(seen))
+    seen = sum(min(job.tokens, att.window or job.tokens) * _width(att) for att in _attentions(model))
+    return Work(2 * job.batch * _weights(model), job.batch * seen)
 
 
 def _weights(model: LanguageModel) -> int:

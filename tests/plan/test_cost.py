@@ -69,6 +69,29 @@ def test_of_stacked_parameters_a_fusion_reads_one_layer(as_a_user_has_jax):
     assert 1 <= of_a_scan() < 4
 
 
+CUBLAS = """
+ENTRY %main (x: bf16[6,5], y: bf16[5,7]) -> (bf16[6,7], s8[1024]) {
+  %x = bf16[6,5]{1,0} parameter(0)
+  %y = bf16[5,7]{1,0} parameter(1)
+  ROOT %z = (bf16[6,7]{1,0}, s8[1024]{0}) custom-call(%x, %y), custom_call_target="__cublas$gemm", CONFIG
+}
+"""
+CONFIG = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+
+
+def test_products_of_cublas_are_counted():
+    assert cost.flops(read(CUBLAS.replace("CONFIG", CONFIG))) == 2 * 6 * 5 * 7
+
+
+@pytest.mark.parametrize(
+    ("target", "found"),
+    [("tpu_custom_call", True), ("__cudnn$fmhaSoftmax", True), ("__cublas$gemm", False), ("AllocateBuffer", False)],
+)
+def test_kernels_that_do_not_say_what_they_compute_are_seen(target, found):
+    text = CUBLAS.replace("CONFIG", CONFIG).replace("__cublas$gemm", target)
+    assert cost.has_kernels(read(text)) is found
+
+
 TPU = """
 %part (param_0: bf16[32,256,4096], param_1: s32[]) -> bf16[256,4096] {
   %param_0 = bf16[32,256,4096]{2,1,0} parameter(0)

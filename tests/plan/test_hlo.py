@@ -22,7 +22,11 @@ HloModule jit_f, is_scheduled=true
 
 %turn (state.2: (s32[], f32[4])) -> (s32[], f32[4]) {
   %state.2 = (s32[], f32[4]) parameter(0)
-  ROOT %again = (s32[], f32[4]) custom-call(%state.2), custom_call_target="turn"
+  %count.2 = s32[] get-tuple-element(%state.2), index=0
+  %two = s32[] constant(2)
+  %next = s32[] add(%count.2, %two)
+  %value = f32[4] custom-call(%state.2), custom_call_target="turn"
+  ROOT %again = (s32[], f32[4]) tuple(%next, %value)
 }
 
 %outer (state.3: (s32[], f32[4])) -> (s32[], f32[4]) {
@@ -44,8 +48,22 @@ def times(program, opcode):
 
 def test_loops_run_as_often_as_xla_says_or_their_condition():
     program = read(TEXT)
-    assert times(program, "custom-call") == [3 * 7, 1]
+    assert times(program, "custom-call") == [3 * 4, 1]  # 0, 2, 4 and 6 are below 7
     assert program.endless == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("direction=LT", "direction=NE"),
+        ("add(%count.2, %two)", "multiply(%count.2, %two)"),
+        ("add(%count.2, %two)", "add(%count.2, %count.2)"),
+        ("constant(7)", "parameter(1)"),
+        ("tuple(%next, %value)", "custom-call(%next, %value)"),
+    ],
+)
+def test_loops_that_count_otherwise_are_not_known(change):
+    assert read(TEXT.replace(*change)).endless > read(TEXT).endless
 
 
 def test_shapes_have_their_dtype_sizes_and_memory():

@@ -51,7 +51,9 @@ def test_models_are_named_or_read_from_a_folder(folder):
 
 @pytest.mark.parametrize("text", ["data", "data=x", "data=2,data=2", "", "data=2;fsdp=4"])
 def test_a_mesh_is_written_as_axes_and_sizes(text):
-    with pytest.raises(ValueError, match=r"a mesh is written as its axes and their sizes, each axis once; got .* Write"):
+    with pytest.raises(
+        ValueError, match=r"a mesh is written as its axes and their sizes, each axis once; got .* Write"
+    ):
         mesh_of(text)
 
 

@@ -15,6 +15,7 @@ from flax_attn.plan.phases import Phase
 from flax_attn.plan.placement import Held, held, model_on
 from flax_attn.plan.plan import Plan, plan
 from flax_attn.plan.topology import topology
+from flax_attn.plan.work import Work
 
 KERNELS = 3 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48)  # of the layers
 HEAD, NORMS = 32 * 56, 7 * 32
@@ -68,7 +69,7 @@ def test_a_window_is_less_work(job):
     wide = job(ONE, name="cpu:1")
     narrow = replace(wide, config=replace(wide.config, window=5))
     mesh = jax.sharding.AbstractMesh((1,), ("data",))
-    works = [work.prefill(one, model_on(one, mesh)) for one in (wide, narrow)]
+    works = [work.prefill(one, model_on(one, mesh)).attention for one in (wide, narrow)]
     seen = [sum(min(i + 1, window) for i in range(16)) for window in (16, 5)]
     assert works[0] - works[1] == 8 * 3 * 4 * 32 * (seen[0] - seen[1])
 
@@ -131,7 +132,7 @@ def test_memory_that_the_compiler_refuses_is_the_peak(job, monkeypatch):
         def compile(self):
             raise jax.errors.JaxRuntimeError(refusal)
 
-    phase = phases._phase("training step", Lowered, job(), 80)
+    phase = phases._phase("training step", Lowered, job(), Work(72, 8))
     assert (phase.compiled, phase.peak, phase.work) == (False, round(21.5 * 2**30), 10)
     found = Plan(small(job, 16 * 2**30), held(job()), [phase])
     assert found.fits is False
@@ -145,14 +146,14 @@ def test_other_errors_of_the_compiler_are_raised(job):
             raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a bug"):
-        phases._phase("training step", Lowered, job(), 80)
+        phases._phase("training step", Lowered, job(), Work(72, 8))
 
 
 def test_times_are_amounts_by_published_rates():
     sent = [Collective("all-reduce", ("data",), 3, 10**9), Collective("all-gather", ("fsdp",), 1, 10**9)]
     phase = Phase("step", work=197 * 10**12, flops=2 * 197 * 10**12, moved=819 * 10**9, collectives=sent)
     assert phase.times(CHIPS["v5e"]) == {"compute": 2.0, "memory": 1.0, "links": 0.01}
-    assert replace(phase, flops=0).times(CHIPS["v5e"])["compute"] == 1.0
+    assert replace(phase, kernels=197 * 10**12).times(CHIPS["v5e"])["compute"] == 3.0
     assert phase.times(CHIPS["cpu"]) == {}
 
 
@@ -165,7 +166,7 @@ def test_everything_is_written_as_json(job):
 
 def test_a_line_of_markdown_has_a_cell_for_each_column(job):
     one = replace(job(), topology=replace(topology("cpu:8"), chip=CHIPS["v6e"]))
-    phase = Phase("training step", 918 * 10**12, 2**30, 2**30, 3 * 2**30)
+    phase = Phase("training step", 0, 2**30, 2**30, 3 * 2**30, 918 * 10**12)
     line = report.line(Plan(one, Held(2**29, 2**29), [phase]))
     assert line.count("|") == report.heading()[0].count("|") == report.heading()[1].count("|")
     assert "3.00 GiB of 32.00 GiB | yes | 1 | 0 | 0 |" in line
