@@ -45,6 +45,13 @@ def add(commands: Any) -> None:
     plan.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters (default bfloat16)"
     )
+    plan.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="NAME=AXIS,...",
+        help="split the axes of this name over these of the mesh: embed=fsdp,context; may be repeated",
+    )
     plan.add_argument("--backend", default="auto", metavar="NAME", help="of the attention calls (default auto)")
     plan.add_argument("--memory", type=float, metavar="GIB", help="of a device, if not what is published for the chip")
     plan.add_argument("--json", metavar="FILE", help="write all of it to FILE")
@@ -67,7 +74,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    from flax_attn.plan.job import Job, mesh_of, model_of
+    from flax_attn.plan.job import Job, mesh_of, model_of, rules_of
     from flax_attn.plan.topology import topology
 
     where = topology(options.topology)
@@ -75,6 +82,7 @@ def _job(options: argparse.Namespace) -> Job:
         where = replace(where, chip=replace(where.chip, memory=round(options.memory * 2**30)))
     sizes = {"batch": options.batch, "tokens": options.tokens, "dtype": options.dtype}
     asked = {"train": options.train, "remat": options.remat, "backend": options.backend}
+    asked["rules"] = rules_of(options.rule)
     return Job(*model_of(options.model), where, mesh_of(options.mesh), **sizes, **asked)
 
 

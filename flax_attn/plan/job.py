@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.llama import Llama, LlamaConfig
 from flax_attn.models.registry import model_class
 from flax_attn.plan.topology import Topology
-from flax_attn.sharding.axes import table
+from flax_attn.sharding.axes import rules, table
 
 _LLAMA3 = {"num_kv_heads": 8, "context_length": 8192, "vocab_size": 128256, "rope": RoPE(500000.0), "eps": 1e-5}
 
@@ -49,10 +50,12 @@ class Job:
         remat: whether the backward pass recomputes each block instead of storing its activations.
         dtype: of the parameters and the computation; the optimizer works in float32.
         backend: of the attention calls; `"auto"` or the name of one.
+        rules: lines of the table of axes that are replaced, see `flax_attn.sharding.rules`.
 
     Raises:
-        ValueError: if the mesh has an axis that the table of axes does not, its product is not the number of devices,
-            or its axes do not divide the batch, the tokens or the heads; or if there are more tokens than positions.
+        ValueError: if the table has no line of a name, the mesh has an axis that the table does not, its product is not
+            the number of devices, its axes do not divide the batch, the tokens or the heads, or there are more tokens
+            than positions.
 
     Example:
         >>> from flax_attn.plan.topology import topology
@@ -71,13 +74,15 @@ class Job:
     remat: bool = False
     dtype: str = "bfloat16"
     backend: str = "auto"
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self):
         check_positive(batch=self.batch, tokens=self.tokens, **self.mesh)
-        self._check_mesh()
-        self._check_divides("the batch", "batch", self.batch, "--batch")
-        self._check_divides("the tokens of a sequence", "tokens", self.tokens, "--tokens")
-        self._check_divides("the query heads", "heads", self.config.num_heads, "--mesh")
+        with self.table():
+            self._check_mesh()
+            self._check_divides("the batch", "batch", self.batch, "--batch")
+            self._check_divides("the tokens of a sequence", "tokens", self.tokens, "--tokens")
+            self._check_divides("the query heads", "heads", self.config.num_heads, "--mesh")
         limit = self.config.context_length
         if self.tokens > limit and not hasattr(self.config, "rope"):
             raise ValueError(
@@ -88,6 +93,10 @@ class Job:
     def axis(self, name: str) -> int:
         """Return the size of an axis of the mesh; 1 if the mesh does not have it."""
         return self.mesh.get(name, 1)
+
+    def table(self) -> AbstractContextManager[None]:
+        """Return what puts the rules of this job in use."""
+        return rules(**self.rules)
 
     def build(self) -> Callable[..., LanguageModel]:
         """Return what makes the model from random streams; its context is as long as the tokens at least."""
@@ -141,6 +150,26 @@ def model_of(name: str) -> tuple[str, type[LanguageModel], Any]:
     cls = model_class(folder)
     assert cls.family is not None, "models are registered with their family"
     return folder.absolute().name, cls, read_config(cls, cls.family, read_fields(folder))
+
+
+def rules_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return lines of the table of axes that are written as `embed=fsdp,context`; nothing behind the sign is no axis.
+
+    Raises:
+        ValueError: if one is not written so.
+
+    Example:
+        >>> rules_of(["embed=fsdp,context", "vocab="])
+        {'embed': ('fsdp', 'context'), 'vocab': ()}
+    """
+    wrong = [text for text in texts if text.count("=") != 1]
+    if wrong:
+        raise ValueError(
+            "a rule is written as the name of an axis and the axes of the mesh that it is split over; got "
+            f"{wrong[0]!r}. Write for example embed=fsdp,context"
+        )
+    pairs = (text.split("=") for text in texts)
+    return {name: tuple(filter(None, axes.split(","))) for name, axes in pairs}
 
 
 def mesh_of(text: str) -> dict[str, int]:

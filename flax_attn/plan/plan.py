@@ -50,6 +50,7 @@ class Plan:
             "topology": job.topology.name,
             "devices": job.topology.size,
             "mesh": dict(job.mesh),
+            "rules": dict(job.rules),
             **asked,
             "memory": chip.memory,
             "fits": self.fits,
@@ -69,8 +70,9 @@ def plan(job: Job) -> Plan:
         ImportError: if what describes the devices is not installed.
         ValueError: if there are no such devices.
     """
-    found = Plan(job, held(job), compiled(job))
     memory = job.topology.chip.memory
-    if found.fits is not False or memory is None:
-        return found
-    return Plan(job, found.held, found.phases, changes(job, found.held, found.largest, memory))
+    with job.table():
+        found = Plan(job, held(job), compiled(job))
+        if found.fits is not False or memory is None:
+            return found
+        return Plan(job, found.held, found.phases, changes(job, found.held, found.largest, memory))

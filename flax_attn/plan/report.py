@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
+from flax_attn.plan.job import Job
 from flax_attn.plan.phases import Phase
 from flax_attn.plan.plan import Plan
 
@@ -38,7 +39,7 @@ def title(plan: Plan) -> str:
     job = plan.job
     what = "training" + " with remat" * job.remat if job.train else "generation"
     tokens = f"{job.batch} x {job.tokens} tokens in {job.dtype}"
-    return f"{job.name}: {what}, {tokens}, on {job.topology.name}, {_mesh(job.mesh)}"
+    return f"{job.name}: {what}, {tokens}, on {job.topology.name}, {_mesh(job.mesh)}{_rules(job)}"
 
 
 def memory(plan: Plan) -> Table:
@@ -120,7 +121,14 @@ def line(plan: Plan) -> str:
     found = phase.times(chip)
     limit = "unknown" if chip.memory is None else size(chip.memory)
     cells = (
-        *(job.name, job.tokens, job.batch, job.topology.name, _mesh(job.mesh), "yes" if job.remat else "no"),
+        *(
+            job.name,
+            job.tokens,
+            job.batch,
+            job.topology.name,
+            _mesh(job.mesh) + _rules(job),
+            "yes" if job.remat else "no",
+        ),
         *(size(plan.held.total), size(phase.temporaries), f"{size(phase.peak)} of {limit}"),
         {None: "unknown", True: "yes", False: "no"}[plan.fits],
         *(f"{found[name]:.3g}" if name in found else "" for name in ("compute", "memory", "links")),
@@ -139,5 +147,9 @@ def size(count: int) -> str:
     return f"{count / 2 ** (10 * unit):.2f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{count} B"
 
 
-def _mesh(mesh) -> str:
+def _rules(job: Job) -> str:
+    return "".join(f"; {name} over {', '.join(axes) or 'nothing'}" for name, axes in job.rules.items())
+
+
+def _mesh(mesh: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in mesh.items())

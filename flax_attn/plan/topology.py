@@ -86,7 +86,7 @@ def simulated(count: int) -> Sequence[Any]:
         ValueError: if JAX has started with fewer.
     """
     with suppress(RuntimeError):  # it has started, and may have enough
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
     found = jax.devices("cpu")
     if len(found) < count:
         raise ValueError(

@@ -1,8 +1,9 @@
+import jax
 import pytest
 
 from flax_attn.models import GPT2
 from flax_attn.plan.chips import CHIPS
-from flax_attn.plan.job import MODELS, Job, mesh_of, model_of
+from flax_attn.plan.job import MODELS, Job, mesh_of, model_of, rules_of
 from flax_attn.plan.topology import simulated, topology
 
 
@@ -57,6 +58,16 @@ def test_a_mesh_is_written_as_axes_and_sizes(text):
         mesh_of(text)
 
 
+def test_a_rule_is_written_as_a_name_and_axes():
+    with pytest.raises(ValueError, match=r"a rule is written as the name .* got 'embed'. Write for example embed=fsdp"):
+        rules_of(["embed"])
+
+
+def test_a_rule_of_an_axis_that_is_not_known_is_refused(job):
+    with pytest.raises(ValueError, match=r"the names of axes are .*; got width"):
+        job(rules={"width": ("fsdp",)})
+
+
 @pytest.mark.parametrize("text", ["v9:2x2", "v5e", "v5e:", "v5e:4x", "v5e:0x4", "16x16"])
 def test_a_topology_that_is_not_known_is_refused(text):
     known = ", ".join(CHIPS)
@@ -83,13 +94,12 @@ def test_devices_are_counted_as_jax_does():
 
 
 def test_more_devices_than_are_simulated_are_refused():
+    jax.devices()  # starts JAX
     with pytest.raises(ValueError, match=r"cpu:9 needs 9 simulated devices; JAX has started with 8. Call jax.config"):
         simulated(9)
 
 
 def test_what_libtpu_does_not_describe_is_refused(monkeypatch):
-    import jax
-
     def refuse(name):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such layout\nat line 3")
 

@@ -33,6 +33,14 @@ def test_parameters_and_state_are_divided_as_the_mesh_says(job):
     assert found.total == found.parameters + found.optimizer
 
 
+def test_parameters_are_divided_as_rules_say(job):
+    mesh = {"fsdp": 2, "context": 2, "tensor": 2}
+    found = plan(job(mesh, rules={"embed": ("fsdp", "context")}))
+    assert found.held.gradients == 2 * ((KERNELS + 2 * HEAD) // 8 + NORMS)
+    assert found.phases[0].arguments == found.held.total + 4 * 4 * 8
+    assert "embed over fsdp, context" in report.title(found)
+
+
 def test_the_cache_is_divided_by_batch_heads_and_tokens(job):
     whole = held(job(ONE, name="cpu:1", train=False)).cache
     assert whole == 2 * 3 * 8 * 2 * 16 * 8 * 2 + 3 * 0 + 4 * 8
