@@ -24,8 +24,12 @@ ONE_SIDED_FILES = {
     "models/hugging_face/fields.py": "flax_attn",
     "models/hugging_face/folder.py": "flax_attn",
     "models/hugging_face/rope.py": "flax_attn",
+    "models/hugging_face/slices.py": "flax_attn",
+    "models/cross_entropy.py": "flax_attn",  # PyTorch's own is one call
     "modules/backend.py": "flax_attn",  # torch_ref has only one backend
     "functional/kv_range.py": "flax_attn",  # for kernels, which only JAX has
+    "functional/placed.py": "flax_attn",  # for parts of a call on several devices
+    "functional/places.py": "flax_attn",
     "modules/matrix_product.py": "flax_attn",  # works around a limit of XLA
     "functional/tags.py": "torch_ref",  # JAX has checkpoint_name
     "modules/typed.py": "torch_ref",  # gives PyTorch's modules the types of their calls
@@ -33,7 +37,7 @@ ONE_SIDED_FILES = {
 ONE_SIDED_EXPORTS = {"Unsupported", "explain", "set_backend", "from_pretrained", "save_pretrained"}
 ONE_SIDED = {
     "attention.py": {"BACKENDS", "check_backend"},  # beside the table of the backends, which only JAX has
-    "functional/dropout.py": {"draw_key"},
+    "functional/dropout.py": {"draw_key", "indices"},
     "models/language_model.py": {"from_pretrained", "save_pretrained"},
     "functional/masks.py": {
         "kv_range",

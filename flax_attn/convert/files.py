@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import nnx
+from jax import Array
+from jax.experimental import multihost_utils
 from safetensors import SafetensorError, safe_open
 
 from flax_attn.convert.api import load_state_dict, state_dict
@@ -203,8 +205,25 @@ def write_shards(folder: Path, entries: list[Entry], params: Mapping[str, Tensor
 
 
 def _write_shard(path: Path, shard: list[Entry], params: Mapping[str, Tensor]) -> None:
-    arrays = {e.theirs: e.join({name: np.asarray(params[name][...]) for name in e.ours}) for e in shard}
+    arrays = {entry.theirs: entry.join(_gathered(entry, params)) for entry in shard}
     safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
+
+
+def take_part(entries: list[Entry], params: Mapping[str, Tensor]) -> None:
+    """Take part in gathering the weights that another process writes."""
+    for entry in entries:
+        _gathered(entry, params)
+
+
+def _gathered(entry: Entry, params: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return the parameters of an entry, also if other processes have parts of them."""
+    return {name: _to_host(params[name][...]) for name in entry.ours}
+
+
+def _to_host(array: Array) -> np.ndarray:
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _packed(entries: list[Entry], params: Mapping[str, Tensor], max_shard_size: int) -> list[list[Entry]]:

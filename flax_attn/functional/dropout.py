@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, UInt32
 
 from flax_attn.functional.checks import check_key_data, check_rate, check_type
-from flax_attn.functional.places import Places
 from flax_attn.functional.shapes import Index
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -32,7 +31,6 @@ class KeyedDropout:
     Args:
         rate: the probability that an element is dropped, in [0, 1).
         key: a `jax.random.key`, or its data, two uint32.
-        places: where the rows, heads, queries and keys of a part of a call stand in the whole; None is the whole.
 
     Raises:
         ValueError: if `rate` lies outside [0, 1).
@@ -45,10 +43,13 @@ class KeyedDropout:
 
     rate: float = field(metadata={"static": True})
     key: Any  # an Array, or what JAX's transforms put in its place
-    places: tuple[Places, Places, Places, Places] | None = None
 
     def __post_init__(self):
         check_rate(self.rate)
+
+    def indices(self, *parts: Index) -> tuple[Index, ...]:
+        """Return the indices `(b, n, t, s)` by which elements are decided."""
+        return parts
 
 
 def key_data(key: Array) -> UInt32[Array, "2"]:
@@ -115,10 +116,7 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
                [0, 1, 0, 1, 0, 0]], dtype=int32)
     """
     seed = key_data(dropout.key)
-    indices = (b, n, t, s)
-    if dropout.places is not None:
-        indices = (places.of(index) for places, index in zip(dropout.places, indices, strict=True))
-    b, n, t, s = (index.astype(jnp.uint32) for index in indices)
+    b, n, t, s = (index.astype(jnp.uint32) for index in dropout.indices(b, n, t, s))
     bits, _ = threefry_2x32(threefry_2x32((seed[0], seed[1]), (b, n)), (t, s))
     return bits >= jnp.uint32(min(round(dropout.rate * 2**32), 2**32 - 1))
 

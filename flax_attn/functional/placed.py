@@ -1,16 +1,34 @@
-"""Masks of a part of a call: some rows of the batch, heads, queries and keys of the whole."""
+"""Masks and dropout of a part of a call: some rows of the batch, heads, queries and keys of the whole."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
 
+import jax
 import jax.numpy as jnp
 
+from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.kv_range import KVRange
 from flax_attn.functional.mask_parts import Part
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.places import Places
+from flax_attn.functional.shapes import Index
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PlacedDropout(KeyedDropout):
+    """Dropout of a part: it drops what is dropped there of the whole.
+
+    Args:
+        places: where the rows of the batch, heads, queries and keys of the part stand.
+    """
+
+    places: tuple[Places, Places, Places, Places]
+
+    def indices(self, *parts: Index) -> tuple[Index, ...]:
+        return tuple(places.of(index) for places, index in zip(self.places, parts, strict=True))
 
 
 @dataclass(frozen=True)

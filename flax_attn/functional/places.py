@@ -46,9 +46,9 @@ class Places:
 
     def before(self, position: Any) -> Index:
         """Return how many tokens of the part stand before an index of the sequence."""
-        starts = jnp.asarray(self.starts, jnp.int32)
-        past = jnp.asarray(position, jnp.int32)[..., None] - starts
-        return jnp.clip(past, 0, self.size).sum(axis=-1, dtype=jnp.int32)
+        position = jnp.asarray(position, jnp.int32)
+        starts = jnp.asarray(self.starts, jnp.int32).reshape(-1, *(1,) * position.ndim)
+        return jnp.clip(position[None] - starts, 0, self.size).sum(axis=0, dtype=jnp.int32)
 
     def take(self, array: Array, axis: int) -> Array:
         """Return the tokens of the part, of an array of the whole sequence; an axis of one serves all tokens."""

@@ -58,11 +58,14 @@ def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -
         dropout: the probability of dropout in train mode; None is that of `config.json`.
         rngs: random streams from which dropout draws its keys; None is `nnx.Rngs(0)`.
         progress: whether to show a bar on stderr; None is where that is a terminal.
+        mesh: that the parameters are split over, as `flax_attn.sharding.shardings` says: a process reads the parts of
+            its devices alone. A PyTorch checkpoint is read as a whole. None is the default device.
 
     Raises:
         FileNotFoundError: if there is no such folder, or `config.json`, the weights or a shard is missing.
         ValueError: if the family is not known, the config asks for what ours does not compute, a file is damaged, or
-            weights are missing, unexpected, mis-shaped or of an unknown dtype: all are listed, and none is read.
+            weights are missing, unexpected, mis-shaped or of an unknown dtype: all are listed, and none is read. Also
+            if the mesh has no axis of the table.
 
     Example:
         >>> import tempfile
@@ -81,7 +84,8 @@ def save_pretrained(model: LanguageModel[Any], path: str | PathLike[str], *, max
     """Write a model as a Hugging Face folder that transformers loads, bit for bit; `model.save_pretrained(path)`.
 
     A `Llama` with a window is stored as Mistral. Other files of the folder stay, such as those of a tokenizer.
-    All is written beside the folder and then moved into it, `config.json` last: without that, nothing loads.
+    All is written beside the folder and then moved into it, `config.json` last: without that, nothing loads. Of a model
+    on a mesh the weights are gathered one by one. Of several processes each must call this: the first one writes.
 
     Args:
         model: of one of the families.

@@ -140,6 +140,11 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
+def sharding_of(variable: nnx.Variable, mesh: Any) -> NamedSharding:
+    """Return where a variable lies on a mesh; see `shardings`."""
+    return NamedSharding(mesh, specs(variable, mesh).get_value())
+
+
 def specs(state: Any, mesh: Any, only: str | None = None, but: Collection[str] = ()) -> Any:
     """Return how the variables of a state are split over a mesh.
 

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from flax_attn.backends.call import Call
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.placed import Placed
+from flax_attn.functional.placed import Placed, PlacedDropout
 from flax_attn.functional.places import Places
 
 
@@ -44,7 +44,7 @@ class Shard:
         if bias is not None and self.cols is not None:
             bias = self.cols.take(bias, 3)
         if dropout is not None:
-            dropout = replace(dropout, places=(self.b, self.n, rows, cols))
+            dropout = PlacedDropout(dropout.rate, dropout.key, (self.b, self.n, rows, cols))
         return replace(call, mask=mask, bias=bias, dropout=dropout)
 
     def with_keys(self, key: Array, value: Array, cols: Places | None) -> Shard:

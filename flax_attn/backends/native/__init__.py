@@ -12,6 +12,7 @@ from jaxtyping import Array
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
 from flax_attn.backends.native.kernel import Operands, Options, forward
+from flax_attn.backends.platform import may_be_partitioned
 from flax_attn.functional.mask_parts import Segments
 from flax_attn.native import MISSING, library
 
@@ -27,8 +28,9 @@ class Native(Backend):
     limits = "float64, bias, dropout, dense masks, a scale that is an array, a precision that is an algorithm"
 
     def preferred(self, call: Call) -> bool:
-        # Under a mesh XLA knows how to divide `blocked`, but not the gradient of a call that it cannot look into.
-        return jax.sharding.get_abstract_mesh().empty
+        # XLA cannot divide the gradient of a call that it cannot look into, nor type it by how it varies over devices.
+        typed = bool(getattr(jax.typeof(call.query), "vma", ()))
+        return jax.sharding.get_abstract_mesh().empty or not (typed or may_be_partitioned())
 
     def refuse(self, call: Call) -> str | None:
         rest = [part for part in call.mask.parts if not part.has_interval]

@@ -5,6 +5,8 @@ index, or as a PyTorch checkpoint. Everything is checked against the config and 
 the first weight is read; then one is read at a time, so that memory holds the model once.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import sys
@@ -21,17 +23,19 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jax import Array
+from jax.sharding import Mesh
 
 from flax_attn.convert.api import axes_of, parameters
-from flax_attn.convert.files import Stored, find_weights, read_headers, write_shards
+from flax_attn.convert.files import Stored, find_weights, read_headers, take_part, write_shards
 from flax_attn.convert.rules import ConversionError, Entry, plan, problems
 from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import check_positive
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
+from flax_attn.models.hugging_face.slices import OnMesh
 from flax_attn.models.stack import Stack, stack_modules
 from flax_attn.modules.dropout import Dropout
-from flax_attn.sharding.parameters import abstract
+from flax_attn.sharding.parameters import abstract, check_mesh, shard
 
 M = TypeVar("M", bound=nnx.Module)
 _ALIGNMENT, _PIECE = 64, 2**26  # bytes
@@ -50,6 +54,7 @@ class LoadOptions(TypedDict, total=False):
     dropout: float | None
     rngs: nnx.Rngs | None
     progress: bool | None
+    mesh: Mesh | None
 
 
 def load(cls: type[M], family: Family | None, path: str | PathLike[str], **options: Unpack[LoadOptions]) -> M:
@@ -60,7 +65,9 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
         ValueError: if the config is that of another model or asks for what ours do not compute, a file is damaged, or
             weights are missing, unexpected, mis-shaped or of an unknown dtype: all are listed, and none is read.
     """
-    family, folder = _known(cls, family), Path(path)
+    family, folder, mesh = _known(cls, family), Path(path), options.get("mesh")
+    if mesh is not None:
+        check_mesh(mesh)
     config: Any = read_config(cls, family, read_fields(folder), options.get("dropout"))
     weights = find_weights(folder)
     stored = read_headers(weights)
@@ -69,7 +76,10 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     dtype, rngs, progress = (options.get(name) for name in ("param_dtype", "rngs", "progress"))
     _check_dtypes([stored[entry.theirs].dtype for entry in entries] if dtype is None else [dtype])
     _fork_streams(model, rngs)
-    _fill(model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress)
+    memory = _Memory() if mesh is None else OnMesh(mesh)
+    _fill(model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress, memory)
+    if mesh is not None:
+        shard(model, mesh)  # what is left: the streams of dropout
     model.eval()
     return model
 
@@ -91,6 +101,9 @@ def save(model: nnx.Module, config: Any, family: Family | None, path: str | Path
     fields = write_config(family, config, jnp.result_type(*(param.dtype for param in params.values())).name)
     entries = _plan(model, family)
     target.parent.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() > 0:  # the first process has the whole of each weight, and writes it
+        take_part(entries, params)
+        return
     with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
         write_shards(Path(temporary), entries, params, max_shard_size)
         Path(temporary, "config.json").write_text(fields, encoding="utf-8")
@@ -224,16 +237,21 @@ def _dropouts(model: nnx.Module) -> list[Dropout]:
 
 
 def _fill(
-    model: nnx.Module, entries: list[Entry], stored: Mapping[str, Stored], dtype: Dtype | None, progress: bool
+    model: nnx.Module,
+    entries: list[Entry],
+    stored: Mapping[str, Stored],
+    dtype: Dtype | None,
+    progress: bool,
+    memory: _Memory | OnMesh,
 ) -> None:
     """Read the weights, the largest first: while its copies are made, the others take no memory yet."""
-    tensors, memory = parameters(model), _Memory()
+    tensors = parameters(model)
     groups = sorted(_by_variables(entries, tensors), key=lambda group: -sum(math.prod(e.shape) for e in group))
     for group in _shown(groups) if progress else groups:
         mapped = {name: part for e in group for name, part in e.parts(stored[e.theirs].read()).items()}
         for variable, arrays in whole(tensors, mapped):
             chosen = jnp.dtype(arrays[0].dtype if dtype is None else dtype)
-            variable.set_value(memory.copy(arrays, variable.shape, chosen))
+            variable.set_value(memory.copy(arrays, variable, chosen))
 
 
 def _shown(groups: list[list[Entry]]) -> Iterable[list[Entry]]:
@@ -263,8 +281,9 @@ class _Memory:
     def __init__(self):
         self.free = np.empty(0, np.uint8)
 
-    def copy(self, arrays: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return arrays as one of this shape: the only one, or those of all layers."""
+    def copy(self, arrays: list[np.ndarray], variable: nnx.Variable, dtype: np.dtype) -> Array:
+        """Return arrays as one, the value of a variable: the only one, or those of all layers."""
+        shape = variable.shape
         new = self._take(math.prod(shape) * dtype.itemsize).view(dtype)
         for place, array in zip(new.reshape(len(arrays), *arrays[0].shape), arrays, strict=True):
             place[...] = array
