@@ -19,7 +19,7 @@ parity against faults test test-newest: export JAX_COMPILATION_CACHE_DIR ?= $(CU
 parity against faults test test-newest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 parity against faults test test-newest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
-.PHONY: help parity against faults test bench tpu gpu lint format test-newest test-gpu docs clean
+.PHONY: help parity against faults test bench tpu gpu plan lint format test-newest test-gpu docs clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
@@ -30,6 +30,8 @@ help:
 	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
 	@echo 'make gpu          compile the attention of models for an H200 without one: memory, refusals, collectives (ten minutes,'
 	@echo '                  needs a C compiler; ARGS=--quick takes one)'
+	@echo 'make plan         plan the training of Llama 3 8B on TPUs without one: the table of docs/planning.md (an hour); with'
+	@echo '                  ARGS="--model ... --topology ... ..." one plan of your own, see flax-attn plan --help'
 	@echo 'make lint         check format, lint, types and generated tables'
 	@echo 'make format       format the code'
 	@echo 'make docs         write the tables of the documentation that follow from the code'
@@ -58,6 +60,15 @@ tpu: .venv-tpu/installed
 
 gpu: .venv-gpu/installed
 	.venv-gpu/bin/flax-attn bench --gpu $(ARGS)
+
+# One process a line: what compiles for a pod takes gigabytes.
+plan: .venv-tpu/installed
+ifdef ARGS
+	.venv-tpu/bin/flax-attn plan $(ARGS)
+else
+	@grep -v '^#' docs/plans.txt | while read -r line; do .venv-tpu/bin/flax-attn plan $$line --markdown; done \
+		| awk 'NR < 3 || !/^\| (model|---) /'
+endif
 
 test-gpu: .venv-gpu/installed
 	.venv-gpu/bin/pytest -ra tests/backends/test_cudnn_kernels.py tests/bench/test_aot.py $(ARGS)

@@ -100,13 +100,13 @@ def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, cap
 
 
 def test_bench_for_tpu_says_what_to_install_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("flax_attn.bench.aot.tpu.find_spec", lambda name: None)
+    monkeypatch.setattr("flax_attn.aot.tpu.find_spec", lambda name: None)
     assert main(["bench", "--tpu"]) == 2
     assert "pip install 'flax-attn[tpu]'" in capsys.readouterr().err
 
 
 def test_bench_for_gpu_says_what_to_install_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("flax_attn.bench.aot.gpu.find_spec", lambda name: None)
+    monkeypatch.setattr("flax_attn.aot.gpu.find_spec", lambda name: None)
     assert main(["bench", "--gpu"]) == 2
     assert "needs jax_cuda13_plugin, tokamax, nvidia.cudnn, nvidia.cu13, not a GPU: make gpu" in capsys.readouterr().err
 

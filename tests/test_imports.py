@@ -19,6 +19,7 @@ LAYERS = {  # lowest first, and the layers that each may import; the package is 
     "functional": set(),
     "convert": set(),
     "native": set(),
+    "aot": set(),
     "backends": {"functional", "native"},
     "sharding": {"functional", "backends"},
     "attention": {"functional", "backends", "sharding"},
@@ -30,8 +31,9 @@ LAYERS = {  # lowest first, and the layers that each may import; the package is 
     "proof": {"package", "convert", "parity"},
     "steps": set(),
     "viz": set(),
-    "bench": LIBRARY | {"convert", "models", "training", "parity"},
-    "cli": LIBRARY | {"package", "convert", "models", "parity", "proof", "steps", "viz", "bench"},
+    "bench": LIBRARY | {"convert", "models", "training", "parity", "aot"},
+    "plan": {"functional", "sharding", "modules", "models", "training", "aot"},
+    "cli": LIBRARY | {"package", "convert", "models", "parity", "proof", "steps", "viz", "bench", "plan"},
     "__main__": {"cli"},
 }
 OTHERS = {"torch", "torch_ref", "matplotlib"}  # imported at the top of no file below the harness
@@ -127,7 +129,7 @@ def test_import_leaves_optional_packages_alone(loaded, name):
     assert name not in loaded
 
 
-@pytest.mark.parametrize("name", ["parity", "proof", "bench", "steps", "viz", "cli"])
+@pytest.mark.parametrize("name", ["parity", "proof", "aot", "bench", "plan", "steps", "viz", "cli"])
 def test_import_leaves_the_top_layers_alone(loaded, name):
     assert not [module for module in loaded if f"{module}.".startswith(f"flax_attn.{name}.")]
 

@@ -1,4 +1,4 @@
-"""The command line: `flax-attn parity`, `faults`, `show`, `backends`, `bench`, `generate`, `docs`."""
+"""The command line: `flax-attn parity`, `faults`, `show`, `backends`, `bench`, `generate`, `plan`, `docs`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import flax_attn
-from flax_attn.cli import backends, bench, docs, faults, generate, parity, show
+from flax_attn.cli import backends, bench, docs, faults, generate, parity, plan, show
 from flax_attn.cli.common import UsageError
 
 
@@ -26,6 +26,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flax-attn", description=flax_attn.__doc__)
     parser.add_argument("--version", action="version", version=f"flax-attn {flax_attn.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (parity, faults, show, backends, bench, generate, docs):
+    for command in (parity, faults, show, backends, bench, generate, plan, docs):
         command.add(commands)
     return parser

@@ -102,10 +102,13 @@ def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
         ValueError: if the mesh has no axis of the table.
 
     Example:
+        >>> import optax
         >>> from flax_attn import FeedForward
         >>> mesh = jax.make_mesh((1,), ("tensor",))
-        >>> create(lambda: FeedForward(6, 8, rngs=nnx.Rngs(0)), mesh).layers[0].kernel.shape
-        (6, 8)
+        >>> model = create(lambda: FeedForward(6, 8, rngs=nnx.Rngs(0)), mesh)
+        >>> optimizer = create(lambda model: nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param), mesh, model)
+        >>> optimizer.opt_state[0].mu["layers"][0]["kernel"].sharding == model.layers[0].kernel.sharding
+        True
     """
     graph, state = nnx.split(modules)
 

@@ -10,9 +10,12 @@ from jax import ShapeDtypeStruct
 from rich.console import Console
 
 from flax_attn import Mask
-from flax_attn.bench.aot import gpu, report, rows
+from flax_attn.aot import gpu
+from flax_attn.aot.target import Target
+from flax_attn.bench.aot import gpu as of_gpu
+from flax_attn.bench.aot import report, rows
 from flax_attn.bench.aot.kernels import Kernel, kernel
-from flax_attn.bench.aot.program import Program, Target, collectives, compile_for
+from flax_attn.bench.aot.program import Program, collectives, compile_for
 from flax_attn.bench.aot.rows import Row, grown, row
 from flax_attn.bench.calls import MODEL_CALLS, ModelCall
 
@@ -180,16 +183,16 @@ def test_the_description_is_of_an_h200_and_the_quick_calls_are_of_the_list(monke
     monkeypatch.setattr(gpu.topologies, "get_topology_desc", lambda **options: devices)
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=1")
-    (target,) = gpu.targets()
+    (target,) = of_gpu.targets()
     assert (target.name, len(target.devices), target.memory) == ("H200", 8, 151_397_597_184)
     assert gpu.os.environ["XLA_FLAGS"].startswith("--xla_one=1 --xla_gpu_cudnn_deviceless")
-    assert 0 < len(gpu.QUICK_CALLS) < len(gpu.CALLS)
+    assert 0 < len(of_gpu.QUICK_CALLS) < len(of_gpu.CALLS)
 
 
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(gpu, "_installed", lambda name: name != "tokamax")
     with pytest.raises(ImportError, match="needs tokamax, not a GPU: make gpu"):
-        next(gpu.targets())
+        next(of_gpu.targets())
 
 
 def missing(name, mode):
@@ -208,7 +211,7 @@ def test_the_library_in_the_place_of_the_driver_has_no_gpu():
     """In a process of its own: what is loaded stays."""
     code = """
 import ctypes
-from flax_attn.bench.aot import gpu
+from flax_attn.aot import gpu
 real, loaded = ctypes.CDLL, []
 def load(name, mode):
     if name == "libcuda.so.1":

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from flax.core import meta
 from flax.nnx import bridge
 
 RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -46,7 +47,7 @@ def initialise():
 def twin(variant, variables, **arguments):
     """Return the NNX module with the weights of the Linen layer."""
     module = variant.create(**arguments)
-    params = variables["params"].get("layer", {})
+    params = meta.unbox(variables["params"].get("layer", {}))  # the boxes have the names of the axes
     nnx.update(module, nnx.to_pure_dict(nnx.merge_state(nnx.state(module, nnx.Param), nnx.State(params))))
     return module
 
@@ -60,7 +61,8 @@ def test_parameters_are_those_of_the_module(learning, initialise):
     _, _, variables = initialise(learning)
     params = nnx.to_pure_dict(nnx.state(learning.create(), nnx.Param))
     assert set(variables) == {"params"}
-    assert jax.tree.map(jnp.shape, variables["params"]["layer"]) == jax.tree.map(jnp.shape, params)
+    layer = variables["params"]["layer"]
+    assert jax.tree.map(jnp.shape, meta.unbox(layer)) == jax.tree.map(jnp.shape, params)
 
 
 def test_output_equals_that_of_the_module(variant, initialise, close):
@@ -79,7 +81,7 @@ def test_gradients_reach_every_parameter(typical, initialise, close):
     value, grads = loss(variables)
     close(value, jnp.square(model.apply(variables, *inputs) - 1).sum())
     assert jax.tree.structure(grads) == jax.tree.structure(variables)
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+    for path, grad in jax.tree_util.tree_leaves_with_path(meta.unbox(grads)):
         felt = [getattr(key, "key", None) for key in path[-2:]] != ["W_key", "bias"]
         assert np.isfinite(grad).all()
         assert not felt or np.abs(grad).max() > 1e-5, path

@@ -1,39 +1,15 @@
-"""An H200, as a file describes it, and what its kernels need to be compiled where no GPU and no driver is."""
+"""What is compiled for H200."""
 
-from __future__ import annotations
-
-import ctypes
-import os
-import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.resources import files
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
-from unittest import mock
 
-import jax
-from jax._src.cudnn import fused_attention_stablehlo
-from jax.experimental import topologies
-from jax.extend import backend
-
-from flax_attn.bench import aot
-from flax_attn.bench.aot.program import Target
+from flax_attn.aot import gpu
+from flax_attn.aot.target import Target
 from flax_attn.bench.calls import MODEL_CALLS
 
 CALLS = MODEL_CALLS
 KERNELS = ("decode", "reference", "cudnn", "blocked", "xla", "tokamax", "tokamax triton")
 QUICK_CALLS = tuple(call for call in MODEL_CALLS if call.name.startswith(("BERT", "ViT")))
 QUICK_KERNELS = ("cudnn", "blocked", "tokamax")
-
-# Else XLA leaves cuDNN's calls unchecked, and a refused one "compiles".
-_FLAG = "--xla_gpu_cudnn_deviceless_compilation_mode=CUDNN_DEVICELESS_COMPILATION_AUTO"
-_PACKAGES = ("jax_cuda13_plugin", "tokamax", "nvidia.cudnn", "nvidia.cu13")
-_NEEDED = "compiling for GPUs needs {missing}, not a GPU: make gpu installs all of it, on Python 3.12 or newer"
 
 
 def targets() -> Iterator[Target]:
@@ -42,49 +18,5 @@ def targets() -> Iterator[Target]:
     Raises:
         ImportError: if a package or a C compiler is not installed.
     """
-    missing = [name for name in _PACKAGES if not _installed(name)]
-    if missing:
-        raise ImportError(_NEEDED.format(missing=", ".join(missing)))
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
-    jax.config.update("jax_platforms", "cpu")
-    load_driver()
-    description = files(aot).joinpath("h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x8")
-    size = re.search(r"device_memory_size: (\d+)", description)
-    assert size is not None, "the description names it"
-    with pretend(topology.devices[0]):  # while it is compiled for, in all threads
-        yield Target("H200", topology.devices, int(size[1]))
-
-
-def _installed(name: str) -> bool:
-    with suppress(ModuleNotFoundError):  # of a parent
-        return find_spec(name) is not None
-    return False
-
-
-def load_driver() -> None:
-    """Load the driver's library, or where there is none one that has its functions and no GPU.
-
-    Raises:
-        ImportError: if that needs a C compiler and there is none.
-    """
-    with suppress(OSError):
-        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-        return
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
-    if compiler is None:
-        raise ImportError(_NEEDED.format(missing="a C compiler (cc, gcc or clang, or the one that CC names)"))
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "libcuda.c", Path(folder) / "libcuda.so.1"
-        source.write_text(files(aot).joinpath("libcuda.c").read_text())
-        options = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
-        subprocess.run([compiler, *options, "-o", str(library), str(source)], check=True)
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-
-
-@contextmanager
-def pretend(device: Any) -> Iterator[None]:
-    """Tell jax and tokamax, which ask the device at hand for its capability, that of the one compiled for."""
-    at_least = mock.patch.object(fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= 9)
-    with at_least, mock.patch.object(backend, "get_default_device", return_value=device):
-        yield
+    with gpu.described() as target:
+        yield target

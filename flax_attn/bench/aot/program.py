@@ -5,29 +5,16 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from flax_attn.aot.target import Target
+
 _COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
-
-
-@dataclass(frozen=True)
-class Target:
-    """Devices to compile for.
-
-    Args:
-        name: of the device.
-        devices: described, not attached.
-        memory: of one, in bytes.
-    """
-
-    name: str
-    devices: Sequence[Any]
-    memory: int
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from itertools import groupby
 
 from rich.table import Table
 
+from flax_attn.aot.target import Target
 from flax_attn.bench.aot.kernels import kernel
-from flax_attn.bench.aot.program import Program, Target
+from flax_attn.bench.aot.program import Program
 from flax_attn.bench.aot.rows import Row, rows
 
 LEGEND = """\

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
+from flax_attn.aot.target import Target
 from flax_attn.bench.aot.kernels import Kernel
-from flax_attn.bench.aot.program import Program, Target, compile_for
+from flax_attn.bench.aot.program import Program, compile_for
 from flax_attn.bench.calls import ModelCall, with_gradients
 
 

@@ -1,16 +1,14 @@
-"""TPU chips, as libtpu describes them."""
+"""What is compiled for TPU chips."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
-from jax.experimental import topologies
 
-from flax_attn.bench.aot.program import Target
+from flax_attn.aot import tpu
+from flax_attn.aot.target import Target
 from flax_attn.bench.calls import ModelCall
 from flax_attn.bench.suite import default_backends
 from flax_attn.functional.masks import Mask
@@ -19,14 +17,6 @@ from flax_attn.functional.masks import Mask
 TOPOLOGIES = {"v5e": ("v5e:2x2", 16), "v5p": ("v5p:2x2x1", 95), "v6e": ("v6e:2x2", 32)}
 KERNELS = tuple(name for name in default_backends("tpu") if name not in ("auto", "reference"))
 
-# Without these libtpu asks the cloud for a description of the machine.
-_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
-_NEEDED = "compiling for TPU needs libtpu, not a TPU: pip install 'flax-attn[tpu]'"
-
 
 def targets(chips: Sequence[str] = tuple(TOPOLOGIES)) -> Iterator[Target]:
     """Return the chips.
@@ -34,14 +24,9 @@ def targets(chips: Sequence[str] = tuple(TOPOLOGIES)) -> Iterator[Target]:
     Raises:
         ImportError: if libtpu is not installed.
     """
-    if find_spec("libtpu") is None:
-        raise ImportError(_NEEDED)
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     for chip in chips:
         topology, memory = TOPOLOGIES[chip]
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-        yield Target(chip, devices, memory * 2**30)
+        yield Target(chip, tpu.described(topology), memory * 2**30)
 
 
 def _causal(b: int, t: int, n: int, k: int, h: int) -> ModelCall:

@@ -1,0 +1,99 @@
+"""`flax-attn plan`: what training or generation would take on chips that are not at hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flax_attn.cli import common
+
+if TYPE_CHECKING:
+    from flax_attn.plan.job import Job
+    from flax_attn.plan.plan import Plan
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    plan = commands.add_parser(
+        "plan",
+        help="say what training or generation would take on TPUs or GPUs that are not at hand",
+        description="Compile ahead of time for chips that are not at hand, and print what one of them would hold, "
+        "compute and send, whether it fits, and what would. No weights are read. TPUs need libtpu (make plan), GPUs "
+        "what make gpu installs.",
+    )
+    plan.add_argument(
+        "--model", required=True, metavar="NAME", help="gpt2, llama3-8b, ..., or a folder with config.json"
+    )
+    plan.add_argument(
+        "--topology",
+        required=True,
+        metavar="CHIP:SHAPE",
+        help="v5e:16x16, v6e:16x16, v5p:4x4x4, tpu7x:4x4x4, h200:8, cpu:8",
+    )
+    plan.add_argument(
+        "--mesh", required=True, metavar="AXIS=SIZE,...", help="of data, fsdp, tensor and context: data=4,fsdp=64"
+    )
+    plan.add_argument("--batch", required=True, type=common.count, metavar="B", help="sequences of all chips together")
+    plan.add_argument("--tokens", required=True, type=common.count, metavar="T", help="of each sequence")
+    what = plan.add_mutually_exclusive_group(required=True)
+    what.add_argument("--train", action="store_true", help="a step of training with AdamW, its state in float32")
+    what.add_argument("--generate", action="store_true", help="the prompt, and one more token behind it")
+    plan.add_argument("--remat", action="store_true", help="recompute each block in the backward pass")
+    plan.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters (default bfloat16)"
+    )
+    plan.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="NAME=AXIS,...",
+        help="split the axes of this name over these of the mesh: embed=fsdp,context; may be repeated",
+    )
+    plan.add_argument("--backend", default="auto", metavar="NAME", help="of the attention calls (default auto)")
+    plan.add_argument("--memory", type=float, metavar="GIB", help="of a device, if not what is published for the chip")
+    plan.add_argument("--json", metavar="FILE", help="write all of it to FILE")
+    plan.add_argument("--markdown", action="store_true", help="print it as one line of a table in Markdown")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from flax_attn.plan.plan import plan
+
+    common.check_writable(options.json)
+    try:
+        found = plan(_job(options))
+    except (ImportError, ValueError, OSError) as error:
+        raise common.UsageError(str(error)) from None
+    _print(found, options.markdown)
+    if options.json:
+        Path(options.json).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _job(options: argparse.Namespace) -> Job:
+    from flax_attn.plan.job import Job, mesh_of, model_of, rules_of
+    from flax_attn.plan.topology import topology
+
+    where = topology(options.topology)
+    if options.memory:
+        where = replace(where, chip=replace(where.chip, memory=round(options.memory * 2**30)))
+    sizes = {"batch": options.batch, "tokens": options.tokens, "dtype": options.dtype}
+    asked = {"train": options.train, "remat": options.remat, "backend": options.backend}
+    asked["rules"] = rules_of(options.rule)
+    return Job(*model_of(options.model), where, mesh_of(options.mesh), **sizes, **asked)
+
+
+def _print(plan: Plan, markdown: bool) -> None:
+    from flax_attn.plan import report
+
+    if markdown:
+        print("\n".join([*report.heading(), report.line(plan)]))
+        return
+    console = common.console(120)
+    console.print(report.title(plan), style="bold", highlight=False)
+    for table in report.tables(plan):
+        console.print(table)
+    console.print(report.LEGEND, style="dim", highlight=False)

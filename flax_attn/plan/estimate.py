@@ -1,0 +1,112 @@
+"""What would fit where a job does not: estimates, from what was compiled and from the shapes of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+from flax_attn.plan.job import Job
+from flax_attn.plan.phases import Phase
+from flax_attn.plan.placement import Held, held
+from flax_attn.plan.topology import Topology
+
+_MOST = 2**14  # devices
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a job, and what it would take.
+
+    Args:
+        what: was changed, with all that was changed before it.
+        job: after the change.
+        peak: bytes on one device, estimated.
+        fits: whether that is less than its memory.
+    """
+
+    what: str
+    job: Job
+    peak: int
+    fits: bool
+
+
+def changes(job: Job, now: Held, phase: Phase, memory: int) -> list[Change]:
+    """Return what may be changed so that a job fits, up to the first that does.
+
+    In this order, each on top of those before: remat, more of the data axis given to fsdp, more of the tensor axis
+    given to context, twice the chips and so on. What would take no less is left out.
+
+    Args:
+        job: that does not fit.
+        now: what a device holds in it.
+        phase: the program that takes most.
+        memory: of a device, in bytes.
+    """
+    found, least, current = [], phase.peak, job
+    for what, change in _CHANGES:
+        while (changed := change(current)) is not None and (peak := _peak(job, now, phase, changed)) < least:
+            found.append(Change(what, changed, peak, peak <= memory))
+            if found[-1].fits:
+                return found
+            least, current = peak, changed
+    return found
+
+
+def _recomputed(job: Job) -> Job | None:
+    return replace(job, remat=True) if job.train and not job.remat else None
+
+
+def _moved(job: Job, source: str, target: str) -> Job | None:
+    """Return the job with a factor of one axis of the mesh given to another, or None where that cannot be."""
+    size = job.axis(source)
+    if size == 1:
+        return None
+    factor = next(i for i in range(2, size + 1) if size % i == 0)
+    return _with(job, job.topology, {source: size // factor, target: job.axis(target) * factor})
+
+
+def _grown(job: Job) -> Job | None:
+    """Return the job on twice the chips, which fsdp gets, or else context; or None where neither divides."""
+    if job.topology.size >= _MOST:
+        return None
+    *rest, last = job.topology.shape
+    name = f"{job.topology.name.partition(':')[0]}, {2 * job.topology.size} devices"
+    larger = replace(job.topology, name=name, shape=(*rest, 2 * last))
+    jobs = (_with(job, larger, {axis: 2 * job.axis(axis)}) for axis in ("fsdp", "context"))
+    return next((found for found in jobs if found is not None), None)
+
+
+def _with(job: Job, topology: Topology, sizes: dict[str, int]) -> Job | None:
+    try:
+        return replace(job, topology=topology, mesh={**job.mesh, **sizes})
+    except ValueError:  # what the axes do not divide
+        return None
+
+
+_CHANGES: tuple[tuple[str, Callable[[Job], Job | None]], ...] = (
+    ("remat", _recomputed),
+    ("more fsdp", partial(_moved, source="data", target="fsdp")),
+    ("more context", partial(_moved, source="tensor", target="context")),
+    ("more chips", _grown),
+)
+
+
+def _peak(job: Job, now: Held, phase: Phase, changed: Job) -> int:
+    """Return the bytes of the changed job: what it holds is exact, and the rest grows as activations do."""
+    then = held(changed)
+    activations = max(0, phase.peak - now.total - now.gradients)
+    return then.total + then.gradients + round(activations * _activations(changed) / _activations(job))
+
+
+def _activations(job: Job) -> float:
+    """Return how many numbers of activations a device keeps, up to a factor."""
+    config = job.config
+    head_dim = getattr(config, "head_dim", None) or config.d_model // config.num_heads
+    heads = config.num_heads + 2 * (getattr(config, "num_kv_heads", None) or config.num_heads)
+    hidden = config.d_hidden or 4 * config.d_model
+    layer = 4 * config.d_model + (heads * head_dim + 3 * hidden) / job.axis("tensor")
+    kept = config.num_layers * (config.d_model if job.remat else layer) if job.train else 0
+    split = prod(job.axis(axis) for axis in ("data", "fsdp", "context"))
+    return job.batch * job.tokens / split * (kept + layer)

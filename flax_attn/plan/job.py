@@ -1,0 +1,192 @@
+"""What is planned: a model, a batch of tokens, and how both lie on the chips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from flax_attn.functional.checks import check_positive
+from flax_attn.functional.positions import RoPE
+from flax_attn.models.gpt2 import GPT2, GPT2_CONFIGS
+from flax_attn.models.hugging_face.fields import read_fields
+from flax_attn.models.hugging_face.folder import read_config
+from flax_attn.models.language_model import LanguageModel
+from flax_attn.models.llama import Llama, LlamaConfig
+from flax_attn.models.registry import model_class
+from flax_attn.plan.topology import Topology
+from flax_attn.sharding.axes import rules, table
+
+_LLAMA3 = {"num_kv_heads": 8, "context_length": 8192, "vocab_size": 128256, "rope": RoPE(500000.0), "eps": 1e-5}
+
+# Models that are known by name, as their makers published them.
+MODELS: Mapping[str, tuple[type[LanguageModel], Any]] = MappingProxyType(
+    {
+        "gpt2": (GPT2, GPT2_CONFIGS["gpt2-small"]),
+        "gpt2-xl": (GPT2, GPT2_CONFIGS["gpt2-xl"]),
+        "llama3-8b": (Llama, LlamaConfig(4096, 14336, num_heads=32, num_layers=32, **_LLAMA3)),
+        "llama3-70b": (Llama, LlamaConfig(8192, 28672, num_heads=64, num_layers=80, **_LLAMA3)),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned.
+
+    Args:
+        name: of the model.
+        model: its class.
+        config: its sizes.
+        topology: the chips.
+        mesh: the size of each axis of the mesh; together they are the number of devices.
+        batch: sequences, of all chips together.
+        tokens: of each sequence; in generation, of the prompt and so of the cache.
+        train: whether it is trained; else it generates.
+        remat: whether the backward pass recomputes each block instead of storing its activations.
+        dtype: of the parameters and the computation; the optimizer works in float32.
+        backend: of the attention calls; `"auto"` or the name of one.
+        rules: lines of the table of axes that are replaced, see `flax_attn.sharding.rules`.
+
+    Raises:
+        ValueError: if the table has no line of a name, the mesh has an axis that the table does not, its product is not
+            the number of devices, its axes do not divide the batch, the tokens or the heads, or there are more tokens
+            than positions.
+
+    Example:
+        >>> from flax_attn.plan.topology import topology
+        >>> Job("llama3-8b", *MODELS["llama3-8b"], topology("v5e:4x4"), {"fsdp": 8, "tensor": 2}, 8, 4096).axis("fsdp")
+        8
+    """
+
+    name: str
+    model: type[LanguageModel]
+    config: Any
+    topology: Topology
+    mesh: Mapping[str, int]
+    batch: int
+    tokens: int
+    train: bool = True
+    remat: bool = False
+    dtype: str = "bfloat16"
+    backend: str = "auto"
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        check_positive(batch=self.batch, tokens=self.tokens, **self.mesh)
+        with self.table():
+            self._check_mesh()
+            self._check_divides("the batch", "batch", self.batch, "--batch")
+            self._check_divides("the tokens of a sequence", "tokens", self.tokens, "--tokens")
+            self._check_divides("the query heads", "heads", self.config.num_heads, "--mesh")
+        limit = self.config.context_length
+        if self.tokens > limit and not hasattr(self.config, "rope"):
+            raise ValueError(
+                f"{self.name} has an embedding for each of {limit} positions; got {self.tokens} tokens. Plan {limit} "
+                "tokens at most, or a model with rotary positions"
+            )
+
+    def axis(self, name: str) -> int:
+        """Return the size of an axis of the mesh; 1 if the mesh does not have it."""
+        return self.mesh.get(name, 1)
+
+    def table(self) -> AbstractContextManager[None]:
+        """Return what puts the rules of this job in use."""
+        return rules(**self.rules)
+
+    def build(self) -> Callable[..., LanguageModel]:
+        """Return what makes the model from random streams; its context is as long as the tokens at least."""
+        config, windows = self.config, getattr(self.config, "windows", ())
+        config = replace(config, context_length=max(config.context_length, self.tokens))
+        options = {"backend": self.backend, "remat": self.remat, "scan_layers": len(set(windows)) < 2}
+        return lambda rngs: self.model(config, param_dtype=self.dtype, rngs=rngs, **options)
+
+    def _check_mesh(self) -> None:
+        known = sorted({axis for axes in table().values() for axis in axes})
+        unknown = [axis for axis in self.mesh if axis not in known]
+        if unknown:
+            raise ValueError(
+                f"the axes of a mesh are {', '.join(known)}; got {', '.join(unknown)}. Name it as one of these"
+            )
+        if prod(self.mesh.values()) != self.topology.size:
+            sizes = " * ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+            raise ValueError(
+                f"the axes of the mesh must multiply to the {self.topology.size} devices of {self.topology.name}; got "
+                f"{sizes} = {prod(self.mesh.values())}. Change --mesh or --topology"
+            )
+
+    def _check_divides(self, what: str, name: str, size: int, option: str) -> None:
+        axes = {axis: self.axis(axis) for axis in table()[name] if self.axis(axis) > 1}
+        if size % prod(axes.values()):
+            sizes = " * ".join(f"{axis}={size}" for axis, size in axes.items())
+            raise ValueError(
+                f"{what} must be divisible by {sizes} of the mesh; got {size}. Change {option}"
+                + ("" if option == "--mesh" else " or --mesh")
+            )
+
+
+def model_of(name: str) -> tuple[str, type[LanguageModel], Any]:
+    """Return a name to show, the class and the config of a model: one of `MODELS`, or of a folder with a `config.json`.
+
+    Raises:
+        ValueError: if it is neither, or the config is that of a model which is not known.
+
+    Example:
+        >>> model_of("llama3-70b")[2].num_layers
+        80
+    """
+    if name in MODELS:
+        return name, *MODELS[name]
+    folder = Path(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"a model is one of {', '.join(MODELS)}, or a folder with a config.json; got {name!r}, which is neither. "
+            "Pass one of these names, or the path of a folder"
+        )
+    cls = model_class(folder)
+    assert cls.family is not None, "models are registered with their family"
+    return folder.absolute().name, cls, read_config(cls, cls.family, read_fields(folder))
+
+
+def rules_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return lines of the table of axes that are written as `embed=fsdp,context`; nothing behind the sign is no axis.
+
+    Raises:
+        ValueError: if one is not written so.
+
+    Example:
+        >>> rules_of(["embed=fsdp,context", "vocab="])
+        {'embed': ('fsdp', 'context'), 'vocab': ()}
+    """
+    wrong = [text for text in texts if text.count("=") != 1]
+    if wrong:
+        raise ValueError(
+            "a rule is written as the name of an axis and the axes of the mesh that it is split over; got "
+            f"{wrong[0]!r}. Write for example embed=fsdp,context"
+        )
+    pairs = (text.split("=") for text in texts)
+    return {name: tuple(filter(None, axes.split(","))) for name, axes in pairs}
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """Return the axes of a mesh that is written as `data=2,fsdp=4`.
+
+    Raises:
+        ValueError: if it is not written so, or an axis comes twice.
+
+    Example:
+        >>> mesh_of("data=2,fsdp=4")
+        {'data': 2, 'fsdp': 4}
+    """
+    pairs = [part.strip().split("=") for part in text.split(",")]
+    names = [pair[0] for pair in pairs]
+    if any(len(pair) != 2 or not pair[1].isdigit() for pair in pairs) or len(set(names)) < len(names):
+        raise ValueError(
+            f"a mesh is written as its axes and their sizes, each axis once; got {text!r}. "
+            "Write for example data=2,fsdp=4"
+        )
+    return {name: int(size) for name, size in pairs}

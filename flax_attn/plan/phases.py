@@ -1,0 +1,159 @@
+"""The programs of a job, compiled for its devices: a training step, or the prompt and one more token."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from flax_attn.plan import cost, work
+from flax_attn.plan.chips import Chip
+from flax_attn.plan.collectives import Collective, collectives
+from flax_attn.plan.hlo import read
+from flax_attn.plan.job import Job
+from flax_attn.plan.placement import cache_on, mesh_for, model_on, optimizer_on, place_cache, tokens_on
+from flax_attn.plan.work import Work
+from flax_attn.training.step import train_step
+
+# How XLA for TPU refuses a program that takes more memory than the chip has.
+_EXCEEDED = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One program on one device; bytes, operations and counts are those of one device.
+
+    Args:
+        name: what it does.
+        work: operations that the model asks for.
+        kernels: those of attention, where it runs in kernels that do not say what they compute.
+        arguments: bytes of its inputs; those that it writes in place are not in memory a second time.
+        temporaries: bytes beside these.
+        peak: bytes of all of it at once.
+        flops: operations of the matrix products of the program.
+        moved: bytes to and from memory.
+        collectives: what is sent.
+        endless: loops of which it is not known how often they run, counted as one turn.
+        compiled: whether there is a program; if not, it takes more memory than there is, and only the peak is known.
+        seconds: to trace, lower and compile.
+    """
+
+    name: str
+    work: int
+    arguments: int = 0
+    temporaries: int = 0
+    peak: int = 0
+    flops: int = 0
+    kernels: int = 0
+    moved: int = 0
+    collectives: Sequence[Collective] = ()
+    endless: int = 0
+    compiled: bool = True
+    seconds: float = 0.0
+
+    def times(self, chip: Chip) -> dict[str, float]:
+        """Return the seconds that compute, memory and links would each take at the rates of a chip."""
+        sent = sum(row.bytes for row in self.collectives)
+        parts = {"compute": (self.flops + self.kernels, chip.flops), "memory": (self.moved, chip.bandwidth)}
+        parts["links"] = (sent, chip.links)
+        return {name: amount / rate for name, (amount, rate) in parts.items() if rate and self.compiled}
+
+
+def compiled(job: Job) -> list[Phase]:
+    """Compile the programs of a job.
+
+    Raises:
+        ImportError: if what describes the devices is not installed.
+        ValueError: if there are no such devices.
+    """
+    with job.topology.devices() as devices:
+        mesh = mesh_for(job, devices)
+        # The mesh tells attention the platform.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return (_training if job.train else _generation)(job, mesh)
+
+
+def _training(job: Job, mesh: Mesh) -> list[Phase]:
+    model = model_on(job, mesh)
+    optimizer = optimizer_on(model, mesh)
+    lower = lambda: train_step.lower(model, optimizer, tokens_on(job, mesh, job.tokens))  # noqa: E731
+    return [_phase("training step", lower, job, work.training(job, model))]
+
+
+def _generation(job: Job, mesh: Mesh) -> list[Phase]:
+    model = model_on(job, mesh)
+    model.eval()
+    graph, state = nnx.split(model)
+
+    def prefill(state: Any, tokens: Array) -> Any:
+        model = nnx.merge(graph, state)
+        # A static length of 0 says that the cache is empty, so that the prompt attends to itself alone.
+        empty = tuple(replace(one, length=0) for one in model.init_cache(job.batch, job.tokens))
+        hidden, cache = model.hidden(tokens, cache=empty)
+        return model.logits(hidden[:, -1]), cache
+
+    def decode(state: Any, tokens: Array, cache: Any) -> Any:
+        return nnx.merge(graph, state)(tokens, cache=cache)
+
+    tokens, token = (tokens_on(job, mesh, count) for count in (job.tokens, 1))
+    first = _lower(prefill, mesh, state, tokens)
+    then = _lower(decode, mesh, state, token, cache_on(job, model, mesh))
+    return [
+        _phase("prefill", first, job, work.prefill(job, model)),
+        _phase("decoding step", then, job, work.decoding(job, model)),
+    ]
+
+
+def _lower(function: Callable, mesh: Mesh, *inputs: Any) -> Callable[[], jax.stages.Lowered]:
+    """Return what lowers a function of parameters, tokens and perhaps a cache, that returns logits and a cache."""
+
+    def lower() -> jax.stages.Lowered:
+        _, cache = jax.eval_shape(function, *inputs)
+        placed = (None, jax.tree.map(lambda x: x.sharding, place_cache(cache, mesh)))
+        return jax.jit(function, out_shardings=placed, donate_argnums=range(2, len(inputs))).lower(*inputs)
+
+    return lower
+
+
+def _phase(name: str, lower: Callable[[], Any], job: Job, asked: Work) -> Phase:
+    """Return the phase whose program `lower` makes."""
+    start, each = time.perf_counter(), asked.total // job.topology.size
+    program = lower()
+    try:
+        program = program.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not (found := _EXCEEDED.search(str(error))):
+            raise
+        used = round(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
+        seconds = time.perf_counter() - start
+        return Phase(name, each, peak=used, compiled=False, seconds=seconds)
+    with suppress(AttributeError):
+        program = program.compiled  # of Flax
+    attention = asked.attention * (4 if job.train and job.remat else 3) // 3 // job.topology.size
+    return _read(Phase(name, each, kernels=attention, seconds=time.perf_counter() - start), program, job)
+
+
+def _read(phase: Phase, program: jax.stages.Compiled, job: Job) -> Phase:
+    memory, hlo = program.memory_analysis(), read(program.as_text() or "")
+    assert memory is not None, "XLA reports memory on every platform"
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    return replace(
+        phase,
+        arguments=arguments,
+        temporaries=temporaries,
+        peak=arguments + outputs + temporaries,
+        flops=cost.flops(hlo),
+        kernels=phase.kernels if cost.has_kernels(hlo) else 0,
+        moved=cost.moved(hlo),
+        collectives=collectives(hlo, job.mesh),
+        endless=hlo.endless,
+    )

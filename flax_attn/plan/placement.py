@@ -1,0 +1,120 @@
+"""A model of shapes, its optimizer and its inputs on a mesh: how much of each is on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_attn.models.language_model import LanguageModel
+from flax_attn.plan.job import Job
+from flax_attn.sharding.axes import spec
+from flax_attn.sharding.parameters import abstract, shardings
+from flax_attn.training.precision import float32_state
+
+N = TypeVar("N")
+_CACHE = (None, "batch", "kv_heads", "tokens", None)  # layers, b, k, s, h
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device that follow from shapes alone.
+
+    Args:
+        parameters: of the model, and the state of its random streams.
+        optimizer: its state.
+        gradients: of the parameters, in a training step.
+        cache: keys and values, in generation.
+    """
+
+    parameters: int
+    optimizer: int = 0
+    gradients: int = 0
+    cache: int = 0
+
+    @property
+    def total(self) -> int:
+        """What stays from one step to the next."""
+        return self.parameters + self.optimizer + self.cache
+
+
+def held(job: Job) -> Held:
+    """Return what a device holds of a job; no devices are needed."""
+    mesh = AbstractMesh(tuple(job.mesh.values()), tuple(job.mesh))
+    model = model_on(job, mesh)
+    parameters = bytes_on_device(model)
+    if job.train:
+        gradients = bytes_on_device(nnx.state(model, nnx.Param))
+        return Held(parameters, bytes_on_device(optimizer_on(model, mesh)), gradients)
+    return Held(parameters, cache=bytes_on_device(cache_on(job, model, mesh)))
+
+
+def mesh_for(job: Job, devices: Sequence[Any]) -> Mesh:
+    """Return the mesh of a job, its axes along those of the torus where that is known."""
+    shape = tuple(job.mesh.values())
+    if job.topology.chip.kind == "tpu":
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        grid = np.array(devices).reshape(shape)
+    return Mesh(grid, tuple(job.mesh), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def model_on(job: Job, mesh: Mesh | AbstractMesh) -> LanguageModel:
+    """Return the model of a job with shapes in the place of arrays, and where they lie."""
+    build = job.build()
+    return _placed(abstract(lambda: build(nnx.Rngs(0))), mesh)
+
+
+def optimizer_on(model: LanguageModel, mesh: Mesh | AbstractMesh) -> nnx.Optimizer:
+    """Return AdamW in float32 for such a model; its state lies as the parameters do."""
+    graph, state = nnx.split(model)
+    adamw = float32_state(optax.adamw(1e-4))
+    return _placed(abstract(lambda x: nnx.Optimizer(nnx.merge(graph, x), adamw, wrt=nnx.Param), state), mesh)
+
+
+def tokens_on(job: Job, mesh: Mesh, tokens: int) -> jax.ShapeDtypeStruct:
+    """Return the tokens of a batch."""
+    return place(jax.ShapeDtypeStruct((job.batch, tokens), jnp.int32), ("batch", "tokens"), mesh)
+
+
+def place(x: Any, names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array whose axes have these names on a mesh; without names it is on every device."""
+    where = NamedSharding(mesh, spec(names, mesh, x.shape) if names else PartitionSpec())
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+
+def cache_on(job: Job, model: LanguageModel, mesh: Mesh | AbstractMesh | AbstractMesh) -> Any:
+    """Return the empty cache of a job."""
+    return place_cache(jax.eval_shape(lambda: model.init_cache(job.batch, job.tokens)), mesh)
+
+
+def place_cache(cache: Any, mesh: Mesh | AbstractMesh | AbstractMesh) -> Any:
+    """Return the shapes of a cache on a mesh."""
+    return jax.tree.map(lambda x: place(x, _CACHE[-x.ndim :] if x.ndim > 2 else (), mesh), cache)
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Return how many bytes of arrays that lie on a mesh one device holds."""
+    arrays = jax.tree.leaves(nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree)
+    return sum(prod(x.sharding.shard_shape(x.shape)) * _itemsize(x.dtype) for x in arrays)
+
+
+def _placed(module: N, mesh: Mesh | AbstractMesh) -> N:
+    """Return a module of shapes with where they lie."""
+    state = nnx.state(module)
+    lie = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # noqa: E731
+    nnx.update(module, jax.tree.map(lie, state, shardings(state, mesh)))
+    return module
+
+
+def _itemsize(dtype: Any) -> int:
+    return 0 if jnp.issubdtype(dtype, jax.dtypes.extended) else jnp.dtype(dtype).itemsize

@@ -1,0 +1,78 @@
+"""A job planned: what a device holds, its programs, whether they fit, and what would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flax_attn.plan.estimate import Change, changes
+from flax_attn.plan.job import Job
+from flax_attn.plan.phases import Phase, compiled
+from flax_attn.plan.placement import Held, held
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The result of `plan`.
+
+    Args:
+        job: what was planned.
+        held: bytes on one device that follow from shapes.
+        phases: the programs.
+        changes: what would fit, tried one after another, where this does not.
+    """
+
+    job: Job
+    held: Held
+    phases: Sequence[Phase]
+    changes: Sequence[Change] = ()
+
+    @property
+    def largest(self) -> Phase:
+        """The phase that takes most memory."""
+        return max(self.phases, key=lambda phase: phase.peak)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether all of it fits in the memory of a device; None where that is not known."""
+        memory = self.job.topology.chip.memory
+        if not all(phase.compiled for phase in self.phases):
+            return False
+        return None if memory is None else self.largest.peak <= memory
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON has it."""
+        job, chip = self.job, self.job.topology.chip
+        asked = {name: getattr(job, name) for name in ("batch", "tokens", "train", "remat", "dtype")}
+        return {
+            "model": job.name,
+            "topology": job.topology.name,
+            "devices": job.topology.size,
+            "mesh": dict(job.mesh),
+            "rules": dict(job.rules),
+            **asked,
+            "memory": chip.memory,
+            "fits": self.fits,
+            "held": asdict(self.held),
+            "phases": [asdict(phase) | {"seconds_at_most_rates": phase.times(chip)} for phase in self.phases],
+            "changes": [
+                {"what": x.what, "mesh": dict(x.job.mesh), "remat": x.job.remat, "peak": x.peak, "fits": x.fits}
+                for x in self.changes
+            ],
+        }
+
+
+def plan(job: Job) -> Plan:
+    """Compile the programs of a job, and look for what would fit if they do not.
+
+    Raises:
+        ImportError: if what describes the devices is not installed.
+        ValueError: if there are no such devices.
+    """
+    memory = job.topology.chip.memory
+    with job.table():
+        found = Plan(job, held(job), compiled(job))
+        if found.fits is not False or memory is None:
+            return found
+        return Plan(job, found.held, found.phases, changes(job, found.held, found.largest, memory))

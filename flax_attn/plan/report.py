@@ -1,0 +1,155 @@
+"""A plan as tables: of memory, of what is sent, of time; and as one line of Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from rich.table import Table
+
+from flax_attn.plan.job import Job
+from flax_attn.plan.phases import Phase
+from flax_attn.plan.plan import Plan
+
+LEGEND = """\
+Compiled, not run; all figures are of one device. Peak: arguments, outputs that do not replace them, and temporaries.
+Sent: what a device sends where a collective goes around in a ring. Loops count as often as they run.
+At most: what compute, memory and links would each take alone at the published rates of the chip: the step takes longer
+than the longest of them. Links: all of a chip's links together, which a collective over one axis may not reach."""
+
+COLUMNS = (
+    *("model", "tokens", "batch", "chips", "mesh", "remat", "parameters and optimizer", "temporaries"),
+    *("peak of memory", "fits", "compute, s", "memory, s", "links, s"),
+)
+
+
+def tables(plan: Plan) -> Iterator[Table]:
+    """Return the tables of a plan."""
+    yield memory(plan)
+    for phase in plan.phases:
+        if phase.compiled:
+            yield sent(plan, phase)
+            yield times(plan, phase)
+    if plan.changes:
+        yield would_fit(plan)
+
+
+def title(plan: Plan) -> str:
+    """Return what was planned, in a line."""
+    job = plan.job
+    what = "training" + " with remat" * job.remat if job.train else "generation"
+    tokens = f"{job.batch} x {job.tokens} tokens in {job.dtype}"
+    return f"{job.name}: {what}, {tokens}, on {job.topology.name}, {_mesh(job.mesh)}{_rules(job)}"
+
+
+def memory(plan: Plan) -> Table:
+    """Return what a device holds, what each program takes, and whether that fits."""
+    held, chip = plan.held, plan.job.topology.chip
+    table = Table("memory of one device")
+    table.add_column("", justify="right")
+    for name in ("parameters", "optimizer", "cache"):
+        if getattr(held, name):
+            table.add_row(name, size(getattr(held, name)))
+    for phase in plan.phases:
+        if phase.compiled:
+            table.add_row(f"temporaries, {phase.name}", size(phase.temporaries))
+            if held.gradients:
+                table.add_row("  of these gradients", size(held.gradients))
+        table.add_row(f"peak, {phase.name}", size(phase.peak))
+    table.add_row("the device has", "unknown" if chip.memory is None else size(chip.memory))
+    table.add_section()
+    table.add_row(verdict(plan), "" if chip.memory is None else size(abs(chip.memory - plan.largest.peak)))
+    return table
+
+
+def verdict(plan: Plan) -> str:
+    """Return whether it fits, in words."""
+    return {None: "whether it fits is unknown", True: "fits, free", False: "does not fit, too much by"}[plan.fits]
+
+
+def sent(plan: Plan, phase: Phase) -> Table:
+    """Return the collectives of a program."""
+    table = Table("collective", "over", title=f"Sent by one device in a {phase.name}")
+    for name in ("count", "bytes"):
+        table.add_column(name, justify="right")
+    for row in phase.collectives:
+        table.add_row(row.kind, " x ".join(row.axes), str(row.count), size(row.bytes))
+    if not phase.collectives:
+        table.add_row("none")
+    if phase.endless:
+        table.caption = f"{phase.endless} loops run an unknown number of times, and are counted once"
+    return table
+
+
+def times(plan: Plan, phase: Phase) -> Table:
+    """Return what compute, memory and links would each take."""
+    chip, found = plan.job.topology.chip, phase.times(plan.job.topology.chip)
+    table = Table("", title=f"At most rates, one {phase.name}")
+    for name in ("amount", "rate", "ms"):
+        table.add_column(name, justify="right")
+    rows = {
+        "compute": (f"{(phase.flops + phase.kernels) / 1e12:.3g} TFLOP", chip.flops, "TFLOP/s", 1e12),
+        "memory": (f"{phase.moved / 1e9:.3g} GB", chip.bandwidth, "GB/s", 1e9),
+        "links": (f"{sum(row.bytes for row in phase.collectives) / 1e9:.3g} GB", chip.links, "GB/s", 1e9),
+    }
+    for name, (amount, rate, unit, scale) in rows.items():
+        shown = f"{rate / scale:.4g} {unit}" if rate else "unknown"
+        table.add_row(name, amount, shown, f"{1000 * found[name]:.3g}" if name in found else "")
+    table.add_row("the model asks for", f"{phase.work / 1e12:.3g} TFLOP")
+    return table
+
+
+def would_fit(plan: Plan) -> Table:
+    """Return what was tried so that it fits."""
+    table = Table("change", "devices", "mesh", title="What would fit, estimated; each change with those above it")
+    for name in ("peak", "fits"):
+        table.add_column(name, justify="right")
+    for row in plan.changes:
+        mesh = _mesh(row.job.mesh)
+        table.add_row(row.what, str(row.job.topology.size), mesh, size(row.peak), "yes" if row.fits else "no")
+    return table
+
+
+def heading() -> list[str]:
+    """Return the first two lines of a table in Markdown, whose other lines are those of `line`."""
+    return [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
+
+
+def line(plan: Plan) -> str:
+    """Return a plan as a line of a table in Markdown."""
+    job, phase, chip = plan.job, plan.largest, plan.job.topology.chip
+    found = phase.times(chip)
+    limit = "unknown" if chip.memory is None else size(chip.memory)
+    cells = (
+        *(
+            job.name,
+            job.tokens,
+            job.batch,
+            job.topology.name,
+            _mesh(job.mesh) + _rules(job),
+            "yes" if job.remat else "no",
+        ),
+        *(size(plan.held.total), size(phase.temporaries), f"{size(phase.peak)} of {limit}"),
+        {None: "unknown", True: "yes", False: "no"}[plan.fits],
+        *(f"{found[name]:.3g}" if name in found else "" for name in ("compute", "memory", "links")),
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def size(count: int) -> str:
+    """Return bytes as a number with a unit.
+
+    Example:
+        >>> size(3 * 2**29), size(1000)
+        ('1.50 GiB', '1000 B')
+    """
+    unit = min(int(math.log2(max(count, 1)) // 10), 4)
+    return f"{count / 2 ** (10 * unit):.2f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{count} B"
+
+
+def _rules(job: Job) -> str:
+    return "".join(f"; {name} over {', '.join(axes) or 'nothing'}" for name, axes in job.rules.items())
+
+
+def _mesh(mesh: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.items())

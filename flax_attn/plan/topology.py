@@ -1,0 +1,106 @@
+"""The chips that a program is compiled for, by a name such as `v5e:16x16`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+
+from flax_attn.aot import gpu, tpu
+from flax_attn.plan.chips import CHIPS, Chip
+
+_DIMENSIONS = {"v5e": 2, "v6e": 2, "v5p": 3, "tpu7x": 3, "h200": 1, "cpu": 1}
+_EXAMPLES = "v5e:16x16, v6e:16x16, v5p:4x4x4, tpu7x:4x4x4, h200:8, cpu:8"
+_PER_HOST = 8  # GPUs that NVLink joins
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Chips and how they are joined.
+
+    Args:
+        name: as it is written, `v5e:16x16`.
+        chip: of which kind all are.
+        shape: how many there are along each dimension of the torus.
+
+    Example:
+        >>> topology("v5e:16x16").size, topology("tpu7x:2x2x1").size
+        (256, 8)
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return prod(self.shape) * self.chip.devices
+
+    @contextmanager
+    def devices(self) -> Iterator[Sequence[Any]]:
+        """Return the devices, to be compiled for inside the `with` statement.
+
+        Raises:
+            ImportError: if what describes them is not installed.
+            ValueError: if JAX has fewer simulated devices, or the compiler knows no such topology.
+        """
+        if self.chip.kind == "gpu":
+            with gpu.described(self.size) as target:
+                yield target.devices
+        else:
+            yield simulated(self.size) if self.chip.kind == "cpu" else _tpu(self)
+
+
+def topology(text: str) -> Topology:
+    """Return the topology of a name.
+
+    Raises:
+        ValueError: if the chip is not known, or its chips are not joined in a torus of this shape.
+    """
+    name, _, sizes = text.partition(":")
+    if name not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
+        raise ValueError(
+            f"a topology is one of {', '.join(CHIPS)} and the number of its chips in each dimension; got {text!r}. "
+            f"Write it as one of {_EXAMPLES}"
+        )
+    shape = tuple(map(int, sizes.split("x")))
+    if len(shape) != _DIMENSIONS[name] or (name == "h200" and shape[0] > _PER_HOST):
+        limit = f", {_PER_HOST} at most" if name == "h200" else ""
+        raise ValueError(
+            f"chips of {name} are counted along {_DIMENSIONS[name]} dimensions{limit}; got {text!r}. "
+            f"Write it as in {_EXAMPLES}"
+        )
+    return Topology(text, CHIPS[name], shape)
+
+
+def simulated(count: int) -> Sequence[Any]:
+    """Return so many of this machine's processors as JAX simulates them, and have it simulate as many if it can.
+
+    Raises:
+        ValueError: if JAX has started with fewer.
+    """
+    with suppress(RuntimeError):  # it has started, and may have enough
+        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+    found = jax.devices("cpu")
+    if len(found) < count:
+        raise ValueError(
+            f"cpu:{count} needs {count} simulated devices; JAX has started with {len(found)}. "
+            f'Call jax.config.update("jax_num_cpu_devices", {count}) before anything else of JAX'
+        )
+    return found[:count]
+
+
+def _tpu(wanted: Topology) -> Sequence[Any]:
+    try:
+        return tpu.described(wanted.name)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"libtpu describes no topology {wanted.name!r}: {str(error).splitlines()[0]}. Ask for one of the shapes "
+            "that the chip is sold in"
+        ) from None

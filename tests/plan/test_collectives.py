@@ -1,0 +1,88 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from flax_attn.plan.collectives import Collective, collectives
+from flax_attn.plan.hlo import read
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+LINE = """
+ENTRY %main (x: f32[6]) -> f32[6] {{
+  %x = f32[6]{{0}} parameter(0)
+  ROOT %y = f32[6]{{0}} {kind}(%x), channel_id=1, {groups}, to_apply=%add
+}}
+"""
+
+
+def found(kind, groups):
+    return collectives(read(LINE.format(kind=kind, groups=groups)), MESH)
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
+        ("replica_groups={{0,2,4,6},{1,3,5,7}}", ("data", "fsdp")),
+        ("replica_groups={}", ("data", "fsdp", "tensor")),
+        ("replica_groups=[4,2]<=[8]", ("tensor",)),
+        ("replica_groups=[2,4]<=[4,2]T(1,0)", ("data", "fsdp")),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",)),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", ("data", "fsdp")),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", ("fsdp",)),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2, 'axis_1'}", ("data", "tensor")),
+    ],
+)
+def test_groups_are_read_as_axes(groups, axes):
+    (row,) = found("all-reduce", groups)
+    size = 2 ** len(axes)
+    assert row == Collective("all-reduce", axes, 1, 24 * 2 * (size - 1) // size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [
+        ("all-reduce-start", 2 * 24 * 3 // 4),
+        ("all-gather", 24 * 3),
+        ("reduce-scatter", 24 * 3 // 4),
+        ("all-to-all", 24 * 3 // 4),
+    ],
+)
+def test_each_kind_sends_what_a_ring_does(kind, sent):
+    (row,) = found(kind, "replica_groups=[2,4]<=[8]")
+    assert (row.kind, row.bytes) == (kind.removesuffix("-start"), sent)
+
+
+def test_a_permutation_sends_its_operand():
+    assert found("collective-permute", "source_target_pairs={{0,1},{1,0},{2,3},{3,2}}") == [
+        Collective("collective-permute", ("tensor",), 1, 24)
+    ]
+
+
+def test_a_collective_of_one_device_sends_nothing():
+    assert found("all-reduce", "replica_groups=[8,1]<=[8]") == []
+
+
+def test_what_a_program_of_eight_devices_sends():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), tuple(MESH))
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec(), check_vma=False)
+    def run(x):
+        def layer(y, _):
+            y = jax.lax.ppermute(y, "tensor", [(0, 1), (1, 0)])
+            return jax.lax.psum(y, ("data", "tensor")), None
+
+        y, _ = jax.lax.scan(layer, x, length=5)
+        return jax.lax.all_gather(y, "fsdp", tiled=True)
+
+    text = run.lower(jax.ShapeDtypeStruct((6, 7), jnp.float32)).compile().as_text()
+    part = 4 * 3 * 7
+    assert sorted(collectives(read(text), MESH), key=lambda row: row.kind) == [
+        Collective("all-gather", ("fsdp",), 1, part),
+        Collective("all-reduce", ("data", "tensor"), 5, 5 * 2 * part * 3 // 4),
+        Collective("collective-permute", ("tensor",), 5, 5 * part),
+    ]

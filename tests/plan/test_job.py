@@ -1,0 +1,111 @@
+import jax
+import pytest
+
+from flax_attn.models import GPT2
+from flax_attn.plan.chips import CHIPS
+from flax_attn.plan.job import MODELS, Job, mesh_of, model_of, rules_of
+from flax_attn.plan.topology import simulated, topology
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"mesh": {"data": 2, "fsdp": 3}},
+            r"must multiply to the 8 devices of cpu:8; got data=2 \* fsdp=3 = 6. Change",
+        ),
+        ({"mesh": {"data": 8, "model": 1}}, "the axes of a mesh are context, data, fsdp, tensor; got model. Name it"),
+        ({"mesh": {"data": 8, "tensor": 0}}, "tensor must be a positive integer; got tensor=0"),
+        ({"batch": 6}, r"the batch must be divisible by data=2 \* fsdp=2 of the mesh; got 6. Change --batch or --mesh"),
+        (
+            {"mesh": {"context": 8}, "tokens": 12},
+            "the tokens of a sequence must be divisible by context=8 of the mesh; got 12. Change --tokens or --mesh",
+        ),
+        ({"mesh": {"tensor": 8}}, "the query heads must be divisible by tensor=8 of the mesh; got 4. Change --mesh$"),
+    ],
+)
+def test_what_does_not_divide_is_refused(job, options, message):
+    with pytest.raises(ValueError, match=message):
+        job(**options)
+
+
+def test_a_model_with_an_embedding_for_each_position_takes_no_more_tokens():
+    name, cls, config = model_of("gpt2")
+    assert cls is GPT2
+    with pytest.raises(
+        ValueError, match=r"gpt2 has an embedding for each of 1024 positions; got 2048 tokens. Plan 1024"
+    ):
+        Job(name, cls, config, topology("cpu:1"), {"data": 1}, 1, 2048)
+
+
+def test_rotary_positions_take_more_tokens_than_the_config_says(job):
+    assert job(tokens=128).config.context_length == 64
+
+
+def test_models_are_named_or_read_from_a_folder(folder):
+    assert model_of(str(folder))[0] == "small"
+    assert model_of(str(folder))[2].num_kv_heads == 2
+    assert MODELS["llama3-8b"][1].rope.base == 500000.0
+    with pytest.raises(ValueError, match=r"a model is one of gpt2, .*, or a folder with a config.json; got 'llama9'"):
+        model_of("llama9")
+
+
+@pytest.mark.parametrize("text", ["data", "data=x", "data=2,data=2", "", "data=2;fsdp=4"])
+def test_a_mesh_is_written_as_axes_and_sizes(text):
+    with pytest.raises(
+        ValueError, match=r"a mesh is written as its axes and their sizes, each axis once; got .* Write"
+    ):
+        mesh_of(text)
+
+
+def test_a_rule_is_written_as_a_name_and_axes():
+    with pytest.raises(ValueError, match=r"a rule is written as the name .* got 'embed'. Write for example embed=fsdp"):
+        rules_of(["embed"])
+
+
+def test_a_rule_of_an_axis_that_is_not_known_is_refused(job):
+    with pytest.raises(ValueError, match=r"the names of axes are .*; got width"):
+        job(rules={"width": ("fsdp",)})
+
+
+@pytest.mark.parametrize("text", ["v9:2x2", "v5e", "v5e:", "v5e:4x", "v5e:0x4", "16x16"])
+def test_a_topology_that_is_not_known_is_refused(text):
+    known = ", ".join(CHIPS)
+    with pytest.raises(ValueError, match=f"a topology is one of {known} and the number .* got '{text}'. Write it as"):
+        topology(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v5e:4", "chips of v5e are counted along 2 dimensions; got 'v5e:4'"),
+        ("v5p:16x16", "chips of v5p are counted along 3 dimensions; got"),
+        ("h200:16", "chips of h200 are counted along 1 dimensions, 8 at most; got 'h200:16'. Write"),
+    ],
+)
+def test_a_topology_of_another_shape_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        topology(text)
+
+
+def test_devices_are_counted_as_jax_does():
+    sizes = {"v5e:16x16": 256, "v6e:2x2": 4, "v5p:4x4x4": 64, "tpu7x:4x4x4": 128, "h200:8": 8, "cpu:8": 8}
+    assert {name: topology(name).size for name in sizes} == sizes
+
+
+def test_more_devices_than_are_simulated_are_refused():
+    jax.devices()  # starts JAX
+    with pytest.raises(ValueError, match=r"cpu:9 needs 9 simulated devices; JAX has started with 8. Call jax.config"):
+        simulated(9)
+
+
+def test_what_libtpu_does_not_describe_is_refused(monkeypatch):
+    def refuse(name):
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such layout\nat line 3")
+
+    monkeypatch.setattr("flax_attn.aot.tpu.described", refuse)
+    with (
+        pytest.raises(ValueError, match=r"no topology 'v5e:3x5': INVALID_ARGUMENT: no such layout. Ask for one of"),
+        topology("v5e:3x5").devices(),
+    ):
+        pass
