@@ -28,7 +28,7 @@ LAYERS = {  # lowest first, and the layers that each may import; the package is 
     "training": {"functional", "models", "sharding"},
     "package": LIBRARY | {"models"},
     "parity": {"convert"},
-    "proof": {"package", "convert", "parity"},
+    "proof": {"package", "convert", "parity", "sharding"},
     "steps": set(),
     "viz": set(),
     "bench": LIBRARY | {"convert", "models", "training", "parity", "aot"},

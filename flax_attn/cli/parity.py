@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ def add(commands: Any) -> None:
     parity.add_argument("--check", action="append", metavar="NAME", help="only this check; may be repeated")
     parity.add_argument("--full", action="store_true", help="compare eager with compiled, and training runs, too")
     parity.add_argument("--seed", type=common.seed, default=0, help="of the weights and inputs (default 0)")
+    parity.add_argument(
+        "--mesh",
+        metavar="AXIS=SIZE,...",
+        help="run the Flax modules on a mesh of simulated devices, of data, fsdp, tensor and context: "
+        "data=2,tensor=2,context=2",
+    )
     targets.add(parity)
     written = parity.add_argument_group("files")
     written.add_argument(
@@ -57,6 +64,8 @@ def add(commands: Any) -> None:
 def _parity(options: argparse.Namespace) -> int:
     if not options.against:
         need_torch()
+    if options.mesh and (options.target or options.against or options.device):
+        raise common.UsageError("--mesh runs our own table against PyTorch; got it with targets, --against or --device")
     for path in options.report:
         _check_report(path)
     if options.export:
@@ -103,6 +112,8 @@ def _variants(options: argparse.Namespace) -> list[Report]:
     from flax_attn.proof.variants import select
 
     checks = targets.checks(options)
+    if options.mesh:
+        return _on_mesh(checks, options)
     try:
         variants = select(options.variant)
     except ValueError as error:
@@ -118,6 +129,25 @@ def _variants(options: argparse.Namespace) -> list[Report]:
         names = [variant.name for variant in variants]
         settings = {name: getattr(options, name) for name in ("seed", "full", "export", "against")}
         return prove_all(names, workers, lambda: progress.advance(task), **settings)
+
+
+def _on_mesh(checks: list[str] | None, options: argparse.Namespace) -> list[Report]:
+    """Return the reports of variants whose Flax modules run on a mesh, in sizes that its axes divide."""
+    import jax
+
+    from flax_attn.plan.job import mesh_of
+    from flax_attn.plan.topology import simulated
+    from flax_attn.proof.variants import select, sizes_for, table
+
+    try:
+        mesh = mesh_of(options.mesh)
+        variants = select(options.variant, table(sizes_for(mesh)))
+        devices = simulated(math.prod(mesh.values()))
+    except ValueError as error:
+        raise common.UsageError(str(error)) from None
+    kinds = (jax.sharding.AxisType.Auto,) * len(mesh)
+    with jax.set_mesh(jax.make_mesh(tuple(mesh.values()), tuple(mesh), kinds, devices=devices)):
+        return _in_this_process(variants, checks, options)
 
 
 _WORKERS = 4  # the most processes, of about 1 GB each

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from flax_attn.sharding.parameters import abstract
+
 
 def build(package: ModuleType, module: str, *arguments: Any, numerics: Mapping[str, Any] | None = None, **options: Any):
     """Return a module of a package; every part takes of `numerics` what its constructor accepts.
@@ -93,7 +95,7 @@ def drawn(make: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
         >>> drawn(lambda: LayerNorm(4)).scale.shape
         (4,)
     """
-    module, draw = nnx.eval_shape(make), np.random.default_rng(seed)
+    module, draw = abstract(make), np.random.default_rng(seed)
     state = nnx.state(module)
     for i, (_, leaf) in enumerate(nnx.to_flat_state(state)):
         if isinstance(leaf, nnx.RngKey):
