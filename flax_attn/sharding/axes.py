@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -158,6 +159,9 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 def place(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
     """Return x as it lies on a mesh by a spec, whichever kind the axes of the mesh are of."""
+    if not isinstance(x, Tracer):  # which may lie on one device
+        devices = jax.sharding.get_mesh()
+        return jax.device_put(x, NamedSharding(x.sharding.mesh if devices.empty else devices, wanted))
     if AxisType.Explicit in mesh.axis_types:
         x = jax.sharding.reshard(x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Explicit)))
     if AxisType.Auto in mesh.axis_types:
