@@ -24,7 +24,7 @@ ONE_SIDED_FILES = {
     "models/hugging_face/fields.py": "flax_attn",
     "models/hugging_face/folder.py": "flax_attn",
     "models/hugging_face/rope.py": "flax_attn",
-    "models/hugging_face/slices.py": "flax_attn",
+    "models/hugging_face/values.py": "flax_attn",
     "models/cross_entropy.py": "flax_attn",  # PyTorch's own is one call
     "modules/backend.py": "flax_attn",  # torch_ref has only one backend
     "functional/kv_range.py": "flax_attn",  # for kernels, which only JAX has

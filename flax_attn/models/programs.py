@@ -17,6 +17,7 @@ from jaxtyping import Array
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.sampling import Sampling, sample
 from flax_attn.models.stack import Stack
+from flax_attn.sharding.parameters import unname_first_axis
 
 
 class _Part(NamedTuple):
@@ -67,7 +68,16 @@ def _take_apart(model: LanguageModel) -> tuple[_Part, list[_Part]]:
     if not isinstance(blocks, Stack):
         return _Part(*nnx.split(ends)), [_Part(*nnx.split(block)) for block in blocks]
     graph, state = nnx.split(blocks.block)
-    return _Part(*nnx.split(ends)), [_Part(graph, _layer(state, np.int32(i))) for i in range(len(blocks))]
+    return _Part(*nnx.split(ends)), [_unstacked(graph, _layer(state, np.int32(i))) for i in range(len(blocks))]
+
+
+def _unstacked(graph: Any, state: Any) -> _Part:
+    """Return one layer of a stack as a block of its own is: so that both run the same programs."""
+    block = nnx.merge(graph, state)
+    for _, variable in nnx.iter_graph(block):
+        if isinstance(variable, nnx.Variable):
+            unname_first_axis(variable)
+    return _Part(*nnx.split(block))
 
 
 @jax.jit

@@ -48,6 +48,21 @@ def name_first_axis(variable: nnx.Variable) -> None:
             variable.set_metadata(field, (first, *variable.get_metadata(field)))
 
 
+def unname_first_axis(variable: nnx.Variable) -> None:
+    """Take the first name away from a variable that lost its first axis: the inverse of `name_first_axis`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> kernel = nnx.Param(jnp.ones((3, 4)), **named(None, "embed", "hidden"))
+        >>> unname_first_axis(kernel)
+        >>> kernel.out_sharding
+        ('embed', 'hidden')
+    """
+    for field in ("out_sharding", _UNIT):
+        if variable.get_metadata().get(field):
+            variable.set_metadata(field, variable.get_metadata(field)[1:])
+
+
 def shardings(tree: Any, mesh: Any) -> Any:
     """Return where the variables of a model or an optimizer lie on a mesh, in the form of its `nnx.state`.
 

@@ -82,9 +82,9 @@ RESIDUALS = pytest.mark.parametrize("residual", ["context", ("context", "tensor"
 @RESIDUALS
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_and_gradients_are_those_of_one_device(name, kind, residual, alone, x64, mesh_like, attention_under):
+def test_outputs_and_gradients_are_those_of_one_device(name, kind, residual, alone, x64, mesh_like):
     mesh = mesh_like(kind, **MESH)
-    with attention_under(kind), jax.set_mesh(mesh), rules(residual=residual):
+    with jax.set_mesh(mesh), rules(residual=residual):
         outputs, gradients, lies = lesson(shard(build(name), mesh), TOKENS)
     assert lies.shard_shape((8, 8, 12)) == (2, 8, 6)
     truth = alone[0][name]
@@ -94,9 +94,9 @@ def test_outputs_and_gradients_are_those_of_one_device(name, kind, residual, alo
 
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"scan_layers": True}], ids=str)
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_training_is_that_of_one_device(kind, options, alone, x64, mesh_like, attention_under):
+def test_training_is_that_of_one_device(kind, options, alone, x64, mesh_like):
     mesh = mesh_like(kind, **MESH)
-    with attention_under(kind), jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):
         model = shard(build("gpt2", **options), mesh)
         before = lies(model)
         optimizer = create(lambda model: nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param), mesh, model)
@@ -176,13 +176,13 @@ def test_norms_run_on_their_share_of_the_tokens_with_sequence_parallelism(name, 
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_norms_after_the_sublayers_run_on_their_share_too(kind, x64, mesh_like, attention_under):
+def test_norms_after_the_sublayers_run_on_their_share_too(kind, x64, mesh_like):
     numbers = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
     att = MultiHeadAttention(16, 16, 8, 0.0, 4, backend="reference", **numbers)
     norms = [RMSNorm(16, param_dtype=jnp.float64) for _ in range(4)]
     block = TransformerBlock(att, FeedForward(16, **numbers), *norms[:2], post_norm1=norms[2], post_norm2=norms[3])
     mesh = mesh_like(kind, tensor=2)
-    with attention_under(kind), jax.set_mesh(mesh), rules(residual="tensor"):
+    with jax.set_mesh(mesh), rules(residual="tensor"):
         graph, state = nnx.split(shard(block, mesh))
         forward = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
         text = forward.lower(state, jnp.ones((8, 8, 16))).compile().as_text()

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from flax_attn import GPT2, GPT2Config, Llama, LlamaConfig, from_pretrained
-from flax_attn.models.hugging_face import slices
+from flax_attn.models.hugging_face import values
 
 GPT = GPT2Config(16, 4, 2, context_length=8, vocab_size=12, dropout=0.1)
 LLAMA = LlamaConfig(16, 24, num_heads=4, num_layers=2, num_kv_heads=2, context_length=8, vocab_size=10)
@@ -67,8 +67,8 @@ def test_a_process_reads_the_parts_of_its_devices_alone(cls, config, scan_layers
     params = nnx.to_flat_state(nnx.state(whole, nnx.Param))
     share = sum(int(np.prod(x.sharding.shard_shape(x.shape))) * 4 for _, x in params)
     total = sum(x.size * 4 for _, x in params)
-    part = slices._part
-    monkeypatch.setattr(slices, "_part", lambda *call: read.append(part(*call)) or read[-1])
+    part = values._part
+    monkeypatch.setattr(values, "_part", lambda *call: read.append(part(*call)) or read[-1])
     monkeypatch.setattr(jax, "make_array_from_callback", one_device)
     from_pretrained(tmp_path, mesh=mesh, scan_layers=scan_layers)
     assert sum(x.nbytes for x in read) == share < 0.35 * total
@@ -91,8 +91,8 @@ def test_memory_holds_the_parts_and_one_tensor_at_most(tmp_path, mesh_like, monk
 
 def test_the_same_part_is_read_once_for_all_devices_that_have_it(tmp_path, mesh_like, monkeypatch):
     GPT2(GPT, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
-    read, part = [], slices._part
-    monkeypatch.setattr(slices, "_part", lambda *call: read.append(part(*call)) or read[-1])
+    read, part = [], values._part
+    monkeypatch.setattr(values, "_part", lambda *call: read.append(part(*call)) or read[-1])
     model = from_pretrained(tmp_path, mesh=mesh_like(data=8))
     assert len(read) == len(nnx.to_flat_state(nnx.state(model, nnx.Param)))
 

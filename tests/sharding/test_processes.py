@@ -21,9 +21,9 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
 from flax import nnx
 from flax_attn import Llama
-from flax_attn.models.hugging_face import slices
-part, read = slices._part, []
-slices._part = lambda *call: read.append(part(*call)) or read[-1]
+from flax_attn.models.hugging_face import values
+part, read = values._part, []
+values._part = lambda *call: read.append(part(*call)) or read[-1]
 mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 model = Llama.from_pretrained(f"{folder}/one", mesh=mesh, scan_layers=True)
 model.save_pretrained(f"{folder}/back")

@@ -39,23 +39,22 @@ def largest_error(actual, expected):
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_microbatches_take_the_step_of_the_whole_batch(kind, x64, mesh_like, attention_under):
+def test_microbatches_take_the_step_of_the_whole_batch(kind, x64, mesh_like):
     mesh, batch = mesh_like(kind, data=2, fsdp=2, tensor=2), ROWS[:16]
     optimizer = optax.sgd(0.1, momentum=0.9)
     whole = build(optimizer=optimizer)
     losses = run(*whole, [batch])
     # Its sums are in float32 by default.
     accumulating = optax.MultiSteps(optimizer, every_k_schedule=4, accumulator_dtype=jnp.float64)
-    with attention_under(kind):
-        parts = build(mesh, accumulating.gradient_transformation())
-        sums = parts[1].opt_state.acc_grads
-        assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, sums)) == jax.tree.leaves(
-            jax.tree.map(lambda x: x.sharding, nnx.state(parts[0], nnx.Param))
-        )
-        before = convert.state_dict(parts[0])
-        first = run(*parts, np.split(batch, 4)[:3], mesh)
-        assert largest_error(convert.state_dict(parts[0]), before) == 0
-        last = run(*parts, np.split(batch, 4)[3:], mesh)
+    parts = build(mesh, accumulating.gradient_transformation())
+    sums = parts[1].opt_state.acc_grads
+    assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, sums)) == jax.tree.leaves(
+        jax.tree.map(lambda x: x.sharding, nnx.state(parts[0], nnx.Param))
+    )
+    before = convert.state_dict(parts[0])
+    first = run(*parts, np.split(batch, 4)[:3], mesh)
+    assert largest_error(convert.state_dict(parts[0]), before) == 0
+    last = run(*parts, np.split(batch, 4)[3:], mesh)
     assert abs(np.mean([*first, *last]) - losses[0]) <= 1e-12 * losses[0]
     assert largest_error(convert.state_dict(parts[0]), convert.state_dict(whole[0])) <= 1e-12
 

@@ -19,7 +19,6 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jax import Array
@@ -33,13 +32,12 @@ from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import check_positive
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
-from flax_attn.models.hugging_face.slices import OnMesh
+from flax_attn.models.hugging_face.values import Memory, OnMesh
 from flax_attn.models.stack import Stack, stack_modules
 from flax_attn.modules.dropout import Dropout
 from flax_attn.sharding.parameters import abstract, check_mesh, shard
 
 M = TypeVar("M", bound=nnx.Module)
-_ALIGNMENT, _PIECE = 64, 2**26  # bytes
 _READ = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -77,7 +75,7 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     dtype, rngs, progress = (options.get(name) for name in ("param_dtype", "rngs", "progress"))
     _check_dtypes([stored[entry.theirs].dtype for entry in entries] if dtype is None else [dtype])
     _fork_streams(model, rngs)
-    memory = _Memory() if mesh is None else OnMesh(mesh)
+    memory = Memory() if mesh is None else OnMesh(mesh)
     _fill(model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress, memory)
     if mesh is not None:
         shard(model, mesh)  # what is left: the streams of dropout
@@ -245,7 +243,7 @@ def _fill(
     stored: Mapping[str, Stored],
     dtype: Dtype | None,
     progress: bool,
-    memory: _Memory | OnMesh,
+    memory: Memory | OnMesh,
 ) -> None:
     """Read the weights, the largest first: while its copies are made, the others take no memory yet."""
     tensors = parameters(model)
@@ -273,31 +271,6 @@ def _by_variables(entries: list[Entry], tensors: Mapping[str, Tensor]) -> Iterab
         key = tuple(id(tensor.variable if isinstance(tensor, LayerSlice) else tensor) for tensor in own)
         groups.setdefault(key, []).append(entry)
     return groups.values()
-
-
-class _Memory:
-    """Memory for arrays, aligned as JAX's own is on a CPU, so that JAX takes it over without a copy.
-
-    It is asked for in large pieces: these have huge pages, and the system hands it out in a third of the time.
-    """
-
-    def __init__(self):
-        self.free = np.empty(0, np.uint8)
-
-    def copy(self, arrays: list[np.ndarray], variable: nnx.Variable, dtype: np.dtype) -> Array:
-        """Return arrays as one, the value of a variable: the only one, or those of all layers."""
-        shape = variable.shape
-        new = self._take(math.prod(shape) * dtype.itemsize).view(dtype)
-        for place, array in zip(new.reshape(len(arrays), *arrays[0].shape), arrays, strict=True):
-            place[...] = array
-        return jax.device_put(new.reshape(shape))
-
-    def _take(self, size: int) -> np.ndarray:
-        if self.free.size < size + _ALIGNMENT:
-            self.free = np.empty(max(size, _PIECE) + _ALIGNMENT, np.uint8)
-        start = -self.free.ctypes.data % _ALIGNMENT
-        taken, self.free = self.free[start : start + size], self.free[start + size :]
-        return taken
 
 
 def _move(source: Path, target: Path) -> None:
