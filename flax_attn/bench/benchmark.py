@@ -14,7 +14,7 @@ from flax_attn.bench.implementation import Implementation, Prepared
 from flax_attn.bench.workload import Workload
 
 GIB = 2**30
-TOO_SLOW = 60.0  # seconds: what is predicted to take longer, to compile or to run, is left out
+TOO_SLOW = 20.0  # seconds: what is predicted to take longer, to compile or to run, is left out
 PREDICTIVE = 5.0  # seconds: shorter times are mostly fixed cost, and predict nothing
 
 Result = TypeVar("Result")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -21,13 +21,14 @@ from flax_attn.bench.implementation import (
     torch_tensor,
 )
 from flax_attn.bench.workload import Workload, inputs, with_gradients
+from flax_attn.parity.tolerance import DRAWS
 
 JAX_LAYOUT, TORCH_LAYOUT = "b t n h", "b n t h"
 NAMES = ("output", "query", "key", "value")  # the output, and the gradients of the inputs
 ROWS = 512  # queries at a time, where the formula is computed in blocks
 
 
-def functions(backends: Sequence[str], platform: str) -> list[Implementation]:
+def functions(backends: Iterable[str], platform: str) -> list[Implementation]:
     """Return our backends, the first being the one that ratios are about, and then the other implementations."""
     rest = _ON_GPU if platform == "gpu" else (Implementation("torch SDPA", _torch_sdpa(), "torch"),)
     return [*(ours(backend) for backend in backends), *rest, *_ANYWHERE]
@@ -93,6 +94,21 @@ def _in_blocks(work: Workload, rows: int, query: jax.Array, key: jax.Array, valu
     blocks = rearrange(padded, "b (i r) n h -> i b r n h", i=count)
     output = jax.lax.map(jax.checkpoint(block), (rows * jnp.arange(count, dtype=jnp.int32), blocks))
     return rearrange(output, "i b r n h -> b (i r) n h")[:, : work.t]
+
+
+def torch_steps(work: Workload) -> Iterator[Arrays]:
+    """Return the output of a step at the probe by the formula in PyTorch, for several orders of the keys.
+
+    The step sees all of them, so that their order changes nothing but the rounding.
+    """
+    import torch
+
+    row, _ = probe(work)
+    query, key, value = (torch_tensor(x[row].swapaxes(0, 1)) for x in inputs(work)[:3])
+    for seed in range(DRAWS):
+        order = work.t - 1 - np.random.default_rng(seed).permutation(work.pairs)
+        weights = torch.softmax(query @ key[:, order].mT * work.h**-0.5, -1)
+        yield {"output": as_float64(weights @ value[:, order]).swapaxes(0, 1)}
 
 
 def _at_probe(work: Workload, layout: str) -> Callable[[Any], Arrays]:

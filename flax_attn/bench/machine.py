@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from flax_attn.bench import processor
 from flax_attn.bench.timing import interleave, seconds_per_call
 
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "attnax", "numpy")
@@ -52,11 +52,8 @@ def read_limit() -> float:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    named = (line.split(":", 1)[1].strip() for line in processor.lines("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def _version(package: str) -> str | None:

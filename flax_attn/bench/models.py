@@ -5,6 +5,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,14 +18,14 @@ from flax import nnx
 from flax_attn.bench import startup
 from flax_attn.bench.machine import read_limit
 from flax_attn.bench.tasks import TaskResult
-from flax_attn.bench.timing import medians
+from flax_attn.bench.timing import least
 from flax_attn.models import GPT2, generate
 from flax_attn.training.step import train_step
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
-PROMPT, NEW = 128, 128
+PROMPT, NEW = 128, 64
 SMALL: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 512}  # for --quick
 TOLERANCE = 1e-3  # of the largest logit: both sum in float32, through all layers
 
@@ -36,6 +38,8 @@ def run(rounds: int, quick: bool, progress: Callable[[str], None] = lambda task:
         for b in (1, 8):
             progress(f"decoding, batch {b}")
             yield _decode(ours, theirs, b, rounds)
+        progress("decoding, bfloat16")
+        yield _decode_bfloat16(folder, theirs, rounds)
         progress("prefill")
         yield _prefill(ours, theirs, 1024, rounds)
         for dropout in (0.0, 0.1):
@@ -75,12 +79,20 @@ def _decode(ours: GPT2, theirs: Any, b: int, rounds: int) -> TaskResult:
     runs = {("ours", new): lambda n, new=new: [generate(ours, prompts, new) for _ in range(n)] for new in (1, NEW)} | {
         ("theirs", new): lambda n, new=new: [their_tokens(new) for _ in range(n)] for new in (1, NEW)
     }
-    taken = medians(runs, rounds)
+    taken = least(runs, rounds)
     speed = {who: b * (NEW - 1) / (taken[who, NEW] - taken[who, 1]) for who in ("ours", "theirs")}
     rate = speed["ours"] / b * _bytes(ours) / 1e9
     note = f"reads {rate:.1f} GB/s, the machine's limit is {read_limit():.1f}; {same:.0%} of greedy tokens equal"
     task, compile_seconds = f"decode {NEW} after {PROMPT}, batch {b}", first - taken["ours", NEW]
     return TaskResult(task, "tokens/s", speed["ours"], speed["theirs"], compile_seconds, note)
+
+
+def _decode_bfloat16(folder: str, theirs: GPT2LMHeadModel, rounds: int) -> TaskResult:
+    import torch
+
+    ours: Any = GPT2.from_pretrained(folder, param_dtype=jnp.bfloat16)
+    found = _decode(ours, deepcopy(theirs).to(torch.bfloat16), 1, rounds)
+    return replace(found, task=f"{found.task}, bfloat16")
 
 
 def _prefill(ours: GPT2, theirs: Any, t: int, rounds: int) -> TaskResult:
@@ -102,7 +114,7 @@ def _prefill(ours: GPT2, theirs: Any, t: int, rounds: int) -> TaskResult:
         "ours": lambda n: [jax.block_until_ready(compute(ours, tokens)) for _ in range(n)],
         "theirs": lambda n: [their_logits() for _ in range(n)],
     }
-    taken = medians(runs, rounds)
+    taken = least(runs, rounds)
     return TaskResult(f"prefill {t}", "s", taken["ours"], taken["theirs"], first - taken["ours"])
 
 
@@ -134,7 +146,7 @@ def _train(folder: str, dropout: float, shape: tuple[int, int], rounds: int) -> 
         if not dropout:
             _check_equal("losses", np.array(loss), np.array(their_loss))
         runs[form] = lambda n, step=step: [step() for _ in range(n)]
-    taken = medians(runs, rounds)
+    taken = least(runs, rounds)
     for form, seconds in first.items():
         task = f"training step {shape}, dropout {dropout}, {form}"
         yield TaskResult(task, "s", taken[form], taken["theirs"], seconds - taken[form])

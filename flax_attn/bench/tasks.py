@@ -36,7 +36,8 @@ class TaskResult:
 
 def table(results: Sequence[TaskResult]) -> Table:
     """Return what was measured as a table."""
-    rows = Table("task", "unit", "ours", "transformers", "gain", "compiles in", "", title="GPT-2 small, float32")
+    title = "GPT-2 small, float32 unless a row says otherwise"
+    rows = Table("task", "unit", "ours", "transformers", "gain", "compiles in", "", title=title)
     for one in results:
         compiled = "" if one.compile_seconds is None else f"{one.compile_seconds:.1f} s"
         rows.add_row(one.task, one.unit, f"{one.ours:.4g}", f"{one.theirs:.4g}", f"{one.gain:.2f}x", compiled, one.note)

@@ -10,7 +10,7 @@ import numpy as np
 
 TURN = 0.1  # seconds: calls are repeated to fill a turn, so that the cold start after another's turn weighs little
 PAUSE = 0.02  # seconds before a turn: the threads of PyTorch go on spinning for a while after a call, and hold a core
-BUDGET = 8.0  # seconds of turns, after which an implementation gets no more; each has at least two
+BUDGET = 4.0  # seconds of turns, after which an implementation gets no more; each has at least two
 
 Name = TypeVar("Name", bound=Hashable)
 Run = Callable[[int], object]  # computes the given number of times, and waits for it
@@ -42,9 +42,9 @@ def interleave(
     return taken
 
 
-def medians(runs: Mapping[Name, Run], rounds: int) -> dict[Name, float]:
-    """Return the median seconds of a call of each, where one call fills a turn."""
-    return {name: median(seconds) for name, seconds in interleave(runs, dict.fromkeys(runs, 1.0), rounds).items()}
+def least(runs: Mapping[Name, Run], rounds: int) -> dict[Name, float]:
+    """Return the seconds of a call of each in the turn that was disturbed least, where one call fills a turn."""
+    return {name: min(seconds) for name, seconds in interleave(runs, dict.fromkeys(runs, 1.0), rounds).items()}
 
 
 def seconds_per_call(run: Run, repeats: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -52,11 +52,6 @@ def seconds_per_call(run: Run, repeats: int = 1, clock: Callable[[], float] = ti
     start = clock()
     run(repeats)
     return (clock() - start) / repeats
-
-
-def median(seconds: list[float]) -> float:
-    """Return the median."""
-    return float(np.median(seconds))
 
 
 def spread(seconds: list[float]) -> float:

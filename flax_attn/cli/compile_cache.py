@@ -7,6 +7,8 @@ import os
 import platform
 from pathlib import Path
 
+from flax_attn.bench import processor
+
 _LIMIT = 2**30  # bytes; those not used for longest are deleted
 
 
@@ -30,8 +32,5 @@ def directory() -> Path:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(line for line in lines[:40] if line.startswith(("model name", "flags", "Features")))
+    known = processor.lines("model name", "flags", "Features")
+    return "\n".join(known) or f"{platform.machine()} {platform.processor()}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Integer
+from jaxtyping import Array
 
 from flax_attn.functional.shapes import Index
 
@@ -32,7 +32,7 @@ class Places:
         Array([1, 3, 4], dtype=int32)
     """
 
-    starts: Integer[Array, " runs"]
+    starts: Any  # an Array, or what JAX's transforms put in its place
     size: int = field(metadata={"static": True})
 
     def of(self, index: Any) -> Index:

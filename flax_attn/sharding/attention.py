@@ -121,10 +121,10 @@ def _shard(static: _Static, arrays: dict[str, Any]) -> Shard:
     parts = (part if part.axes is not None else HeadsOf(part, rows, heads) for part in arrays["mask"].parts)
     scale = static.scale if arrays["scale"] is None else arrays["scale"]
     options = {"soft_cap": static.soft_cap, "precision": static.precision, "platform": static.platform}
-    call = Call(**(arrays | {"mask": Mask(tuple(parts)), "scale": scale}), **options)
+    call = Call(**(arrays | {"bias": None, "mask": Mask(tuple(parts)), "scale": scale}), **options)
     at = _token_places(division, t) if division.queries else None
     cols = _token_places(division, s) if division.keys else None
-    return Shard(call, rows, heads, at, cols, s * division.size(division.keys))
+    return Shard(call, arrays["bias"], rows, heads, at, cols, s * division.size(division.keys))
 
 
 def _places(axes: tuple[str, ...], size: int) -> Places:

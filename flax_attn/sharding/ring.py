@@ -42,7 +42,7 @@ def attend_pieces(route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Arr
     call = shard.call
     scale = jnp.asarray(call.scale, accumulation_dtype(call.query.dtype))
     static = _Static(route, over, call.soft_cap, call.precision, call.platform, shard.s)
-    arrays = _Arrays(call.query, call.key, call.value, call.bias, call.sinks, scale)
+    arrays = _Arrays(call.query, call.key, call.value, shard.bias, call.sinks, scale)
     rest = _Rest(call.mask, call.dropout, shard.b, shard.n, shard.rows)
     output: Array = _attend(static, arrays, rest)
     return output.astype(call.query.dtype)
@@ -83,8 +83,8 @@ class _Static:
     def call(self, arrays: _Arrays, rest: _Rest, piece: tuple[Array, Array], cols: Places) -> Call:
         """Return the call of this device's queries and a piece of the keys; sinks are no part of it."""
         numerics = (self.soft_cap, None, rest.dropout, self.precision, self.platform)
-        call = Call(arrays.query, *piece, arrays.bias, rest.mask, arrays.scale, *numerics)
-        return Shard(call, rest.b, rest.n, rest.rows, cols, self.s).as_call()
+        call = Call(arrays.query, *piece, None, rest.mask, arrays.scale, *numerics)
+        return Shard(call, arrays.bias, rest.b, rest.n, rest.rows, cols, self.s).as_call()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -18,7 +18,8 @@ class Shard:
     """One device's rows of the batch, heads, queries and keys.
 
     Args:
-        call: its arrays; the mask and the columns of the bias are those of the whole sequences.
+        call: its arrays, without the bias; the mask is that of the whole sequences.
+        bias: of its queries and all keys.
         b: where its rows of the batch stand.
         n: where its heads stand.
         rows: where its queries stand; None where it has all, in order.
@@ -27,6 +28,7 @@ class Shard:
     """
 
     call: Call
+    bias: Array | None
     b: Places
     n: Places
     rows: Places | None
@@ -38,7 +40,7 @@ class Shard:
         call = self.call
         _, _, t, s = call.shape
         rows, cols = self.rows or whole(t), self.cols or whole(s)
-        mask, bias, dropout = call.mask, call.bias, call.dropout
+        mask, bias, dropout = call.mask, self.bias, call.dropout
         if mask.parts and not (self.rows is None and self.cols is None):
             mask = Mask((Placed(mask, rows, cols, self.s),))
         if bias is not None and self.cols is not None:
@@ -46,10 +48,6 @@ class Shard:
         if dropout is not None:
             dropout = PlacedDropout(dropout.rate, dropout.key, (self.b, self.n, rows, cols))
         return replace(call, mask=mask, bias=bias, dropout=dropout)
-
-    def with_keys(self, key: Array, value: Array, cols: Places | None) -> Shard:
-        """Return the shard with other keys and values."""
-        return replace(self, call=replace(self.call, key=key, value=value), cols=cols)
 
 
 def whole(size: int) -> Places:

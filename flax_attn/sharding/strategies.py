@@ -54,12 +54,12 @@ def attend_shard(division: Division, kernel: Kernel, shard: Shard) -> Array:
 
 
 def _exchanged(division: Division, shard: Shard) -> Shard:
-    call, axes = shard.call, division.keys
+    call, bias, axes = shard.call, shard.bias, division.keys
     arrays = {name: exchange(getattr(call, name), axes) for name in ("query", "key", "value")}
-    if call.bias is not None and call.bias.shape[2] > 1:
-        arrays["bias"] = exchange(call.bias, axes, 2)
+    if bias is not None and bias.shape[2] > 1:
+        bias = exchange(bias, axes, 2)
     places = zigzag_places(axes, call.shape[2])
-    return replace(shard, call=replace(call, **arrays), rows=places, cols=places)
+    return replace(shard, call=replace(call, **arrays), bias=bias, rows=places, cols=places)
 
 
 def _over_tokens(division: Division, kernel: Kernel, shard: Shard) -> Array:
@@ -114,10 +114,11 @@ def _with_all_tokens(division: Division, shard: Shard) -> Shard:
         value=value,
         sinks=None if call.sinks is None else heads.take(call.sinks, 0),
         mask=Mask(tuple(parts)),
-        bias=None if call.bias is None else _bias_of_heads(division, call.bias, heads),
     )
+    bias = None if shard.bias is None else _bias_of_heads(division, shard.bias, heads)
     rows, cols = (None if _whole(division) else _group_places(division, x.shape[1]) for x in (query, key))
-    return replace(shard, call=call, n=Places(shard.n.starts + heads.starts, n), rows=rows, cols=cols)
+    own = {"n": Places(shard.n.starts + heads.starts, n), "rows": rows, "cols": cols}
+    return replace(shard, call=call, bias=bias, **own)
 
 
 def _differs_by_head(part: Part) -> bool:

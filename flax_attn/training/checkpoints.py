@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,11 @@ class Checkpoints:
 
     def __init__(self, folder: str | PathLike[str], keep: int = 3):
         check_positive(keep=keep)
-        self.folder = str(folder) if "://" in str(folder) else str(Path(folder).absolute())
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        remote = "://" in str(folder)
+        self.folder = str(folder) if remote else str(Path(folder).absolute())
+        if not remote and jax.process_index() == 0:
+            _remove_incomplete(Path(folder))
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=remote)
         handlers = {"arrays": ocp.StandardCheckpointHandler(), "extra": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
@@ -127,6 +131,13 @@ class Checkpoints:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _remove_incomplete(folder: Path) -> None:
+    # Orbax would do it beside the run and not wait for it when it is closed: whoever opens the folder next could find
+    # files that are being removed, and its first save would fail.
+    for path in folder.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(path)
 
 
 def _check_json(extra: dict[str, Any]) -> None:

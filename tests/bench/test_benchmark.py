@@ -1,17 +1,21 @@
 from dataclasses import replace
 
+import jax.numpy as jnp  # noqa: F401 (names bfloat16 to NumPy)
+import numpy as np
 import pytest
 
 from flax_attn.backends.call import Unsupported
 from flax_attn.bench.agreement import excess_error, reference
 from flax_attn.bench.benchmark import GIB, Benchmark, Measurement, measure
-from flax_attn.bench.functions import functions, ours
+from flax_attn.bench.functions import functions, ours, steps
 from flax_attn.bench.implementation import Implementation, Prepared
 from flax_attn.bench.layers import layers
-from flax_attn.bench.workload import Workload
+from flax_attn.bench.workload import Workload, inputs
+from flax_attn.parity import tolerance
 
 SMALL = Workload(2, 3, 8, 4, backward=True)
 LAYER = Workload(2, 3, 8, 4, backward=True, layer=True)
+STEP = Workload(2, 12, 512, 64, step=True)
 
 
 class Fake:
@@ -127,6 +131,37 @@ def test_every_layer_computes_the_same_function(implementation):
     pytest.importorskip(implementation.package)
     row = only(implementation, LAYER)
     assert row.status == "timed", row.note
+
+
+def step_in_numpy(scale=8.0, keys=STEP.t, dtype="float32"):
+    """A step that sums the products one after another, which rounds more than sums in parts do."""
+    query, key, value = (x[1, -keys:].astype(dtype).astype("float32") for x in inputs(STEP)[:3])
+    scores = np.einsum("tnh,snh->nts", query, key) / np.float32(scale)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    output = np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), value)
+    return Fake({"output": output.astype("float64")}).implementation
+
+
+@pytest.mark.parametrize("implementation", [*steps("cpu"), step_in_numpy()], ids=lambda one: one.name)
+def test_every_step_computes_the_same_function_in_any_order_of_sums(implementation):
+    pytest.importorskip("torch")
+    row = only(implementation, STEP)
+    assert row.status == "timed", row.note
+
+
+@pytest.mark.parametrize("wrong", [{"scale": 8.01}, {"keys": STEP.t - 1}, {"dtype": "bfloat16"}], ids=str)
+def test_a_wrong_step_is_caught(wrong):
+    row = only(step_in_numpy(**wrong), STEP)
+    assert (row.status, row.error > 100) == ("disagrees", True)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_step_in_pytorch_is_the_formula_in_several_orders(window):
+    pytest.importorskip("torch")
+    exact, (_, *draws) = reference(replace(STEP, window=window))
+    single = lambda arrays: {name: array.astype("float32") for name, array in arrays.items()}  # noqa: E731
+    assert all(tolerance.reordered(single(draw), single(exact))["output"] <= 1 for draw in draws)
+    assert len({draw["output"].tobytes() for draw in draws}) == tolerance.DRAWS
 
 
 def test_an_implementation_without_the_mask_is_caught():

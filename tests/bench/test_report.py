@@ -134,6 +134,8 @@ SECTIONS = {"attention", "window", "dtype", "bfloat16", "step", "memory", "layer
 def test_the_suite_covers_every_section_and_grows(sizes):
     benchmarks = suite.benchmarks(sizes, ["auto", "reference"], "cpu")
     assert {b.section for b in benchmarks} == SECTIONS
+    names = {b.section: [implementation.name for implementation, _ in b.entries] for b in benchmarks}
+    assert all(names[section].count("ours reference") == 1 for section in ("memory", "tokens", "heads"))
     tokens = [b.entries[0][1].t for b in benchmarks if b.section == "tokens"]
     assert tokens == sorted(tokens)
     widths = {b.entries[0][1].n * b.entries[0][1].h for b in benchmarks if b.section in ("tokens", "heads")}
@@ -143,7 +145,7 @@ def test_the_suite_covers_every_section_and_grows(sizes):
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_every_backend_of_a_platform_is_measured_once(platform):
     names = suite.default_backends(platform)
-    assert (names[0], names[-1]) == ("auto", "reference")
+    assert (names[0], names[-1]) == ("auto", "blocked")
     assert len(set(names)) == len(names)
     special = {name for name in BACKENDS if load(name).platforms == (platform,)}
     assert special - {"native"} <= set(names)  # which auto takes, where it was built

@@ -12,7 +12,17 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_attn import GPT2, GPT2Config, Llama, LlamaConfig, convert
+from flax_attn import (
+    GPT2,
+    FeedForward,
+    GPT2Config,
+    Llama,
+    LlamaConfig,
+    MultiHeadAttention,
+    RMSNorm,
+    TransformerBlock,
+    convert,
+)
 from flax_attn.models.loss import next_token_loss
 from flax_attn.parity import tolerance
 from flax_attn.sharding import rules
@@ -25,6 +35,7 @@ MODELS = {
     "llama": (Llama, LlamaConfig(16, 24, num_heads=4, num_layers=2, num_kv_heads=2, **SIZES)),
 }
 TOKENS = np.random.default_rng(0).integers(0, 12, (8, 8))
+NORM = r"f64\[(8,\d)[,\d]*\][^=]* rsqrt\("  # batch and tokens of a norm in a compiled program
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
@@ -157,13 +168,25 @@ def test_tensor_parallel_has_one_all_reduce_a_sublayer(name, x64, mesh_like):
 def test_norms_run_on_their_share_of_the_tokens_with_sequence_parallelism(name, x64, mesh_like):
     """A CPU sums whole arrays and cuts them, where other devices have a reduce-scatter."""
     mesh = mesh_like(tensor=2)
-    shapes = [
-        set(re.findall(r"f64\[(8,\d)[,\d]*\][^=]* rsqrt\(", program(name, mesh, residual=r))) for r in ((), "tensor")
-    ]
+    shapes = [set(re.findall(NORM, program(name, mesh, residual=axes))) for axes in ((), "tensor")]
     assert shapes == [{"8,8"}, {"8,4"}]
     found = collectives(program(name, mesh, residual="tensor"))
     assert found["all-gather"] >= 2 * 2 + 1
     assert found["all-reduce"] + found["reduce-scatter"] <= 2 * 2 + 1
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_norms_after_the_sublayers_run_on_their_share_too(kind, x64, mesh_like, attention_under):
+    numbers = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+    att = MultiHeadAttention(16, 16, 8, 0.0, 4, backend="reference", **numbers)
+    norms = [RMSNorm(16, param_dtype=jnp.float64) for _ in range(4)]
+    block = TransformerBlock(att, FeedForward(16, **numbers), *norms[:2], post_norm1=norms[2], post_norm2=norms[3])
+    mesh = mesh_like(kind, tensor=2)
+    with attention_under(kind), jax.set_mesh(mesh), rules(residual="tensor"):
+        graph, state = nnx.split(shard(block, mesh))
+        forward = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+        text = forward.lower(state, jnp.ones((8, 8, 16))).compile().as_text()
+    assert set(re.findall(NORM, text)) == {"8,4"}
 
 
 def test_data_parallel_sends_nothing_forward(x64, mesh_like):

@@ -23,6 +23,7 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from flax_attn.convert.api import axes_of, parameters
@@ -101,13 +102,15 @@ def save(model: nnx.Module, config: Any, family: Family | None, path: str | Path
     fields = write_config(family, config, jnp.result_type(*(param.dtype for param in params.values())).name)
     entries = _plan(model, family)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if jax.process_index() > 0:  # the first process has the whole of each weight, and writes it
+    if jax.process_index() > 0:
         take_part(entries, params)
-        return
-    with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
-        write_shards(Path(temporary), entries, params, max_shard_size)
-        Path(temporary, "config.json").write_text(fields, encoding="utf-8")
-        _move(Path(temporary), target)
+    else:
+        with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+            write_shards(Path(temporary), entries, params, max_shard_size)
+            Path(temporary, "config.json").write_text(fields, encoding="utf-8")
+            _move(Path(temporary), target)
+    if jax.process_count() > 1:  # none goes on before the folder is there
+        multihost_utils.sync_global_devices(f"{target} is written")
 
 
 def read_config(cls: type, family: Family, fields: Fields, dropout: float | None = None) -> object:

@@ -27,7 +27,7 @@ class OnMesh:
         """Return arrays as one, the value of a variable: the only one, or those of all layers."""
         found: dict[tuple[Span, ...], np.ndarray] = {}
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             spans = tuple(span.indices(size) for span, size in zip(index, variable.shape, strict=True))
             if spans not in found:  # devices that have the same part
                 found[spans] = _part(arrays, tuple(slice(*span) for span in spans), dtype)
@@ -42,6 +42,6 @@ def _part(arrays: list[np.ndarray], index: tuple[slice, ...], dtype: Any) -> np.
     layers, inner = (index[0], index[1:]) if stacked else (slice(1), index)
     parts = [array[inner] for array in arrays[layers]]
     new = np.empty((len(parts), *parts[0].shape), dtype)
-    for place, part in zip(new, parts, strict=True):
-        place[...] = part
+    for i, part in enumerate(parts):
+        new[i] = part
     return new if stacked else new[0]
