@@ -54,8 +54,8 @@ def changes(job: Job, now: Held, phase: Phase, memory: int) -> list[Change]:
     return found
 
 
-def _recomputed(job: Job) -> Job | None:
-    return replace(job, remat=True) if job.train and not job.remat else None
+def _recomputed(job: Job) -> Job:
+    return replace(job, remat=True)
 
 
 def _moved(job: Job, source: str, target: str) -> Job | None:

@@ -59,10 +59,16 @@ class Phase:
     compiled: bool = True
     seconds: float = 0.0
 
+    @property
+    def computed(self) -> int:
+        """Operations of the program and its kernels; what the model asks for at least, where loops are counted once."""
+        known = self.flops + self.kernels
+        return max(known, self.work) if self.endless else known
+
     def times(self, chip: Chip) -> dict[str, float]:
         """Return the seconds that compute, memory and links would each take at the rates of a chip."""
         sent = sum(row.bytes for row in self.collectives)
-        parts = {"compute": (self.flops + self.kernels, chip.flops), "memory": (self.moved, chip.bandwidth)}
+        parts = {"compute": (self.computed, chip.flops), "memory": (self.moved, chip.bandwidth)}
         parts["links"] = (sent, chip.links)
         return {name: amount / rate for name, (amount, rate) in parts.items() if rate and self.compiled}
 

@@ -76,8 +76,6 @@ def sent(plan: Plan, phase: Phase) -> Table:
         table.add_row(row.kind, " x ".join(row.axes), str(row.count), size(row.bytes))
     if not phase.collectives:
         table.add_row("none")
-    if phase.endless:
-        table.caption = f"{phase.endless} loops run an unknown number of times, and are counted once"
     return table
 
 
@@ -88,7 +86,7 @@ def times(plan: Plan, phase: Phase) -> Table:
     for name in ("amount", "rate", "ms"):
         table.add_column(name, justify="right")
     rows = {
-        "compute": (f"{(phase.flops + phase.kernels) / 1e12:.3g} TFLOP", chip.flops, "TFLOP/s", 1e12),
+        "compute": (f"{phase.computed / 1e12:.3g} TFLOP", chip.flops, "TFLOP/s", 1e12),
         "memory": (f"{phase.moved / 1e9:.3g} GB", chip.bandwidth, "GB/s", 1e9),
         "links": (f"{sum(row.bytes for row in phase.collectives) / 1e9:.3g} GB", chip.links, "GB/s", 1e9),
     }
@@ -96,6 +94,8 @@ def times(plan: Plan, phase: Phase) -> Table:
         shown = f"{rate / scale:.4g} {unit}" if rate else "unknown"
         table.add_row(name, amount, shown, f"{1000 * found[name]:.3g}" if name in found else "")
     table.add_row("the model asks for", f"{phase.work / 1e12:.3g} TFLOP")
+    if phase.endless:
+        table.caption = f"At least: {phase.endless} loops run an unknown number of times, and are counted once."
     return table
 
 

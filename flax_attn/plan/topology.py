@@ -86,7 +86,8 @@ def simulated(count: int) -> Sequence[Any]:
         ValueError: if JAX has started with fewer.
     """
     with suppress(RuntimeError):  # it has started, and may have enough
-        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+        started = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_num_cpu_devices", max(count, started))
     found = jax.devices("cpu")
     if len(found) < count:
         raise ValueError(
@@ -100,6 +101,8 @@ def _tpu(wanted: Topology) -> Sequence[Any]:
     try:
         return tpu.described(wanted.name)
     except jax.errors.JaxRuntimeError as error:
+        if "INVALID_ARGUMENT" not in str(error):
+            raise
         raise ValueError(
             f"libtpu describes no topology {wanted.name!r}: {str(error).splitlines()[0]}. Ask for one of the shapes "
             "that the chip is sold in"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from flax_attn.plan import cost
 from flax_attn.plan.collectives import Collective, collectives
 from flax_attn.plan.hlo import read
 
@@ -86,3 +87,56 @@ def test_what_a_program_of_eight_devices_sends():
         Collective("all-reduce", ("data", "tensor"), 5, 5 * 2 * part * 3 // 4),
         Collective("collective-permute", ("tensor",), 5, 5 * part),
     ]
+
+
+SPREAD = """
+%start (p: f32[6]) -> f32[12] {
+  %p = f32[6]{0} parameter(0)
+  ROOT %begun = f32[12]{0} all-gather(%p), channel_id=7, replica_groups=[4,2]<=[8], dimensions={0}
+}
+
+%meanwhile (q: f32[6], r: f32[3,3], s: f32[12]) -> (f32[3,3], f32[12]) {
+  %q = f32[6]{0} parameter(0)
+  %r = f32[3,3]{1,0} parameter(1)
+  %s = f32[12]{0} parameter(2)
+  %square = f32[3,3]{1,0} dot(%r, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %sum = f32[12]{0} add(%s, %s)
+  %goes_on = f32[12]{0} all-gather(%q), channel_id=7, replica_groups=[4,2]<=[8], dimensions={0}
+  ROOT %both = (f32[3,3]{1,0}, f32[12]{0}) tuple(%square, %goes_on)
+}
+
+%body (state: (s32[], f32[6])) -> (s32[], f32[6]) {
+  %state = (s32[], f32[6]) parameter(0)
+  %x.1 = f32[6]{0} get-tuple-element(%state), index=1
+  %y.1 = f32[3,3]{1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %z.1 = f32[12]{0} custom-call(), custom_call_target="AllocateBuffer"
+  %part = (f32[3,3]{1,0}, f32[12]{0}) fusion(%x.1, %y.1, %z.1), kind=kOutput, calls=%meanwhile, ALIASES
+  ROOT %next = (s32[], f32[6]) tuple(%state, %x.1)
+}
+
+%condition (state.1: (s32[], f32[6])) -> pred[] {
+  ROOT %state.1 = (s32[], f32[6]) parameter(0)
+}
+
+ENTRY %main (x: (s32[], f32[6])) -> (s32[], f32[6]) {
+  %x = (s32[], f32[6]) parameter(0)
+  %w = f32[6]{0} get-tuple-element(%x), index=1
+  %start.1 = f32[12]{0} fusion(%w), kind=kCustom, calls=%start
+  ROOT %loop = (s32[], f32[6]) while(%x), condition=%condition, body=%body, "known_trip_count":{"n":"9"}
+}
+"""
+
+
+def test_a_collective_that_goes_on_during_products_is_counted_once():
+    assert collectives(read(SPREAD), MESH) == [Collective("all-gather", ("tensor",), 1, 24)]
+
+
+def test_products_move_none_of_the_buffers_of_a_collective_that_goes_on_meanwhile():
+    moved = [
+        cost.moved(read(SPREAD.replace("ALIASES", text)))
+        for text in (
+            "output_to_operand_aliasing={{0}: (9, {})}",
+            "output_to_operand_aliasing={{1}: (2, {}), {0}: (9, {})}",
+        )
+    ]
+    assert moved[0] - moved[1] == 9 * 2 * 48

@@ -99,6 +99,15 @@ def test_more_devices_than_are_simulated_are_refused():
         simulated(9)
 
 
+def test_other_errors_of_libtpu_are_raised(monkeypatch):
+    def fail(name):
+        raise jax.errors.JaxRuntimeError("ABORTED: in use")
+
+    monkeypatch.setattr("flax_attn.aot.tpu.described", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ABORTED"), topology("v5e:4x4").devices():
+        pass
+
+
 def test_what_libtpu_does_not_describe_is_refused(monkeypatch):
     def refuse(name):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such layout\nat line 3")

@@ -146,6 +146,7 @@ def test_memory_that_the_compiler_refuses_is_the_peak(job, monkeypatch):
     assert found.fits is False
     assert [table.title for table in report.tables(found)] == [None]
     assert phase.times(CHIPS["v5e"]) == {}
+    assert Plan(small(job, 22 * 2**30), held(job()), [phase]).fits is False  # the compiler keeps some for itself
 
 
 def test_other_errors_of_the_compiler_are_raised(job):
@@ -162,7 +163,13 @@ def test_times_are_amounts_by_published_rates():
     phase = Phase("step", work=197 * 10**12, flops=2 * 197 * 10**12, moved=819 * 10**9, collectives=sent)
     assert phase.times(CHIPS["v5e"]) == {"compute": 2.0, "memory": 1.0, "links": 0.01}
     assert replace(phase, kernels=197 * 10**12).times(CHIPS["v5e"])["compute"] == 3.0
+    assert replace(phase, flops=0, endless=1).times(CHIPS["v5e"])["compute"] == 1.0
     assert phase.times(CHIPS["cpu"]) == {}
+
+
+def test_loops_that_are_counted_once_are_said(job):
+    shown = [report.times(Plan(job(), Held(0), []), Phase("step", 0, endless=count)).caption for count in (0, 2)]
+    assert shown == [None, "At least: 2 loops run an unknown number of times, and are counted once."]
 
 
 def test_everything_is_written_as_json(job):
