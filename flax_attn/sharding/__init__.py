@@ -3,5 +3,16 @@
 from flax_attn.sharding.axes import RULES, constrain, rules, spec
 from flax_attn.sharding.options import context_parallel
 from flax_attn.sharding.order import unzigzag, zigzag
+from flax_attn.sharding.parameters import shard, shardings
 
-__all__ = ["RULES", "constrain", "context_parallel", "rules", "spec", "unzigzag", "zigzag"]
+__all__ = [
+    "RULES",
+    "constrain",
+    "context_parallel",
+    "rules",
+    "shard",
+    "shardings",
+    "spec",
+    "unzigzag",
+    "zigzag",
+]

@@ -20,7 +20,7 @@ from flax_attn.functional.placed import HeadsOf
 from flax_attn.functional.places import Places
 from flax_attn.sharding.division import Division
 from flax_attn.sharding.order import zigzag_places
-from flax_attn.sharding.shard import Shard
+from flax_attn.sharding.shards import Shard
 from flax_attn.sharding.strategies import Kernel, attend_shard
 
 

@@ -160,7 +160,8 @@ def constrain(x: Array, *names: str | None) -> Array:
 def place(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
     """Return x as it lies on a mesh by a spec, whichever kind the axes of the mesh are of."""
     if not isinstance(x, Tracer):  # which may lie on one device
-        devices, own = jax.sharding.get_mesh(), getattr(x.sharding, "mesh", None)
+        devices: Any = jax.sharding.get_mesh()
+        own: Any = getattr(x.sharding, "mesh", None)
         return jax.device_put(x, NamedSharding(own if devices.empty else devices, wanted))
     if AxisType.Explicit in mesh.axis_types:
         x = jax.sharding.reshard(x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Explicit)))

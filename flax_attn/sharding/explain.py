@@ -19,7 +19,7 @@ from flax_attn.functional.checks import check_choice
 from flax_attn.sharding.attention import attend
 from flax_attn.sharding.division import Division, divide
 from flax_attn.sharding.route import Route
-from flax_attn.sharding.shard import Shard
+from flax_attn.sharding.shards import Shard
 from flax_attn.sharding.strategies import Kernel
 
 

@@ -27,7 +27,7 @@ from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.places import Places
 from flax_attn.sharding.route import Route
-from flax_attn.sharding.shard import Shard
+from flax_attn.sharding.shards import Shard
 from flax_attn.sharding.softmax import fold, fold_over, nothing, sinks_gradient, with_sinks
 
 

@@ -19,7 +19,7 @@ from flax_attn.sharding.division import Division
 from flax_attn.sharding.order import exchange, exchange_back, joined, unjoined, zigzag_places
 from flax_attn.sharding.ring import attend_pieces
 from flax_attn.sharding.route import Route, make_route, stay
-from flax_attn.sharding.shard import Shard, whole
+from flax_attn.sharding.shards import Shard, whole
 
 
 @dataclass(frozen=True)
