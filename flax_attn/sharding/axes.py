@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -65,7 +65,7 @@ def table() -> dict[str, tuple[str, ...]]:
     return dict(RULES if _in_use.value is None else _in_use.value)
 
 
-def mesh_of(*arrays: Any) -> Any:
+def mesh_of(*arrays: Any) -> AbstractMesh:
     """Return the mesh in use: the one that was set, or else the one that an array lies on; it may be empty.
 
     Example:
@@ -78,7 +78,7 @@ def mesh_of(*arrays: Any) -> Any:
     return next((found for found in (mesh, *meshes) if not found.empty), mesh)
 
 
-def mesh_in_use(*arrays: Any) -> Any:
+def mesh_in_use(*arrays: Any) -> AbstractMesh | None:
     """Return the mesh in use if it has an axis of the table, larger than 1, that is ours to split over; else None.
 
     Example:

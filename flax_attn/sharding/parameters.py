@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from flax_attn.sharding.axes import axes_in, spec, table
 
 M = TypeVar("M", bound=nnx.Pytree)
+S = TypeVar("S")
 _UNIT = "sharding_unit"
 
 
@@ -63,7 +65,7 @@ def unname_first_axis(variable: nnx.Variable) -> None:
             variable.set_metadata(field, variable.get_metadata(field)[1:])
 
 
-def shardings(tree: Any, mesh: Any) -> Any:
+def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
     """Return where the variables of a model or an optimizer lie on a mesh, in the form of its `nnx.state`.
 
     The names of their axes and the table decide, see `rules`. Variables without names are on every device, and axes
@@ -163,7 +165,7 @@ def sharding_of(variable: nnx.Variable, mesh: Any) -> NamedSharding:
     return NamedSharding(mesh, specs(variable, mesh).get_value())
 
 
-def specs(state: Any, mesh: Any, only: str | None = None, but: Collection[str] = ()) -> Any:
+def specs(state: S, mesh: Any, only: str | None = None, but: Collection[str] = ()) -> S:
     """Return how the variables of a state are split over a mesh.
 
     Args:
