@@ -9,11 +9,11 @@ from math import prod
 import numpy as np
 
 from flax_attn.plan.collectives import KINDS
-from flax_attn.plan.hlo import Computation, Hlo, Instruction, Run, Shape
+from flax_attn.plan.hlo import CALLS, Computation, Hlo, Instruction, Run, Shape
 
 # These move nothing, or what they call does. The data of an asynchronous pair is counted where it starts.
 _FREE = (
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all"),
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", *CALLS, "after-all"),
     *("partition-id", "replica-id", "iota", "optimization-barrier", "async-start", "opt-barrier", "domain"),
 )
 _PARTS = ("dynamic-slice", "slice", "gather")  # read as much as they return

@@ -16,6 +16,7 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _BITS = re.compile(r"[a-z]+(\d+)")
+CALLS = ("call", "call-start")  # the second runs on another core of the device, meanwhile
 _OF_ELEMENTS = ("to_apply",)  # of a reduction or a sort: a function of single elements
 
 
@@ -61,7 +62,7 @@ class Instruction:
     def called(self) -> tuple[str, ...]:
         """The computations that it runs, apart from functions of single elements."""
         found = _CALLED.finditer(self.attributes)
-        texts = (match[1] for match in found if self.opcode == "call" or not match[0].startswith(_OF_ELEMENTS))
+        texts = (match[1] for match in found if self.opcode in CALLS or not match[0].startswith(_OF_ELEMENTS))
         return tuple(name for text in texts for name in _OPERAND.findall(text))
 
 

@@ -19,12 +19,12 @@ from flax_attn.plan.chips import Chip
 from flax_attn.plan.collectives import Collective, collectives
 from flax_attn.plan.hlo import read
 from flax_attn.plan.job import Job
-from flax_attn.plan.placement import cache_on, mesh_for, model_on, optimizer_on, place_cache, tokens_on
+from flax_attn.plan.placement import Held, cache_on, mesh_for, model_on, optimizer_on, place_cache, tokens_on
 from flax_attn.plan.work import Work
 from flax_attn.training.step import train_step
 
-# How XLA for TPU refuses a program that takes more memory than the chip has.
-_EXCEEDED = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+# How XLA for TPU refuses a program that takes more memory than the chip has: it names all of it, or temporaries alone.
+_EXCEEDED = re.compile(r"(Used |HLO temporaries \()([\d.]+)([KMGT])\)? (?:of|exceeds)")
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Phase:
         return {name: amount / rate for name, (amount, rate) in parts.items() if rate and self.compiled}
 
 
-def compiled(job: Job) -> list[Phase]:
-    """Compile the programs of a job.
+def compiled(job: Job, held: Held) -> list[Phase]:
+    """Compile the programs of a job, of which a device holds so much.
 
     Raises:
         ImportError: if what describes the devices is not installed.
@@ -84,17 +84,17 @@ def compiled(job: Job) -> list[Phase]:
         mesh = mesh_for(job, devices)
         # The mesh tells attention the platform.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return (_training if job.train else _generation)(job, mesh)
+            return (_training if job.train else _generation)(job, held.total, mesh)
 
 
-def _training(job: Job, mesh: Mesh) -> list[Phase]:
+def _training(job: Job, held: int, mesh: Mesh) -> list[Phase]:
     model = model_on(job, mesh)
     optimizer = optimizer_on(model, mesh)
     lower = lambda: train_step.lower(model, optimizer, tokens_on(job, mesh, job.tokens))  # noqa: E731
-    return [_phase("training step", lower, job, work.training(job, model))]
+    return [_phase("training step", lower, job, work.training(job, model), held)]
 
 
-def _generation(job: Job, mesh: Mesh) -> list[Phase]:
+def _generation(job: Job, held: int, mesh: Mesh) -> list[Phase]:
     model = model_on(job, mesh)
     model.eval()
     graph, state = nnx.split(model)
@@ -113,8 +113,8 @@ def _generation(job: Job, mesh: Mesh) -> list[Phase]:
     first = _lower(prefill, mesh, state, tokens)
     then = _lower(decode, mesh, state, token, cache_on(job, model, mesh))
     return [
-        _phase("prefill", first, job, work.prefill(job, model)),
-        _phase("decoding step", then, job, work.decoding(job, model)),
+        _phase("prefill", first, job, work.prefill(job, model), held),
+        _phase("decoding step", then, job, work.decoding(job, model), held),
     ]
 
 
@@ -129,22 +129,30 @@ def _lower(function: Callable, mesh: Mesh, *inputs: Any) -> Callable[[], jax.sta
     return lower
 
 
-def _phase(name: str, lower: Callable[[], Any], job: Job, asked: Work) -> Phase:
-    """Return the phase whose program `lower` makes."""
+def _phase(name: str, lower: Callable[[], Any], job: Job, asked: Work, held: int) -> Phase:
+    """Return the phase whose program `lower` makes, beside so many bytes that the device holds."""
     start, each = time.perf_counter(), asked.total // job.topology.size
     program = lower()
     try:
         program = program.compile()
     except jax.errors.JaxRuntimeError as error:
-        if not (found := _EXCEEDED.search(str(error))):
+        peak = _refused(str(error), held)
+        if peak is None:
             raise
-        used = round(float(found[1]) * 1024 ** ("KMGT".index(found[2]) + 1))
-        seconds = time.perf_counter() - start
-        return Phase(name, each, peak=used, compiled=False, seconds=seconds)
+        return Phase(name, each, peak=peak, compiled=False, seconds=time.perf_counter() - start)
     with suppress(AttributeError):
         program = program.compiled  # of Flax
     attention = asked.attention * (4 if job.train and job.remat else 3) // 3 // job.topology.size
     return _read(Phase(name, each, kernels=attention, seconds=time.perf_counter() - start), program, job)
+
+
+def _refused(message: str, held: int) -> int | None:
+    """Return how many bytes a program would take that is refused because they are too many; None for other refusals."""
+    found = _EXCEEDED.search(message)
+    if found is None:
+        return None
+    used = round(float(found[2]) * 1024 ** ("KMGT".index(found[3]) + 1))
+    return used if found[1] == "Used " else used + held
 
 
 def _read(phase: Phase, program: jax.stages.Compiled, job: Job) -> Phase:

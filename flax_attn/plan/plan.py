@@ -72,7 +72,8 @@ def plan(job: Job) -> Plan:
     """
     memory = job.topology.chip.memory
     with job.table():
-        found = Plan(job, held(job), compiled(job))
+        now = held(job)
+        found = Plan(job, now, compiled(job, now))
         if found.fits is not False or memory is None:
             return found
-        return Plan(job, found.held, found.phases, changes(job, found.held, found.largest, memory))
+        return Plan(job, now, found.phases, changes(job, now, found.largest, memory))

@@ -131,6 +131,24 @@ def test_a_collective_that_goes_on_during_products_is_counted_once():
     assert collectives(read(SPREAD), MESH) == [Collective("all-gather", ("tensor",), 1, 24)]
 
 
+@pytest.mark.parametrize("call", ["call", "call-start"])
+def test_a_collective_that_another_core_runs_is_counted(call):
+    text = """
+%called (p: f32[6]) -> f32[12] {
+  %p = f32[6]{0} parameter(0)
+  ROOT %gathered = f32[12]{0} all-gather(%p), channel_id=7, replica_groups=[4,2]<=[8], dimensions={0}
+}
+ENTRY %main (x: f32[6]) -> f32[12] {
+  %x = f32[6]{0} parameter(0)
+  %y = ((f32[6]{0}), f32[12]{0}) CALL(%x), async_execution_thread="sparsecore", to_apply=%called
+  ROOT %z = f32[12]{0} call-done(%y)
+}
+"""
+    program = read(text.replace("CALL", call))
+    assert collectives(program, MESH) == [Collective("all-gather", ("tensor",), 1, 24)]
+    assert cost.moved(program) == 24 + 48
+
+
 def test_products_move_none_of_the_buffers_of_a_collective_that_goes_on_meanwhile():
     moved = [
         cost.moved(read(SPREAD.replace("ALIASES", text)))

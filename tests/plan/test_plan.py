@@ -133,15 +133,23 @@ def test_a_plan_that_does_not_fit_is_shown_with_what_would(job):
     )
 
 
-def test_memory_that_the_compiler_refuses_is_the_peak(job, monkeypatch):
-    refusal = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm. Exceeded by 5.75G."
-
+@pytest.mark.parametrize(
+    ("refusal", "peak"),
+    [
+        ("Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm. Exceeded by 5.75G.", 21.5),
+        (
+            "Ran out of memory on HBM, the total memory required for HLO temporaries (20.00G) exceeds available HBM",
+            21.5,
+        ),
+    ],
+)
+def test_memory_that_the_compiler_refuses_is_the_peak(job, refusal, peak):
     class Lowered:
         def compile(self):
-            raise jax.errors.JaxRuntimeError(refusal)
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {refusal}")
 
-    phase = phases._phase("training step", Lowered, job(), Work(72, 8))
-    assert (phase.compiled, phase.peak, phase.work) == (False, round(21.5 * 2**30), 10)
+    phase = phases._phase("training step", Lowered, job(), Work(72, 8), round(1.5 * 2**30))
+    assert (phase.compiled, phase.peak, phase.work) == (False, round(peak * 2**30), 10)
     found = Plan(small(job, 16 * 2**30), held(job()), [phase])
     assert found.fits is False
     assert [table.title for table in report.tables(found)] == [None]
@@ -155,7 +163,7 @@ def test_other_errors_of_the_compiler_are_raised(job):
             raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a bug"):
-        phases._phase("training step", Lowered, job(), Work(72, 8))
+        phases._phase("training step", Lowered, job(), Work(72, 8), 0)
 
 
 def test_times_are_amounts_by_published_rates():
