@@ -5,7 +5,7 @@ With P devices a sequence is cut in 2 P pieces of equal size. Device i has the p
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from jaxtyping import Array
 
 from flax_attn.functional.checks import check_positive
 from flax_attn.functional.places import Places
+
+T = TypeVar("T", Array, np.ndarray)
 
 
 def pieces(devices: int) -> list[int]:
@@ -26,7 +28,7 @@ def pieces(devices: int) -> list[int]:
     return [piece for i in range(devices) for piece in (i, 2 * devices - 1 - i)]
 
 
-def zigzag(x: Any, devices: int, axis: int = 1) -> Any:
+def zigzag(x: T, devices: int, axis: int = 1) -> T:
     """Return tokens in zigzag order, to be divided over a number of devices.
 
     Args:
@@ -44,7 +46,7 @@ def zigzag(x: Any, devices: int, axis: int = 1) -> Any:
     return _reorder(x, pieces(devices), axis, devices)
 
 
-def unzigzag(x: Any, devices: int, axis: int = 1) -> Any:
+def unzigzag(x: T, devices: int, axis: int = 1) -> T:
     """Return tokens that are in zigzag order in their own order: the inverse of `zigzag`.
 
     Example:

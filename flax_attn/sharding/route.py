@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array
 
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.places import Places
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Route:
         return min(ways, key=lambda way: (sum(way), way[1]))
 
     @property
-    def place(self) -> Any:
+    def place(self) -> Array:
         """The place of this device in the ring; in `jax.shard_map`."""
         return lax.axis_index(self.axes) // self.within
 
@@ -51,7 +54,7 @@ class Route:
         """Return where the keys of the piece of a place stand."""
         return Places(jnp.stack(starts(place, self.size, self.runs, self.keys)), self.keys // self.runs)
 
-    def send(self, pieces: Any, hops: int, last: int | None = None) -> Any:
+    def send(self, pieces: T, hops: int, last: int | None = None) -> T:
         """Return pieces after so many hops up the ring, or down if negative.
 
         With `last`, how many hops a piece makes in all, those that no device beyond needs are not sent.
@@ -103,7 +106,7 @@ class Route:
         sums, carry = step((self.place - direction * last) % self.size, pieces, sums, carry)
         return (self.send(sums, -direction * last) if last else sums), carry
 
-    def where_needed(self, j: Any, compute: Callable, otherwise: Any) -> Any:
+    def where_needed(self, j: Any, compute: Callable[[], T], otherwise: T) -> T:
         """Return `compute()` if this device needs the piece of place `j`, else `otherwise`."""
         if all(map(all, self.needed)):
             return compute()
