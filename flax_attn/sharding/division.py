@@ -130,13 +130,13 @@ def _chosen(call: Call, backend: str, devices: int, n: int, k: int) -> tuple[str
     within = gcd(devices, n, k)
     share = t // devices
     if backend not in ("auto", "blocked"):
-        if within == devices:
+        if n % devices == 0:
             return "ulysses", f"{backend} needs whole sequences, and {devices} devices divide the {n} heads"
         return "all_gather", f"{backend} needs all keys"
     if low is not None and high is not None and high - low <= share:
         return "ring", f"the mask shows {high - low + 1} keys, so only pieces of neighbours of {share} tokens are sent"
-    if within == devices:
-        return "ulysses", f"{devices} devices divide the {n} heads, which sends the least"
+    if n % devices == 0:
+        return "ulysses", f"{devices} devices divide the {n} heads, so that each runs the backend of one device"
     if within > 1:
         return (
             "ulysses+ring",
