@@ -65,6 +65,7 @@ def run(*processes):
     finally:
         for process in started:
             process.kill()
+            process.wait()
     return [(process.returncode, *texts) for process, texts in zip(started, found, strict=True)]
 
 
