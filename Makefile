@@ -15,16 +15,17 @@ NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py t
 	$(filter-out tests/test_types.py,$(wildcard tests/test_*.py))  # types are checked once, by make test
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
-parity against faults test test-newest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
-parity against faults test test-newest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
-parity against faults test test-newest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
+parity against faults distributed test test-newest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
+parity against faults distributed test test-newest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
+parity against faults distributed test test-newest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
-.PHONY: help parity against faults test bench tpu gpu plan lint format test-newest test-gpu docs clean
+.PHONY: help parity against faults distributed test bench tpu gpu plan lint format test-newest test-gpu docs clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
 	@echo 'make against      prove it again on the newest JAX and Flax, without torch, from what make parity exported'
 	@echo 'make faults       plant known porting faults one by one; show which check detects each'
+	@echo 'make distributed  train on 2 and on 4 processes; show that the losses are those of one (three minutes)'
 	@echo 'make test         run all tests'
 	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (a quarter of an hour)'
 	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
@@ -47,6 +48,9 @@ against: .venv-newest/installed
 
 faults: .venv/installed
 	$(BIN)/flax-attn faults
+
+distributed: .venv/installed
+	$(BIN)/python examples/compare_processes.py $(ARGS)
 
 test: .venv/installed
 	$(BIN)/pytest -n auto -ra $(ARGS)

@@ -103,8 +103,16 @@ def shard(tree: M, mesh: Any) -> M:
         ('data',)
     """
     state = nnx.state(tree)
-    nnx.update(tree, jax.device_put(state, shardings(state, mesh)))
+    nnx.update(tree, jax.tree.map(_put, state, shardings(state, mesh)))
     return tree
+
+
+def _put(array: Any, where: NamedSharding) -> Any:
+    if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.device_put(array, where)
+    # JAX puts keys on devices of this process alone, but their data on those of others, too.
+    data = jax.device_put(jax.random.key_data(array), where)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
 
 
 def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
