@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, TypedDict, Unpack, overload
 
+import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType
 from jaxtyping import Array
 
 from flax_attn.functional.checks import check_positive, check_prompt
@@ -86,8 +88,8 @@ def generate(
 
     Raises:
         ValueError: if a prompt is empty, longer than the model's context or holds ids outside the vocabulary, if
-            prompt and new tokens together do not fit the context or the capacity, if a number is out of range, or if
-            `temperature` is above 0 and there is no key.
+            prompt and new tokens together do not fit the context or the capacity, if a number is out of range, if
+            `temperature` is above 0 and there is no key, or if the axes of the mesh in use are Explicit.
 
     Example:
         >>> from flax_attn.models import GPT2, GPT2Config
@@ -97,6 +99,7 @@ def generate(
     """
     sampling = Sampling(temperature, top_k, top_p)
     check_positive(max_new_tokens=max_new_tokens)
+    _check_mesh()
     prompts, single = as_prompts(tokens)
     _check_prompts(model, prompts, max_new_tokens, capacity)
     seed = _seed(key, temperature)
@@ -120,6 +123,15 @@ def _collect(made: Iterable[Array], b: int, stops: frozenset[int], callback: Cal
         if all(row[-1] in stops for row in rows):
             break
     return rows
+
+
+def _check_mesh() -> None:
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            "a cache is written by XLA's own division, so generate runs on Auto axes; got a mesh with axis_types="
+            f"{mesh.axis_types}. Make it with axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+        )
 
 
 def _check_prompts(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None) -> None:

@@ -1,5 +1,6 @@
 """Multi-head, grouped-query and multi-query attention; self or cross; causal or not."""
 
+from dataclasses import replace
 from typing import Literal, Unpack, overload
 
 import jax.numpy as jnp
@@ -209,6 +210,7 @@ class MultiHeadAttention(nnx.Module):
             mask = mask if lengths is None else mask & Mask.lengths(query=lengths, key=lengths)
         else:
             k, v, mask, key_positions, cache = cache.extend(k, v, mask, lengths)
+            cache = _divided(cache)
         attended = dot_product_attention(
             q,
             k,
@@ -243,7 +245,7 @@ class MultiHeadAttention(nnx.Module):
             check_capacity(capacity, self.context_length)
         own = self.W_key.kernel.dtype if self.W_key.dtype is None else self.W_key.dtype
         dtype = own if dtype is None else dtype
-        return KVCache.zeros(b, capacity, self.num_kv_heads, self.head_dim, window=self.window, dtype=dtype)
+        return _divided(KVCache.zeros(b, capacity, self.num_kv_heads, self.head_dim, window=self.window, dtype=dtype))
 
     def _project(
         self, query: Array, key: Array | None, value: Array | None, positions: ArrayLike
@@ -286,3 +288,9 @@ class MultiHeadAttention(nnx.Module):
             )
         if positions is not None:
             as_positions(positions, query.shape[:-1])
+
+
+def _divided(cache: KVCache) -> KVCache:
+    """Return a cache that is split over the mesh in use, its capacity as tokens are."""
+    key, value = (constrain(x, "batch", "kv_heads", "tokens", None) for x in (cache.key, cache.value))
+    return replace(cache, key=key, value=value)
