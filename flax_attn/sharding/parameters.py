@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -106,7 +107,7 @@ def shard(tree: M, mesh: Any) -> M:
 
 
 def _put(array: Any, where: NamedSharding) -> Any:
-    if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.device_put(array, where)
     # JAX puts keys on devices of this process alone, but their data on those of others, too.
     data = jax.device_put(jax.random.key_data(array), where)
