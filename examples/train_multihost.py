@@ -58,6 +58,8 @@ def join(options: argparse.Namespace) -> None:
     if options.processes == 1:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX ends a process for which the others do not come, and does not say what it waited for.
+    print(f"waits {options.timeout} s for {options.processes or 'all'} processes", file=sys.stderr, flush=True)
     jax.distributed.initialize(
         options.coordinator,
         options.processes,

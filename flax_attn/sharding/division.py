@@ -70,6 +70,8 @@ def divide(call: Call, backend: str = "auto") -> Division | None:
     batch = _split(mesh, "batch", "rows", found["batch"], b)
     heads = _split(mesh, "heads", "query heads", found["heads"], n)
     few = t <= FEW and t < s
+    if few and s % prod(mesh.shape[axis] for axis in tokens):
+        tokens = ()  # a cache whose capacity does not divide is on every device
     queries = () if few else _split(mesh, "tokens", "query tokens", tokens, t)
     keys = _split(mesh, "tokens", "key tokens", tokens, s)
     over = prod(mesh.shape[axis] for axis in heads)
