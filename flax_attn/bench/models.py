@@ -87,7 +87,7 @@ def _decode(ours: GPT2, theirs: Any, b: int, rounds: int) -> TaskResult:
     return TaskResult(task, "tokens/s", speed["ours"], speed["theirs"], compile_seconds, note)
 
 
-def _decode_bfloat16(folder: str, theirs: GPT2LMHeadModel, rounds: int) -> TaskResult:
+def _decode_bfloat16(folder: str, theirs: Any, rounds: int) -> TaskResult:
     import torch
 
     ours: Any = GPT2.from_pretrained(folder, param_dtype=jnp.bfloat16)
