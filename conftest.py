@@ -10,11 +10,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)  # simulated, for what lies on a mesh
 jax.config.update("jax_disable_most_optimizations", True)  # most of the time is taken by compiling
-# As it is by cutting each small program in 32, a third of it; by the emitters of an older XLA even more.
-flags = ["--xla_cpu_parallel_codegen_split_count=1"]
-if jax.__version_info__ < (0, 11):  # a newer one does not know this flag
-    flags += ["--xla_cpu_use_fusion_emitters=false"]
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+if jax.__version_info__ < (0, 11):
+    # As it is by the emitters of this XLA, and then by cutting each small program in 32. A newer one does not know the
+    # first flag, and compiles no sooner for the second.
+    flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 
 @pytest.fixture
