@@ -11,7 +11,8 @@ NATIVE := setup.py $(wildcard flax_attn/native/source/*)
 
 # What another JAX or Flax can break: whatever uses their interfaces. The arithmetic is proven by make against.
 NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py tokamax.py xla.py) \
-	tests/bench tests/models tests/modules tests/parity tests/training \
+	$(addprefix tests/modules/test_, cache.py linen_bridge.py state.py transforms.py) \
+	$(addprefix tests/sharding/test_, generate.py models.py parameters.py pretrained.py) tests/models tests/training \
 	$(filter-out tests/test_types.py,$(wildcard tests/test_*.py))  # types are checked once, by make test
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
