@@ -250,7 +250,9 @@ def table(sizes: Sizes = Sizes()) -> tuple[Variant, ...]:
         _multi_head(
             sizes,
             "padding",  # the first row of the batch attends to nothing
-            call=lambda p: {"mask": p.Mask.lengths(query=_of_rows(sizes, t, 3, 4), key=_of_rows(sizes, 0, 3, t))},
+            call=lambda p: {
+                "mask": p.Mask.lengths(query=np.array(_of_rows(sizes, t, 3, 4)), key=np.array(_of_rows(sizes, 0, 3, t)))
+            },
         ),
         _multi_head(
             sizes,

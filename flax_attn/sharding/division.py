@@ -12,7 +12,7 @@ from flax_attn.sharding.axes import mesh_axes, mesh_of
 from flax_attn.sharding.options import ContextOptions, in_use
 from flax_attn.sharding.order import check_pieces
 
-_ANY_KEYS = ("ring", "ulysses+ring")  # strategies that compute on a part of the keys
+_IN_PIECES = ("ring", "ulysses+ring")  # strategies that attend to pieces of the keys
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,17 @@ def divide(call: Call, backend: str = "auto") -> Division | None:
     mesh = mesh_of(call.query, call.key, call.value)
     b, n, t, s = call.shape
     found = {name: mesh_axes(name, mesh) for name in ("batch", "heads", "tokens")}
+    few = t <= FEW and t < s
+    if in_use().order == "zigzag" and (few or not found["tokens"]):
+        raise ValueError(
+            f"tokens in zigzag order are those of a sequence that a mesh splits; got t={t}, s={s} and a mesh with axes "
+            f'{mesh.axis_names}. Pass order="natural", or set a mesh with an axis for tokens'
+        )
     if 0 in call.shape or not any(found.values()):
         return None
     k, tokens = call.key.shape[2], found["tokens"]
     batch = _split(mesh, "batch", "rows", found["batch"], b)
     heads = _split(mesh, "heads", "query heads", found["heads"], n)
-    few = t <= FEW and t < s
     if few and s % prod(mesh.shape[axis] for axis in tokens):
         tokens = ()  # a cache whose capacity does not divide is on every device
     queries = () if few else _split(mesh, "tokens", "query tokens", tokens, t)
@@ -117,7 +122,7 @@ def _with_strategy(division: Division, call: Call, backend: str, options: Contex
                 f"Ulysses divides the heads among the devices that share the tokens; got {n} query and {k} key/value "
                 f'heads a device for {devices} devices. Use strategy="ring", or fewer devices for tokens'
             )
-    if strategy in _ANY_KEYS and backend not in ("auto", "blocked"):
+    if strategy in _IN_PIECES and backend not in ("auto", "blocked"):
         raise Unsupported(
             f"backend {backend!r} cannot honour this call: strategy {strategy!r} attends to parts of the keys, which "
             'only "blocked" does. Pass backend="auto", or strategy="all_gather"'
@@ -140,14 +145,8 @@ def _chosen(call: Call, backend: str, devices: int, n: int, k: int) -> tuple[str
     if n % devices == 0:
         return "ulysses", f"{devices} devices divide the {n} heads, so that each runs the backend of one device"
     if within > 1:
-        return (
-            "ulysses+ring",
-            f"{within} neighbours divide the {n} query and {k} key/value heads",
-        )
-    return (
-        "ring",
-        f"{devices} devices and {k} key/value heads have no common divisor",
-    )
+        return "ulysses+ring", f"{within} neighbours divide the {n} query and {k} key/value heads"
+    return "ring", f"{devices} devices and {k} key/value heads have no common divisor"
 
 
 def _balanced(call: Call, options: ContextOptions, strategy: str, devices: int) -> bool:

@@ -279,6 +279,15 @@ def test_zigzag_of_two_sequences_is_refused(mesh_like):
         dot_product_attention(**arrays)
 
 
+@pytest.mark.parametrize(("sizes", "t"), [({"data": 1}, 64), ({"context": 4}, 1)], ids=["no axis", "decoding"])
+def test_zigzag_of_tokens_that_are_whole_is_refused(sizes, t, mesh_like):
+    arrays = arrays_of(64) | {"query": arrays_of(t)["query"]}
+    message = f"tokens in zigzag order are those of a sequence that a mesh splits; got t={t}, s=64 and a mesh with axes"
+    mesh = mesh_like(**sizes)
+    with jax.set_mesh(mesh), context_parallel(order="zigzag"), pytest.raises(ValueError, match=message):
+        dot_product_attention(**arrays)
+
+
 def test_axes_without_a_name_are_left_to_xla(mesh_like):
     arrays = arrays_of(64, b=4)
     with jax.set_mesh(mesh_like(x=4)):
