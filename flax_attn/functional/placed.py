@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 
 import jax
-import jax.numpy as jnp
 
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.kv_range import KVRange
@@ -48,9 +46,7 @@ class Placed(Part):
     s: int
 
     def allow(self, rows, cols):
-        rows, cols = self.rows.of(rows), self.cols.of(cols)
-        inside = (part.allow(rows, cols) for part in self.mask.parts)
-        return reduce(jnp.logical_and, inside, jnp.ones((1, 1, 1, 1), bool))
+        return self.mask.block(self.rows.of(rows.reshape(-1)), self.cols.of(cols.reshape(-1)))
 
     def kv_range(self, first, last, s):
         # The places keep the order of the tokens, so an interval of the whole is one of the part.

@@ -101,17 +101,17 @@ def free_axes(mesh: Any) -> set[str]:
     return {axis for axis, kind in kinds if kind != AxisType.Manual}
 
 
-def mesh_axes(name: str | None, mesh: Any, free: bool = True) -> tuple[str, ...]:
+def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
     """Return the axes of a mesh, larger than 1, that an axis of that name is split over.
 
-    Not those that the code around computes on by itself, in `jax.shard_map`, unless `free` is False.
+    Not those that the code around computes on by itself, in `jax.shard_map`.
 
     Example:
         >>> mesh_axes("batch", jax.sharding.AbstractMesh((4, 1), ("data", "fsdp")))
         ('data',)
     """
     wanted = () if name is None else table()[name]
-    usable = free_axes(mesh) if free else mesh.axis_names
+    usable = free_axes(mesh)
     return tuple(axis for axis in wanted if axis in usable and mesh.shape[axis] > 1)
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_attn.backends.blocked import BACKEND as BLOCKED
-from flax_attn.backends.blocked.heads import CallGradients
+from flax_attn.backends.blocked.heads import CallArrays
 from flax_attn.backends.call import Call
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.dtypes import accumulation_dtype
@@ -42,25 +42,14 @@ def attend_pieces(route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Arr
     call = shard.call
     scale = jnp.asarray(call.scale, accumulation_dtype(call.query.dtype))
     static = _Static(route, over, call.soft_cap, call.precision, call.platform, shard.s)
-    arrays = _Arrays(call.query, call.key, call.value, shard.bias, call.sinks, scale)
+    arrays = CallArrays(call.query, call.key, call.value, shard.bias, call.sinks, scale)
     rest = _Rest(call.mask, call.dropout, shard.b, shard.n, shard.rows)
     output: Array = _attend(static, arrays, rest)
     return output.astype(call.query.dtype)
 
 
-class _Arrays(NamedTuple):
-    """The arrays of a shard that have gradients, or these."""
-
-    query: Array
-    key: Array
-    value: Array
-    bias: Array | None
-    sinks: Array | None
-    scale: Array
-
-
 class _Rest(NamedTuple):
-    """Those that have none."""
+    """The arrays of a shard that have no gradients."""
 
     mask: Mask
     dropout: KeyedDropout | None
@@ -80,7 +69,7 @@ class _Static:
     platform: str
     s: int
 
-    def call(self, arrays: _Arrays, rest: _Rest, piece: tuple[Array, Array], cols: Places) -> Call:
+    def call(self, arrays: CallArrays, rest: _Rest, piece: tuple[Array, Array], cols: Places) -> Call:
         """Return the call of this device's queries and a piece of the keys; sinks are no part of it."""
         numerics = (self.soft_cap, None, rest.dropout, self.precision, self.platform)
         call = Call(arrays.query, *piece, None, rest.mask, arrays.scale, *numerics)
@@ -88,11 +77,11 @@ class _Static:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, arrays: _Arrays, rest: _Rest) -> Array:
+def _attend(static: _Static, arrays: CallArrays, rest: _Rest) -> Array:
     return _forward(static, arrays, rest)[0]
 
 
-def _forward(static: _Static, arrays: _Arrays, rest: _Rest) -> tuple[Array, tuple]:
+def _forward(static: _Static, arrays: CallArrays, rest: _Rest) -> tuple[Array, tuple]:
     route = static.route
 
     def step(j, piece, sums, done):
@@ -107,7 +96,7 @@ def _forward(static: _Static, arrays: _Arrays, rest: _Rest) -> tuple[Array, tupl
     return done.output, (arrays, rest, done)
 
 
-def _backward(static: _Static, saved: tuple, cotangent: Array) -> tuple[_Arrays, None]:
+def _backward(static: _Static, saved: tuple, cotangent: Array) -> tuple[CallArrays, None]:
     arrays, rest, done = saved
     route = static.route
     d_sinks = sinks_gradient(done, arrays.sinks, cotangent)
@@ -127,7 +116,7 @@ def _backward(static: _Static, saved: tuple, cotangent: Array) -> tuple[_Arrays,
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, done.output.dtype), arrays)
     found, pieces = _Own(zeros.query, zeros.bias, zeros.scale), (arrays.key, arrays.value)
     (d_key, d_value), found = _over_pieces(route, pieces, step, (zeros.key, zeros.value), found)
-    gradients = _Arrays(found.query, d_key, d_value, found.bias, d_sinks, found.scale)
+    gradients = CallArrays(found.query, d_key, d_value, found.bias, d_sinks, found.scale)
     return jax.tree.map(lambda d, x: d.astype(x.dtype), gradients, arrays), None
 
 
@@ -138,7 +127,7 @@ class _Own(NamedTuple):
     bias: Array | None
     scale: Array
 
-    def add(self, share: CallGradients, cols: Places) -> _Own:
+    def add(self, share: CallArrays, cols: Places) -> _Own:
         """Return the gradients with the share of some keys."""
         bias = None if self.bias is None or share.bias is None else cols.put(self.bias, share.bias, 3)
         return _Own(self.query + share.query, bias, self.scale + share.scale)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from flax_attn.backends.backend import Backend
-from flax_attn.backends.blocked.heads import CallGradients, Loop, Options, attend_heads, backward_heads, forward_heads
+from flax_attn.backends.blocked.heads import CallArrays, Loop, Options, attend_heads, backward_heads, forward_heads
 from flax_attn.backends.blocked.passes import Partial
 from flax_attn.backends.blocked.tiles import Static
 from flax_attn.backends.blocked.tiling import Tiling, make_tiling
@@ -56,7 +56,7 @@ class Blocked(Backend):
         """Return the output `(b, t, n, v)` over these keys, and the maxima and sums `(b, n, t, 1)` of its softmax."""
         return forward_heads(*self._arguments(call))
 
-    def backward(self, call: Call, saved: Partial, cotangent: Array) -> CallGradients:
+    def backward(self, call: Call, saved: Partial, cotangent: Array) -> CallArrays:
         """Return the gradients, where `saved` is over these keys and maybe others."""
         return backward_heads(*self._arguments(call), saved, cotangent)
 

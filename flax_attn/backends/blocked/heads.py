@@ -38,8 +38,8 @@ class Options(NamedTuple):
     row_factor: Array | None  # None among gradients
 
 
-class CallGradients(NamedTuple):
-    """The gradients of a call, in the dtype of sums; None for what it does not have."""
+class CallArrays(NamedTuple):
+    """The arrays of a call that have gradients, or these, in the dtype of sums; None for what it does not have."""
 
     query: Array
     key: Array
@@ -92,7 +92,7 @@ def forward_heads(loop: Loop, query: Array, key: Array, value: Array, options: O
 
 def backward_heads(
     loop: Loop, query: Array, key: Array, value: Array, options: Options, saved: Partial, cotangent: Array
-) -> CallGradients:
+) -> CallArrays:
     """Return the gradients, where the keys may be a part of those that `saved` is over."""
     output, tops, totals = saved
     static, (b, _, n, _) = loop.static, query.shape
@@ -123,7 +123,7 @@ def backward_heads(
     d_query, d_key, d_value, d_bias, d_sinks, d_scale = _over_heads(loop, b, n, one, store, tuple(sums))
     if d_bias is not None and options.bias is not None:
         d_bias = _unpadded_bias(static.tiling, d_bias, options.bias)
-    return CallGradients(d_query, d_key, d_value, d_bias, d_sinks, d_scale)
+    return CallArrays(d_query, d_key, d_value, d_bias, d_sinks, d_scale)
 
 
 def _forward(loop, *arrays):
@@ -134,8 +134,8 @@ def _forward(loop, *arrays):
 def _backward(loop, saved, cotangent):
     query, key, value, options, done = saved
     found = backward_heads(loop, query, key, value, options, done, cotangent)
-    arrays = CallGradients(query, key, value, options.bias, options.sinks, options.scale)
-    found: CallGradients = jax.tree.map(lambda d, x: d.astype(x.dtype), found, arrays)
+    arrays = CallArrays(query, key, value, options.bias, options.sinks, options.scale)
+    found: CallArrays = jax.tree.map(lambda d, x: d.astype(x.dtype), found, arrays)
     of_options = {"bias": found.bias, "sinks": found.sinks, "scale": found.scale}
     return found.query, found.key, found.value, Options(**of_options, mask=None, dropout=None, row_factor=None)
 
