@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +11,12 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax.typing import Dtype
-from jaxtyping import Array, Bool, Float, Integer
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, Integer
 
+from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.checks import check_fits, check_lengths, check_positive, check_ring_buffer
+from flax_attn.functional.explicit import join, split_as
 from flax_attn.functional.mask_parts import Count
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.shapes import ArrayLike, Key, Value
@@ -24,7 +26,7 @@ class Extended(NamedTuple):
     """What the queries of new tokens attend to, and the cache after them.
 
     Args:
-        key: `(b, s, k, h)`.
+        key: `(b, s, k, h)`; s is the capacity, or fewer where the length of the cache is an integer.
         value: `(b, s, k, v)`.
         mask: of the queries of the new tokens, for these keys.
         key_positions: `(b, s)`, the position of each key in its sequence; -1 where there is none.
@@ -39,7 +41,7 @@ class Extended(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KVCache:
+class KVCache(Cache):
     """The keys and values of the tokens so far, each row of the batch with its own number of them.
 
         extended = cache.extend(key, value, Mask.causal())
@@ -80,6 +82,7 @@ class KVCache:
     value: Float[Array, "*b k s v"]
     length: Count
     window: int | None = None
+    static = ("window",)
 
     @staticmethod
     def zeros(
@@ -88,18 +91,26 @@ class KVCache:
         num_kv_heads: int,
         head_dim: int,
         *,
+        value_dim: int | None = None,
         window: int | None = None,
         dtype: Dtype = jnp.float32,
     ) -> KVCache:
         """Return an empty cache; b None is that of one sequence without a batch axis.
 
+        `value_dim` is the width of the values, None that of the keys; 0 is a cache of keys alone.
         A ring buffer takes up to `capacity - window + 1` tokens a call in place, and more at the price of a copy.
         """
         check_positive(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_ring_buffer(window, capacity)
         batch = () if b is None else (b,)
-        keys, values = (jnp.zeros((*batch, num_kv_heads, capacity, head_dim), dtype) for _ in range(2))
+        widths = head_dim, head_dim if value_dim is None else value_dim
+        keys, values = (jnp.zeros((*batch, num_kv_heads, capacity, width), dtype) for width in widths)
         return KVCache(keys, values, jnp.zeros(batch, jnp.int32), window)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The shape of the batch: `(b,)`, or `()` of one sequence."""
+        return self.key.shape[:-3]
 
     @property
     def capacity(self) -> int:
@@ -107,28 +118,13 @@ class KVCache:
         return self.key.shape[-2]
 
     @property
-    def invalid(self) -> Bool[Array, "*b"]:
-        """The rows that were given tokens that do not fit, or lengths that cannot be."""
-        return self._row_lengths < 0
-
-    @property
     def key_positions(self) -> Integer[Array, "*b s"]:
         """The position in its sequence of the key in each slot; -1 where there is none."""
-        lengths = self._row_lengths[..., None]
+        lengths = self.row_lengths[..., None]
         slots = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32), (*lengths.shape[:-1], self.capacity))
         # Of the positions that share a slot of a ring buffer, the last one is cached.
         positions = slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
         return jnp.where((positions >= 0) & (positions < lengths), positions, -1)
-
-    def positions(self, t: int, lengths: ArrayLike | int | None = None) -> Integer[Array, "*b t"]:
-        """Return the positions of the next `t` tokens in their sequences; 0 for padding, behind `lengths` of them."""
-        cached = self._row_lengths
-        new = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (*cached.shape, t))
-        if lengths is None:
-            return cached[..., None] + new
-        # Positions of padding could lie beyond a table of positions that is large enough for the tokens.
-        real = new < jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), cached.shape)[..., None]
-        return jnp.where(real, cached[..., None] + new, 0)
 
     def append(self, key: Key, value: Value, lengths: ArrayLike | int | None = None) -> KVCache:
         """Return the cache with new tokens behind the cached ones.
@@ -169,9 +165,12 @@ class KVCache:
 
     def _extend(self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None) -> Extended:
         mask.check_whole(self.capacity)
-        after = self.append(key, value, lengths)
-        mask = mask.shift(self.length, key.shape[1], self.capacity) & Mask.lengths(key=after.length)
-        return Extended(*after._tokens_first(key.dtype), mask, after.key_positions, after)
+        t, after = key.shape[1], self.append(key, value, lengths)
+        # Where it is known how many tokens there are, the slots behind them cost nothing.
+        s = min(self.length + t, self.capacity) if isinstance(self.length, int) else self.capacity
+        mask = mask.shift(self.length, t, s) & Mask.lengths(key=after.length)
+        keys, values = (x[:, :s] for x in after._tokens_first(key.dtype))
+        return Extended(keys, values, mask, after.key_positions[:, :s], after)
 
     def _extend_ring_buffer(
         self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None, window: int
@@ -185,9 +184,9 @@ class KVCache:
             (keys, values), positions = after._tokens_first(key.dtype), after.key_positions
         else:  # the last of the new tokens overwrite keys that the first of the new queries attend to
             pairs = zip(self._tokens_first(key.dtype), (key, value), strict=True)
-            keys, values = (jnp.concatenate(pair, axis=1) for pair in pairs)
+            keys, values = (join(*pair, axis=1) for pair in pairs)
             new = self.positions(t)
-            new = jnp.where(new < rearrange(after._row_lengths, "b -> b 1"), new, -1)
+            new = jnp.where(new < rearrange(after.row_lengths, "b -> b 1"), new, -1)
             positions = jnp.concatenate([self.key_positions, new], axis=1)
         visible = mask.at(self.positions(t), positions) & rearrange(positions >= 0, "b s -> b 1 1 s")
         return Extended(keys, values, Mask.dense(visible), positions, after)
@@ -201,21 +200,18 @@ class KVCache:
                 check_fits(self.capacity, cached if isinstance(cached, int) else 0, new)
             if isinstance(cached, int):
                 return cached + new, new
-        cached = self._row_lengths
+        cached = self.row_lengths
         new = jnp.broadcast_to(jnp.asarray(new, jnp.int32), cached.shape)
         valid = (cached >= 0) & (new >= 0) & (new <= t)
         valid = valid if self.window else valid & (cached + new <= self.capacity)
         return jnp.where(valid, cached + new, -1), jnp.where(valid, new, 0)
 
-    @property
-    def _row_lengths(self) -> Integer[Array, "*b"]:
-        return jnp.broadcast_to(jnp.asarray(self.length, jnp.int32), self.key.shape[:-3])
-
     def _write(self, cached: Array, new: Array, count: Count) -> Array:
         t, new = new.shape[1], new.astype(cached.dtype)
         if isinstance(self.length, int) and self.length + t <= self.capacity:
             # One slice for all rows: what is written beyond a row's length is hidden, and overwritten in time.
-            return cached.at[:, :, self.length : self.length + t].set(rearrange(new, "b t k h -> b k t h"))
+            place = cached.at[:, :, self.length : self.length + t]
+            return place.set(rearrange(new, "b t k h -> b k t h"), out_sharding=_split(cached, new))
         i = jnp.arange(t, dtype=jnp.int32)[None]
         count = jnp.broadcast_to(jnp.asarray(count, jnp.int32), new.shape[:1])[:, None]
         slots = self.positions(t)
@@ -238,11 +234,19 @@ class KVCache:
 
 def _to_one_row(cached: Array, new: Array, slots: Array) -> Array:
     # Head by head: of a whole token XLA makes a slice, which it does not write in place.
-    return cached[0].at[jnp.arange(new.shape[2])[None], slots[0][:, None]].set(new[0], mode="drop")[None]
+    place = cached[0].at[jnp.arange(new.shape[2])[None], slots[0][:, None]]
+    split = split_as(cached, 1, 2, 3) or split_as(new, 2, None, 3)
+    return place.set(new[0], mode="drop", out_sharding=split)[None]
 
 
 def _to_rows(cached: Array, new: Array, slots: Array) -> Array:
-    return cached.at[jnp.arange(len(new))[:, None], :, slots].set(new, mode="drop")
+    place = cached.at[jnp.arange(len(new))[:, None], :, slots]
+    return place.set(new, mode="drop", out_sharding=_split(cached, new))
+
+
+def _split(cached: Array, new: Array) -> NamedSharding | None:
+    # A cache that was made without a mesh is split as the tokens that come to it.
+    return split_as(cached, *range(4)) or split_as(new, 0, 2, None, 3)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -257,20 +261,3 @@ def _differentiate(write, primals, tangents):
     slots = primals[2]
     change = jax.jvp(lambda *arrays: write(*arrays, slots), primals[:2], tangents[:2])[1]
     return _as_bits(write, *primals), change
-
-
-def _flatten(cache: KVCache):
-    static = cache.length if isinstance(cache.length, int) else None
-    traced = (cache.key, cache.value) if static is not None else (cache.key, cache.value, cache.length)
-    return traced, (static, cache.window)
-
-
-def _unflatten(static, traced) -> KVCache:
-    cache = object.__new__(KVCache)  # children may be placeholders: nothing is checked
-    values = zip([field.name for field in dataclasses.fields(KVCache)], (*traced, static[0])[:3], strict=False)
-    for name, value in (*values, ("window", static[1])):
-        object.__setattr__(cache, name, value)
-    return cache
-
-
-jax.tree_util.register_pytree_node(KVCache, _flatten, _unflatten)

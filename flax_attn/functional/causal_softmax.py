@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from flax_attn.functional.masks import create_causal_mask
+from flax_attn.functional.causal_mask import create_causal_mask
 
 
 def causal_softmax_masked(scores: Float[Array, "*b t t"]) -> Float[Array, "*b t t"]:

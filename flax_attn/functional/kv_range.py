@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Integer
+from jaxtyping import Array, Bool, Integer
 
 Limit = int | Integer[Array, ""]
 UNBOUNDED = 2**29  # beyond every index; sums of a few of these still fit int32
@@ -39,6 +39,21 @@ class KVRange(NamedTuple):
         """Whether the inner range is known before tracing to be empty."""
         start, stop = self.inner_start, self.inner_stop
         return isinstance(start, int) and isinstance(stop, int) and stop <= start
+
+
+class Tiles(NamedTuple):
+    """What some queries see of several runs of keys.
+
+    Args:
+        some: whether one of them may see one of the keys; if not, the tile is empty.
+        whole: whether all of them see all of the keys, so that the tile needs no mask.
+    """
+
+    some: Bool[Array, " tiles"]
+    whole: Bool[Array, " tiles"]
+
+    def __and__(self, other: Tiles) -> Tiles:
+        return Tiles(self.some & other.some, self.whole & other.whole)
 
 
 def limits(count: Any) -> tuple[Limit, Limit]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
 from flax_attn.functional.checks import check_broadcast
-from flax_attn.functional.kv_range import UNBOUNDED, KVRange, Limit, limits, maximum, where
+from flax_attn.functional.kv_range import UNBOUNDED, KVRange, Limit, Tiles, limits, maximum, where
 from flax_attn.functional.shapes import Index
 
 Count = int | Integer[Array, ""] | Integer[Array, " b"]
@@ -41,6 +41,10 @@ class Part:
         """Return the part for a call of this size, its defaults filled in, or raise `ValueError`."""
         return self
 
+    def sized(self, b: int | None, n: int | None) -> Part:
+        """Return the part for so many rows of the batch and heads; None leaves open how many."""
+        return self
+
     def allow(self, rows: Index, cols: Index) -> Array:
         """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
         raise NotImplementedError
@@ -48,6 +52,17 @@ class Part:
     def kv_range(self, first: Limit, last: Limit, s: int) -> KVRange:
         """Return which of `s` keys the queries `first` to `last` may see; by default any, and none is seen by all."""
         return KVRange(0, s, 0, 0)
+
+    @property
+    def summarised(self) -> bool:
+        """Whether `tiles` knows more of tiles than the range of keys that contains what is seen."""
+        return False
+
+    def tiles(self, first: Limit, last: Limit, starts: Index, stops: Index, s: int) -> Tiles:
+        """Return what the queries `first` to `last` see of the keys from each of `starts` to before each of `stops`."""
+        found = self.kv_range(first, last, s)
+        seen = (starts < found.stop) & (stops > found.start)
+        return Tiles(seen, (starts >= found.inner_start) & (stops <= found.inner_stop))
 
     def band(self) -> tuple[int | None, int | None] | None:
         """Return `(low, high)` if the part is `low <= key - query <= high` with integers known before tracing."""
@@ -92,7 +107,7 @@ def _unflatten(cls, static, children):
 
 
 @dataclass(frozen=True)
-class _Positioned(Part):
+class Positioned(Part):
     """A part in which query `i` stands at `offset + i`."""
 
     offset: Count | None = field(default=None, kw_only=True)
@@ -133,7 +148,7 @@ class _Positioned(Part):
 
 
 @dataclass(frozen=True)
-class Causal(_Positioned):
+class Causal(Positioned):
     """Key `j` is seen from position `p` when `j <= p`."""
 
     def allow(self, rows, cols):
@@ -151,7 +166,7 @@ class Causal(_Positioned):
 
 
 @dataclass(frozen=True)
-class Window(_Positioned):
+class Window(Positioned):
     """Key `j` is seen from position `p` when `p - left <= j <= p + right`; None is unbounded."""
 
     left: int | None
@@ -186,7 +201,7 @@ class Window(_Positioned):
 
 
 @dataclass(frozen=True)
-class Prefix(_Positioned):
+class Prefix(Positioned):
     """Key `j` is seen from position `p` when `j <= p` or `j < length`."""
 
     length: Count

@@ -6,21 +6,25 @@ everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from numbers import Integral
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Integer
 
 from flax_attn.functional.checks import check_positive
-from flax_attn.functional.kv_range import KVRange, Limit
+from flax_attn.functional.function_checks import SEES, check_sees
+from flax_attn.functional.kv_range import KVRange, Limit, Tiles
+from flax_attn.functional.mask_arguments import as_booleans, as_integers
 from flax_attn.functional.mask_parts import Causal, Count, Dense, Lengths, Part, Prefix, Segments, Window
 from flax_attn.functional.mask_text import check_printable, expression, picture
 from flax_attn.functional.shapes import ArrayLike, Index
+from flax_attn.functional.summary import summarise
+from flax_attn.functional.traced import trace
+from flax_attn.functional.where import Where
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +48,7 @@ class Mask:
     @staticmethod
     def causal(offset: Count | ArrayLike | None = None) -> Mask:
         """Query `i` sees key `j` when `j <= offset + i`. The offset is 0 where t == s and must be given elsewhere."""
-        return Mask((Causal(offset=_integers("offset", offset)),))
+        return Mask((Causal(offset=as_integers("offset", offset)),))
 
     @staticmethod
     def window(left: int | None, right: int | None, offset: Count | ArrayLike | None = None) -> Mask:
@@ -55,7 +59,8 @@ class Mask:
                     f"a window's {name} is a number of keys, at least 0, known before tracing; got {name}={size}. "
                     "For an unbounded side pass None"
                 )
-        return Mask((Window(_integers("left", left), _integers("right", right), offset=_integers("offset", offset)),))
+        sizes = (None if size is None else int(size) for size in (left, right))  # of numpy's integers, too
+        return Mask((Window(*sizes, offset=as_integers("offset", offset)),))
 
     @staticmethod
     def sliding_window(width: int, offset: Count | ArrayLike | None = None) -> Mask:
@@ -66,23 +71,48 @@ class Mask:
     @staticmethod
     def lengths(*, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None) -> Mask:
         """Hide padding at the end: of row `b` only the first `query[b]` queries and `key[b]` keys are real."""
-        return Mask((Lengths(_integers("query lengths", query), _integers("key lengths", key)),))
+        return Mask((Lengths(as_integers("query lengths", query), as_integers("key lengths", key)),))
 
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
         """Packed documents: `(b, t)` ids of the queries and `(b, s)` ids of the keys (the same if not given)."""
-        query = jnp.asarray(_integers("query segments", query))
-        return Mask((Segments(query, query if key is None else jnp.asarray(_integers("key segments", key))),))
+        query = jnp.asarray(as_integers("query segments", query))
+        return Mask((Segments(query, query if key is None else jnp.asarray(as_integers("key segments", key))),))
 
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
-        return Mask((Prefix(_integers("prefix length", length), offset=_integers("offset", offset)),))
+        return Mask((Prefix(as_integers("prefix length", length), offset=as_integers("offset", offset)),))
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`."""
-        return Mask((Dense(_boolean(array)),))
+        return Mask((Dense(as_booleans(array)),))
+
+    @staticmethod
+    def where(function: Callable, offset: Count | ArrayLike | None = None) -> Mask:
+        """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`, written for scalars.
+
+        `b` is the row of the batch, `n` the query head. The function is traced once on indices: it indexes arrays
+        and computes with `&`, `|` and `~`, without `if`. The offset is 0 if not given, and follows a `KVCache`.
+
+        Raises:
+            ValueError: if it is no such function, or returns no booleans.
+
+        Example:
+            >>> strided = Mask.where(lambda b, n, i, j: (i - j) % 2 == 0) & Mask.causal()
+            >>> print(strided.as_text(3))
+              0 1 2
+            0 ■ · ·
+            1 · ■ ·
+            2 ■ · ■
+
+        References:
+            Dong et al. 2024, FlexAttention (arXiv:2412.05496).
+        """
+        traced, result = trace("mask", function, SEES)
+        check_sees(result.dtype.name, result.shape, ())
+        return Mask((Where(traced, offset=as_integers("offset", offset)),))
 
     __array_priority__ = 1  # array & mask comes here too
 
@@ -94,6 +124,10 @@ class Mask:
     def resolve(self, b: int, n: int, t: int, s: int) -> Mask:
         """Return the mask for a call of this size: default offsets filled in, shapes checked."""
         return Mask(tuple(part.resolve(b, n, t, s) for part in self.parts))
+
+    def sized(self, b: int | None, n: int | None) -> Mask:
+        """Return the mask for `b` rows and `n` heads, which its functions may read, as a call does; None is unknown."""
+        return Mask(tuple(part.sized(b, n) for part in self.parts))
 
     def block(self, rows: Integer[Array, " t"], cols: Integer[Array, " s"]) -> Bool[Array, "#b #n #t #s"]:
         """Return the mask at the query indices `rows` and key indices `cols`, axes that do not matter being 1."""
@@ -144,6 +178,33 @@ class Mask:
             KVRange(start=4, stop=12, inner_start=7, inner_stop=9)
         """
         return reduce(KVRange.__and__, (part.kv_range(first, last, s) for part in self.parts), KVRange(0, s, 0, s))
+
+    @property
+    def summarised(self) -> bool:
+        """Whether there is a summary of the tiles of a part; see `summarise`."""
+        return any(part.summarised for part in self.parts)
+
+    def summarise(self, t: int, s: int, *, b: int = 1, n: int = 1, tile: int = 128) -> Mask:
+        """Return the mask with a summary of its tiles of `tile` queries and keys: which are empty, and which whole.
+
+        Kernels then skip empty tiles and need no mask in whole ones. It is for masks that do not know what they hide:
+        functions, dense arrays, segments in any order. Make it once, outside the step, and combine it with the others:
+        `Mask.where(fn).summarise(t, s) & Mask.causal()`. `b` and `n` are needed where the mask differs between them.
+
+        Raises:
+            ValueError: if the mask does not fit these sizes; in a call, if it has others.
+
+        Example:
+            >>> near = Mask.where(lambda b, n, i, j: abs(i // 4 - j // 4) < 2).summarise(16, 16, tile=4)
+            >>> near.parts[0].summary.some[0, 0].sum(axis=1)
+            Array([2, 3, 3, 2], dtype=int32)
+        """
+        return Mask((summarise(self, b, n, t, s, tile),))
+
+    def tiles(self, first: Limit, last: Limit, starts: Index, stops: Index, s: int) -> Tiles:
+        """Return what the queries `first` to `last` see of the keys from each of `starts` to before each of `stops`."""
+        every = Tiles(starts < s, stops <= s)
+        return reduce(Tiles.__and__, (part.tiles(first, last, starts, stops, s) for part in self.parts), every)
 
     def split_band(self) -> tuple[tuple[int | None, int | None], Mask]:
         """Return `(low, high)` and a mask of the rest: the parts that are `low <= key - query <= high`, and the others.
@@ -235,37 +296,3 @@ def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
 
 def _with_head_axis(part: Part) -> Part:
     return Dense(part.array[:, None]) if isinstance(part, Dense) and part.array.ndim == 3 else part
-
-
-def create_causal_mask(t: int, s: int | None = None, offset: int | None = None) -> Bool[Array, "t s"]:
-    """Return the causal mask as an array, `True` = attend: `mask[i, j] = (j <= offset + i)`.
-
-    Raises:
-        ValueError: if t != s and no offset is given.
-
-    Example:
-        >>> create_causal_mask(3).astype(int)
-        Array([[1, 0, 0],
-               [1, 1, 0],
-               [1, 1, 1]], dtype=int32)
-    """
-    return Mask.causal(offset).materialise(1, 1, t, t if s is None else s)[0, 0]
-
-
-def _boolean(array: Any) -> Array:
-    array = jnp.asarray(array)
-    if array.dtype != bool:
-        raise ValueError(
-            f"mask must be boolean, True = attend; got dtype {array.dtype}. "
-            "To add numbers to the scores pass them as bias; for 0/1 integers write mask.astype(bool)"
-        )
-    return array
-
-
-def _integers(name: str, values: Any) -> Any:
-    if values is None or (isinstance(values, Integral) and not isinstance(values, bool)):
-        return values if values is None else int(values)
-    values = jnp.asarray(values)
-    if not jnp.issubdtype(values.dtype, np.integer):
-        raise ValueError(f"{name} must be integers; got dtype {values.dtype}. Cast them before the call")
-    return values

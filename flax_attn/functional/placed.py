@@ -55,6 +55,14 @@ class Placed(Part):
         inner = (0, 0) if found.needs_mask else (self.cols.before(x) for x in found[2:])
         return KVRange(start, stop, *inner)
 
+    @property
+    def summarised(self):
+        return self.mask.summarised
+
+    def tiles(self, first, last, starts, stops, s):
+        starts, stops = self.cols.of(starts), self.cols.of(stops - 1) + 1
+        return self.mask.tiles(self.rows.of(first), self.rows.of(last), starts, stops, self.s)
+
     def row(self, b, n):
         return Placed(self.mask.row(b, n), self.rows, self.cols, self.s)
 
@@ -73,3 +81,15 @@ class HeadsOf(Part):
 
     def kv_range(self, first, last, s):
         return self.part.kv_range(first, last, s)
+
+    @property
+    def summarised(self):
+        return self.part.summarised
+
+    def tiles(self, first, last, starts, stops, s):
+        return self.part.tiles(first, last, starts, stops, s)
+
+    def row(self, b, n):
+        if n is None:
+            return HeadsOf(self.part.row(self.b.of(b), None), self.b, self.n)
+        return self.part.row(self.b.of(b), self.n.of(n))

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Integer
 from flax_attn.functional.checks import check_type
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.frequencies import DynamicNTKScaling, Scaling, check_base, check_pairs, plain_frequencies
+from flax_attn.functional.longrope import LongRoPEScaling
 from flax_attn.functional.shapes import ArrayLike
 
 
@@ -73,6 +74,8 @@ class RoPE:
                 f"width must not exceed head_dim, as it counts rotated features of a head; got width={self.width}, "
                 f"head_dim={head_dim}. For all of them use width=None"
             )
+        if self.scaling is not None:
+            self.scaling.check_width(head_dim if self.width is None else self.width)
 
     def __call__(self, x: Float[Array, "*b t n h"], positions: ArrayLike | None = None) -> Float[Array, "*b t n h"]:
         self.check_head_dim(x.shape[-1])
@@ -83,7 +86,8 @@ class RoPE:
         positions = positions if positions.ndim == 2 else positions[None]
         cos, sin = self._cos_sin(width, positions, x.dtype)
         pairs = "(i two)" if self.interleaved else "(two i)"
-        first, second = rearrange(x[..., :width].astype(cos.dtype), f"b t n {pairs} -> two b t n i", two=2)
+        both = rearrange(x[..., :width].astype(cos.dtype), f"b t n {pairs} -> two b t n i", two=2)
+        first, second = both[0], both[1]  # to unpack an array outside of jit is to gather it from all devices
         rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin])
         rotated = rearrange(rotated, f"two b t n i -> b t n {pairs}").astype(x.dtype)
         return jnp.concatenate([rotated, x[..., width:]], axis=-1)
@@ -95,6 +99,10 @@ class RoPE:
         if isinstance(self.scaling, DynamicNTKScaling):
             stretch = self.scaling.stretch(1 + positions.max(axis=1, keepdims=True).astype(dtype))
             frequencies = frequencies * stretch ** jnp.asarray(self.scaling.exponents(width), dtype)[None]
+        if isinstance(self.scaling, LongRoPEScaling):
+            long = jnp.asarray(self.scaling.long_frequencies(self.base, width), dtype)[None]
+            is_long = positions.max(axis=1, keepdims=True) >= self.scaling.original_context_length
+            frequencies = jnp.where(is_long, long, frequencies)
         angles = rearrange(positions, "b t -> b t 1 1").astype(dtype) * rearrange(frequencies, "b i -> b 1 1 i")
         amplitude = 1.0 if self.scaling is None else self.scaling.amplitude()
         return [amplitude * jnp.cos(angles), amplitude * jnp.sin(angles)]

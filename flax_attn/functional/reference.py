@@ -1,6 +1,6 @@
 """The formula itself, with all scores in memory: the reference for every backend.
 
-    weights = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks))
+    weights = dropout(softmax(mask(score(soft_cap(scale * query @ key^T + bias))), sinks))
     output  = weights @ value
 
 References:
@@ -21,6 +21,7 @@ from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.nonfinite import finite_tokens, sees_nonfinite, zero_nonfinite
 from flax_attn.functional.shapes import Key, Query, Value, Visible, Weights
+from flax_attn.functional.traced_score import TracedScore
 
 
 def reference_attention(
@@ -32,6 +33,7 @@ def reference_attention(
     *,
     scale: float | Float[Array, ""],
     soft_cap: float | None,
+    score: TracedScore | None = None,
     sinks: Float[Array, " n"] | None,
     dropout: KeyedDropout | None,
     precision: jax.lax.PrecisionLike,
@@ -56,6 +58,8 @@ def reference_attention(
     scores = jnp.einsum("b t k g h, b s k h -> b k g t s", query, key, precision=precision)
     scores = checkpoint_name(rearrange(scores, "b k g t s -> b (k g) t s") * scale, "scores")
     scores = capped_scores(scores, bias, soft_cap)
+    if score is not None:  # told of a score of 0 for what is hidden, which may have overflowed
+        scores = score.apply(jnp.where(visible, scores, 0))
     # Added to the scores, so that hidden keys keep a weight and a gradient of zero beside it.
     scores = scores + jnp.where(sees_nonfinite(visible, query_ok, key_ok), jnp.nan, 0).astype(dtype)
     weights = masked_softmax(scores, visible, sinks)

@@ -1,23 +1,23 @@
 """The transformer block: attention and feed-forward, each with its norms and a residual connection."""
 
 from collections.abc import Callable
-from typing import Literal, Unpack, overload
+from typing import Literal, TypeVar, Unpack, overload
 
 from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
-from flax_attn.functional.cache import KVCache
+from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.checks import check_block_norms, check_block_widths, check_tokens, check_type
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.modules.calls import Bias, CallOptions, Outputs, Returned, unpack
+from flax_attn.modules.calls import Attention, Bias, CallOptions, Outputs, Returned, unpack
 from flax_attn.modules.dropout import Dropout
-from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
 
 _Part = Callable[[Array], Array]
+K = TypeVar("K", bound=Cache)
 
 
 class TransformerBlock(nnx.Module):
@@ -30,7 +30,7 @@ class TransformerBlock(nnx.Module):
     2017 and BERT are `norm_first=False`. A norm that is None is left out.
 
     Args:
-        att: the attention, `d_model` wide at both ends.
+        att: the attention, `d_model` wide at both ends: `MultiHeadAttention`, or what is called like it.
         ff: the feed-forward layer, or any other module from tokens to tokens.
         norm1: norm of the attention.
         norm2: norm of the feed-forward layer.
@@ -48,7 +48,7 @@ class TransformerBlock(nnx.Module):
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax_attn import FeedForward, LayerNorm
+        >>> from flax_attn import FeedForward, LayerNorm, MultiHeadAttention
         >>> rngs = nnx.Rngs(0)
         >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2, rngs=rngs)
         >>> block = TransformerBlock(att, FeedForward(6, rngs=rngs), LayerNorm(6), LayerNorm(6))
@@ -62,7 +62,7 @@ class TransformerBlock(nnx.Module):
 
     def __init__(
         self,
-        att: MultiHeadAttention,
+        att: Attention,
         ff: _Part,
         norm1: _Part | None,
         norm2: _Part | None,
@@ -72,12 +72,15 @@ class TransformerBlock(nnx.Module):
         post_norm2: _Part | None = None,
         drop_shortcut: Dropout | None = None,
     ):
-        check_type("att", att, MultiHeadAttention, "att=MultiHeadAttention(...)")
+        check_type("att", att, Attention, "att=MultiHeadAttention(...)")
         check_type("drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None")
         check_block_norms(norm_first, norm1, norm2, post_norm1, post_norm2)
         parts = {"ff": ff, "norm1": norm1, "norm2": norm2, "post_norm1": post_norm1, "post_norm2": post_norm2}
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
-        check_block_widths(att.d_in, {"d_out": att.d_out, "kdim": att.kdim, "vdim": att.vdim}, widths)
+        inputs = {
+            name: getattr(att, name, att.d_in) for name in ("d_out", "kdim", "vdim")
+        }  # of keys and values, if any
+        check_block_widths(att.d_in, inputs, widths)
         self.norm_first = norm_first
         self.att, self.ff = att, ff
         self.norm1, self.norm2 = norm1, norm2
@@ -97,13 +100,13 @@ class TransformerBlock(nnx.Module):
     @overload
     def __call__(
         self, x: Array, *,
-        cache: KVCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
-    ) -> tuple[Array, KVCache]: ...  # fmt: skip
+        cache: K, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> tuple[Array, K]: ...  # fmt: skip
     @overload
     def __call__(
         self, x: Array, *,
-        cache: KVCache, return_weights: Literal[True], **options: Unpack[CallOptions],
-    ) -> tuple[Array, Array, KVCache]: ...  # fmt: skip
+        cache: K, return_weights: Literal[True], **options: Unpack[CallOptions],
+    ) -> tuple[Array, Array, K]: ...  # fmt: skip
     def __call__(
         self,
         x: Tokens,
@@ -112,7 +115,7 @@ class TransformerBlock(nnx.Module):
         bias: Bias | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         return_weights: bool = False,
         dropout_key: Array | None = None,
     ) -> Returned:
@@ -141,7 +144,7 @@ class TransformerBlock(nnx.Module):
         x = self._add(x, self.ff(self._before(self.norm2, x)), self.norm2, self.post_norm2, keys[2])
         return Outputs(x, weights, cache).pack()
 
-    def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> KVCache:
+    def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Cache:
         """Return an empty cache of the attention, see `MultiHeadAttention.init_cache`."""
         return self.att.init_cache(b, capacity, dtype)
 

@@ -3,14 +3,17 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypedDict, cast
 
+from flax import nnx
+from flax.typing import Dtype
 from jaxtyping import Array, Float
 
-from flax_attn.functional.cache import KVCache
+from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.positions import RoPE, as_positions
 from flax_attn.functional.shapes import ArrayLike
 
 Bias = Float[Array, "..."] | Callable[[Array, Array], Array]
-Returned = Array | tuple[Array, Array] | tuple[Array, KVCache] | tuple[Array, Array, KVCache]
+Returned = Array | tuple[Array, Array] | tuple[Array, Cache] | tuple[Array, Array, Cache]
 
 
 class CallOptions(TypedDict, total=False):
@@ -21,6 +24,46 @@ class CallOptions(TypedDict, total=False):
     positions: ArrayLike | None
     lengths: ArrayLike | int | None
     dropout_key: Array | None
+
+
+class Attention(nnx.Module):
+    """The attention of a block; a base class of `MultiHeadAttention`, and of a module of your own that is called alike.
+
+    Attributes:
+        d_in: width of the input.
+        d_out: width of the output.
+        context_length: the longest input taken; None is no limit.
+        window: how many keys in all a token attends to, which the cache holds at least; None is all.
+        rope: rotary positions; None where `positions` mean nothing.
+        dtype: of the computation; None is that of the input and the parameters together.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax_attn import Attention, FeedForward, TransformerBlock
+        >>> class FirstToken(Attention):
+        ...     def __init__(self, width):
+        ...         self.d_in = self.d_out = width
+        ...     def __call__(self, query, **options):
+        ...         return query[..., :1, :] + 0 * query
+        >>> block = TransformerBlock(FirstToken(4), FeedForward(4, rngs=nnx.Rngs(0)), None, None)
+        >>> block(jnp.ones((2, 3, 4))).shape
+        (2, 3, 4)
+    """
+
+    d_in: int
+    d_out: int
+    context_length: int | None = None
+    window: int | None = None
+    rope: RoPE | None = None
+    dtype: Dtype | None = None
+
+    def __call__(self, query: Array, *args: Any, **options: Any) -> Returned:
+        """Return the output, followed by the weights and the new cache if they are asked for; see `CallOptions`."""
+        raise NotImplementedError
+
+    def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Cache:
+        """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis."""
+        raise NotImplementedError
 
 
 class Outputs(NamedTuple):
@@ -34,7 +77,7 @@ class Outputs(NamedTuple):
 
     output: Array
     weights: Array | None = None
-    cache: KVCache | None = None
+    cache: Cache | None = None
 
     def pack(self) -> Returned:
         """Return what a call returns: the output, followed by the weights and by the cache, if there are any.
@@ -58,3 +101,23 @@ def unpack(returned: Returned, return_weights: bool, cached: bool = False) -> Ou
     """
     values = cast(Iterator[Any], iter(returned if return_weights or cached else (returned,)))
     return Outputs(next(values), next(values) if return_weights else None, next(values) if cached else None)
+
+
+def check_self_attention(
+    rope: RoPE | None, query: Array, key: Array | None, positions: ArrayLike | None, cache: Cache | None
+) -> None:
+    """Raise where positions have no rope, or where there is a key beside rope or a cache."""
+    if rope is None and positions is not None:
+        raise ValueError("positions are for rope; got positions, rope=None. Construct the module with rope=RoPE()")
+    if rope is not None and key is not None:
+        raise ValueError(
+            "rope rotates queries and keys by the positions of one sequence, in self-attention; got a key of shape "
+            f"{key.shape}. Leave it out, or construct the module with rope=None"
+        )
+    if cache is not None and key is not None:
+        raise ValueError(
+            "a cache holds the keys and values of one sequence, in self-attention; got a key of shape "
+            f"{key.shape}. Leave out the key, or the cache"
+        )
+    if positions is not None:
+        as_positions(positions, query.shape[:-1])

@@ -6,6 +6,7 @@ from jaxtyping import Array
 from flax_attn.functional.checks import check_rate
 from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
 from flax_attn.functional.shapes import Tokens
+from flax_attn.sharding.batches import arranged_dropout
 
 
 class Dropout(nnx.Module):
@@ -54,5 +55,5 @@ class Dropout(nnx.Module):
         if dropout is None:
             return x
         b = x.shape[0] if x.ndim == 3 else 1
-        keep = keep_grid(dropout, (b, 1, *x.shape[-2:])).reshape(x.shape)
+        keep = keep_grid(arranged_dropout(dropout, x.shape[-2]), (b, 1, *x.shape[-2:])).reshape(x.shape)
         return drop(x, keep, self.rate)

@@ -27,7 +27,7 @@ def _silu(x: Array) -> Array:
     return jax.nn.silu(x.astype(accumulation_dtype(x.dtype))).astype(x.dtype)
 
 
-ACTIVATIONS = {"gelu_tanh": _gelu_tanh, "gelu_exact": _gelu_exact, "silu": _silu}
+ACTIVATIONS = {"gelu_tanh": _gelu_tanh, "gelu_exact": _gelu_exact, "silu": _silu, "relu": jax.nn.relu}
 
 
 class FeedForward(nnx.Module):
@@ -38,7 +38,7 @@ class FeedForward(nnx.Module):
     Args:
         d_model: width of input and output.
         d_hidden: width in between; None is `4 * d_model`.
-        activation: `"gelu_tanh"` (GPT-2), `"gelu_exact"` (BERT) or `"silu"`.
+        activation: `"gelu_tanh"` (GPT-2), `"gelu_exact"` (BERT), `"silu"` or `"relu"` (T5).
         bias: whether the two layers have one.
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
@@ -97,7 +97,7 @@ class GatedFeedForward(nnx.Module):
     Args:
         d_model: width of input and output.
         d_hidden: width in between; None is `4 * d_model`.
-        activation: `"silu"`, `"gelu_tanh"` or `"gelu_exact"`.
+        activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"` or `"relu"`.
         bias: whether the three layers have one.
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.

@@ -1,11 +1,11 @@
 """The linear layer that every projection is made of."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 
 from flax_attn.functional.checks import check_positive
+from flax_attn.modules.initialisation import check_rngs, uniform
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.sharding.parameters import named
 
@@ -49,15 +49,7 @@ class Linear(nnx.Linear):
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(d_in=d_in, d_out=d_out)
-        if not isinstance(rngs, nnx.Rngs) or not ("params" in rngs or "default" in rngs):
-            raise ValueError(
-                f"rngs is missing: the parameters are drawn from its stream 'params'; got {type(rngs).__name__}. "
-                "Pass rngs=nnx.Rngs(0)"
-            )
-
-        def uniform(key, shape, dtype):
-            return jax.random.uniform(key, shape, dtype, -(d_in**-0.5), d_in**-0.5)
-
+        draw = uniform(d_in)
         super().__init__(
             d_in,
             d_out,
@@ -65,10 +57,10 @@ class Linear(nnx.Linear):
             dtype=dtype,
             param_dtype=param_dtype,
             precision=precision,
-            kernel_init=uniform,
-            bias_init=uniform,
+            kernel_init=draw,
+            bias_init=draw,
             dot_general=dot_general,
-            rngs=rngs,
+            rngs=check_rngs(rngs),
             kernel_metadata=named(*axes, unit=unit),
             # Split over devices that split the batch too, it would have to be gathered for each sum.
             bias_metadata=named(None if axes[1] == "embed" else axes[1], unit=unit[1:]),

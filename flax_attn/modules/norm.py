@@ -20,6 +20,7 @@ class LayerNorm(nnx.Module):
     Args:
         d_model: width of the input.
         eps: added to the variance.
+        bias: whether there is a shift.
         dtype: of the output; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         rngs: not used; taken so that every layer is built alike.
@@ -42,6 +43,7 @@ class LayerNorm(nnx.Module):
         self,
         d_model: int,
         eps: float = 1e-5,
+        bias: bool = True,
         *,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -52,7 +54,7 @@ class LayerNorm(nnx.Module):
         check_eps(eps)
         self.d_model, self.eps, self.dtype = d_model, eps, dtype
         self.scale = nnx.Param(jnp.ones(d_model, param_dtype), **named(None))
-        self.shift = nnx.Param(jnp.zeros(d_model, param_dtype), **named(None))
+        self.shift = nnx.Param(jnp.zeros(d_model, param_dtype), **named(None)) if bias else None
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x.shape, "d_model", self.d_model)
@@ -60,22 +62,27 @@ class LayerNorm(nnx.Module):
         x = x.astype(accumulation_dtype(x.dtype))
         x = x - x.mean(axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + self.eps)
-        scale, shift = (jnp.broadcast_to(p[...].astype(x.dtype), x.shape) for p in (self.scale, self.shift))
-        return (x * scale + shift).astype(dtype)
+        x = x * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+        if self.shift is not None:
+            x = x + jnp.broadcast_to(self.shift[...].astype(x.dtype), x.shape)
+        return x.astype(dtype)
 
 
 class RMSNorm(nnx.Module):
     """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, the mean taken in at least float32.
 
+    With `zero_centred` the factor is `1 + scale`, as in Gemma: what weight decay pulls to 0 is the difference from 1.
+
     Args:
         d_model: width of the input.
         eps: added to the mean square.
+        zero_centred: whether the factor is `1 + scale` and not `scale`.
         dtype: of the output; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         rngs: not used; taken so that every layer is built alike.
 
     Shapes:
-        `(..., d_model)`, kept; `scale` is `(d_model,)` and starts at 1.
+        `(..., d_model)`, kept; `scale` is `(d_model,)` and starts at 1, or at 0 if it is zero-centred.
 
     Raises:
         ValueError: if `d_model` is not positive, `eps` is negative, or the input has another width.
@@ -85,7 +92,7 @@ class RMSNorm(nnx.Module):
         Array([ 1., -1.,  1.,  1.], dtype=float32)
 
     References:
-        Zhang and Sennrich 2019 (arXiv:1910.07467).
+        Zhang and Sennrich 2019 (arXiv:1910.07467); Gemma Team 2024, zero-centred (arXiv:2403.08295).
     """
 
     def __init__(
@@ -93,6 +100,7 @@ class RMSNorm(nnx.Module):
         d_model: int,
         eps: float = 1e-5,
         *,
+        zero_centred: bool = False,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs | None = None,
@@ -100,16 +108,26 @@ class RMSNorm(nnx.Module):
         del rngs
         check_positive(d_model=d_model)
         check_eps(eps)
-        self.d_model, self.eps, self.dtype = d_model, eps, dtype
-        self.scale = nnx.Param(jnp.ones(d_model, param_dtype), **named(None))
+        self.d_model, self.eps, self.zero_centred, self.dtype = d_model, eps, zero_centred, dtype
+        self.scale = nnx.Param((jnp.zeros if zero_centred else jnp.ones)(d_model, param_dtype), **named(None))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x.shape, "d_model", self.d_model)
         dtype = _output_dtype(self.dtype, x, self.scale[...])
-        x = x.astype(accumulation_dtype(x.dtype))
-        x = x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + self.eps)
-        scale = jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
-        return (x * scale).astype(dtype)
+        x = rms_normed(x.astype(accumulation_dtype(x.dtype)), self.eps)
+        scale = self.scale[...].astype(x.dtype)
+        factor = 1 + scale if self.zero_centred else scale
+        return (x * jnp.broadcast_to(factor, x.shape)).astype(dtype)
+
+
+def rms_normed(x: Float[Array, "*shape d"], eps: float) -> Float[Array, "*shape d"]:
+    """Return `x / sqrt(mean(x^2) + eps)` over the last axis, in the dtype of x.
+
+    Example:
+        >>> rms_normed(jnp.array([2.0, -2.0, 2.0, 2.0]), 0.0).tolist()
+        [1.0, -1.0, 1.0, 1.0]
+    """
+    return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + eps)
 
 
 def _output_dtype(dtype: Dtype | None, x: Array, scale: Array) -> Dtype:

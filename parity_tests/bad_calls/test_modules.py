@@ -46,7 +46,30 @@ CONSTRUCTORS = {
         lambda side: multi_head(side, num_heads=3, num_kv_heads=2, head_dim=5),
         r"num_kv_heads must divide num_heads.*num_heads=3, num_kv_heads=2\. num_kv_heads may be 1, 3$",
     ),
-    "head norm eps": (lambda side: multi_head(side, qk_norm=-1.0), r"eps .*must be at least 0; got eps=-1\.0"),
+    "query norm width": (
+        lambda side: multi_head(side, q_norm=side.build("RMSNorm", 4)),
+        r"q_norm is .* head_dim=2 wide, or .*, 4 \* head_dim = 8 wide; got one of d_model=4\. Pass q_norm=RMSNorm\(2\)",
+    ),
+    "key norm width": (
+        lambda side: multi_head(side, num_kv_heads=2, k_norm=side.build("LayerNorm", 8)),
+        r"k_norm is .* head_dim=2 wide, or .*, 2 \* head_dim = 4 wide; got one of d_model=8\. Pass k_norm=RMSNorm\(2\)",
+    ),
+    "norm without a width": (
+        lambda side: multi_head(side, q_norm=abs),
+        r"q_norm is .* head_dim=2 wide, .*; got one of d_model=None\. Pass q_norm=RMSNorm\(2\)",
+    ),
+    "heads without a partner": (
+        lambda side: side.build("DifferentialAttention", 6, 8, 9, 0.0, 6, num_kv_heads=3, head_dim=4),
+        r"pairs the heads .* num_kv_heads must be even; got num_kv_heads=3\. Pass 4, or another even number",
+    ),
+    "no pairs of heads": (
+        lambda side: side.build("DifferentialAttention", 6, 8, 9, 0.0, 4, num_kv_heads=0),
+        r"num_kv_heads must be a positive integer; got num_kv_heads=0",
+    ),
+    "gate": (
+        lambda side: multi_head(side, output_gate="head"),
+        r"output_gate must be one of 'features', 'heads'; got 'head'",
+    ),
     "no window": (lambda side: multi_head(side, window=0), r"window must be a positive integer; got window=0"),
     "window in both directions": (
         lambda side: multi_head(side, window=3, causal=False),
@@ -68,9 +91,13 @@ CONSTRUCTORS = {
     "hidden": (lambda side: side.build("FeedForward", 4, 0), r"d_hidden must be a positive integer; got d_hidden=0"),
     "gated": (lambda side: side.build("GatedFeedForward", 0), r"d_model must be a positive integer; got d_model=0"),
     "gated hidden": (lambda side: side.build("GatedFeedForward", 4, -1), r"d_hidden must be a positive.*d_hidden=-1"),
+    "sinks of cross-attention": (
+        lambda side: side.build("CrossAttention", 4, 4, 0.0, 2, scores=side.Scores(sinks=True)),
+        r"cross-attention have a scale and a soft cap alone; got sinks=True, function=None\. Leave out sinks",
+    ),
     "gated activation": (
         lambda side: side.build("GatedFeedForward", 4, activation="swish"),
-        r"activation must be one of 'gelu_tanh', 'gelu_exact', 'silu'; got 'swish'",
+        r"activation must be one of 'gelu_tanh', 'gelu_exact', 'silu', 'relu'; got 'swish'",
     ),
     "no ids": (lambda side: side.build("Embedding", 0, 3), r"size must be a positive integer; got size=0"),
     "embedding width": (lambda side: side.build("Embedding", 3, 0), r"d_model must be a positive integer; got d_mod"),
@@ -92,7 +119,7 @@ CONSTRUCTORS = {
     ),
     "att": (
         lambda side: side.TransformerBlock(side.build("FeedForward", 6), side.build("FeedForward", 6), None, None),
-        r"att must be .*MultiHeadAttention.*; got FeedForward\. Pass att=MultiHeadAttention",
+        r"att must be Attention; got FeedForward\. Pass att=MultiHeadAttention",
     ),
     "drop_shortcut": (
         lambda side: side.TransformerBlock(multi_head(side, d_out=6, num_heads=2), None, None, None, drop_shortcut=0.1),
@@ -126,7 +153,7 @@ CONSTRUCTORS = {
     "one sum": (lambda side: block(side, norm_first=False, norms=("norm2",)), r"norm_first=False.*got norm2\."),
     "activation": (
         lambda side: side.build("FeedForward", 4, activation="gelu"),
-        r"activation must be one of 'gelu_tanh', 'gelu_exact', 'silu'; got 'gelu'",
+        r"activation must be one of 'gelu_tanh', 'gelu_exact', 'silu', 'relu'; got 'gelu'",
     ),
     "size": (
         lambda side: side.build("create_gpt2_attention", "huge"),

@@ -33,6 +33,18 @@ ERRORS = {
         lambda side: side.YaRNScaling(2.0, 40, beta_fast=1.0, beta_slow=32.0),
         r"0 < beta_slow < beta_fast; got beta_slow=32\.0, beta_fast=1\.0\. Usual are 1 and 32",
     ),
+    "longrope length": (
+        lambda side: side.LongRoPEScaling(2.0, 1, (1.0,), (1.0,)),
+        r"longest input of the training, above 1; got original_context_length=1",
+    ),
+    "longrope factors": (
+        lambda side: side.LongRoPEScaling(2.0, 4, (1.0,), (0.0,)),
+        r"long_factors divide the frequencies and must be positive; got \(0\.0,\)",
+    ),
+    "longrope width": (
+        lambda side: turn(side, scaling=side.LongRoPEScaling(2.0, 4, (1.0,), (2.0,))),
+        r"short_factors must be one for each of the 8 frequencies of 16 rotated features; got 1\. Take those",
+    ),
     "llama length": (lambda side: side.Llama3Scaling(8.0, 2.5), r"got original_context_length=2\.5"),
     "llama factors": (
         lambda side: side.Llama3Scaling(low_freq_factor=4.0),

@@ -47,6 +47,10 @@ def segments(query, key):
     return lambda b, i, j: row(query, b)[i] == row(key, b)[j]
 
 
+def pattern(b, n, i, j):
+    return ((i + 2 * j + b) % 3 > 0) | (i == j)
+
+
 KINDS = {
     "causal top left": (("causal", 0), causal(0)),
     "causal bottom right": (("causal", S - T), causal(S - T)),
@@ -71,6 +75,9 @@ KINDS = {
     "dense": (("dense", DENSE), lambda b, i, j: DENSE[b, 0, i, j]),
     "dense (t, s)": (("dense", DENSE[1, 0]), lambda b, i, j: DENSE[1, 0, i, j]),
     "dense keys": (("dense", DENSE[:, :, :1]), lambda b, i, j: DENSE[b, 0, 0, j]),
+    "where": (("where", pattern), lambda b, i, j: pattern(b, 0, i, j)),
+    "where at an offset": (("where", pattern, -2), lambda b, i, j: pattern(b, 0, i - 2, j)),
+    "where per row": (("where", pattern, OFFSETS), lambda b, i, j: pattern(b, 0, i + OFFSETS[b], j)),
     "dense queries": (("dense", DENSE[..., :1]), lambda b, i, j: DENSE[b, 0, i, 0]),
 }
 EVERY_KIND = pytest.mark.parametrize(("spec", "sees"), KINDS.values(), ids=KINDS)
@@ -219,7 +226,7 @@ def test_the_repr_of_a_mask_builds_it(sides, spec, sees):
     texts = [repr(make(side, spec) & side.Mask.lengths(query=4)) for side in sides]
     assert texts[0] == texts[1]
     for side in sides if "<array" not in texts[0] else ():
-        again = eval(texts[0], {"Mask": side.Mask})
+        again = eval(texts[0], {"Mask": side.Mask, "pattern": pattern})
         np.testing.assert_array_equal(whole(side, again), table(sees) & (np.arange(T) < 4)[:, None])
 
 

@@ -12,6 +12,7 @@ from flax_attn.functional.mask_parts import Part
 
 B, N, T, S, H = 3, 4, 5, 7, 6
 
+IDS = jnp.arange(4 * S).reshape(4, S) // 5 % 3
 MASKS = {
     "empty": Mask(),
     "causal": Mask.causal(2),
@@ -25,6 +26,9 @@ MASKS = {
     "prefix_traced": Mask.prefix(jnp.array([2, 0, 6]), offset=jnp.array([0, 2, -3])),
     "prefix_static": Mask.prefix(3, offset=-1),
     "dense": Mask.dense(np.arange(B * N * T * S).reshape(B, N, T, S) % 3 > 0),
+    "where": Mask.where(lambda b, n, i, j: (3 * b + n + i * j) % 4 > 0),
+    "where_by_arrays": Mask.where(lambda b, n, i, j: IDS[b, i + 1] == IDS[n, j], jnp.array([0, 1, -1])),
+    "where_summarised": Mask.where(lambda b, n, i, j: (b + n + i) // 2 == j // 3).summarise(T, S, b=B, n=N, tile=2),
     "all": Mask.causal(2) & Mask.lengths(key=jnp.array([7, 1, 4])) & Mask.dense(np.arange(S) % 5 > 0),
 }
 OFFSETS = (-T, -2, 0, 1, 4, S)

@@ -14,13 +14,14 @@ from flax_attn import KVCache, Mask, RoPE
 B, T, D, CAPACITY = 2, 6, 8, 7
 MODULES = {
     "linear": {"rope": RoPE(50.0), "num_kv_heads": 2},
-    "ring buffer": {"rope": RoPE(50.0), "window": 3, "qk_norm": 1e-3},
+    "ring buffer": {"rope": RoPE(50.0), "window": 3},
 }
 
 
 @pytest.fixture(params=MODULES.values(), ids=MODULES)
 def module(request):
-    layer = flax_attn.MultiHeadAttention(D, D, 9, 0.0, 4, **request.param, rngs=nnx.Rngs(0))
+    norms = {name: flax_attn.RMSNorm(D // 4) for name in ("q_norm", "k_norm")}
+    layer = flax_attn.MultiHeadAttention(D, D, 9, 0.0, 4, **norms, **request.param, rngs=nnx.Rngs(0))
     for i, (_, param) in enumerate(nnx.to_flat_state(nnx.state(layer, nnx.Param))):
         param.set_value(jnp.asarray(np.random.default_rng(i).normal(0, 0.6, param.shape), jnp.float32))
     return layer
@@ -115,6 +116,17 @@ def test_lengths_that_are_known_stay_known(linear, x, close):
     close(jnp.concatenate(outputs, axis=1), jax.jit(linear)(x))
     with pytest.raises(ValueError, match=r"capacity of 7 tokens; got 2 new tokens, 6 cached"):
         call(cache, x[:, :2])
+
+
+def test_slots_behind_a_length_that_is_known_are_not_read():
+    cache, new = KVCache.zeros(B, CAPACITY, 2, 4).replace(length=2), jnp.ones((B, 3, 2, 4))
+    held = cache.extend(new, new, Mask.dense(jnp.ones((CAPACITY, CAPACITY), bool)), lengths=jnp.array([3, 1]))
+    assert held.key.shape == held.value.shape == (B, 5, 2, 4)
+    assert held.key_positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, -1, -1]]
+    assert held.mask.materialise(B, 1, 3, 5).sum(axis=(1, 2, 3)).tolist() == [3 * 5, 1 * 3]
+    assert held.cache.capacity == CAPACITY
+    padded = KVCache.zeros(B, CAPACITY, 2, 4).replace(length=6).extend(new, new, lengths=1)
+    assert padded.key.shape[1] == CAPACITY
 
 
 def test_gradients_through_prefill_and_steps(module, x, close):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import flax_attn
 from flax_attn import Linear, MultiHeadAttention
 
 
@@ -55,6 +56,21 @@ def test_norms_start_as_the_identity_does(variants):
         for key, values in flat(variants[name].create()).items():
             if key.endswith(("scale", "shift")):
                 assert (values == key.endswith("scale")).all()
+
+
+def test_a_zero_centred_norm_starts_as_the_identity_does():
+    norm, x = flax_attn.RMSNorm(4, zero_centred=True), jnp.arange(4.0)
+    assert not flat(norm)["scale"].any()
+    np.testing.assert_array_equal(norm(x), flax_attn.RMSNorm(4)(x))
+
+
+def test_the_vectors_of_lambda_are_normal():
+    layer = flax_attn.DifferentialAttention(4, 4, None, 0.0, 2, head_dim=20000, rngs=nnx.Rngs(0))
+    for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+        values = flat(layer)[name]
+        assert abs(values.mean()) < 4 * 0.1 / 20000**0.5
+        assert abs(values.std() / 0.1 - 1) < 4 / 40000**0.5
+        assert 0.35 < np.abs(values).max() < 0.6
 
 
 def test_equal_seeds_give_equal_parameters(learning):

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Float, Integer
 from torch import Tensor
 
+from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.checks import check_fits, check_lengths, check_positive, check_ring_buffer
 from torch_ref.functional.mask_parts import Count
 from torch_ref.functional.masks import Mask, as_mask
@@ -35,7 +36,7 @@ class Extended(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KVCache:
+class KVCache(Cache):
     """The keys and values of the tokens so far, each row of the batch with its own number of them.
 
         extended = cache.extend(key, value, Mask.causal())
@@ -75,6 +76,7 @@ class KVCache:
     value: Float[Tensor, "*b k s v"]
     length: Count
     window: int | None = None
+    static = ("window",)
 
     @staticmethod
     def zeros(
@@ -83,20 +85,28 @@ class KVCache:
         num_kv_heads: int,
         head_dim: int,
         *,
+        value_dim: int | None = None,
         window: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> KVCache:
         """Return an empty cache; b None is that of one sequence without a batch axis.
 
+        `value_dim` is the width of the values, None that of the keys; 0 is a cache of keys alone.
         A ring buffer takes up to `capacity - window + 1` tokens a call in place, and more at the price of a copy.
         """
         check_positive(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_ring_buffer(window, capacity)
         batch = () if b is None else (b,)
-        size = (*batch, num_kv_heads, capacity, head_dim)
-        keys, values = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+        widths = head_dim, head_dim if value_dim is None else value_dim
+        size, numerics = (*batch, num_kv_heads, capacity), {"dtype": dtype, "device": device}
+        keys, values = (torch.zeros(*size, width, **numerics) for width in widths)
         return KVCache(keys, values, torch.zeros(batch, dtype=torch.long, device=device), window)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The shape of the batch: `(b,)`, or `()` of one sequence."""
+        return tuple(self.key.shape[:-3])
 
     @property
     def capacity(self) -> int:
@@ -104,28 +114,13 @@ class KVCache:
         return self.key.shape[-2]
 
     @property
-    def invalid(self) -> Bool[Tensor, "*b"]:
-        """The rows that were given tokens that do not fit, or lengths that cannot be."""
-        return self._row_lengths < 0
-
-    @property
     def key_positions(self) -> Integer[Tensor, "*b s"]:
         """The position in its sequence of the key in each slot; -1 where there is none."""
-        lengths = self._row_lengths[..., None]
+        lengths = self.row_lengths[..., None]
         slots = torch.arange(self.capacity, device=lengths.device).expand(*lengths.shape[:-1], self.capacity)
         # Of the positions that share a slot of a ring buffer, the last one is cached.
         positions = slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
         return torch.where((positions >= 0) & (positions < lengths), positions, -1)
-
-    def positions(self, t: int, lengths: ArrayLike | int | None = None) -> Integer[Tensor, "*b t"]:
-        """Return the positions of the next `t` tokens in their sequences; 0 for padding, behind `lengths` of them."""
-        cached = self._row_lengths
-        new = torch.arange(t, device=cached.device).expand(*cached.shape, t)
-        if lengths is None:
-            return cached[..., None] + new
-        # Positions of padding could lie beyond a table of positions that is large enough for the tokens.
-        real = new < torch.as_tensor(lengths, device=cached.device).expand(cached.shape)[..., None]
-        return torch.where(real, cached[..., None] + new, 0)
 
     def append(self, key: Key, value: Value, lengths: ArrayLike | int | None = None) -> KVCache:
         """Return the cache with new tokens behind the cached ones.
@@ -180,7 +175,7 @@ class KVCache:
             pairs = zip(self._tokens_first(key.dtype), (key, value), strict=True)
             keys, values = (torch.cat(pair, dim=1) for pair in pairs)
             new = self.positions(t)
-            new = torch.where(new < rearrange(after._row_lengths, "b -> b 1"), new, -1)
+            new = torch.where(new < rearrange(after.row_lengths, "b -> b 1"), new, -1)
             positions = torch.cat([self.key_positions, new], dim=1)
         return self._attend(t, keys, values, mask, positions, after)
 
@@ -197,15 +192,11 @@ class KVCache:
                 check_fits(self.capacity, cached if isinstance(cached, int) else 0, new)
             if isinstance(cached, int):
                 return cached + new, new
-        cached = self._row_lengths
+        cached = self.row_lengths
         new = torch.as_tensor(new, device=cached.device).expand(cached.shape)
         valid = (cached >= 0) & (new >= 0) & (new <= t)
         valid = valid if self.window else valid & (cached + new <= self.capacity)
         return torch.where(valid, cached + new, -1), torch.where(valid, new, 0)
-
-    @property
-    def _row_lengths(self) -> Integer[Tensor, "*b"]:
-        return torch.as_tensor(self.length, device=self.key.device).expand(self.key.shape[:-3])
 
     def _write(self, cached: Tensor, new: Tensor, count: Count) -> Tensor:
         t, new = new.shape[1], new.to(cached.dtype)
@@ -228,4 +219,4 @@ class KVCache:
         return replace(self, key=self.key[None], value=self.value[None], length=length)
 
     def _unbatched(self) -> KVCache:
-        return replace(self, key=self.key[0], value=self.value[0], length=self._row_lengths[0])
+        return replace(self, key=self.key[0], value=self.value[0], length=self.row_lengths[0])

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from torch_ref.functional.masks import create_causal_mask
+from torch_ref.functional.causal_mask import create_causal_mask
 
 
 def causal_softmax_masked(scores: Float[Tensor, "*b t t"]) -> Float[Tensor, "*b t t"]:

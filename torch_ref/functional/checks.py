@@ -15,6 +15,23 @@ def check_positive(**sizes: int) -> None:
             raise ValueError(f"{name} must be a positive integer; got {name}={size!r}")
 
 
+def check_odd(**sizes: int) -> None:
+    """Raise unless every size is a positive odd integer."""
+    check_positive(**sizes)
+    for name, size in sizes.items():
+        if size % 2 == 0:
+            raise ValueError(f"{name} must be odd, so that a window has a middle; got {name}={size}. Use {size + 1}")
+
+
+def check_features(shape: tuple[int, ...], channels: int, frames: int) -> None:
+    """Raise unless `shape` is `(channels, frames)`, or a batch of them."""
+    if len(shape) not in (2, 3) or shape[-2:] != (channels, frames):
+        raise ValueError(
+            f"features must have shape (mel, frames) or (b, mel, frames) with mel={channels}, frames={frames}; got "
+            f"shape {shape}. Pad or cut the sound, as the feature extractor of the model does"
+        )
+
+
 def check_context_length(context_length: int | None) -> None:
     """Raise unless it is a positive integer, or None for no limit."""
     if context_length is not None:
@@ -74,6 +91,23 @@ def _divisors(number: int) -> str:
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
 
 
+def check_head_norm(name: str, width: int | None, head_dim: int, num_heads: int) -> None:
+    """Raise unless the norm of queries or keys is as wide as a head, or as all heads together."""
+    if width not in (head_dim, num_heads * head_dim):
+        raise ValueError(
+            f"{name} is a norm of each head, head_dim={head_dim} wide, or of all heads together, {num_heads} * head_dim"
+            f" = {num_heads * head_dim} wide; got one of d_model={width}. Pass {name}=RMSNorm({head_dim})"
+        )
+
+
+def check_layers(name: str, layers: tuple[int, ...], num_layers: int) -> None:
+    """Raise unless a model has all these layers, counted from 0."""
+    if not set(layers) <= set(range(num_layers)):
+        raise ValueError(
+            f"{name} must be numbers of layers, 0 to {num_layers - 1}; got {layers}. Leave out those beyond num_layers"
+        )
+
+
 def check_block_norms(norm_first: bool, norm1: object, norm2: object, post_norm1: object, post_norm2: object) -> None:
     """Raise unless a block that normalises the sums has a norm for each, and no others."""
     norms = {"norm1": norm1, "norm2": norm2, "post_norm1": post_norm1, "post_norm2": post_norm2}
@@ -109,6 +143,25 @@ def check_tokens(name: str, shape: tuple[int, ...], width_name: str, width: int,
         raise ValueError(
             f"{name} must not be longer than context_length={context_length} tokens; got {shape[-2]} tokens, shape "
             f"{shape}. Cut the input or construct the module with a larger context_length"
+        )
+
+
+def check_image(shape: tuple[int, ...], channels: int, height: int, width: int) -> None:
+    """Raise unless `shape` is `(channels, rows, columns)`, or a batch of them, that patches of this size fill."""
+    if len(shape) not in (3, 4) or shape[-3] != channels or shape[-2] % height or shape[-1] % width or 0 in shape[-2:]:
+        raise ValueError(
+            f"images must have shape (c, rows, columns) or (b, c, rows, columns), with c={channels} channels, and "
+            f"patches of {height} x {width} pixels must fill them; got shape {shape}. Resize them first; of images "
+            "with channels last move these to the front"
+        )
+
+
+def check_image_size(got: tuple[int, ...], wanted: tuple[int, int]) -> None:
+    """Raise unless images have the size that a table of positions is for."""
+    if got != wanted:
+        raise ValueError(
+            f"positions are learned for images of {wanted[0]} x {wanted[1]} pixels; got {got[0]} x {got[1]}. "
+            "Resize the images first"
         )
 
 
@@ -241,6 +294,15 @@ def check_ids(dtype: str) -> None:
     """Raise unless ids are integers."""
     if not dtype.startswith(("int", "uint")):
         raise ValueError(f"ids must be integers; got dtype {dtype}. Cast them before the call")
+
+
+def check_no_start(start: object) -> None:
+    """Raise unless a model without an encoder is given no tokens to start from."""
+    if start is not None:
+        raise ValueError(
+            f"start is what the decoder of an encoder-decoder begins with; got start={start} for a model without an "
+            "encoder. Put these tokens in front of the prompt"
+        )
 
 
 def check_prompt(

@@ -64,6 +64,10 @@ class Scaling(ABC):
         """Return the factor on what is rotated."""
         return 1.0
 
+    def check_width(self, width: int) -> None:
+        """Raise if so many rotated features do not fit; any number does unless a scaling says otherwise."""
+        del width
+
 
 @dataclass(frozen=True)
 class LinearScaling(Scaling):

@@ -26,6 +26,10 @@ class Part:
         """Return the part for a call of this size, its defaults filled in, or raise `ValueError`."""
         return self
 
+    def sized(self, b: int | None, n: int | None) -> Part:
+        """Return the part for so many rows of the batch and heads; None leaves open how many."""
+        return self
+
     def allow(self, rows: Index, cols: Index) -> Tensor:
         """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
         raise NotImplementedError
@@ -35,7 +39,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Positioned(Part):
+class Positioned(Part):
     """A part in which query `i` stands at `offset + i`."""
 
     offset: Count | None = field(default=None, kw_only=True)
@@ -60,7 +64,7 @@ class _Positioned(Part):
 
 
 @dataclass(frozen=True)
-class Causal(_Positioned):
+class Causal(Positioned):
     """Key `j` is seen from position `p` when `j <= p`."""
 
     def allow(self, rows, cols):
@@ -68,7 +72,7 @@ class Causal(_Positioned):
 
 
 @dataclass(frozen=True)
-class Window(_Positioned):
+class Window(Positioned):
     """Key `j` is seen from position `p` when `p - left <= j <= p + right`; None is unbounded."""
 
     left: int | None
@@ -85,7 +89,7 @@ class Window(_Positioned):
 
 
 @dataclass(frozen=True)
-class Prefix(_Positioned):
+class Prefix(Positioned):
     """Key `j` is seen from position `p` when `j <= p` or `j < length`."""
 
     length: Count

@@ -27,9 +27,11 @@ def expression(parts: tuple[Any, ...]) -> str:
 
 
 def _call(part: Any) -> str:
+    if hasattr(part, "expression"):  # which no constructor builds
+        return part.expression
     if not is_dataclass(part):  # a kind of part from elsewhere
         return f"Mask(({part!r},))"
-    values = [(field, getattr(part, field.name)) for field in fields(part)]
+    values = [(field, getattr(part, field.name)) for field in fields(part) if field.repr]
     arguments = [_literal(value) for field, value in values if field.default is not None]
     arguments += [f"{f.name}={_literal(value)}" for f, value in values if f.default is None and value is not None]
     return f"Mask.{type(part).__name__.lower()}({', '.join(arguments)})"
@@ -38,7 +40,7 @@ def _call(part: Any) -> str:
 def _literal(value: Any) -> str:
     shape = getattr(value, "shape", None)
     if shape is None:
-        return repr(value)
+        return getattr(value, "__name__", repr(value))  # of a function
     with suppress(Exception):  # traced, abstract, deleted or on other hosts: a repr never fails
         if prod(shape) <= _PRINTED_VALUES:
             return str(value.tolist())

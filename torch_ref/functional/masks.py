@@ -6,18 +6,21 @@ everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
 from torch_ref.functional.checks import check_positive
+from torch_ref.functional.function_checks import SEES, check_function
+from torch_ref.functional.mask_arguments import as_booleans, as_integers
 from torch_ref.functional.mask_parts import Causal, Count, Dense, Lengths, Part, Prefix, Segments, Window
 from torch_ref.functional.mask_text import check_printable, expression, picture
 from torch_ref.functional.shapes import ArrayLike
+from torch_ref.functional.where import Where
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Mask:
     @staticmethod
     def causal(offset: Count | ArrayLike | None = None) -> Mask:
         """Query `i` sees key `j` when `j <= offset + i`. The offset is 0 where t == s and must be given elsewhere."""
-        return Mask((Causal(offset=_integers("offset", offset)),))
+        return Mask((Causal(offset=as_integers("offset", offset)),))
 
     @staticmethod
     def window(left: int | None, right: int | None, offset: Count | ArrayLike | None = None) -> Mask:
@@ -50,7 +53,8 @@ class Mask:
                     f"a window's {name} is a number of keys, at least 0, known before tracing; got {name}={size}. "
                     "For an unbounded side pass None"
                 )
-        return Mask((Window(_integers("left", left), _integers("right", right), offset=_integers("offset", offset)),))
+        sizes = (None if size is None else int(size) for size in (left, right))  # of numpy's integers, too
+        return Mask((Window(*sizes, offset=as_integers("offset", offset)),))
 
     @staticmethod
     def sliding_window(width: int, offset: Count | ArrayLike | None = None) -> Mask:
@@ -61,23 +65,47 @@ class Mask:
     @staticmethod
     def lengths(*, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None) -> Mask:
         """Hide padding at the end: of row `b` only the first `query[b]` queries and `key[b]` keys are real."""
-        return Mask((Lengths(_integers("query lengths", query), _integers("key lengths", key)),))
+        return Mask((Lengths(as_integers("query lengths", query), as_integers("key lengths", key)),))
 
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
         """Packed documents: `(b, t)` ids of the queries and `(b, s)` ids of the keys (the same if not given)."""
-        query = torch.as_tensor(_integers("query segments", query))
-        return Mask((Segments(query, query if key is None else torch.as_tensor(_integers("key segments", key))),))
+        query = torch.as_tensor(as_integers("query segments", query))
+        return Mask((Segments(query, query if key is None else torch.as_tensor(as_integers("key segments", key))),))
 
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
-        return Mask((Prefix(_integers("prefix length", length), offset=_integers("offset", offset)),))
+        return Mask((Prefix(as_integers("prefix length", length), offset=as_integers("offset", offset)),))
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`."""
-        return Mask((Dense(_boolean(array)),))
+        return Mask((Dense(as_booleans(array)),))
+
+    @staticmethod
+    def where(function: Callable, offset: Count | ArrayLike | None = None) -> Mask:
+        """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`, written for scalars.
+
+        `b` is the row of the batch, `n` the query head. The function is called once, on tensors of indices: it indexes
+        arrays and computes with `&`, `|` and `~`, without `if`. The offset is 0 if not given, and follows a `KVCache`.
+
+        Raises:
+            ValueError: if it is no such function, or returns no booleans.
+
+        Example:
+            >>> strided = Mask.where(lambda b, n, i, j: (i - j) % 2 == 0) & Mask.causal()
+            >>> print(strided.as_text(3))
+              0 1 2
+            0 ■ · ·
+            1 · ■ ·
+            2 ■ · ■
+
+        References:
+            Dong et al. 2024, FlexAttention (arXiv:2412.05496).
+        """
+        check_function("mask", function, SEES)
+        return Mask((Where(function, offset=as_integers("offset", offset)),))
 
     __array_priority__ = 1  # array & mask comes here too
 
@@ -89,6 +117,10 @@ class Mask:
     def resolve(self, b: int, n: int, t: int, s: int) -> Mask:
         """Return the mask for a call of this size: default offsets filled in, shapes checked."""
         return Mask(tuple(part.resolve(b, n, t, s) for part in self.parts))
+
+    def sized(self, b: int | None, n: int | None) -> Mask:
+        """Return the mask for `b` rows and `n` heads, which its functions may read, as a call does; None is unknown."""
+        return Mask(tuple(part.sized(b, n) for part in self.parts))
 
     def block(self, rows: Integer[Tensor, " t"], cols: Integer[Tensor, " s"]) -> Bool[Tensor, "#b #n #t #s"]:
         """Return the mask at the query indices `rows` and key indices `cols`, axes that do not matter being 1."""
@@ -136,7 +168,8 @@ class Mask:
             tensor([[1, 1, 0],
                     [1, 1, 1]], dtype=torch.int32)
         """
-        blocks = [self.block(*indices) for indices in zip(rows, cols, strict=True)]
+        mask = self.sized(len(rows), None)
+        blocks = [mask.block(*indices) for indices in zip(rows, cols, strict=True)]
         full = [block.expand(len(rows), -1, rows.shape[1], cols.shape[1]) for block in blocks]
         return torch.stack([block[i] for i, block in enumerate(full)])
 
@@ -157,37 +190,3 @@ def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
 
 def _with_head_axis(part: Part) -> Part:
     return Dense(part.array[:, None]) if isinstance(part, Dense) and part.array.ndim == 3 else part
-
-
-def create_causal_mask(t: int, s: int | None = None, offset: int | None = None) -> Bool[Tensor, "t s"]:
-    """Return the causal mask as an array, `True` = attend: `mask[i, j] = (j <= offset + i)`.
-
-    Raises:
-        ValueError: if t != s and no offset is given.
-
-    Example:
-        >>> create_causal_mask(3).int()
-        tensor([[1, 0, 0],
-                [1, 1, 0],
-                [1, 1, 1]], dtype=torch.int32)
-    """
-    return Mask.causal(offset).materialise(1, 1, t, t if s is None else s)[0, 0]
-
-
-def _boolean(array: Any) -> Tensor:
-    array = torch.as_tensor(array)
-    if array.dtype != torch.bool:
-        raise ValueError(
-            f"mask must be boolean, True = attend; got dtype {array.dtype}. "
-            "To add numbers to the scores pass them as bias; for 0/1 integers write mask.bool()"
-        )
-    return array
-
-
-def _integers(name: str, values: Any) -> Any:
-    if values is None or (isinstance(values, Integral) and not isinstance(values, bool)):
-        return values if values is None else int(values)
-    values = torch.as_tensor(values)
-    if values.is_floating_point() or values.dtype == torch.bool:
-        raise ValueError(f"{name} must be integers; got dtype {values.dtype}. Cast them before the call")
-    return values

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_ref.functional.checks import check_type
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.frequencies import DynamicNTKScaling, Scaling, check_base, check_pairs, plain_frequencies
+from torch_ref.functional.longrope import LongRoPEScaling
 from torch_ref.functional.shapes import ArrayLike
 
 
@@ -71,6 +72,8 @@ class RoPE:
                 f"width must not exceed head_dim, as it counts rotated features of a head; got width={self.width}, "
                 f"head_dim={head_dim}. For all of them use width=None"
             )
+        if self.scaling is not None:
+            self.scaling.check_width(head_dim if self.width is None else self.width)
 
     def __call__(self, x: Float[Tensor, "*b t n h"], positions: ArrayLike | None = None) -> Float[Tensor, "*b t n h"]:
         self.check_head_dim(x.shape[-1])
@@ -94,6 +97,10 @@ class RoPE:
             stretch = self.scaling.stretch(1 + positions.amax(dim=1, keepdim=True).to(dtype))
             exponents = torch.as_tensor(self.scaling.exponents(width), dtype=dtype, device=positions.device)
             frequencies = frequencies * stretch ** exponents[None]
+        if isinstance(self.scaling, LongRoPEScaling):
+            long = self.scaling.long_frequencies(self.base, width)
+            is_long = positions.amax(dim=1, keepdim=True) >= self.scaling.original_context_length
+            frequencies = torch.where(is_long, torch.as_tensor(long, dtype=dtype, device=positions.device), frequencies)
         angles = rearrange(positions, "b t -> b t 1 1").to(dtype) * rearrange(frequencies, "b i -> b 1 1 i")
         amplitude = 1.0 if self.scaling is None else self.scaling.amplitude()
         return [amplitude * torch.cos(angles), amplitude * torch.sin(angles)]

@@ -1,6 +1,6 @@
 """The formula itself, with all scores in memory: the reference for every backend.
 
-    weights = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks))
+    weights = dropout(softmax(mask(score(soft_cap(scale * query @ key^T + bias))), sinks))
     output  = weights @ value
 
 References:
@@ -19,6 +19,7 @@ from torch_ref.functional.dropout import KeyedDropout, drop, keep_grid
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.nonfinite import finite_tokens, sees_nonfinite, zero_nonfinite
+from torch_ref.functional.score_function import ScoreFunction
 from torch_ref.functional.shapes import Key, Query, Value, Visible, Weights
 from torch_ref.functional.tags import checkpoint_name
 
@@ -32,6 +33,7 @@ def reference_attention(
     *,
     scale: float | Float[Tensor, ""],
     soft_cap: float | None,
+    score: ScoreFunction | None = None,
     sinks: Float[Tensor, " n"] | None,
     dropout: KeyedDropout | None,
 ) -> tuple[Float[Tensor, "b t n v"], Weights]:
@@ -55,6 +57,8 @@ def reference_attention(
     scores = torch.einsum("b t k g h, b s k h -> b k g t s", query, key)
     scores = checkpoint_name(rearrange(scores, "b k g t s -> b (k g) t s") * scale, "scores")
     scores = capped_scores(scores, bias, soft_cap)
+    if score is not None:  # told of a score of 0 for what is hidden, which may have overflowed
+        scores = score.apply(torch.where(visible, scores, 0))
     # Added to the scores, so that hidden keys keep a weight and a gradient of zero beside it.
     scores = scores + torch.where(sees_nonfinite(visible, query_ok, key_ok), torch.nan, 0).to(dtype)
     weights = masked_softmax(scores, visible, sinks)

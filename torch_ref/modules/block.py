@@ -1,21 +1,21 @@
 """The transformer block: attention and feed-forward, each with its norms and a residual connection."""
 
-from typing import Literal, Unpack, overload
+from typing import Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
-from torch_ref.functional.cache import KVCache
+from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.checks import check_block_norms, check_block_widths, check_tokens, check_type
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import ArrayLike, Tokens
-from torch_ref.modules.calls import Bias, CallOptions, Outputs, Returned, unpack
+from torch_ref.modules.calls import Attention, Bias, CallOptions, Outputs, Returned, unpack
 from torch_ref.modules.dropout import Dropout
-from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.typed import TypedModule
 
 _Part = nn.Module  # from tokens to tokens
+K = TypeVar("K", bound=Cache)
 
 
 class TransformerBlock(TypedModule):
@@ -28,7 +28,7 @@ class TransformerBlock(TypedModule):
     2017 and BERT are `norm_first=False`. A norm that is None is left out.
 
     Args:
-        att: the attention, `d_model` wide at both ends.
+        att: the attention, `d_model` wide at both ends: `MultiHeadAttention`, or what is called like it.
         ff: the feed-forward layer, or any other module from tokens to tokens.
         norm1: norm of the attention.
         norm2: norm of the feed-forward layer.
@@ -46,7 +46,7 @@ class TransformerBlock(TypedModule):
 
     Example:
         >>> import torch
-        >>> from torch_ref import FeedForward, LayerNorm
+        >>> from torch_ref import FeedForward, LayerNorm, MultiHeadAttention
         >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2)
         >>> block = TransformerBlock(att, FeedForward(6), LayerNorm(6), LayerNorm(6))
         >>> block(torch.ones((4, 5, 6))).shape
@@ -59,7 +59,7 @@ class TransformerBlock(TypedModule):
 
     def __init__(
         self,
-        att: MultiHeadAttention,
+        att: Attention,
         ff: _Part,
         norm1: _Part | None,
         norm2: _Part | None,
@@ -70,12 +70,15 @@ class TransformerBlock(TypedModule):
         drop_shortcut: Dropout | None = None,
     ):
         super().__init__()
-        check_type("att", att, MultiHeadAttention, "att=MultiHeadAttention(...)")
+        check_type("att", att, Attention, "att=MultiHeadAttention(...)")
         check_type("drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None")
         check_block_norms(norm_first, norm1, norm2, post_norm1, post_norm2)
         parts = {"ff": ff, "norm1": norm1, "norm2": norm2, "post_norm1": post_norm1, "post_norm2": post_norm2}
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
-        check_block_widths(att.d_in, {"d_out": att.d_out, "kdim": att.kdim, "vdim": att.vdim}, widths)
+        inputs = {
+            name: getattr(att, name, att.d_in) for name in ("d_out", "kdim", "vdim")
+        }  # of keys and values, if any
+        check_block_widths(att.d_in, inputs, widths)
         self.norm_first = norm_first
         self.att, self.ff = att, ff
         self.norm1, self.norm2 = norm1, norm2
@@ -95,13 +98,13 @@ class TransformerBlock(TypedModule):
     @overload
     def forward(
         self, x: Tensor, *,
-        cache: KVCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
+        cache: K, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> tuple[Tensor, K]: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor, *,
-        cache: KVCache, return_weights: Literal[True], **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, Tensor, KVCache]: ...  # fmt: skip
+        cache: K, return_weights: Literal[True], **options: Unpack[CallOptions],
+    ) -> tuple[Tensor, Tensor, K]: ...  # fmt: skip
     def forward(
         self,
         x: Tokens,
@@ -110,7 +113,7 @@ class TransformerBlock(TypedModule):
         bias: Bias | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
     ) -> Returned:
@@ -137,7 +140,7 @@ class TransformerBlock(TypedModule):
         x = self._add(x, self.ff(self._before(self.norm2, x)), self.norm2, self.post_norm2, keys[2])
         return Outputs(x, weights, cache).pack()
 
-    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
+    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Cache:
         """Return an empty cache of the attention, see `MultiHeadAttention.init_cache`."""
         return self.att.init_cache(b, capacity, dtype)
 

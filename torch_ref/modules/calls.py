@@ -3,15 +3,18 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypedDict, cast
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from torch_ref.functional.cache import KVCache
+from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.positions import RoPE, as_positions
 from torch_ref.functional.shapes import ArrayLike
+from torch_ref.modules.typed import TypedModule
 
 Bias = Float[Tensor, "..."] | Callable[[Tensor, Tensor], Tensor]
-Returned = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, KVCache] | tuple[Tensor, Tensor, KVCache]
+Returned = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Cache] | tuple[Tensor, Tensor, Cache]
 
 
 class CallOptions(TypedDict, total=False):
@@ -22,6 +25,44 @@ class CallOptions(TypedDict, total=False):
     positions: ArrayLike | None
     lengths: ArrayLike | int | None
     dropout_key: Tensor | None
+
+
+class Attention(TypedModule):
+    """The attention of a block; a base class of `MultiHeadAttention`, and of a module of your own that is called alike.
+
+    Attributes:
+        d_in: width of the input.
+        d_out: width of the output.
+        context_length: the longest input taken; None is no limit.
+        window: how many keys in all a token attends to, which the cache holds at least; None is all.
+        rope: rotary positions; None where `positions` mean nothing.
+
+    Example:
+        >>> from torch_ref import Attention, FeedForward, TransformerBlock
+        >>> class FirstToken(Attention):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.d_in = self.d_out = width
+        ...     def forward(self, query, **options):
+        ...         return query[..., :1, :] + 0 * query
+        >>> block = TransformerBlock(FirstToken(4), FeedForward(4), None, None)
+        >>> block(torch.ones((2, 3, 4))).shape
+        torch.Size([2, 3, 4])
+    """
+
+    d_in: int
+    d_out: int
+    context_length: int | None = None
+    window: int | None = None
+    rope: RoPE | None = None
+
+    def forward(self, query: Tensor, *args: Any, **options: Any) -> Returned:
+        """Return the output, followed by the weights and the new cache if they are asked for; see `CallOptions`."""
+        raise NotImplementedError
+
+    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Cache:
+        """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis."""
+        raise NotImplementedError
 
 
 class Outputs(NamedTuple):
@@ -35,7 +76,7 @@ class Outputs(NamedTuple):
 
     output: Tensor
     weights: Tensor | None = None
-    cache: KVCache | None = None
+    cache: Cache | None = None
 
     def pack(self) -> Returned:
         """Return what a call returns: the output, followed by the weights and by the cache, if there are any.
@@ -59,3 +100,23 @@ def unpack(returned: Returned, return_weights: bool, cached: bool = False) -> Ou
     """
     values = cast(Iterator[Any], iter(returned if return_weights or cached else (returned,)))
     return Outputs(next(values), next(values) if return_weights else None, next(values) if cached else None)
+
+
+def check_self_attention(
+    rope: RoPE | None, query: Tensor, key: Tensor | None, positions: ArrayLike | None, cache: Cache | None
+) -> None:
+    """Raise where positions have no rope, or where there is a key beside rope or a cache."""
+    if rope is None and positions is not None:
+        raise ValueError("positions are for rope; got positions, rope=None. Construct the module with rope=RoPE()")
+    if rope is not None and key is not None:
+        raise ValueError(
+            "rope rotates queries and keys by the positions of one sequence, in self-attention; got a key of shape "
+            f"{tuple(key.shape)}. Leave it out, or construct the module with rope=None"
+        )
+    if cache is not None and key is not None:
+        raise ValueError(
+            "a cache holds the keys and values of one sequence, in self-attention; got a key of shape "
+            f"{tuple(key.shape)}. Leave out the key, or the cache"
+        )
+    if positions is not None:
+        as_positions(positions, tuple(query.shape)[:-1])

@@ -9,7 +9,7 @@ from torch_ref.functional.checks import check_choice, check_positive, check_widt
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.typed import TypedModule
 
-ACTIVATIONS = {"gelu_tanh": partial(nn.GELU, "tanh"), "gelu_exact": nn.GELU, "silu": nn.SiLU}
+ACTIVATIONS = {"gelu_tanh": partial(nn.GELU, "tanh"), "gelu_exact": nn.GELU, "silu": nn.SiLU, "relu": nn.ReLU}
 
 
 class FeedForward(TypedModule):
@@ -20,7 +20,7 @@ class FeedForward(TypedModule):
     Args:
         d_model: width of input and output.
         d_hidden: width in between; None is `4 * d_model`.
-        activation: `"gelu_tanh"` (GPT-2), `"gelu_exact"` (BERT) or `"silu"`.
+        activation: `"gelu_tanh"` (GPT-2), `"gelu_exact"` (BERT), `"silu"` or `"relu"` (T5).
         bias: whether the two layers have one.
 
     Shapes:
@@ -59,7 +59,7 @@ class GatedFeedForward(TypedModule):
     Args:
         d_model: width of input and output.
         d_hidden: width in between; None is `4 * d_model`.
-        activation: `"silu"`, `"gelu_tanh"` or `"gelu_exact"`.
+        activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"` or `"relu"`.
         bias: whether the three layers have one.
 
     Shapes:

@@ -7,37 +7,38 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_ref.attention import check_backend, dot_product_attention
+from torch_ref.attention import check_backend
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.checks import (
-    check_capacity,
     check_causal_window,
+    check_choice,
     check_context_length,
+    check_head_norm,
     check_heads,
     check_positive,
     check_tokens,
     check_type,
 )
-from torch_ref.functional.masks import Mask, as_mask
-from torch_ref.functional.positions import RoPE, as_positions
+from torch_ref.functional.masks import Mask
+from torch_ref.functional.positions import RoPE
 from torch_ref.functional.scores import Scores
 from torch_ref.functional.shapes import ArrayLike
-from torch_ref.functional.tags import checkpoint_name
-from torch_ref.modules.calls import Bias, CallOptions, Outputs, Returned, unpack
+from torch_ref.modules.calls import Bias, CallOptions, Returned, check_self_attention
 from torch_ref.modules.dropout import Dropout
+from torch_ref.modules.head_attention import HeadAttention
+from torch_ref.modules.heads import GATES, Norm, norm_heads
 from torch_ref.modules.linear import Linear
-from torch_ref.modules.norm import RMSNorm
-from torch_ref.modules.typed import TypedModule
 
 
-class MultiHeadAttention(TypedModule):
+class MultiHeadAttention(HeadAttention):
     """Attention in `num_heads` heads of width h, joined by an output projection.
 
         out_proj(concat_i(dropout(softmax(mask(q_i k_j^T / sqrt(h)))) v_j))    with j = i // (num_heads / num_kv_heads)
 
     With `causal=False` and three inputs it is the layer of "Attention Is All You Need". With `rope` the product is
     `(R_t q_i) (R_s k_j)^T`, query and key rotated by their positions, as in Llama. `scores` changes the scale, bounds
-    the scores or adds attention sinks.
+    the scores, adds attention sinks or is a function of each; `q_norm` and `k_norm` norm queries and keys;
+    `output_gate` multiplies what the heads return.
 
     Args:
         d_in: width of the query input.
@@ -55,8 +56,11 @@ class MultiHeadAttention(TypedModule):
         causal: whether a token attends only to itself and to the tokens before it.
         window: of a causal module, how many keys in all a token attends to, itself included; None is all.
         rope: rotary positions of queries and keys, for self-attention; None is none.
-        qk_norm: epsilon of an `RMSNorm` over each head of queries and keys, before the rotation; None is no norm.
-        scores: scale, soft cap and sinks of the scores.
+        q_norm: norm of the queries before the rotation, as wide as a head or as all heads together; None is no norm.
+        k_norm: norm of the keys, likewise.
+        output_gate: `"heads"` or `"features"`: what a head returns, or each feature of it, is multiplied by
+            `sigmoid(W_gate(query))`; None is no gate. `W_gate` has a bias where the input projections have.
+        scores: scale, soft cap, sinks and function of the scores.
         backend: of the attention call; `"auto"` or the name of one.
 
     Shapes:
@@ -64,8 +68,8 @@ class MultiHeadAttention(TypedModule):
         or all without b.
 
     Raises:
-        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1), `rope` does not
-            fit the heads, there is a window without `causal` or the backend is unknown; in the call,
+        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1), `rope` or a norm
+            does not fit the heads, there is a window without `causal`, or gate or backend is unknown; in the call,
             if an input has another rank or width or is longer than `context_length`, if the module is causal and
             t != s, if mask, bias or positions do not fit, if there is a key beside `rope` or a cache, or positions
             without `rope`, or if the cache is full.
@@ -78,7 +82,8 @@ class MultiHeadAttention(TypedModule):
 
     References:
         Vaswani et al. 2017 (arXiv:1706.03762); Shazeer 2019, multi-query (arXiv:1911.02150);
-        Ainslie et al. 2023, grouped-query (arXiv:2305.13245).
+        Ainslie et al. 2023, grouped-query (arXiv:2305.13245); Henry et al. 2020, norms of queries and keys
+        (arXiv:2010.04245); Qiu et al. 2025, gated outputs (arXiv:2505.06708).
     """
 
     def __init__(
@@ -98,8 +103,10 @@ class MultiHeadAttention(TypedModule):
         causal: bool = True,
         window: int | None = None,
         rope: RoPE | None = None,
-        qk_norm: float | None = None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
         scores: Scores = Scores(),  # noqa: B008 (frozen)
+        output_gate: str | None = None,
         backend: str = "auto",
     ):
         super().__init__()
@@ -115,17 +122,23 @@ class MultiHeadAttention(TypedModule):
         head_dim = d_out // num_heads if head_dim is None else head_dim
         if rope is not None:
             rope.check_head_dim(head_dim)
+        for name, norm, heads in (("q_norm", q_norm, num_heads), ("k_norm", k_norm, num_kv_heads)):
+            if norm is not None:
+                check_head_norm(name, getattr(norm, "d_model", None), head_dim, heads)
+        if output_gate is not None:
+            check_choice("output_gate", output_gate, GATES)
         self.d_in, self.d_out, self.kdim, self.vdim = d_in, d_out, kdim, vdim
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.context_length, self.causal, self.window = context_length, causal, window
-        self.rope, self.scores = rope, scores
+        self.rope, self.scores, self.output_gate = rope, scores, output_gate
         self.backend = backend
         self.W_query = Linear(d_in, num_heads * head_dim, qkv_bias)
         self.W_key = Linear(kdim, num_kv_heads * head_dim, qkv_bias)
         self.W_value = Linear(vdim, num_kv_heads * head_dim, qkv_bias)
         self.out_proj = Linear(num_heads * head_dim, d_out, out_bias)
-        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, qk_norm)
-        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, qk_norm)
+        gates = num_heads * head_dim if output_gate == "features" else num_heads
+        self.W_gate = None if output_gate is None else Linear(d_in, gates, qkv_bias)
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if scores.sinks else None
         self.dropout = Dropout(dropout)
 
@@ -185,35 +198,9 @@ class MultiHeadAttention(TypedModule):
             return_weights: return the weights too; the output stays the same, bit for bit.
             dropout_key: decides what is dropped in train mode; None draws a key from torch's generator.
         """
-        check_tokens("query", tuple(query.shape), "d_in", self.d_in, self.context_length)
-        self._check_self_attention(query, key, positions, cache)
-        t = query.shape[-2]
-        query_positions = torch.arange(t, device=query.device) if cache is None else cache.positions(t, lengths)
-        q, k, v = self._project(query, key, value, query_positions if positions is None else positions)
-        mask = self._mask(mask)
-        if cache is None:
-            key_positions = torch.arange(k.shape[-3], device=k.device)
-            mask = mask if lengths is None else mask & Mask.lengths(query=lengths, key=lengths)
-        else:
-            k, v, mask, key_positions, cache = cache.extend(k, v, mask, lengths)
-        attended = dot_product_attention(
-            q,
-            k,
-            v,
-            bias(query_positions, key_positions) if callable(bias) else bias,
-            mask,
-            scale=self.scores.scale,
-            soft_cap=self.scores.soft_cap,
-            sinks=self.sinks,
-            dropout=self.dropout.keyed(dropout_key),
-            backend=self.backend,
-            return_weights=return_weights,
-        )
-        context, weights, _ = unpack(attended, return_weights)
-        if cache is not None:
-            context = torch.where(cache.invalid[..., None, None, None], torch.nan, context)
-        output = checkpoint_name(self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output")
-        return Outputs(output, weights, cache).pack()
+        check_self_attention(self.rope, query, key, positions, cache)
+        options = {"mask": mask, "bias": bias, "positions": positions, "lengths": lengths, "cache": cache}
+        return self._run(query, key, value, return_weights=return_weights, dropout_key=dropout_key, **options)
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
@@ -224,11 +211,7 @@ class MultiHeadAttention(TypedModule):
         Raises:
             ValueError: if the capacity is beyond `context_length`, or less than the window.
         """
-        if self.window is None:
-            check_capacity(capacity, self.context_length)
-        own = self.W_key.weight
-        numerics = {"dtype": own.dtype if dtype is None else dtype, "device": own.device}
-        return KVCache.zeros(b, capacity, self.num_kv_heads, self.head_dim, window=self.window, **numerics)
+        return self._empty(b, capacity, dtype, self.W_key, self.num_kv_heads, self.head_dim)
 
     def _project(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: ArrayLike
@@ -240,32 +223,7 @@ class MultiHeadAttention(TypedModule):
         q = rearrange(self.W_query(query), "... t (n h) -> ... t n h", n=self.num_heads)
         k = rearrange(self.W_key(key), "... s (k h) -> ... s k h", k=self.num_kv_heads)
         v = rearrange(self.W_value(value), "... s (k h) -> ... s k h", k=self.num_kv_heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k)
         if self.rope is not None:
             q, k = self.rope(q, positions), self.rope(k, positions)
         return q, k, v
-
-    def _mask(self, mask: Mask | Tensor | None) -> Mask:
-        if not self.causal:
-            return as_mask(mask)
-        own = Mask.causal() if self.window is None else Mask.sliding_window(self.window)
-        return own & as_mask(mask)
-
-    def _check_self_attention(
-        self, query: Tensor, key: Tensor | None, positions: ArrayLike | None, cache: KVCache | None
-    ) -> None:
-        if self.rope is None and positions is not None:
-            raise ValueError("positions are for rope; got positions, rope=None. Construct the module with rope=RoPE()")
-        if self.rope is not None and key is not None:
-            raise ValueError(
-                "rope rotates queries and keys by the positions of one sequence, in self-attention; got a key of shape "
-                f"{tuple(key.shape)}. Leave it out, or construct the module with rope=None"
-            )
-        if cache is not None and key is not None:
-            raise ValueError(
-                "a cache holds the keys and values of one sequence, in self-attention; got a key of shape "
-                f"{tuple(key.shape)}. Leave out the key, or the cache"
-            )
-        if positions is not None:
-            as_positions(positions, tuple(query.shape)[:-1])

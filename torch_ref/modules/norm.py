@@ -18,6 +18,7 @@ class LayerNorm(TypedModule):
     Args:
         d_model: width of the input.
         eps: added to the variance.
+        bias: whether there is a shift.
 
     Shapes:
         `(..., d_model)`, kept; `scale` and `shift` are `(d_model,)` and start at 1 and 0.
@@ -33,13 +34,13 @@ class LayerNorm(TypedModule):
         Ba et al. 2016 (arXiv:1607.06450).
     """
 
-    def __init__(self, d_model: int, eps: float = 1e-5):
+    def __init__(self, d_model: int, eps: float = 1e-5, bias: bool = True):
         super().__init__()
         check_positive(d_model=d_model)
         check_eps(eps)
         self.d_model, self.eps = d_model, eps
         self.scale = nn.Parameter(torch.ones(d_model))
-        self.shift = nn.Parameter(torch.zeros(d_model))
+        self.shift = nn.Parameter(torch.zeros(d_model)) if bias else None
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
         check_width("x", tuple(x.shape), "d_model", self.d_model)
@@ -47,18 +48,22 @@ class LayerNorm(TypedModule):
         x = x.to(accumulation_dtype(x.dtype))
         x = x - x.mean(dim=-1, keepdim=True)
         x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
-        return (x * self.scale + self.shift).to(dtype)
+        x = x * self.scale if self.shift is None else x * self.scale + self.shift
+        return x.to(dtype)
 
 
 class RMSNorm(TypedModule):
     """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, the mean taken in at least float32.
 
+    With `zero_centred` the factor is `1 + scale`, as in Gemma: what weight decay pulls to 0 is the difference from 1.
+
     Args:
         d_model: width of the input.
         eps: added to the mean square.
+        zero_centred: whether the factor is `1 + scale` and not `scale`.
 
     Shapes:
-        `(..., d_model)`, kept; `scale` is `(d_model,)` and starts at 1.
+        `(..., d_model)`, kept; `scale` is `(d_model,)` and starts at 1, or at 0 if it is zero-centred.
 
     Raises:
         ValueError: if `d_model` is not positive, `eps` is negative, or the input has another width.
@@ -68,19 +73,29 @@ class RMSNorm(TypedModule):
         tensor([ 1., -1.,  1.,  1.], grad_fn=<MulBackward0>)
 
     References:
-        Zhang and Sennrich 2019 (arXiv:1910.07467).
+        Zhang and Sennrich 2019 (arXiv:1910.07467); Gemma Team 2024, zero-centred (arXiv:2403.08295).
     """
 
-    def __init__(self, d_model: int, eps: float = 1e-5):
+    def __init__(self, d_model: int, eps: float = 1e-5, *, zero_centred: bool = False):
         super().__init__()
         check_positive(d_model=d_model)
         check_eps(eps)
-        self.d_model, self.eps = d_model, eps
-        self.scale = nn.Parameter(torch.ones(d_model))
+        self.d_model, self.eps, self.zero_centred = d_model, eps, zero_centred
+        self.scale = nn.Parameter(torch.zeros(d_model) if zero_centred else torch.ones(d_model))
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
         check_width("x", tuple(x.shape), "d_model", self.d_model)
         dtype = torch.promote_types(x.dtype, self.scale.dtype)
-        x = x.to(accumulation_dtype(x.dtype))
-        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
-        return (x * self.scale).to(dtype)
+        x = rms_normed(x.to(accumulation_dtype(x.dtype)), self.eps)
+        factor = 1 + self.scale if self.zero_centred else self.scale
+        return (x * factor).to(dtype)
+
+
+def rms_normed(x: Float[Tensor, "*shape d"], eps: float) -> Float[Tensor, "*shape d"]:
+    """Return `x / sqrt(mean(x^2) + eps)` over the last axis, in the dtype of x.
+
+    Example:
+        >>> rms_normed(torch.tensor([2.0, -2.0, 2.0, 2.0]), 0.0).tolist()
+        [1.0, -1.0, 1.0, 1.0]
+    """
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)

@@ -1,0 +1,38 @@
+"""Results on a mesh with Explicit axes: where JAX asks how they are split, they are split as what they are made of."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+
+def split_as(x: Array, *axes: int | None) -> NamedSharding | None:
+    """Return the `out_sharding` of a result that is split as x is, which its type tells; None without Explicit axes.
+
+    Args:
+        x: on any mesh, or none.
+        axes: of x, one for each axis of the result, which is split as that one is; None is one that is not split.
+
+    Example:
+        >>> split_as(jnp.ones((3, 4)), 0, None) is None
+        True
+    """
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*(None if i is None else sharding.spec[i] for i in axes)))
+
+
+def join(first: Array, second: Array, axis: int) -> Array:
+    """Return two arrays joined along an axis, which is whole on every device unless both are split in the same way.
+
+    Example:
+        >>> join(jnp.ones((2, 3)), jnp.ones((2, 4)), axis=1).shape
+        (2, 7)
+    """
+    whole = split_as(second, *(None if i == axis else i for i in range(second.ndim)))
+    if whole is not None and jax.typeof(first).sharding != jax.typeof(second).sharding:
+        first, second = (jax.sharding.reshard(x, whole) for x in (first, second))
+    return jnp.concatenate([first, second], axis)

@@ -1,0 +1,70 @@
+"""A function that changes the scores of attention, given the indices of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype
+from jaxtyping import Array
+
+from flax_attn.functional.function_checks import SCORES, check_scored, check_token_positions
+from flax_attn.functional.traced import trace
+from flax_attn.functional.traced_score import TracedScore
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """A function of scores, and where the queries and keys stand that it is told of.
+
+        score = function(score, b, n, i, j)
+
+    Written for scalars: `score` is the scaled product with bias and soft cap, `b` the row of the batch, `n` the query
+    head, `i` the position of the query and `j` that of the key. What it returns goes into the softmax; `-inf` hides,
+    though only a mask keeps out numbers that are not finite. It is computed for hidden pairs too, of a score of 0, and
+    its derivatives there have to be finite. Arrays that it captures have gradients.
+
+    Args:
+        function: as above, in the dtype of the score, which is float32 for lower dtypes.
+        query_positions: integers `(t,)` or `(b, t)`; None is the order of the queries.
+        key_positions: integers `(s,)` or `(b, s)`; None is the order of the keys.
+
+    Raises:
+        ValueError: in a call, if the function takes other arguments or returns something else, or if there is not one
+            position for each token.
+
+    Example:
+        >>> from flax_attn import dot_product_attention
+        >>> x = jnp.ones((1, 2, 1, 4))
+        >>> near = ScoreFunction(lambda score, b, n, i, j: jnp.where(i == j, score, score - 0.5))
+        >>> print((100 * dot_product_attention(x, x, x, score=near, return_weights=True)[1]).astype(int)[0, 0])
+        [[62 37]
+         [37 62]]
+
+    References:
+        Dong et al. 2024, FlexAttention (arXiv:2412.05496).
+    """
+
+    function: Callable
+    query_positions: Any = None
+    key_positions: Any = None
+
+    def trace(self, shape: tuple[int, int, int, int], dtype: Dtype) -> TracedScore:
+        """Return the function as data, for scores of a shape and dtype."""
+        b, n, t, s = shape
+        traced, result = trace("score", self.function, SCORES, (jax.ShapeDtypeStruct((), dtype),))
+        check_scored(result.dtype.name, result.shape, jnp.dtype(dtype).name, ())
+        rows, cols = self._positions("query", b, t), self._positions("key", b, s)
+        return TracedScore(traced, jnp.arange(b, dtype=jnp.int32), jnp.arange(n, dtype=jnp.int32), rows, cols)
+
+    def _positions(self, name: str, b: int, tokens: int) -> Array:
+        given = getattr(self, f"{name}_positions")
+        if given is None:
+            return jnp.arange(tokens, dtype=jnp.int32)[None]
+        given = jnp.asarray(given)
+        check_token_positions(name, given.shape, bool(jnp.issubdtype(given.dtype, jnp.integer)), b, tokens)
+        # A slot without a key is at -1.
+        return jnp.maximum(jnp.atleast_2d(given).astype(jnp.int32), 0)

@@ -1,0 +1,79 @@
+"""The short convolution before a recurrent attention: each feature of a token with those of the few tokens before."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.padding import batched, real_tokens, shape_of
+from flax_attn.functional.recurrent_checks import check_short_convolution
+from flax_attn.functional.shapes import ArrayLike
+
+
+class Convolved(NamedTuple):
+    """What a short convolution returns.
+
+    Args:
+        output: `(b, t, d)`, in the dtype of x.
+        state: `(b, w - 1, d)`, the last inputs of each row; 0 where they belong to another document.
+    """
+
+    output: Float[Array, "*b t d"]
+    state: Float[Array, "*b before d"]
+
+
+def short_convolution(
+    x: Float[Array, "*b t d"],
+    kernel: Float[Array, "w d"],
+    state: Float[Array, "*b before d"] | None = None,
+    *,
+    starts: Bool[Array, "*b t"] | None = None,
+    lengths: ArrayLike | int | None = None,
+) -> Convolved:
+    """Return the causal depthwise convolution, and the inputs that the next tokens need.
+
+        y_t = kernel_{w-1} * x_t + kernel_{w-2} * x_{t-1} + ... + kernel_0 * x_{t-w+1}
+
+    Before the first token stand the inputs of `state`, or zeros.
+
+    Args:
+        x: `(b, t, d)`.
+        kernel: `(w, d)`, the last row for the token itself.
+        state: `(b, w - 1, d)`, the inputs before; None is zeros.
+        starts: `(b, t)`, True at the first token of a packed document: what stands before it counts as 0.
+        lengths: how many tokens of each row are real, `(b,)`; the rest is padding, which counts as 0. None is all.
+
+    Shapes:
+        All without b for one sequence.
+
+    Raises:
+        ValueError: if shapes do not belong together.
+
+    Example:
+        >>> short_convolution(jnp.arange(4.0)[:, None], jnp.array([[10.0], [1.0]])).output[:, 0]
+        Array([ 0.,  1., 12., 23.], dtype=float32)
+
+    References:
+        Fu et al. 2022 (arXiv:2212.14052); Gu and Dao 2023 (arXiv:2312.00752).
+    """
+    check_short_convolution(x.shape, kernel.shape, shape_of(state), shape_of(starts))
+    if x.ndim == 2:
+        found = short_convolution(x[None], kernel, batched(state), starts=batched(starts), lengths=lengths)
+        return Convolved(found.output[0], found.state[0])
+    (b, t, d), w, dtype = x.shape, len(kernel), accumulation_dtype(x.dtype)
+    real = real_tokens(b, t, lengths)
+    starts = jnp.zeros_like(real) if starts is None else starts & real
+    before = jnp.zeros((b, w - 1, d), x.dtype) if state is None else state.astype(x.dtype)
+    inputs = jnp.concatenate([before, jnp.where(real[..., None], x, 0)], axis=1)
+    # The document of each input, counted from the one that the state belongs to.
+    documents = jnp.pad(jnp.cumsum(starts, axis=1), [(0, 0), (w - 1, 0)])
+    output = jnp.zeros(x.shape, dtype)
+    for i in range(w):
+        same = documents[:, i : i + t] == documents[:, w - 1 :]
+        seen = jnp.where(same[..., None], inputs[:, i : i + t], 0).astype(dtype)
+        output = output + kernel[i].astype(dtype)[None, None] * seen
+    last = real.sum(axis=1, keepdims=True, dtype=jnp.int32) + jnp.arange(w - 1, dtype=jnp.int32)[None]
+    state = jnp.take_along_axis(inputs, last[..., None], axis=1, mode="clip")
+    same = jnp.take_along_axis(documents, last, axis=1, mode="clip") == documents[:, -1:]
+    return Convolved(output.astype(x.dtype), jnp.where(same[..., None], state, 0))

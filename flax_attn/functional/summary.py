@@ -1,0 +1,145 @@
+"""Masks with a summary of their tiles, made once: which are empty, which are whole, and which need the mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange, reduce
+from jaxtyping import Array, Bool
+
+from flax_attn.functional.checks import check_positive
+from flax_attn.functional.kv_range import KVRange, Tiles
+from flax_attn.functional.mask_parts import Part
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Summary:
+    """Of the tiles of `size` queries and `size` keys of a mask.
+
+    Args:
+        some: whether a tile shows anything, `(#b, #n, t / size, s / size)`.
+        whole: whether it hides nothing.
+        size: of a tile, in tokens.
+        shape: the sizes `(t, s)` of the mask.
+    """
+
+    some: Any
+    whole: Any
+    size: int = field(metadata={"static": True})
+    shape: tuple[int, int] = field(metadata={"static": True})
+
+    def __str__(self) -> str:
+        return "summarise({}, {}, tile={})".format(*self.shape, self.size)
+
+    def row(self, b: Any, n: Any) -> Summary:
+        """Return the summary for one row of the batch and one head; None is all heads."""
+        some, whole = (_pick(x, b, 0) for x in (self.some, self.whole))
+        return self if n is None else replace(self, some=_pick(some, n, 1), whole=_pick(whole, n, 1))
+
+    def columns(self, first: Any, last: Any) -> Tiles:
+        """Return what the queries `first` to `last` see of every run of `size` keys, over the batch and the heads."""
+        index = jnp.arange(self.some.shape[2], dtype=jnp.int32)
+        asking = ((index >= first // self.size) & (index <= last // self.size))[:, None]
+        some, whole = reduce(self.some, "b n t s -> t s", "max"), reduce(self.whole, "b n t s -> t s", "min")
+        return Tiles((some & asking).any(axis=0), (whole | ~asking).all(axis=0))
+
+
+@dataclass(frozen=True)
+class Summarised(Part):
+    """A mask and the summary of its tiles.
+
+    Args:
+        mask: a `Mask`.
+        summary: of its tiles; None where the queries are not those that it was made for.
+    """
+
+    mask: Any
+    summary: Summary | None = None
+
+    @property
+    def expression(self) -> str:
+        """The expression that makes it."""
+        mask = repr(self.mask) if len(self.mask.parts) == 1 else f"({self.mask!r})"
+        return mask if self.summary is None else f"{mask}.{self.summary}"
+
+    def resolve(self, b, n, t, s):
+        if self.summary is not None and self.summary.shape != (t, s):
+            made = "t={}, s={}".format(*self.summary.shape)
+            raise ValueError(
+                f"the summary of a mask is one of its tiles, for one number of queries and keys; got t={t}, s={s}, and "
+                f"a summary for {made}. Make it for this call: mask.summarise({t}, {s})"
+            )
+        return replace(self, mask=self.mask.resolve(b, n, t, s))
+
+    def sized(self, b, n):
+        return replace(self, mask=self.mask.sized(b, n))
+
+    def allow(self, rows, cols):
+        return self.mask.block(rows.reshape(-1), cols.reshape(-1))
+
+    def kv_range(self, first, last, s):
+        found = self.mask.kv_range(first, last, s)
+        if self.summary is None:
+            return found
+        seen, size = self.summary.columns(first, last).some, self.summary.size
+        start, after = (jnp.argmax(x).astype(jnp.int32) * size for x in (seen, seen[::-1]))
+        return found & KVRange(start, jnp.where(seen.any(), len(seen) * size - after, 0), 0, s)
+
+    @property
+    def summarised(self):
+        return self.summary is not None
+
+    def tiles(self, first, last, starts, stops, s):
+        if self.summary is None:
+            return self.mask.tiles(first, last, starts, stops, s)
+        columns, size = self.summary.columns(first, last), self.summary.size
+        left = jnp.arange(len(columns.some), dtype=jnp.int32)[None] * size
+        met = (left < stops[:, None]) & (left + size > starts[:, None])
+        return Tiles((met & columns.some[None]).any(axis=1), (~met | columns.whole[None]).all(axis=1))
+
+    def row(self, b, n):
+        return Summarised(self.mask.row(b, n), None if self.summary is None else self.summary.row(b, n))
+
+    def shift(self, start, t, s):
+        return Summarised(self.mask.shift(start, t, s))
+
+    def check_whole(self, s):
+        self.mask.check_whole(s)
+
+
+def summarise(mask: Any, b: int, n: int, t: int, s: int, size: int) -> Summarised:
+    """Return a mask with the summary of its tiles of `size` queries and keys."""
+    check_positive(tile=size)
+    mask = mask.resolve(b, n, t, s)
+    some, whole = _tiles(mask, t, s, size)
+    return Summarised(mask, Summary(some, whole, size, (t, s)))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
+def _tiles(mask: Any, t: int, s: int, size: int) -> tuple[Array, Array]:
+    # Rows of tiles one after the other, so that no more than `size` queries are in memory at once.
+    rows, cols = (_tokens(tokens, size) for tokens in (t, s))
+
+    def one(rows: Array) -> tuple[Bool[Array, "b n s"], Bool[Array, "b n s"]]:
+        seen = mask.block(rows, cols.reshape(-1))
+        seen = jnp.broadcast_to(seen, (*seen.shape[:2], size, cols.size))
+        seen = rearrange(seen, "b n t (tiles s) -> b n tiles (t s)", s=size)
+        return seen.any(axis=-1), seen.all(axis=-1)
+
+    some, whole = (rearrange(x, "t b n s -> b n t s") for x in jax.lax.map(one, rows))
+    return some, whole
+
+
+def _tokens(tokens: int, size: int) -> Array:
+    # The last token stands for those that the last tile has too many, and changes nothing.
+    tiles = -(-tokens // size)
+    return jnp.minimum(jnp.arange(tiles * size, dtype=jnp.int32), tokens - 1).reshape(tiles, size)
+
+
+def _pick(array: Array, index: Any, axis: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(array, index, 1, axis)

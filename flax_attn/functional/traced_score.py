@@ -1,0 +1,87 @@
+"""A function of scores as data: what kernels get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from flax_attn.functional.places import Places
+from flax_attn.functional.shapes import Index, Weights
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TracedScore:
+    """A function of scores, and the indices that it is told of.
+
+    Args:
+        function: an `IndexFunction`.
+        b: the indices of the rows of the batch, `(b,)`.
+        n: those of the heads, `(n,)`.
+        rows: the positions of the queries, `(#b, t)`.
+        cols: those of the keys, `(#b, s)`.
+    """
+
+    function: Any
+    b: Any
+    n: Any
+    rows: Any
+    cols: Any
+
+    def apply(self, scores: Weights) -> Weights:
+        """Return the new scores."""
+        return self.function.over((scores,), self.b, self.n, self.rows, self.cols)
+
+    def head(self, b: Index, n: Index) -> TracedScore:
+        """Return the function for one row of the batch and one head."""
+        b, rows, cols = (lax.dynamic_slice_in_dim(x, b, 1) for x in (self.b, self.rows, self.cols))
+        return replace(self, b=b, n=lax.dynamic_slice_in_dim(self.n, n, 1), rows=rows, cols=cols)
+
+    def tile(self, scores: Float[Array, "t s"], rows: Index, cols: Index) -> Float[Array, "t s"]:
+        """Return the new scores of a tile of one head, given the indices of its tokens."""
+        return self._at(rows, cols).apply(scores[None, None])[0, 0]
+
+    def pull(self, indices: tuple[Index, Index], scores: Array, cotangent: Array) -> tuple[Array, tuple[Array, ...]]:
+        """Return the gradients of the scores of a tile and of the captured arrays, given that of the new scores."""
+        part = self._at(*indices)
+
+        def new(scores: Array, floats: tuple[Array, ...]) -> Array:
+            return part.with_floats(floats).apply(scores[None, None])[0, 0]
+
+        return jax.vjp(new, scores, part.floats)[1](cotangent)
+
+    def _at(self, rows: Index, cols: Index) -> TracedScore:
+        # Tiles may reach beyond the tokens, where all is hidden, but the function must not be asked about it.
+        return replace(
+            self,
+            rows=jnp.take(self.rows, rows, axis=1, mode="clip"),
+            cols=jnp.take(self.cols, cols, axis=1, mode="clip"),
+        )
+
+    def placed(self, rows: Places, cols: Places) -> TracedScore:
+        """Return the function for some of the tokens."""
+        return replace(self, rows=rows.take(self.rows, 1), cols=cols.take(self.cols, 1))
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.function.__name__
+
+    @property
+    def floats(self) -> tuple[Array, ...]:
+        """The captured arrays that have gradients."""
+        return self.function.floats
+
+    def with_floats(self, floats: Sequence[Array]) -> TracedScore:
+        """Return the function with other captured arrays that have gradients."""
+        return replace(self, function=self.function.with_floats(floats))
+
+    def cotangent(self, floats: Sequence[Array]) -> TracedScore:
+        """Return gradients of captured arrays in the form of the function, None for what has no gradient."""
+        return TracedScore(self.function.with_floats(floats, None), None, None, None, None)

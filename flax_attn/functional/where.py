@@ -1,0 +1,61 @@
+"""A mask that is a function of indices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from flax_attn.functional.function_checks import check_known, check_same_size
+from flax_attn.functional.mask_parts import Positioned
+
+
+@dataclass(frozen=True)
+class Where(Positioned):
+    """Query `i` of head `n` in row `b` sees key `j` from position `p` when `function(b, n, p, j)`.
+
+    Args:
+        function: traced, with the arrays that it captures.
+        b: the indices of the rows of the batch, `(b,)`; None until it is known how many there are.
+        n: the indices of the heads, `(n,)`; None until it is known how many there are.
+    """
+
+    function: Any
+    b: Any = field(default=None, repr=False)
+    n: Any = field(default=None, repr=False)
+    axes = {"offset": ("batch",), "b": ("batch",), "n": ("heads",)}
+
+    def resolve(self, b, n, t, s):
+        placed = replace(self, offset=0) if self.offset is None else self  # a function of indices, unless it is said
+        return super(Where, placed).resolve(b, n, t, s)._for_call(b, n)
+
+    def _for_call(self, b, n):
+        reads_b, reads_n, _, _ = self.function.program.reads
+        known = {"b": self.b if reads_b else None, "n": self.n if reads_n else None}  # those not read may be any
+        for (name, index), size in zip(known.items(), (b, n), strict=True):
+            check_same_size(name, None if index is None else len(index), size)
+        return replace(self, **known).sized(b, n)
+
+    def sized(self, b, n):
+        given = {"b": (self.b, b), "n": (self.n, n)}
+        unknown = {name: size for name, (index, size) in given.items() if index is None and size is not None}
+        return replace(self, **{name: jnp.arange(size, dtype=jnp.int32) for name, size in unknown.items()})
+
+    def allow(self, rows, cols):
+        i, j = self.position(rows)[:, 0, :, 0], cols.reshape(1, -1)
+        reads = self.function.program.reads
+        i, j = (index if read else index[:1, :1] for index, read in zip((i, j), reads[2:], strict=True))
+        b, n = (x if read else jnp.zeros(1, jnp.int32) for x, read in zip((self.b, self.n), reads[:2], strict=True))
+        check_known(*(None if index is None else len(index) for index in (b, n)))
+        b = jnp.broadcast_to(b, max(len(b), len(i)))
+        return self.function.over((), b, n, i, j)
+
+    def row(self, b, n):
+        one = {"b": _pick(self.b, b), "n": self.n if n is None else _pick(self.n, n)}
+        return replace(super().row(b, n), **one)
+
+
+def _pick(indices: Any, at: Any) -> Any:
+    return jnp.asarray(at, jnp.int32).reshape(1) if indices is None else lax.dynamic_slice_in_dim(indices, at, 1)

@@ -1,0 +1,53 @@
+"""How fast a recurrent attention forgets."""
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array, Float
+
+from flax_attn.functional.checks import check_positive
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.sharding.parameters import named
+
+
+class DecayRate(nnx.Module):
+    """The logarithm of a decay, `-exp(A_log) * softplus(x + dt_bias)`, in at least float32.
+
+    Args:
+        num_heads: number of heads.
+        size: how many decays a head has.
+        param_dtype: of the parameters.
+        rngs: random streams; parameters are drawn from `params` as Mamba's are: `exp(A_log)` between 1 and 16,
+            `softplus(dt_bias)` between 0.001 and 0.1.
+
+    Shapes:
+        `(..., num_heads * size)` to `(..., num_heads, size)`; `A_log` is `(num_heads,)`, `dt_bias` one for each input.
+
+    Raises:
+        ValueError: if a size is not positive.
+
+    Example:
+        >>> DecayRate(2, 3, rngs=nnx.Rngs(0))(jnp.ones((4, 6))).shape
+        (4, 2, 3)
+
+    References:
+        Gu and Dao 2023 (arXiv:2312.00752).
+    """
+
+    def __init__(self, num_heads: int, size: int = 1, *, param_dtype: Dtype = jnp.float32, rngs: nnx.Rngs):
+        check_positive(num_heads=num_heads, size=size)
+        self.num_heads = num_heads
+        rate = jax.random.uniform(rngs.params(), (num_heads,), param_dtype, 1.0, 16.0)
+        span = (jnp.log(0.001), jnp.log(0.1))
+        step = jnp.exp(jax.random.uniform(rngs.params(), (num_heads * size,), param_dtype, *span))
+        self.A_log = nnx.Param(jnp.log(rate), **named("heads"))
+        self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)), **named("heads", unit=(size,)))
+
+    def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape n s"]:
+        x = x.astype(accumulation_dtype(x.dtype))
+        bias, rate = (jnp.asarray(p[...], x.dtype) for p in (self.dt_bias, self.A_log))
+        step = jax.nn.softplus(x + jnp.broadcast_to(bias, x.shape))
+        step = rearrange(step, "... (n s) -> ... n s", n=self.num_heads)
+        return step * jnp.broadcast_to(-jnp.exp(rate)[:, None], step.shape)

@@ -1,0 +1,258 @@
+"""Attention by the gated delta rule: what its kinds share."""
+
+from functools import partial
+from typing import Any, Literal, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from flax.typing import Dtype, PrecisionLike
+from jaxtyping import Array, Float
+
+from flax_attn.functional.checks import check_positive, check_tokens
+from flax_attn.functional.delta_cache import DeltaCache, documents_of
+from flax_attn.functional.delta_rule import gated_delta_rule
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.padding import real_tokens
+from flax_attn.functional.recurrent_checks import check_recurrent_heads, check_recurrent_options
+from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.modules.calls import Attention, CallOptions, Outputs, Returned
+from flax_attn.modules.linear import Linear
+from flax_attn.modules.norm import RMSNorm
+from flax_attn.modules.short_convolution import ShortConvolution
+from flax_attn.sharding.axes import constrain
+from flax_attn.sharding.heads import by_rows_and_heads
+
+
+class DeltaAttention(Attention):
+    """Attention by the gated delta rule; a base class, see `GatedDeltaNet` and `KimiDeltaAttention`.
+
+        q, k, v = silu(conv(x W_query)), silu(conv(x W_key)), silu(conv(x W_value))
+        o = gated_delta_rule(q / |q|, k / |k|, v, decay(x), beta=sigmoid(x W_beta))
+        out_proj(norm(o) * gate(x))
+
+    A kind defines `create_parts`, `decay` and `gate`. The norm is an `RMSNorm` over each head.
+
+    Args:
+        d_in: width of the input.
+        d_out: width of the output.
+        num_heads: number of heads of values, and of states.
+        head_dim: width h of a head of queries and keys.
+        num_key_heads: number of heads of queries and keys; divides num_heads. None is num_heads.
+        value_dim: width v of a head of values; None is head_dim.
+        kernel_size: of the convolutions.
+        eps: epsilon of the norm.
+        dtype: of the computation; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params`.
+
+    Shapes:
+        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`.
+
+    Raises:
+        ValueError: if a size is not positive, or the heads of keys do not divide those of values; in the call, if the
+            input has another rank or width, if the mask is more than causal, segments and lengths, or if the call asks
+            for weights, a bias or positions, which a state has not.
+
+    Example:
+        >>> class DeltaNet(DeltaAttention):
+        ...     def create_parts(self, **numerics):
+        ...         pass
+        ...     def decay(self, x):
+        ...         return jnp.zeros((*x.shape[:-1], self.num_heads))
+        ...     def gate(self, x):
+        ...         return jnp.ones((*x.shape[:-1], self.num_heads, self.value_dim))
+        >>> DeltaNet(6, 6, num_heads=2, head_dim=4, rngs=nnx.Rngs(0))(jnp.ones((2, 5, 6))).shape
+        (2, 5, 6)
+
+    References:
+        Yang et al. 2024, DeltaNet (arXiv:2406.06484).
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_key_heads: int | None = None,
+        value_dim: int | None = None,
+        kernel_size: int = 4,
+        eps: float = 1e-6,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        rngs: nnx.Rngs,
+    ):
+        num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        value_dim = head_dim if value_dim is None else value_dim
+        check_positive(d_in=d_in, d_out=d_out, num_heads=num_heads, num_key_heads=num_key_heads)
+        check_positive(head_dim=head_dim, value_dim=value_dim)
+        check_recurrent_heads(num_heads, num_key_heads)
+        self.d_in, self.d_out, self.kernel_size = d_in, d_out, kernel_size
+        self.num_heads, self.num_key_heads, self.head_dim, self.value_dim = (
+            num_heads,
+            num_key_heads,
+            head_dim,
+            value_dim,
+        )
+        self.dtype, self.precision = dtype, precision
+        numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        products = {"precision": precision, **numerics}
+        keys, values = num_key_heads * head_dim, num_heads * value_dim
+        of_key = {"axes": ("embed", "kv_heads"), "unit": (1, head_dim)}
+        of_value = {"axes": ("embed", "heads"), "unit": (1, value_dim)}
+        self.W_query = Linear(d_in, keys, False, **of_key, **products)
+        self.W_key = Linear(d_in, keys, False, **of_key, **products)
+        self.W_value = Linear(d_in, values, False, **of_value, **products)
+        self.W_beta = Linear(d_in, num_heads, False, axes=("embed", "heads"), **products)
+        of_key["axes"], of_value["axes"] = (None, "kv_heads"), (None, "heads")
+        self.conv_query = ShortConvolution(keys, kernel_size, **of_key, **numerics)
+        self.conv_key = ShortConvolution(keys, kernel_size, **of_key, **numerics)
+        self.conv_value = ShortConvolution(values, kernel_size, **of_value, **numerics)
+        self.norm = RMSNorm(value_dim, eps, dtype=dtype, param_dtype=param_dtype)
+        self.out_proj = Linear(values, d_out, False, axes=("heads", "embed"), unit=(value_dim, 1), **products)
+        self.create_parts(**products)
+
+    def create_parts(self, **numerics: Any) -> None:
+        """Set what `decay` and `gate` are made of; `numerics` are arguments of a `Linear`."""
+        raise NotImplementedError
+
+    def decay(self, x: Tokens) -> Array:
+        """Return the logarithms of decays, `(b, t, n)` or `(b, t, n, h)`."""
+        raise NotImplementedError
+
+    def gate(self, x: Tokens) -> Float[Array, "b t n v"]:
+        """Return what the heads are multiplied by."""
+        raise NotImplementedError
+
+    def beta(self, x: Tokens) -> Float[Array, "b t n"]:
+        """Return the part of what the state holds under a key that is replaced, in at least float32."""
+        return jax.nn.sigmoid(_at_least_float32(self.W_beta(x)))
+
+    @overload
+    def __call__(
+        self, query: Array, *,
+        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> Array: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, query: Array, *,
+        cache: DeltaCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> tuple[Array, DeltaCache]: ...  # fmt: skip
+    def __call__(
+        self,
+        query: Tokens,
+        *,
+        mask: Mask | Array | None = None,
+        lengths: ArrayLike | int | None = None,
+        cache: DeltaCache | None = None,
+        **options: Any,
+    ) -> Returned:
+        """Return the output, followed by the new cache if there is a cache.
+
+        Args:
+            query: the input.
+            mask: causal, segments (documents one after another) and lengths; with a cache it is that of the whole
+                sequence, the same in every call.
+            lengths: how many tokens of each row are real, `(b,)`; the rest is padding. None is all.
+            cache: state and last inputs, from `init_cache`.
+            options: of a block's attention, none of which may ask for anything: there are no weights, no bias, no
+                positions and no dropout.
+        """
+        check_tokens("query", query.shape, "d_in", self.d_in, self.context_length)
+        check_recurrent_options(options)
+        if query.ndim == 2:
+            batched = None if cache is None else jax.tree.map(lambda x: x[None], cache)
+            output, after = self._attend(query[None], as_mask(mask), lengths, batched)
+            return Outputs(output[0], cache=None if after is None else jax.tree.map(lambda x: x[0], after)).pack()
+        output, after = self._attend(query, as_mask(mask), lengths, cache)
+        return Outputs(output, cache=after).pack()
+
+    def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> DeltaCache:
+        """Return an empty cache for `b` sequences; b None is one without a batch axis.
+
+        It is as large for any `capacity`. `dtype` is that of the inputs of the convolutions; None is that of the key
+        projection.
+        """
+        own = self.W_key.kernel.dtype if self.dtype is None else self.dtype
+        return DeltaCache.zeros(
+            b,
+            self.kernel_size,
+            self.num_heads,
+            self.head_dim,
+            value_dim=self.value_dim,
+            num_key_heads=self.num_key_heads,
+            dtype=own if dtype is None else dtype,
+        )
+
+    def _attend(
+        self, x: Array, mask: Mask, lengths: ArrayLike | int | None, cache: DeltaCache | None
+    ) -> tuple[Array, DeltaCache | None]:
+        b, t, _ = x.shape
+        order = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)) if cache is None else cache.positions(t)
+        starts, lengths = documents_of(mask, order, lengths)
+        after, lengths = (0, lengths) if cache is None else cache.count(t, lengths)
+        x = x if lengths is None else jnp.where(real_tokens(b, t, lengths)[..., None], x, 0)
+        graph, convolutions = nnx.split((self.conv_query, self.conv_key, self.conv_value))
+        arrays = {
+            "inputs": (self.W_query(x), self.W_key(x), self.W_value(x)),
+            "beta": self.beta(x),
+            "decay": self.decay(x),
+            "convolutions": convolutions,
+            "cache": None if cache is None else tuple(cache.arrays.values()),
+            "starts": starts,
+            "lengths": None if lengths is None else jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), (b,)),
+        }
+        names = {name: jax.tree.map(lambda x, own=own: own[: x.ndim], arrays[name]) for name, own in _AXES.items()}
+        names |= {"cache": None if cache is None else _CACHED}
+        run = partial(_recur, graph, self.head_dim, self.value_dim, self.precision)
+        heads = (self.num_heads, self.num_key_heads)
+        context, *last = by_rows_and_heads(run, arrays, names, (_AXES["decay"], *_CACHED), b, heads)
+        context = self._gated(context, x)
+        if cache is not None:
+            cache = DeltaCache(*last, length=after)
+            context = jnp.where(cache.invalid[:, None, None, None], jnp.nan, context)
+        context = constrain(context, "batch", "tokens", "heads", None)
+        return self.out_proj(rearrange(context, "b t n v -> b t (n v)")), cache
+
+    def _gated(self, heads: Array, x: Array) -> Array:
+        return self.norm(heads) * self.gate(x)
+
+
+_AXES = {
+    "inputs": ("batch", None, "heads"),
+    "beta": ("batch", None, "heads"),
+    "decay": ("batch", None, "heads", None),
+    "convolutions": (None, "heads"),
+    "starts": ("batch", None),
+    "lengths": ("batch",),
+}
+_CACHED = (*(("batch", None, "heads"),) * 3, ("batch", "heads", None, None))  # last inputs, state
+
+
+def _recur(graph: Any, head_dim: int, value_dim: int, precision: PrecisionLike, arrays: Any) -> tuple[Array, ...]:
+    """Return what the heads read, the last inputs of the three convolutions, and the state."""
+    convolutions, own = nnx.merge(graph, arrays["convolutions"]), {name: arrays[name] for name in ("starts", "lengths")}
+    *before, state = (None,) * 4 if arrays["cache"] is None else arrays["cache"]
+    calls = zip(convolutions, arrays["inputs"], before, strict=True)
+    found = [convolution(x, inputs, **own) for convolution, x, inputs in calls]
+    query, key = (_unit(rearrange(y.output, "b t (k h) -> b t k h", h=head_dim)) for y in found[:2])
+    value = rearrange(found[2].output, "b t (n v) -> b t n v", v=value_dim)
+    tokens = query, key, value, arrays["decay"], arrays["beta"]
+    output, state = gated_delta_rule(*tokens, state=state, precision=precision, **own)
+    return output, *(y.state for y in found), state
+
+
+def _unit(x: Array) -> Array:
+    """Return `x / sqrt(sum(x^2) + 1e-6)` over the last axis."""
+    y = _at_least_float32(x)
+    return (y * jax.lax.rsqrt(jnp.square(y).sum(axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def _at_least_float32(x: Array) -> Array:
+    return x.astype(accumulation_dtype(x.dtype))

@@ -1,0 +1,223 @@
+"""The experts of a mixture: gated feed-forward layers of equal shape, their weights stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from flax.typing import Dtype, PrecisionLike
+from jaxtyping import Array, Float
+
+from flax_attn.backends.platform import platform_of
+from flax_attn.functional.checks import check_choice, check_positive, check_type, check_width
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.modules.feed_forward import ACTIVATIONS
+from flax_attn.modules.grouped_product import grouped_product, tiled
+from flax_attn.modules.initialisation import check_rngs, uniform
+from flax_attn.modules.router import Routing
+from flax_attn.sharding.experts import on_mesh
+from flax_attn.sharding.parameters import named
+
+FORMS = ("auto", "dense", "sorted")
+_Weights = Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """`min(gate, limit) sigmoid(alpha min(gate, limit)) (clip(up, -limit, limit) + 1)`: what gpt-oss has for SwiGLU.
+
+    Args:
+        limit: of both branches; the gate is bounded above alone.
+        alpha: slope of the sigmoid.
+
+    Raises:
+        ValueError: if the limit is not positive.
+
+    Example:
+        >>> activated = ClampedSwiGLU(limit=2.0)(jnp.array([-1.0, 9.0]), jnp.array([0.0, 5.0]))
+        >>> [round(number, 3) for number in activated.tolist()]
+        [-0.154, 5.807]
+
+    References:
+        OpenAI 2025, gpt-oss (arXiv:2508.10925).
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    def __post_init__(self):
+        if not self.limit > 0:
+            raise ValueError(f"limit bounds the branches of a SwiGLU and must be positive; got {self.limit!r}")
+
+    def __call__(self, gate: Float[Array, "*shape h"], up: Float[Array, "*shape h"]) -> Float[Array, "*shape h"]:
+        dtype = accumulation_dtype(gate.dtype)
+        low, high = jnp.asarray(-self.limit, dtype), jnp.asarray(self.limit, dtype)
+        bounded, other = jnp.minimum(gate.astype(dtype), high), jnp.clip(up.astype(dtype), low, high)
+        return (bounded * jax.nn.sigmoid(self.alpha * bounded) * (other + 1)).astype(gate.dtype)
+
+
+class _Linears(nnx.Module):
+    """The parameters of one linear layer for each expert: kernel `(e, d_in, d_out)`, bias `(e, d_out)`."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        d_in: int,
+        d_out: int,
+        bias: bool,
+        axes: tuple[str, str],
+        *,
+        param_dtype: Dtype,
+        rngs: nnx.Rngs | None,
+    ):
+        draw, rngs = uniform(d_in), check_rngs(rngs)
+        kernel = draw(rngs.params(), (num_experts, d_in, d_out), param_dtype)
+        self.kernel = nnx.Param(kernel, **named("expert", *axes))
+        # Split over devices that split the batch too, a bias would have to be gathered for each sum.
+        of_bias = named("expert", None if axes[1] == "embed" else axes[1])
+        self.bias = nnx.Param(draw(rngs.params(), (num_experts, d_out), param_dtype), **of_bias) if bias else None
+
+
+class Experts(nnx.Module):
+    """The sum of the outputs of a token's experts, each times its weight.
+
+        y = sum_j weights_j E_(experts_j)(x)    with E_e(x) = W_down_e(activation(W_gate_e x) * W_up_e x)
+
+    No token is dropped, whatever the load of an expert. Two forms compute the same:
+
+    - `"dense"`: every expert computes every token, and most weights are 0.
+    - `"sorted"`: tokens are sorted by their experts, each of which computes its own alone, see `grouped_product`.
+
+    `"auto"` is `"sorted"`, but for meshes of CPUs, where it is `"dense"`: there XLA computes all experts either way.
+    `jax.jvp` works with `"dense"` on CPUs, and `jax.vmap` with `"dense"` elsewhere. On a mesh each device computes its
+    own tokens with its own experts (mesh axis `expert`) and hidden features (`tensor`), and the results are summed.
+
+    Args:
+        num_experts: number of experts.
+        d_model: width of the tokens.
+        d_hidden: width inside an expert.
+        activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"`, or a function of gate and up that replaces
+            `activation(gate) * up`, such as a `ClampedSwiGLU`.
+        bias: whether the three layers of an expert have one.
+        form: `"auto"`, `"dense"` or `"sorted"`.
+        dtype: of the computation; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+
+    Shapes:
+        `(..., d_model)`, kept; kernels `(num_experts, d_model, d_hidden)`, and of `W_down` the reverse.
+
+    Raises:
+        ValueError: if a size is not positive, the activation or the form is unknown, `rngs` is missing, or the input
+            has another width.
+
+    Example:
+        >>> from flax_attn import Router
+        >>> x, rngs = jnp.ones((5, 3)), nnx.Rngs(0)
+        >>> Experts(4, 3, 6, rngs=rngs)(x, Router(3, 4, top_k=2, rngs=rngs)(x)).shape
+        (5, 3)
+
+    References:
+        Shazeer et al. 2017 (arXiv:1701.06538); Gale et al. 2022, dropless (arXiv:2211.15841).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        d_model: int,
+        d_hidden: int,
+        activation: str | Callable[[Array, Array], Array] = "silu",
+        bias: bool = False,
+        form: str = "auto",
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        check_choice("form", form, FORMS)
+        check_positive(num_experts=num_experts, d_model=d_model, d_hidden=d_hidden)
+        numerics = {"param_dtype": param_dtype, "rngs": rngs}
+        self.num_experts, self.d_model, self.form = num_experts, d_model, form
+        self.activation = gated(activation)
+        self.dtype, self.precision = dtype, precision
+        self.W_gate = _Linears(num_experts, d_model, d_hidden, bias, ("embed", "hidden"), **numerics)
+        self.W_up = _Linears(num_experts, d_model, d_hidden, bias, ("embed", "hidden"), **numerics)
+        self.W_down = _Linears(num_experts, d_hidden, d_model, bias, ("hidden", "embed"), **numerics)
+
+    def __call__(self, x: Float[Array, "*shape d"], routing: Routing) -> Float[Array, "*shape d"]:
+        check_width("x", x.shape, "d_model", self.d_model)
+        layers = {"gate": self.W_gate, "up": self.W_up, "down": self.W_down}
+        variables = {name: layer.kernel for name, layer in layers.items()}
+        variables |= {f"{name} bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
+        dtype = jnp.result_type(x, self.W_gate.kernel[...]) if self.dtype is None else self.dtype
+        form = self.form if self.form != "auto" else "dense" if platform_of(x) == "cpu" and not tiled(x) else "sorted"
+        compute = partial(_FORMS[form], self.activation, self.precision)
+        return on_mesh(compute, x.astype(dtype), routing.weights.astype(dtype), routing.experts, variables, dtype)
+
+
+def gated(activation: str | Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """Return the function of gate and up that an activation stands for.
+
+    Raises:
+        ValueError: if there is no activation of that name.
+
+    Example:
+        >>> gated("silu")(jnp.array([0.0]), jnp.array([3.0]))
+        Array([0.], dtype=float32)
+    """
+    if not isinstance(activation, str):
+        check_type("activation", activation, Callable, 'activation="silu", or a function of gate and up')
+        return activation
+    check_choice("activation", activation, tuple(ACTIVATIONS))
+    return _Gated(ACTIVATIONS[activation])
+
+
+@dataclass(frozen=True)
+class _Gated:
+    """`activation(gate) * up`; equal where the activations are, as layers must be that are stacked."""
+
+    activation: Callable[[Array], Array]
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        return self.activation(gate) * up
+
+
+def _dense(activation, precision, x: Array, weights: Array, experts: Array, own: _Weights) -> Array:
+    """Return the sum over all experts here, the weights of those that were not chosen being 0."""
+
+    def linear(name: str, form: str, x: Array) -> Array:
+        y = jnp.einsum(form, x, own[name], precision=precision)
+        return y + jnp.broadcast_to(own[f"{name} bias"][:, None], y.shape) if f"{name} bias" in own else y
+
+    hidden = activation(linear("gate", "td,edh->eth", x), linear("up", "td,edh->eth", x))
+    chosen = jax.nn.one_hot(experts, len(own["gate"]), dtype=weights.dtype)
+    weights = jnp.einsum("tk,tke->te", weights, chosen, precision=precision)
+    return jnp.einsum("te,etd->td", weights, linear("down", "eth,ehd->etd", hidden), precision=precision)
+
+
+def _sorted(activation, precision, x: Array, weights: Array, experts: Array, own: _Weights) -> Array:
+    """Return the sum over the experts here, each of which computes its own tokens."""
+    count, (t, k) = len(own["gate"]), experts.shape
+    here = (experts >= 0) & (experts < count)
+    flat = jnp.where(here, experts, count).reshape(-1)  # those of other devices come last, in no group
+    order = jnp.argsort(flat)
+    sizes, of_row = jnp.bincount(flat, length=count).astype(jnp.int32), jnp.minimum(flat[order], count - 1)
+
+    def linear(name: str, x: Array) -> Array:
+        y = grouped_product(x, own[name], sizes, precision)
+        return y + own[f"{name} bias"][of_row] if f"{name} bias" in own else y
+
+    rows = x[order // k]
+    rows = linear("down", activation(linear("gate", rows), linear("up", rows)))
+    rows = rearrange(rows[jnp.argsort(order)], "(t k) d -> t k d", t=t)
+    return jnp.einsum("tk,tkd->td", jnp.where(here, weights, 0), rows, precision=precision)
+
+
+_FORMS = {"dense": _dense, "sorted": _sorted}

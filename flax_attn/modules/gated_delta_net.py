@@ -1,0 +1,52 @@
+"""Gated DeltaNet: the delta rule with one decay a head."""
+
+from typing import Any
+
+from einops import rearrange
+from jaxtyping import Array, Float
+
+from flax_attn.functional.shapes import Tokens
+from flax_attn.modules.decay import DecayRate
+from flax_attn.modules.delta_attention import DeltaAttention
+from flax_attn.modules.feed_forward import ACTIVATIONS
+from flax_attn.modules.linear import Linear
+
+
+class GatedDeltaNet(DeltaAttention):
+    """Gated DeltaNet, as in Qwen3-Next: a state a head, with one decay, read through a gated norm.
+
+        decay(x) = -exp(A_log) * softplus(x W_decay + dt_bias)        gate(x) = silu(x W_gate)
+
+    The arguments are those of `DeltaAttention`, which states the rest of the formula. Decoding a token takes as long
+    after any number of tokens, and the cache does not grow.
+
+    Raises:
+        ValueError: where `DeltaAttention` does.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> layer = GatedDeltaNet(6, 6, num_heads=4, head_dim=3, num_key_heads=2, rngs=nnx.Rngs(0))
+        >>> output, cache = layer(jnp.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
+        >>> output.shape, cache.state.shape
+        ((2, 5, 6), (2, 4, 3, 3))
+
+    References:
+        Yang et al. 2024 (arXiv:2412.06464).
+    """
+
+    def create_parts(self, **numerics: Any) -> None:
+        """Set the projections to decays and gates."""
+        of_rate = {name: numerics[name] for name in ("param_dtype", "rngs")}
+        width, axes = self.num_heads * self.value_dim, ("embed", "heads")
+        self.W_decay = Linear(self.d_in, self.num_heads, False, axes=axes, **numerics)
+        self.W_gate = Linear(self.d_in, width, False, axes=axes, unit=(1, self.value_dim), **numerics)
+        self.rate = DecayRate(self.num_heads, **of_rate)
+
+    def decay(self, x: Tokens) -> Float[Array, "b t n"]:
+        """Return one logarithm a head."""
+        return self.rate(self.W_decay(x))[..., 0]
+
+    def gate(self, x: Tokens) -> Float[Array, "b t n v"]:
+        """Return `silu(x W_gate)`."""
+        return ACTIVATIONS["silu"](rearrange(self.W_gate(x), "b t (n v) -> b t n v", n=self.num_heads))

@@ -1,0 +1,117 @@
+"""The product of rows with the matrix of their group: each row is multiplied once, however many matrices there are."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax.typing import PrecisionLike
+from jax import lax
+from jaxtyping import Array, Float, Integer
+
+from flax_attn.backends.platform import platform_of
+from flax_attn.sharding.axes import mesh_of
+
+_LARGEST = 128  # rows of a tile; more are no quicker
+
+
+def grouped_product(
+    rows: Float[Array, "m i"],
+    matrices: Float[Array, "e i o"],
+    sizes: Integer[Array, " e"],
+    precision: PrecisionLike = None,
+) -> Float[Array, "m o"]:
+    """Return the product of each row with the matrix of its group: `jax.lax.ragged_dot`.
+
+    On CPUs XLA computes that one as the product of every row with every matrix. There, and off a mesh, it is a loop
+    over tiles of rows of one group. It has a backward pass of its own and no forward mode: `jax.jvp` of it raises.
+
+    Args:
+        rows: in the order of their groups.
+        matrices: of the groups.
+        sizes: how many rows each group has; what is left behind the last one gives zeros.
+        precision: of the products, as in `jax.lax.dot_general`.
+
+    Example:
+        >>> rows, matrices = jnp.arange(6.0).reshape(3, 2), jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
+        >>> grouped_product(rows, matrices, jnp.array([1, 2])).tolist()
+        [[0.0, 1.0], [20.0, 30.0], [40.0, 50.0]]
+    """
+    if not tiled(rows):
+        return lax.ragged_dot(rows, matrices, sizes, precision=precision)
+    return _product(precision, rows, matrices, sizes)
+
+
+def tiled(rows: Array) -> bool:
+    """Return whether a product of these rows is a loop over tiles: on a CPU, off a mesh."""
+    return platform_of(rows) == "cpu" and mesh_of(rows).empty
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(precision: PrecisionLike, rows: Array, matrices: Array, sizes: Array) -> Array:
+    return _forward(precision, rows, matrices, sizes)[0]
+
+
+def _forward(precision: PrecisionLike, rows: Array, matrices: Array, sizes: Array):
+    product = _by_tiles(rows, matrices, sizes, partial(jnp.matmul, precision=precision))
+    return product, (rows, matrices, sizes)
+
+
+def _backward(precision: PrecisionLike, saved, cotangent: Array):
+    rows, matrices, sizes = saved
+
+    def transposed(tile: Array, matrix: Array) -> Array:
+        return jnp.matmul(tile, matrix.T, precision=precision)
+
+    of_rows = _by_tiles(cotangent, matrices, sizes, transposed)
+    return of_rows, _outer(rows, cotangent, sizes, precision), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _by_tiles(rows: Array, matrices: Array, sizes: Array, multiply) -> Array:
+    """Return for each tile what `multiply` makes of it and the matrix of its group."""
+    tile, starts, _, groups, number = _tiles(len(rows), sizes)
+    padded = jnp.pad(rows, ((0, tile), (0, 0)))
+    width = jax.eval_shape(multiply, padded[:1], matrices[0]).shape[-1]
+
+    def step(i, product):
+        own = multiply(lax.dynamic_slice_in_dim(padded, starts[i], tile), matrices[groups[i]])
+        # Rows of the group behind are written too, and by its own tile after.
+        return lax.dynamic_update_slice_in_dim(product, own, starts[i], 0)
+
+    product = lax.fori_loop(0, number, step, jnp.zeros((len(padded), width), rows.dtype))[: len(rows)]
+    real = jnp.arange(len(rows), dtype=sizes.dtype)[:, None] < sizes.sum(dtype=sizes.dtype)
+    return jnp.where(real, product, 0)
+
+
+def _outer(rows: Array, cotangent: Array, sizes: Array, precision: PrecisionLike) -> Array:
+    """Return the gradient of the matrices: the sum over the rows of each group."""
+    tile, starts, counts, groups, number = _tiles(len(rows), sizes)
+    left, right = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, cotangent))
+
+    def step(i, sums):
+        ours, theirs = (lax.dynamic_slice_in_dim(x, starts[i], tile) for x in (left, right))
+        real = jnp.arange(tile, dtype=sizes.dtype)[:, None] < counts[i]
+        ours, theirs = jnp.where(real, ours, 0), jnp.where(real, theirs, 0)
+        return sums.at[groups[i]].add(jnp.matmul(ours.T, theirs, precision=precision))
+
+    shape = len(sizes), rows.shape[-1], cotangent.shape[-1]
+    return lax.fori_loop(0, number, step, jnp.zeros(shape, rows.dtype))
+
+
+def _tiles(m: int, sizes: Array) -> tuple[int, Array, Array, Array, Array]:
+    """Return the rows of a tile, where each tile starts, how many rows of its own it has, its group, and their number.
+
+    A tile has about as many rows as a group.
+    """
+    count = len(sizes)
+    tile = min(_LARGEST, 1 << max(0, (m // count).bit_length() - 1))
+    of_group = -(-sizes // tile)
+    ends, behind = (jnp.cumsum(x, dtype=sizes.dtype) for x in (of_group, sizes))
+    i = jnp.arange(m // tile + count, dtype=sizes.dtype)
+    groups = jnp.minimum(jnp.searchsorted(ends, i, side="right").astype(sizes.dtype), count - 1)
+    first = (i - (ends - of_group)[groups]) * tile
+    return tile, (behind - sizes)[groups] + first, sizes[groups] - first, groups, ends[-1]

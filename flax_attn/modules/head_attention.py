@@ -1,0 +1,135 @@
+"""Attention in heads: what is done between projecting the input of a layer and projecting what its heads return."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from flax.typing import Dtype, PrecisionLike
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from flax_attn.attention import dot_product_attention
+from flax_attn.functional.cache import KVCache
+from flax_attn.functional.checks import check_capacity, check_tokens
+from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.scores import Scores
+from flax_attn.functional.shapes import ArrayLike
+from flax_attn.modules.calls import Attention, Bias, Outputs, Returned, unpack
+from flax_attn.modules.dropout import Dropout
+from flax_attn.modules.heads import gate_heads
+from flax_attn.modules.linear import Linear
+from flax_attn.sharding.axes import constrain
+from flax_attn.sharding.batches import arranged
+
+
+class HeadAttention(Attention):
+    """Attention in heads; a base class of `MultiHeadAttention` and `MultiHeadLatentAttention`.
+
+    A layer has these attributes, and a method `_project` from what it is called with, and positions, to queries, and to
+    the keys and values that are cached.
+
+    Attributes:
+        num_heads: number of query heads.
+        head_dim: width of a query.
+        causal: whether a token attends only to itself and to the tokens before it.
+        scores: scale, soft cap, sinks and function of the scores.
+        sinks: the parameter of the sinks; None is none.
+        W_gate: the gate of what the heads return; None is none.
+        out_proj: the projection of what they return.
+        dropout: of the weights.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        backend: of the attention call; `"auto"` or the name of one.
+
+    Example:
+        >>> from flax_attn import MultiHeadAttention
+        >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, rngs=nnx.Rngs(0))
+        >>> layer.num_heads, layer.head_dim, layer.causal
+        (4, 2, True)
+    """
+
+    num_heads: int
+    head_dim: int
+    causal: bool
+    scores: Scores
+    sinks: nnx.Param | None
+    W_gate: Linear | None
+    out_proj: Linear
+    dropout: Dropout
+    precision: PrecisionLike
+    backend: str
+
+    def _project(self, *inputs: Any, **options: Any) -> tuple[Array, Array, Array]:
+        raise NotImplementedError
+
+    def _run(
+        self,
+        *inputs: Array | None,
+        mask: Mask | Array | None,
+        bias: Bias | None,
+        positions: ArrayLike | None,
+        lengths: ArrayLike | int | None,
+        cache: KVCache | None,
+        return_weights: bool,
+        dropout_key: Array | None,
+    ) -> Returned:
+        """Return what a call of the layer does; the first of the inputs is that of the queries."""
+        query: Any = inputs[0]
+        check_tokens("query", query.shape, "d_in", self.d_in, self.context_length)
+        t = query.shape[-2]
+        query_positions = jnp.arange(t) if cache is None else cache.positions(t, lengths)
+        arrived = arranged(query_positions) if cache is None else query_positions
+        q, k, v = self._project(*inputs, arrived if positions is None else positions)
+        mask = self._mask(mask)
+        if cache is None:
+            key_positions = jnp.arange(k.shape[-3])
+            mask = mask if lengths is None else mask & Mask.lengths(query=lengths, key=lengths)
+        else:
+            k, v, mask, key_positions, cache = cache.extend(k, v, mask, lengths)
+            cache = _divided(cache)
+        bias = bias(arrived, key_positions) if callable(bias) else bias  # keys in their own order, as those of a mask
+        score, dropout = self.scores.placed(query_positions, key_positions), self.dropout.keyed(dropout_key)
+        options = {"score": score, "dropout": dropout, "return_weights": return_weights}
+        context, weights = self._attend(q, k, v, bias, mask, **options)
+        if cache is not None:
+            context = jnp.where(cache.invalid[..., None, None, None], jnp.nan, context)
+        context = constrain(context, "batch", "tokens", "heads", None)
+        if self.W_gate is not None:
+            context = gate_heads(self.W_gate(query), context)
+        output = checkpoint_name(self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output")
+        return Outputs(output, weights, cache).pack()
+
+    def _attend(
+        self, q: Array, k: Array, v: Array, *others: Any, return_weights: bool, **options: Any
+    ) -> tuple[Array, Array | None]:
+        attended = dot_product_attention(
+            *(q, k, v, *others),
+            scale=self.head_dim**-0.5 if self.scores.scale is None else self.scores.scale,
+            soft_cap=self.scores.soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            precision=self.precision,
+            backend=self.backend,
+            return_weights=return_weights,
+            **options,
+        )
+        return unpack(attended, return_weights)[:2]
+
+    def _mask(self, mask: Mask | Array | None) -> Mask:
+        own = Mask.causal() if self.window is None else Mask.sliding_window(self.window)
+        return (own if self.causal else Mask()) & as_mask(mask).sized(None, self.num_heads)
+
+    def _empty(
+        self, b: int | None, capacity: int, dtype: Dtype | None, layer: Linear, *sizes: int, **widths: int
+    ) -> KVCache:
+        """Return an empty cache of these heads and widths, by default in the dtype that a projection computes in."""
+        if self.window is None:
+            check_capacity(capacity, self.context_length)
+        own = layer.kernel.dtype if layer.dtype is None else layer.dtype
+        numerics = {"dtype": own if dtype is None else dtype}
+        return _divided(KVCache.zeros(b, capacity, *sizes, window=self.window, **numerics, **widths))
+
+
+def _divided(cache: KVCache) -> KVCache:
+    """Return a cache that is split over the mesh in use, its capacity as tokens are."""
+    key, value = (constrain(x, "batch", "kv_heads", "tokens", None) for x in (cache.key, cache.value))
+    return cache.replace(key=key, value=value)

@@ -1,0 +1,53 @@
+"""A learned factor for each feature of what a layer adds to the residual."""
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array, Float
+
+from flax_attn.functional.checks import check_positive, check_width
+from flax_attn.sharding.parameters import named
+
+
+class LayerScale(nnx.Module):
+    """`x * scale` over the last axis; stands where a `TransformerBlock` has its post norms.
+
+    Args:
+        d_model: width of the input.
+        initial: value of the scale.
+        dtype: of the output; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        rngs: not used; taken so that every layer is built alike.
+
+    Shapes:
+        `(..., d_model)`, kept; `scale` is `(d_model,)`.
+
+    Raises:
+        ValueError: if `d_model` is not positive, or the input has another width.
+
+    Example:
+        >>> LayerScale(2, 0.5)(jnp.array([1.0, 4.0]))
+        Array([0.5, 2. ], dtype=float32)
+
+    References:
+        Touvron et al. 2021 (arXiv:2103.17239).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        initial: float = 1.0,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del rngs
+        check_positive(d_model=d_model)
+        self.d_model, self.dtype = d_model, dtype
+        self.scale = nnx.Param(jnp.full(d_model, initial, param_dtype), **named(None))
+
+    def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
+        check_width("x", x.shape, "d_model", self.d_model)
+        dtype = jnp.result_type(x, self.scale[...]) if self.dtype is None else self.dtype
+        return x.astype(dtype) * jnp.broadcast_to(self.scale[...].astype(dtype), x.shape)

@@ -1,0 +1,75 @@
+"""The mixture of experts: a feed-forward layer of which each token uses a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from flax_attn.functional.checks import check_type
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.mixture_checks import check_experts
+from flax_attn.modules.experts import Experts
+from flax_attn.modules.router import Router
+
+
+class MixtureOfExperts(nnx.Module):
+    """A feed-forward layer of experts, of which a router chooses some for each token.
+
+        y = sum_j weights_j E_(experts_j)(x) + sigmoid(shared_gate(x)) shared(x)    with weights, experts = router(x)
+
+    It is a feed-forward part of a `TransformerBlock`. No token is dropped. For a loss that balances the load of the
+    experts see `load_balancing_loss`, which takes what `router` returns.
+
+    Args:
+        router: chooses the experts and their weights.
+        experts: as many as the router chooses from.
+        shared: computes every token, such as a `GatedFeedForward`; None is none (DeepSeek-V3 has one).
+        shared_gate: a linear layer to one feature, whose sigmoid the shared output is multiplied by; None is 1 (Qwen2
+            has one).
+
+    Shapes:
+        `(..., d_model)`, kept.
+
+    Raises:
+        ValueError: if router and experts differ in number or width, the shared layer in width, or there is a gate of no
+            shared layer.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax_attn import Experts, GatedFeedForward, Router
+        >>> rngs = nnx.Rngs(0)
+        >>> router, experts = Router(3, num_experts=4, top_k=2, rngs=rngs), Experts(4, 3, 6, rngs=rngs)
+        >>> MixtureOfExperts(router, experts, GatedFeedForward(3, 8, rngs=rngs))(jnp.ones((5, 3))).shape
+        (5, 3)
+
+    References:
+        Shazeer et al. 2017 (arXiv:1701.06538); Dai et al. 2024, shared experts (arXiv:2401.06066).
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        experts: Experts,
+        shared: Callable[[Array], Array] | None = None,
+        shared_gate: Callable[[Array], Array] | None = None,
+    ):
+        check_type("router", router, Router, "router=Router(...)")
+        check_type("experts", experts, Experts, "experts=Experts(...)")
+        sizes = (router.num_experts, router.d_model), (experts.num_experts, experts.d_model)
+        check_experts(*sizes, getattr(shared, "d_model", None), shared is None and shared_gate is not None)
+        self.d_model = router.d_model
+        self.router, self.experts = router, experts
+        self.shared, self.shared_gate = shared, shared_gate
+
+    def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
+        y = self.experts(x, self.router(x))
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            gate = self.shared_gate(x)
+            shared = jax.nn.sigmoid(gate.astype(accumulation_dtype(gate.dtype))).astype(gate.dtype) * shared
+        return y + shared

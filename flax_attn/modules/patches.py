@@ -1,0 +1,64 @@
+"""Images as tokens: the patches of an image, each made a vector by one matrix."""
+
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from flax.typing import Dtype, PrecisionLike
+from jaxtyping import Array, Float
+
+from flax_attn.functional.checks import check_image, check_positive
+from flax_attn.modules.linear import Linear
+
+
+class Patches(nnx.Module):
+    """`proj(patch_i)`: the image cut in patches of `height * width` pixels, row by row.
+
+    A convolution whose stride is its kernel's size is that product: `proj` has its weight `(d, c, height, width)` as a
+    matrix of `c * height * width` rows.
+
+    Args:
+        d_model: width of the tokens.
+        channels: of the images.
+        height: of a patch, in pixels.
+        width: of a patch, in pixels.
+        dtype: of the computation; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        precision: of the matrix product, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+
+    Shapes:
+        images `(b, c, rows * height, columns * width)`, channels first as transformers has them, or without b, to
+        `(b, rows * columns, d_model)`.
+
+    Raises:
+        ValueError: if a size is not positive; in the call, if an image has other channels, or patches do not fill it.
+
+    Example:
+        >>> Patches(6, 3, 4, 2, rngs=nnx.Rngs(0))(jnp.ones((5, 3, 8, 8))).shape
+        (5, 8, 6)
+
+    References:
+        Dosovitskiy et al. 2020 (arXiv:2010.11929).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        channels: int,
+        height: int,
+        width: int,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        check_positive(channels=channels, height=height, width=width)
+        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        self.channels, self.height, self.width = channels, height, width
+        self.proj = Linear(channels * height * width, d_model, axes=(None, "embed"), **numerics)
+
+    def __call__(self, images: Float[Array, "*b c rows columns"]) -> Float[Array, "*b t d"]:
+        check_image(images.shape, self.channels, self.height, self.width)
+        sizes = {"p": self.height, "q": self.width}
+        return self.proj(rearrange(images, "... c (i p) (j q) -> ... (i j) (c p q)", **sizes))

@@ -1,0 +1,192 @@
+"""The router of a mixture of experts: which experts a token is given to, and with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from flax.typing import Dtype, PrecisionLike
+from jaxtyping import Array, Float, Integer
+
+from flax_attn.functional.checks import check_choice, check_positive, check_width
+from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.mixture_checks import check_router
+from flax_attn.modules.linear import Linear
+from flax_attn.sharding.axes import constrain
+from flax_attn.sharding.mapped import by_tokens
+from flax_attn.sharding.parameters import named
+
+SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+
+
+class Routing(NamedTuple):
+    """The experts of each token.
+
+    Args:
+        weights: of the chosen experts, `(..., k)`.
+        experts: their numbers, from 0, `(..., k)`.
+        logits: of all experts, `(..., e)`.
+
+    Example:
+        >>> Routing(jnp.ones((1, 2)) / 2, jnp.array([[0, 2]]), jnp.ones((1, 4))).experts.tolist()
+        [[0, 2]]
+    """
+
+    weights: Float[Array, "*shape k"]
+    experts: Integer[Array, "*shape k"]
+    logits: Float[Array, "*shape e"]
+
+
+class _SelectionBias(nnx.BatchStat):
+    """Numbers that only decide which experts are chosen: stored with the weights, without a gradient."""
+
+
+class Router(nnx.Module):
+    """Chooses `top_k` of `num_experts` experts for each token.
+
+        scores = softmax(W x + b)  or  sigmoid(W x + b)
+        experts = the top_k largest of scores + selection_bias, in the best groups
+        weights = scale * scores[experts] / sum(scores[experts])      the sum only with `renormalize`
+
+    Softmax, the top ones and renormalisation are the softmax over the logits of the chosen experts alone (gpt-oss,
+    Mixtral). With `groups` the experts are divided into groups of equal size, and only those of the `top_groups` groups
+    count whose two best experts have the largest sum (DeepSeek-V3). All of it is computed in at least float32.
+
+    Args:
+        d_model: width of the tokens.
+        num_experts: number of experts.
+        top_k: how many experts a token is given to.
+        scores: `"softmax"` or `"sigmoid"`.
+        renormalize: whether the weights of a token are divided by their sum.
+        scale: of the weights.
+        bias: whether the logits have one.
+        selection_bias: whether there is a bias for the choice alone, `(num_experts,)`: no parameter, training moves it
+            by the load of the experts. It starts at 0.
+        groups: number of groups of experts; 1 is none.
+        top_groups: number of groups that a token's experts are chosen from.
+        dtype: not used, see above; taken so that every layer is built alike.
+        param_dtype: of the parameters.
+        precision: of the matrix product, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+
+    Shapes:
+        `(..., d_model)` to a `Routing`: weights and experts `(..., top_k)`, logits `(..., num_experts)`.
+
+    Raises:
+        ValueError: if a size is not positive, `top_k` is above the experts that can be chosen, the groups do not divide
+            the experts or are of one expert, the scores are unknown, `rngs` is missing, or the input has another width.
+
+    Example:
+        >>> routing = Router(3, num_experts=4, top_k=2, rngs=nnx.Rngs(0))(jnp.ones((5, 3)))
+        >>> routing.weights.shape, routing.logits.shape
+        ((5, 2), (5, 4))
+
+    References:
+        Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024, Mixtral (arXiv:2401.04088); DeepSeek-AI 2024,
+        groups and selection bias (arXiv:2412.19437).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int,
+        scores: str = "softmax",
+        *,
+        renormalize: bool = True,
+        scale: float = 1.0,
+        bias: bool = False,
+        selection_bias: bool = False,
+        groups: int = 1,
+        top_groups: int = 1,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del dtype
+        check_choice("scores", scores, tuple(SCORES))
+        check_positive(d_model=d_model)
+        check_router(num_experts, top_k, groups, top_groups)
+        self.d_model, self.num_experts, self.top_k = d_model, num_experts, top_k
+        self.scores, self.renormalize, self.scale = scores, renormalize, scale
+        self.groups, self.top_groups = groups, top_groups
+        numerics = {"param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        self.W_router = Linear(d_model, num_experts, bias, axes=("embed", None), **numerics)
+        own = _SelectionBias(jnp.zeros(num_experts, accumulation_dtype(jnp.dtype(param_dtype))), **named(None))
+        self.selection_bias = own if selection_bias else None
+
+    def __call__(self, x: Float[Array, "*shape d"]) -> Routing:
+        check_width("x", x.shape, "d_model", self.d_model)
+        logits = self.W_router(x.astype(accumulation_dtype(x.dtype)))
+        scores = SCORES[self.scores](constrain(logits, "batch", "tokens", None))
+        weights, experts = by_tokens(self._chosen, scores, self._preferred(scores))
+        if self.renormalize:  # sigmoids may all vanish
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        return Routing(self.scale * weights, experts, logits)
+
+    def _preferred(self, scores: Array) -> Array:
+        """Return what the experts are chosen by."""
+        scores = jax.lax.stop_gradient(scores)
+        if self.selection_bias is None:
+            return scores
+        return scores + jnp.broadcast_to(self.selection_bias[...].astype(scores.dtype), scores.shape)
+
+    def _chosen(self, scores: Array, preferred: Array) -> tuple[Array, Array]:
+        """Return the scores and the numbers of the experts of each token."""
+        experts = jax.lax.top_k(self._eligible(preferred), self.top_k)[1]
+        return jnp.take_along_axis(scores, experts, axis=-1), experts
+
+    def _eligible(self, scores: Array) -> Array:
+        """Return what the experts are chosen by; those of other groups are at -inf."""
+        if self.groups == 1:
+            return scores
+        grouped = rearrange(scores, "... (g e) -> ... g e", g=self.groups)
+        best_two = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+        chosen = jax.lax.top_k(best_two, self.top_groups)[1]
+        open_groups = jax.nn.one_hot(chosen, self.groups, dtype=bool).any(axis=-2)
+        return rearrange(jnp.where(open_groups[..., None], grouped, -jnp.inf), "... g e -> ... (g e)")
+
+
+def load_balancing_loss(routings: Sequence[Routing], mask: Array | None = None) -> Float[Array, ""]:
+    """Return the auxiliary loss that is 1 where all experts have the same load, times `top_k`, and more elsewhere.
+
+        num_experts * sum_e f_e p_e    with f_e = tokens given to expert e / tokens, p_e = mean softmax of its logits
+
+    The tokens of all layers count together. Its gradient is that of p alone.
+
+    Args:
+        routings: of the layers, from their routers.
+        mask: which tokens count, of the shape of the tokens; None is all.
+
+    Raises:
+        ValueError: if there is no routing.
+
+    Example:
+        >>> router = Router(3, num_experts=4, top_k=2, rngs=nnx.Rngs(0))
+        >>> load_balancing_loss([router(jnp.ones((5, 3)))]).shape
+        ()
+
+    References:
+        Fedus et al. 2021, equations 4 to 6 (arXiv:2101.03961).
+    """
+    if not routings:
+        raise ValueError("the load is that of the routers of one layer at least; got no routing. Pass those of a model")
+    count = routings[0].logits.shape[-1]
+    real = jnp.ones(routings[0].logits.shape[:-1], bool) if mask is None else jnp.asarray(mask, bool)
+    loads, probabilities = zip(*(_load(routing, count, real) for routing in routings), strict=True)
+    tokens = len(routings) * real.sum().astype(routings[0].logits.dtype)
+    return count * (sum(loads) / tokens * (sum(probabilities) / tokens)).sum()
+
+
+def _load(routing: Routing, count: int, real: Array) -> tuple[Array, Array]:
+    """Return how many real tokens each expert is given, and the sum of its probabilities."""
+    dtype = routing.logits.dtype
+    given = jax.nn.one_hot(routing.experts, count, dtype=dtype).sum(axis=-2)
+    tokens = tuple(range(real.ndim))
+    load, probability = (jnp.where(real[..., None], x, 0).sum(tokens) for x in (given, jax.nn.softmax(routing.logits)))
+    return load, probability

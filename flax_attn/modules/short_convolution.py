@@ -1,0 +1,70 @@
+"""The short convolution of a recurrent attention, and its activation."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jaxtyping import Array, Bool, Float
+
+from flax_attn.functional.checks import check_positive
+from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.functional.short_convolution import Convolved, short_convolution
+from flax_attn.modules.feed_forward import ACTIVATIONS
+from flax_attn.sharding.parameters import named
+
+
+class ShortConvolution(nnx.Module):
+    """`silu(short_convolution(x, kernel))`: causal, each feature for itself.
+
+    Args:
+        d_model: width of the input.
+        kernel_size: how many tokens an output is made of, its own included.
+        dtype: of the computation; None is that of the input and the parameters together.
+        param_dtype: of the parameters.
+        axes: names of the axes of the kernel, by which a mesh splits them.
+        unit: how many elements along each axis of the kernel stay on one device, such as those of a head.
+        rngs: random streams; the kernel is drawn from `params`, with the distribution of `torch.nn.Conv1d`.
+
+    Shapes:
+        `(t, d_model)` or `(b, t, d_model)`, kept; kernel `(kernel_size, d_model)`.
+
+    Raises:
+        ValueError: if a size is not positive, or the input or the state has another shape.
+
+    Example:
+        >>> convolution = ShortConvolution(3, 4, rngs=nnx.Rngs(0))
+        >>> output, state = convolution(jnp.ones((2, 5, 3)))
+        >>> output.shape, state.shape
+        ((2, 5, 3), (2, 3, 3))
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        kernel_size: int = 4,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        axes: tuple[str | None, str | None] = (None, None),
+        unit: tuple[int, int] = (1, 1),
+        rngs: nnx.Rngs,
+    ):
+        check_positive(d_model=d_model, kernel_size=kernel_size)
+        self.d_model, self.kernel_size, self.dtype = d_model, kernel_size, dtype
+        bound = kernel_size**-0.5
+        kernel = jax.random.uniform(rngs.params(), (kernel_size, d_model), param_dtype, -bound, bound)
+        self.kernel = nnx.Param(kernel, **named(*axes, unit=unit))
+
+    def __call__(
+        self,
+        x: Tokens,
+        state: Float[Array, "*b before d"] | None = None,
+        *,
+        starts: Bool[Array, "*b t"] | None = None,
+        lengths: ArrayLike | int | None = None,
+    ) -> Convolved:
+        """Return the output and the inputs that the next tokens need; see `short_convolution`."""
+        dtype = jnp.result_type(x, self.kernel[...]) if self.dtype is None else self.dtype
+        x, kernel = x.astype(dtype), self.kernel[...].astype(dtype)
+        output, state = short_convolution(x, kernel, state, starts=starts, lengths=lengths)
+        return Convolved(ACTIVATIONS["silu"](output), state)

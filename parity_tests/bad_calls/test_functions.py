@@ -1,0 +1,142 @@
+"""Bad functions of indices, as masks and as scores: the same error in the same words on both sides."""
+
+import re
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.usefixtures("no_shape_checks")
+QUERY, KEY = (2, 5, 4, 6), (2, 7, 2, 6)
+
+
+def masked(function, *offset):
+    """Return an action that attends under a mask; the function gets an array of the side."""
+
+    def act(side):
+        array = side.array(np.arange(12).reshape(3, 4), "int32")
+        made = function(array) if callable(function) else function
+        query, key = (side.array(np.ones(shape)) for shape in (QUERY, KEY))
+        return side.dot_product_attention(query, key, key, mask=side.Mask.where(made, *offset))
+
+    return act
+
+
+def scored(function, dtype="float64", **positions):
+    def act(side):
+        array = side.array(np.ones(3), "float32")
+        query, key = (side.array(np.ones(shape), dtype) for shape in (QUERY, KEY))
+        made = function(array) if callable(function) else function
+        given = {name: side.array(x) for name, x in positions.items()}
+        return side.dot_product_attention(query, key, key, score=side.ScoreFunction(made, **given) if given else made)
+
+    return act
+
+
+INDICES = "with b, n, i, j the indices of batch row, query head, query and key"
+SAME = {
+    "no function": (masked(3), rf"function of a mask is fn\(b, n, i, j\), {INDICES}; got int\. Pass a function"),
+    "no score function": (scored(3), r"function of a score is fn\(score, b, n, i, j\), .*; got int\. Pass a function"),
+    "three indices": (masked(lambda x: lambda n, i, j: i > j), r"got one that takes \(n, i, j\)\. Take all 4"),
+    "five indices": (
+        masked(lambda x: lambda s, b, n, i, j: i > j),
+        r"got one that takes \(s, b, n, i, j\)",
+    ),
+    "no score": (scored(lambda x: lambda b, n, i, j: 1.0), r"got one that takes \(b, n, i, j\)\. Take all 5"),
+    "nothing": (
+        masked(lambda x: lambda b, n, i, j: None),
+        r"of a mask returns one array; got NoneType\.",
+    ),
+    "two": (
+        scored(lambda x: lambda s, b, n, i, j: (s, s)),
+        r"of a score returns one array; got tuple\. Return",
+    ),
+    "an array": (
+        masked(lambda x: lambda b, n, i, j: x > 3),
+        r"for one \(b, n, i, j\), True = attend; got an array",
+    ),
+    "scores": (scored(lambda x: lambda s, b, n, i, j: s[None]), r"dtype of the score; got an array for one\. Index"),
+    "boolean score": (scored(lambda x: lambda s, b, n, i, j: s > 1), r"here float64; got dtype bool\. Return a"),
+    "another dtype": (
+        scored(lambda x: lambda s, b, n, i, j: x[0] * (s.ndim + 1)),
+        r"in the dtype of the score, here float64; got dtype float32\. Cast what it adds or multiplies to score\.dtype",
+    ),
+    "offset": (
+        masked(lambda x: lambda b, n, i, j: i > j, 9),
+        r"offset must lie between -t and s.*got offset=9",
+    ),
+    "query positions": (
+        scored(lambda x: lambda s, b, n, i, j: s, query_positions=np.arange(6)),
+        r"query_positions of a score are one integer a token, of shape \(2, 5\) or \(5,\); got shape \(6,\)\. Those of",
+    ),
+    "float positions": (
+        scored(lambda x: lambda s, b, n, i, j: s, key_positions=np.ones((2, 7))),
+        r"key_positions of a score .* \(7,\); got shape \(2, 7\), not integers\. .*KVCache are cache\.positions\(t\)",
+    ),
+    "rows": (
+        lambda side: side.Mask.where(lambda b, n, i, j: i + b > j + n).sized(3, None).materialise(2, 1, 4, 4),
+        r"this mask of a function is one for b=3; got b=2\. Make it again",
+    ),
+}
+ALIKE = {
+    "unknown heads": (
+        lambda side: _beside_a_ring_buffer(side, side.Mask.where(lambda b, n, i, j: i + b > j + n)),
+        r"reads b or n has to know .*; got b=\d, n=None\. Say it first: mask\.sized\(b, n\)",
+    ),
+    "no boolean": (
+        masked(lambda x: lambda b, n, i, j: i - j),
+        r"True = attend; got dtype int\d\d\. Compare: i - j",
+    ),
+    "and": (
+        masked(lambda x: lambda b, n, i, j: i > j and j > 2),
+        r"mask is called once .*: write & and \| in",
+    ),
+    "if": (
+        scored(lambda x: lambda s, b, n, i, j: s if i > j else -s),
+        r"score is called once .* where in place of if",
+    ),
+}
+
+
+def _beside_a_ring_buffer(side, mask):
+    dtype = side.array(np.ones(1)).dtype
+    new = side.array(np.ones((2, 3, 2, 3)))
+    cache = side.KVCache.zeros(2, 4, 2, 3, window=3, dtype=dtype)
+    first = cache.extend(new, new, mask.sized(None, 2))
+    return first.cache.extend(new, new, mask)
+
+
+@pytest.mark.parametrize(("act", "match"), SAME.values(), ids=SAME)
+def test_the_same_words(assert_same_error, act, match):
+    assert_same_error(act, match)
+
+
+@pytest.mark.parametrize(("act", "match"), ALIKE.values(), ids=ALIKE)
+def test_the_same_rule_with_the_remedy_of_the_framework(side, error_of, act, match):
+    assert re.search(match, error_of(side, act))
+
+
+def test_scores_of_a_module_check_their_function(assert_same_error):
+    assert_same_error(lambda side: side.Scores(function=abs), r"function of a score is fn\(score, b, n, i, j\)")
+
+
+def test_an_array_of_numpy_has_no_values_at_an_index(sides, error_of):
+    act = masked(lambda x: lambda b, n, i, j: np.arange(9)[i] > j)
+    assert re.search("index arrays of the framework, not of NumPy", error_of(sides[0], act))
+
+
+def test_a_slot_without_a_key_is_not_told_of(side):
+    x = side.array(np.ones((1, 3, 1, 4)))
+    mask, order = side.Mask.lengths(key=2), side.array(np.array([0, 1, -1]))
+
+    def loss(slope):
+        table = side.array(np.array([1.0, 2.0, 3.0, np.nan]))  # whose last is at -1
+        score = side.ScoreFunction(lambda score, b, n, i, j: score + slope * table[j], key_positions=order)
+        return side.dot_product_attention(x, x * slope, x * slope, mask=mask, score=score).sum()
+
+    assert np.isfinite(side.gradients(loss, side.array(np.array(0.5)))[0])
+
+
+def test_good_functions_pass(side):
+    assert tuple(masked(lambda x: lambda b, n, i, j: (x[b, n] > i) | (j == 0))(side).shape) == (2, 5, 4, 6)
+    assert tuple(masked(lambda x: lambda b, n, i, j: True)(side).shape) == (2, 5, 4, 6)
+    assert tuple(scored(lambda x: lambda s, *indices: s, "float32")(side).shape) == (2, 5, 4, 6)

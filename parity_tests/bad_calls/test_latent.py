@@ -1,0 +1,60 @@
+"""Bad latent attention: the same error in the same words on both sides."""
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.usefixtures("no_shape_checks")
+WIDTHS = {"kv_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 2}
+
+
+def latent(side, **options):
+    return side.build("MultiHeadLatentAttention", 6, 6, 9, 0.0, 2, **WIDTHS | options)
+
+
+def call(side, cache=None, **options):
+    return latent(side)(side.array(np.zeros((2, 3, 6))), cache=cache, **options)
+
+
+CASES = {
+    "no latent": (lambda side: latent(side, kv_lora_rank=0), r"kv_lora_rank must be a positive integer; got kv_lora"),
+    "no values": (lambda side: latent(side, v_head_dim=0), r"v_head_dim must be a positive integer; got v_head_dim=0"),
+    "form": (lambda side: latent(side, form="wide"), r"form must be one of 'auto', 'plain', 'absorbed'; got 'wide'"),
+    "odd rotated part": (
+        lambda side: latent(side, qk_rope_head_dim=3, rope=side.RoPE()),
+        r"head_dim must be .*even.*3",
+    ),
+    "norm of another width": (
+        lambda side: latent(side, kv_norm=side.build("RMSNorm", 4)),
+        r"kv_norm is as wide as its latent, 5; got one of d_model=4\. Pass kv_norm=RMSNorm\(5\)",
+    ),
+    "norm of no latent": (
+        lambda side: latent(side, q_norm=side.build("RMSNorm", 4)),
+        r"q_norm norms the latent of queries; got q_lora_rank=None\. Leave out q_norm, or pass a rank",
+    ),
+    "capacity": (lambda side: latent(side).init_cache(2, 10), r"got capacity=10, context_length=9"),
+    "a cache of another width": (
+        lambda side: call(side, latent(side, kv_lora_rank=6).init_cache(2, 8)),
+        r"holds \[latent, rotated\] .*: \(b, 1, s, 9\) and \(b, 1, s, 0\); got \(2, 1, 8, 10\) and \(2, 1, 8, 0\)",
+    ),
+    "a cache with values": (
+        lambda side: call(side, side.KVCache.zeros(2, 8, 1, 9)),
+        r"got \(2, 1, 8, 9\) and \(2, 1, 8, 9\)",
+    ),
+    "a cache of several heads": (
+        lambda side: call(side, side.KVCache.zeros(2, 8, 2, 9, value_dim=0)),
+        r"got \(2, 2, 8, 9\)",
+    ),
+    "positions without rope": (
+        lambda side: call(side, positions=side.array(np.arange(3))),
+        r"positions are for rope; got positions, rope=None",
+    ),
+    "too many tokens": (
+        lambda side: latent(side)(side.array(np.zeros((2, 10, 6)))),
+        r"query must not be longer than context_length=9 tokens; got 10",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_latent_attention_is_refused(case, assert_same_error):
+    assert_same_error(*CASES[case])

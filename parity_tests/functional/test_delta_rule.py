@@ -1,0 +1,164 @@
+"""The gated delta rule: in chunks it is the formula, which torch_ref computes token by token, and transformers' own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers.models.kimi_linear import modeling_kimi_linear
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+import flax_attn
+import torch_ref
+from flax_attn.functional import delta_chunks
+from flax_attn.parity import tolerance
+
+B, T, K, N, H, V = 2, 11, 2, 4, 3, 5
+LENGTHS = np.array([11, 6])
+STARTS = np.zeros((B, T), bool)
+STARTS[0, [2, 3, 8]], STARTS[1, [5, 9]] = True, True  # the last one in padding
+REAL = np.arange(T) < LENGTHS[:, None]
+KINDS = {
+    "a decay per head": ((B, T, N), True),
+    "a decay per feature": ((B, T, N, H), True),
+    "nothing replaced": ((B, T, N), False),
+    "nothing replaced, a decay per feature": ((B, T, N, H), False),
+}
+
+
+def inputs(decay, delta, seed=0):
+    """Return query, key, value, decay, beta and state, in their order; beta only where there is one."""
+    random = np.random.default_rng(seed)
+    query, key = (random.normal(size=(B, T, K, H)) for _ in range(2))
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    arrays = [query, key, random.normal(size=(B, T, N, V)), -np.exp(random.normal(-1, 2, decay))]
+    return [*arrays, *([random.random((B, T, N))] if delta else []), random.normal(size=(B, N, V, H))]
+
+
+def both(arrays, starts=None, lengths=None):
+    """Return outputs and gradients of both sides, under random cotangents."""
+    random = np.random.default_rng(9)
+    cotangents = random.normal(size=(B, T, N, V)), random.normal(size=(B, N, V, H))
+    theirs = [torch.tensor(x, requires_grad=True) for x in arrays]
+    options = {name: torch.tensor(x) for name, x in (("starts", starts), ("lengths", lengths)) if x is not None}
+    found = torch_ref.gated_delta_rule(*theirs[:-1], state=theirs[-1], **options)
+    sum((x * torch.tensor(c)).sum() for x, c in zip(found, cotangents, strict=True)).backward()
+
+    def weighed(*ours):
+        own = {name: jnp.asarray(x.numpy()) for name, x in options.items()}
+        found = flax_attn.gated_delta_rule(*ours[:-1], state=ours[-1], **own)
+        return sum((x * c).sum() for x, c in zip(found, cotangents, strict=True)), found
+
+    compute = jax.jit(jax.grad(weighed, tuple(range(len(arrays))), has_aux=True))
+    gradients, ours = compute(*map(jnp.asarray, arrays))
+    numbers = [{str(i): np.asarray(x) for i, x in enumerate(xs)} for xs in (ours, gradients)]
+    return numbers, [named(found), named([x.grad for x in theirs])]
+
+
+def named(tensors):
+    return {str(i): x.detach().numpy() for i, x in enumerate(tensors)}
+
+
+def assert_equal(ours, theirs):
+    assert max(tolerance.relative(ours[0], theirs[0]).values()) <= tolerance.FORWARD
+    errors = tolerance.gradient_errors(ours[1], theirs[1])
+    assert max(errors.values()) <= tolerance.GRADIENT, errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_are_the_formula(kind, monkeypatch):
+    monkeypatch.setattr(delta_chunks, "CHUNK", 4)  # three of them, the last one with padding
+    arrays = inputs(*KINDS[kind])
+    ours, theirs = both([*(hidden(x) for x in arrays[:-1]), arrays[-1]], STARTS, LENGTHS)
+    assert_equal(ours, theirs)
+    assert not ours[0]["0"][~REAL].any()
+
+
+def rule(side):
+    """Return the function of the tokens, and of the state behind them."""
+    return side.jit(lambda *arrays: side.gated_delta_rule(*arrays[:-1], state=arrays[-1]))
+
+
+def hidden(x):
+    return np.where(REAL.reshape(B, T, *(1,) * (x.ndim - 2)), x, np.nan)
+
+
+@pytest.mark.parametrize("kind", ["a decay per head", "a decay per feature"])
+def test_token_by_token_is_the_formula(kind, monkeypatch):
+    monkeypatch.setattr("flax_attn.functional.delta_rule.chunked", delta_chunks.recurrent)
+    assert_equal(*both(inputs(*KINDS[kind]), STARTS, LENGTHS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decays_of_any_strength_give_finite_gradients(kind):
+    arrays = inputs(*KINDS[kind])
+    arrays[3] *= 1e3
+    ours, theirs = both(arrays)
+    assert_equal(ours, theirs)
+    assert all(np.isfinite(x).all() for x in ours[1].values())
+
+
+def test_in_float32_a_strong_decay_leaves_the_weak_ones_their_digits(sides):
+    arrays = [x.astype(np.float32) for x in inputs(*KINDS["a decay per head"])]
+    arrays[3][:, 0], arrays[3][:, 1:] = -4000.0, arrays[3][:, 1:] * 1e-3
+    exact, single = ([torch.tensor(x, dtype=kind) for x in arrays] for kind in (torch.float64, torch.float32))
+    reference, theirs = (rule(sides[1])(*x).output.numpy() for x in (exact, single))
+    ours = np.asarray(rule(sides[0])(*map(jnp.asarray, arrays)).output)
+    ours, theirs = ({"output": x.astype(np.float64)} for x in (ours, theirs))
+    errors = tolerance.lower_dtype(ours, [theirs], {"output": reference}, tolerance.LOW_FORWARD, 2.0**-23)
+    assert errors["output"] <= 1
+
+
+def test_sums_are_taken_in_float32_and_the_state_is_kept_so(side):
+    output, state = rule(side)(*(side.array(x, "bfloat16") for x in inputs(*KINDS["a decay per head"])))
+    assert (str(output.dtype).split(".")[-1], str(state.dtype).split(".")[-1]) == ("bfloat16", "float32")
+
+
+def test_a_state_goes_on_where_it_ended(side):
+    *tokens, state = (side.array(x) for x in inputs(*KINDS["a decay per feature"]))
+    whole, found = rule(side)(*tokens, state), []
+    for start, stop in ((0, 6), (6, 7), (7, T)):
+        output, state = rule(side)(*(x[:, start:stop] for x in tokens), state)
+        found.append(side.numpy(output))
+    pairs = {"output": np.concatenate(found, 1), "state": side.numpy(state)}
+    errors = tolerance.relative(pairs, {"output": side.numpy(whole.output), "state": side.numpy(whole.state)})
+    assert max(errors.values()) <= tolerance.FORWARD
+
+
+def test_one_sequence_without_a_batch_axis(side):
+    arrays = [side.array(x) for x in inputs(*KINDS["a decay per head"])]
+    batched, alone = rule(side)(*arrays), rule(side)(*(x[0] for x in arrays))
+    for found, reference in zip(alone, batched, strict=True):
+        np.testing.assert_allclose(side.numpy(found), side.numpy(reference)[0], rtol=1e-12)
+
+
+def test_without_beta_it_is_a_sum_over_the_tokens_before(side):
+    query, key, value, decay, _ = inputs(*KINDS["nothing replaced"])
+    query, key = (np.repeat(x, N // K, axis=2) for x in (query, key))
+    sums = np.cumsum(decay, axis=1)
+    weights = np.einsum("btnh,bsnh->bnts", query, key) * H**-0.5
+    weights *= np.tril(np.exp(np.minimum(np.moveaxis(sums[:, :, None] - sums[:, None], 3, 1), 0)))
+    output = rule(side)(*map(side.array, (query, key, value, decay)), None).output
+    np.testing.assert_allclose(side.numpy(output), np.einsum("bnts,bsnv->btnv", weights, value), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "name"),
+    [
+        ("a decay per head", modeling_qwen3_next, "torch_recurrent_gated_delta_rule"),
+        ("a decay per head", modeling_qwen3_next, "torch_chunk_gated_delta_rule"),
+        ("a decay per feature", modeling_kimi_linear, "recurrent_kimi_delta_attention"),
+        ("a decay per feature", modeling_kimi_linear, "chunk_kimi_delta_attention"),
+    ],
+)
+def test_it_is_the_function_of_transformers(side, kind, module, name, float64_modules):
+    query, key, value, decay, beta, state = inputs(*KINDS[kind])
+    query, key = (np.repeat(x, N // K, axis=2) for x in (query, key))
+    tensors = [torch.tensor(x) for x in (query, key, value, decay, beta, np.swapaxes(state, 2, 3))]
+    keywords = dict(zip(("query", "key", "value", "g", "beta", "initial_state"), tensors, strict=True))
+    with float64_modules(module):
+        output, after = getattr(module, name)(**keywords, output_final_state=True)
+    ours = rule(side)(*map(side.array, (query, key, value, decay, beta, state)))
+    found = {"output": side.numpy(ours.output), "state": side.numpy(ours.state)}
+    errors = tolerance.relative(found, {"output": output.numpy(), "state": after.mT.numpy()})
+    assert max(errors.values()) <= tolerance.FORWARD, errors

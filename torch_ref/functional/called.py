@@ -1,0 +1,26 @@
+"""Functions of indices, called on tensors of indices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_ref.functional.function_checks import check_single, needs_values
+
+
+def called(what: str, function: Any, *arguments: Any) -> torch.Tensor:
+    """Return what a function returns, as a tensor, or raise `ValueError`."""
+    try:
+        result = function(*arguments)
+    except (RuntimeError, TypeError) as error:
+        if "Boolean value of Tensor" in str(error) or "can be converted" in str(error):
+            raise needs_values(what, error) from error
+        raise
+    check_single(what, result, isinstance(result, torch.Tensor | bool | float))
+    return torch.as_tensor(result, device=arguments[-1].device)
+
+
+def broadcast_size(*arrays: Any) -> tuple[int, ...]:
+    """Return the sizes that arrays broadcast to."""
+    return tuple(torch.broadcast_shapes(*(x.shape for x in arrays)))

@@ -1,0 +1,138 @@
+"""The cache of a recurrent attention: the state and the last inputs of its convolutions, however many tokens came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+from torch.nn import functional
+
+from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.checks import check_lengths, check_positive
+from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.functional.mask_parts import Causal, Count, Lengths, Segments
+from torch_ref.functional.masks import Mask
+from torch_ref.functional.shapes import ArrayLike
+
+
+@dataclass(frozen=True)
+class DeltaCache(Cache):
+    """What a recurrent attention keeps of the tokens so far: its size does not depend on how many there were.
+
+    There is no capacity, and so no token that does not fit: a row is
+    `invalid` after a length outside `0 ... t` alone.
+
+    Args:
+        query: `(b, w - 1, k h)`, the last inputs of the convolution of queries.
+        key: `(b, w - 1, k h)`, of keys.
+        value: `(b, w - 1, n v)`, of values.
+        state: `(b, n, v, h)`, in at least float32.
+        length: how many tokens of each row were taken, `(b,)`; -1 in a row that is invalid. An integer is for all.
+
+    Shapes:
+        All without b for one sequence.
+
+    Raises:
+        ValueError: if a size is not positive, or a length that is an integer lies outside `0 ... t`.
+
+    Example:
+        >>> cache = DeltaCache.zeros(2, 4, num_heads=3, head_dim=6, value_dim=5)
+        >>> cache.state.shape, cache.value.shape, cache.length.tolist()
+        (torch.Size([2, 3, 5, 6]), torch.Size([2, 3, 15]), [0, 0])
+    """
+
+    query: Float[Tensor, "*b before kh"]
+    key: Float[Tensor, "*b before kh"]
+    value: Float[Tensor, "*b before nv"]
+    state: Float[Tensor, "*b n v h"]
+    length: Count
+
+    @staticmethod
+    def zeros(
+        b: int | None,
+        kernel_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        num_key_heads: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> DeltaCache:
+        """Return an empty cache; b None is that of one sequence without a batch axis. `dtype` is that of the inputs."""
+        value_dim = head_dim if value_dim is None else value_dim
+        num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        check_positive(kernel_size=kernel_size, num_heads=num_heads, num_key_heads=num_key_heads)
+        check_positive(head_dim=head_dim, value_dim=value_dim)
+        batch, before = () if b is None else (b,), kernel_size - 1
+        query, key = (
+            torch.zeros((*batch, before, num_key_heads * head_dim), dtype=dtype, device=device) for _ in range(2)
+        )
+        value = torch.zeros((*batch, before, num_heads * value_dim), dtype=dtype, device=device)
+        kind = accumulation_dtype(dtype)
+        state = torch.zeros((*batch, num_heads, value_dim, head_dim), dtype=kind, device=device)
+        return DeltaCache(query, key, value, state, torch.zeros(batch, dtype=torch.long, device=device))
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return tuple(self.state.shape[:-3])
+
+    def count(self, t: int, lengths: ArrayLike | int | None = None) -> tuple[Count, Count]:
+        """Return the length of each row after `t` new tokens, of which `lengths` are real, and how many are taken."""
+        new = t if lengths is None else lengths
+        if isinstance(new, int):
+            check_lengths(new, t)
+            if isinstance(self.length, int):
+                return self.length + new, new
+        cached = self.row_lengths
+        new = torch.as_tensor(new, device=cached.device).expand(cached.shape)
+        valid = (cached >= 0) & (new >= 0) & (new <= t)
+        return torch.where(valid, cached + new, -1), torch.where(valid, new, 0)
+
+
+def documents_of(
+    mask: Mask, positions: Integer[Tensor, "b t"], lengths: ArrayLike | int | None
+) -> tuple[Bool[Tensor, "b t"] | None, ArrayLike | int | None]:
+    """Return where documents begin among the tokens at these positions, and how many of them are real, by a mask.
+
+    Segments are documents one after another: an id that comes back begins another document.
+
+    Args:
+        mask: of the whole sequence: causal, segments and lengths.
+        positions: of the tokens in their sequences.
+        lengths: how many of them are real; None is all.
+
+    Raises:
+        ValueError: if the mask has another part: a state knows neither windows nor single tokens.
+
+    Example:
+        >>> mask = Mask.segments(torch.tensor([[4, 4, 7, 7]])) & Mask.lengths(key=torch.tensor([3]))
+        >>> starts, lengths = documents_of(mask, torch.arange(4)[None], None)
+        >>> starts.tolist(), lengths.tolist()
+        ([[False, False, True, False]], [3])
+    """
+    b, starts = len(positions), None
+    for part in mask.parts:
+        if isinstance(part, Segments):
+            ids = torch.atleast_2d(part.query).to(positions.device)
+            begins = functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).expand(b, -1)
+            own = begins.gather(1, positions.clamp(0, ids.shape[1] - 1))
+            starts = own if starts is None else starts | own
+        elif isinstance(part, Lengths):
+            for count in (part.query, part.key):
+                lengths = lengths if count is None else _fewer(lengths, count, positions)
+        elif not (isinstance(part, Causal) and isinstance(part.offset, int | None) and not part.offset):
+            raise ValueError(
+                "a recurrent attention takes causal masks, segments and lengths, as its state holds all tokens before; "
+                f"got {Mask((part,))}. Use MultiHeadAttention for other masks"
+            )
+    return starts, lengths
+
+
+def _fewer(lengths: ArrayLike | int | None, count: Count, positions: Tensor) -> Tensor:
+    """Return how many of the tokens that are real stand before the `count` of their sequence."""
+    b, t = positions.shape
+    inside = positions < torch.as_tensor(count, device=positions.device).expand(b)[:, None]
+    return torch.minimum(inside.sum(dim=1), torch.as_tensor(t if lengths is None else lengths, device=positions.device))

@@ -1,0 +1,109 @@
+"""The gated delta rule: attention whose memory is a matrix of fixed size, rewritten by every token."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.functional.padding import batched, real_tokens, shape_of
+from torch_ref.functional.recurrent_checks import check_delta_rule
+from torch_ref.functional.shapes import ArrayLike
+
+
+class Recurrence(NamedTuple):
+    """What a recurrent attention returns.
+
+    Args:
+        output: `(b, t, n, v)`, in the dtype of the value.
+        state: `(b, n, v, h)`, after the last token of each row, in at least float32.
+    """
+
+    output: Float[Tensor, "*b t n v"]
+    state: Float[Tensor, "*b n v h"]
+
+
+def gated_delta_rule(
+    query: Float[Tensor, "*b t k h"],
+    key: Float[Tensor, "*b t k h"],
+    value: Float[Tensor, "*b t n v"],
+    decay: Float[Tensor, "*b t n"] | Float[Tensor, "*b t n h"],
+    beta: Float[Tensor, "*b t n"] | None = None,
+    *,
+    state: Float[Tensor, "*b n v h"] | None = None,
+    starts: Bool[Tensor, "*b t"] | None = None,
+    lengths: ArrayLike | int | None = None,
+    scale: float | None = None,
+) -> Recurrence:
+    """Return what every token reads from the state, and the state after the last one.
+
+        S_t = S_{t-1} diag(exp(decay_t)) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        o_t = scale * S_t q_t
+
+    The state is decayed, what it holds under the key is replaced by the value to the part `beta`, then the query reads.
+    Without `beta` nothing is replaced: `S_t = S_{t-1} diag(exp(decay_t)) + v_t k_t^T`, as in lightning attention.
+
+    The formula, token by token. Sums are taken in at least float32.
+
+    Args:
+        query: `(b, t, k, h)`.
+        key: `(b, t, k, h)`; normalised by the caller, so that `beta` between 0 and 1 replaces a part of the state.
+        value: `(b, t, n, v)`; value head i has the query and the key of head `i // (n / k)`.
+        decay: the logarithm of what remains of the state, at most 0: one number a head, `(b, t, n)` (Gated DeltaNet),
+            or one a feature of the key, `(b, t, n, h)` (Kimi Delta Attention).
+        beta: the part that is replaced, `(b, t, n)`; None replaces nothing and adds.
+        state: before the first token; None is zeros.
+        starts: `(b, t)`, True at the first token of a packed document: it does not see the state before it.
+        lengths: how many tokens of each row are real, `(b,)`; the rest is padding, which changes no state and
+            gives 0. None is all.
+        scale: of the output; None is `1 / sqrt(h)`.
+
+    Shapes:
+        All without b for one sequence.
+
+    Raises:
+        ValueError: if shapes do not belong together, or an array is not floating point.
+
+    Example:
+        >>> q = k = torch.ones((2, 5, 1, 4)) / 2
+        >>> v, decay, beta = torch.ones((2, 5, 3, 6)), torch.full((2, 5, 3), -0.1), torch.full((2, 5, 3), 0.5)
+        >>> output, state = gated_delta_rule(q, k, v, decay, beta)
+        >>> output.shape, state.shape
+        (torch.Size([2, 5, 3, 6]), torch.Size([2, 3, 6, 4]))
+
+    References:
+        Yang et al. 2024, Gated DeltaNet (arXiv:2412.06464) and the chunked form (arXiv:2406.06484); Kimi Team 2025, a
+        decay per feature (arXiv:2510.26692); Qin et al. 2024, lightning attention (arXiv:2401.04658).
+    """
+    arrays = (x for x in (query, key, value, decay, beta, state) if x is not None)
+    dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in arrays)
+    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape), tuple(decay.shape)
+    check_delta_rule(*shapes, shape_of(beta), shape_of(state), shape_of(starts), dtypes)
+    if query.ndim == 3:
+        tokens = query[None], key[None], value[None], decay[None], batched(beta)
+        found = gated_delta_rule(
+            *tokens,
+            state=batched(state),
+            starts=batched(starts),
+            lengths=lengths,
+            scale=scale,
+        )
+        return Recurrence(found.output[0], found.state[0])
+    dtype, (b, t, n, v), (k, h) = accumulation_dtype(query.dtype), value.shape, key.shape[2:]
+    factor: float = h**-0.5 if scale is None else scale
+    real = real_tokens(b, t, lengths, query.device)
+    starts = torch.zeros_like(real) if starts is None else starts & real
+    decay = decay[..., None] if decay.ndim == 3 else decay
+    query, key = (x.to(dtype).repeat_interleave(n // k, dim=2) for x in (query, key))
+    # Padding adds nothing, under no key, and lets all of the state remain.
+    query, key, value_, decay = (torch.where(real[..., None, None], x, 0).to(dtype) for x in (query, key, value, decay))
+    part = None if beta is None else torch.where(real[..., None], beta, 0).to(dtype)[..., None]
+    now = torch.zeros((b, n, v, h), dtype=dtype, device=query.device) if state is None else state.to(dtype)
+    outputs = []
+    for i in range(t):
+        now = torch.where(starts[:, i, None, None, None], 0, now) * decay[:, i, :, None].exp()
+        held = torch.einsum("bnvh,bnh->bnv", now, key[:, i])
+        new = value_[:, i] if part is None else part[:, i] * (value_[:, i] - held)
+        now = now + torch.einsum("bnv,bnh->bnvh", new, key[:, i])
+        outputs.append(factor * torch.einsum("bnvh,bnh->bnv", now, query[:, i]))
+    return Recurrence(torch.stack(outputs, dim=1).to(value.dtype), now)

@@ -1,0 +1,74 @@
+"""A function that changes the scores of attention, given the indices of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_ref.functional.called import called
+from torch_ref.functional.function_checks import SCORES, check_function, check_scored, check_token_positions
+from torch_ref.functional.shapes import Weights
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """A function of scores, and where the queries and keys stand that it is told of.
+
+        score = function(score, b, n, i, j)
+
+    Written for scalars: `score` is the scaled product with bias and soft cap, `b` the row of the batch, `n` the query
+    head, `i` the position of the query and `j` that of the key. What it returns goes into the softmax; `-inf` hides,
+    though only a mask keeps out numbers that are not finite. It is computed for hidden pairs too, of a score of 0, and
+    its derivatives there have to be finite. Tensors that it captures have gradients.
+
+    Args:
+        function: as above, in the dtype of the score, which is float32 for lower dtypes.
+        query_positions: integers `(t,)` or `(b, t)`; None is the order of the queries.
+        key_positions: integers `(s,)` or `(b, s)`; None is the order of the keys.
+
+    Raises:
+        ValueError: in a call, if the function takes other arguments or returns something else, or if there is not one
+            position for each token.
+
+    Example:
+        >>> from torch_ref import dot_product_attention
+        >>> x = torch.ones((1, 2, 1, 4))
+        >>> near = ScoreFunction(lambda score, b, n, i, j: torch.where(i == j, score, score - 0.5))
+        >>> print((100 * dot_product_attention(x, x, x, score=near, return_weights=True)[1]).int()[0, 0])
+        tensor([[62, 37],
+                [37, 62]], dtype=torch.int32)
+
+    References:
+        Dong et al. 2024, FlexAttention (arXiv:2412.05496).
+    """
+
+    function: Callable
+    query_positions: Any = None
+    key_positions: Any = None
+
+    def apply(self, scores: Weights) -> Weights:
+        """Return the new scores."""
+        b, n, t, s = scores.shape
+        check_function("score", self.function, SCORES)
+        rows, cols = self._positions("query", b, t, scores), self._positions("key", b, s, scores)
+        indices = torch.arange(b)[:, None, None, None], torch.arange(n)[None, :, None, None]
+        indices = (*(x.to(scores.device) for x in indices), rows[:, None, :, None], cols[:, None, None, :])
+        result = called("score", self.function, scores, *indices)
+        check_scored(_name(result.dtype), tuple(result.shape), _name(scores.dtype), (b, n, t, s))
+        return result.expand(b, n, t, s)
+
+    def _positions(self, name: str, b: int, tokens: int, scores: Tensor) -> Tensor:
+        given = getattr(self, f"{name}_positions")
+        given = torch.arange(tokens) if given is None else torch.as_tensor(given)
+        integers = not given.is_floating_point() and given.dtype != torch.bool
+        check_token_positions(name, tuple(given.shape), integers, b, tokens)
+        # A slot without a key is at -1.
+        return torch.atleast_2d(given).to(scores.device).clamp(min=0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

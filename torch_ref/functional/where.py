@@ -1,0 +1,46 @@
+"""A mask that is a function of indices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from torch_ref.functional.called import broadcast_size, called
+from torch_ref.functional.function_checks import check_known, check_same_size, check_sees
+from torch_ref.functional.mask_parts import Positioned
+
+
+@dataclass(frozen=True)
+class Where(Positioned):
+    """Query `i` of head `n` in row `b` sees key `j` from position `p` when `function(b, n, p, j)`.
+
+    Args:
+        function: called on tensors of indices that broadcast to `(b, n, t, s)`.
+        b: the indices of the rows of the batch, `(b,)`; None until it is known how many there are.
+        n: the indices of the heads, `(n,)`; None until it is known how many there are.
+    """
+
+    function: Any
+    b: Any = field(default=None, repr=False)
+    n: Any = field(default=None, repr=False)
+
+    def resolve(self, b, n, t, s):
+        for name, index, size in (("b", self.b, b), ("n", self.n, n)):
+            check_same_size(name, None if index is None else len(index), size)
+        placed = replace(self, offset=0) if self.offset is None else self  # a function of indices, unless it is said
+        return super(Where, placed).resolve(b, n, t, s).sized(b, n)
+
+    def sized(self, b, n):
+        given = {"b": (self.b, b), "n": (self.n, n)}
+        unknown = {name: size for name, (index, size) in given.items() if index is None and size is not None}
+        return replace(self, **{name: torch.arange(size) for name, size in unknown.items()})
+
+    def allow(self, rows, cols):
+        check_known(*(None if index is None else len(index) for index in (self.b, self.n)))
+        b, n = self.b.to(rows.device)[:, None, None, None], self.n.to(rows.device)[None, :, None, None]
+        indices = b, n, self.position(rows), cols
+        result, size = called("mask", self.function, *indices), broadcast_size(*indices)
+        check_sees(str(result.dtype).removeprefix("torch."), tuple(result.shape), size)
+        return result.expand(size)

@@ -1,0 +1,50 @@
+"""A convolution over tokens, as one product of their windows with a matrix."""
+
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torch_ref.functional.checks import check_odd, check_positive, check_tokens
+from torch_ref.modules.linear import Linear
+from torch_ref.modules.typed import TypedModule
+
+
+class Convolution(TypedModule):
+    """`proj` of every `stride`-th window of `width` tokens, the sequence padded by zeros on either side.
+
+    A convolution is that product: `proj` has its weight `(d_model, channels, width)` as a matrix of `channels * width`
+    rows.
+
+    Args:
+        channels: width of the input.
+        d_model: width of the output.
+        width: of a window, in tokens; odd.
+        stride: between windows, in tokens.
+
+    Shapes:
+        `(b, t, channels)` or without b to `(b, t / stride, d_model)`, rounded up.
+
+    Raises:
+        ValueError: if a size is not positive or `width` is even; in the call, if the input has another rank or width.
+
+    Example:
+        >>> import torch
+        >>> Convolution(3, 4, 3, 2)(torch.ones((2, 7, 3))).shape
+        torch.Size([2, 4, 4])
+
+    References:
+        Radford et al. 2022, Whisper (arXiv:2212.04356).
+    """
+
+    def __init__(self, channels: int, d_model: int, width: int, stride: int = 1):
+        super().__init__()
+        check_positive(channels=channels, stride=stride)
+        check_odd(width=width)
+        self.channels, self.width, self.stride = channels, width, stride
+        self.proj = Linear(channels * width, d_model)
+
+    def forward(self, x: Float[Tensor, "*b t c"]) -> Float[Tensor, "*b t2 d"]:
+        check_tokens("x", tuple(x.shape), "channels", self.channels, None)
+        windows = pad(x, (0, 0, self.width // 2, self.width // 2)).unfold(-2, self.width, self.stride)
+        return self.proj(rearrange(windows, "... t c k -> ... t (c k)"))

@@ -1,0 +1,114 @@
+"""Cross-attention: to a sequence that is encoded once, before the first token is decoded."""
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from torch_ref.attention import check_backend, dot_product_attention
+from torch_ref.functional.cache import KVCache
+from torch_ref.functional.checks import check_heads, check_positive, check_tokens, check_type
+from torch_ref.functional.masks import Mask
+from torch_ref.functional.scores import Scores
+from torch_ref.functional.shapes import ArrayLike
+from torch_ref.modules.dropout import Dropout
+from torch_ref.modules.linear import Linear
+from torch_ref.modules.typed import TypedModule
+
+
+class CrossAttention(TypedModule):
+    """Attention to the tokens of another sequence, whose keys and values are computed once and kept.
+
+        out_proj(concat_i(dropout(softmax(q_i k_i^T / sqrt(h))) v_i))    with k and v of the other sequence
+
+    Args:
+        d_in: width of the tokens, and of the output.
+        kdim: width of the tokens of the other sequence.
+        dropout: the probability that a weight is dropped in train mode.
+        num_heads: number of heads; divides d_in unless `head_dim` is given.
+        qkv_bias: whether the projections of queries and values have a bias.
+        key_bias: whether the projection of keys has one.
+        head_dim: width h of a head; None is `d_in / num_heads`.
+        out_bias: whether the output projection has a bias.
+        scores: scale, and soft cap, of the scores.
+        backend: of the attention call; `"auto"` or the name of one.
+
+    Shapes:
+        tokens `(b, t, d_in)` and the other sequence `(b, s, kdim)` to `(b, t, d_in)`, or all without b.
+
+    Raises:
+        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1), the scores have
+            more than a scale and a soft cap, or the backend is unknown; in the call, if an input has another rank or
+            width.
+
+    Example:
+        >>> layer = CrossAttention(6, 4, 0.0, 2)
+        >>> kept = layer.keep(torch.ones((3, 7, 4)), lengths=torch.tensor([7, 2, 5]))
+        >>> layer(torch.ones((3, 5, 6)), kept).shape
+        torch.Size([3, 5, 6])
+
+    References:
+        Vaswani et al. 2017 (arXiv:1706.03762).
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        kdim: int,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        key_bias: bool = False,
+        head_dim: int | None = None,
+        out_bias: bool = True,
+        scores: Scores = Scores(),  # noqa: B008 (frozen)
+        backend: str = "auto",
+    ):
+        super().__init__()
+        check_heads(d_in, num_heads, num_heads, head_dim)
+        check_positive(kdim=kdim)
+        check_backend(backend)
+        check_type("scores", scores, Scores, "scores=Scores(soft_cap=50.0)")
+        if scores.sinks or scores.function is not None:
+            raise ValueError(
+                f"the scores of cross-attention have a scale and a soft cap alone; got sinks={scores.sinks}, "
+                f"function={scores.function}. Leave out sinks and function"
+            )
+        self.d_in, self.d_out, self.kdim, self.vdim = d_in, d_in, kdim, kdim
+        self.num_heads = self.num_kv_heads = num_heads
+        self.head_dim = d_in // num_heads if head_dim is None else head_dim
+        self.scores, self.backend = scores, backend
+        width = num_heads * self.head_dim
+        self.W_query = Linear(d_in, width, qkv_bias)
+        self.W_key = Linear(kdim, width, key_bias)
+        self.W_value = Linear(kdim, width, qkv_bias)
+        self.out_proj = Linear(width, d_in, out_bias)
+        self.dropout = Dropout(dropout)
+
+    def keep(self, encoded: Float[Tensor, "*b s d"], lengths: ArrayLike | int | None = None) -> KVCache:
+        """Return the keys and values of the other sequence, of whose rows the first `lengths` tokens are real."""
+        check_tokens("encoded", tuple(encoded.shape), "kdim", self.kdim, None)
+        pattern = "... s (k h) -> ... k s h"
+        key, value = (rearrange(layer(encoded), pattern, k=self.num_heads) for layer in (self.W_key, self.W_value))
+        given = torch.as_tensor(encoded.shape[-2] if lengths is None else lengths)
+        return KVCache(key, value, given.broadcast_to(key.shape[:-3]))
+
+    def forward(
+        self, x: Float[Tensor, "*b t d"], kept: KVCache, *, dropout_key: Tensor | None = None
+    ) -> Float[Tensor, "*b t d"]:
+        """Return what tokens attend to; `kept` is what `keep` returned."""
+        check_tokens("x", tuple(x.shape), "d_in", self.d_in, None)
+        query = rearrange(self.W_query(x), "... t (n h) -> ... t n h", n=self.num_heads)
+        key, value = (rearrange(a, "... k s h -> ... s k h") for a in (kept.key, kept.value))
+        context = dot_product_attention(
+            query,
+            key,
+            value,
+            mask=Mask.lengths(key=kept.length),
+            scale=self.scores.scale,
+            soft_cap=self.scores.soft_cap,
+            dropout=self.dropout.keyed(dropout_key),
+            backend=self.backend,
+        )
+        return self.out_proj(rearrange(context, "... t n h -> ... t (n h)"))

@@ -1,0 +1,115 @@
+"""The block of a decoder that attends to what an encoder returned."""
+
+from typing import Any, Unpack, overload
+
+import torch
+from torch import Tensor, nn
+
+from torch_ref.functional.cache import KVCache
+from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.checks import check_block_widths, check_type
+from torch_ref.functional.dropout import fold_in
+from torch_ref.functional.shapes import Tokens
+from torch_ref.modules.calls import Attention, CallOptions, unpack
+from torch_ref.modules.cross_attention import CrossAttention
+from torch_ref.modules.dropout import Dropout
+from torch_ref.modules.typed import TypedModule
+
+_Part = nn.Module  # from tokens to tokens
+
+
+class CrossBlock(TypedModule):
+    """The block of a decoder that attends to what an encoder returned: three layers, each with a residual connection.
+
+        norm_first:  x = x + drop(att(norm1(x)));  x = x + drop(cross(norm2(x), kept));  x = x + drop(ff(norm3(x)))
+        otherwise:   x = norm1(x + drop(att(x)));  x = norm2(x + drop(cross(x, kept)));  x = norm3(x + drop(ff(x)))
+
+    T5 and Whisper have the norms before the layers; the paper of 2017 and, by default,
+    `torch.nn.TransformerDecoderLayer` have them after the sums.
+
+    Args:
+        att: the self-attention, `d_model` wide at both ends.
+        cross: the cross-attention.
+        ff: the feed-forward layer, or any other module from tokens to tokens.
+        norm1: norm of the self-attention.
+        norm2: norm of the cross-attention.
+        norm3: norm of the feed-forward layer.
+        norm_first: whether the norms come before the layers, or after the sums.
+        drop_shortcut: dropout of what the layers add; None is no dropout.
+
+    Shapes:
+        `(t, d_model)` or `(b, t, d_model)`, kept.
+
+    Raises:
+        ValueError: if `att`, `cross` or `drop_shortcut` is another kind of module, or the parts differ in width; in the
+            call, where the parts do.
+
+    Example:
+        >>> from torch_ref import FeedForward, LayerNorm, MultiHeadAttention
+        >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2)
+        >>> cross, norms = CrossAttention(6, 4, 0.0, 2), [LayerNorm(6) for _ in range(3)]
+        >>> block = CrossBlock(att, cross, FeedForward(6), *norms)
+        >>> block(torch.ones((4, 5, 6)), cross.keep(torch.ones((4, 7, 4)))).shape
+        torch.Size([4, 5, 6])
+
+    References:
+        Vaswani et al. 2017 (arXiv:1706.03762); Raffel et al. 2019, norms before the layers (arXiv:1910.10683).
+    """
+
+    def __init__(
+        self,
+        att: Attention,
+        cross: CrossAttention,
+        ff: _Part,
+        norm1: _Part,
+        norm2: _Part,
+        norm3: _Part,
+        *,
+        norm_first: bool = True,
+        drop_shortcut: Dropout | None = None,
+    ):
+        super().__init__()
+        check_type("att", att, Attention, "att=MultiHeadAttention(...)")
+        check_type("cross", cross, CrossAttention, "cross=CrossAttention(...)")
+        check_type("drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None")
+        parts = {"ff": ff, "norm1": norm1, "norm2": norm2, "norm3": norm3}
+        widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
+        check_block_widths(att.d_in, {"d_out": att.d_out}, widths | {"cross": cross.d_in})
+        self.norm_first = norm_first
+        self.att, self.cross, self.ff = att, cross, ff
+        self.norm1, self.norm2, self.norm3 = norm1, norm2, norm3
+        self.drop_shortcut = drop_shortcut
+
+    @overload
+    def forward(self, x: Tensor, kept: KVCache, *, cache: None = None, **options: Unpack[CallOptions]) -> Tensor: ...
+    @overload
+    def forward(
+        self, x: Tensor, kept: KVCache, *, cache: Cache, **options: Unpack[CallOptions]
+    ) -> tuple[Tensor, Cache]: ...
+    def forward(
+        self, x: Tokens, kept: KVCache, *, cache: Cache | None = None, dropout_key: Tensor | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, Cache]:
+        """Return the tokens, followed by the new cache if there is a cache.
+
+        `kept` is what `cross.keep` returned; the other arguments are those of the self-attention. Children 0 to 4 of
+        `dropout_key` decide what is dropped: of the weights and the output of either attention, and of the feed-forward
+        layer's output.
+        """
+        keys = [fold_in(dropout_key, i) for i in range(5)]
+        attended = self.att(self._before(self.norm1, x), cache=cache, dropout_key=keys[0], **options)
+        output, _, cache = unpack(attended, False, cache is not None)
+        x = self._add(x, output, self.norm1, keys[1])
+        x = self._add(x, self.cross(self._before(self.norm2, x), kept, dropout_key=keys[2]), self.norm2, keys[3])
+        x = self._add(x, self.ff(self._before(self.norm3, x)), self.norm3, keys[4])
+        return x if cache is None else (x, cache)
+
+    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Cache:
+        """Return an empty cache of the self-attention, see `MultiHeadAttention.init_cache`."""
+        return self.att.init_cache(b, capacity, dtype)
+
+    def _before(self, norm: _Part, x: Tensor) -> Tensor:
+        return norm(x) if self.norm_first else x
+
+    def _add(self, x: Tensor, y: Tensor, norm: _Part, key: Tensor | None) -> Tensor:
+        y = y if self.drop_shortcut is None else self.drop_shortcut(y, dropout_key=key)
+        return x + y if self.norm_first else norm(x + y)

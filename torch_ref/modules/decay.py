@@ -1,0 +1,51 @@
+"""How fast a recurrent attention forgets."""
+
+import math
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torch_ref.functional.checks import check_positive
+from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.modules.typed import TypedModule
+
+
+class DecayRate(TypedModule):
+    """The logarithm of a decay, `-exp(A_log) * softplus(x + dt_bias)`, in at least float32.
+
+    Args:
+        num_heads: number of heads.
+        size: how many decays a head has.
+
+    Shapes:
+        `(..., num_heads * size)` to `(..., num_heads, size)`; `A_log` is `(num_heads,)`, `dt_bias` one for each input.
+        They start as Mamba's do: `exp(A_log)` between 1 and 16, `softplus(dt_bias)` between 0.001 and 0.1.
+
+    Raises:
+        ValueError: if a size is not positive.
+
+    Example:
+        >>> DecayRate(2, 3)(torch.ones((4, 6))).shape
+        torch.Size([4, 2, 3])
+
+    References:
+        Gu and Dao 2023 (arXiv:2312.00752).
+    """
+
+    def __init__(self, num_heads: int, size: int = 1):
+        super().__init__()
+        check_positive(num_heads=num_heads, size=size)
+        self.num_heads = num_heads
+        rate = torch.empty(num_heads).uniform_(1.0, 16.0)
+        step = torch.empty(num_heads * size).uniform_(math.log(0.001), math.log(0.1)).exp()
+        self.A_log = nn.Parameter(rate.log())
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
+
+    def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape n s"]:
+        x = x.to(accumulation_dtype(x.dtype))
+        step = functional.softplus(x + self.dt_bias.to(x.dtype), threshold=1000.0)  # torch leaves it out above 20
+        step = rearrange(step, "... (n s) -> ... n s", n=self.num_heads)
+        return -self.A_log.to(x.dtype).exp()[:, None] * step

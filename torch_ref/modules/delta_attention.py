@@ -1,0 +1,213 @@
+"""Attention by the gated delta rule: what its kinds share."""
+
+from collections.abc import Callable
+from typing import Any, Literal, Unpack, overload
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from torch_ref.functional.checks import check_positive, check_tokens
+from torch_ref.functional.delta_cache import DeltaCache, documents_of
+from torch_ref.functional.delta_rule import gated_delta_rule
+from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.functional.masks import Mask, as_mask
+from torch_ref.functional.padding import real_tokens
+from torch_ref.functional.recurrent_checks import check_recurrent_heads, check_recurrent_options
+from torch_ref.functional.shapes import ArrayLike, Tokens
+from torch_ref.modules.calls import Attention, CallOptions, Outputs, Returned
+from torch_ref.modules.linear import Linear
+from torch_ref.modules.norm import RMSNorm
+from torch_ref.modules.short_convolution import ShortConvolution
+
+
+class DeltaAttention(Attention):
+    """Attention by the gated delta rule; a base class, see `GatedDeltaNet` and `KimiDeltaAttention`.
+
+        q, k, v = silu(conv(x W_query)), silu(conv(x W_key)), silu(conv(x W_value))
+        o = gated_delta_rule(q / |q|, k / |k|, v, decay(x), beta=sigmoid(x W_beta))
+        out_proj(norm(o) * gate(x))
+
+    A kind defines `create_parts`, `decay` and `gate`. The norm is an `RMSNorm` over each head.
+
+    Args:
+        d_in: width of the input.
+        d_out: width of the output.
+        num_heads: number of heads of values, and of states.
+        head_dim: width h of a head of queries and keys.
+        num_key_heads: number of heads of queries and keys; divides num_heads. None is num_heads.
+        value_dim: width v of a head of values; None is head_dim.
+        kernel_size: of the convolutions.
+        eps: epsilon of the norm.
+
+    Shapes:
+        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`.
+
+    Raises:
+        ValueError: if a size is not positive, or the heads of keys do not divide those of values; in the call, if the
+            input has another rank or width, if the mask is more than causal, segments and lengths, or if the call asks
+            for weights, a bias or positions, which a state has not.
+
+    Example:
+        >>> class DeltaNet(DeltaAttention):
+        ...     def create_parts(self):
+        ...         pass
+        ...     def decay(self, x):
+        ...         return torch.zeros((*x.shape[:-1], self.num_heads))
+        ...     def gate(self, x):
+        ...         return torch.ones((*x.shape[:-1], self.num_heads, self.value_dim))
+        >>> DeltaNet(6, 6, num_heads=2, head_dim=4)(torch.ones((2, 5, 6))).shape
+        torch.Size([2, 5, 6])
+
+    References:
+        Yang et al. 2024, DeltaNet (arXiv:2406.06484).
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_key_heads: int | None = None,
+        value_dim: int | None = None,
+        kernel_size: int = 4,
+        eps: float = 1e-6,
+    ):
+        super().__init__()
+        num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        value_dim = head_dim if value_dim is None else value_dim
+        check_positive(d_in=d_in, d_out=d_out, num_heads=num_heads, num_key_heads=num_key_heads)
+        check_positive(head_dim=head_dim, value_dim=value_dim)
+        check_recurrent_heads(num_heads, num_key_heads)
+        self.d_in, self.d_out, self.kernel_size = d_in, d_out, kernel_size
+        self.num_heads, self.num_key_heads, self.head_dim, self.value_dim = (
+            num_heads,
+            num_key_heads,
+            head_dim,
+            value_dim,
+        )
+        keys, values = num_key_heads * head_dim, num_heads * value_dim
+        self.W_query = Linear(d_in, keys, False)
+        self.W_key = Linear(d_in, keys, False)
+        self.W_value = Linear(d_in, values, False)
+        self.W_beta = Linear(d_in, num_heads, False)
+        self.conv_query = ShortConvolution(keys, kernel_size)
+        self.conv_key = ShortConvolution(keys, kernel_size)
+        self.conv_value = ShortConvolution(values, kernel_size)
+        self.norm = RMSNorm(value_dim, eps)
+        self.out_proj = Linear(values, d_out, False)
+        self.create_parts()
+
+    def create_parts(self) -> None:
+        """Set what `decay` and `gate` are made of."""
+        raise NotImplementedError
+
+    def decay(self, x: Tokens) -> Tensor:
+        """Return the logarithms of decays, `(b, t, n)` or `(b, t, n, h)`."""
+        raise NotImplementedError
+
+    def gate(self, x: Tokens) -> Float[Tensor, "b t n v"]:
+        """Return what the heads are multiplied by."""
+        raise NotImplementedError
+
+    def beta(self, x: Tokens) -> Float[Tensor, "b t n"]:
+        """Return the part of what the state holds under a key that is replaced, in at least float32."""
+        beta = self.W_beta(x)
+        return beta.to(accumulation_dtype(beta.dtype)).sigmoid()
+
+    @overload
+    def forward(
+        self, query: Tensor, *,
+        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, *,
+        cache: DeltaCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> tuple[Tensor, DeltaCache]: ...  # fmt: skip
+    def forward(
+        self,
+        query: Tokens,
+        *,
+        mask: Mask | Tensor | None = None,
+        lengths: ArrayLike | int | None = None,
+        cache: DeltaCache | None = None,
+        **options: Any,
+    ) -> Returned:
+        """Return the output, followed by the new cache if there is a cache.
+
+        Args:
+            query: the input.
+            mask: causal, segments (documents one after another) and lengths; with a cache it is that of the whole
+                sequence, the same in every call.
+            lengths: how many tokens of each row are real, `(b,)`; the rest is padding. None is all.
+            cache: state and last inputs, from `init_cache`.
+            options: of a block's attention, none of which may ask for anything: there are no weights, no bias, no
+                positions and no dropout.
+        """
+        check_tokens("query", tuple(query.shape), "d_in", self.d_in, self.context_length)
+        check_recurrent_options(options)
+        if query.ndim == 2:
+            batched = None if cache is None else _each(cache, lambda x: x[None])
+            output, after = self._attend(query[None], as_mask(mask), lengths, batched)
+            return Outputs(output[0], cache=None if after is None else _each(after, lambda x: x[0])).pack()
+        output, after = self._attend(query, as_mask(mask), lengths, cache)
+        return Outputs(output, cache=after).pack()
+
+    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> DeltaCache:
+        """Return an empty cache for `b` sequences; b None is one without a batch axis.
+
+        It is as large for any `capacity`. `dtype` is that of the inputs of the convolutions; None is that of the key
+        projection.
+        """
+        weight = self.W_key.weight
+        return DeltaCache.zeros(
+            b,
+            self.kernel_size,
+            self.num_heads,
+            self.head_dim,
+            value_dim=self.value_dim,
+            num_key_heads=self.num_key_heads,
+            dtype=weight.dtype if dtype is None else dtype,
+            device=weight.device,
+        )
+
+    def _attend(
+        self, x: Tensor, mask: Mask, lengths: ArrayLike | int | None, cache: DeltaCache | None
+    ) -> tuple[Tensor, DeltaCache | None]:
+        b, t, _ = x.shape
+        order = torch.arange(t, device=x.device).expand(b, t) if cache is None else cache.positions(t)
+        starts, lengths = documents_of(mask, order, lengths)
+        after, lengths = (0, lengths) if cache is None else cache.count(t, lengths)
+        before = (None, None, None, None) if cache is None else tuple(cache.arrays.values())
+        options = {"starts": starts, "lengths": lengths}
+        x = x if lengths is None else torch.where(real_tokens(b, t, lengths, x.device)[..., None], x, 0)
+        query, last_query = self.conv_query(self.W_query(x), before[0], **options)
+        key, last_key = self.conv_key(self.W_key(x), before[1], **options)
+        value, last_value = self.conv_value(self.W_value(x), before[2], **options)
+        query, key = (_unit(rearrange(y, "b t (k h) -> b t k h", h=self.head_dim)) for y in (query, key))
+        value = rearrange(value, "b t (n v) -> b t n v", n=self.num_heads)
+        beta = self.beta(x)
+        found = gated_delta_rule(query, key, value, self.decay(x), beta, state=before[3], **options)
+        context = self._gated(found.output, x)
+        if cache is not None:
+            cache = DeltaCache(last_query, last_key, last_value, found.state, after)
+            context = torch.where(cache.invalid[:, None, None, None], torch.nan, context)
+        return self.out_proj(rearrange(context, "b t n v -> b t (n v)")), cache
+
+    def _gated(self, heads: Tensor, x: Tensor) -> Tensor:
+        return self.norm(heads) * self.gate(x)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return `x / sqrt(sum(x^2) + 1e-6)` over the last axis."""
+    y = x.to(accumulation_dtype(x.dtype))
+    return (y * torch.rsqrt(y.square().sum(dim=-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _each(cache: DeltaCache, change: Callable[[Tensor], Tensor]) -> DeltaCache:
+    length = cache.length if isinstance(cache.length, int) else change(cache.length)
+    return cache.replace(**{name: change(x) for name, x in cache.arrays.items()}, length=length)

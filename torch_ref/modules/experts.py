@@ -1,0 +1,150 @@
+"""The experts of a mixture: gated feed-forward layers of equal shape, their weights stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from torch_ref.functional.checks import check_choice, check_positive, check_type, check_width
+from torch_ref.modules.feed_forward import ACTIVATIONS
+from torch_ref.modules.router import Routing
+from torch_ref.modules.typed import TypedModule
+
+FORMS = ("auto", "dense", "sorted")
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """`min(gate, limit) sigmoid(alpha min(gate, limit)) (clip(up, -limit, limit) + 1)`: what gpt-oss has for SwiGLU.
+
+    Args:
+        limit: of both branches; the gate is bounded above alone.
+        alpha: slope of the sigmoid.
+
+    Raises:
+        ValueError: if the limit is not positive.
+
+    Example:
+        >>> activated = ClampedSwiGLU(limit=2.0)(torch.tensor([-1.0, 9.0]), torch.tensor([0.0, 5.0]))
+        >>> [round(number, 3) for number in activated.tolist()]
+        [-0.154, 5.807]
+
+    References:
+        OpenAI 2025, gpt-oss (arXiv:2508.10925).
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    def __post_init__(self):
+        if not self.limit > 0:
+            raise ValueError(f"limit bounds the branches of a SwiGLU and must be positive; got {self.limit!r}")
+
+    def __call__(self, gate: Float[Tensor, "*shape h"], up: Float[Tensor, "*shape h"]) -> Float[Tensor, "*shape h"]:
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+
+
+class _Linears(TypedModule):
+    """One linear layer for each expert: weight `(e, d_out, d_in)`, bias `(e, d_out)`."""
+
+    def __init__(self, num_experts: int, d_in: int, d_out: int, bias: bool):
+        super().__init__()
+        bound = d_in**-0.5
+        self.weight = nn.Parameter(torch.empty(num_experts, d_out, d_in).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(num_experts, d_out).uniform_(-bound, bound)) if bias else None
+
+    def forward(self, x: Float[Tensor, "e *shape d_in"]) -> Float[Tensor, "e *shape d_out"]:
+        biases = [None] * len(x) if self.bias is None else self.bias
+        layers = zip(x, self.weight, biases, strict=True)
+        return torch.stack([nn.functional.linear(x, weight, bias) for x, weight, bias in layers])
+
+
+class Experts(TypedModule):
+    """The sum of the outputs of a token's experts, each times its weight.
+
+        y = sum_j weights_j E_(experts_j)(x)    with E_e(x) = W_down_e(activation(W_gate_e x) * W_up_e x)
+
+    No token is dropped, whatever the load of an expert. Here every expert computes every token, in any form.
+
+    Args:
+        num_experts: number of experts.
+        d_model: width of the tokens.
+        d_hidden: width inside an expert.
+        activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"`, or a function of gate and up that replaces
+            `activation(gate) * up`, such as a `ClampedSwiGLU`.
+        bias: whether the three layers of an expert have one.
+        form: `"auto"`, `"dense"` or `"sorted"`.
+
+    Shapes:
+        `(..., d_model)`, kept; weights `(num_experts, d_hidden, d_model)`, and of `W_down` the reverse.
+
+    Raises:
+        ValueError: if a size is not positive, the activation or the form is unknown, or the input has another width.
+
+    Example:
+        >>> from torch_ref import Router
+        >>> x = torch.ones((5, 3))
+        >>> Experts(4, 3, 6)(x, Router(3, 4, top_k=2)(x)).shape
+        torch.Size([5, 3])
+
+    References:
+        Shazeer et al. 2017 (arXiv:1701.06538); Gale et al. 2022, dropless (arXiv:2211.15841).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        d_model: int,
+        d_hidden: int,
+        activation: str | Callable[[Tensor, Tensor], Tensor] = "silu",
+        bias: bool = False,
+        form: str = "auto",
+    ):
+        super().__init__()
+        check_choice("form", form, FORMS)
+        check_positive(num_experts=num_experts, d_model=d_model, d_hidden=d_hidden)
+        self.num_experts, self.d_model, self.form = num_experts, d_model, form
+        self.activation = gated(activation)
+        self.W_gate = _Linears(num_experts, d_model, d_hidden, bias)
+        self.W_up = _Linears(num_experts, d_model, d_hidden, bias)
+        self.W_down = _Linears(num_experts, d_hidden, d_model, bias)
+
+    def forward(self, x: Float[Tensor, "*shape d"], routing: Routing) -> Float[Tensor, "*shape d"]:
+        check_width("x", tuple(x.shape), "d_model", self.d_model)
+        every = x.expand(self.num_experts, *x.shape)
+        outputs = self.W_down(self.activation(self.W_gate(every), self.W_up(every)))
+        chosen = nn.functional.one_hot(routing.experts, self.num_experts).to(outputs.dtype)
+        weights = torch.einsum("...k,...ke->...e", routing.weights.to(outputs.dtype), chosen)
+        return torch.einsum("...e,e...d->...d", weights, outputs)
+
+
+def gated(activation: str | Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function of gate and up that an activation stands for.
+
+    Raises:
+        ValueError: if there is no activation of that name.
+
+    Example:
+        >>> gated("silu")(torch.tensor([0.0]), torch.tensor([3.0]))
+        tensor([0.])
+    """
+    if not isinstance(activation, str):
+        check_type("activation", activation, Callable, 'activation="silu", or a function of gate and up')
+        return activation
+    check_choice("activation", activation, tuple(ACTIVATIONS))
+    return _Gated(ACTIVATIONS[activation]())
+
+
+@dataclass(frozen=True)
+class _Gated:
+    """`activation(gate) * up`."""
+
+    activation: nn.Module
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.activation(gate) * up

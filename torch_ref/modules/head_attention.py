@@ -1,0 +1,119 @@
+"""Attention in heads: what is done between projecting the input of a layer and projecting what its heads return."""
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from torch_ref.attention import dot_product_attention
+from torch_ref.functional.cache import KVCache
+from torch_ref.functional.checks import check_capacity, check_tokens
+from torch_ref.functional.masks import Mask, as_mask
+from torch_ref.functional.scores import Scores
+from torch_ref.functional.shapes import ArrayLike
+from torch_ref.functional.tags import checkpoint_name
+from torch_ref.modules.calls import Attention, Bias, Outputs, Returned, unpack
+from torch_ref.modules.dropout import Dropout
+from torch_ref.modules.heads import gate_heads
+from torch_ref.modules.linear import Linear
+
+
+class HeadAttention(Attention):
+    """Attention in heads; a base class of `MultiHeadAttention` and `MultiHeadLatentAttention`.
+
+    A layer has these attributes, and a method `_project` from what it is called with, and positions, to queries, and to
+    the keys and values that are cached.
+
+    Attributes:
+        num_heads: number of query heads.
+        head_dim: width of a query.
+        causal: whether a token attends only to itself and to the tokens before it.
+        scores: scale, soft cap, sinks and function of the scores.
+        sinks: the parameter of the sinks; None is none.
+        W_gate: the gate of what the heads return; None is none.
+        out_proj: the projection of what they return.
+        dropout: of the weights.
+        backend: of the attention call; `"auto"` or the name of one.
+
+    Example:
+        >>> from torch_ref import MultiHeadAttention
+        >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4)
+        >>> layer.num_heads, layer.head_dim, layer.causal
+        (4, 2, True)
+    """
+
+    num_heads: int
+    head_dim: int
+    causal: bool
+    scores: Scores
+    sinks: nn.Parameter | None
+    W_gate: Linear | None
+    out_proj: Linear
+    dropout: Dropout
+    backend: str
+
+    def _project(self, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _run(
+        self,
+        *inputs: Tensor | None,
+        mask: Mask | Tensor | None,
+        bias: Bias | None,
+        positions: ArrayLike | None,
+        lengths: ArrayLike | int | None,
+        cache: KVCache | None,
+        return_weights: bool,
+        dropout_key: Tensor | None,
+    ) -> Returned:
+        """Return what a call of the layer does; the first of the inputs is that of the queries."""
+        query: Any = inputs[0]
+        check_tokens("query", tuple(query.shape), "d_in", self.d_in, self.context_length)
+        t = query.shape[-2]
+        query_positions = torch.arange(t, device=query.device) if cache is None else cache.positions(t, lengths)
+        q, k, v = self._project(*inputs, query_positions if positions is None else positions)
+        mask = self._mask(mask)
+        if cache is None:
+            key_positions = torch.arange(k.shape[-3], device=k.device)
+            mask = mask if lengths is None else mask & Mask.lengths(query=lengths, key=lengths)
+        else:
+            k, v, mask, key_positions, cache = cache.extend(k, v, mask, lengths)
+        bias = bias(query_positions, key_positions) if callable(bias) else bias
+        score, dropout = self.scores.placed(query_positions, key_positions), self.dropout.keyed(dropout_key)
+        options = {"score": score, "dropout": dropout, "return_weights": return_weights}
+        context, weights = self._attend(q, k, v, bias, mask, **options)
+        if cache is not None:
+            context = torch.where(cache.invalid[..., None, None, None], torch.nan, context)
+        if self.W_gate is not None:
+            context = gate_heads(self.W_gate(query), context)
+        output = checkpoint_name(self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output")
+        return Outputs(output, weights, cache).pack()
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *others: Any, return_weights: bool, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        attended = dot_product_attention(
+            *(q, k, v, *others),
+            scale=self.head_dim**-0.5 if self.scores.scale is None else self.scores.scale,
+            soft_cap=self.scores.soft_cap,
+            sinks=self.sinks,
+            backend=self.backend,
+            return_weights=return_weights,
+            **options,
+        )
+        return unpack(attended, return_weights)[:2]
+
+    def _mask(self, mask: Mask | Tensor | None) -> Mask:
+        own = Mask.causal() if self.window is None else Mask.sliding_window(self.window)
+        return (own if self.causal else Mask()) & as_mask(mask).sized(None, self.num_heads)
+
+    def _empty(
+        self, b: int | None, capacity: int, dtype: torch.dtype | None, layer: Linear, *sizes: int, **widths: int
+    ) -> KVCache:
+        """Return an empty cache of these heads and widths, by default in the dtype of a projection."""
+        if self.window is None:
+            check_capacity(capacity, self.context_length)
+        own = layer.weight
+        numerics = {"dtype": own.dtype if dtype is None else dtype, "device": own.device}
+        return KVCache.zeros(b, capacity, *sizes, window=self.window, **numerics, **widths)

@@ -1,0 +1,53 @@
+"""What a multi-head layer does to its heads beside attending: norms of queries and keys, a gate of what they return."""
+
+from collections.abc import Callable
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from torch_ref.functional.dtypes import accumulation_dtype
+
+Norm = Callable[[Tensor], Tensor]
+GATES = ("features", "heads")
+
+
+def norm_heads(norm: Norm | None, x: Float[Tensor, "*b t n h"]) -> Float[Tensor, "*b t n h"]:
+    """Return heads after a norm: of each head, or, if it is as wide as all of them together, before they were split.
+
+    Args:
+        norm: over the last axis; None is no norm.
+        x: queries or keys.
+
+    Example:
+        >>> from torch_ref import RMSNorm
+        >>> x = torch.arange(1.0, 7.0).reshape(1, 2, 3)
+        >>> each, together = (norm_heads(RMSNorm(width), x) for width in (3, 6))
+        >>> torch.allclose(each, together)
+        False
+    """
+    if norm is None:
+        return x
+    if getattr(norm, "d_model", None) == x.shape[-1]:
+        return norm(x)
+    return rearrange(norm(rearrange(x, "... n h -> ... (n h)")), "... (n h) -> ... n h", n=x.shape[-2])
+
+
+def gate_heads(gate: Float[Tensor, "*b t gates"], x: Float[Tensor, "*b t n h"]) -> Float[Tensor, "*b t n h"]:
+    """Return `sigmoid(gate) * x`, the sigmoid in at least float32.
+
+    Args:
+        gate: `n` wide, one for each head, or `n * h`, one for each of its features.
+        x: what the heads return.
+
+    Example:
+        >>> gate_heads(torch.zeros((1, 2)), torch.ones((1, 2, 3))).tolist()
+        [[[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]]]
+
+    References:
+        Qiu et al. 2025 (arXiv:2505.06708).
+    """
+    wide = accumulation_dtype(x.dtype)
+    opened = torch.sigmoid(rearrange(gate, "... t (n h) -> ... t n h", n=x.shape[-2]).to(wide))
+    return (opened * x.to(wide)).to(x.dtype)

@@ -1,0 +1,231 @@
+"""Multi-head latent attention: keys and values of all heads from one small vector a token."""
+
+from typing import Any, Literal, Unpack, overload
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from torch_ref.attention import check_backend
+from torch_ref.functional.cache import KVCache
+from torch_ref.functional.checks import (
+    check_causal_window,
+    check_choice,
+    check_context_length,
+    check_positive,
+    check_type,
+)
+from torch_ref.functional.latent_checks import check_latent_cache, check_latent_norm
+from torch_ref.functional.masks import Mask
+from torch_ref.functional.positions import RoPE
+from torch_ref.functional.scores import Scores
+from torch_ref.functional.shapes import ArrayLike
+from torch_ref.modules.calls import Bias, CallOptions, Returned, check_self_attention
+from torch_ref.modules.dropout import Dropout
+from torch_ref.modules.head_attention import HeadAttention
+from torch_ref.modules.heads import Norm
+from torch_ref.modules.linear import Linear
+
+FORMS = ("auto", "plain", "absorbed")
+
+
+class MultiHeadLatentAttention(HeadAttention):
+    """Attention whose keys and values are made of one small vector for each token, which alone is cached (MLA).
+
+        latent_s, rotated_s = kv_norm(D_kv x_s), rope(R x_s)                   kv_lora_rank and qk_rope_head_dim wide
+        k_i,s = [K_i latent_s, rotated_s],  v_i,s = V_i latent_s               [ ] joins features
+        q_i,t = [Q_i q_t, rope(P_i q_t)],   q_t = q_norm(D_q x_t), or x_t where there is no q_lora_rank
+        out_proj(concat_i(dropout(softmax(mask(scale q_i k_i^T))) v_i))        scale = 1 / sqrt(width of k_i)
+
+    All heads share the rotated part. A step of decoding reads `kv_lora_rank + qk_rope_head_dim` numbers for
+    each token, times the bytes of the cache's dtype (DeepSeek-V3 in bfloat16: 1152 bytes a layer; its heads with keys
+    and values of their own: 81920). The cache is a `KVCache` of one head: keys `[latent, rotated]`, values of width 0.
+
+    Two forms compute the same:
+
+    - `"plain"`: keys and values of all heads are made of the latents, as above.
+    - `"absorbed"`: `q_i (K_i latent) = (K_i^T q_i) latent`, so that all heads attend to the latents themselves, as in
+      multi-query attention, and V_i is applied to the result. Of the tokens before nothing is made anew.
+
+    `"auto"` is `"absorbed"` where there are more keys than queries, as there are with a cache, and `"plain"` otherwise.
+
+    Args:
+        d_in: width of the input.
+        d_out: width of the output.
+        context_length: the longest input taken; None is no limit.
+        dropout: the probability that a weight is dropped in train mode.
+        num_heads: number of heads.
+        qkv_bias: whether the projections of the input down to queries and latents have a bias.
+        kv_lora_rank: width of the latent of keys and values.
+        q_lora_rank: width of the latent of queries; None is queries made of the input itself.
+        qk_nope_head_dim: width of the part of a query and a key that is not rotated.
+        qk_rope_head_dim: width of the part that is.
+        v_head_dim: width of a value.
+        out_bias: whether the output projection has a bias.
+        causal: whether a token attends only to itself and to the tokens before it.
+        window: of a causal module, how many keys in all a token attends to, itself included; None is all.
+        rope: rotary positions of the parts for them; None is none. DeepSeek's are interleaved.
+        q_norm: norm of the latent of queries; None is no norm.
+        kv_norm: norm of the latent of keys and values; None is no norm.
+        scores: scale, soft cap and sinks of the scores.
+        form: `"auto"`, `"plain"` or `"absorbed"`.
+        backend: of the attention call; `"auto"` or the name of one.
+
+    Shapes:
+        `(b, t, d_in)` to `(b, t, d_out)`, weights `(b, n, t, s)`; or all without b.
+
+    Raises:
+        ValueError: if a size is not positive, a norm is not as wide as its latent or has none, `dropout` lies outside
+            [0, 1), `rope` does not fit, there is a window without `causal`, or form or backend is unknown;
+            in the call, if the input has another rank or width or is longer than `context_length`, if mask, bias or
+            positions do not fit, there are positions without `rope`, or if the cache is that of another module or full.
+
+    Example:
+        >>> layer = MultiHeadLatentAttention(6, 6, context_length=8, dropout=0.0, num_heads=4, kv_lora_rank=3,
+        ...     qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5, rope=RoPE(interleaved=True))
+        >>> output, cache = layer(torch.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
+        >>> output.shape, cache.key.shape, cache.value.numel()
+        (torch.Size([2, 5, 6]), torch.Size([2, 1, 8, 5]), 0)
+
+    References:
+        DeepSeek-AI 2024, DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437).
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        context_length: int | None,
+        dropout: float,
+        num_heads: int,
+        qkv_bias: bool = False,
+        *,
+        kv_lora_rank: int,
+        q_lora_rank: int | None = None,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        out_bias: bool = False,
+        causal: bool = True,
+        window: int | None = None,
+        rope: RoPE | None = None,
+        q_norm: Norm | None = None,
+        kv_norm: Norm | None = None,
+        scores: Scores = Scores(),  # noqa: B008 (frozen)
+        form: str = "auto",
+        backend: str = "auto",
+    ):
+        super().__init__()
+        widths = {"qk_nope_head_dim": qk_nope_head_dim, "qk_rope_head_dim": qk_rope_head_dim, "v_head_dim": v_head_dim}
+        check_positive(d_in=d_in, d_out=d_out, num_heads=num_heads, kv_lora_rank=kv_lora_rank, **widths)
+        check_context_length(context_length)
+        check_causal_window(window, causal)
+        check_choice("form", form, FORMS)
+        check_backend(backend)
+        check_type("rope", rope, RoPE | None, "rope=RoPE(interleaved=True), or None")
+        check_type("scores", scores, Scores, "scores=Scores(soft_cap=50.0)")
+        if rope is not None:
+            rope.check_head_dim(qk_rope_head_dim)
+        check_latent_norm("q_norm", q_norm, q_lora_rank)
+        check_latent_norm("kv_norm", kv_norm, kv_lora_rank)
+        self.d_in, self.d_out, self.num_heads = d_in, d_out, num_heads
+        self.head_dim = qk_nope_head_dim + qk_rope_head_dim
+        self.kv_lora_rank, self.qk_nope_head_dim = kv_lora_rank, qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.context_length, self.causal, self.window = context_length, causal, window
+        self.rope, self.scores, self.form, self.backend = rope, scores, form, backend
+        self.W_query_down = None if q_lora_rank is None else Linear(d_in, q_lora_rank, qkv_bias)
+        to_heads = Linear(q_lora_rank or d_in, num_heads * self.head_dim, False)
+        self.W_query, self.W_query_up = (to_heads, None) if q_lora_rank is None else (None, to_heads)
+        self.W_latent = Linear(d_in, kv_lora_rank + qk_rope_head_dim, qkv_bias)
+        self.W_key_value = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), False)
+        self.out_proj = Linear(num_heads * v_head_dim, d_out, out_bias)
+        self.q_norm, self.kv_norm, self.W_gate = q_norm, kv_norm, None
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if scores.sinks else None
+        self.dropout = Dropout(dropout)
+
+    @overload
+    def forward(
+        self, query: Tensor, *,
+        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, *,
+        cache: None = None, return_weights: Literal[True], **options: Unpack[CallOptions],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, *,
+        cache: KVCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
+    @overload
+    def forward(
+        self, query: Tensor, *,
+        cache: KVCache, return_weights: Literal[True], **options: Unpack[CallOptions],
+    ) -> tuple[Tensor, Tensor, KVCache]: ...  # fmt: skip
+    def forward(
+        self,
+        query: Float[Tensor, "*b t d_in"],
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        cache: KVCache | None = None,
+        return_weights: bool = False,
+        dropout_key: Tensor | None = None,
+    ) -> Returned:
+        """Return the output, and weights and cache where asked for; the arguments are those of `MultiHeadAttention`."""
+        check_self_attention(self.rope, query, None, positions, cache)
+        if cache is not None:
+            check_latent_cache(tuple(cache.key.shape), tuple(cache.value.shape), self._cached_width)
+        options = {"mask": mask, "bias": bias, "positions": positions, "lengths": lengths, "cache": cache}
+        return self._run(query, return_weights=return_weights, dropout_key=dropout_key, **options)
+
+    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
+        """Return an empty cache of up to `capacity` tokens; see `MultiHeadAttention.init_cache`.
+
+        `dtype` None is that of the projection to the latent.
+
+        Raises:
+            ValueError: if the capacity is beyond `context_length`, or less than the window.
+        """
+        return self._empty(b, capacity, dtype, self.W_latent, 1, self._cached_width, value_dim=0)
+
+    @property
+    def _cached_width(self) -> int:
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def _project(self, query: Tensor, positions: ArrayLike) -> tuple[Tensor, Tensor, Tensor]:
+        latents = self._latents(query, positions)
+        return self._queries(query, positions), latents, latents[..., :0]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return super()._attend(q, *self._keys_and_values(k), *others, **options)
+
+    def _queries(self, x: Tensor, positions: ArrayLike) -> Tensor:
+        """Return the queries `(b, t, n, h)`, their last features rotated."""
+        x = x if self.W_query_down is None else self.W_query_down(x)
+        x = x if self.q_norm is None else self.q_norm(x)
+        to_heads: Linear = self.W_query or self.W_query_up  # pyright: ignore[reportAssignmentType]
+        q = rearrange(to_heads(x), "... t (n h) -> ... t n h", n=self.num_heads)
+        plain, rotated = q[..., : self.qk_nope_head_dim], q[..., self.qk_nope_head_dim :]
+        rotated = rotated if self.rope is None else self.rope(rotated, positions)
+        return torch.cat([plain, rotated], dim=-1)
+
+    def _latents(self, x: Tensor, positions: ArrayLike) -> Tensor:
+        """Return what is cached of tokens, `(b, t, 1, kv_lora_rank + qk_rope_head_dim)`."""
+        both = self.W_latent(x)
+        latent, rotated = both[..., : self.kv_lora_rank], both[..., None, self.kv_lora_rank :]
+        latent = latent if self.kv_norm is None else self.kv_norm(latent)
+        rotated = rotated if self.rope is None else self.rope(rotated, positions)
+        return torch.cat([latent[..., None, :], rotated], dim=-1)
+
+    def _keys_and_values(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all heads."""
+        latent, rotated = latents[..., 0, : self.kv_lora_rank], latents[..., self.kv_lora_rank :]
+        both = rearrange(self.W_key_value(latent), "... s (n h) -> ... s n h", n=self.num_heads)
+        k, v = both[..., : self.qk_nope_head_dim], both[..., self.qk_nope_head_dim :]
+        return torch.cat([k, rotated.expand(*k.shape[:-1], -1)], dim=-1), v

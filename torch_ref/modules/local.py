@@ -1,0 +1,46 @@
+"""Attention to what is near, in both directions."""
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_ref.functional.checks import check_positive
+from torch_ref.functional.masks import Mask, as_mask
+from torch_ref.modules.multi_head import MultiHeadAttention
+
+
+class LocalAttention(MultiHeadAttention):
+    """Multi-head attention in both directions, of every token to those at most `reach` before or after it.
+
+    Args:
+        sizes: the positional arguments of `MultiHeadAttention`.
+        reach: how far a token attends, to either side.
+        options: the other arguments of `MultiHeadAttention`, all but `causal` and `window`.
+
+    Shapes:
+        those of `MultiHeadAttention`.
+
+    Raises:
+        ValueError: if `reach` is not positive, or where `MultiHeadAttention` does.
+
+    Example:
+        >>> import torch
+        >>> layer = LocalAttention(6, 8, None, 0.0, 4, reach=1)
+        >>> _, weights = layer(torch.ones((2, 4, 6)), return_weights=True)
+        >>> (weights[0, 0] > 0).int()
+        tensor([[1, 1, 0, 0],
+                [1, 1, 1, 0],
+                [0, 1, 1, 1],
+                [0, 0, 1, 1]], dtype=torch.int32)
+
+    References:
+        Beltagy et al. 2020 (arXiv:2004.05150); Warner et al. 2024, ModernBERT (arXiv:2412.13663).
+    """
+
+    def __init__(self, *sizes: Any, reach: int, **options: Any):
+        check_positive(reach=reach)
+        super().__init__(*sizes, causal=False, **options)
+        self.reach = reach
+
+    def _mask(self, mask: Mask | Tensor | None) -> Mask:
+        return Mask.window(self.reach, self.reach) & as_mask(mask)

@@ -1,0 +1,49 @@
+"""Images as tokens: the patches of an image, each made a vector by one matrix."""
+
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from torch_ref.functional.checks import check_image, check_positive
+from torch_ref.modules.linear import Linear
+from torch_ref.modules.typed import TypedModule
+
+
+class Patches(TypedModule):
+    """`proj(patch_i)`: the image cut in patches of `height * width` pixels, row by row.
+
+    A convolution whose stride is its kernel's size is that product: `proj` has its weight `(d, c, height, width)` as a
+    matrix of `c * height * width` rows.
+
+    Args:
+        d_model: width of the tokens.
+        channels: of the images.
+        height: of a patch, in pixels.
+        width: of a patch, in pixels.
+
+    Shapes:
+        images `(b, c, rows * height, columns * width)`, channels first as transformers has them, or without b, to
+        `(b, rows * columns, d_model)`.
+
+    Raises:
+        ValueError: if a size is not positive; in the call, if an image has other channels, or patches do not fill it.
+
+    Example:
+        >>> import torch
+        >>> Patches(6, 3, 4, 2)(torch.ones((5, 3, 8, 8))).shape
+        torch.Size([5, 8, 6])
+
+    References:
+        Dosovitskiy et al. 2020 (arXiv:2010.11929).
+    """
+
+    def __init__(self, d_model: int, channels: int, height: int, width: int):
+        super().__init__()
+        check_positive(channels=channels, height=height, width=width)
+        self.channels, self.height, self.width = channels, height, width
+        self.proj = Linear(channels * height * width, d_model)
+
+    def forward(self, images: Float[Tensor, "*b c rows columns"]) -> Float[Tensor, "*b t d"]:
+        check_image(tuple(images.shape), self.channels, self.height, self.width)
+        sizes = {"p": self.height, "q": self.width}
+        return self.proj(rearrange(images, "... c (i p) (j q) -> ... (i j) (c p q)", **sizes))

@@ -1,0 +1,169 @@
+"""The router of a mixture of experts: which experts a token is given to, and with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Integer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torch_ref.functional.checks import check_choice, check_positive, check_width
+from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.functional.mixture_checks import check_router
+from torch_ref.modules.linear import Linear
+from torch_ref.modules.typed import TypedModule
+
+SCORES = {"softmax": nn.Softmax(dim=-1), "sigmoid": nn.Sigmoid()}
+
+
+class Routing(NamedTuple):
+    """The experts of each token.
+
+    Args:
+        weights: of the chosen experts, `(..., k)`.
+        experts: their numbers, from 0, `(..., k)`.
+        logits: of all experts, `(..., e)`.
+
+    Example:
+        >>> Routing(torch.ones((1, 2)) / 2, torch.tensor([[0, 2]]), torch.ones((1, 4))).experts.tolist()
+        [[0, 2]]
+    """
+
+    weights: Float[Tensor, "*shape k"]
+    experts: Integer[Tensor, "*shape k"]
+    logits: Float[Tensor, "*shape e"]
+
+
+class Router(TypedModule):
+    """Chooses `top_k` of `num_experts` experts for each token.
+
+        scores = softmax(W x + b)  or  sigmoid(W x + b)
+        experts = the top_k largest of scores + selection_bias, in the best groups
+        weights = scale * scores[experts] / sum(scores[experts])      the sum only with `renormalize`
+
+    Softmax, the top ones and renormalisation are the softmax over the logits of the chosen experts alone (gpt-oss,
+    Mixtral). With `groups` the experts are divided into groups of equal size, and only those of the `top_groups` groups
+    count whose two best experts have the largest sum (DeepSeek-V3). All of it is computed in at least float32.
+
+    Args:
+        d_model: width of the tokens.
+        num_experts: number of experts.
+        top_k: how many experts a token is given to.
+        scores: `"softmax"` or `"sigmoid"`.
+        renormalize: whether the weights of a token are divided by their sum.
+        scale: of the weights.
+        bias: whether the logits have one.
+        selection_bias: whether there is a bias for the choice alone, `(num_experts,)`: no parameter, training moves it
+            by the load of the experts. It starts at 0.
+        groups: number of groups of experts; 1 is none.
+        top_groups: number of groups that a token's experts are chosen from.
+
+    Shapes:
+        `(..., d_model)` to a `Routing`: weights and experts `(..., top_k)`, logits `(..., num_experts)`.
+
+    Raises:
+        ValueError: if a size is not positive, `top_k` is above the experts that can be chosen, the groups do not divide
+            the experts or are of one expert, the scores are unknown, or the input has another width.
+
+    Example:
+        >>> routing = Router(3, num_experts=4, top_k=2)(torch.ones((5, 3)))
+        >>> routing.weights.shape, routing.logits.shape
+        (torch.Size([5, 2]), torch.Size([5, 4]))
+
+    References:
+        Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024, Mixtral (arXiv:2401.04088); DeepSeek-AI 2024,
+        groups and selection bias (arXiv:2412.19437).
+    """
+
+    selection_bias: Tensor | None
+
+    def __init__(
+        self,
+        d_model: int,
+        num_experts: int,
+        top_k: int,
+        scores: str = "softmax",
+        *,
+        renormalize: bool = True,
+        scale: float = 1.0,
+        bias: bool = False,
+        selection_bias: bool = False,
+        groups: int = 1,
+        top_groups: int = 1,
+    ):
+        super().__init__()
+        check_choice("scores", scores, tuple(SCORES))
+        check_positive(d_model=d_model)
+        check_router(num_experts, top_k, groups, top_groups)
+        self.d_model, self.num_experts, self.top_k = d_model, num_experts, top_k
+        self.scores, self.renormalize, self.scale = scores, renormalize, scale
+        self.groups, self.top_groups = groups, top_groups
+        self.W_router = Linear(d_model, num_experts, bias)
+        self.register_buffer("selection_bias", torch.zeros(num_experts) if selection_bias else None)
+
+    def forward(self, x: Float[Tensor, "*shape d"]) -> Routing:
+        check_width("x", tuple(x.shape), "d_model", self.d_model)
+        dtype = accumulation_dtype(torch.promote_types(x.dtype, self.W_router.weight.dtype))
+        bias = None if self.W_router.bias is None else self.W_router.bias.to(dtype)
+        logits = functional.linear(x.to(dtype), self.W_router.weight.to(dtype), bias)
+        scores = SCORES[self.scores](logits)
+        weights, experts = self._chosen(scores, self._preferred(scores))
+        if self.renormalize:  # sigmoids may all vanish
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return Routing(self.scale * weights, experts, logits)
+
+    def _preferred(self, scores: Tensor) -> Tensor:
+        """Return what the experts are chosen by."""
+        return scores if self.selection_bias is None else scores + self.selection_bias.to(scores.dtype)
+
+    def _chosen(self, scores: Tensor, preferred: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores and the numbers of the experts of each token."""
+        experts = self._eligible(preferred).topk(self.top_k, dim=-1).indices
+        return scores.gather(-1, experts), experts
+
+    def _eligible(self, scores: Tensor) -> Tensor:
+        """Return what the experts are chosen by; those of other groups are at -inf."""
+        if self.groups == 1:
+            return scores
+        grouped = rearrange(scores, "... (g e) -> ... g e", g=self.groups)
+        best_two = grouped.topk(2, dim=-1).values.sum(dim=-1)
+        chosen = best_two.topk(self.top_groups, dim=-1).indices
+        open_groups = torch.zeros_like(best_two, dtype=torch.bool).scatter(-1, chosen, True)
+        return rearrange(grouped.where(open_groups[..., None], -torch.inf), "... g e -> ... (g e)")
+
+
+def load_balancing_loss(routings: Sequence[Routing], mask: Tensor | None = None) -> Float[Tensor, ""]:
+    """Return the auxiliary loss that is 1 where all experts have the same load, times `top_k`, and more elsewhere.
+
+        num_experts * sum_e f_e p_e    with f_e = tokens given to expert e / tokens, p_e = mean softmax of its logits
+
+    The tokens of all layers count together. Its gradient is that of p alone.
+
+    Args:
+        routings: of the layers, from their routers.
+        mask: which tokens count, of the shape of the tokens; None is all.
+
+    Raises:
+        ValueError: if there is no routing.
+
+    Example:
+        >>> router = Router(3, num_experts=4, top_k=2)
+        >>> load_balancing_loss([router(torch.ones((5, 3)))]).shape
+        torch.Size([])
+
+    References:
+        Fedus et al. 2021, equations 4 to 6 (arXiv:2101.03961).
+    """
+    if not routings:
+        raise ValueError("the load is that of the routers of one layer at least; got no routing. Pass those of a model")
+    logits = torch.stack([routing.logits for routing in routings])
+    chosen = torch.stack([routing.experts for routing in routings])
+    real = logits.new_ones(logits.shape[1:-1], dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
+    real = real.expand(logits.shape[:-1])
+    count = logits.shape[-1]
+    given = functional.one_hot(chosen, count).sum(dim=-2)[real].to(logits.dtype)
+    return count * (given.mean(dim=0) * logits.softmax(dim=-1)[real].mean(dim=0)).sum()
