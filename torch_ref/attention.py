@@ -1,5 +1,6 @@
 """One attention call under one contract: checked once, then computed by a backend."""
 
+from collections.abc import Callable
 from typing import Literal, TypedDict, Unpack, overload
 
 from einops import rearrange
@@ -10,6 +11,7 @@ from torch_ref.functional.checks import check_bias, check_choice, check_inputs, 
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.reference import reference_attention
+from torch_ref.functional.score_function import ScoreFunction
 from torch_ref.functional.shapes import Key, Query, Value
 from torch_ref.functional.tags import checkpoint_name
 
@@ -26,6 +28,7 @@ class AttentionOptions(TypedDict, total=False):
 
     scale: float | None
     soft_cap: float | None
+    score: Callable | ScoreFunction | None
     sinks: Float[Tensor, " n"] | None
     dropout: KeyedDropout | None
     backend: str
@@ -79,6 +82,7 @@ def dot_product_attention(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    score: Callable | ScoreFunction | None = None,
     sinks: Float[Tensor, " n"] | None = None,
     dropout: KeyedDropout | None = None,
     backend: str = "auto",
@@ -86,7 +90,7 @@ def dot_product_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention.
 
-        output = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks)) @ value
+        output = dropout(softmax(mask(score(soft_cap(scale * query @ key^T + bias))), sinks)) @ value
 
     Query head `i` reads key/value head `i // (n / k)`: multi-head for k = n, grouped-query for k < n, multi-query
     for k = 1. The softmax and all sums are in float32 for lower dtypes, and in the dtype of the inputs otherwise.
@@ -99,6 +103,7 @@ def dot_product_attention(
         mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend.
         scale: factor on the scores; None is `1 / sqrt(h)`.
         soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`.
+        score: changes the scores: `score(score, b, n, i, j)`, written for scalars, or a `ScoreFunction`.
         sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
         dropout: drops weights; the same key drops the same weights in every backend and in `flax_attn`.
         backend: `"auto"` or `"reference"`, which are the same here.
@@ -143,6 +148,7 @@ def dot_product_attention(
         as_mask(mask).resolve(*shape),
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         soft_cap=soft_cap,
+        score=score if score is None or isinstance(score, ScoreFunction) else ScoreFunction(score),
         sinks=sinks,
         dropout=dropout,
     )

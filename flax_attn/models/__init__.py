@@ -1,19 +1,8 @@
-"""Whole models, by family: their checkpoints, and text from them."""
+"""Whole models, by family: their checkpoints, and text from them.
 
-from flax_attn.models.generate import generate
-from flax_attn.models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config
-from flax_attn.models.language_model import LanguageModel
-from flax_attn.models.llama import Llama, LlamaConfig
-from flax_attn.models.registry import from_pretrained, save_pretrained
+What this package exports stands in `__init__.pyi`: a family is imported where it is first used.
+"""
 
-__all__ = [
-    "GPT2",
-    "GPT2_CONFIGS",
-    "GPT2Config",
-    "LanguageModel",
-    "Llama",
-    "LlamaConfig",
-    "from_pretrained",
-    "generate",
-    "save_pretrained",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,10 +1,11 @@
 """Decoders with rotary positions, RMS norms and a gated feed-forward layer: what Llama and its relatives share."""
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from flax.typing import PrecisionLike
 
+from flax_attn.functional.checks import check_layers
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.modules.block import TransformerBlock
@@ -59,16 +60,17 @@ class DecoderConfig:
     tied: bool = False
 
     def __post_init__(self):
-        if not set(self.full_layers) <= set(range(self.num_layers)):
-            raise ValueError(
-                f"full_layers must be numbers of layers, 0 to {self.num_layers - 1}; got {self.full_layers}. "
-                "Leave out those beyond num_layers"
-            )
+        check_layers("full_layers", self.full_layers, self.num_layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer, None where it has none."""
         return tuple(None if layer in self.full_layers else self.window for layer in range(self.num_layers))
+
+    @property
+    def head_width(self) -> int:
+        """The width of a head, given or not."""
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
 
 
 C = TypeVar("C", bound=DecoderConfig)
@@ -77,23 +79,26 @@ C = TypeVar("C", bound=DecoderConfig)
 class Decoder(LanguageModel[C]):
     """A decoder with rotary positions; a base class, see `Llama`. A family overrides the parts that it has otherwise.
 
-    x = tok_emb[tokens];  x = x + att(norm1(x)), x = x + ff(norm2(x)) in each block;  logits = head(final_norm(x))
+        x = tok_emb[tokens];  x = x + att(norm1(x)), x = x + ff(norm2(x)) in each block;  logits = head(final_norm(x))
+
+    `rope` and `window` are asked for each layer; `attention_type` is the class of the attention.
     """
 
+    attention_type: ClassVar[type[MultiHeadAttention]] = MultiHeadAttention
+
     def block(self, layer: int, backend: str, *, precision: PrecisionLike = None, **numerics: Any) -> TransformerBlock:
-        """Return a block: norms before attention and feed-forward, no dropout on their outputs."""
+        """Return the block of a layer, without dropout on what its parts return."""
         products = {"precision": precision, **numerics}
         return TransformerBlock(
-            self.attention(layer, backend=backend, **products),
+            self.attention(layer, backend=backend, **self.head_norms(**numerics), **products),
             self.feed_forward(layer, **products),
-            self.norm(**numerics),
-            self.norm(**numerics),
+            **self.block_norms(**numerics),
         )
 
     def attention(self, layer: int, *, out_bias: bool = False, **options: Any) -> MultiHeadAttention:
-        """Return the attention of a layer; `options` are arguments of `MultiHeadAttention`."""
+        """Return the attention of a layer; `options` are arguments of its class, `attention_type`."""
         config = self.config
-        return MultiHeadAttention(
+        return self.attention_type(
             config.d_model,
             config.d_model,
             config.context_length,
@@ -102,8 +107,8 @@ class Decoder(LanguageModel[C]):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             out_bias=out_bias,
-            window=config.windows[layer],
-            rope=config.rope,
+            window=self.window(layer),
+            rope=self.rope(layer),
             **options,
         )
 
@@ -111,6 +116,22 @@ class Decoder(LanguageModel[C]):
         """Return the feed-forward part of a layer; `options` are arguments of `GatedFeedForward`."""
         return GatedFeedForward(self.config.d_model, self.config.d_hidden, self.config.activation, bias, **options)
 
-    def norm(self, **numerics: Any) -> RMSNorm:
-        """Return a norm."""
-        return RMSNorm(self.config.d_model, self.config.eps, **numerics)
+    def rope(self, layer: int) -> RoPE | None:
+        """Return the rotary positions of a layer, None where it has none."""
+        return self.config.rope
+
+    def window(self, layer: int) -> int | None:
+        """Return how many keys in all a token sees in a layer, None where it sees all."""
+        return self.config.windows[layer]
+
+    def block_norms(self, **numerics: Any) -> dict[str, Any]:
+        """Return the norms of a block, arguments of `TransformerBlock`."""
+        return {"norm1": self.norm(**numerics), "norm2": self.norm(**numerics)}
+
+    def head_norms(self, **numerics: Any) -> dict[str, Any]:
+        """Return the norms of queries and keys, `q_norm` and `k_norm` of `MultiHeadAttention`, where there are any."""
+        return {}
+
+    def norm(self, width: int | None = None, **options: Any) -> RMSNorm:
+        """Return a norm of tokens, or of something else of this width; `options` are arguments of `RMSNorm`."""
+        return RMSNorm(self.config.d_model if width is None else width, self.config.eps, **options)

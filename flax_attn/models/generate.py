@@ -1,22 +1,27 @@
 """Text from a language model: the prompts in one call, then a token at a time, with a cache."""
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType
 from jaxtyping import Array
 
-from flax_attn.functional.checks import check_positive, check_prompt
+from flax_attn.functional.checks import check_no_start, check_positive, check_prompt
 from flax_attn.functional.dropout import key_data
+from flax_attn.functional.longrope import LongRoPEScaling
+from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.language_model import LanguageModel
-from flax_attn.models.programs import new_tokens
+from flax_attn.models.pretrained import Pretrained
+from flax_attn.models.programs import answers, rereading
 from flax_attn.models.sampling import Sampling
 from flax_attn.models.stack import Stack
+from flax_attn.models.turns import Block
 
+_M = TypeVar("_M", bound=Pretrained)
 Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Array
 Callback = Callable[[int, int], object]
 _BUCKET = 64  # prompts and caches are as long as a multiple of it, so that one compilation serves many
@@ -32,28 +37,29 @@ class GenerateOptions(TypedDict, total=False):
     key: Array | None
     capacity: int | None
     callback: Callback | None
+    start: Sequence[int] | None
 
 
 @overload
 def generate(
-    model: LanguageModel, tokens: Sequence[int], max_new_tokens: int, **options: Unpack[GenerateOptions]
+    model: Pretrained, tokens: Sequence[int], max_new_tokens: int, **options: Unpack[GenerateOptions]
 ) -> list[int]: ...
 
 
 @overload
 def generate(
-    model: LanguageModel, tokens: Sequence[Sequence[int]], max_new_tokens: int, **options: Unpack[GenerateOptions]
+    model: Pretrained, tokens: Sequence[Sequence[int]], max_new_tokens: int, **options: Unpack[GenerateOptions]
 ) -> list[list[int]]: ...
 
 
 @overload
 def generate(
-    model: LanguageModel, tokens: np.ndarray | Array, max_new_tokens: int, **options: Unpack[GenerateOptions]
+    model: Pretrained, tokens: np.ndarray | Array, max_new_tokens: int, **options: Unpack[GenerateOptions]
 ) -> list[int] | list[list[int]]: ...
 
 
 def generate(
-    model: LanguageModel,
+    model: Pretrained,
     tokens: Prompts,
     max_new_tokens: int,
     *,
@@ -64,16 +70,21 @@ def generate(
     key: Array | None = None,
     capacity: int | None = None,
     callback: Callback | None = None,
+    start: Sequence[int] | None = None,
 ) -> list[int] | list[list[int]]:
-    """Return the tokens that follow a prompt, or each prompt of a batch.
+    """Return the tokens that follow a prompt, or each prompt of a batch; of an encoder-decoder, those that answer it.
 
-    The model runs in eval mode, whatever mode it is in. Layers of equal shape are compiled once, for the prompts and
-    for the steps, and again only when the number of prompts, their length or the length of all in multiples of 64
-    change. Stacked layers, those of a model with `scan_layers`, are copied: load a model without it to generate.
+    The model runs in eval mode, whatever mode it is in. Where a row becomes a long input of LongRoPE all tokens are
+    read again, as transformers does it for Phi-3.
+
+    Layers of equal shape are compiled once, for the prompts and for the steps, and again only when the number of
+    prompts, their length or the length of all in multiples of 64 change. Stacked layers, those of a model with
+    `scan_layers`, are copied: load a model without it to generate.
 
     Args:
-        model: of any family, or a `LanguageModel` of your own.
-        tokens: a prompt `(t,)`, or a batch of them: `(b, t)`, or lists that may differ in length.
+        model: of any family, or a `LanguageModel` or an `EncoderDecoder` of your own.
+        tokens: a prompt `(t,)`, or a batch of them: `(b, t)`, or lists that may differ in length. Of an encoder-decoder
+            they go into the encoder; one that takes features is given them, `(b, ...)` or without b, all of one length.
         max_new_tokens: how many tokens are made at most.
         temperature: 0 takes the most likely token, 1 draws from the model's distribution.
         top_k: how many of the most likely tokens may be drawn; None is all.
@@ -82,14 +93,16 @@ def generate(
         key: a `jax.random.key` or its key data, for a temperature above 0: the same key gives the same tokens.
         capacity: of the cache of layers without a window, in tokens; None is what prompts and new tokens need.
         callback: called with the row and the token for each new token, row by row.
+        start: tokens that the decoder of an encoder-decoder begins with; None is the start token of its config.
 
     Returns:
-        The new tokens, without the prompt: a list for one prompt, and a list of lists for a batch.
+        The new tokens, without the prompt or the start: a list for one prompt, and a list of lists for a batch.
 
     Raises:
-        ValueError: if a prompt is empty, longer than the model's context or holds ids outside the vocabulary, if
-            prompt and new tokens together do not fit the context or the capacity, if a number is out of range, if
-            `temperature` is above 0 and there is no key, or if the axes of the mesh in use are Explicit.
+        ValueError: if the model makes no text, if a prompt is empty, longer than the model's context or holds ids
+            outside the vocabulary, if prompt and new tokens together do not fit the context or the capacity, if a
+            number is out of range, if `temperature` is above 0 and there is no key, or if a model without an encoder is
+            given a `start`.
 
     Example:
         >>> from flax_attn.models import GPT2, GPT2Config
@@ -97,17 +110,75 @@ def generate(
         >>> [len(row) for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
         [5, 5]
     """
-    sampling = Sampling(temperature, top_k, top_p)
+    if not isinstance(model, LanguageModel | EncoderDecoder):
+        raise ValueError(
+            f"text is made by a LanguageModel or an EncoderDecoder; got {type(model).__name__}. Load a model of text"
+        )
+    draws = Sampling(temperature, top_k, top_p), _seed(key, temperature)
     check_positive(max_new_tokens=max_new_tokens)
-    _check_mesh()
+    if isinstance(model, EncoderDecoder):
+        made, b, single = _answer(model, tokens, start, max_new_tokens, capacity, *draws)
+    else:
+        check_no_start(start)
+        made, b, single = _continue(model, tokens, max_new_tokens, capacity, *draws)
+    rows = _collect(islice(made, max_new_tokens), b, frozenset(stop_tokens), callback)
+    return rows[0] if single else rows
+
+
+_Made = tuple[Iterator[Array], int, bool]  # new tokens, of how many rows, and whether the prompt had no batch axis
+
+
+def _continue(
+    model: LanguageModel, tokens: Prompts, max_new_tokens: int, capacity: int | None, sampling: Sampling, seed: Any
+) -> _Made:
     prompts, single = as_prompts(tokens)
     _check_prompts(model, prompts, max_new_tokens, capacity)
-    seed = _seed(key, temperature)
-    padded, lengths = _pad(prompts, model.config.context_length)
-    total = _bucket(lengths.max() + max_new_tokens, model.config.context_length)
-    made = new_tokens(_in_eval_mode(model), padded, lengths, capacity or total, sampling, seed)
-    rows = _collect(islice(made, max_new_tokens), len(prompts), frozenset(stop_tokens), callback)
-    return rows[0] if single else rows
+    limit = model.config.context_length
+    capacity = capacity or _bucket(max(map(len, prompts)) + max_new_tokens, limit)
+    rereads = _rereads(model, prompts, max_new_tokens)
+    made = rereading(_in_eval_mode(model), prompts, rereads, lambda rows: _pad(rows, limit), capacity, sampling, seed)
+    return made, len(prompts), single
+
+
+def _rereads(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int) -> list[int]:
+    """Return after how many new tokens a row becomes a long input of LongRoPE, for which all keys are made anew."""
+    ropes = {block.att.rope for block in _blocks(model) if block.att.rope is not None}
+    scalings = [rope.scaling for rope in ropes if isinstance(rope.scaling, LongRoPEScaling)]
+    counts = {scaling.tokens_left(len(prompt)) for scaling in scalings for prompt in prompts}
+    return sorted(count for count in counts if 0 < count < max_new_tokens)
+
+
+def _answer(
+    model: EncoderDecoder,
+    inputs: Prompts,
+    start: Sequence[int] | None,
+    max_new_tokens: int,
+    capacity: int | None,
+    sampling: Sampling,
+    seed: Any,
+) -> _Made:
+    config, begin = model.config, np.asarray([model.config.start_token] if start is None else start, np.int32)
+    ends = (int(begin.min()), int(begin.max())) if len(begin) else None
+    limits = config.context_length or sys.maxsize, max_new_tokens, capacity
+    check_prompt(0, len(begin), ends, config.vocab_size, *limits)
+    total = _bucket(len(begin) + max_new_tokens, config.context_length)
+    features = np.asarray(inputs) if _is_floating(inputs) else None
+    if features is not None:
+        single, lengths = features.ndim == 2, None
+        padded = features[None] if single else features
+    else:
+        prompts, single = as_prompts(inputs)
+        for i, prompt in enumerate(prompts):
+            ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
+            check_prompt(i, len(prompt), ends, config.vocab_size, sys.maxsize, 0, None)
+        padded, lengths = _pad(prompts, None)
+    begins = np.tile(begin, (len(padded), 1))
+    made = answers(_in_eval_mode(model), padded, lengths, begins, capacity or total, sampling, seed)
+    return made, len(padded), single
+
+
+def _is_floating(inputs: Any) -> bool:
+    return isinstance(inputs, np.ndarray | Array) and bool(jnp.issubdtype(inputs.dtype, np.floating))
 
 
 def _collect(made: Iterable[Array], b: int, stops: frozenset[int], callback: Callback | None) -> list[list[int]]:
@@ -125,22 +196,16 @@ def _collect(made: Iterable[Array], b: int, stops: frozenset[int], callback: Cal
     return rows
 
 
-def _check_mesh() -> None:
-    mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit in mesh.axis_types:
-        raise ValueError(
-            "a cache is written by XLA's own division, so generate runs on Auto axes; got a mesh with axis_types="
-            f"{mesh.axis_types}. Make it with axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
-        )
-
-
 def _check_prompts(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None) -> None:
-    blocks = model.trf_blocks
-    full = any(block.att.window is None for block in ([blocks.block] if isinstance(blocks, Stack) else blocks))
+    full = any(block.att.window is None for block in _blocks(model))
     for i, prompt in enumerate(prompts):
         ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
         sizes = model.config.vocab_size, model.config.context_length, max_new_tokens, capacity if full else None
         check_prompt(i, len(prompt), ends, *sizes)
+
+
+def _blocks(model: LanguageModel) -> Sequence[Block]:
+    return model.trf_blocks.blocks if isinstance(model.trf_blocks, Stack) else model.trf_blocks
 
 
 def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
@@ -173,7 +238,7 @@ def _seed(key: Array | None, temperature: float) -> Array | np.ndarray:
     return np.zeros(2, np.uint32)
 
 
-def _pad(prompts: list[np.ndarray], limit: int) -> tuple[np.ndarray, np.ndarray]:
+def _pad(prompts: Sequence[np.ndarray], limit: int | None) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     padded = np.zeros((len(prompts), _bucket(lengths.max(), limit)), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
@@ -185,7 +250,7 @@ def _bucket(size: Any, limit: int | None = None) -> int:
     return min(-(-int(size) // _BUCKET) * _BUCKET, limit or 2**31)
 
 
-def _in_eval_mode(model: LanguageModel) -> LanguageModel:
+def _in_eval_mode(model: _M) -> _M:
     model = nnx.merge(*nnx.split(model))  # shares its arrays
     model.eval()
     return model

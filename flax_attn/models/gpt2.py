@@ -59,6 +59,7 @@ class GPT2Config:
     tied: bool = True
 
 
+#: The configs of the published GPT-2, by name.
 GPT2_CONFIGS = MappingProxyType(
     {
         "gpt2-small": GPT2Config(768, 12, 12),

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from os import PathLike
-from typing import Any, ClassVar, Generic, Protocol, TypedDict, TypeVar, Unpack, overload, runtime_checkable
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, overload, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from flax_attn.functional.cache import KVCache
+from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.models.hugging_face.family import Family
-from flax_attn.models.hugging_face.folder import LoadOptions, load, save
-from flax_attn.models.stack import Stack, cached_positions, run_blocks
+from flax_attn.models.drawing import draw
+from flax_attn.models.pretrained import Pretrained
+from flax_attn.models.stack import Stack, cached_positions, init_caches, run_blocks
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
+from flax_attn.sharding.batches import arranged_positions
 
-Cache = tuple[KVCache, ...]
+ModelCache = tuple[Cache, ...]  # one for each layer
 
 
 @runtime_checkable
@@ -53,10 +52,9 @@ class ModelOptions(TypedDict, total=False):
 
 
 C = TypeVar("C", bound=ModelConfig)
-_M = TypeVar("_M", bound="LanguageModel[Any]")
 
 
-class LanguageModel(nnx.Module, Generic[C]):
+class LanguageModel(Pretrained, Generic[C]):
     """A decoder-only language model; a base class, see `GPT2` and `Llama`.
 
         logits = head(final_norm(block_L(... block_1(embed(tokens)))))
@@ -77,7 +75,6 @@ class LanguageModel(nnx.Module, Generic[C]):
         tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
     """
 
-    family: ClassVar[Family | None] = None
     config: C
     tok_emb: Embedding
     trf_blocks: nnx.List[TransformerBlock] | Stack
@@ -132,8 +129,8 @@ class LanguageModel(nnx.Module, Generic[C]):
 
     @overload
     def __call__(
-        self, tokens: Integer[Array, "*b t"], *, cache: Cache, **options: Unpack[ModelOptions]
-    ) -> tuple[Array, Cache]: ...
+        self, tokens: Integer[Array, "*b t"], *, cache: ModelCache, **options: Unpack[ModelOptions]
+    ) -> tuple[Array, ModelCache]: ...
 
     def __call__(
         self,
@@ -142,9 +139,9 @@ class LanguageModel(nnx.Module, Generic[C]):
         mask: Mask | Array | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
-        cache: Cache | None = None,
+        cache: ModelCache | None = None,
         dropout_key: Array | None = None,
-    ) -> Array | tuple[Array, Cache]:
+    ) -> Array | tuple[Array, ModelCache]:
         """Return the logits `(b, t, vocab_size)` of the token after each, followed by the cache if one is given.
 
         Args:
@@ -172,12 +169,12 @@ class LanguageModel(nnx.Module, Generic[C]):
 
     @overload
     def hidden(
-        self, tokens: Integer[Array, "*b t"], *, cache: Cache, **options: Unpack[ModelOptions]
-    ) -> tuple[Array, Cache]: ...
+        self, tokens: Integer[Array, "*b t"], *, cache: ModelCache, **options: Unpack[ModelOptions]
+    ) -> tuple[Array, ModelCache]: ...
 
     def hidden(
-        self, tokens: Integer[Array, "*b t"], *, cache: Cache | None = None, **options: Unpack[ModelOptions]
-    ) -> Array | tuple[Array, Cache]:
+        self, tokens: Integer[Array, "*b t"], *, cache: ModelCache | None = None, **options: Unpack[ModelOptions]
+    ) -> Array | tuple[Array, ModelCache]:
         """Return the input of the head, `(b, t, d_model)`; arguments, and the cache behind it, are those of a call."""
         hidden, cache = self._run(tokens, cache, **options)
         return hidden if cache is None else (hidden, cache)
@@ -185,14 +182,15 @@ class LanguageModel(nnx.Module, Generic[C]):
     def _run(
         self,
         tokens: Integer[Array, "*b t"],
-        cache: Cache | None,
+        cache: ModelCache | None,
         *,
         mask: Mask | Array | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
         dropout_key: Array | None = None,
-    ) -> tuple[Array, Cache | None]:
+    ) -> tuple[Array, ModelCache | None]:
         t = tokens.shape[-1]
+        positions = arranged_positions(t) if positions is None else positions
         order = jnp.arange(t) if cache is None else cached_positions(self.trf_blocks, cache, t, lengths)
         tokens = constrain(tokens, "batch", "tokens")
         x = self.embed(tokens, order if positions is None else jnp.asarray(positions), fold_in(dropout_key, 0))
@@ -206,11 +204,12 @@ class LanguageModel(nnx.Module, Generic[C]):
         found = self.tok_emb.attend(hidden) if self.out_head is None else self.out_head(hidden)
         return constrain(found, "batch", "tokens", "vocab")
 
-    def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Cache:
+    def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> ModelCache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
 
         The cache of a layer with a window is a ring buffer, which holds the window at least. With `scan_layers` there
-        is one cache for all layers, the first axis of its keys and values.
+        is one cache for all layers, the first axis of its keys and values; where layers take turns, one for each of a
+        turn.
 
         Example:
             >>> from flax_attn.models import GPT2, GPT2Config
@@ -220,23 +219,7 @@ class LanguageModel(nnx.Module, Generic[C]):
             >>> logits.shape, cache[0].length.tolist()
             ((4, 1, 11), [6, 6, 6, 6])
         """
-        blocks = self.trf_blocks
-        if isinstance(blocks, Stack):
-            return (blocks.init_cache(b, max(capacity, blocks.block.att.window or 0), dtype),)
-        return tuple(block.init_cache(b, max(capacity, block.att.window or 0), dtype) for block in blocks)
-
-    @classmethod
-    def from_pretrained(cls: type[_M], path: str | PathLike[str], **options: Unpack[LoadOptions]) -> _M:
-        """Return the model of a local Hugging Face folder, in eval mode; see `flax_attn.models.from_pretrained`.
-
-        Raises:
-            ValueError: if the folder holds a model of another family.
-        """
-        return load(cls, cls.family, path, **options)
-
-    def save_pretrained(self, path: str | PathLike[str], *, max_shard_size: int = 4 * 10**9) -> None:
-        """Write a Hugging Face folder that transformers loads; see `flax_attn.models.save_pretrained`."""
-        save(self, self.config, self.family, path, max_shard_size)
+        return init_caches(self.trf_blocks, b, capacity, dtype)
 
 
 def initialise(model: LanguageModel, rngs: nnx.Rngs) -> None:
@@ -248,14 +231,9 @@ def initialise(model: LanguageModel, rngs: nnx.Rngs) -> None:
     References:
         Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
     """
-    for path, param in nnx.iter_graph(model):
-        if not isinstance(param, nnx.Param):
-            continue
-        if path[-1] == "bias":
-            param.set_value(jnp.zeros_like(param[...]))
-        elif path[-1] in ("kernel", "embedding"):
-            std = 0.02 * (2 * len(model.trf_blocks)) ** -0.5 if _ends_a_residual_path(path) else 0.02
-            param.set_value(std * jax.random.normal(rngs.params(), param.shape, param.dtype))
+    layers = max(1, len(model.trf_blocks))  # a model of embedding and head alone has none
+    last = 0.02 * (2 * layers) ** -0.5
+    draw(model, rngs, lambda path: last if _ends_a_residual_path(path) else 0.02)
 
 
 def _ends_a_residual_path(path: tuple) -> bool:

@@ -1,7 +1,7 @@
 """Llama and Mistral."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from flax_attn.models.decoder import Decoder, DecoderConfig
 from flax_attn.models.hugging_face.decoder import DECODER_LAYOUT, read_decoder, write_decoder
@@ -39,7 +39,7 @@ def _read_llama(fields: Fields, dropout: float | None) -> LlamaConfig:
 
 def _read_mistral(fields: Fields, dropout: float | None) -> LlamaConfig:
     window = fields.optional_integer("sliding_window", 4096)
-    return LlamaConfig(**read_decoder(fields, dropout, num_kv_heads=8), window=window)
+    return LlamaConfig(**read_decoder(fields.filled(num_key_value_heads=8), dropout), window=window)
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
@@ -69,7 +69,10 @@ def _write_mistral(config: LlamaConfig) -> dict[str, Any]:
     return write_decoder("Mistral", config, sliding_window=config.window)
 
 
-class Llama(Decoder[LlamaConfig]):
+C = TypeVar("C", bound=LlamaConfig)
+
+
+class Llama(Decoder[C]):
     """Llama: rotary positions, RMS norms before the sublayers, grouped queries, SwiGLU. With a window it is Mistral.
 
     The arguments are those of `LanguageModel`.

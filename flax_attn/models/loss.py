@@ -13,6 +13,7 @@ from flax_attn.functional.positions import segment_positions
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.models.cross_entropy import cross_entropy
 from flax_attn.models.language_model import LanguageModel
+from flax_attn.sharding.batches import arranged
 
 
 def next_token_loss(
@@ -29,6 +30,9 @@ def next_token_loss(
 
     The logits of 512 tokens at a time are computed, and their gradients with them, so that no array of the size of all
     tokens times the vocabulary is stored. Sums are taken in at least float32.
+
+    Under `flax_attn.sharding.context_parallel(order="zigzag")` tokens, positions and targets are put in zigzag order
+    here, once for all layers: the tokens that are given stand in their own order.
 
     Args:
         model: in train mode it drops; `model.eval()` switches that off.
@@ -57,11 +61,11 @@ def next_token_loss(
             "Leave out rows of one token"
         )
     options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, tokens.shape)}
-    hidden = model.hidden(tokens, **options)
+    hidden = model.hidden(arranged(tokens), **options)
     counted = _targets(tokens, lengths, segments)
     dtype = accumulation_dtype(hidden.dtype)
     weights = counted.astype(dtype) / jnp.maximum(counted.sum(), 1).astype(dtype)
-    arrays = (hidden, jnp.roll(tokens, -1, axis=-1), weights)
+    arrays = (hidden, arranged(jnp.roll(tokens, -1, axis=-1)), arranged(weights))
     return cross_entropy(*_head(model), *(x if tokens.ndim == 2 else x[None] for x in arrays))
 
 
@@ -74,7 +78,7 @@ def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
             f"segments must have one id a token, shape {tokens} or {tokens[-1:]}; got shape {positions.shape}. "
             "Pack them as the tokens are"
         )
-    return {"mask": Mask.segments(segments), "positions": positions}
+    return {"mask": Mask.segments(segments), "positions": arranged(positions)}
 
 
 def _targets(tokens: Array, lengths: ArrayLike | int | None, segments: ArrayLike | None) -> Bool[Array, "*b t"]:

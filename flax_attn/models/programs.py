@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +13,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from flax_attn.functional.explicit import split_as
+from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.sampling import Sampling, sample
 from flax_attn.models.stack import Stack
-from flax_attn.sharding.parameters import unname_first_axis
 
 
 class _Part(NamedTuple):
@@ -34,6 +34,7 @@ def new_tokens(
     capacity: int,
     sampling: Sampling,
     key: Array | np.ndarray,
+    first: int = 0,
 ) -> Iterator[Array]:
     """Yield the tokens `(b,)` that follow prompts, without an end.
 
@@ -44,6 +45,7 @@ def new_tokens(
         capacity: of the caches of layers without a window.
         sampling: how a token is drawn.
         key: what is drawn, two uint32.
+        first: how many tokens of each prompt were drawn before, by the same key.
     """
     ends, layers = _take_apart(model)
     choose = _choose(ends.graph, sampling)
@@ -53,11 +55,87 @@ def new_tokens(
         x, cache = _prefill(layer.graph, capacity)(layer.state, x, lengths)
         caches.append(cache)
     x = _last(x, lengths)
-    for made in count():
-        token, x = choose(ends.state, x, lengths, np.int32(made), key)
+    for made in count(first):
+        token, x = choose(ends.state, x, lengths - np.int32(first), np.int32(made), key)
         yield token
         for i, (step, layer) in enumerate(zip(steps, layers, strict=True)):
             x, caches[i] = step(layer.state, x, caches[i])
+
+
+def rereading(
+    model: LanguageModel,
+    prompts: Sequence[np.ndarray],
+    rereads: Sequence[int],
+    pad: Callable[[Sequence[np.ndarray]], tuple[np.ndarray, np.ndarray]],
+    *options: Any,
+) -> Iterator[Array]:
+    """Yield the tokens `(b,)` that follow prompts, and begin anew with all tokens after these numbers of them.
+
+    Args:
+        model: in eval mode.
+        prompts: `(t,)`, one for each row.
+        rereads: the numbers of new tokens, in order.
+        pad: makes one array of rows, and their lengths.
+        options: capacity, sampling and key, as in `new_tokens`.
+    """
+    rows, made = list(prompts), 0
+    for end in (*rereads, None):
+        tokens = []
+        for token in islice(new_tokens(model, *pad(rows), *options, first=made), None if end is None else end - made):
+            tokens.append(token)
+            yield token
+        rows = [np.append(row, new) for row, new in zip(rows, np.stack(tokens, axis=1), strict=True)]
+        made += len(tokens)
+
+
+def answers(
+    model: EncoderDecoder,
+    inputs: np.ndarray,
+    lengths: np.ndarray | None,
+    start: np.ndarray,
+    capacity: int,
+    sampling: Sampling,
+    key: Array | np.ndarray,
+) -> Iterator[Array]:
+    """Yield the tokens `(b,)` that a decoder makes of what is encoded, without an end.
+
+    Args:
+        model: in eval mode.
+        inputs: of the encoder, `(b, ...)`, padded.
+        lengths: how many tokens of each row are real, `(b,)`; None is all.
+        start: tokens that the decoder begins with, `(b, t)`.
+        capacity: of the caches.
+        sampling: how a token is drawn.
+        key: what is drawn, two uint32.
+    """
+    graph, state = nnx.split(model)
+    x, kept, cache = _begin(graph, capacity)(state, inputs, lengths, start)
+    step = _answer(graph, sampling)
+    for made in count():
+        token, x, cache = step(state, x, kept, cache, np.int32(made), key)
+        yield token
+
+
+@lru_cache
+def _begin(graph: Any, capacity: int) -> Callable:
+    @jax.jit
+    def begin(state, inputs, lengths, start):
+        model = nnx.merge(graph, state)
+        kept = model.keep(model.encode(inputs, lengths=lengths), lengths)
+        x, cache = model.hidden(start, kept, cache=model.init_cache(len(start), capacity))
+        return _last(x, jnp.full(len(x), x.shape[1])), kept, cache
+
+    return begin
+
+
+@lru_cache
+def _answer(graph: Any, sampling: Sampling) -> Callable:
+    def step(state, x, kept, cache, made, key):
+        model = nnx.merge(graph, state)
+        token = sample(model.logits(x)[:, 0], sampling, key, made)
+        return token, *model.hidden(token[:, None], kept, cache=cache)
+
+    return jax.jit(step, donate_argnums=(1, 3))
 
 
 def _take_apart(model: LanguageModel) -> tuple[_Part, list[_Part]]:
@@ -67,17 +145,9 @@ def _take_apart(model: LanguageModel) -> tuple[_Part, list[_Part]]:
     blocks = model.trf_blocks
     if not isinstance(blocks, Stack):
         return _Part(*nnx.split(ends)), [_Part(*nnx.split(block)) for block in blocks]
-    graph, state = nnx.split(blocks.block)
-    return _Part(*nnx.split(ends)), [_unstacked(graph, _layer(state, np.int32(i))) for i in range(len(blocks))]
-
-
-def _unstacked(graph: Any, state: Any) -> _Part:
-    """Return one layer of a stack as a block of its own is: so that both run the same programs."""
-    block = nnx.merge(graph, state)
-    for _, variable in nnx.iter_graph(block):
-        if isinstance(variable, nnx.Variable):
-            unname_first_axis(variable)
-    return _Part(*nnx.split(block))
+    states = [nnx.state(block) for block in blocks.blocks]
+    layers = [blocks.unstack(m, i, _layer(states[m], np.int32(i))) for m, i in blocks.layers]
+    return _Part(*nnx.split(ends)), [_Part(*nnx.split(layer)) for layer in layers]
 
 
 @jax.jit
@@ -87,7 +157,7 @@ def _layer(state: Any, i: Any) -> Any:
 
 @jax.jit
 def _last(x: Array, lengths: Array) -> Array:
-    return jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+    return x.at[jnp.arange(len(x)), lengths - 1].get(out_sharding=split_as(x, 0, 2))[:, None]
 
 
 # The graph of a module is slow to compare: so each has a function of its own, instead of being an argument.
@@ -109,7 +179,7 @@ def _prefill(graph: Any, capacity: int) -> Callable:
         block = nnx.merge(graph, state)
         cache = block.init_cache(len(x), block.att.window or capacity)
         # A static length of 0 says that the cache is empty, so that the prompt attends to itself alone.
-        return block(x, lengths=lengths, cache=replace(cache, length=0))
+        return block(x, lengths=lengths, cache=cache.replace(length=0))
 
     return prefill
 
@@ -127,7 +197,7 @@ def _choose(graph: Any, sampling: Sampling) -> Callable:
     @jax.jit
     def choose(state, x, lengths, made, key):
         model = nnx.merge(graph, state)
-        token = sample(model.logits(model.final_norm(x)[:, 0]), sampling, key, made)
+        token = sample(model.logits(model.final_norm(x))[:, 0], sampling, key, made)
         return token, model.embed(token[:, None], (lengths + made)[:, None], None)
 
     return choose

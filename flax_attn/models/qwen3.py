@@ -34,8 +34,8 @@ class Qwen3Config(DecoderConfig):
 
 
 def _read(fields: Fields, dropout: float | None) -> Qwen3Config:
-    arguments = read_decoder(fields, dropout, num_kv_heads=32, head_dim=128) | read_windows(fields)
-    return Qwen3Config(**arguments, attention_bias=fields.flag("attention_bias", False))
+    arguments = read_decoder(fields.filled(num_key_value_heads=32, head_dim=128), dropout)
+    return Qwen3Config(**arguments, **read_windows(fields), attention_bias=fields.flag("attention_bias", False))
 
 
 def _write(config: Qwen3Config) -> dict[str, Any]:
@@ -64,6 +64,10 @@ class Qwen3(Decoder[Qwen3Config]):
     family = Family({"qwen3": _read}, _write, DECODER_LAYOUT)
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
-        """Return the attention of a layer, with norms of queries and keys."""
-        bias, eps = self.config.attention_bias, self.config.eps
-        return super().attention(layer, qkv_bias=bias, out_bias=bias, qk_norm=eps, **options)
+        """Return the attention of a layer, with biases if the config asks for them."""
+        bias = self.config.attention_bias
+        return super().attention(layer, qkv_bias=bias, out_bias=bias, **options)
+
+    def head_norms(self, **numerics: Any) -> dict[str, Any]:
+        """Return the norms of queries and keys, each head by itself."""
+        return {name: self.norm(self.config.head_width, **numerics) for name in ("q_norm", "k_norm")}

@@ -2,45 +2,104 @@
 
 from os import PathLike
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
+from flax_attn.models.bert import Bert, BertMaskedLM
+from flax_attn.models.deepseekv3 import DeepseekV3
+from flax_attn.models.diffllama import DiffLlama
+from flax_attn.models.dinov2 import DINOv2, DINOv2Classifier
+from flax_attn.models.gemma import Gemma
+from flax_attn.models.gemma2 import Gemma2
+from flax_attn.models.gemma3 import Gemma3
 from flax_attn.models.gpt2 import GPT2
-from flax_attn.models.hugging_face.fields import read_fields
+from flax_attn.models.gptoss import GptOss
+from flax_attn.models.hugging_face.fields import Fields, read_fields
 from flax_attn.models.hugging_face.folder import LoadOptions
-from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.llama import Llama
+from flax_attn.models.mixtral import Mixtral
+from flax_attn.models.modernbert import ModernBert, ModernBertMaskedLM
+from flax_attn.models.olmo2 import Olmo2
+from flax_attn.models.phi3 import Phi3
+from flax_attn.models.pretrained import Pretrained
 from flax_attn.models.qwen2 import Qwen2
 from flax_attn.models.qwen3 import Qwen3
+from flax_attn.models.qwen3moe import Qwen3Moe
+from flax_attn.models.qwen3next import Qwen3Next
+from flax_attn.models.smollm3 import SmolLM3
+from flax_attn.models.t5 import T5
+from flax_attn.models.vit import ViT, ViTClassifier
+from flax_attn.models.whisper import Whisper
 
-FAMILIES: tuple[type[LanguageModel[Any]], ...] = (
+FAMILIES: tuple[type[Pretrained], ...] = (
     GPT2,
     Llama,
     Qwen2,
     Qwen3,
+    Phi3,
+    Gemma,
+    Gemma2,
+    Gemma3,
+    Olmo2,
+    SmolLM3,
+    DiffLlama,
+    Mixtral,
+    Qwen3Moe,
+    Qwen3Next,
+    GptOss,
+    DeepseekV3,
+    Bert,
+    BertMaskedLM,
+    ViT,
+    ViTClassifier,
+    DINOv2,
+    DINOv2Classifier,
+    ModernBert,
+    ModernBertMaskedLM,
+    T5,
+    Whisper,
 )
 
 
-def model_types() -> dict[str, type[LanguageModel[Any]]]:
-    """Return the class of each `model_type` that `config.json` may name.
+def model_types() -> dict[str, type[Pretrained]]:
+    """Return the class of each `model_type` that `config.json` may name, the first where there are several.
 
     Example:
         >>> model_types()["mistral"].__name__
         'Llama'
     """
-    return {name: cls for cls in FAMILIES if cls.family for name in cls.family.read}
+    found: dict[str, type[Pretrained]] = {}
+    for cls in FAMILIES:
+        for name in cls.family.read if cls.family else ():
+            found.setdefault(name, cls)
+    return found
 
 
-def model_class(path: str | PathLike[str]) -> type[LanguageModel[Any]]:
+def model_class(path: str | PathLike[str]) -> type[Pretrained]:
     """Return the class of the model in a Hugging Face folder, by its `config.json`.
 
     Raises:
         FileNotFoundError: if there is no such folder or file.
-        ValueError: if the file is not JSON or of a family that is not known; the message lists those that are.
+        ValueError: if the file is not JSON or of a family that is not known, or names a class of transformers that
+            none of ours computes; the message lists those that are known.
     """
-    return read_fields(Path(path)).choose("model_type", model_types())
+    fields = read_fields(Path(path))
+    first = fields.choose("model_type", model_types())
+    return _by_architecture(fields, first) if first.family and first.family.architecture else first
 
 
-def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -> LanguageModel[Any]:
+def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained]:
+    """Return which of the classes that read a `model_type` the file names; without a name, the first."""
+    kind, named = fields.text("model_type"), fields.optional_list("architectures")
+    known = {cls.family.architecture: cls for cls in FAMILIES if cls.family and kind in cls.family.read}
+    if named and named[0] not in known:
+        raise ValueError(
+            f"{fields.where}: architectures must name one of {', '.join(map(repr, known))}; got {named}. For a head "
+            f"of your own begin with {first.__name__}.from_pretrained"
+        )
+    return known[named[0]] if named else first
+
+
+def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -> Pretrained:
     """Return the model of a local Hugging Face folder, in eval mode, of the class that its `config.json` names.
 
     `Llama.from_pretrained(path)` is the same for a folder that is known to hold a `Llama`. A head that is tied is read
@@ -80,7 +139,7 @@ def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -
     return model_class(path).from_pretrained(path, **options)
 
 
-def save_pretrained(model: LanguageModel[Any], path: str | PathLike[str], *, max_shard_size: int = 4 * 10**9) -> None:
+def save_pretrained(model: Pretrained, path: str | PathLike[str], *, max_shard_size: int = 4 * 10**9) -> None:
     """Write a model as a Hugging Face folder that transformers loads, bit for bit; `model.save_pretrained(path)`.
 
     A `Llama` with a window is stored as Mistral. Other files of the folder stay, such as those of a tokenizer.

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Integer, UInt32
 from flax_attn.functional.checks import check_positive
 from flax_attn.functional.dropout import threefry_2x32
 from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.sharding.axes import constrain
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def keep_most_likely(logits: Float[Array, "b v"], sampling: Sampling) -> Float[A
         Array([[-0.6931472, -1.2039728,       -inf]], dtype=float32)
     """
     logits = logits.astype(accumulation_dtype(logits.dtype)) / sampling.temperature
+    if sampling.top_k or sampling.top_p:
+        logits = constrain(logits, "batch", None)  # words are sorted on one device
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         logits = _from(logits, jax.lax.top_k(logits, sampling.top_k)[0][:, -1:])
     if sampling.top_p is not None:

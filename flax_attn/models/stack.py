@@ -1,10 +1,9 @@
-"""Running the blocks of a model: one after another, or one scan over blocks whose parameters are stacked."""
+"""Running the blocks of a model: one after another, or by a scan over blocks whose parameters are stacked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +11,29 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
-from flax_attn.functional.cache import KVCache
+from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.modules.block import TransformerBlock
-from flax_attn.sharding.parameters import name_first_axis
-
-M = TypeVar("M")
+from flax_attn.models.turns import Block, give_numbers, in_turns, kind_of, stack_modules, take_numbers
+from flax_attn.sharding.parameters import unname_first_axis
 
 
 class Stack(nnx.Module):
     """Blocks of equal shape as one: their parameters stacked along a first axis, run by one scan, compiled once.
 
+    Blocks may take turns, such as local and full attention: then a scan runs one turn after another, and each block of
+    a turn is compiled once. Blocks that come before the first turn are compiled by themselves.
+
     Args:
-        blocks: of equal shapes, dtypes and options; they draw what they drop as they would alone.
+        blocks: of equal shapes, dtypes and options, or in turns that are; they draw what they drop as they would alone.
+
+    Attributes:
+        block: the stacked block; where blocks take turns a list, of those before the first turn and those of a turn.
+        stacked_layers: the numbers of the layers of each of them.
 
     Raises:
-        ValueError: if there is no block, or two differ.
+        ValueError: if there is no block.
+        UnequalLayersError: if two differ that do not take turns.
 
     Example:
         >>> from flax_attn import GPT2, GPT2Config
@@ -38,109 +43,180 @@ class Stack(nnx.Module):
         (3, 6)
     """
 
-    def __init__(self, blocks: Sequence[TransformerBlock]):
+    def __init__(self, blocks: Sequence[Block]):
         if not blocks:
             raise ValueError("scan_layers=True stacks one layer at least; got num_layers=0. Pass scan_layers=False")
-        split = [nnx.split(block) for block in blocks]
-        kinds = [(graph, jax.tree.map(lambda x: (x.shape, x.dtype), state)) for graph, state in split]
-        for i, kind in enumerate(kinds):
-            if kind != kinds[0]:
-                raise ValueError(
-                    f"scan_layers=True stacks layers of equal shapes and options; layer {i} differs from layer 0, in a "
-                    "window, a width or a dtype. Pass scan_layers=False"
-                )
-        self.stacked_layers = len(blocks)  # flax_attn.convert knows by it that `block` is stacked
-        self.block: TransformerBlock = stack_modules(blocks)
+        numbers = [take_numbers(block) for block in blocks]
+        self.stacked_layers = in_turns([kind_of(block) for block in blocks])  # flax_attn.convert names layers by it
+        self.numbers = tuple(tuple(numbers[i] for i in layers) for layers in self.stacked_layers)
+        stacked = [stack_modules([blocks[i] for i in layers]) for layers in self.stacked_layers]
+        self.block: Any = stacked[0] if len(stacked) == 1 else nnx.List(stacked)
 
     def __len__(self) -> int:
-        return self.stacked_layers
+        return sum(map(len, self.stacked_layers))
 
-    def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> KVCache:
-        """Return the empty cache of all layers: keys and values with the layers as a first axis."""
-        cache = self.block.init_cache(b, capacity, dtype)
-        keys, values = (jnp.zeros((len(self), *x.shape), x.dtype) for x in (cache.key, cache.value))
-        return replace(cache, key=keys, value=values)
+    @property
+    def blocks(self) -> list[Block]:
+        """The stacked blocks."""
+        return [self.block] if len(self.stacked_layers) == 1 else list(self.block)
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """Of each layer, in order: which stacked block it is part of, and where there."""
+        where = {layer: (m, i) for m, layers in enumerate(self.stacked_layers) for i, layer in enumerate(layers)}
+        return [where[layer] for layer in range(len(self))]
+
+    def unstack(self, m: int, i: int, state: Any) -> Block:
+        """Return one layer as it is by itself: the one at `i` of the stacked block `m`, of which `state` is."""
+        block = nnx.merge(nnx.graphdef(self.blocks[m]), state)
+        for _, variable in nnx.iter_graph(block):
+            if isinstance(variable, nnx.Variable):
+                unname_first_axis(variable)
+        return give_numbers(block, self.numbers[m][i])
+
+    def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> tuple[Cache, ...]:
+        """Return an empty cache for each stacked block: what is stored has its layers as a first axis."""
+        caches = [_init_cache(block, b, capacity, dtype) for block in self.blocks]
+        counts = map(len, self.stacked_layers)
+        return tuple(
+            _of_layers(lambda x, n=n: jnp.broadcast_to(x, (n, *x.shape)), c)
+            for n, c in zip(counts, caches, strict=True)
+        )
 
     def run(
-        self, x: Tokens, cache: KVCache | None, key: Array | None, remat: bool, **options: Any
-    ) -> tuple[Tokens, KVCache | None]:
-        """Return the tokens after all layers, and the cache after them."""
-        graph, state = nnx.split(self.block)
-        x = x.astype(self._output_dtype(x))
+        self,
+        x: Tokens,
+        cache: tuple[Cache, ...] | None,
+        key: Array | None,
+        remat: bool,
+        each: Sequence[dict],
+        **options: Any,
+    ) -> tuple[Tokens, tuple[Cache, ...] | None]:
+        """Return the tokens after all layers, and the caches after them; see `run_blocks` for the arguments."""
+        first = [m for m, layers in enumerate(self.stacked_layers) if len(layers) == 1]
+        turn = [m for m in range(len(self.stacked_layers)) if m not in first]
+        for block in self.blocks:
+            x = x.astype(_output_dtype(block, x))
+        caches = []
+        for members in (*([m] for m in first), *([turn] if turn else [])):
+            own = None if cache is None else [cache[m] for m in members]
+            x, after = self._scan(members, x, own, key, remat, [each[m] for m in members] if each else [], **options)
+            caches += after or []
+        return x, None if cache is None else tuple(caches)
 
-        def layer(carry, inputs):
-            x, cached = carry
-            i, state = inputs
-            block = pure(graph, {**options, "dropout_key": fold_in(key, 1 + i)})
-            if cache is None:
-                x, changed = (jax.checkpoint(block, prevent_cse=False) if remat else block)(state, x)
-                return (x, cached), (changed, None)
-            own = [jax.lax.dynamic_index_in_dim(array, i, keepdims=False) for array in cached]
-            (x, after), changed = block(state, x, cache=replace(cache, key=own[0], value=own[1]))
-            # Carried and written in place, the caches are in memory once.
-            cached = [
-                jax.lax.dynamic_update_index_in_dim(array, new, i, 0)
-                for array, new in zip(cached, (after.key, after.value), strict=True)
-            ]
-            # Of the cache only the length is left to return, which may be static.
-            return (x, cached), (changed, replace(after, key=after.key[..., :0, :], value=after.value[..., :0, :]))
+    def _scan(
+        self,
+        members: Sequence[int],
+        x: Tokens,
+        caches: Sequence[Cache] | None,
+        key: Array | None,
+        remat: bool,
+        each: Sequence[dict],
+        positions: ArrayLike | None,
+        **options: Any,
+    ) -> tuple[Tokens, list[Cache] | None]:
+        """Run the layers of these stacked blocks, one of each in turn."""
+        blocks = [self.blocks[m] for m in members]
+        split = [nnx.split(block) for block in blocks]
+        layers = jnp.asarray([self.stacked_layers[m] for m in members]).T
+        numbers = [tuple(map(jnp.asarray, zip(*self.numbers[m], strict=True))) for m in members]
 
-        start = (x, None if cache is None else [cache.key, cache.value])
-        (x, cached), (changed, after) = jax.lax.scan(layer, start, (jnp.arange(len(self)), state))
-        nnx.update(self.block, changed)
-        if cached is None:
+        def turn(carry, inputs):
+            x, stored = carry
+            i, layers, states, numbers, each = inputs
+            stored, kept = list(stored), []
+            for m, (block, (graph, _)) in enumerate(zip(blocks, split, strict=True)):
+                own = {**options, **(each[m] if each else {}), "dropout_key": fold_in(key, 1 + layers[m])}
+                own["positions"] = None if block.att.rope is None else positions
+                run = pure(graph, own, numbers[m])
+                if caches is None:
+                    x, changed = (jax.checkpoint(run, prevent_cse=False) if remat else run)(states[m], x)
+                    kept.append((changed, None))
+                    continue
+                mine = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, i, keepdims=False), stored[m])
+                (x, after), changed = run(states[m], x, cache=caches[m].replace(**mine))
+                # Carried and written in place, the caches are in memory once.
+                stored[m] = {
+                    name: jax.lax.dynamic_update_index_in_dim(stored[m][name], new, i, 0)
+                    for name, new in after.arrays.items()
+                }
+                # Of the cache only the length is left to return, which may be static.
+                kept.append((changed, _of_layers(lambda x: x[:0], after)))
+            return (x, tuple(stored)), kept
+
+        start = x, () if caches is None else tuple(cache.arrays for cache in caches)
+        inputs = jnp.arange(len(layers)), layers, [state for _, state in split], numbers, list(each)
+        (x, stored), kept = jax.lax.scan(turn, start, inputs)
+        for block, (changed, _) in zip(blocks, kept, strict=True):
+            nnx.update(block, changed)
+        if caches is None:
             return x, None
-        return x, replace(after, key=cached[0], value=cached[1], length=_of_first_layer(after.length))
-
-    def _output_dtype(self, x: Tokens) -> Dtype:
-        own = self.block.att.dtype
-        return jnp.result_type(x, *jax.tree.leaves(nnx.state(self.block, nnx.Param))) if own is None else own
+        afters = [after for _, after in kept if after is not None]
+        pairs = zip(afters, stored, strict=True)
+        return x, [after.replace(**arrays, length=_of_first_layer(after.length)) for after, arrays in pairs]
 
 
-def stack_modules(modules: Sequence[M]) -> M:
-    """Return modules of equal shape as one, whose variables have them as their first axis."""
-    split = [nnx.split(module) for module in modules]
-    stacked = nnx.merge(split[0][0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *(state for _, state in split)))
-    for _, variable in nnx.iter_graph(stacked):
-        if isinstance(variable, nnx.Variable):
-            name_first_axis(variable)
-    return stacked
+def _output_dtype(block: Block, x: Tokens) -> Dtype:
+    own = block.att.dtype
+    return jnp.result_type(x, *jax.tree.leaves(nnx.state(block, nnx.Param))) if own is None else own
 
 
 def run_blocks(
-    blocks: Sequence[TransformerBlock] | Stack,
+    blocks: Sequence[Block] | Stack,
     x: Tokens,
-    cache: tuple[KVCache, ...] | None,
+    cache: tuple[Cache, ...] | None,
     key: Array | None,
     remat: bool,
     positions: ArrayLike | None,
+    each: Sequence[dict[str, Any]] = (),
     **options: Any,
-) -> tuple[Tokens, tuple[KVCache, ...] | None]:
-    """Return the tokens after all blocks and the cache after them; `positions` are for blocks with `rope`."""
+) -> tuple[Tokens, tuple[Cache, ...] | None]:
+    """Return the tokens after all blocks and the caches after them.
+
+    Args:
+        blocks: one after another, or a stack.
+        x: the tokens before.
+        cache: of each block, as `init_caches` returns them.
+        key: that decides what is dropped; None draws keys from the streams.
+        remat: whether the backward pass recomputes each block.
+        positions: for blocks with `rope`.
+        each: further options of each block, with the layers as a first axis for those of a stack.
+        options: of all blocks.
+    """
     if isinstance(blocks, Stack):
-        options["positions"] = None if blocks.block.att.rope is None else positions
-        x, after = blocks.run(x, None if cache is None else cache[0], key, remat, **options)
-        return x, None if after is None else (after,)
+        return blocks.run(x, cache, key, remat, each, positions=positions, **options)
     caches = []
     for i, block in enumerate(blocks):
-        own = {
-            **options,
-            "positions": None if block.att.rope is None else positions,
-            "dropout_key": fold_in(key, 1 + i),
-        }
+        own = {**options, **(each[i] if each else {}), "dropout_key": fold_in(key, 1 + i)}
+        own["positions"] = None if block.att.rope is None else positions
         if cache is not None:
             x, extended = block(x, cache=cache[i], **own)
             caches.append(extended)
         else:
-            x = _recompute(block, x, own) if remat else block(x, **own)
+            x = recompute(block, x, own) if remat else block(x, **own)
     return x, None if cache is None else tuple(caches)
 
 
-def pure(graph: Any, options: Any) -> Callable:
+def init_caches(
+    blocks: Sequence[Block] | Stack, b: int | None, capacity: int, dtype: Dtype | None
+) -> tuple[Cache, ...]:
+    """Return the empty caches of blocks; that of a window holds the window at least."""
+    if isinstance(blocks, Stack):
+        return blocks.init_cache(b, capacity, dtype)
+    return tuple(_init_cache(block, b, capacity, dtype) for block in blocks)
+
+
+def _init_cache(block: Block, b: int | None, capacity: int, dtype: Dtype | None) -> Cache:
+    return block.init_cache(b, max(capacity, block.att.window or 0), dtype)
+
+
+def pure(graph: Any, options: Any, numbers: Sequence[Any] = ()) -> Callable:
     """Return a block as a function of its state: it returns the output, and the counts of keys that it changed."""
 
     def run(state, x, **cache):
         copy = nnx.merge(graph, state)
+        if numbers:
+            give_numbers(copy, numbers)
         before = {path: count.get_value() for path, count in nnx.to_flat_state(nnx.state(copy, nnx.RngCount))}
         y = copy(x, **options, **cache)
         after = nnx.to_flat_state(nnx.state(copy, nnx.RngCount))
@@ -150,7 +226,7 @@ def pure(graph: Any, options: Any) -> Callable:
     return run
 
 
-def _recompute(block: TransformerBlock, x: Tokens, options: dict[str, Any]) -> Tokens:
+def recompute(block: Callable, x: Tokens, options: dict[str, Any]) -> Tokens:
     """Return `block(x, **options)`; the backward pass computes its activations again instead of storing them."""
     graph, state = nnx.split(block)
     y, counts = jax.checkpoint(pure(graph, options))(state, x)
@@ -159,12 +235,16 @@ def _recompute(block: TransformerBlock, x: Tokens, options: dict[str, Any]) -> T
 
 
 def cached_positions(
-    blocks: Sequence[TransformerBlock] | Stack, cache: tuple[KVCache, ...], t: int, lengths: ArrayLike | int | None
+    blocks: Sequence[Block] | Stack, cache: tuple[Cache, ...], t: int, lengths: ArrayLike | int | None
 ) -> Array:
-    """Return the positions of the next `t` tokens, see `KVCache.positions`."""
-    first = cache[0]
-    first = replace(first, key=first.key[0], value=first.value[0]) if isinstance(blocks, Stack) else first
+    """Return the positions of the next `t` tokens, see `Cache.positions`."""
+    first = _of_layers(lambda x: x[0], cache[0]) if isinstance(blocks, Stack) else cache[0]
     return first.positions(t, lengths)
+
+
+def _of_layers(change: Callable[[Array], Array], cache: Cache) -> Cache:
+    """Return a cache with what it stores changed."""
+    return cache.replace(**{name: change(array) for name, array in cache.arrays.items()})
 
 
 def _of_first_layer(length: Any) -> Any:

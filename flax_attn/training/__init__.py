@@ -1,7 +1,8 @@
-"""Training of language models: a step, parameters of low precision, and checkpoints that resume to the bit."""
+"""Training of language models: a step, parameters of low precision, and checkpoints that resume to the bit.
 
-from flax_attn.training.checkpoints import Checkpoints
-from flax_attn.training.precision import Float32State, float32_state
-from flax_attn.training.step import train_step
+What this package exports stands in `__init__.pyi`: Orbax is imported where checkpoints are used.
+"""
 
-__all__ = ["Checkpoints", "Float32State", "float32_state", "train_step"]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

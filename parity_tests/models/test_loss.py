@@ -1,5 +1,7 @@
 """The loss of a language model: against torch's, and what must not change it: packing, padding, the number of rows."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ import flax_attn.models.loss
 import torch_ref.models.loss
 from flax_attn import convert
 from flax_attn.parity import tolerance
+from flax_attn.proof.build import drawn
 
 VOCAB, CONTEXT = 13, 16
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 11))
@@ -23,9 +26,11 @@ def build(side, name):
     options = {"context_length": CONTEXT, "vocab_size": VOCAB}
     if name == "llama":
         config = side.LlamaConfig(8, 14, num_heads=4, num_layers=1, num_kv_heads=2, **options)
+    elif name == "gemma2":  # scales the table as an input, and caps what it gives as a head
+        config = side.file("models.gemma2").Gemma2Config(8, 14, 4, 1, 2, logit_cap=0.5, **options)
     else:
         config = side.GPT2Config(6, 2, 1, dropout=0.4, **options)
-    model = side.build("Llama" if name == "llama" else "GPT2", config)
+    model = _models(side, name)(config)
     draw, shapes = np.random.default_rng(1), convert.state_dict(model) if side.is_flax else model.state_dict()
     weights = {name: draw.normal(0, 0.4, tuple(shapes[name].shape)) for name in sorted(shapes)}
     if side.is_flax:
@@ -34,6 +39,16 @@ def build(side, name):
         model.load_state_dict({name: torch.from_numpy(value) for name, value in weights.items()})
     model.eval()
     return model
+
+
+def _models(side, name):
+    """Return the function from a config to a model in float64."""
+    if name != "gemma2":
+        return partial(side.build, {"llama": "Llama", "gpt2": "GPT2"}[name])
+    cls = side.file("models.gemma2").Gemma2
+    if not side.is_flax:
+        return lambda config: cls(config).double()
+    return lambda config: drawn(lambda: cls(config, rngs=nnx.Rngs(0), param_dtype="float64"))
 
 
 def loss_and_gradients(side, model, tokens, **options):
@@ -81,8 +96,9 @@ def mean(parts):
         ("gpt2", {"segments": SEGMENTS}),
         ("gpt2", {"segments": SEGMENTS[0], "lengths": np.int64(8)}),
         ("llama", {"segments": SEGMENTS}),
+        ("gemma2", {}),
     ],
-    ids=["plain", "padded", "packed", "both", "rope"],
+    ids=["plain", "padded", "packed", "both", "rope", "capped"],
 )
 def test_both_sides_agree(name, options, sides):
     ours, reference = (loss_and_gradients(side, build(side, name), TOKENS, **options) for side in sides)

@@ -20,6 +20,11 @@ SIZES = {"context_length": 7, "vocab_size": VOCAB}
 LLAMA = {"d_model": 8, "d_hidden": 12, "num_heads": 4, **SIZES}
 
 
+TURNS = {"num_layers": 2, "num_kv_heads": 2, "window": 3, "full_layers": (1,)}
+DELTA = {"linear_heads": 4, "linear_key_heads": 2, "linear_head_dim": 3, "linear_value_dim": 5}
+QWEN3_NEXT = {**DELTA, "num_experts": 4, "top_k": 2, "d_expert": 5, "d_shared": 9}
+
+
 def gpt2(**options):
     return "GPT2", lambda side: side.GPT2Config(6, 3, **{"num_layers": 1, **SIZES, **options})
 
@@ -29,10 +34,17 @@ def llama(rope=lambda side: side.RoPE(), **options):
 
 
 def decoder(name, **options):
-    return name, lambda side: getattr(side.file(f"models.{name.lower()}"), f"{name}Config")(
-        **{**LLAMA, "num_layers": 1, **options}
-    )
+    """Return the name of a family, and a function to its config from a side; parts are functions from a side, too."""
 
+    def config(side):
+        made = {key: value(side) if callable(value) else value for key, value in options.items()}
+        return getattr(side.file(f"models.{name.lower()}"), f"{name}Config")(**{**LLAMA, "num_layers": 1, **made})
+
+    return name, config
+
+
+LATENT = {"kv_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 2}
+LATENT |= {"num_experts": 8, "groups": 4, "top_groups": 2, "top_k": 3, "d_expert": 5}
 
 MODELS = {
     "gpt2": gpt2(num_layers=2),
@@ -43,10 +55,26 @@ MODELS = {
     "full and windowed layers": llama(num_layers=2, num_kv_heads=1, head_dim=6, window=3, full_layers=(0,), tied=True),
     "qwen2": decoder("Qwen2", num_layers=2, num_kv_heads=2, window=3, full_layers=(0,)),
     "qwen3": decoder("Qwen3", num_kv_heads=1, head_dim=6, attention_bias=True, tied=True),
+    "phi3": decoder("Phi3", rope=lambda side: side.RoPE(50.0, width=4), num_kv_heads=2, head_dim=6),
+    "gemma": decoder("Gemma", num_kv_heads=1, head_dim=6, attention_bias=True),
+    "gemma2": decoder("Gemma2", **TURNS, query_pre_attn_scalar=5, score_cap=2.0, logit_cap=3.0),
+    "gemma3": decoder("Gemma3", **TURNS, query_pre_attn_scalar=5, local_rope=lambda side: side.RoPE(30.0)),
+    "olmo2": decoder("Olmo2", num_kv_heads=2, head_dim=6, attention_bias=True),
+    "diffllama": decoder("DiffLlama", num_kv_heads=2, head_dim=6, attention_bias=True),
+    "smollm3": decoder("SmolLM3", **TURNS, unrotated_layers=(0,), ff_bias=True),
+    "mixtral": decoder("Mixtral", num_kv_heads=2, window=3, num_experts=4),
+    "qwen3 moe": decoder("Qwen3Moe", num_layers=2, dense_layers=(0,), num_experts=4, top_k=2, d_expert=5),
+    "qwen3-next": decoder("Qwen3Next", num_layers=2, num_kv_heads=1, head_dim=6, full_layers=(1,), **QWEN3_NEXT),
+    "deepseek v3": decoder("DeepseekV3", num_layers=2, **LATENT, q_lora_rank=7, num_dense_layers=1),
+    "gpt-oss": decoder("GptOss", num_layers=2, num_experts=4, top_k=2, window=3, full_layers=(1,)),
 }
 STACKED = {
     "gpt2, stacked": MODELS["gpt2"],
+    "gemma, stacked": decoder("Gemma", num_layers=2, num_kv_heads=1, head_dim=6),
     "mistral, stacked": llama(num_layers=2, num_kv_heads=2, window=3),
+    "deepseek v3, stacked": decoder("DeepseekV3", num_layers=2, **LATENT, q_lora_rank=None, num_dense_layers=0),
+    "mixtral, stacked": decoder("Mixtral", num_layers=2, num_experts=4),
+    "qwen3-next, stacked": decoder("Qwen3Next", num_layers=2, num_kv_heads=1, head_dim=6, **QWEN3_NEXT),
     "qwen3, stacked": decoder("Qwen3", num_layers=2, num_kv_heads=1, head_dim=6, tied=True),
 }
 EVERY = pytest.mark.parametrize(
@@ -158,6 +186,21 @@ def test_one_sequence_without_a_batch_axis(sides):
             found.append(side.numpy(logits))
         reference = side.numpy(side.jit(lambda x, model=model: model(x))(side.array(TOKENS[:1])))[0]
         assert_equal({side.name: np.concatenate(found)}, reference)
+
+
+def test_longrope_reads_all_tokens_again_where_its_keys_change(sides):
+    rope = {"rope": lambda side: side.RoPE(scaling=side.LongRoPEScaling(4.0, 4, (1.0,) * 2, (0.3,) * 2))}
+    config = decoder("Phi3", **rope, head_dim=4, context_length=20)
+    (ours, model), (theirs, reference) = both(sides, *config)
+    prompts, generate = [[1, 2], [3]], [side.file("models.generate").generate for side in (ours, theirs)]
+    greedy = generate[1](reference, prompts, 16)  # both rows become long, the first one token before the second
+    for prompt, tokens in zip(prompts, greedy, strict=True):
+        for i, token in enumerate(tokens):
+            logits = reference(torch.tensor([prompt + tokens[:i]]))
+            assert token == logits[0, -1].argmax()
+    assert generate[0](model, prompts, 16) == greedy
+    drawn = [{"temperature": 1.5, "key": key} for key in (jnp.uint32([7, 42]), torch.tensor([7, 42]))]
+    assert generate[0](model, prompts, 16, **drawn[0]) == generate[1](reference, prompts, 16, **drawn[1])
 
 
 def test_hidden_and_head_are_the_two_halves_of_a_call(sides):

@@ -12,12 +12,25 @@ import transformers
 from flax import nnx
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, modeling_rope_utils
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.diffllama import modeling_diffllama
+from transformers.models.gemma import modeling_gemma
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
+from transformers.models.mixtral import modeling_mixtral
+from transformers.models.olmo2 import modeling_olmo2
+from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.smollm3 import modeling_smollm3
 
 from flax_attn import convert
+from flax_attn.convert.api import axes_of
 from flax_attn.models import GPT2, Llama, from_pretrained
 from flax_attn.models.hugging_face import folder as loader
 from flax_attn.models.hugging_face.fields import read_fields
@@ -35,26 +48,22 @@ LLAMA_SIZES = {
     "max_position_embeddings": CONTEXT,
     "vocab_size": 13,
 }
-MODULES = (modeling_rope_utils, modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3)
-NO_IDS = {"bos_token_id": None, "eos_token_id": None}
-
-
-class Float64Torch:
-    """Stands for torch in modules of transformers that name float32: in rotary angles, RMS norms and softmax."""
-
-    float = float32 = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
+MODULES = (
+    *(modeling_rope_utils, modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3),
+    *(modeling_gemma, modeling_gemma2, modeling_gemma3, modeling_olmo2, modeling_phi3, modeling_smollm3),
+    *(modeling_diffllama, modeling_mixtral, modeling_qwen3_moe, modeling_gpt_oss, modeling_deepseek_v3),
+    modeling_qwen3_next,
+)
+NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+ATTENTION = {"Gemma2": "eager", "GptOss": "eager"}  # transformers' SDPA does not cap scores, and has no sinks
 
 
 @pytest.fixture
-def in_float64(monkeypatch):
+def in_float64(float64_modules):
     """Let transformers compute all in float64."""
-    for module in MODULES:
-        monkeypatch.setattr(module, "torch", Float64Torch())
     torch.set_default_dtype(torch.float64)
-    yield
+    with float64_modules(*MODULES):
+        yield
     torch.set_default_dtype(torch.float32)
 
 
@@ -65,9 +74,12 @@ def config_of(kind, **fields):
 
 def build(kind, dtype=torch.float64, **fields):
     """Return a model of transformers, every parameter random."""
-    model = AutoModelForCausalLM.from_config(config_of(kind, **fields), attn_implementation="sdpa").to(dtype).eval()
+    # Grouped products of experts, the other form, are not there in float64.
+    forms = {"attn_implementation": ATTENTION.get(kind, "sdpa"), "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config_of(kind, **fields), **forms).to(dtype).eval()
     random = np.random.default_rng(0)
-    for parameter in model.parameters():
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for parameter in (*model.parameters(), *biases):
         parameter.data = torch.from_numpy(random.normal(0, 0.5, parameter.shape)).to(dtype)
     return model
 
@@ -96,7 +108,8 @@ def our_gradients(model, tokens, cotangent):
 
     gradients, logits = nnx.jit(nnx.grad(weighed, has_aux=True))(model, jnp.asarray(tokens), jnp.asarray(cotangent))
     flat = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
-    return np.asarray(logits), convert.to_layout(flat, model.family.layout)
+    held = (*model.family.others, model.family.layout)[0]  # what transformers holds, where it stores otherwise
+    return np.asarray(logits), convert.to_layout(flat, held, axes=axes_of(model, held))
 
 
 def assert_same_function(theirs, ours):
@@ -123,6 +136,43 @@ def assert_equal_logits(ours, theirs):
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+GEMMA3 = {
+    "query_pre_attn_scalar": 5,
+    "sliding_window": 4,
+    "layer_types": [SLIDING, FULL],
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 30.0},
+        FULL: {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+    },
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
+TURNS = {"beta_fast": 0.2, "beta_slow": 0.05}  # at indices 1 and 3 of the 4 frequencies
+QWEN3_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 7}
+QWEN3_NEXT = {
+    **QWEN3_MOE,
+    "shared_expert_intermediate_size": 9,
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "layer_types": ["linear_attention", FULL],
+}
+GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4}
+DEEPSEEK = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 5,
+    "q_lora_rank": 9,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 7,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 7,
+    "first_k_dense_replace": 1,
+}
 FUNCTIONS = [
     ("GPT2", {"activation_function": "gelu", "reorder_and_upcast_attn": True}),
     ("GPT2", {"tie_word_embeddings": False, "n_inner": 10, "layer_norm_epsilon": 0.1, "n_layer": 1}),
@@ -131,6 +181,33 @@ FUNCTIONS = [
     ("Qwen2", {**WINDOW, "max_window_layers": 1}),
     ("Qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 1, "head_dim": 6}),
     ("Qwen3", {"attention_bias": True, "rms_norm_eps": 0.1, **WINDOW, "layer_types": [SLIDING, FULL]}),
+    ("Phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}, "sliding_window": 4}),
+    ("Gemma", {"attention_bias": True, "rms_norm_eps": 0.1, "num_hidden_layers": 1}),
+    ("Gemma2", {"query_pre_attn_scalar": 5, "sliding_window": 4, "attn_logit_softcapping": 2.0}),
+    ("Gemma3Text", GEMMA3),
+    ("Olmo2", {"attention_bias": True, "rms_norm_eps": 0.1, "num_hidden_layers": 1}),
+    ("DiffLlama", {"attention_bias": True, "rms_norm_eps": 0.1, "num_key_value_heads": 2}),
+    ("SmolLM3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 4, "mlp_bias": True}),
+    ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 4}),
+    ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    ("Qwen3Moe", {**QWEN3_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 4}),
+    ("GptOss", {**GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.3}),
+    ("Qwen3Next", QWEN3_NEXT),
+    (
+        "Qwen3Next",
+        {
+            **{name: value for name, value in QWEN3_NEXT.items() if name != "layer_types"},
+            "full_attention_interval": 2,
+            "partial_rotary_factor": 0.5,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [0],
+        },
+    ),
+    ("DeepseekV3", {**DEEPSEEK, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, **TURNS}}),
+    ("DeepseekV3", {**DEEPSEEK, "rope_parameters": {**YARN, "mscale_all_dim": 0.4}, "rope_interleave": False}),
+    ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "attention_bias": True}),
 ]
 
 
@@ -139,7 +216,7 @@ def test_a_model_is_the_same_function(kind, fields, tmp_path, in_float64):
     assert_same_function(*stored(kind, tmp_path, **fields))
 
 
-@pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh", "silu"])
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh", "silu", "relu"])
 def test_activations_are_the_same_function(name, tmp_path):
     assert_same_logits(*stored("GPT2", tmp_path, activation_function=name, n_layer=1), T)
 
@@ -151,8 +228,6 @@ def test_mistral_is_a_llama_with_a_window(window, tmp_path, in_float64):
     assert_same_logits(theirs, ours, T)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
-TURNS = {"beta_fast": 0.2, "beta_slow": 0.05}  # at indices 1 and 3 of the 4 frequencies
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 50.0},
@@ -172,6 +247,21 @@ ROPES = {
 def test_rotary_positions_are_the_same_function(name, tmp_path, in_float64):
     theirs, ours = stored("Llama", tmp_path, rope_parameters=dict(ROPES[name]), num_hidden_layers=1)
     assert_same_logits(theirs, ours, CONTEXT)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 8.0]}
+
+
+@pytest.mark.parametrize(("t", "amplitude"), [(8, {}), (9, {}), (10, {"attention_factor": 1.5}), (8, {"factor": 7.0})])
+def test_a_longrope_changes_beyond_its_original_context(t, amplitude, tmp_path, in_float64):
+    rope = {**LONGROPE, **amplitude, "partial_rotary_factor": 0.75}
+    fields = {"rope_parameters": rope, "original_max_position_embeddings": 8, "num_hidden_layers": 1}
+    theirs, ours = stored("Phi3", tmp_path, **fields, hidden_size=48)  # transformers takes 48 / 6 for the head width
+    assert_same_logits(theirs, ours, t)
+    ours.save_pretrained(tmp_path / "ours")
+    assert from_pretrained(tmp_path / "ours").config == ours.config
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float64)
+    assert_same_logits(again, ours, t)
 
 
 @pytest.mark.parametrize("t", [CONTEXT, CONTEXT + 1, 2 * CONTEXT])
@@ -218,6 +308,7 @@ def their_frequencies(config):
 
 def assert_configs_equal(after, before, left_out=frozenset()):
     left_out = left_out | {"transformers_version", "_name_or_path", "architectures"}
+    left_out = left_out | {"partial_rotary_factor"}  # for transformers 4, beside that in rope_parameters
     left, right = ({k: v for k, v in c.to_dict().items() if k not in left_out} for c in (after, before))
     assert left == right
 
@@ -242,6 +333,38 @@ KINDS = {  # with no field at its default
         "tie_word_embeddings": True,
     },
     "Qwen3": {**WINDOW, "layer_types": [SLIDING, FULL], "max_window_layers": 0, "attention_bias": True},
+    "Phi3": {
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75},
+        "sliding_window": 5,
+        "attention_dropout": 0.3,
+        "tie_word_embeddings": True,
+    },
+    "Gemma": {"attention_bias": True, "tie_word_embeddings": False, "rms_norm_eps": 0.01, "attention_dropout": 0.3},
+    "Gemma2": {
+        "query_pre_attn_scalar": 5,
+        "sliding_window": 5,
+        "layer_types": [FULL, SLIDING],
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": 7.0,
+        "hidden_activation": "silu",
+    },
+    "Gemma3Text": {**GEMMA3, "attention_bias": True},
+    "Olmo2": {"attention_bias": True, "rms_norm_eps": 0.01, "tie_word_embeddings": True},
+    "DiffLlama": {"attention_bias": True, "rms_norm_eps": 0.01, "tie_word_embeddings": True},
+    "SmolLM3": {
+        "no_rope_layers": [0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": [FULL, SLIDING],
+        "mlp_bias": True,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 4, "rms_norm_eps": 0.01},
+    "Qwen3Moe": {**QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "attention_bias": True, **WINDOW},
+    "GptOss": {**GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.3, "layer_types": [FULL, SLIDING]},
+    "Qwen3Next": {**QWEN3_NEXT, "attention_bias": True, "norm_topk_prob": False, "linear_conv_kernel_dim": 3},
+    "DeepseekV3": {**DEEPSEEK, "rope_interleave": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
 }
 
 
@@ -261,8 +384,9 @@ def test_a_round_trip_keeps_every_bit(kind, dtype, tmp_path):
     assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 1
     again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values())
-    assert bits(again.state_dict()) == bits(theirs.state_dict())
-    assert_configs_equal(again.config, AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").config)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")  # which makes float32 of gpt-oss' norms
+    assert bits(again.state_dict()) == bits(reference.state_dict())
+    assert_configs_equal(again.config, reference.config)
 
 
 def test_a_head_that_is_tied_stays_so(tmp_path):
@@ -354,3 +478,47 @@ def test_dropout_is_drawn_as_in_the_config(tmp_path):
     other = GPT2.from_pretrained(tmp_path, dropout=0.5)
     assert other.config == replace(ours.config, dropout=0.5)
     assert jax.tree.leaves(nnx.state(other, nnx.RngState))
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "DeepseekV3", "Qwen3Next"])
+def test_experts_that_are_fused_in_the_file_are_read_too(kind, tmp_path):
+    theirs = build(kind, **KINDS[kind])
+    for original in (True, False):  # as on the Hub, and as transformers 5 holds them
+        theirs.save_pretrained(tmp_path / str(original), save_original_format=original)
+    one, other = (from_pretrained(tmp_path / str(original)) for original in (True, False))
+    names = [set(load_file(tmp_path / str(original) / "model.safetensors")) for original in (True, False)]
+    assert not any("gate_up_proj" in name for name in names[0])
+    assert any("gate_up_proj" in name for name in names[1])
+    assert parameters(one) == parameters(other)
+
+
+def test_experts_that_are_missing_are_listed(tmp_path):
+    build("Mixtral", **KINDS["Mixtral"]).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    prefix = "model.layers.1.block_sparse_moe.experts"
+    gone = ["0.w1.weight", "4.w2.weight"]
+    for name in gone:
+        del weights[f"{prefix}.{name}"]
+    weights[f"{prefix}.3.w3.weight"] = torch.zeros(2, 2)
+    weights[f"{prefix}.5.w3.weight"] = torch.zeros(10, 12)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(convert.ConversionError) as caught:
+        from_pretrained(tmp_path)
+    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
+    starts = [f"missing {prefix}.{name}" for name in gone]
+    starts += [f"mis-shaped {prefix}.3.w3.weight: expected (10, 12), got (2, 2)", f"unexpected {prefix}.5.w3.weight"]
+    assert len(lines) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
+
+
+def test_weights_of_four_bits_are_refused_by_name(tmp_path):
+    build("GptOss", **KINDS["GptOss"]).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ValueError, match=r"quantization_config must be null.*got \{\"quant_method\": \"mxfp4\"\}"):
+        from_pretrained(tmp_path)
+
+
+def test_stacked_layers_of_experts_are_read_alike(tmp_path):
+    build("Mixtral", **KINDS["Mixtral"]).save_pretrained(tmp_path)
+    assert parameters(from_pretrained(tmp_path, scan_layers=True)) == parameters(from_pretrained(tmp_path))

@@ -1,5 +1,6 @@
 """A hundred steps of AdamW: `train_step` and optax against torch.optim, on our twin and on transformers' own models."""
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import jax
@@ -78,17 +79,53 @@ def assert_same_run(losses, ours, theirs, nonzero, layout):
     return errors
 
 
+EXPERTS = {
+    "Mixtral": {"num_kv_heads": 2, "num_experts": 5, "top_k": 2},
+    "Qwen3Next": {
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "full_layers": (1,),
+        "num_experts": 5,
+        "top_k": 2,
+        "d_expert": 7,
+        "d_shared": 9,
+        "linear_heads": 4,
+        "linear_key_heads": 2,
+        "linear_head_dim": 3,
+        "linear_value_dim": 5,
+    },
+    "DeepseekV3": {
+        "kv_lora_rank": 5,
+        "q_lora_rank": 7,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 2,
+        "num_experts": 8,
+        "groups": 4,
+        "top_groups": 2,
+        "top_k": 3,
+        "d_expert": 5,
+        "num_dense_layers": 1,
+    },
+}
+
+
 def twins(name):
     """Return our model and its twin, every parameter random, biases included."""
     sizes = {"context_length": CONTEXT, "vocab_size": VOCAB}
+    classes = [getattr(p, name, None) for p in (flax_attn, torch_ref)]
     if name == "GPT2":
         configs = (p.GPT2Config(12, 3, 1, dropout=0.2, **sizes) for p in (flax_attn, torch_ref))
-    else:
+    elif name == "Llama":
         options = {"num_kv_heads": 2, "attention_bias": True, "dropout": 0.2, **sizes}
         configs = (p.LlamaConfig(12, 20, 6, 1, **options) for p in (flax_attn, torch_ref))
+    else:
+        files = [import_module(f"{p.__name__}.models.{name.lower()}") for p in (flax_attn, torch_ref)]
+        configs = (getattr(f, f"{name}Config")(12, 20, 6, 2, dropout=0.2, **EXPERTS[name], **sizes) for f in files)
+        classes = [getattr(file, name) for file in files]
     ours, theirs = configs
-    reference = randomised(getattr(torch_ref, name)(theirs).double())
-    model = getattr(flax_attn, name)(ours, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    reference = randomised(classes[1](theirs).double())
+    model = classes[0](ours, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     convert.load_state_dict(model, reference.state_dict())
     return model, reference
 
@@ -110,10 +147,16 @@ def twin_losses(**options):
     return [loss(torch.from_numpy(tokens), torch.from_numpy(key)) for tokens, key in zip(TOKENS, KEYS, strict=True)]
 
 
-RUNS = [("GPT2", {"segments": SEGMENTS}), ("Llama", {"lengths": np.array([9, 4, 1, 7])})]
+RUNS = [
+    ("GPT2", {"segments": SEGMENTS}),
+    ("Llama", {"lengths": np.array([9, 4, 1, 7])}),
+    ("Mixtral", {"segments": SEGMENTS}),
+    ("Qwen3Next", {"segments": SEGMENTS}),
+    ("DeepseekV3", {"lengths": np.array([9, 4, 1, 7])}),
+]
 
 
-@pytest.mark.parametrize(("name", "options"), RUNS, ids=["GPT2-packed", "Llama-padded"])
+@pytest.mark.parametrize(("name", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else min(value))
 def test_dropping_twins_learn_alike(name, options):
     ours, theirs = twins(name)
     references = twin_losses(**options)

@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, generate
+from flax_attn.models.pretrained import Pretrained
 from flax_attn.models.sampling import Sampling, keep_most_likely, sample
 
 GPT = GPT2Config(8, 2, 2, context_length=24, vocab_size=31)
@@ -165,3 +166,10 @@ def test_draws_follow_the_distribution():
     drawn = np.asarray(sample(logits, Sampling(1.0), jnp.array([3, 4], jnp.uint32), 7))
     shares = np.bincount(drawn, minlength=3) / len(drawn)
     np.testing.assert_allclose(shares, [0.1, 0.6, 0.3], atol=5 * (0.25 / len(drawn)) ** 0.5)
+
+
+def test_only_a_model_of_text_makes_text():
+    with pytest.raises(
+        ValueError, match=r"text is made by a LanguageModel or an EncoderDecoder; got Pretrained\. Load"
+    ):
+        generate(Pretrained(), [1], 1)

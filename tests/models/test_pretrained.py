@@ -12,14 +12,21 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from flax_attn import MultiHeadAttention, convert
+from flax_attn import DifferentialAttention, MultiHeadAttention, RMSNorm, convert
 from flax_attn.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YaRNScaling
+from flax_attn.functional.longrope import LongRoPEScaling
 from flax_attn.functional.positions import RoPE
 from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, from_pretrained, save_pretrained
+from flax_attn.models.diffllama import DiffLlama, DiffLlamaConfig
+from flax_attn.models.gemma import Gemma, GemmaConfig
+from flax_attn.models.gemma3 import Gemma3, Gemma3Config
 from flax_attn.models.hugging_face import folder as loader
 from flax_attn.models.hugging_face.fields import read_fields
+from flax_attn.models.olmo2 import Olmo2, Olmo2Config
+from flax_attn.models.phi3 import Phi3, Phi3Config
 from flax_attn.models.qwen2 import Qwen2
 from flax_attn.models.registry import FAMILIES, model_class, model_types
+from flax_attn.models.smollm3 import SmolLM3Config
 
 GPT2_FIELDS = {"model_type": "gpt2", "n_embd": 6, "n_head": 2, "n_layer": 2, "n_positions": 8, "vocab_size": 11}
 LLAMA_FIELDS = {
@@ -33,6 +40,10 @@ LLAMA_FIELDS = {
     "vocab_size": 11,
 }
 QWEN2_FIELDS = {**LLAMA_FIELDS, "model_type": "qwen2"}
+PHI3_FIELDS, GEMMA_FIELDS, GEMMA2_FIELDS, GEMMA3_FIELDS, SMOLLM3_FIELDS, DIFFLLAMA_FIELDS = (
+    {**LLAMA_FIELDS, "model_type": name} for name in ("phi3", "gemma", "gemma2", "gemma3_text", "smollm3", "diffllama")
+)
+QWEN3_NEXT_FIELDS = {**LLAMA_FIELDS, "model_type": "qwen3_next"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 LLAMA = LlamaConfig(8, 10, num_heads=4, num_layers=2, num_kv_heads=2, head_dim=2, context_length=16, vocab_size=11)
 
@@ -173,6 +184,29 @@ def test_nothing_is_read_before_all_is_checked(folder, weights, monkeypatch):
         GPT2.from_pretrained(folder)
 
 
+def test_a_fused_weight_is_missed(tmp_path):
+    model = Phi3(Phi3Config(8, 10, 4, 1, 2, head_dim=2, context_length=16, vocab_size=11), rngs=nnx.Rngs(0))
+    model.save_pretrained(tmp_path)
+    stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert stored["model.layers.0.mlp.gate_up_proj.weight"].shape == (20, 8)
+    del stored["model.layers.0.self_attn.qkv_proj.weight"]
+    stored["model.layers.0.self_attn.q_proj.weight"] = np.zeros((8, 8), "float32")
+    safetensors.numpy.save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(
+        convert.ConversionError, match=r"missing model\.layers\.0\.self_attn\.qkv_proj\.weight \(16, 8\)"
+    ):
+        from_pretrained(tmp_path)
+
+
+def test_a_shard_of_a_gemma3_is_missed(tmp_path):
+    model = Gemma3(Gemma3Config(8, 10, 4, 1, 2, context_length=16, vocab_size=11), rngs=nnx.Rngs(0))
+    model.save_pretrained(tmp_path, max_shard_size=500)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    shards[1].unlink()
+    with pytest.raises(FileNotFoundError, match=r"index\.json names the shard model-00002-of-0000\d\.safetensors, and"):
+        from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("keep", [0, 100, -1])
 def test_a_truncated_file(folder, keep):
     file = folder / "model.safetensors"
@@ -254,7 +288,12 @@ def test_the_config_names_the_class(folder):
 
 
 def test_every_family_has_model_types_of_its_own():
-    assert sum(len(cls.family.read) for cls in FAMILIES) == len(model_types())
+    """Or classes of transformers that tell it from the others."""
+    own = [(name, cls.family.architecture) for cls in FAMILIES for name in cls.family.read]
+    assert len(own) == len(set(own))
+    shared = [name for name, _ in own if sum(name == other for other, _ in own) > 1]
+    assert all(architecture for name, architecture in own if name in shared)
+    assert model_types().keys() == {name for name, _ in own}
 
 
 def test_float64_needs_the_mode_of_64_bits(folder, weights):
@@ -273,11 +312,11 @@ def test_a_param_dtype_of_integers(folder):
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 REFUSED = [
-    (GPT2_FIELDS, {"model_type": "bert"}, r"model_type must be one of 'gpt2', 'llama', 'mistral'.*; got 'bert'"),
+    (GPT2_FIELDS, {"model_type": "bart"}, r"model_type must be one of 'gpt2', 'llama', 'mistral'.*; got 'bart'"),
     (GPT2_FIELDS, {"n_embd": "768"}, r"n_embd must be of the kind int; got \"768\""),
     (GPT2_FIELDS, {"n_layer": True}, r"n_layer must be of the kind int; got true"),
     (GPT2_FIELDS, {"vocab_size": None}, r"vocab_size must be of the kind int; got null"),
-    (GPT2_FIELDS, {"activation_function": "relu"}, r"activation_function must be one of 'gelu_new', .*; got 'relu'"),
+    (GPT2_FIELDS, {"activation_function": "relu6"}, r"activation_function must be one of 'gelu_new', .*; got 'relu6'"),
     (GPT2_FIELDS, {"scale_attn_weights": False}, r"scale_attn_weights must be true, .*; got false"),
     (GPT2_FIELDS, {"scale_attn_by_inverse_layer_idx": True}, r"inverse_layer_idx must be false, .*; got true"),
     (GPT2_FIELDS, {"add_cross_attention": True}, r"add_cross_attention must be false, .*; got true"),
@@ -288,24 +327,62 @@ REFUSED = [
         {"embd_pdrop": 0.2},
         r"has one probability of dropout; got attn_pdrop=0\.1, embd_pdrop=0\.2.*dropout=",
     ),
-    (QWEN2_FIELDS, {"hidden_act": "relu"}, r"hidden_act must be one of .*; got 'relu'"),
+    (QWEN2_FIELDS, {"hidden_act": "relu6"}, r"hidden_act must be one of .*; got 'relu6'"),
     (QWEN2_FIELDS, {"use_sliding_window": 1}, r"use_sliding_window must be of the kind bool; got 1"),
     (
         QWEN2_FIELDS,
         {"layer_types": [FULL]},
         r"layer_types must name .* each of num_hidden_layers=2 layers; got \['full",
     ),
+    (QWEN3_NEXT_FIELDS, {"hidden_act": "gelu"}, r"hidden_act must be \"silu\", .*; got \"gelu\""),
+    (QWEN3_NEXT_FIELDS, {"full_attention_interval": 0}, r"full_attention_interval must be a positive integer; got 0"),
+    (
+        QWEN3_NEXT_FIELDS,
+        {"layer_types": [FULL, SLIDING]},
+        r"must name 'linear_attention' or 'full_attention' for each of num_hidden_layers=2 layers; got \['full",
+    ),
+    (QWEN3_NEXT_FIELDS, {"layer_types": [FULL]}, r"must name 'linear_attention' or .*; got \['full_attention'\]"),
     (QWEN2_FIELDS, {"layer_types": [FULL, "linear"]}, r"layer_types must name 'sliding_attention' or .*'linear'\]"),
     (
         QWEN2_FIELDS,
         {"layer_types": [FULL, SLIDING]},
         r"needs a window; got use_sliding_window=false, sliding_window=4096",
     ),
-    (LLAMA_FIELDS, {"hidden_act": "relu"}, r"hidden_act must be one of .*; got 'relu'"),
+    (PHI3_FIELDS, {"resid_pdrop": 0.1}, r"resid_pdrop must be 0\.0, .*; got 0\.1"),
+    (
+        PHI3_FIELDS,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        r"'default' or 'longrope', .*; got LinearScaling",
+    ),
+    (PHI3_FIELDS, {"rope_scaling": {"type": "su"}}, r"rope_scaling lacks the field short_factor"),
+    (
+        PHI3_FIELDS,
+        {"rope_scaling": {"type": "longrope", "short_factor": ["1"]}},
+        r"rope_scaling: short_factor must be a list of numbers; got \[\"1\"\]",
+    ),
+    (PHI3_FIELDS, {"partial_rotary_factor": 0.5}, r"width must be a positive even integer, .*; got width=1"),
+    (GEMMA_FIELDS, {"use_bidirectional_attention": True}, r"use_bidirectional_attention must be false, .*; got true"),
+    (GEMMA2_FIELDS, {"use_bidirectional_attention": True}, r"use_bidirectional_attention must be false, .*; got true"),
+    (GEMMA2_FIELDS, {"sliding_window": None}, r"'sliding_attention', which needs a window; got sliding_window=null"),
+    (GEMMA2_FIELDS, {"layer_types": [FULL] * 3}, r"layer_types must name .* num_hidden_layers=2 layers; got \['full"),
+    (GEMMA2_FIELDS, {"attn_logit_softcapping": 0.0}, r"soft_cap must be positive; got soft_cap=0\.0"),
+    (GEMMA3_FIELDS, {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping must be null, .*; got 50\.0"),
+    (GEMMA3_FIELDS, {"rope_parameters": {"rope_type": "default"}}, r"rope_parameters: rope_type=.*would be ignored"),
+    (
+        GEMMA3_FIELDS,
+        {"rope_parameters": {SLIDING: {"rope_type": "su"}}},
+        r"rope_parameters: sliding_attention: rope_parameters: rope_type must be one of 'default', .*; got 'su'",
+    ),
+    (DIFFLLAMA_FIELDS, {"attention_dropout": 0.1}, r"attention_dropout must be 0\.0, .*; got 0\.1"),
+    (SMOLLM3_FIELDS, {"no_rope_layers": [1]}, r"no_rope_layers must hold 1 or 0 .*_layers=2 layers, .*; got \[1\]"),
+    (SMOLLM3_FIELDS, {"no_rope_layers": [1, 2]}, r"no_rope_layers must hold 1 or 0 .*; got \[1, 2\]"),
+    (SMOLLM3_FIELDS, {"layer_types": [FULL, "chunked"]}, r"layer_types must name 'sliding_attention' or .*'chunked'\]"),
+    (LLAMA_FIELDS, {"hidden_act": "relu6"}, r"hidden_act must be one of .*; got 'relu6'"),
     (LLAMA_FIELDS, {"sliding_window": 8}, r"sliding_window must be null, .*; got 8"),
     (LLAMA_FIELDS, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be 1\.0, .*; got 0\.5"),
     (LLAMA_FIELDS, {"rope_scaling": {"type": "su"}}, r"rope_scaling: type must be one of 'default', .*; got 'su'"),
-    (LLAMA_FIELDS, {"rope_parameters": {"rope_type": "longrope"}}, r"rope_parameters: rope_type must be one of"),
+    (LLAMA_FIELDS, {"rope_parameters": {"rope_type": "axial"}}, r"rope_parameters: rope_type must be one of"),
+    (LLAMA_FIELDS, {"rope_parameters": {"rope_type": "longrope"}}, r"rope_parameters lacks the field short_factor"),
     (LLAMA_FIELDS, {"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters lacks the field factor"),
     (LLAMA_FIELDS, {"rope_scaling": {"type": "llama3", "factor": 8.0}}, r"rope_scaling lacks the field low_freq"),
     (LLAMA_FIELDS, {"rope_parameters": {**YARN, "short_factor": [1]}}, r"short_factor=\[1\] would be ignored"),
@@ -319,7 +396,8 @@ def test_a_config_that_asks_for_another_function(tmp_path, fields, changes, matc
     write_fields(tmp_path, fields, **changes)
     with pytest.raises(ValueError, match=match) as raised:
         read_config(tmp_path)
-    assert "config.json" in str(raised.value) or "factor is how" in str(raised.value)
+    of_values = ("factor is how", "soft_cap must", "width must")
+    assert "config.json" in str(raised.value) or str(raised.value).startswith(of_values)
 
 
 @pytest.mark.parametrize("fields", [GPT2_FIELDS, LLAMA_FIELDS], ids=["gpt2", "llama"])
@@ -342,6 +420,16 @@ def test_what_a_mistral_leaves_out(tmp_path):
     assert (config.window, config.num_kv_heads) == (4096, 8)
     write_fields(tmp_path, fields)
     assert (read_config(tmp_path).window, read_config(tmp_path).num_kv_heads) == (None, None)
+
+
+def test_what_a_qwen3_next_leaves_out(tmp_path):
+    write_fields(tmp_path, QWEN3_NEXT_FIELDS, num_hidden_layers=9, rope_scaling=None)
+    config = read_config(tmp_path)
+    assert (config.full_layers, config.head_width, config.rope.width) == ((3, 7), 256, 64)
+    assert (config.num_experts, config.top_k, config.d_expert, config.d_shared) == (512, 10, 512, 512)
+    assert (config.linear_heads, config.linear_key_heads, config.kernel_size, config.renormalize) == (32, 16, 4, True)
+    write_fields(tmp_path, QWEN3_NEXT_FIELDS, num_experts=0)
+    assert read_config(tmp_path).dense_layers == (0, 1)
 
 
 def test_what_a_qwen2_leaves_out(tmp_path):
@@ -376,12 +464,71 @@ def test_the_window_of_each_layer_is_read_and_written(tmp_path, changes, windows
 def test_a_layer_that_is_not_there():
     with pytest.raises(ValueError, match=r"full_layers must be numbers of layers, 0 to 1; got \(2,\)"):
         replace(LLAMA, window=3, full_layers=(2,))
+    with pytest.raises(ValueError, match=r"unrotated_layers must be numbers of layers, 0 to 1; got \(0, -1\)"):
+        SmolLM3Config(*SIZES, unrotated_layers=(0, -1))
 
 
 def test_what_a_qwen3_leaves_out(tmp_path):
     fields = {name: value for name, value in LLAMA_FIELDS.items() if name != "num_key_value_heads"}
     write_fields(tmp_path, fields, model_type="qwen3", num_attention_heads=32)
     assert (read_config(tmp_path).head_dim, read_config(tmp_path).num_kv_heads) == (128, 32)
+
+
+def test_what_the_gemmas_leave_out(tmp_path):
+    fields = {name: value for name, value in LLAMA_FIELDS.items() if name != "num_key_value_heads"}
+    fields |= {"num_attention_heads": 16, "num_hidden_layers": 7}
+    write_fields(tmp_path, fields, model_type="gemma", hidden_act="gelu")
+    config = read_config(tmp_path)
+    assert (config.head_dim, config.num_kv_heads, config.tied, config.activation) == (256, 16, True, "gelu_tanh")
+    write_fields(tmp_path, fields, model_type="gemma2")
+    config = read_config(tmp_path)
+    assert (config.window, config.full_layers, config.query_pre_attn_scalar) == (4096, (1, 3, 5), 256)
+    assert (config.score_cap, config.logit_cap, config.num_kv_heads) == (50.0, 30.0, 4)
+    write_fields(tmp_path, fields, model_type="gemma3_text")
+    config = read_config(tmp_path)
+    assert (config.full_layers, config.logit_cap) == ((5,), None)
+    assert (config.rope, config.local_rope) == (RoPE(1e6), RoPE())
+    write_fields(tmp_path, fields, model_type="gemma3_text", layer_types=None)
+    assert read_config(tmp_path) == config
+
+
+def test_a_gemma3_of_transformers_4(tmp_path):
+    linear = {"rope_type": "linear", "factor": 8.0}
+    changes = {"sliding_window_pattern": 2, "rope_theta": 500.0, "rope_local_base_freq": 30.0, "rope_scaling": linear}
+    write_fields(tmp_path, GEMMA3_FIELDS, **changes)
+    config = read_config(tmp_path)
+    assert config.full_layers == (1,)
+    assert (config.rope, config.local_rope) == (RoPE(500.0, scaling=LinearScaling(8.0)), RoPE(30.0))
+
+
+def test_what_a_smollm3_leaves_out(tmp_path):
+    write_fields(tmp_path, SMOLLM3_FIELDS, num_hidden_layers=9, use_sliding_window=True, sliding_window=5)
+    config = read_config(tmp_path)
+    assert (config.unrotated_layers, config.rope.base, config.tied) == ((3, 7), 2e6, True)
+    assert [layer for layer, window in enumerate(config.windows) if window] == [3, 7]
+
+
+def test_a_part_of_a_head_is_read_as_it_was_written(tmp_path):
+    for head_dim in (6, 66, 96):
+        for width in range(2, head_dim + 2, 2):
+            config = Phi3Config(12, 10, 2, 1, head_dim=head_dim, rope=RoPE(width=width))
+            (tmp_path / "config.json").write_text(loader.write_config(Phi3.family, config, "float32"))
+            assert read_config(tmp_path).rope.width == (width if width < head_dim else None)
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_a_phi3_of_any_age_scales_by_longrope(tmp_path, name):
+    scaling = {"type": name, "short_factor": [1.0], "long_factor": [2]}
+    write_fields(tmp_path, PHI3_FIELDS, rope_scaling=scaling, original_max_position_embeddings=4)
+    assert read_config(tmp_path).rope.scaling == LongRoPEScaling(4.0, 4, (1.0,), (2.0,))
+
+
+def test_a_longrope_without_a_factor_for_each_frequency(tmp_path):
+    scaling = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0, 2.0]}
+    write_fields(tmp_path, PHI3_FIELDS, rope_scaling=scaling)
+    safetensors.numpy.save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"long_factors must be one for each of the 1 frequencies .*got 2"):
+        from_pretrained(tmp_path)
 
 
 def test_the_original_context_beside_the_rope_counts_first(tmp_path):
@@ -400,6 +547,7 @@ SCALINGS = [
     YaRNScaling(4.0, 4),
     YaRNScaling(4.0, 4, 16.0, 2.0, truncate=False, attention_factor=1.5),
     YaRNScaling(4.0, 4, mscale=0.7, mscale_all_dim=0.4),
+    LongRoPEScaling(4.0, 4, (1.0,), (2.5,), attention_factor=1.25),
 ]
 
 
@@ -438,6 +586,30 @@ def test_a_config_that_transformers_does_not_compute(changes, match):
         write_config(replace(LLAMA, **changes))
 
 
+SIZES = (8, 10, 4, 2, 2)
+UNWRITABLE_FAMILIES = [
+    (
+        Phi3,
+        Phi3Config(*SIZES, rope=RoPE(scaling=LinearScaling(2.0))),
+        r"by LongRoPEScaling alone, .*scaling=Linear",
+    ),
+    (Phi3, Phi3Config(*SIZES, window=4, full_layers=(0,)), r"its window in every layer; got .*full_layers=\(0,\)"),
+    (Phi3, Phi3Config(*SIZES, rope=RoPE(interleaved=True)), r"rotates whole heads here, .*got rope\.interleaved=True"),
+    (Gemma, GemmaConfig(*SIZES, activation="gelu_exact"), r"Gemma takes the tanh .*; got activation='gelu_exact'"),
+    (Gemma, GemmaConfig(*SIZES, window=4), r"Gemma has no window; got window=4\. Save with flax_attn\.convert"),
+    (Gemma3, Gemma3Config(*SIZES, score_cap=9.0), r"Gemma 3 does not cap scores; got score_cap=9\.0\. Save with"),
+    (DiffLlama, DiffLlamaConfig(*SIZES, dropout=0.1), r"DiffLlama has no dropout; got dropout=0\.1\. Save with flax_a"),
+    (DiffLlama, DiffLlamaConfig(*SIZES, window=4), r"DiffLlama has no window; got window=4\. Save with flax_attn"),
+    (Olmo2, Olmo2Config(*SIZES, window=4), r"OLMo 2 has no window; got window=4\. Save with flax_attn\.convert\.save"),
+]
+
+
+@pytest.mark.parametrize(("cls", "config", "match"), UNWRITABLE_FAMILIES)
+def test_a_config_that_transformers_does_not_compute_in_this_family(cls, config, match):
+    with pytest.raises(ValueError, match=match):
+        loader.write_config(cls.family, config, "float32")
+
+
 @pytest.mark.parametrize("changes", [{"qkv_bias": False}, {"tied": False, "qkv_bias": False}])
 def test_a_model_that_transformers_does_not_compute_is_not_written(tmp_path, changes):
     model = GPT2(GPT2Config(6, 2, 1, context_length=8, vocab_size=11, **changes), rngs=nnx.Rngs(0))
@@ -448,8 +620,15 @@ def test_a_model_that_transformers_does_not_compute_is_not_written(tmp_path, cha
 
 @pytest.mark.parametrize("layout", ["torch_mha", "hf_gpt2", "hf_llama", "hf_bert", "hf_t5", "flax"])
 def test_attention_with_norms_of_queries_and_keys_is_refused(layout):
-    attention = nnx.eval_shape(lambda: attention_layer(qk_norm=1e-6))
-    with pytest.raises(convert.ConversionError, match=r"no place for norms of queries and keys; got qk_norm=1e-06"):
+    attention = nnx.eval_shape(lambda: attention_layer(q_norm=RMSNorm(2), k_norm=RMSNorm(2)))
+    with pytest.raises(convert.ConversionError, match=r"no place for norms of queries and keys; got q_norm=RMSNorm"):
+        convert.state_dict(attention, layout)
+
+
+@pytest.mark.parametrize("layout", ["torch_mha", "hf_gpt2", "hf_llama", "hf_bert", "hf_t5", "flax"])
+def test_attention_with_a_gate_is_refused(layout):
+    attention = nnx.eval_shape(lambda: attention_layer(output_gate="heads"))
+    with pytest.raises(convert.ConversionError, match=r"no place for a gate of the heads; got output_gate='heads'"):
         convert.state_dict(attention, layout)
 
 
@@ -457,6 +636,13 @@ def test_attention_with_norms_of_queries_and_keys_is_refused(layout):
 def test_heads_of_a_width_of_their_own_are_refused(layout):
     attention = nnx.eval_shape(lambda: attention_layer(head_dim=5))
     with pytest.raises(convert.ConversionError, match=r"share its width; got num_heads=4, head_dim=5, d_out=8"):
+        convert.state_dict(attention, layout)
+
+
+@pytest.mark.parametrize("layout", ["torch_mha", "hf_gpt2", "hf_llama", "hf_bert", "hf_t5", "flax"])
+def test_differential_attention_is_refused(layout):
+    attention = nnx.eval_shape(lambda: DifferentialAttention(8, 8, None, 0.0, 4, True, rngs=nnx.Rngs(0)))
+    with pytest.raises(convert.ConversionError, match=r"no place for lambda; got a DifferentialAttention"):
         convert.state_dict(attention, layout)
 
 

@@ -1,16 +1,8 @@
-"""Whole models, by family: their checkpoints, and text from them."""
+"""Whole models, by family: their checkpoints, and text from them.
 
-from torch_ref.models.generate import generate
-from torch_ref.models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config
-from torch_ref.models.language_model import LanguageModel
-from torch_ref.models.llama import Llama, LlamaConfig
+What this package exports stands in `__init__.pyi`: a family is imported where it is first used.
+"""
 
-__all__ = [
-    "GPT2",
-    "GPT2_CONFIGS",
-    "GPT2Config",
-    "LanguageModel",
-    "Llama",
-    "LlamaConfig",
-    "generate",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

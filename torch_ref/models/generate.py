@@ -1,15 +1,19 @@
 """Text from a language model: the prompts in one call, then a token at a time, with a cache."""
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import TypedDict, Unpack, overload
+from functools import partial
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_ref.functional.checks import check_positive, check_prompt
+from torch_ref.functional.checks import check_no_start, check_positive, check_prompt
 from torch_ref.functional.dropout import key_data
-from torch_ref.models.language_model import Cache, LanguageModel
+from torch_ref.functional.longrope import LongRoPEScaling
+from torch_ref.models.encoder_decoder import EncoderDecoder
+from torch_ref.models.language_model import LanguageModel, ModelCache
 from torch_ref.models.sampling import Sampling, sample
 
 Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor
@@ -26,29 +30,39 @@ class GenerateOptions(TypedDict, total=False):
     key: Tensor | None
     capacity: int | None
     callback: Callback | None
+    start: Sequence[int] | None
 
 
 @overload
 def generate(
-    model: LanguageModel, tokens: Sequence[int], max_new_tokens: int, **options: Unpack[GenerateOptions]
+    model: LanguageModel | EncoderDecoder,
+    tokens: Sequence[int],
+    max_new_tokens: int,
+    **options: Unpack[GenerateOptions],
 ) -> list[int]: ...
 
 
 @overload
 def generate(
-    model: LanguageModel, tokens: Sequence[Sequence[int]], max_new_tokens: int, **options: Unpack[GenerateOptions]
+    model: LanguageModel | EncoderDecoder,
+    tokens: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    **options: Unpack[GenerateOptions],
 ) -> list[list[int]]: ...
 
 
 @overload
 def generate(
-    model: LanguageModel, tokens: np.ndarray | Tensor, max_new_tokens: int, **options: Unpack[GenerateOptions]
+    model: LanguageModel | EncoderDecoder,
+    tokens: np.ndarray | Tensor,
+    max_new_tokens: int,
+    **options: Unpack[GenerateOptions],
 ) -> list[int] | list[list[int]]: ...
 
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel,
+    model: LanguageModel | EncoderDecoder,
     tokens: Prompts,
     max_new_tokens: int,
     *,
@@ -59,14 +73,17 @@ def generate(
     key: Tensor | None = None,
     capacity: int | None = None,
     callback: Callback | None = None,
+    start: Sequence[int] | None = None,
 ) -> list[int] | list[list[int]]:
-    """Return the tokens that follow a prompt, or each prompt of a batch.
+    """Return the tokens that follow a prompt, or each prompt of a batch; of an encoder-decoder, those that answer it.
 
-    The model runs in eval mode, whatever mode it is in.
+    The model runs in eval mode, whatever mode it is in. Where a row becomes a long input of LongRoPE all tokens are
+    read again, as transformers does it for Phi-3.
 
     Args:
-        model: of any family, or a `LanguageModel` of your own.
-        tokens: a prompt `(t,)`, or a batch of them: `(b, t)`, or lists that may differ in length.
+        model: of any family, or a `LanguageModel` or an `EncoderDecoder` of your own.
+        tokens: a prompt `(t,)`, or a batch of them: `(b, t)`, or lists that may differ in length. Of an encoder-decoder
+            they go into the encoder; one that takes features is given them, `(b, ...)` or without b, all of one length.
         max_new_tokens: how many tokens are made at most.
         temperature: 0 takes the most likely token, 1 draws from the model's distribution.
         top_k: how many of the most likely tokens may be drawn; None is all.
@@ -75,14 +92,15 @@ def generate(
         key: two integers, for a temperature above 0: the same key gives the same tokens.
         capacity: of the cache of layers without a window, in tokens; None is what prompts and new tokens need.
         callback: called with the row and the token for each new token, row by row.
+        start: tokens that the decoder of an encoder-decoder begins with; None is the start token of its config.
 
     Returns:
-        The new tokens, without the prompt: a list for one prompt, and a list of lists for a batch.
+        The new tokens, without the prompt or the start: a list for one prompt, and a list of lists for a batch.
 
     Raises:
         ValueError: if a prompt is empty, longer than the model's context or holds ids outside the vocabulary, if
-            prompt and new tokens together do not fit the context or the capacity, if a number is out of range, or if
-            `temperature` is above 0 and there is no key.
+            prompt and new tokens together do not fit the context or the capacity, if a number is out of range, if
+            `temperature` is above 0 and there is no key, or if a model without an encoder is given a `start`.
 
     Example:
         >>> from torch_ref.models import GPT2, GPT2Config
@@ -90,30 +108,114 @@ def generate(
         >>> [len(row) for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
         [5, 5]
     """
-    sampling = Sampling(temperature, top_k, top_p)
+    sampling, seed, training = Sampling(temperature, top_k, top_p), _seed(key, temperature), model.training
     check_positive(max_new_tokens=max_new_tokens)
-    prompts, single = as_prompts(tokens)
-    _check_prompts(model, prompts, max_new_tokens, capacity)
-    seed, training = _seed(key, temperature), model.training
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    padded = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(prompt) for prompt in prompts], batch_first=True)
     model.eval()
-    cache = _empty_cache(model, len(prompts), capacity or int(lengths.max()) + max_new_tokens)
-    hidden, cache = model.hidden(padded, lengths=lengths, cache=cache)
-    hidden, rows = hidden[torch.arange(len(prompts)), lengths - 1], [[] for _ in prompts]
+    try:
+        if isinstance(model, EncoderDecoder):
+            begun = _begin_answer(model, tokens, start, max_new_tokens, capacity)
+        else:
+            check_no_start(start)
+            begun = _begin(model, tokens, max_new_tokens, capacity)
+        rows = _steps(model, begun, max_new_tokens, stop_tokens, callback, lambda x, i: sample(x, sampling, seed, i))
+    finally:
+        model.train(training)
+    return rows[0] if begun.single else rows
+
+
+class _Begun(NamedTuple):
+    """What the first token is made of: the last vectors, the cache, what runs a step, and whether there is no batch."""
+
+    hidden: Tensor
+    cache: Any
+    run: Callable
+    single: bool
+
+
+def _steps(
+    model: LanguageModel | EncoderDecoder,
+    begun: _Begun,
+    max_new_tokens: int,
+    stops: Sequence[int],
+    callback: Callback | None,
+    choose: Callable[[Tensor, int], Tensor],
+) -> list[list[int]]:
+    """Return the tokens of each row, up to the first that stops it."""
+    hidden, cache, rows = begun.hidden, begun.cache, [[] for _ in begun.hidden]
     for step in range(max_new_tokens):
-        token = sample(model.logits(hidden), sampling, seed, step)
+        token = choose(model.logits(hidden), step)
         for b, row in enumerate(rows):
-            if not (row and row[-1] in stop_tokens):
+            if not (row and row[-1] in stops):
                 row.append(int(token[b]))
                 if callback:
                     callback(b, row[-1])
-        if step + 1 == max_new_tokens or all(row[-1] in stop_tokens for row in rows):
+        if step + 1 == max_new_tokens or all(row[-1] in stops for row in rows):
             break
-        hidden, cache = model.hidden(token[:, None], cache=cache)
+        hidden, cache = begun.run(token[:, None], cache=cache)
         hidden = hidden[:, 0]
-    model.train(training)
-    return rows[0] if single else rows
+    return rows
+
+
+def _begin(model: LanguageModel, tokens: Prompts, max_new_tokens: int, capacity: int | None) -> _Begun:
+    prompts, single = as_prompts(tokens)
+    _check_prompts(model, prompts, max_new_tokens, capacity)
+    capacity = capacity or max(map(len, prompts)) + max_new_tokens
+    rereads, made = _rereads(model, prompts, max_new_tokens), []
+
+    def run(token: Tensor, cache: ModelCache) -> tuple[Tensor, ModelCache]:
+        made.append(token)
+        if len(made) not in rereads:
+            return model.hidden(token, cache=cache)
+        pairs = zip(prompts, torch.cat(made, dim=1).cpu().numpy(), strict=True)
+        return _read(model, [np.append(*pair) for pair in pairs], capacity)
+
+    hidden, cache = _read(model, prompts, capacity)
+    return _Begun(hidden[:, 0], cache, run, single)
+
+
+def _read(model: LanguageModel, prompts: list[np.ndarray], capacity: int) -> tuple[Tensor, ModelCache]:
+    """Return the vector of the last token of each prompt, `(b, 1, d)`, and the cache of all."""
+    padded, lengths = _pad(prompts)
+    hidden, cache = model.hidden(padded, lengths=lengths, cache=_empty_cache(model, len(prompts), capacity))
+    return hidden[torch.arange(len(prompts)), lengths - 1][:, None], cache
+
+
+def _rereads(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int) -> list[int]:
+    """Return after how many new tokens a row becomes a long input of LongRoPE, for which all keys are made anew."""
+    ropes = {block.att.rope for block in model.trf_blocks if block.att.rope is not None}
+    scalings = [rope.scaling for rope in ropes if isinstance(rope.scaling, LongRoPEScaling)]
+    counts = {scaling.tokens_left(len(prompt)) for scaling in scalings for prompt in prompts}
+    return sorted(count for count in counts if 0 < count < max_new_tokens)
+
+
+def _begin_answer(
+    model: EncoderDecoder, inputs: Prompts, start: Sequence[int] | None, max_new_tokens: int, capacity: int | None
+) -> _Begun:
+    config, begin = model.config, np.asarray([model.config.start_token] if start is None else start)
+    ends = (int(begin.min()), int(begin.max())) if len(begin) else None
+    limits = config.context_length or sys.maxsize, max_new_tokens, capacity
+    check_prompt(0, len(begin), ends, config.vocab_size, *limits)
+    if isinstance(inputs, np.ndarray | Tensor) and torch.as_tensor(inputs).is_floating_point():
+        single, lengths = inputs.ndim == 2, None
+        padded = torch.as_tensor(inputs)[None] if single else torch.as_tensor(inputs)
+    else:
+        prompts, single = as_prompts(inputs)
+        for i, prompt in enumerate(prompts):
+            ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
+            check_prompt(i, len(prompt), ends, config.vocab_size, sys.maxsize, 0, None)
+        padded, lengths = _pad(prompts)
+    kept = model.keep(model.encode(padded, lengths=lengths), lengths)
+    run, cache = (
+        partial(model.hidden, kept=kept),
+        model.init_cache(len(padded), capacity or len(begin) + max_new_tokens),
+    )
+    hidden, cache = run(torch.as_tensor(begin).expand(len(padded), -1), cache=cache)
+    return _Begun(hidden[:, -1], cache, run, single)
+
+
+def _pad(prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+    padded = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(prompt) for prompt in prompts], batch_first=True)
+    return padded, torch.tensor([len(prompt) for prompt in prompts])
 
 
 def _check_prompts(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None) -> None:
@@ -124,7 +226,7 @@ def _check_prompts(model: LanguageModel, prompts: list[np.ndarray], max_new_toke
         check_prompt(i, len(prompt), ends, *sizes)
 
 
-def _empty_cache(model: LanguageModel, b: int, capacity: int) -> Cache:
+def _empty_cache(model: LanguageModel, b: int, capacity: int) -> ModelCache:
     """Return a cache with `capacity` tokens for each layer without a window, and with the window for the others."""
     return tuple(block.init_cache(b, block.att.window or capacity) for block in model.trf_blocks)
 

@@ -9,10 +9,11 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_ref.functional.cache import KVCache
+from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import ArrayLike, Tokens
+from torch_ref.models.drawing import draw
 from torch_ref.modules.block import TransformerBlock
 from torch_ref.modules.calls import CallOptions
 from torch_ref.modules.embedding import Embedding
@@ -20,7 +21,7 @@ from torch_ref.modules.linear import Linear
 from torch_ref.modules.norm import LayerNorm, RMSNorm
 from torch_ref.modules.typed import TypedModule
 
-Cache = tuple[KVCache, ...]
+ModelCache = tuple[Cache, ...]  # one for each layer
 
 
 @runtime_checkable
@@ -112,8 +113,8 @@ class LanguageModel(TypedModule, Generic[C]):
 
     @overload
     def forward(
-        self, tokens: Integer[Tensor, "*b t"], *, cache: Cache, **options: Unpack[ModelOptions]
-    ) -> tuple[Tensor, Cache]: ...
+        self, tokens: Integer[Tensor, "*b t"], *, cache: ModelCache, **options: Unpack[ModelOptions]
+    ) -> tuple[Tensor, ModelCache]: ...
 
     def forward(
         self,
@@ -122,9 +123,9 @@ class LanguageModel(TypedModule, Generic[C]):
         mask: Mask | Tensor | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
-        cache: Cache | None = None,
+        cache: ModelCache | None = None,
         dropout_key: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Cache]:
+    ) -> Tensor | tuple[Tensor, ModelCache]:
         """Return the logits `(b, t, vocab_size)` of the token after each, followed by the cache if one is given.
 
         Args:
@@ -152,12 +153,12 @@ class LanguageModel(TypedModule, Generic[C]):
 
     @overload
     def hidden(
-        self, tokens: Integer[Tensor, "*b t"], *, cache: Cache, **options: Unpack[ModelOptions]
-    ) -> tuple[Tensor, Cache]: ...
+        self, tokens: Integer[Tensor, "*b t"], *, cache: ModelCache, **options: Unpack[ModelOptions]
+    ) -> tuple[Tensor, ModelCache]: ...
 
     def hidden(
-        self, tokens: Integer[Tensor, "*b t"], *, cache: Cache | None = None, **options: Unpack[ModelOptions]
-    ) -> Tensor | tuple[Tensor, Cache]:
+        self, tokens: Integer[Tensor, "*b t"], *, cache: ModelCache | None = None, **options: Unpack[ModelOptions]
+    ) -> Tensor | tuple[Tensor, ModelCache]:
         """Return the input of the head, `(b, t, d_model)`; arguments, and the cache behind it, are those of a call."""
         hidden, cache = self._run(tokens, cache, **options)
         return hidden if cache is None else (hidden, cache)
@@ -165,13 +166,13 @@ class LanguageModel(TypedModule, Generic[C]):
     def _run(
         self,
         tokens: Integer[Tensor, "*b t"],
-        cache: Cache | None,
+        cache: ModelCache | None,
         *,
         mask: Mask | Tensor | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
         dropout_key: Tensor | None = None,
-    ) -> tuple[Tensor, Cache | None]:
+    ) -> tuple[Tensor, ModelCache | None]:
         t = tokens.shape[-1]
         order = torch.arange(t, device=tokens.device) if cache is None else cache[0].positions(t, lengths)
         x = self.embed(tokens, order if positions is None else torch.as_tensor(positions), fold_in(dropout_key, 0))
@@ -194,7 +195,7 @@ class LanguageModel(TypedModule, Generic[C]):
         """Return the logits of what `hidden` returned."""
         return self.tok_emb.attend(hidden) if self.out_head is None else self.out_head(hidden)
 
-    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Cache:
+    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> ModelCache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
 
         The cache of a layer with a window is a ring buffer, which holds the window at least.
@@ -220,12 +221,9 @@ def initialise(model: LanguageModel) -> None:
     References:
         Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
     """
-    for name, param in model.named_parameters():
-        if name.endswith(".bias"):
-            nn.init.zeros_(param)
-        elif name.endswith(".weight"):
-            std = 0.02 * (2 * len(model.trf_blocks)) ** -0.5 if _ends_a_residual_path(name) else 0.02
-            nn.init.normal_(param, std=std)
+    layers = max(1, len(model.trf_blocks))  # a model of embedding and head alone has none
+    last = 0.02 * (2 * layers) ** -0.5
+    draw(model, lambda name: last if _ends_a_residual_path(name) else 0.02)
 
 
 def _ends_a_residual_path(name: str) -> bool:

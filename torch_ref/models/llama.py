@@ -1,7 +1,7 @@
 """Llama and Mistral."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_ref.models.decoder import Decoder, DecoderConfig
 from torch_ref.modules.feed_forward import GatedFeedForward
@@ -25,7 +25,10 @@ class LlamaConfig(DecoderConfig):
     ff_bias: bool = False
 
 
-class Llama(Decoder[LlamaConfig]):
+C = TypeVar("C", bound=LlamaConfig)
+
+
+class Llama(Decoder[C]):
     """Llama: rotary positions, RMS norms before the sublayers, grouped queries, SwiGLU. With a window it is Mistral.
 
     The arguments are those of `LanguageModel`.

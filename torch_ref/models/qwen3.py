@@ -43,6 +43,10 @@ class Qwen3(Decoder[Qwen3Config]):
     """
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
-        """Return the attention of a layer, with norms of queries and keys."""
-        bias, eps = self.config.attention_bias, self.config.eps
-        return super().attention(layer, qkv_bias=bias, out_bias=bias, qk_norm=eps, **options)
+        """Return the attention of a layer, with biases if the config asks for them."""
+        bias = self.config.attention_bias
+        return super().attention(layer, qkv_bias=bias, out_bias=bias, **options)
+
+    def head_norms(self) -> dict[str, Any]:
+        """Return the norms of queries and keys, each head by itself."""
+        return {name: self.norm(self.config.head_width) for name in ("q_norm", "k_norm")}

@@ -1,86 +1,121 @@
 """What the decoders with rotary positions have in common in Hugging Face's folders: fields and names of weights."""
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax_attn.convert.rules import Layout
+from flax_attn.convert.rules import Layout, Rule
 from flax_attn.functional.frequencies import DynamicNTKScaling
 from flax_attn.models.decoder import DecoderConfig
 from flax_attn.models.hugging_face.family import embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.models.hugging_face.rope import dynamic_length, read_rope, write_rope
 
-DECODER_LAYOUT = Layout(
-    (
-        *embeddings({"tok_emb": "model.embed_tokens"}),
-        *linears(
-            {
-                "trf_blocks.{i}.att.W_query": "model.layers.{i}.self_attn.q_proj",
-                "trf_blocks.{i}.att.W_key": "model.layers.{i}.self_attn.k_proj",
-                "trf_blocks.{i}.att.W_value": "model.layers.{i}.self_attn.v_proj",
-                "trf_blocks.{i}.att.out_proj": "model.layers.{i}.self_attn.o_proj",
-                "trf_blocks.{i}.ff.W_gate": "model.layers.{i}.mlp.gate_proj",
-                "trf_blocks.{i}.ff.W_up": "model.layers.{i}.mlp.up_proj",
-                "trf_blocks.{i}.ff.W_down": "model.layers.{i}.mlp.down_proj",
-                "out_head": "lm_head",
-            }
+_PRE_NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+_NORMS = {
+    "norm1": "input_layernorm",
+    "post_norm1": "post_attention_layernorm",
+    "norm2": "pre_feedforward_layernorm",
+    "post_norm2": "post_feedforward_layernorm",
+}
+
+
+def decoder_layout(*first: Rule, block_norms: Mapping[str, str] = _PRE_NORMS) -> Layout:
+    """Return the names of a decoder's weights.
+
+    Args:
+        first: rules that come before those of all decoders, for what a family stores otherwise.
+        block_norms: their names of the norms of a block, by ours.
+
+    Example:
+        >>> [rule.theirs for rule in decoder_layout().rules][:2]
+        ['model.embed_tokens.weight', 'model.layers.{i}.self_attn.q_proj.weight']
+    """
+    block, layer = "trf_blocks.{i}", "model.layers.{i}"
+    return Layout(
+        (
+            *first,
+            *embeddings({"tok_emb": "model.embed_tokens"}),
+            *linears(
+                {
+                    f"{block}.att.W_query": f"{layer}.self_attn.q_proj",
+                    f"{block}.att.W_key": f"{layer}.self_attn.k_proj",
+                    f"{block}.att.W_value": f"{layer}.self_attn.v_proj",
+                    f"{block}.att.out_proj": f"{layer}.self_attn.o_proj",
+                    f"{block}.ff.W_gate": f"{layer}.mlp.gate_proj",
+                    f"{block}.ff.W_up": f"{layer}.mlp.up_proj",
+                    f"{block}.ff.W_down": f"{layer}.mlp.down_proj",
+                    "out_head": "lm_head",
+                }
+            ),
+            *norms({f"{block}.att.{name}": f"{layer}.self_attn.{name}" for name in ("q_norm", "k_norm")}),
+            *norms({f"{block}.{ours}": f"{layer}.{theirs}" for ours, theirs in block_norms.items()}),
+            *norms({"final_norm": "model.norm"}),
         ),
-        *norms(
-            {
-                "trf_blocks.{i}.att.q_norm": "model.layers.{i}.self_attn.q_norm",
-                "trf_blocks.{i}.att.k_norm": "model.layers.{i}.self_attn.k_norm",
-                "trf_blocks.{i}.norm1": "model.layers.{i}.input_layernorm",
-                "trf_blocks.{i}.norm2": "model.layers.{i}.post_attention_layernorm",
-                "final_norm": "model.norm",
-            }
-        ),
-    ),
-    # The frequencies of RoPE are no parameters, and a tied head may be stored a second time.
-    ignored=r"(.*\.)?rotary_emb\.inv_freq|(.*\.)?lm_head\.weight",
-)
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+        # The frequencies of RoPE are no parameters, and a tied head may be stored a second time.
+        ignored=r"(.*\.)?rotary_emb\.inv_freq|(.*\.)?lm_head\.weight",
+    )
+
+
+DECODER_LAYOUT = decoder_layout()
+POST_NORM_LAYOUT = decoder_layout(block_norms=_NORMS)  # with norms of what attention and feed-forward layer return
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_decoder(
-    fields: Fields, dropout: float | None, *, num_kv_heads: int | None = None, head_dim: int | None = None
+    fields: Fields, dropout: float | None, *, activation: str = "hidden_act", partial_rope: bool = False
 ) -> dict[str, Any]:
     """Return the arguments of a `DecoderConfig`, all but the window.
 
     Args:
-        fields: of `config.json`.
+        fields: of `config.json`, filled with what transformers takes where it has another default for the family.
         dropout: replaces that of the file; None keeps it.
-        num_kv_heads: what transformers takes where the file has no `num_key_value_heads`.
-        head_dim: what transformers takes where the file has no `head_dim`.
+        activation: the field that names it.
+        partial_rope: whether transformers rotates a part of the heads, where the file says so.
 
     Raises:
         ValueError: if a field is missing, of another kind, or asks for what our models do not compute.
     """
-    length = fields.integer("max_position_embeddings")
-    rope = read_rope(fields, length)
+    length, d_model = (fields.integer(name) for name in ("max_position_embeddings", "hidden_size"))
+    num_heads, head_dim = fields.integer("num_attention_heads"), fields.optional_integer("head_dim")
+    rope = read_rope(fields, length, (head_dim or d_model // num_heads) if partial_rope else None)
     return {
-        "d_model": fields.integer("hidden_size"),
+        "d_model": d_model,
         "d_hidden": fields.integer("intermediate_size"),
-        "num_heads": fields.integer("num_attention_heads"),
+        "num_heads": num_heads,
         "num_layers": fields.integer("num_hidden_layers"),
-        "num_kv_heads": fields.optional_integer("num_key_value_heads", num_kv_heads),
-        "head_dim": fields.optional_integer("head_dim", head_dim),
+        "num_kv_heads": fields.optional_integer("num_key_value_heads"),
+        "head_dim": head_dim,
         "context_length": dynamic_length(rope.scaling) if isinstance(rope.scaling, DynamicNTKScaling) else length,
         "vocab_size": fields.integer("vocab_size"),
         "rope": rope,
         "eps": fields.number("rms_norm_eps", 1e-6),
-        "activation": fields.choose("hidden_act", ACTIVATIONS, "silu"),
+        "activation": fields.choose(activation, ACTIVATIONS, "silu"),
         "dropout": fields.number("attention_dropout", 0.0) if dropout is None else dropout,
         "tied": fields.flag("tie_word_embeddings", False),
     }
 
 
-def write_decoder(name: str, config: DecoderConfig, **fields: Any) -> dict[str, Any]:
+def write_decoder(
+    name: str,
+    config: DecoderConfig,
+    *,
+    activation: str = "hidden_act",
+    partial_rope: bool = False,
+    **fields: Any,
+) -> dict[str, Any]:
     """Return the fields of `config.json` for `{name}ForCausalLM` of transformers, `fields` among them.
+
+    Args:
+        name: of the family.
+        config: the sizes.
+        activation: the field that names it.
+        partial_rope: whether transformers rotates a part of the heads, where the config says so.
+        fields: that only this family has, or has otherwise.
 
     Raises:
         ValueError: if transformers does not rotate queries and keys like this.
     """
-    head_dim = config.d_model // config.num_heads if config.head_dim is None else config.head_dim
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": name.lower(),
@@ -89,15 +124,23 @@ def write_decoder(name: str, config: DecoderConfig, **fields: Any) -> dict[str, 
         "num_attention_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
         "num_key_value_heads": config.num_kv_heads or config.num_heads,
-        "head_dim": head_dim,
+        "head_dim": config.head_width,
         "vocab_size": config.vocab_size,
         "rms_norm_eps": config.eps,
-        "hidden_act": THEIR_ACTIVATIONS[config.activation],
+        activation: THEIR_ACTIVATIONS[config.activation],
         "attention_dropout": config.dropout,
         "tie_word_embeddings": config.tied,
-        **write_rope(config.rope, config.context_length, head_dim),
+        **write_rope(config.rope, config.context_length, config.head_width, partial_rope),
         **fields,
     }
+
+
+def check_no_window(family: str, config: DecoderConfig) -> None:
+    """Raise if a layer has a window, in a family of which transformers' models have none."""
+    if any(config.windows):
+        raise ValueError(
+            f"transformers' {family} has no window; got window={config.window}. Save with flax_attn.convert.save"
+        )
 
 
 def read_windows(fields: Fields) -> dict[str, Any]:
@@ -109,22 +152,45 @@ def read_windows(fields: Fields) -> dict[str, Any]:
         ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window that is switched off.
     """
     layers, first = range(fields.integer("num_hidden_layers")), fields.integer("max_window_layers", 28)
-    used, size = fields.flag("use_sliding_window", False), fields.optional_integer("sliding_window", 4096)
-    window = size if used else None
-    default = [_FULL if window is None or layer < first else _SLIDING for layer in layers]
+    fields = fields.filled(use_sliding_window=False, sliding_window=4096)
+    window = fields.optional_integer("sliding_window") if fields.flag("use_sliding_window") else None
+    return read_layer_types(fields, window, [FULL if window is None or i < first else SLIDING for i in layers])
+
+
+def read_layer_types(fields: Fields, window: int | None, default: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments `window` and `full_layers` of a `DecoderConfig`, by the kind of each layer.
+
+    Args:
+        fields: of `config.json`.
+        window: of the layers that have one.
+        default: the kinds where `layer_types` does not name them.
+
+    Raises:
+        ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window that there is not.
+    """
+    layers = range(fields.integer("num_hidden_layers"))
     kinds = fields.optional_list("layer_types") or default
-    if len(kinds) != len(layers) or not set(kinds) <= {_SLIDING, _FULL}:
+    if len(kinds) != len(layers) or not set(kinds) <= {SLIDING, FULL}:
         raise ValueError(
-            f"{fields.where}: layer_types must name {_SLIDING!r} or {_FULL!r} for each of num_hidden_layers="
-            f"{len(layers)} layers; got {kinds}"
+            f"{fields.where}: layer_types must name {SLIDING!r} or {FULL!r} for each of num_hidden_layers="
+            f"{len(layers)} layers; got {list(kinds)}"
         )
-    if window is None and _SLIDING in kinds:
-        raise ValueError(
-            f"{fields.where}: layer_types names {_SLIDING!r}, which needs a window; got use_sliding_window="
-            f"{json.dumps(used)}, sliding_window={json.dumps(size)}"
-        )
-    full = tuple(layer for layer in layers if kinds[layer] == _FULL)
+    if window is None and SLIDING in kinds:
+        names = [name for name in ("use_sliding_window", "sliding_window") if name in fields.values]
+        got = ", ".join(f"{name}={json.dumps(fields.values[name])}" for name in names)
+        raise ValueError(f"{fields.where}: layer_types names {SLIDING!r}, which needs a window; got {got}")
+    full = tuple(layer for layer in layers if kinds[layer] == FULL)
     return {} if len(full) == len(layers) else {"window": window, "full_layers": full}
+
+
+def write_layer_types(config: DecoderConfig) -> list[str]:
+    """Return the kind of each layer.
+
+    Example:
+        >>> write_layer_types(DecoderConfig(8, 12, num_heads=4, num_layers=2, window=5, full_layers=(0,)))
+        ['full_attention', 'sliding_attention']
+    """
+    return [FULL if window is None else SLIDING for window in config.windows]
 
 
 def write_windows(config: DecoderConfig) -> dict[str, Any]:
@@ -135,5 +201,19 @@ def write_windows(config: DecoderConfig) -> dict[str, Any]:
         "use_sliding_window": True,
         "sliding_window": config.window,
         "max_window_layers": next(layer for layer, window in enumerate(config.windows) if window is not None),
-        "layer_types": [_FULL if window is None else _SLIDING for window in config.windows],
+        "layer_types": write_layer_types(config),
     }
+
+
+def write_window(name: str, config: DecoderConfig) -> int | None:
+    """Return the window of a model that has one in every layer, or in none.
+
+    Raises:
+        ValueError: if some layers have it and others not.
+    """
+    if config.full_layers:
+        raise ValueError(
+            f"{name} has its window in every layer of transformers; got full_layers={config.full_layers}. "
+            "Save with flax_attn.convert.save"
+        )
+    return config.window

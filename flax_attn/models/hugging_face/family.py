@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,13 @@ class Family:
         write: the function from a config to the fields of `config.json`. It raises `ValueError` where transformers does
             not compute what the config says.
         layout: the names of the weights in a file, and how they are stored.
+        others: other layouts that files may have; models are stored in `layout`.
         base: prefix of every weight but the head, which files of the model without its head leave out.
+        anchor: one of our parameters that every file holds: by its name there the prefix is found.
+        architecture: the class of transformers that computes the same, as `architectures` of `config.json` names it;
+            needed where several of our classes read one `model_type`.
+        fit: the function from a config and the names of the weights in the files to the config of what is there, for
+            layers that `config.json` does not tell of.
 
     Example:
         >>> from flax_attn.models import Llama
@@ -33,7 +39,11 @@ class Family:
     read: Mapping[str, Read]
     write: Callable[[Any], dict[str, Any]]
     layout: Layout
+    others: tuple[Layout, ...] = ()
     base: str = "model."
+    anchor: str = "tok_emb.embedding"
+    architecture: str = ""
+    fit: Callable[[Any, Collection[str]], Any] = lambda config, names: config
 
 
 def linears(names: Mapping[str, str], pattern: str = "i o -> o i") -> tuple[Rule, ...]:

@@ -15,8 +15,10 @@ ACTIVATIONS = {
     "gelu": "gelu_exact",
     "silu": "silu",
     "swish": "silu",
+    "relu": "relu",
 }
-THEIR_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu_exact": "gelu", "silu": "silu"}
+THEIR_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu_exact": "gelu", "silu": "silu", "relu": "relu"}
+GEMMA_ACTIVATIONS = {**THEIR_ACTIVATIONS, "gelu_tanh": "gelu_pytorch_tanh"}
 REQUIRED = object()
 
 
@@ -37,6 +39,15 @@ class Fields:
     where: str
     values: dict[str, Any]
     used: set[str] = field(default_factory=set)
+
+    def filled(self, **defaults: Any) -> Fields:
+        """Return the fields with those that the file lacks: what transformers takes for them.
+
+        Example:
+            >>> Fields("config.json", {"hidden_act": "gelu"}).filled(hidden_act="silu", head_dim=8).values
+            {'hidden_act': 'gelu', 'head_dim': 8}
+        """
+        return Fields(self.where, {**defaults, **self.values}, self.used)
 
     def integer(self, name: str, default: Any = REQUIRED) -> int:
         """Return an integer; raise if the field holds something else, or is missing without a default."""
@@ -62,9 +73,24 @@ class Fields:
         """Return a string."""
         return self._get(name, str, default)
 
+    def pair(self, name: str, default: int) -> tuple[int, int]:
+        """Return two integers; one stands for both."""
+        value = self._get(name, int | list, default)
+        pair = (value, value) if isinstance(value, int) else tuple(value)
+        if len(pair) != 2 or not all(isinstance(size, int) for size in pair):
+            raise ValueError(f"{self.where}: {name} must be one integer or two; got {json.dumps(value)}")
+        return pair
+
     def optional_list(self, name: str) -> list[Any] | None:
         """Return a list, or None where the field is missing or holds null."""
         return self._get(name, list | None, None)
+
+    def numbers(self, name: str) -> list[float]:
+        """Return a list of numbers."""
+        values = self._get(name, list, REQUIRED)
+        if not all(isinstance(value, Number) for value in values):
+            raise ValueError(f"{self.where}: {name} must be a list of numbers; got {json.dumps(values)}")
+        return [float(value) for value in values]
 
     def optional_object(self, name: str) -> dict[str, Any] | None:
         """Return an object, or None where the field is missing or holds null."""

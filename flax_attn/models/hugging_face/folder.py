@@ -19,22 +19,22 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from flax_attn.convert.api import axes_of, parameters
+from flax_attn.convert.api import axes_of, parameters, tensors
 from flax_attn.convert.files import Stored, find_weights, read_headers, take_part, write_shards
-from flax_attn.convert.rules import ConversionError, Entry, plan, problems
+from flax_attn.convert.rules import ConversionError, Entry, Layout, plan, problems
 from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import check_positive
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
+from flax_attn.models.hugging_face.streams import fork_streams
 from flax_attn.models.hugging_face.values import Memory, OnMesh
-from flax_attn.models.stack import Stack, stack_modules
-from flax_attn.modules.dropout import Dropout
 from flax_attn.sharding.parameters import abstract, check_mesh, shard
 
 M = TypeVar("M", bound=nnx.Module)
@@ -69,12 +69,13 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
         check_mesh(mesh)
     config: Any = read_config(cls, family, read_fields(folder), options.get("dropout"))
     weights = find_weights(folder)
-    stored = read_headers(weights)
+    stored = {_current(name): entry for name, entry in read_headers(weights).items()}
+    config = family.fit(config, stored)
     model = _abstract(cls, config, {name: value for name, value in options.items() if name in _OF_MODELS})
     entries = _match(model, family, stored, weights)
     dtype, rngs, progress = (options.get(name) for name in ("param_dtype", "rngs", "progress"))
-    _check_dtypes([stored[entry.theirs].dtype for entry in entries] if dtype is None else [dtype])
-    _fork_streams(model, rngs)
+    _check_dtypes([stored[name].dtype for entry in entries for name in entry.tensors] if dtype is None else [dtype])
+    fork_streams(model, rngs)
     memory = Memory() if mesh is None else OnMesh(mesh)
     _fill(model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress, memory)
     if mesh is not None:
@@ -96,9 +97,10 @@ def save(model: nnx.Module, config: Any, family: Family | None, path: str | Path
     family, target = _known(type(model), family), Path(path).absolute()
     if target.exists() and not target.is_dir():
         raise ValueError(f"a model is stored as a folder; got {target}, which is a file")
-    params = parameters(model)
-    fields = write_config(family, config, jnp.result_type(*(param.dtype for param in params.values())).name)
-    entries = _plan(model, family)
+    params = tensors(model)
+    dtypes = (param.dtype for param in parameters(model).values())
+    fields = write_config(family, config, jnp.result_type(*dtypes).name)
+    entries = _plan(model, family.layout)
     target.parent.mkdir(parents=True, exist_ok=True)
     if jax.process_index() > 0:
         take_part(entries, params)
@@ -169,17 +171,26 @@ def _abstract(cls: Callable[..., M], config: Any, options: Mapping[str, Any]) ->
     return abstract(build)
 
 
-def _plan(model: nnx.Module, family: Family) -> list[Entry]:
-    shapes = {name: param.shape for name, param in parameters(model).items()}
-    entries = plan(shapes, family.layout, axes_of(model, family.layout))
+def _current(name: str) -> str:
+    """Return the name that a weight has today: the norms of the first uploads had the names of TensorFlow."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _plan(model: nnx.Module, layout: Layout) -> list[Entry]:
+    shapes = {name: tensor.shape for name, tensor in tensors(model).items()}
+    entries = plan(shapes, layout, axes_of(model, layout))
     return sorted(entries, key=lambda entry: entry.theirs)
 
 
 def _match(model: nnx.Module, family: Family, stored: Mapping[str, Stored], weights: Path) -> list[Entry]:
-    """Return the entries of a model by their names in the files, or raise with all that is wrong."""
-    entries = _named_as_in(stored, _plan(model, family), family.base)
-    wrong = problems(entries, {name: entry.shape for name, entry in stored.items()}, family.layout)
-    dtypes = {entry.theirs: stored[entry.theirs].dtype for entry in entries if entry.theirs in stored}
+    """Return the entries of a model by their names in the files, or raise with all that is wrong.
+
+    Of the layouts of the family it is the one that has the fewest names that are not there.
+    """
+    plans = [(layout, _named_as_in(stored, _plan(model, layout), family)) for layout in (family.layout, *family.others)]
+    layout, entries = min(plans, key=lambda plan: len(_names(plan[1]) - stored.keys()))
+    wrong = problems(entries, {name: entry.shape for name, entry in stored.items()}, layout)
+    dtypes = {name: stored[name].dtype for name in sorted(_names(entries) & stored.keys())}
     wrong += [f"not readable {name}: its dtype is {dtype}" for name, dtype in dtypes.items() if dtype not in _READ]
     if wrong:
         heading = f"{weights} does not hold the weights of the {type(model).__name__} that config.json describes:"
@@ -187,13 +198,18 @@ def _match(model: nnx.Module, family: Family, stored: Mapping[str, Stored], weig
     return entries
 
 
-def _named_as_in(names: Iterable[str], entries: list[Entry], base: str) -> list[Entry]:
-    """Return the entries under the prefix that the table of the tokens has among these names.
+def _names(entries: list[Entry]) -> set[str]:
+    return {name for entry in entries for name in entry.tensors}
+
+
+def _named_as_in(names: Iterable[str], entries: list[Entry], family: Family) -> list[Entry]:
+    """Return the entries under the prefix that the anchor of the family has among these names.
 
     Files of a model without its head lack the base, and those of a model inside another module have a longer prefix.
     """
-    table = next(entry.theirs for entry in entries if entry.ours[0] == "tok_emb.embedding").removeprefix(base)
-    start = next((name.removesuffix(table) for name in names if name.endswith(table)), base)
+    base = family.base
+    anchor = next(entry.theirs for entry in entries if family.anchor in entry.ours).removeprefix(base)
+    start = next((name.removesuffix(anchor) for name in names if name.endswith(anchor)), base)
     outer = start.removesuffix(base)
 
     def place(name: str) -> str:
@@ -216,27 +232,6 @@ def _check_dtypes(dtypes: Iterable[Dtype]) -> None:
             )
 
 
-def _fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
-    """Give each dropout its own stream, in the order of the layers: the only state beside the parameters."""
-    if not _dropouts(model):  # streams are made by programs that are compiled
-        return
-    rngs = nnx.Rngs(0) if rngs is None else rngs
-    stacks = [module for _, module in nnx.iter_modules(model) if isinstance(module, Stack)]
-    stacked = [dropout for one in stacks for dropout in _dropouts(one)]
-    for dropout in _dropouts(model):
-        if dropout not in stacked:
-            dropout.stream = nnx.data(rngs.dropout.fork())
-    for one in stacks:
-        forks = [[rngs.dropout.fork() for _ in _dropouts(one)] for _ in range(len(one))]
-        for dropout, streams in zip(_dropouts(one), zip(*forks, strict=True), strict=True):
-            dropout.stream = nnx.data(stack_modules(streams))
-
-
-def _dropouts(model: nnx.Module) -> list[Dropout]:
-    modules = (module for _, module in nnx.iter_modules(model))
-    return [module for module in modules if isinstance(module, Dropout) and module.stream is not None]
-
-
 def _fill(
     model: nnx.Module,
     entries: list[Entry],
@@ -246,13 +241,23 @@ def _fill(
     memory: Memory | OnMesh,
 ) -> None:
     """Read the weights, the largest first: while its copies are made, the others take no memory yet."""
-    tensors = parameters(model)
-    groups = sorted(_by_variables(entries, tensors), key=lambda group: -sum(math.prod(e.shape) for e in group))
+    own = tensors(model)
+    groups = sorted(_by_variables(entries, own), key=lambda group: -sum(math.prod(e.shape) for e in group))
     for group in _shown(groups) if progress else groups:
-        mapped = {name: part for e in group for name, part in e.parts(stored[e.theirs].read()).items()}
-        for variable, arrays in whole(tensors, mapped):
-            chosen = jnp.dtype(arrays[0].dtype if dtype is None else dtype)
-            variable.set_value(memory.copy(arrays, variable, chosen))
+        mapped = {name: parts for entry in group for name, parts in _read(entry, stored).items()}
+        for variable, layers in whole(own, mapped):
+            arrays = [array for parts in layers for array in parts]
+            kept = dtype is None or not isinstance(variable, nnx.Param)  # statistics keep their dtype
+            variable.set_value(memory.copy(arrays, variable, jnp.dtype(arrays[0].dtype if kept else dtype)))
+
+
+def _read(entry: Entry, stored: Mapping[str, Stored]) -> dict[str, list[np.ndarray]]:
+    """Return the parts of an entry: each parameter whole, or in the pieces that it is stored in."""
+    if "*" not in entry.theirs:
+        return {name: [part] for name, part in entry.parts(stored[entry.theirs].read()).items()}
+    single = replace(entry, shapes=tuple((1, *shape[1:]) for shape in entry.shapes))
+    pieces = [single.parts(stored[name].read()[None]) for name in entry.tensors]
+    return {name: [piece[name][0] for piece in pieces] for name in entry.ours}
 
 
 def _shown(groups: list[list[Entry]]) -> Iterable[list[Entry]]:

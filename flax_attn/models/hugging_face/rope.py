@@ -4,15 +4,23 @@ Transformers 5 has `rope_parameters`, transformers 4 had `rope_theta` beside `ro
 Each field means what it means in `modeling_rope_utils.py` of transformers 5.
 """
 
+import math
 from typing import Any
 
 from flax_attn.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YaRNScaling
+from flax_attn.functional.longrope import LongRoPEScaling
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.hugging_face.fields import REQUIRED, Fields
 
 
-def read_rope(fields: Fields, length: int) -> RoPE:
+def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RoPE:
     """Return the rotary positions of a config with `max_position_embeddings=length`.
+
+    Args:
+        fields: of `config.json`.
+        length: of the longest input.
+        head_dim: width of the heads where transformers rotates a part of them, `partial_rotary_factor`; None where it
+            rotates whole heads.
 
     Raises:
         ValueError: if their type is unknown, a field is missing, or one would be ignored.
@@ -24,15 +32,23 @@ def read_rope(fields: Fields, length: int) -> RoPE:
     """
     old, new = (fields.optional_object(name) for name in ("rope_scaling", "rope_parameters"))
     rope = Fields(f"{fields.where}: {'rope_scaling' if old else 'rope_parameters'}", old or new or {})
-    for part in (fields, rope):
-        part.only(partial_rotary_factor=1.0)  # with another value, transformers' Llama fails or rotates whole heads
+    if head_dim is None:
+        for part in (fields, rope):
+            part.only(partial_rotary_factor=1.0)  # with another value, transformers' Llama fails or rotates whole heads
     base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     name = "rope_type" if "rope_type" in rope.values else "type"
     read = rope.choose(name, _READERS, "default")
     scaling = read(rope, length, fields.optional_integer("original_max_position_embeddings", None))
+    width = None if head_dim is None else _rotated(fields, rope, head_dim)
     rope.used.add("type")
     rope.check_all_used()
-    return RoPE(float(base), scaling=scaling)
+    return RoPE(float(base), width, scaling=scaling)
+
+
+def _rotated(fields: Fields, rope: Fields, head_dim: int) -> int | None:
+    """Return how many features of a head are rotated, None for all."""
+    width = int(head_dim * rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)))
+    return None if width == head_dim else width
 
 
 def _default(rope: Fields, length: int, original: int | None) -> None:
@@ -72,34 +88,67 @@ def _yarn(rope: Fields, length: int, original: int | None) -> YaRNScaling:
     )
 
 
+def _longrope(rope: Fields, length: int, original: int | None) -> LongRoPEScaling:
+    original = _original(rope, length, original)
+    factor = rope.optional_number("factor") or length / original
+    return LongRoPEScaling(
+        max(factor, 1.0),  # a smaller one changes nothing
+        original,
+        *(tuple(rope.numbers(name)) for name in ("short_factor", "long_factor")),
+        attention_factor=rope.optional_number("attention_factor"),
+    )
+
+
 def _original(rope: Fields, length: int, original: int | None) -> int:
     inside = rope.optional_integer("original_max_position_embeddings", None)
     return original or inside or length
 
 
-_READERS = {"default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+_READERS = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
 
 
-def write_rope(rope: RoPE, length: int, head_dim: int) -> dict[str, Any]:
+def write_rope(rope: RoPE, length: int, head_dim: int, partial: bool = False) -> dict[str, Any]:
     """Return the fields of rotary positions in a model of this `context_length`.
+
+    Args:
+        rope: the rotary positions.
+        length: the `context_length`.
+        head_dim: width of the heads.
+        partial: whether transformers rotates a part of the heads, where `rope.width` says so.
 
     Raises:
         ValueError: if transformers does not rotate heads like this.
     """
-    if rope.interleaved or rope.width not in (None, head_dim):
+    width = head_dim if rope.width is None else rope.width
+    if rope.interleaved or (width != head_dim and not partial):
         raise ValueError(
             "transformers rotates whole heads here, in pairs (i, i + h / 2); got "
             f"rope.interleaved={rope.interleaved}, rope.width={rope.width}. Save with flax_attn.convert.save"
         )
     inside = {} if rope.scaling is None else _write_scaling(rope.scaling, length)
+    part = {"partial_rotary_factor": _factor(width, head_dim)} if partial else {}
     if isinstance(rope.scaling, DynamicNTKScaling):
         length = rope.scaling.original_context_length
     return {
         "max_position_embeddings": length,
         "rope_theta": rope.base,
         "rope_scaling": inside or None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rope.base, **inside},
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.base, **inside, **part},
+        **part,
     }
+
+
+def _factor(width: int, head_dim: int) -> float:
+    """Return the factor that gives this width, rounded down, when the width of a head is multiplied by it."""
+    factor = width / head_dim
+    return factor if int(head_dim * factor) == width else math.nextafter(factor, 1.0)
 
 
 def _write_scaling(scaling: Scaling, length: int) -> dict[str, Any]:
@@ -155,9 +204,20 @@ def _write_yarn(scaling: YaRNScaling, length: int) -> dict[str, Any]:
     }  # transformers ignores one scale without the other
 
 
+def _write_longrope(scaling: LongRoPEScaling, length: int) -> dict[str, Any]:
+    amplitude = {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+    return {
+        "original_max_position_embeddings": scaling.original_context_length,
+        "short_factor": list(scaling.short_factors),
+        "long_factor": list(scaling.long_factors),
+        **amplitude,
+    }
+
+
 _WRITERS = {
     LinearScaling: ("linear", _write_linear),
     DynamicNTKScaling: ("dynamic", _write_dynamic),
     Llama3Scaling: ("llama3", _write_llama3),
     YaRNScaling: ("yarn", _write_yarn),
+    LongRoPEScaling: ("longrope", _write_longrope),
 }

@@ -25,7 +25,7 @@ class Memory:
         self.free = np.empty(0, np.uint8)
 
     def copy(self, arrays: list[np.ndarray], variable: nnx.Variable, dtype: np.dtype) -> Array:
-        """Return arrays as one, the value of a variable: the only one, or those of all layers."""
+        """Return arrays as one, the value of a variable: the only one, or those of all layers and experts."""
         shape = variable.shape
         new = self._take(math.prod(shape) * dtype.itemsize).view(dtype)
         for place, array in zip(new.reshape(len(arrays), *arrays[0].shape), arrays, strict=True):
@@ -51,24 +51,24 @@ class OnMesh:
         self.mesh = mesh
 
     def copy(self, arrays: list[np.ndarray], variable: nnx.Variable, dtype: np.dtype) -> Array:
-        """Return arrays as one, the value of a variable: the only one, or those of all layers."""
+        """Return arrays as one, the value of a variable: the only one, or those of all layers and experts."""
         found: dict[tuple[Span, ...], np.ndarray] = {}
 
         def part(index: Any) -> np.ndarray:
             spans = tuple(span.indices(size) for span, size in zip(index, variable.shape, strict=True))
             if spans not in found:  # devices that have the same part
-                found[spans] = _part(arrays, tuple(slice(*span) for span in spans), dtype)
+                found[spans] = _part(arrays, variable.shape, tuple(slice(*span) for span in spans), dtype)
             return found[spans]
 
         return jax.make_array_from_callback(variable.shape, sharding_of(variable, self.mesh), part)
 
 
-def _part(arrays: list[np.ndarray], index: tuple[slice, ...], dtype: Any) -> np.ndarray:
-    """Return a part of an array, or of arrays as if they were stacked: a copy, in this dtype."""
-    stacked = len(index) > arrays[0].ndim
-    layers, inner = (index[0], index[1:]) if stacked else (slice(1), index)
-    parts = [array[inner] for array in arrays[layers]]
+def _part(arrays: list[np.ndarray], shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+    """Return a part of an array of this shape, which the arrays are stacked to: a copy, in this dtype."""
+    lead = len(shape) - arrays[0].ndim
+    numbers, inner = np.arange(len(arrays)).reshape(shape[:lead])[index[:lead]], index[lead:]
+    parts = [arrays[i][inner] for i in numbers.flat]
     new = np.empty((len(parts), *parts[0].shape), dtype)
     for i, part in enumerate(parts):
         new[i] = part
-    return new if stacked else new[0]
+    return new.reshape(*numbers.shape, *parts[0].shape)

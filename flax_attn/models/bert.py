@@ -1,0 +1,264 @@
+"""BERT: the encoder, and its masked language model."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import PrecisionLike
+from jaxtyping import Array, Float, Integer
+
+from flax_attn.convert.rules import Layout, Rule
+from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.models.encoder import TextEncoder
+from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
+from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
+from flax_attn.models.masked_lm import MaskedLMHead
+from flax_attn.modules.block import TransformerBlock
+from flax_attn.modules.dropout import Dropout
+from flax_attn.modules.embedding import Embedding
+from flax_attn.modules.feed_forward import FeedForward
+from flax_attn.modules.linear import Linear
+from flax_attn.modules.multi_head import MultiHeadAttention
+from flax_attn.modules.norm import LayerNorm
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """The sizes of a BERT.
+
+    Args:
+        d_model: width of the tokens.
+        num_heads: number of heads.
+        num_layers: number of blocks.
+        context_length: the longest input taken.
+        vocab_size: number of tokens.
+        num_types: number of token types, such as first and second sentence.
+        d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
+        activation: of the feed-forward layer, and of the head.
+        eps: of the norms.
+        dropout: the probability that an element of an embedding or a sublayer's output is dropped in train mode.
+        attention_dropout: the probability that an attention weight is dropped in train mode.
+        pooler: whether `Bert` has the layer of `pooled`.
+
+    Example:
+        >>> BertConfig(768, 12, 12).eps
+        1e-12
+    """
+
+    d_model: int
+    num_heads: int
+    num_layers: int
+    context_length: int = 512
+    vocab_size: int = 30522
+    num_types: int = 2
+    d_hidden: int | None = None
+    activation: str = "gelu_exact"
+    eps: float = 1e-12
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    pooler: bool = True
+
+
+def _read(fields: Fields, dropout: float | None) -> BertConfig:
+    fields.only(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
+    return BertConfig(
+        d_model=fields.integer("hidden_size"),
+        num_heads=fields.integer("num_attention_heads"),
+        num_layers=fields.integer("num_hidden_layers"),
+        context_length=fields.integer("max_position_embeddings"),
+        vocab_size=fields.integer("vocab_size"),
+        num_types=fields.integer("type_vocab_size", 2),
+        d_hidden=fields.integer("intermediate_size"),
+        activation=fields.choose("hidden_act", ACTIVATIONS, "gelu"),
+        eps=fields.number("layer_norm_eps", 1e-12),
+        dropout=fields.number("hidden_dropout_prob", 0.1) if dropout is None else dropout,
+        attention_dropout=fields.number("attention_probs_dropout_prob", 0.1) if dropout is None else dropout,
+    )
+
+
+def _read_tied(fields: Fields, dropout: float | None) -> BertConfig:
+    fields.only(tie_word_embeddings=True)
+    return _read(fields, dropout)
+
+
+def _fit(config: BertConfig, names: Collection[str]) -> BertConfig:
+    """Models inside others, and sentence encoders, may be stored without the pooler: `config.json` does not say."""
+    return replace(config, pooler=any(name.endswith("pooler.dense.weight") for name in names))
+
+
+def _write(architecture: str, config: BertConfig) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": "bert",
+        "hidden_size": config.d_model,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "max_position_embeddings": config.context_length,
+        "vocab_size": config.vocab_size,
+        "type_vocab_size": config.num_types,
+        "intermediate_size": config.d_hidden or 4 * config.d_model,
+        "hidden_act": THEIR_ACTIVATIONS[config.activation],
+        "layer_norm_eps": config.eps,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+    }
+
+
+_LAYER = "encoder.layer.{i}."
+
+
+def _layout(base: str, ignored: str) -> Layout:
+    """Return the names of the weights, those of the encoder behind a prefix."""
+    tables = {"tok_emb": "word_embeddings", "type_emb": "token_type_embeddings", "pos_emb": "position_embeddings"}
+    layers = {
+        "att.W_query": "attention.self.query",
+        "att.W_key": "attention.self.key",
+        "att.W_value": "attention.self.value",
+        "att.out_proj": "attention.output.dense",
+        "ff.layers.0": "intermediate.dense",
+        "ff.layers.2": "output.dense",
+    }
+    of_layers = {"norm1": "attention.output.LayerNorm", "norm2": "output.LayerNorm"}
+    return Layout(
+        (
+            *embeddings({ours: f"{base}embeddings.{theirs}" for ours, theirs in tables.items()}),
+            *linears({f"trf_blocks.{{i}}.{ours}": f"{base}{_LAYER}{theirs}" for ours, theirs in layers.items()}),
+            *norms({f"trf_blocks.{{i}}.{ours}": f"{base}{_LAYER}{theirs}" for ours, theirs in of_layers.items()}),
+            *norms({"emb_norm": f"{base}embeddings.LayerNorm", "head.norm": "cls.predictions.transform.LayerNorm"}),
+            *linears({"pooler": f"{base}pooler.dense", "head.dense": "cls.predictions.transform.dense"}),
+            Rule(("head.bias",), "cls.predictions.bias"),
+        ),
+        ignored=rf"(.*\.)?embeddings\.position_ids|{ignored}",
+    )
+
+
+class Bert(TextEncoder[BertConfig]):
+    """BERT: learned positions, token types, norm after the sublayer, GELU in its exact form.
+
+        x = drop(norm(tok_emb[tokens] + type_emb[token_types] + pos_emb[positions]));  x = block_i(x) for each i
+
+    The arguments are those of `Encoder`, and a call takes `token_types` beside. `BertModel` of transformers has
+    the same function; where its config names a `pad_token_id`, it leaves the row of that token out of the gradient.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> model = Bert(BertConfig(6, 2, 3, context_length=8, vocab_size=11), rngs=nnx.Rngs(0))
+        >>> hidden = model(jnp.ones((4, 5), int), lengths=jnp.array([5, 3, 1, 2]))
+        >>> hidden.shape, model.pooled(hidden).shape
+        ((4, 5, 6), (4, 6))
+
+    References:
+        Devlin et al. 2018 (arXiv:1810.04805).
+    """
+
+    family = Family(
+        {"bert": _read},
+        lambda config: _write("BertModel", config),
+        _layout("", r"(.*\.)?cls\..*"),
+        base="",
+        architecture="BertModel",
+        fit=_fit,
+    )
+    pooler: Linear | None
+
+    def create_embeddings(self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any) -> None:
+        """Set the tables of tokens, types and positions, and the norm and the dropout of their sum."""
+        config, d_model = self.config, self.config.d_model
+        numerics = {"rngs": rngs, **numerics}
+        self.tok_emb = Embedding(config.vocab_size, d_model, precision=precision, **numerics)
+        self.type_emb = Embedding(config.num_types, d_model, axes=(None, "embed"), **numerics)
+        self.pos_emb = Embedding(config.context_length, d_model, axes=(None, "embed"), **numerics)
+        self.emb_norm = LayerNorm(d_model, config.eps, **numerics)
+        self.drop_emb = Dropout(config.dropout, rngs=rngs)
+
+    def block(
+        self, layer: int, backend: str, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
+    ) -> TransformerBlock:
+        """Return a block: norms after the sums, dropout on what is added."""
+        config, d, numerics = self.config, self.config.d_model, {"rngs": rngs, **numerics}
+        options = {"qkv_bias": True, "causal": False, "backend": backend, "precision": precision, **numerics}
+        return TransformerBlock(
+            MultiHeadAttention(d, d, config.context_length, config.attention_dropout, config.num_heads, **options),
+            FeedForward(d, config.d_hidden, config.activation, precision=precision, **numerics),
+            LayerNorm(d, config.eps, **numerics),
+            LayerNorm(d, config.eps, **numerics),
+            norm_first=False,
+            drop_shortcut=Dropout(config.dropout, rngs=rngs),
+        )
+
+    def create_head(self, **numerics: Any) -> None:
+        """Set the layer of `pooled`."""
+        d = self.config.d_model
+        self.pooler = Linear(d, d, axes=("embed", None), **numerics) if self.config.pooler else None
+
+    def embed(
+        self,
+        tokens: Integer[Array, "*b t"],
+        positions: Array,
+        dropout_key: Array | None,
+        token_types: ArrayLike | None = None,
+    ) -> Tokens:
+        """Return the normed sum of the vectors of tokens, of their types, and of their positions.
+
+        `token_types` are integers `(t,)` or `(b, t)`; None is 0.
+        """
+        types = jnp.zeros_like(tokens) if token_types is None else jnp.asarray(token_types)
+        x = self.tok_emb(tokens) + self.type_emb(jnp.broadcast_to(types, tokens.shape))
+        x = self.emb_norm(x + jnp.broadcast_to(self.pos_emb(positions), x.shape))
+        return self.drop_emb(x, dropout_key=dropout_key)
+
+    def pooled(self, hidden: Tokens) -> Float[Array, "*b d"]:
+        """Return `tanh(pooler(x))` of the first token, a vector of the whole input, from what `hidden` returned.
+
+        Raises:
+            ValueError: if the model has no pooler.
+        """
+        if self.pooler is None:
+            raise ValueError(
+                "this BERT has no pooler; got pooler=False. Take the first token, hidden[..., 0, :], or average them"
+            )
+        return jnp.tanh(self.pooler(hidden[..., 0, :]))
+
+
+class BertMaskedLM(Bert):
+    """BERT with the head that it was trained with: the logits of every token.
+
+        logits = norm(gelu(dense(x))) @ tok_emb^T + bias
+
+    The arguments are those of `Encoder`; `BertForMaskedLM` of transformers has the same function.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> model = BertMaskedLM(BertConfig(6, 2, 3, context_length=8, vocab_size=11), rngs=nnx.Rngs(0))
+        >>> model(jnp.ones((4, 5), int)).shape
+        (4, 5, 11)
+
+    References:
+        Devlin et al. 2018 (arXiv:1810.04805).
+    """
+
+    family = Family(
+        {"bert": _read_tied},
+        lambda config: _write("BertForMaskedLM", config),
+        # The head is stored a second time, tied, and the layers of the other task of the training may be there.
+        _layout("bert.", r"cls\.predictions\.decoder\..*|bert\.pooler\..*|cls\.seq_relationship\..*"),
+        base="bert.",
+        architecture="BertForMaskedLM",
+    )
+
+    def create_head(self, **numerics: Any) -> None:
+        """Set the head."""
+        config = self.config
+        norm = LayerNorm(config.d_model, config.eps, param_dtype=numerics["param_dtype"], dtype=numerics["dtype"])
+        self.pooler = None
+        self.head = MaskedLMHead(config.d_model, config.vocab_size, norm, config.activation, **numerics)
+
+    def predict(self, hidden: Tokens) -> Array:
+        """Return the logits of every token, `(b, t, vocab_size)`."""
+        return self.head(hidden, self.tok_emb)

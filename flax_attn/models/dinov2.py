@@ -1,0 +1,213 @@
+"""DINOv2: the encoder of images, and the classifier."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from einops import rearrange
+from flax import nnx
+from flax.typing import Dtype, PrecisionLike
+from jaxtyping import Array, Float
+
+from flax_attn.convert.rules import Layout, Rule
+from flax_attn.functional.resize import resize_bicubic
+from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.models.hugging_face.family import Family
+from flax_attn.models.hugging_face.fields import Fields
+from flax_attn.models.hugging_face.images import image_layout, read_images, write_images
+from flax_attn.models.image_encoder import ImageConfig, ImageEncoder, Images
+from flax_attn.modules.feed_forward import FeedForward, GatedFeedForward
+from flax_attn.modules.layer_scale import LayerScale
+from flax_attn.modules.linear import Linear
+from flax_attn.sharding.parameters import named
+
+
+@dataclass(frozen=True)
+class DINOv2Config(ImageConfig):
+    """The sizes of a DINOv2: those of an `ImageConfig`, square images, and its own parts.
+
+    Args:
+        swiglu: whether the feed-forward layer is a SwiGLU: then its width is two thirds of d_hidden, rounded up to a
+            multiple of 8.
+        layer_scale: value of the factors on what the layers add, in a new model.
+        mask_token: whether there is a token for patches that are hidden.
+
+    Raises:
+        ValueError: if the images are not square, or patches do not fill them.
+
+    Example:
+        >>> DINOv2Config(768, 12, 12).grid
+        (37, 37)
+    """
+
+    image_size: tuple[int, int] = (518, 518)
+    patch_size: tuple[int, int] = (14, 14)
+    eps: float = 1e-6
+    swiglu: bool = False
+    layer_scale: float = 1.0
+    mask_token: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.grid[0] != self.grid[1]:
+            raise ValueError(
+                f"the positions of a DINOv2 are those of a square grid; got image_size={self.image_size}, "
+                f"patch_size={self.patch_size}. Images of another shape are given to the call"
+            )
+
+    @property
+    def d_inner(self) -> int:
+        """Width inside the feed-forward layer."""
+        d_hidden = 4 * self.d_model if self.d_hidden is None else self.d_hidden
+        return (d_hidden * 2 // 3 + 7) // 8 * 8 if self.swiglu else d_hidden
+
+
+def _read(fields: Fields, dropout: float | None) -> DINOv2Config:
+    fields.only(drop_path_rate=0.0)
+    return DINOv2Config(
+        **read_images(fields, dropout),
+        d_hidden=fields.integer("hidden_size") * fields.integer("mlp_ratio", 4),
+        patch_size=fields.pair("patch_size", 14),
+        eps=fields.number("layer_norm_eps", 1e-6),
+        swiglu=fields.flag("use_swiglu_ffn", False),
+        layer_scale=fields.number("layerscale_value", 1.0),
+        mask_token=fields.flag("use_mask_token", True),
+    )
+
+
+def _write(architecture: str, config: DINOv2Config) -> dict[str, Any]:
+    d_hidden = 4 * config.d_model if config.d_hidden is None else config.d_hidden
+    if d_hidden % config.d_model:
+        raise ValueError(
+            "transformers' DINOv2 has a d_hidden that is a multiple of d_model; got "
+            f"d_hidden={d_hidden}, d_model={config.d_model}. Save with flax_attn.convert.save"
+        )
+    own = {
+        "mlp_ratio": d_hidden // config.d_model,
+        "use_swiglu_ffn": config.swiglu,
+        "layerscale_value": config.layer_scale,
+        "use_mask_token": config.mask_token,
+    }
+    return {**write_images(config, "dinov2", architecture), **own}
+
+
+def _layout(base: str, ignored: str = "") -> Layout:
+    layer = f"{base}encoder.layer.{{i}}."
+    gate_up = [
+        tuple(f"trf_blocks.{{i}}.ff.{name}.{part}" for name in ("W_gate", "W_up")) for part in ("kernel", "bias")
+    ]
+    linear = {"ff.layers.0": "mlp.fc1", "ff.layers.2": "mlp.fc2", "ff.W_down": "mlp.weights_out"}
+    rules = (
+        Rule(gate_up[0], f"{layer}mlp.weights_in.weight", "i o -> o i"),
+        Rule(gate_up[1], f"{layer}mlp.weights_in.bias"),
+        *(Rule((f"trf_blocks.{{i}}.post_norm{n}.scale",), f"{layer}layer_scale{n}.lambda1") for n in (1, 2)),
+        Rule(("mask_token",), f"{base}embeddings.mask_token", "d -> 1 d"),
+    )
+    return image_layout(base, linear, {"norm1": "norm1", "norm2": "norm2"}, *rules, ignored=ignored)
+
+
+class DINOv2(ImageEncoder[DINOv2Config]):
+    """DINOv2: a ViT whose layers add with learned factors, whose positions fit images of any size, SwiGLU if asked for.
+
+        x = drop([cls_token; patches(images)] + positions)
+        x = x + s_1 * att(norm1(x)), x = x + s_2 * ff(norm2(x)) in each block;  final_norm(x)
+
+    The arguments are those of `Encoder`, and a call takes `masked` beside: which patches, row by row, the mask token
+    stands for, booleans `(patches,)` or `(b, patches)`. For images of another size than the config's the table of
+    positions is interpolated, see `resize_bicubic`. `Dinov2Model` of transformers has the same function.
+
+    Raises:
+        ValueError: where its layers do, if the patches do not fill the images, or if patches are masked and there is no
+            mask token.
+
+    Example:
+        >>> model = DINOv2(DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4)), rngs=nnx.Rngs(0))
+        >>> model(jnp.ones((5, 3, 8, 12))).shape
+        (5, 7, 6)
+
+    References:
+        Oquab et al. 2023 (arXiv:2304.07193).
+    """
+
+    family = Family(
+        {"dinov2": _read},
+        lambda config: _write("Dinov2Model", config),
+        _layout("", r"(.*\.)?classifier\..*"),
+        base="",
+        anchor="pos_emb.embedding",
+        architecture="Dinov2Model",
+    )
+    mask_token: nnx.Param | None
+
+    def create_embeddings(self, *, param_dtype: Dtype, **numerics: Any) -> None:
+        """Set the patches, the class token, the table of positions and the mask token."""
+        super().create_embeddings(param_dtype=param_dtype, **numerics)
+        token = jnp.zeros(self.config.d_model, param_dtype)
+        self.mask_token = nnx.Param(token, **named(None)) if self.config.mask_token else None
+
+    def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
+        """Return the feed-forward part of a layer: SwiGLU with biases if the config asks for it."""
+        config = self.config
+        if config.swiglu:
+            return GatedFeedForward(config.d_model, config.d_inner, bias=True, **options)
+        return FeedForward(config.d_model, config.d_inner, config.activation, **options)
+
+    def behind(self, *, precision: PrecisionLike = None, **numerics: Any) -> dict[str, Any]:
+        """Return what a block does with what its layers return: it multiplies it by learned factors."""
+        config = self.config
+        return {f"post_norm{i}": LayerScale(config.d_model, config.layer_scale, **numerics) for i in (1, 2)}
+
+    def tokens(self, images: Images, masked: ArrayLike | None = None) -> Tokens:
+        """Return the vectors of the patches, the mask token where they are masked."""
+        x = self.patches(images)
+        if masked is None:
+            return x
+        if self.mask_token is None:
+            raise ValueError("masked patches need a mask token; got mask_token=False. Construct the model with one")
+        hidden = jnp.broadcast_to(jnp.asarray(masked)[..., None], x.shape)
+        return jnp.where(hidden, jnp.broadcast_to(self.mask_token[...].astype(x.dtype), x.shape), x)
+
+    def positions(self, height: int, width: int) -> Float[Array, "t d"]:
+        """Return the vectors of the positions in an image of this size, that of the class token first."""
+        table, config = self.pos_emb.embedding[...], self.config
+        if (height, width) == config.image_size:
+            return table
+        grid = rearrange(table[1:], "(i j) d -> i j d", i=config.grid[0])
+        grid = resize_bicubic(grid, height // config.patch_size[0], width // config.patch_size[1])
+        return jnp.concatenate([table[:1], rearrange(grid, "i j d -> (i j) d")])
+
+
+class DINOv2Classifier(DINOv2):
+    """DINOv2 with a linear layer on its class token and on the mean of its patches: the logits of the labels.
+
+    The arguments are those of `Encoder`; `Dinov2ForImageClassification` of transformers has the same function.
+
+    Raises:
+        ValueError: where `DINOv2` does.
+
+    Example:
+        >>> model = DINOv2Classifier(DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4)), rngs=nnx.Rngs(0))
+        >>> model(jnp.ones((5, 3, 8, 8))).shape
+        (5, 2)
+
+    References:
+        Oquab et al. 2023 (arXiv:2304.07193).
+    """
+
+    family = Family(
+        {"dinov2": _read},
+        lambda config: _write("Dinov2ForImageClassification", config),
+        _layout("dinov2."),
+        base="dinov2.",
+        anchor="pos_emb.embedding",
+        architecture="Dinov2ForImageClassification",
+    )
+
+    def create_head(self, **numerics: Any) -> None:
+        """Set the norm behind the blocks and the classifier."""
+        super().create_head(**numerics)
+        self.classifier = Linear(2 * self.config.d_model, len(self.config.labels), axes=("embed", None), **numerics)
+
+    def predict(self, hidden: Tokens) -> Array:
+        """Return the logits of the labels."""
+        return self.classifier(jnp.concatenate([hidden[..., 0, :], hidden[..., 1:, :].mean(axis=-2)], axis=-1))

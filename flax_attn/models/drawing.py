@@ -1,0 +1,35 @@
+"""Drawing the parameters of a whole model."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def draw(model: nnx.Module, rngs: nnx.Rngs, std: Callable[[tuple], float] | None = None) -> None:
+    """Draw kernels and tables from a normal distribution; biases are 0, norms keep 1 and 0.
+
+    Args:
+        model: whose parameters are drawn.
+        rngs: random streams, of which `params` is used.
+        std: the deviation, by the path of a parameter; None is 0.02 for all.
+
+    Example:
+        >>> from flax_attn import Linear
+        >>> layer = Linear(2, 3, rngs=nnx.Rngs(0))
+        >>> draw(layer, nnx.Rngs(0))
+        >>> layer.bias[...].tolist()
+        [0.0, 0.0, 0.0]
+
+    References:
+        Devlin et al. 2018 (arXiv:1810.04805), whose published code draws with this deviation.
+    """
+    for path, param in nnx.iter_graph(model):
+        if not isinstance(param, nnx.Param):
+            continue
+        if path[-1] == "bias":
+            param.set_value(jnp.zeros_like(param[...]))
+        elif path[-1] in ("kernel", "embedding"):
+            deviation = 0.02 if std is None else std(path)
+            param.set_value(deviation * jax.random.normal(rngs.params(), param.shape, param.dtype))

@@ -1,0 +1,165 @@
+"""What bidirectional encoders share: blocks in which every token attends to all others."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype, PrecisionLike
+from jaxtyping import Array, Integer
+
+from flax_attn.functional.dropout import fold_in
+from flax_attn.functional.masks import Mask
+from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.models.drawing import draw
+from flax_attn.models.pretrained import Pretrained
+from flax_attn.models.stack import Stack, run_blocks
+from flax_attn.modules.block import TransformerBlock
+from flax_attn.modules.norm import LayerNorm
+from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
+from flax_attn.sharding.batches import arranged
+
+
+@runtime_checkable
+class EncoderConfig(Protocol):
+    """The sizes that the config of every encoder has."""
+
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+
+
+C = TypeVar("C", bound=EncoderConfig)
+
+
+class Encoder(Pretrained, Generic[C]):
+    """A bidirectional encoder; a base class, see `Bert` and `ViT`.
+
+        x = final_norm(block_L(... block_1(embedded)))
+
+    A family defines `block`, `create_embeddings`, and the call, which embeds its inputs and hands them to `run`;
+    `create_head` and `predict` where something follows the blocks.
+
+    Args:
+        config: the sizes.
+        backend: of the attention calls; `"auto"` or the name of one.
+        remat: whether the backward pass recomputes each block instead of storing its activations.
+        scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one scan: compiled once.
+        dtype: of the computation; None is that of the parameters.
+        param_dtype: of the parameters.
+        precision: of the matrix products, as in `jax.lax.dot_general`.
+        rngs: random streams; parameters are drawn from `params` as `draw` says, keys of dropout from `dropout`.
+    """
+
+    config: C
+    trf_blocks: nnx.List[TransformerBlock] | Stack
+    final_norm: LayerNorm | None = None
+    remat: bool
+
+    def __init__(
+        self,
+        config: C,
+        *,
+        backend: str = "auto",
+        remat: bool = False,
+        scan_layers: bool = False,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        rngs: nnx.Rngs,
+    ):
+        products = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        self.config, self.remat = config, remat
+        self.create_embeddings(**products)
+        self.trf_blocks = nnx.List(self.block(i, backend, **products) for i in range(config.num_layers))
+        self.create_head(**products)
+        draw(self, rngs)
+        if scan_layers:
+            self.trf_blocks = Stack(self.trf_blocks)
+
+    def create_embeddings(self, **numerics: Any) -> None:
+        """Set what makes tokens of the inputs."""
+        raise NotImplementedError
+
+    def block(self, layer: int, backend: str, **numerics: Any) -> TransformerBlock:
+        """Return the block of a layer, the first being 0."""
+        raise NotImplementedError
+
+    def create_head(self, **numerics: Any) -> None:
+        """Set `final_norm`, and what else follows the blocks; nothing does unless a family says so."""
+
+    def predict(self, hidden: Tokens) -> Array:
+        """Return what a call returns, made of what `hidden` returned: that itself, unless there is a head."""
+        return hidden
+
+    def run(
+        self,
+        x: Tokens,
+        *,
+        mask: Mask | Array | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Array | None = None,
+    ) -> Tokens:
+        """Return embedded tokens after the blocks and the final norm; see the call of a family for the arguments."""
+        options = {"mask": mask, "positions": positions, "lengths": lengths}
+        x, _ = run_blocks(self.trf_blocks, constrain(x, *RESIDUAL), None, dropout_key, self.remat, **options)
+        return constrain(x if self.final_norm is None else self.final_norm(x), *TOKENS)
+
+
+class TextEncoder(Encoder[C]):
+    """An encoder of tokens; a base class, see `Bert` and `ModernBert`. A family defines `embed`.
+
+    Shapes:
+        tokens `(b, t)` or `(t,)` to `(b, t, d_model)` or `(t, d_model)`, or what the head makes of it.
+    """
+
+    def embed(
+        self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None, **inputs: Any
+    ) -> Tokens:
+        """Return the vectors of tokens at these positions; `inputs` are what a family takes beside."""
+        raise NotImplementedError
+
+    def hidden(
+        self,
+        tokens: Integer[Array, "*b t"],
+        *,
+        mask: Mask | Array | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Array | None = None,
+        **inputs: Any,
+    ) -> Tokens:
+        """Return the vectors of all tokens, `(b, t, d_model)`; the arguments are those of a call."""
+        t = tokens.shape[-1]
+        order = arranged(jnp.arange(t)) if positions is None else jnp.asarray(positions)
+        x = self.embed(tokens, order, fold_in(dropout_key, 0), **inputs)
+        return self.run(x, mask=mask, positions=positions, lengths=lengths, dropout_key=dropout_key)
+
+    def __call__(
+        self,
+        tokens: Integer[Array, "*b t"],
+        *,
+        mask: Mask | Array | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Array | None = None,
+        **inputs: Any,
+    ) -> Array:
+        """Return the vectors of all tokens, or what the head makes of them.
+
+        Args:
+            tokens: `(b, t)` or `(t,)`.
+            mask: hides more than `lengths` do, such as `Mask.segments(ids)` for packed documents.
+            positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
+            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is all.
+            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
+            inputs: what `embed` of the family takes beside, such as `token_types`.
+
+        Raises:
+            ValueError: if there are more than `context_length` tokens, or mask or positions do not fit.
+        """
+        options: dict[str, Any] = {"mask": mask, "positions": positions, "lengths": lengths, "dropout_key": dropout_key}
+        return self.predict(self.hidden(tokens, **options, **inputs))

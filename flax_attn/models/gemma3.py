@@ -1,0 +1,102 @@
+"""Gemma 3, its text models."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flax_attn.functional.positions import RoPE
+from flax_attn.models.gemma2 import Gemma2, Gemma2Config
+from flax_attn.models.hugging_face.decoder import FULL, POST_NORM_LAYOUT, SLIDING
+from flax_attn.models.hugging_face.family import Family
+from flax_attn.models.hugging_face.fields import Fields
+from flax_attn.models.hugging_face.rope import read_rope, write_rope
+
+
+@dataclass(frozen=True)
+class Gemma3Config(Gemma2Config):
+    """The sizes of a Gemma 3: those of a `Gemma2Config`, without caps, and the positions of layers with a window.
+
+    Args:
+        rope: rotary positions of the layers without a window.
+        local_rope: rotary positions of the layers with one.
+
+    Example:
+        >>> config = Gemma3Config(1152, 6912, 4, 26, 1, head_dim=256, window=512, full_layers=(5, 11, 17, 23))
+        >>> config.rope.base, config.local_rope.base
+        (1000000.0, 10000.0)
+    """
+
+    context_length: int = 131072
+    vocab_size: int = 262208
+    rope: RoPE = field(default_factory=lambda: RoPE(1e6))
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    local_rope: RoPE = field(default_factory=RoPE)
+
+
+def _read(fields: Fields, dropout: float | None) -> Gemma3Config:
+    # Transformers reads the cap and does not apply it, and takes the positions of each kind from inside their field.
+    fields.only(attn_logit_softcapping=None, original_max_position_embeddings=None)
+    every, length = fields.integer("sliding_window_pattern", 6), fields.integer("max_position_embeddings")
+    layers = [SLIDING if (layer + 1) % every else FULL for layer in range(fields.integer("num_hidden_layers"))]
+    rope, local = _ropes(fields.filled(rope_theta=1e6, rope_local_base_freq=1e4))
+    fields = fields.filled(attn_logit_softcapping=None, final_logit_softcapping=None)
+    changed = {**fields.values, "rope_parameters": rope, "rope_scaling": None}
+    changed["layer_types"] = fields.optional_list("layer_types") or layers
+    as_gemma2 = Gemma2.family.read["gemma2"](Fields(fields.where, changed, fields.used), dropout)
+    return Gemma3Config(**vars(as_gemma2), local_rope=read_rope(local, length))
+
+
+def _ropes(fields: Fields) -> tuple[dict[str, Any], Fields]:
+    """Return the fields of the rotary positions in layers without a window, and in those with one."""
+    kinds = Fields(f"{fields.where}: rope_parameters", fields.optional_object("rope_parameters") or {})
+    full, local = ((kinds.optional_object(kind) or {}) for kind in (FULL, SLIDING))
+    kinds.check_all_used()
+    full = {"rope_theta": fields.number("rope_theta"), **full, **(fields.optional_object("rope_scaling") or {})}
+    local = {"rope_theta": fields.number("rope_local_base_freq"), **local}
+    return full, Fields(f"{kinds.where}: {SLIDING}", {"rope_parameters": local})
+
+
+def _write(config: Gemma3Config) -> dict[str, Any]:
+    if config.score_cap is not None:
+        raise ValueError(
+            f"transformers' Gemma 3 does not cap scores; got score_cap={config.score_cap}. "
+            "Save with flax_attn.convert.save"
+        )
+    ropes = {
+        kind: write_rope(rope, config.context_length, config.head_width)["rope_parameters"]
+        for kind, rope in ((FULL, config.rope), (SLIDING, config.local_rope))
+    }
+    names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    ropes = {"rope_parameters": ropes, "rope_local_base_freq": config.local_rope.base}
+    return {**Gemma2.family.write(config), **names, **ropes}
+
+
+class Gemma3(Gemma2[Gemma3Config]):
+    """Gemma 3: a Gemma 2 with normed queries and keys in place of caps, and rotary positions of two kinds.
+
+    Layers with a window are rotated by `local_rope`, those without by `rope`. The arguments are those of
+    `LanguageModel`.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> config = Gemma3Config(8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
+        >>> Gemma3(config, rngs=nnx.Rngs(0))(jnp.ones((3, 5), int)).shape
+        (3, 5, 11)
+
+    References:
+        Gemma Team 2025 (arXiv:2503.19786).
+    """
+
+    family = Family({"gemma3_text": _read}, _write, POST_NORM_LAYOUT)
+
+    def rope(self, layer: int) -> RoPE:
+        """Return the rotary positions of a layer, by whether it has a window."""
+        return self.config.rope if self.window(layer) is None else self.config.local_rope
+
+    def head_norms(self, **numerics: Any) -> dict[str, Any]:
+        """Return the norms of queries and keys, each head by itself."""
+        return {name: self.norm(self.config.head_width, **numerics) for name in ("q_norm", "k_norm")}

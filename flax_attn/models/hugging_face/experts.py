@@ -1,0 +1,108 @@
+"""How Hugging Face stores mixtures of experts: a weight for each expert, or one for all."""
+
+from typing import Any
+
+from flax_attn.convert.rules import Layout, Rule
+from flax_attn.models.hugging_face.decoder import decoder_layout, read_decoder
+from flax_attn.models.hugging_face.family import linears
+from flax_attn.models.hugging_face.fields import Fields
+
+_OURS = "trf_blocks.{i}.ff.experts"
+_KERNELS = tuple(f"{_OURS}.{name}.kernel" for name in ("W_gate", "W_up"))
+_BIASES = tuple(f"{_OURS}.{name}.bias" for name in ("W_gate", "W_up"))
+
+
+def one_by_one(
+    mixture: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", others: tuple[Rule, ...] = ()
+) -> Layout:
+    """Return the layout of decoders whose experts are stored one by one, as on the Hub.
+
+    Args:
+        mixture: the name of the mixture in layer `{i}`.
+        gate: the name of the projection to the gate.
+        up: that to what the gate multiplies.
+        down: that back.
+        others: rules beside.
+
+    Example:
+        >>> one_by_one("model.layers.{i}.mlp").rules[2].theirs
+        'model.layers.{i}.mlp.experts.*.gate_proj.weight'
+    """
+    names = {"W_gate": gate, "W_up": up, "W_down": down}
+    return _with_router(
+        f"{mixture}.gate",
+        *(
+            Rule((f"{_OURS}.{ours}.kernel",), f"{mixture}.experts.*.{theirs}.weight", "e i o -> e o i")
+            for ours, theirs in names.items()
+        ),
+        *others,
+    )
+
+
+def fused(mixture: str, *others: Rule) -> Layout:
+    """Return the layout of decoders whose experts are stored as transformers 5 holds them: all in one.
+
+    Args:
+        mixture: the name of the mixture in layer `{i}`.
+        others: rules beside.
+
+    Example:
+        >>> fused("model.layers.{i}.mlp").rules[2].theirs
+        'model.layers.{i}.mlp.experts.gate_up_proj'
+    """
+    return _with_router(
+        f"{mixture}.gate",
+        Rule(_KERNELS, f"{mixture}.experts.gate_up_proj", "e i o -> e o i", axis=1),
+        Rule((f"{_OURS}.W_down.kernel",), f"{mixture}.experts.down_proj", "e i o -> e o i"),
+        *others,
+    )
+
+
+def interleaved(mixture: str, *others: Rule) -> Layout:
+    """Return the layout of gpt-oss: kernels as ours, the features of gate and up in turn; `others` are rules beside.
+
+    Example:
+        >>> interleaved("model.layers.{i}.mlp").rules[2].theirs
+        'model.layers.{i}.mlp.experts.gate_up_proj'
+    """
+    return _with_router(
+        f"{mixture}.router",
+        Rule(_KERNELS, f"{mixture}.experts.gate_up_proj", axis=2, interleaved=True),
+        Rule((f"{_OURS}.W_down.kernel",), f"{mixture}.experts.down_proj"),
+        Rule(_BIASES, f"{mixture}.experts.gate_up_proj_bias", axis=1, interleaved=True),
+        Rule((f"{_OURS}.W_down.bias",), f"{mixture}.experts.down_proj_bias"),
+        *others,
+    )
+
+
+def _with_router(name: str, *rules: Rule) -> Layout:
+    return decoder_layout(*linears({"trf_blocks.{i}.ff.router.W_router": name}), *rules)
+
+
+def read_mixture(fields: Fields, dropout: float | None, **options: Any) -> dict[str, Any]:
+    """Return the arguments of a `Qwen3MoeConfig`, all but the window; `options` are those of `read_decoder`."""
+    layers, step = range(fields.integer("num_hidden_layers")), fields.integer("decoder_sparse_step", 1)
+    dense = fields.optional_list("mlp_only_layers") or []
+    fields = fields.filled(num_key_value_heads=4, norm_topk_prob=False)
+    experts = fields.integer("num_experts", fields.integer("num_local_experts", 128))
+    return {
+        **read_decoder(fields, dropout, **options),
+        "attention_bias": fields.flag("attention_bias", False),
+        "num_experts": experts,
+        "top_k": fields.integer("num_experts_per_tok", 8),
+        "d_expert": fields.integer("moe_intermediate_size", 768),
+        "renormalize": fields.flag("norm_topk_prob"),
+        "dense_layers": tuple(layer for layer in layers if layer in dense or (layer + 1) % step or not experts),
+    }
+
+
+def write_mixture(config: Any) -> dict[str, Any]:
+    """Return the fields of `config.json` that `read_mixture` reads, beside those of all decoders."""
+    return {
+        "attention_bias": config.attention_bias,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.top_k,
+        "moe_intermediate_size": config.d_expert,
+        "norm_topk_prob": config.renormalize,
+        "mlp_only_layers": list(config.dense_layers),
+    }

@@ -1,0 +1,160 @@
+"""Encoders of images: patches and a class token, learned positions, norms before the layers."""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import PrecisionLike
+from jaxtyping import Array, Float
+
+from flax_attn.functional.checks import check_image_size
+from flax_attn.functional.dropout import fold_in
+from flax_attn.functional.shapes import Tokens
+from flax_attn.models.encoder import Encoder
+from flax_attn.modules.block import TransformerBlock
+from flax_attn.modules.dropout import Dropout
+from flax_attn.modules.embedding import Embedding
+from flax_attn.modules.feed_forward import FeedForward, GatedFeedForward
+from flax_attn.modules.multi_head import MultiHeadAttention
+from flax_attn.modules.norm import LayerNorm
+from flax_attn.modules.patches import Patches
+from flax_attn.sharding.parameters import named
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """The sizes of an encoder of images; a base class, a family adds what only its models have.
+
+    Args:
+        d_model: width of the tokens.
+        num_heads: number of heads.
+        num_layers: number of blocks.
+        d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
+        image_size: height and width of the images that the positions are for, in pixels.
+        patch_size: height and width of a patch, in pixels.
+        channels: of the images.
+        qkv_bias: whether the projections of queries, keys and values have a bias.
+        activation: of the feed-forward layer.
+        eps: of the norms.
+        dropout: the probability that an element of an embedding is dropped in train mode, or of what a layer adds.
+        attention_dropout: the probability that an attention weight is dropped in train mode.
+        labels: the classes that a classifier tells apart.
+
+    Raises:
+        ValueError: if the patches do not fill an image.
+
+    Example:
+        >>> ImageConfig(768, 12, 12, image_size=(224, 224), patch_size=(16, 16)).grid
+        (14, 14)
+    """
+
+    d_model: int
+    num_heads: int
+    num_layers: int
+    d_hidden: int | None = None
+    image_size: tuple[int, int] = (224, 224)
+    patch_size: tuple[int, int] = (16, 16)
+    channels: int = 3
+    qkv_bias: bool = True
+    activation: str = "gelu_exact"
+    eps: float = 1e-12
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    labels: tuple[str, ...] = ("LABEL_0", "LABEL_1")
+
+    def __post_init__(self):
+        if self.image_size[0] % self.patch_size[0] or self.image_size[1] % self.patch_size[1]:
+            raise ValueError(
+                f"patches must fill an image; got image_size={self.image_size}, patch_size={self.patch_size}. "
+                "Take an image_size that patch_size divides"
+            )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """How many patches an image has along its height and its width."""
+        return self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
+
+
+C = TypeVar("C", bound=ImageConfig)
+Images = Float[Array, "*b c height width"]
+
+
+class ImageEncoder(Encoder[C]):
+    """An encoder of images; a base class, see `ViT` and `DINOv2`. A family overrides the parts that it has otherwise.
+
+        x = drop([cls_token; patches(images)] + positions);  x = block_i(x) for each i;  final_norm(x)
+
+    Shapes:
+        images `(b, c, height, width)` or without b, channels first, to `(b, 1 + patches, d_model)` or without b; the
+        class token is the first.
+    """
+
+    def create_embeddings(self, *, rngs: nnx.Rngs, param_dtype: Any, **numerics: Any) -> None:
+        """Set the patches, the class token and the table of positions."""
+        config, numerics = self.config, {"rngs": rngs, "param_dtype": param_dtype, **numerics}
+        self.patches = Patches(config.d_model, config.channels, *config.patch_size, **numerics)
+        token = 0.02 * jax.random.normal(rngs.params(), (config.d_model,), param_dtype)
+        self.cls_token = nnx.Param(token, **named(None))
+        self.pos_emb = Embedding(1 + config.grid[0] * config.grid[1], config.d_model, axes=(None, "embed"), **numerics)
+        self.drop_emb = Dropout(config.dropout, rngs=rngs)
+
+    def create_head(self, **numerics: Any) -> None:
+        """Set the norm behind the blocks."""
+        self.final_norm = self.norm(**numerics)
+
+    def block(self, layer: int, backend: str, **numerics: Any) -> TransformerBlock:
+        """Return a block: norms before attention and feed-forward."""
+        attention = self.attention(backend=backend, **numerics)
+        norms = self.norm(**numerics), self.norm(**numerics)
+        return TransformerBlock(attention, self.feed_forward(**numerics), *norms, **self.behind(**numerics))
+
+    def attention(self, **options: Any) -> MultiHeadAttention:
+        """Return the attention of a layer; `options` are arguments of `MultiHeadAttention`."""
+        config, d = self.config, self.config.d_model
+        biases = {"qkv_bias": config.qkv_bias, "causal": False}
+        return MultiHeadAttention(d, d, None, config.attention_dropout, config.num_heads, **biases, **options)
+
+    def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
+        """Return the feed-forward part of a layer."""
+        return FeedForward(self.config.d_model, self.config.d_hidden, self.config.activation, **options)
+
+    def norm(self, *, precision: PrecisionLike = None, **numerics: Any) -> LayerNorm:
+        """Return a norm."""
+        return LayerNorm(self.config.d_model, self.config.eps, **numerics)
+
+    def behind(self, *, rngs: nnx.Rngs, **numerics: Any) -> dict[str, Any]:
+        """Return what a block does with what its layers return, as arguments of `TransformerBlock`: dropout."""
+        return {"drop_shortcut": Dropout(self.config.dropout, rngs=rngs)}
+
+    def positions(self, height: int, width: int) -> Float[Array, "t d"]:
+        """Return the vectors of the positions in an image of this size, that of the class token first."""
+        check_image_size((height, width), self.config.image_size)
+        return self.pos_emb.embedding[...]
+
+    def tokens(self, images: Images) -> Tokens:
+        """Return the vectors of the patches, before the class token and the positions."""
+        return self.patches(images)
+
+    def hidden(self, images: Images, *, dropout_key: Array | None = None, **inputs: Any) -> Tokens:
+        """Return the vectors of the class token and of all patches; the arguments are those of a call."""
+        x = self.tokens(images, **inputs)
+        first = jnp.broadcast_to(self.cls_token[...].astype(x.dtype), (*x.shape[:-2], 1, x.shape[-1]))
+        x = jnp.concatenate([first, x], axis=-2)
+        x = x + jnp.broadcast_to(self.positions(*images.shape[-2:]).astype(x.dtype), x.shape)
+        x = self.drop_emb(x, dropout_key=fold_in(dropout_key, 0))
+        return self.run(x, dropout_key=dropout_key)
+
+    def __call__(self, images: Images, *, dropout_key: Array | None = None, **inputs: Any) -> Array:
+        """Return the vectors of the class token and of all patches, or what the head makes of them.
+
+        Args:
+            images: `(b, c, height, width)` or `(c, height, width)`.
+            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
+            inputs: what `tokens` of the family takes beside.
+
+        Raises:
+            ValueError: if the images have other channels or another size.
+        """
+        return self.predict(self.hidden(images, dropout_key=dropout_key, **inputs))

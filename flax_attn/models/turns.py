@@ -1,0 +1,81 @@
+"""Which layers of a model can be stacked: those of equal shape and options, alone or in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from flax_attn.modules.block import TransformerBlock
+from flax_attn.modules.cross_block import CrossBlock
+from flax_attn.sharding.parameters import name_first_axis
+
+Block = TransformerBlock | CrossBlock
+M = TypeVar("M")
+
+
+class UnequalLayersError(ValueError):
+    """Layers that cannot be stacked."""
+
+
+def take_numbers(block: Block) -> tuple[float, ...]:
+    """Return the numbers that a block has of its own, and leave 0 in their place."""
+    names = getattr(block.att, "per_layer", ())
+    taken = tuple(getattr(block.att, name) for name in names)
+    give_numbers(block, (0.0,) * len(names))
+    return taken
+
+
+def give_numbers(block: Block, numbers: Sequence[Any]) -> Block:
+    """Return a block after giving it the numbers that it has of its own."""
+    for name, number in zip(getattr(block.att, "per_layer", ()), numbers, strict=True):
+        setattr(block.att, name, nnx.data(number) if isinstance(number, Array) else number)
+    return block
+
+
+def kind_of(block: Block) -> object:
+    """Return what blocks that can be stacked have in common."""
+    graph, state = nnx.split(block)
+    return graph, jax.tree.map(lambda x: (x.shape, x.dtype), state)
+
+
+def in_turns(kinds: Sequence[object]) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of each stacked block: those before the first turn, one by one, and those of a turn.
+
+    Of all ways it is the one with the fewest blocks.
+
+    Raises:
+        UnequalLayersError: if no turn is repeated.
+
+    Example:
+        >>> in_turns("FLLFLLFLL"), in_turns("ALLFLLF")
+        (((0, 3, 6), (1, 4, 7), (2, 5, 8)), ((0,), (1, 4), (2, 5), (3, 6)))
+    """
+    n = len(kinds)
+    for count in range(1, n):
+        for first in range(count):
+            size = count - first
+            if (n - first) % size == 0 and all(kinds[i] == kinds[i - size] for i in range(first + size, n)):
+                return (*((i,) for i in range(first)), *(tuple(range(first + m, n, size)) for m in range(size)))
+    if n == 1:
+        return ((0,),)
+    other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
+    raise UnequalLayersError(
+        f"scan_layers=True stacks layers of equal shapes and options, or those that take turns; layer {other} differs "
+        "from layer 0, in a window, a width or a dtype, and no turn is repeated to the "
+        "last layer. Pass scan_layers=False"
+    )
+
+
+def stack_modules(modules: Sequence[M]) -> M:
+    """Return modules of equal shape as one, whose variables have them as their first axis."""
+    split = [nnx.split(module) for module in modules]
+    stacked = nnx.merge(split[0][0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *(state for _, state in split)))
+    for _, variable in nnx.iter_graph(stacked):
+        if isinstance(variable, nnx.Variable):
+            name_first_axis(variable)
+    return stacked

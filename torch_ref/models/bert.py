@@ -1,0 +1,164 @@
+"""BERT: the encoder, and its masked language model."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from torch_ref.functional.shapes import ArrayLike, Tokens
+from torch_ref.models.encoder import TextEncoder
+from torch_ref.models.masked_lm import MaskedLMHead
+from torch_ref.modules.block import TransformerBlock
+from torch_ref.modules.dropout import Dropout
+from torch_ref.modules.embedding import Embedding
+from torch_ref.modules.feed_forward import FeedForward
+from torch_ref.modules.linear import Linear
+from torch_ref.modules.multi_head import MultiHeadAttention
+from torch_ref.modules.norm import LayerNorm
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """The sizes of a BERT.
+
+    Args:
+        d_model: width of the tokens.
+        num_heads: number of heads.
+        num_layers: number of blocks.
+        context_length: the longest input taken.
+        vocab_size: number of tokens.
+        num_types: number of token types, such as first and second sentence.
+        d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
+        activation: of the feed-forward layer, and of the head.
+        eps: of the norms.
+        dropout: the probability that an element of an embedding or a sublayer's output is dropped in train mode.
+        attention_dropout: the probability that an attention weight is dropped in train mode.
+        pooler: whether `Bert` has the layer of `pooled`.
+
+    Example:
+        >>> BertConfig(768, 12, 12).eps
+        1e-12
+    """
+
+    d_model: int
+    num_heads: int
+    num_layers: int
+    context_length: int = 512
+    vocab_size: int = 30522
+    num_types: int = 2
+    d_hidden: int | None = None
+    activation: str = "gelu_exact"
+    eps: float = 1e-12
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    pooler: bool = True
+
+
+class Bert(TextEncoder[BertConfig]):
+    """BERT: learned positions, token types, norm after the sublayer, GELU in its exact form.
+
+        x = drop(norm(tok_emb[tokens] + type_emb[token_types] + pos_emb[positions]));  x = block_i(x) for each i
+
+    The arguments are those of `Encoder`, and a call takes `token_types` beside. `BertModel` of transformers has
+    the same function; where its config names a `pad_token_id`, it leaves the row of that token out of the gradient.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> model = Bert(BertConfig(6, 2, 3, context_length=8, vocab_size=11))
+        >>> hidden = model(torch.ones((4, 5), dtype=torch.long), lengths=torch.tensor([5, 3, 1, 2]))
+        >>> hidden.shape, model.pooled(hidden).shape
+        (torch.Size([4, 5, 6]), torch.Size([4, 6]))
+
+    References:
+        Devlin et al. 2018 (arXiv:1810.04805).
+    """
+
+    pooler: Linear | None
+
+    def create_embeddings(self) -> None:
+        """Set the tables of tokens, types and positions, and the norm and the dropout of their sum."""
+        config, d_model = self.config, self.config.d_model
+        self.tok_emb = Embedding(config.vocab_size, d_model)
+        self.type_emb = Embedding(config.num_types, d_model)
+        self.pos_emb = Embedding(config.context_length, d_model)
+        self.emb_norm = LayerNorm(d_model, config.eps)
+        self.drop_emb = Dropout(config.dropout)
+
+    def block(self, layer: int, backend: str) -> TransformerBlock:
+        """Return a block: norms after the sums, dropout on what is added."""
+        config, d = self.config, self.config.d_model
+        options = {"qkv_bias": True, "causal": False, "backend": backend}
+        return TransformerBlock(
+            MultiHeadAttention(d, d, config.context_length, config.attention_dropout, config.num_heads, **options),
+            FeedForward(d, config.d_hidden, config.activation),
+            LayerNorm(d, config.eps),
+            LayerNorm(d, config.eps),
+            norm_first=False,
+            drop_shortcut=Dropout(config.dropout),
+        )
+
+    def create_head(self) -> None:
+        """Set the layer of `pooled`."""
+        d = self.config.d_model
+        self.pooler = Linear(d, d) if self.config.pooler else None
+
+    def embed(
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        positions: Tensor,
+        dropout_key: Tensor | None,
+        token_types: ArrayLike | None = None,
+    ) -> Tokens:
+        """Return the normed sum of the vectors of tokens, of their types, and of their positions.
+
+        `token_types` are integers `(t,)` or `(b, t)`; None is 0.
+        """
+        types = torch.zeros_like(tokens) if token_types is None else torch.as_tensor(token_types, device=tokens.device)
+        x = self.tok_emb(tokens) + self.type_emb(types) + self.pos_emb(positions)
+        return self.drop_emb(self.emb_norm(x), dropout_key=dropout_key)
+
+    def pooled(self, hidden: Tokens) -> Float[Tensor, "*b d"]:
+        """Return `tanh(pooler(x))` of the first token, a vector of the whole input, from what `hidden` returned.
+
+        Raises:
+            ValueError: if the model has no pooler.
+        """
+        if self.pooler is None:
+            raise ValueError(
+                "this BERT has no pooler; got pooler=False. Take the first token, hidden[..., 0, :], or average them"
+            )
+        return torch.tanh(self.pooler(hidden[..., 0, :]))
+
+
+class BertMaskedLM(Bert):
+    """BERT with the head that it was trained with: the logits of every token.
+
+        logits = norm(gelu(dense(x))) @ tok_emb^T + bias
+
+    The arguments are those of `Encoder`; `BertForMaskedLM` of transformers has the same function.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> model = BertMaskedLM(BertConfig(6, 2, 3, context_length=8, vocab_size=11))
+        >>> model(torch.ones((4, 5), dtype=torch.long)).shape
+        torch.Size([4, 5, 11])
+
+    References:
+        Devlin et al. 2018 (arXiv:1810.04805).
+    """
+
+    def create_head(self) -> None:
+        """Set the head."""
+        config = self.config
+        norm = LayerNorm(config.d_model, config.eps)
+        self.pooler = None
+        self.head = MaskedLMHead(config.d_model, config.vocab_size, norm, config.activation)
+
+    def predict(self, hidden: Tokens) -> Tensor:
+        """Return the logits of every token, `(b, t, vocab_size)`."""
+        return self.head(hidden, self.tok_emb)

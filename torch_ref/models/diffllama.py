@@ -1,0 +1,57 @@
+"""DiffLlama."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ref.models.decoder import Decoder, DecoderConfig
+from torch_ref.modules.differential import DifferentialAttention, differential_lambda
+from torch_ref.modules.multi_head import MultiHeadAttention
+
+
+@dataclass(frozen=True)
+class DiffLlamaConfig(DecoderConfig):
+    """The sizes of a DiffLlama: those of a `DecoderConfig`, and biases.
+
+    Args:
+        attention_bias: whether the four projections of the attention have a bias.
+
+    Example:
+        >>> DiffLlamaConfig(2048, 8192, num_heads=32, num_layers=16).eps
+        1e-05
+    """
+
+    eps: float = 1e-5
+    attention_bias: bool = False
+
+
+class DiffLlama(Decoder[DiffLlamaConfig]):
+    """DiffLlama: a Llama with differential attention.
+
+    The arguments are those of `LanguageModel`.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> import torch
+        >>> config = DiffLlamaConfig(8, 12, num_heads=4, num_layers=2, context_length=16, vocab_size=11)
+        >>> DiffLlama(config)(torch.ones((3, 5), dtype=torch.long)).shape
+        torch.Size([3, 5, 11])
+
+    References:
+        Ye et al. 2024 (arXiv:2410.05258).
+    """
+
+    attention_type = DifferentialAttention
+
+    def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
+        """Return the attention of a layer, whose lambda starts near that of the paper."""
+        config = self.config
+        return super().attention(
+            layer,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+            lambda_init=differential_lambda(layer),
+            eps=config.eps,
+            **options,
+        )

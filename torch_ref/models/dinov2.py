@@ -1,0 +1,144 @@
+"""DINOv2: the encoder of images, and the classifier."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from torch_ref.functional.resize import resize_bicubic
+from torch_ref.functional.shapes import ArrayLike, Tokens
+from torch_ref.models.image_encoder import ImageConfig, ImageEncoder, Images
+from torch_ref.modules.feed_forward import FeedForward, GatedFeedForward
+from torch_ref.modules.layer_scale import LayerScale
+from torch_ref.modules.linear import Linear
+
+
+@dataclass(frozen=True)
+class DINOv2Config(ImageConfig):
+    """The sizes of a DINOv2: those of an `ImageConfig`, square images, and its own parts.
+
+    Args:
+        swiglu: whether the feed-forward layer is a SwiGLU: then its width is two thirds of d_hidden, rounded up to a
+            multiple of 8.
+        layer_scale: value of the factors on what the layers add, in a new model.
+        mask_token: whether there is a token for patches that are hidden.
+
+    Raises:
+        ValueError: if the images are not square, or patches do not fill them.
+
+    Example:
+        >>> DINOv2Config(768, 12, 12).grid
+        (37, 37)
+    """
+
+    image_size: tuple[int, int] = (518, 518)
+    patch_size: tuple[int, int] = (14, 14)
+    eps: float = 1e-6
+    swiglu: bool = False
+    layer_scale: float = 1.0
+    mask_token: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.grid[0] != self.grid[1]:
+            raise ValueError(
+                f"the positions of a DINOv2 are those of a square grid; got image_size={self.image_size}, "
+                f"patch_size={self.patch_size}. Images of another shape are given to the call"
+            )
+
+    @property
+    def d_inner(self) -> int:
+        """Width inside the feed-forward layer."""
+        d_hidden = 4 * self.d_model if self.d_hidden is None else self.d_hidden
+        return (d_hidden * 2 // 3 + 7) // 8 * 8 if self.swiglu else d_hidden
+
+
+class DINOv2(ImageEncoder[DINOv2Config]):
+    """DINOv2: a ViT whose layers add with learned factors, whose positions fit images of any size, SwiGLU if asked for.
+
+        x = drop([cls_token; patches(images)] + positions)
+        x = x + s_1 * att(norm1(x)), x = x + s_2 * ff(norm2(x)) in each block;  final_norm(x)
+
+    The arguments are those of `Encoder`, and a call takes `masked` beside: which patches, row by row, the mask token
+    stands for, booleans `(patches,)` or `(b, patches)`. For images of another size than the config's the table of
+    positions is interpolated, see `resize_bicubic`. `Dinov2Model` of transformers has the same function.
+
+    Raises:
+        ValueError: where its layers do, if the patches do not fill the images, or if patches are masked and there is no
+            mask token.
+
+    Example:
+        >>> model = DINOv2(DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4)))
+        >>> model(torch.ones((5, 3, 8, 12))).shape
+        torch.Size([5, 7, 6])
+
+    References:
+        Oquab et al. 2023 (arXiv:2304.07193).
+    """
+
+    mask_token: nn.Parameter | None
+
+    def create_embeddings(self) -> None:
+        """Set the patches, the class token, the table of positions and the mask token."""
+        super().create_embeddings()
+        self.mask_token = nn.Parameter(torch.zeros(self.config.d_model)) if self.config.mask_token else None
+
+    def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
+        """Return the feed-forward part of a layer: SwiGLU with biases if the config asks for it."""
+        config = self.config
+        if config.swiglu:
+            return GatedFeedForward(config.d_model, config.d_inner, bias=True, **options)
+        return FeedForward(config.d_model, config.d_inner, config.activation, **options)
+
+    def behind(self) -> dict[str, Any]:
+        """Return what a block does with what its layers return: it multiplies it by learned factors."""
+        config = self.config
+        return {f"post_norm{i}": LayerScale(config.d_model, config.layer_scale) for i in (1, 2)}
+
+    def tokens(self, images: Images, masked: ArrayLike | None = None) -> Tokens:
+        """Return the vectors of the patches, the mask token where they are masked."""
+        x = self.patches(images)
+        if masked is None:
+            return x
+        if self.mask_token is None:
+            raise ValueError("masked patches need a mask token; got mask_token=False. Construct the model with one")
+        return torch.where(torch.as_tensor(masked, device=x.device)[..., None], self.mask_token, x)
+
+    def positions(self, height: int, width: int) -> Float[Tensor, "t d"]:
+        """Return the vectors of the positions in an image of this size, that of the class token first."""
+        table, config = self.pos_emb.weight, self.config
+        if (height, width) == config.image_size:
+            return table
+        grid = rearrange(table[1:], "(i j) d -> i j d", i=config.grid[0])
+        grid = resize_bicubic(grid, height // config.patch_size[0], width // config.patch_size[1])
+        return torch.cat([table[:1], rearrange(grid, "i j d -> (i j) d")])
+
+
+class DINOv2Classifier(DINOv2):
+    """DINOv2 with a linear layer on its class token and on the mean of its patches: the logits of the labels.
+
+    The arguments are those of `Encoder`; `Dinov2ForImageClassification` of transformers has the same function.
+
+    Raises:
+        ValueError: where `DINOv2` does.
+
+    Example:
+        >>> model = DINOv2Classifier(DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4)))
+        >>> model(torch.ones((5, 3, 8, 8))).shape
+        torch.Size([5, 2])
+
+    References:
+        Oquab et al. 2023 (arXiv:2304.07193).
+    """
+
+    def create_head(self) -> None:
+        """Set the norm behind the blocks and the classifier."""
+        super().create_head()
+        self.classifier = Linear(2 * self.config.d_model, len(self.config.labels))
+
+    def predict(self, hidden: Tokens) -> Tensor:
+        """Return the logits of the labels."""
+        return self.classifier(torch.cat([hidden[..., 0, :], hidden[..., 1:, :].mean(dim=-2)], dim=-1))

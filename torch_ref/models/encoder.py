@@ -1,0 +1,157 @@
+"""What bidirectional encoders share: blocks in which every token attends to all others."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Integer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torch_ref.functional.dropout import fold_in
+from torch_ref.functional.masks import Mask
+from torch_ref.functional.shapes import ArrayLike, Tokens
+from torch_ref.models.drawing import draw
+from torch_ref.modules.block import TransformerBlock
+from torch_ref.modules.calls import CallOptions
+from torch_ref.modules.norm import LayerNorm
+from torch_ref.modules.typed import TypedModule
+
+
+@runtime_checkable
+class EncoderConfig(Protocol):
+    """The sizes that the config of every encoder has."""
+
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+
+
+C = TypeVar("C", bound=EncoderConfig)
+
+
+class Encoder(TypedModule, Generic[C]):
+    """A bidirectional encoder; a base class, see `Bert` and `ViT`.
+
+        x = final_norm(block_L(... block_1(embedded)))
+
+    A family defines `block`, `create_embeddings`, and the call, which embeds its inputs and hands them to `run`;
+    `create_head` and `predict` where something follows the blocks.
+
+    Args:
+        config: the sizes.
+        backend: of the attention calls; `"auto"` or the name of one.
+        remat: whether the backward pass recomputes each block instead of storing its activations.
+    """
+
+    config: C
+    trf_blocks: Any  # a ModuleList of TransformerBlock
+    final_norm: LayerNorm | None
+    remat: bool
+
+    def __init__(
+        self,
+        config: C,
+        *,
+        backend: str = "auto",
+        remat: bool = False,
+    ):
+        super().__init__()
+        self.config, self.remat, self.final_norm = config, remat, None
+        self.create_embeddings()
+        self.trf_blocks = nn.ModuleList(self.block(i, backend) for i in range(config.num_layers))
+        self.create_head()
+        draw(self)
+
+    def create_embeddings(self) -> None:
+        """Set what makes tokens of the inputs."""
+        raise NotImplementedError
+
+    def block(self, layer: int, backend: str) -> TransformerBlock:
+        """Return the block of a layer, the first being 0."""
+        raise NotImplementedError
+
+    def create_head(self) -> None:
+        """Set `final_norm`, and what else follows the blocks; nothing does unless a family says so."""
+
+    def predict(self, hidden: Tokens) -> Tensor:
+        """Return what a call returns, made of what `hidden` returned: that itself, unless there is a head."""
+        return hidden
+
+    def run(
+        self,
+        x: Tokens,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Tokens:
+        """Return embedded tokens after the blocks and the final norm; see the call of a family for the arguments."""
+        for i, block in enumerate(self.trf_blocks):
+            options: CallOptions = {
+                "mask": mask,
+                "positions": None if block.att.rope is None else positions,
+                "lengths": lengths,
+                "dropout_key": fold_in(dropout_key, 1 + i),
+            }
+            x = checkpoint(block, x, use_reentrant=False, **options) if self.remat else block(x, **options)
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+class TextEncoder(Encoder[C]):
+    """An encoder of tokens; a base class, see `Bert` and `ModernBert`. A family defines `embed`.
+
+    Shapes:
+        tokens `(b, t)` or `(t,)` to `(b, t, d_model)` or `(t, d_model)`, or what the head makes of it.
+    """
+
+    def embed(
+        self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None, **inputs: Any
+    ) -> Tokens:
+        """Return the vectors of tokens at these positions; `inputs` are what a family takes beside."""
+        raise NotImplementedError
+
+    def hidden(
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Tensor | None = None,
+        **inputs: Any,
+    ) -> Tokens:
+        """Return the vectors of all tokens, `(b, t, d_model)`; the arguments are those of a call."""
+        t = tokens.shape[-1]
+        order = torch.arange(t, device=tokens.device) if positions is None else torch.as_tensor(positions)
+        x = self.embed(tokens, order, fold_in(dropout_key, 0), **inputs)
+        return self.run(x, mask=mask, positions=positions, lengths=lengths, dropout_key=dropout_key)
+
+    def forward(
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Tensor | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        """Return the vectors of all tokens, or what the head makes of them.
+
+        Args:
+            tokens: `(b, t)` or `(t,)`.
+            mask: hides more than `lengths` do, such as `Mask.segments(ids)` for packed documents.
+            positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
+            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is all.
+            dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
+            inputs: what `embed` of the family takes beside, such as `token_types`.
+
+        Raises:
+            ValueError: if there are more than `context_length` tokens, or mask or positions do not fit.
+        """
+        options: dict[str, Any] = {"mask": mask, "positions": positions, "lengths": lengths, "dropout_key": dropout_key}
+        return self.predict(self.hidden(tokens, **options, **inputs))

@@ -1,0 +1,225 @@
+"""What encoder-decoders share: an encoder's output, kept as keys and values that a decoder attends to."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, overload, runtime_checkable
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torch_ref.functional.cache import KVCache
+from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.dropout import fold_in
+from torch_ref.functional.shapes import ArrayLike, Tokens
+from torch_ref.models.drawing import draw
+from torch_ref.modules.block import TransformerBlock
+from torch_ref.modules.calls import Bias
+from torch_ref.modules.cross_block import CrossBlock
+from torch_ref.modules.embedding import Embedding
+from torch_ref.modules.linear import Linear
+from torch_ref.modules.norm import LayerNorm, RMSNorm
+from torch_ref.modules.typed import TypedModule
+
+
+class DecodeOptions(TypedDict, total=False):
+    """The keywords of `EncoderDecoder.hidden` that do not change what it returns."""
+
+    lengths: ArrayLike | int | None
+    dropout_key: Tensor | None
+
+
+Caches = tuple[Cache, ...]  # one for each layer of the decoder
+Kept = tuple[KVCache, ...]
+
+
+@runtime_checkable
+class EncoderDecoderConfig(Protocol):
+    """The sizes that the config of every encoder-decoder has."""
+
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_decoder_layers(self) -> int: ...
+    @property
+    def context_length(self) -> int | None: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def start_token(self) -> int: ...
+
+
+C = TypeVar("C", bound=EncoderDecoderConfig)
+
+
+class EncoderDecoder(TypedModule, Generic[C]):
+    """An encoder, and a decoder of tokens that attends to what it returned; a base class, see `T5` and `Whisper`.
+
+        encoded = enc_norm(enc_blocks(embed_inputs(inputs)))
+        logits = head(final_norm(dec_blocks(embed(tokens), encoded)))
+
+    A family defines `create_embeddings`, `encoder_block`, `decoder_block`, `norm`, `embed_inputs` and `embed`. Where it
+    is decoded in steps, the keys and values of what was encoded are computed once, by `keep`:
+
+        kept = model.keep(model.encode(inputs))
+        hidden, cache = model.hidden(tokens, kept, cache=model.init_cache(b, capacity))
+
+    Args:
+        config: the sizes.
+        backend: of the attention calls; `"auto"` or the name of one.
+        remat: whether the backward pass recomputes each block instead of storing its activations.
+
+    Shapes:
+        inputs `(b, s)` or what the family takes, and tokens `(b, t)`, to logits `(b, t, vocab_size)`.
+    """
+
+    config: C
+    tok_emb: Embedding
+    enc_blocks: Any  # a ModuleList of TransformerBlock
+    dec_blocks: Any  # a ModuleList of CrossBlock
+    enc_norm: LayerNorm | RMSNorm
+    final_norm: LayerNorm | RMSNorm
+    out_head: Linear | None
+    remat: bool
+
+    def __init__(
+        self,
+        config: C,
+        *,
+        backend: str = "auto",
+        remat: bool = False,
+    ):
+        super().__init__()
+        self.config, self.remat = config, remat
+        self.create_embeddings()
+        self.enc_blocks = nn.ModuleList(self.encoder_block(i, backend) for i in range(config.num_layers))
+        self.enc_norm = self.norm()
+        self.dec_blocks = nn.ModuleList(self.decoder_block(i, backend) for i in range(config.num_decoder_layers))
+        self.final_norm = self.norm()
+        self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False)
+        self.initialise()
+
+    def create_embeddings(self) -> None:
+        """Set `tok_emb`, and what else `embed_inputs` and `embed` read."""
+        self.tok_emb = Embedding(self.config.vocab_size, self.config.d_model)
+
+    def encoder_block(self, layer: int, backend: str) -> TransformerBlock:
+        """Return a block of the encoder, the first layer being 0."""
+        raise NotImplementedError
+
+    def decoder_block(self, layer: int, backend: str) -> CrossBlock:
+        """Return a block of the decoder, the first layer being 0."""
+        raise NotImplementedError
+
+    def norm(self) -> LayerNorm | RMSNorm:
+        """Return a norm of the family."""
+        raise NotImplementedError
+
+    def initialise(self) -> None:
+        """Draw the parameters, see `draw`."""
+        draw(self)
+
+    def embed_inputs(self, inputs: Tensor, dropout_key: Tensor | None) -> Tokens:
+        """Return the vectors of what is encoded."""
+        raise NotImplementedError
+
+    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+        """Return the vectors of the decoder's tokens at these positions."""
+        raise NotImplementedError
+
+    def biases(self) -> tuple[Bias | None, Bias | None]:
+        """Return what is added to the scores of the self-attention, in the encoder and in the decoder."""
+        return None, None
+
+    def encode(
+        self, inputs: Tensor, *, lengths: ArrayLike | int | None = None, dropout_key: Tensor | None = None
+    ) -> Tokens:
+        """Return what the encoder makes of its inputs, of whose rows the first `lengths` are real."""
+        key = fold_in(dropout_key, 0)
+        x, options = self.embed_inputs(inputs, fold_in(key, 0)), {"lengths": lengths, "bias": self.biases()[0]}
+        for i, block in enumerate(self.enc_blocks):
+            x = self._run(block, x, dropout_key=fold_in(key, 1 + i), **options)
+        return self.enc_norm(x)
+
+    def keep(self, encoded: Tokens, lengths: ArrayLike | int | None = None) -> Kept:
+        """Return the keys and values of what was encoded, for each layer of the decoder."""
+        return tuple(block.cross.keep(encoded, lengths) for block in self.dec_blocks)
+
+    @overload
+    def hidden(
+        self, tokens: Integer[Tensor, "*b t"], kept: Kept, *, cache: None = None, **options: Unpack[DecodeOptions]
+    ) -> Tokens: ...
+    @overload
+    def hidden(
+        self, tokens: Integer[Tensor, "*b t"], kept: Kept, *, cache: Caches, **options: Unpack[DecodeOptions]
+    ) -> tuple[Tokens, Caches]: ...
+    def hidden(
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        kept: Kept,
+        *,
+        cache: Caches | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Tokens | tuple[Tokens, Caches]:
+        """Return the input of the head, `(b, t, d_model)`, followed by the cache if one is given.
+
+        Args:
+            tokens: of the decoder, `(b, t)` or `(t,)`.
+            kept: what `keep` returned.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored behind them.
+            lengths: how many of the tokens of each row are real, `(b,)`; what follows is padding. None is all.
+            dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
+        """
+        t, key = tokens.shape[-1], fold_in(dropout_key, 1)
+        order = torch.arange(t, device=tokens.device) if cache is None else cache[0].positions(t, lengths)
+        x, caches = self.embed(tokens, order, fold_in(key, 0)), []
+        for i, block in enumerate(self.dec_blocks):
+            options = {
+                "lengths": lengths,
+                "bias": self.biases()[1],
+                "kept": kept[i],
+                "dropout_key": fold_in(key, 1 + i),
+            }
+            if cache is not None:
+                x, extended = block(x, cache=cache[i], **options)
+                caches.append(extended)
+            else:
+                x = self._run(block, x, **options)
+        x = self.final_norm(x)
+        return x if cache is None else (x, tuple(caches))
+
+    def logits(self, hidden: Float[Tensor, "*b d"]) -> Float[Tensor, "*b vocab"]:
+        """Return the logits of what `hidden` returned."""
+        return self.tok_emb.attend(hidden) if self.out_head is None else self.out_head(hidden)
+
+    def forward(
+        self,
+        inputs: Tensor,
+        tokens: Integer[Tensor, "*b t"],
+        *,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits `(b, t, vocab_size)` of the token after each of the decoder's.
+
+        Args:
+            inputs: of the encoder.
+            tokens: of the decoder, `(b, t)` or `(t,)`; the first is the start token.
+            lengths: how many of the inputs of each row are real, `(b,)`; what follows is padding. None is all.
+            dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
+        """
+        encoded = self.encode(inputs, lengths=lengths, dropout_key=dropout_key)
+        return self.logits(self.hidden(tokens, self.keep(encoded, lengths), dropout_key=dropout_key))
+
+    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Caches:
+        """Return an empty cache for `b` sequences of up to `capacity` tokens of the decoder."""
+        return tuple(block.init_cache(b, capacity, dtype) for block in self.dec_blocks)
+
+    def _run(self, block: nn.Module, x: Tensor, **options: Any) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False, **options) if self.remat else block(x, **options)

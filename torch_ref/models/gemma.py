@@ -1,0 +1,68 @@
+"""Gemma, the first one."""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Integer
+from torch import Tensor
+
+from torch_ref.functional.shapes import Tokens
+from torch_ref.models.decoder import Decoder, DecoderConfig
+from torch_ref.modules.multi_head import MultiHeadAttention
+from torch_ref.modules.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class GemmaConfig(DecoderConfig):
+    """The sizes of a Gemma: those of a `DecoderConfig`, and biases.
+
+    Args:
+        attention_bias: whether the four projections of the attention have a bias.
+
+    Example:
+        >>> GemmaConfig(2048, 16384, num_heads=8, num_layers=18, num_kv_heads=1, head_dim=256).activation
+        'gelu_tanh'
+    """
+
+    context_length: int = 8192
+    vocab_size: int = 256000
+    activation: str = "gelu_tanh"
+    tied: bool = True
+    attention_bias: bool = False
+
+
+C = TypeVar("C", bound=GemmaConfig)
+
+
+class Gemma(Decoder[C]):
+    """Gemma: a Llama with GeGLU, tokens times `sqrt(d_model)`, and norms whose factor is `1 + scale`.
+
+    The arguments are those of `LanguageModel`.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> import torch
+        >>> config = GemmaConfig(8, 12, num_heads=4, num_layers=2, num_kv_heads=1, context_length=16, vocab_size=11)
+        >>> Gemma(config)(torch.ones((3, 5), dtype=torch.long)).shape
+        torch.Size([3, 5, 11])
+
+    References:
+        Gemma Team 2024 (arXiv:2403.08295).
+    """
+
+    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+        """Return the vectors of tokens, times the square root of their width."""
+        x = super().embed(tokens, positions, dropout_key)
+        return x * torch.tensor(self.config.d_model**0.5, dtype=x.dtype, device=x.device)  # rounded, as in training
+
+    def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
+        """Return the attention of a layer, with biases if the config asks for them."""
+        bias = self.config.attention_bias
+        return super().attention(layer, qkv_bias=bias, out_bias=bias, **options)
+
+    def norm(self, width: int | None = None, **options: Any) -> RMSNorm:
+        """Return a norm whose factor is `1 + scale`."""
+        return super().norm(width, zero_centred=True, **options)

@@ -1,0 +1,85 @@
+"""Gemma 2."""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from torch_ref.functional.checks import check_positive, check_soft_cap
+from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.functional.scores import Scores
+from torch_ref.models.gemma import Gemma, GemmaConfig
+from torch_ref.modules.multi_head import MultiHeadAttention
+
+
+@dataclass(frozen=True)
+class Gemma2Config(GemmaConfig):
+    """The sizes of a Gemma 2: those of a `GemmaConfig`, the scale and the caps.
+
+    Args:
+        query_pre_attn_scalar: the scores are divided by its square root.
+        score_cap: bounds the scores; None is no bound.
+        logit_cap: bounds the logits; None is no bound.
+
+    Raises:
+        ValueError: if there is no layer of a number in `full_layers`, or a cap or the scalar is not positive.
+
+    Example:
+        >>> layers = tuple(range(1, 26, 2))
+        >>> config = Gemma2Config(2304, 9216, 8, 26, 4, head_dim=256, window=4096, full_layers=layers)
+        >>> config.windows[:3]
+        (4096, None, 4096)
+    """
+
+    query_pre_attn_scalar: int = 256
+    score_cap: float | None = 50.0
+    logit_cap: float | None = 30.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(query_pre_attn_scalar=self.query_pre_attn_scalar)
+        check_soft_cap(self.score_cap)
+        check_soft_cap(self.logit_cap)
+
+
+C = TypeVar("C", bound=Gemma2Config)
+
+
+class Gemma2(Gemma[C]):
+    """Gemma 2: a Gemma with norms before and after the sublayers, capped scores and logits, and windows in turn.
+
+        logits = logit_cap * tanh(head(final_norm(x)) / logit_cap)
+
+    The arguments are those of `LanguageModel`.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> import torch
+        >>> config = Gemma2Config(8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
+        >>> Gemma2(config)(torch.ones((3, 5), dtype=torch.long)).shape
+        torch.Size([3, 5, 11])
+
+    References:
+        Gemma Team 2024 (arXiv:2408.00118).
+    """
+
+    def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
+        """Return the attention of a layer, its scores scaled and capped."""
+        config = self.config
+        scores = Scores(scale=config.query_pre_attn_scalar**-0.5, soft_cap=config.score_cap)
+        return super().attention(layer, scores=scores, **options)
+
+    def block_norms(self) -> dict[str, Any]:
+        """Return the norms of a block, before and after both of its parts."""
+        return {name: self.norm() for name in ("norm1", "norm2", "post_norm1", "post_norm2")}
+
+    def logits(self, hidden: Float[Tensor, "*b d"]) -> Float[Tensor, "*b vocab"]:
+        """Return the logits of what `hidden` returned, capped in at least float32."""
+        found, cap = super().logits(hidden), self.config.logit_cap
+        if cap is None:
+            return found
+        return (cap * torch.tanh(found.to(accumulation_dtype(found.dtype)) / cap)).to(found.dtype)

@@ -1,0 +1,60 @@
+"""OLMo 2."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ref.models.decoder import Decoder, DecoderConfig
+from torch_ref.modules.multi_head import MultiHeadAttention
+
+
+@dataclass(frozen=True)
+class Olmo2Config(DecoderConfig):
+    """The sizes of an OLMo 2: those of a `DecoderConfig`, and biases.
+
+    Args:
+        attention_bias: whether the four projections of the attention have a bias.
+
+    Example:
+        >>> Olmo2Config(4096, 11008, num_heads=32, num_layers=32).eps
+        1e-05
+    """
+
+    vocab_size: int = 50304
+    eps: float = 1e-5
+    attention_bias: bool = False
+
+
+class Olmo2(Decoder[Olmo2Config]):
+    """OLMo 2: a Llama with norms after the sublayers alone, and of the queries and the keys of all heads together.
+
+        x = x + post_norm1(att(x));  x = x + post_norm2(ff(x))
+
+    The arguments are those of `LanguageModel`.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> import torch
+        >>> config = Olmo2Config(8, 12, num_heads=4, num_layers=2, num_kv_heads=2, context_length=16, vocab_size=11)
+        >>> Olmo2(config)(torch.ones((3, 5), dtype=torch.long)).shape
+        torch.Size([3, 5, 11])
+
+    References:
+        OLMo Team 2024 (arXiv:2501.00656).
+    """
+
+    def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
+        """Return the attention of a layer, with biases if the config asks for them."""
+        bias = self.config.attention_bias
+        return super().attention(layer, qkv_bias=bias, out_bias=bias, **options)
+
+    def block_norms(self) -> dict[str, Any]:
+        """Return the norms of a block, after both of its parts."""
+        return {"norm1": None, "norm2": None, **{name: self.norm() for name in ("post_norm1", "post_norm2")}}
+
+    def head_norms(self) -> dict[str, Any]:
+        """Return the norms of queries and keys, all heads together."""
+        config = self.config
+        heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads or config.num_heads}
+        return {name: self.norm(number * config.head_width) for name, number in heads.items()}

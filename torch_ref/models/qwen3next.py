@@ -1,0 +1,94 @@
+"""Qwen3-Next: three layers of Gated DeltaNet, then one of gated softmax attention, each with a mixture of experts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_ref.models.qwen3moe import Qwen3Moe, Qwen3MoeConfig
+from torch_ref.modules.calls import Attention
+from torch_ref.modules.feed_forward import GatedFeedForward
+from torch_ref.modules.gated_delta_net import GatedDeltaNet
+from torch_ref.modules.linear import Linear
+from torch_ref.modules.mixture import MixtureOfExperts
+from torch_ref.modules.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class Qwen3NextConfig(Qwen3MoeConfig):
+    """The sizes of a Qwen3-Next: those of a `Qwen3MoeConfig`, of its DeltaNets, and of the shared experts.
+
+    `full_layers` are the layers with softmax attention; the others have a `GatedDeltaNet`.
+
+    Args:
+        linear_heads: number of value heads of a DeltaNet.
+        linear_key_heads: number of its key heads.
+        linear_head_dim: width of its heads of queries and keys.
+        linear_value_dim: width of its heads of values.
+        kernel_size: of its convolutions.
+        d_shared: width inside the shared expert.
+
+    Example:
+        >>> Qwen3NextConfig(2048, 5632, num_heads=16, num_layers=8, num_kv_heads=2, full_layers=(3, 7)).top_k
+        10
+    """
+
+    head_dim: int | None = 256
+    num_experts: int = 512
+    top_k: int = 10
+    d_expert: int = 512
+    linear_heads: int = 32
+    linear_key_heads: int = 16
+    linear_head_dim: int = 128
+    linear_value_dim: int = 128
+    kernel_size: int = 4
+    d_shared: int = 512
+
+
+class Qwen3Next(Qwen3Moe):
+    """Qwen3-Next: Gated DeltaNet in most layers, gated softmax attention in some, mixtures with a shared expert.
+
+    The arguments are those of `LanguageModel`. Norms have the factor `1 + scale`, but for those within a DeltaNet.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> import torch
+        >>> config = Qwen3NextConfig(8, 12, num_heads=4, num_layers=2, full_layers=(1,), context_length=16,
+        ...                          vocab_size=11, num_experts=4, top_k=2, linear_heads=4, linear_key_heads=2)
+        >>> Qwen3Next(config)(torch.ones((3, 5), dtype=torch.long)).shape
+        torch.Size([3, 5, 11])
+
+    References:
+        Qwen Team 2025 (arXiv:2505.09388); Yang et al. 2024, Gated DeltaNet (arXiv:2412.06464); Qiu et al. 2025, the
+        gate of the heads (arXiv:2505.06708).
+    """
+
+    config: Qwen3NextConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def attention(self, layer: int, **options: Any) -> Attention:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the attention of a layer, gated, or its `GatedDeltaNet`."""
+        config = self.config
+        if layer in config.full_layers:
+            return super().attention(layer, output_gate="features", **options)
+        return GatedDeltaNet(
+            config.d_model,
+            config.d_model,
+            config.linear_heads,
+            config.linear_head_dim,
+            num_key_heads=config.linear_key_heads,
+            value_dim=config.linear_value_dim,
+            kernel_size=config.kernel_size,
+            eps=config.eps,
+        )
+
+    def feed_forward(self, layer: int, **options: Any) -> GatedFeedForward | MixtureOfExperts:
+        """Return the mixture of a layer, with its shared expert, or its SwiGLU layer where it has none."""
+        mixture, config = super().feed_forward(layer, **options), self.config
+        if not isinstance(mixture, MixtureOfExperts):
+            return mixture
+        shared = GatedFeedForward(config.d_model, config.d_shared, config.activation, **options)
+        return MixtureOfExperts(mixture.router, mixture.experts, shared, Linear(config.d_model, 1, False, **options))
+
+    def norm(self, width: int | None = None, **options: Any) -> RMSNorm:
+        """Return a norm whose factor is `1 + scale`."""
+        return super().norm(width, zero_centred=True, **options)

@@ -1,0 +1,167 @@
+"""T5: an encoder-decoder with relative positions."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float, Integer
+from torch import Tensor, nn
+
+from torch_ref.functional.relative import t5_bias
+from torch_ref.functional.scores import Scores
+from torch_ref.functional.shapes import Tokens
+from torch_ref.models.encoder_decoder import EncoderDecoder
+from torch_ref.modules.block import TransformerBlock
+from torch_ref.modules.calls import Bias
+from torch_ref.modules.cross_attention import CrossAttention
+from torch_ref.modules.cross_block import CrossBlock
+from torch_ref.modules.dropout import Dropout
+from torch_ref.modules.embedding import Embedding
+from torch_ref.modules.feed_forward import FeedForward, GatedFeedForward
+from torch_ref.modules.multi_head import MultiHeadAttention
+from torch_ref.modules.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """The sizes of a T5.
+
+    Args:
+        d_model: width of the tokens.
+        d_hidden: width inside the feed-forward layer.
+        num_heads: number of heads.
+        head_dim: width of a head.
+        num_layers: number of blocks of the encoder.
+        num_decoder_layers: number of blocks of the decoder.
+        vocab_size: number of tokens.
+        num_buckets: of the relative positions.
+        max_distance: from here on all distances share a bucket.
+        activation: of the feed-forward layer.
+        gated: whether the feed-forward layer is gated, as in T5 1.1.
+        eps: of the norms.
+        dropout: the probability that an attention weight, or an element of an embedding or a sublayer's output, is
+            dropped in train mode.
+        tied: whether the output head is the table of the tokens.
+        scaled: whether the input of the head is divided by `sqrt(d_model)`; not in T5 1.1.
+        start_token: that the decoder begins with.
+        context_length: the longest input taken; None is no limit, as positions are relative.
+
+    Example:
+        >>> T5Config(512, 2048, 8, 64, 6, 6).num_buckets
+        32
+    """
+
+    d_model: int
+    d_hidden: int
+    num_heads: int
+    head_dim: int
+    num_layers: int
+    num_decoder_layers: int
+    vocab_size: int = 32128
+    num_buckets: int = 32
+    max_distance: int = 128
+    activation: str = "relu"
+    gated: bool = False
+    eps: float = 1e-6
+    dropout: float = 0.1
+    tied: bool = True
+    scaled: bool = True
+    start_token: int = 0
+    context_length: int | None = None
+
+
+class T5(EncoderDecoder[T5Config]):
+    """T5: relative positions, in buckets that all layers of a stack share; RMS norms before the layers; no biases.
+
+        scores = q k^T + bias[bucket(key position - query position)];  logits = head(x / sqrt(d_model))
+
+    The arguments are those of `EncoderDecoder`. `T5ForConditionalGeneration` of transformers has the same function; in
+    train mode it drops elements inside the feed-forward layer and behind the last norms too.
+
+    Raises:
+        ValueError: where its layers do.
+
+    Example:
+        >>> import torch
+        >>> model = T5(T5Config(6, 8, 2, 4, 2, 1, vocab_size=11))
+        >>> inputs, tokens = torch.ones((3, 7), dtype=torch.long), torch.ones((3, 5), dtype=torch.long)
+        >>> model(inputs, tokens).shape
+        torch.Size([3, 5, 11])
+
+    References:
+        Raffel et al. 2019 (arXiv:1910.10683); Shazeer 2020, gated (arXiv:2002.05202).
+    """
+
+    def create_embeddings(self) -> None:
+        """Set the table of tokens, the dropout of its vectors, and the tables of relative positions."""
+        super().create_embeddings()
+        sizes = self.config.num_buckets, self.config.num_heads
+        self.enc_bias, self.dec_bias = (Embedding(*sizes) for _ in range(2))
+        self.drop_emb = Dropout(self.config.dropout)
+
+    def encoder_block(self, layer: int, backend: str) -> TransformerBlock:
+        """Return a block of the encoder."""
+        attention = self.attention(causal=False, backend=backend)
+        return TransformerBlock(attention, self.feed_forward(), self.norm(), self.norm(), drop_shortcut=self.drop())
+
+    def decoder_block(self, layer: int, backend: str) -> CrossBlock:
+        """Return a block of the decoder."""
+        config = self.config
+        sizes = config.d_model, config.d_model, config.dropout, config.num_heads
+        options = {"head_dim": config.head_dim, "out_bias": False, "scores": Scores(scale=1.0), "backend": backend}
+        attention, cross = self.attention(backend=backend), CrossAttention(*sizes, **options)
+        norms = (self.norm() for _ in range(3))
+        return CrossBlock(attention, cross, self.feed_forward(), *norms, drop_shortcut=self.drop())
+
+    def attention(self, **options: Any) -> MultiHeadAttention:
+        """Return the self-attention of a layer: its scores are not scaled."""
+        config = self.config
+        sizes = config.d_model, config.d_model, config.context_length, config.dropout, config.num_heads
+        own = {"head_dim": config.head_dim, "out_bias": False, "scores": Scores(scale=1.0)}
+        return MultiHeadAttention(*sizes, **own, **options)
+
+    def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
+        """Return the feed-forward part of a layer, without biases."""
+        config = self.config
+        layer = GatedFeedForward if config.gated else FeedForward
+        return layer(config.d_model, config.d_hidden, config.activation, False, **options)
+
+    def norm(self) -> RMSNorm:
+        """Return a norm."""
+        return RMSNorm(self.config.d_model, self.config.eps)
+
+    def drop(self) -> Dropout:
+        """Return the dropout of what the layers of a block add."""
+        return Dropout(self.config.dropout)
+
+    def initialise(self) -> None:
+        """Draw the parameters as published: kernels keep the variance of their input, as queries of unit scores do."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                std = 1.0 if name == "tok_emb" else self.config.d_model**-0.5
+                std = module.in_features**-0.5 if isinstance(module, nn.Linear) else std
+                std *= self.config.head_dim**-0.5 if name.endswith("W_query") else 1.0
+                nn.init.normal_(module.weight, std=std)
+
+    def embed_inputs(self, inputs: Integer[Tensor, "*b s"], dropout_key: Tensor | None) -> Tokens:
+        """Return the vectors of the encoder's tokens, dropped in train mode."""
+        return self.drop_emb(self.tok_emb(inputs), dropout_key=dropout_key)
+
+    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+        """Return the vectors of the decoder's tokens, from the same table; positions are in the scores."""
+        return self.embed_inputs(tokens, dropout_key)
+
+    def biases(self) -> tuple[Bias, Bias]:
+        """Return the bias of the encoder, in both directions, and that of the decoder."""
+        tables, distance = (self.enc_bias.weight, self.dec_bias.weight), self.config.max_distance
+
+        def both(query: Tensor, key: Tensor) -> Tensor:
+            return t5_bias(tables[0], query, key, max_distance=distance)
+
+        def backwards(query: Tensor, key: Tensor) -> Tensor:
+            return t5_bias(tables[1], query, key, bidirectional=False, max_distance=distance)
+
+        return both, backwards
+
+    def logits(self, hidden: Float[Tensor, "*b d"]) -> Float[Tensor, "*b vocab"]:
+        """Return the logits of what `hidden` returned."""
+        return super().logits(hidden * self.config.d_model**-0.5 if self.config.scaled else hidden)

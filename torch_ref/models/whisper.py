@@ -1,0 +1,168 @@
+"""Whisper: an encoder-decoder from sound to text."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from jaxtyping import Float, Integer
+from torch import Tensor
+from torch.nn.functional import gelu
+
+from torch_ref.functional.checks import check_features
+from torch_ref.functional.shapes import Tokens
+from torch_ref.models.encoder_decoder import EncoderDecoder
+from torch_ref.modules.block import TransformerBlock
+from torch_ref.modules.convolution import Convolution
+from torch_ref.modules.cross_attention import CrossAttention
+from torch_ref.modules.cross_block import CrossBlock
+from torch_ref.modules.dropout import Dropout
+from torch_ref.modules.embedding import Embedding
+from torch_ref.modules.feed_forward import FeedForward
+from torch_ref.modules.linear import Linear
+from torch_ref.modules.multi_head import MultiHeadAttention
+from torch_ref.modules.norm import LayerNorm
+
+
+@dataclass(frozen=True)
+class WhisperConfig:
+    """The sizes of a Whisper.
+
+    Args:
+        d_model: width of the tokens.
+        num_heads: number of heads of the encoder.
+        num_layers: number of blocks of the encoder.
+        num_decoder_heads: number of heads of the decoder.
+        num_decoder_layers: number of blocks of the decoder.
+        d_hidden: width inside the feed-forward layers of the encoder.
+        d_decoder_hidden: width inside the feed-forward layers of the decoder.
+        num_mel: number of mel bands.
+        num_positions: how many tokens the encoder makes of its features, which are twice as many frames.
+        context_length: the longest text.
+        vocab_size: number of tokens.
+        activation: of the feed-forward layers.
+        dropout: the probability that an element of an embedding or a sublayer's output is dropped in train mode.
+        attention_dropout: the probability that an attention weight is dropped in train mode.
+        start_token: that the decoder begins with.
+
+    Example:
+        >>> WhisperConfig(384, 6, 4, 6, 4, 1536, 1536).num_positions
+        1500
+    """
+
+    d_model: int
+    num_heads: int
+    num_layers: int
+    num_decoder_heads: int
+    num_decoder_layers: int
+    d_hidden: int
+    d_decoder_hidden: int
+    num_mel: int = 80
+    num_positions: int = 1500
+    context_length: int = 448
+    vocab_size: int = 51865
+    activation: str = "gelu_exact"
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    start_token: int = 50257
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the table of the tokens."""
+        return True
+
+
+class Whisper(EncoderDecoder[WhisperConfig]):
+    """Whisper: two convolutions over log-mel features, an encoder, and a decoder of text that attends to it.
+
+        x = gelu(conv2(gelu(conv1(features)))) + enc_pos;  logits = final_norm(...) @ tok_emb^T
+
+    The arguments are those of `EncoderDecoder`; its inputs are features `(b, mel, frames)`. `enc_pos` starts as
+    sinusoids. `WhisperForConditionalGeneration` of transformers has the same function, and does not train `enc_pos`.
+
+    Raises:
+        ValueError: where its layers do, or if the features have another number of bands or frames.
+
+    Example:
+        >>> config = WhisperConfig(6, 2, 1, 3, 1, 8, 10, num_mel=5, num_positions=7, context_length=9, vocab_size=11)
+        >>> model = Whisper(config)
+        >>> features, tokens = torch.ones((3, 5, 14)), torch.ones((3, 4), dtype=torch.long)
+        >>> model(features, tokens).shape
+        torch.Size([3, 4, 11])
+
+    References:
+        Radford et al. 2022 (arXiv:2212.04356).
+    """
+
+    def create_embeddings(self) -> None:
+        """Set the convolutions, the tables of tokens and of positions, and the dropout of their sums."""
+        config = self.config
+        super().create_embeddings()
+        self.conv1 = Convolution(config.num_mel, config.d_model, 3)
+        self.conv2 = Convolution(config.d_model, config.d_model, 3, 2)
+        self.enc_pos = Embedding(config.num_positions, config.d_model)
+        self.pos_emb = Embedding(config.context_length, config.d_model)
+        self.drop_emb = Dropout(config.dropout)
+
+    def encoder_block(self, layer: int, backend: str) -> TransformerBlock:
+        """Return a block of the encoder."""
+        config = self.config
+        attention = self.attention(config.num_heads, causal=False, backend=backend)
+        feed_forward, norms = self.feed_forward(config.d_hidden), (self.norm() for _ in range(2))
+        return TransformerBlock(attention, feed_forward, *norms, drop_shortcut=Dropout(config.dropout))
+
+    def decoder_block(self, layer: int, backend: str) -> CrossBlock:
+        """Return a block of the decoder."""
+        config = self.config
+        attention = self.attention(config.num_decoder_heads, backend=backend)
+        sizes = config.d_model, config.d_model, config.attention_dropout, config.num_decoder_heads
+        cross = CrossAttention(*sizes, qkv_bias=True, backend=backend)
+        norms = (self.norm() for _ in range(3))
+        feed_forward = self.feed_forward(config.d_decoder_hidden)
+        return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=Dropout(config.dropout))
+
+    def attention(self, num_heads: int, *, backend: str, causal: bool = True) -> MultiHeadAttention:
+        """Return the self-attention of a layer: its keys have no bias, which a softmax would not feel."""
+        d, length = self.config.d_model, self.config.context_length if causal else None
+        options = {"qkv_bias": True, "causal": causal, "backend": backend}
+        attention = MultiHeadAttention(d, d, length, self.config.attention_dropout, num_heads, **options)
+        attention.W_key = Linear(d, d, False)
+        return attention
+
+    def feed_forward(self, d_hidden: int, **options: Any) -> FeedForward:
+        """Return the feed-forward part of a layer."""
+        return FeedForward(self.config.d_model, d_hidden, self.config.activation, **options)
+
+    def norm(self) -> LayerNorm:
+        """Return a norm."""
+        return LayerNorm(self.config.d_model)
+
+    def initialise(self) -> None:
+        """Draw the parameters; the encoder's positions are sinusoids."""
+        super().initialise()
+        table = self.enc_pos.weight
+        table.data = torch.from_numpy(sinusoids(*table.shape)).to(table.dtype)
+
+    def embed_inputs(self, inputs: Float[Tensor, "*b mel frames"], dropout_key: Tensor | None) -> Tokens:
+        """Return the vectors of sound, half as many as there are frames."""
+        check_features(tuple(inputs.shape), self.config.num_mel, 2 * self.config.num_positions)
+        x = rearrange(inputs, "... mel frames -> ... frames mel")
+        x = gelu(self.conv2(gelu(self.conv1(x)))) + self.enc_pos.weight
+        return self.drop_emb(x, dropout_key=dropout_key)
+
+    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+        """Return the vectors of the decoder's tokens and of their positions, summed."""
+        return self.drop_emb(self.tok_emb(tokens) + self.pos_emb(positions), dropout_key=dropout_key)
+
+
+def sinusoids(num_positions: int, width: int) -> np.ndarray:
+    """Return the positions of Whisper's encoder, `(num_positions, width)`: sines, then cosines, of ever slower angles.
+
+    Example:
+        >>> sinusoids(2, 4).round(2).tolist()
+        [[0.0, 0.0, 1.0, 1.0], [0.84, 0.0, 0.54, 1.0]]
+    """
+    half = width // 2
+    angles = np.outer(np.arange(num_positions), 10000.0 ** (-np.arange(half) / max(half - 1, 1)))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
