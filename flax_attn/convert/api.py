@@ -10,7 +10,7 @@ from flax import nnx
 from flax_attn.convert.arrays import from_layout, layout_name, to_layout
 from flax_attn.convert.layouts import LayoutLike, as_layout
 from flax_attn.convert.rules import Axes, ConversionError
-from flax_attn.convert.stacked import LayerSlice, Tensor, depth, layers_of, whole
+from flax_attn.convert.stacked import LayerSlice, Tensor, layers_of, stacked_layers, whole
 
 
 def state_dict(module: nnx.Module, layout: LayoutLike = "torch_ref", *, prefix: str = "") -> dict[str, np.ndarray]:
@@ -116,7 +116,7 @@ def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
     """
     modules = dict(nnx.iter_modules(module))
     sequences = {path for path, submodule in modules.items() if isinstance(submodule, nnx.Sequential)}
-    stacks = {path: count for path, submodule in modules.items() if (count := depth(submodule)) is not None}
+    stacks = {path: layers for path, submodule in modules.items() if (layers := stacked_layers(submodule))}
 
     def dotted(path: tuple, kept: tuple) -> str:
         parts = [part for i, part in enumerate(path) if part != "layers" or kept[:i] not in sequences]
@@ -126,6 +126,10 @@ def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
         return {dotted(apart, path): layer for apart, layer in layers_of(path, stacks)}
 
     return names
+
+
+# Axes in patterns, by attributes of modules.
+_AXES = {"head_dim": "h", "num_key_heads": "k", "channels": "c", "height": "p", "width": "q"}
 
 
 def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
@@ -142,7 +146,8 @@ def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
             raise ConversionError(f"{which} cannot be stored in the layout {layout_name(layout)}: {reason}")
 
     def axes(prefix: str) -> dict[str, int]:
-        head_dim = getattr(modules.get(prefix.rstrip(".")), "head_dim", None)
-        return {} if head_dim is None else {"h": head_dim}
+        own = modules.get(prefix.rstrip("."))
+        sizes = {letter: getattr(own, name, None) for name, letter in _AXES.items()}
+        return {letter: size for letter, size in sizes.items() if isinstance(size, int)}
 
     return axes

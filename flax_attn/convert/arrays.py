@@ -34,7 +34,8 @@ def to_layout(
     """
     arrays = {name: as_numbers(name, value) for name, value in flatten(weights).items()}
     entries = plan({name: array.shape for name, array in arrays.items()}, as_layout(layout), axes)
-    return {prefix + entry.theirs: entry.join(arrays) for entry in sorted(entries, key=lambda entry: entry.theirs)}
+    pieces = (entry.pieces(entry.join(arrays)) for entry in sorted(entries, key=lambda entry: entry.theirs))
+    return {prefix + name: array for own in pieces for name, array in own.items()}
 
 
 def from_layout(
@@ -76,7 +77,7 @@ def from_layout(
         raise ConversionError("\n  ".join([heading, *wrong]))
     ours = {}
     for entry in entries:
-        ours |= entry.split(as_numbers(entry.theirs, theirs[entry.theirs]))
+        ours |= entry.split(entry.whole({name: as_numbers(name, theirs[name]) for name in entry.tensors}))
     return ours
 
 

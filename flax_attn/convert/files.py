@@ -198,14 +198,17 @@ def write_shards(folder: Path, entries: list[Entry], params: Mapping[str, Tensor
     for name, shard in zip(names, shards, strict=True):
         _write_shard(folder / name, shard, params)
     if len(shards) > 1:
-        places = {entry.theirs: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        own = zip(names, shards, strict=True)
+        places = {tensor: name for name, shard in own for entry in shard for tensor in entry.tensors}
         size = sum(_size(entry, params) for entry in entries)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_shard(path: Path, shard: list[Entry], params: Mapping[str, Tensor]) -> None:
-    arrays = {entry.theirs: entry.join(_gathered(entry, params)) for entry in shard}
+    arrays = {}
+    for entry in shard:
+        arrays |= entry.pieces(entry.join(_gathered(entry, params)))
     safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
 
 

@@ -1,6 +1,7 @@
 """The known layouts, as tables. A row reads: our parameters, their entry, how one becomes the other."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from flax_attn.convert.refusals import (
     biases_alike,
@@ -12,6 +13,8 @@ from flax_attn.convert.refusals import (
     heads_share_width,
     inputs_alike,
     nnx_unless,
+    no_gate,
+    no_lambda,
     no_qk_norm,
     no_rope,
     other_kernels,
@@ -23,6 +26,7 @@ from flax_attn.convert.refusals import (
 )
 from flax_attn.convert.rules import ConversionError, Layout, Rule
 
+#: What is taken for a layout: a name in `LAYOUTS`, a `Layout`, or rules alone.
 LayoutLike = str | Layout | Sequence[Rule]
 
 _PROJECTIONS = ("W_query", "W_key", "W_value", "out_proj")
@@ -30,10 +34,15 @@ _INPUTS = _PROJECTIONS[:3]
 _KERNELS = tuple(f"{name}.kernel" for name in _INPUTS)
 _BIASES = tuple(f"{name}.bias" for name in _INPUTS)
 _LINEAR = Rule(("kernel",), "weight", "i o -> o i")
+_EXPERTS = tuple(
+    Rule((f"experts.{name}.kernel",), f"experts.{name}.weight", "e i o -> e o i")
+    for name in ("W_gate", "W_up", "W_down")
+)
 _SAME = Rule(("{name}",), "{name}")
 _STATISTICS = (Rule(("mean",), "running_mean"), Rule(("var",), "running_var"))  # of BatchNorm
+_PLAIN_HEADS = (no_qk_norm, no_gate, no_lambda)
 _SQUARE = (
-    has_output, no_qk_norm, no_rope, scores_plain, biases_alike, heads_alike, width_kept, heads_share_width,
+    has_output, *_PLAIN_HEADS, no_rope, scores_plain, biases_alike, heads_alike, width_kept, heads_share_width,
 )  # fmt: skip
 
 
@@ -68,30 +77,37 @@ def _packed(names: tuple[str, str, str], part: str, weight: str = "", bias: str 
     )
 
 
+def _within(ours: str, theirs: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Return the rules of a module as those of one that has it under a name, which is another on either side."""
+    return tuple(
+        replace(rule, ours=tuple(f"{ours}.{name}" for name in rule.ours), theirs=f"{theirs}.{rule.theirs}")
+        for rule in rules
+    )
+
+
+# Flax layers and the torch.nn layers of the same names: each framework's own name and axes for the same weight.
+_TORCH = (
+    Rule(("kernel",), "weight", "... i o -> o i ..."),
+    Rule(("embedding",), "weight"),
+    Rule(("scale",), "weight"),
+    Rule(("shift",), "bias"),
+    *_STATISTICS,
+    _SAME,
+)
+_TORCH_MHA = (*_packed(_INPUTS, "kernel", "i o -> o i"), *_layer("out_proj", "out_proj", "i o -> o i"))
 _GPT2_ATTENTION = (
     Rule(_KERNELS, "c_attn.weight", axis=1),  # Conv1D: (in, out), columns [query, key, value]
     Rule(_BIASES, "c_attn.bias"),
     *_layer("out_proj", "c_proj"),
 )
+#: The layouts that have a name.
 LAYOUTS = {
     # torch_ref, and any PyTorch module with our names: Linear weights are (out, in).
     "torch_ref": Layout(
-        (_LINEAR, Rule(("embedding",), "weight"), *_STATISTICS, _SAME),
+        (*_EXPERTS, _LINEAR, Rule(("embedding",), "weight"), *_STATISTICS, _SAME),
         ignored=r"(.*\.)?(mask|num_batches_tracked)",
     ),
-    # Flax layers and the torch.nn layers of the same names: each framework's own name and axes for the same weight.
-    "torch": Layout(
-        (
-            Rule(("kernel",), "weight", "... i o -> o i ..."),
-            Rule(("embedding",), "weight"),
-            Rule(("scale",), "weight"),
-            Rule(("shift",), "bias"),
-            *_STATISTICS,
-            _SAME,
-        ),
-        ignored=r"(.*\.)?num_batches_tracked",
-        refuse=other_kernels,
-    ),
+    "torch": Layout(_TORCH, ignored=r"(.*\.)?num_batches_tracked", refuse=other_kernels),
     # One fused projection, `qkv_proj` (out, in) with rows [query; key; value], and `out_proj`.
     "fused_qkv": Layout(
         (
@@ -108,7 +124,18 @@ LAYOUTS = {
         (*_packed(_INPUTS, "kernel", "i o -> o i"), _LINEAR, _SAME),
         refuse=ours_unless(*_SQUARE),
     ),
-    # The same, from flax.nnx.MultiHeadAttention.
+    # torch.nn.TransformerEncoderLayer from a TransformerBlock, and TransformerDecoderLayer from a CrossBlock.
+    "torch_transformer": Layout(
+        (
+            *_within("att", "self_attn", _TORCH_MHA),
+            *_within("cross", "multihead_attn", _TORCH_MHA),
+            *_layer("ff.layers.0", "linear1", "i o -> o i"),
+            *_layer("ff.layers.2", "linear2", "i o -> o i"),
+            *_TORCH,
+        ),
+        refuse=ours_unless(*_SQUARE),
+    ),
+    # torch.nn.MultiheadAttention from flax.nnx.MultiHeadAttention.
     "nnx_mha": Layout(
         (
             *_packed(("query", "key", "value"), "kernel", "i n h -> (n h) i", "n h -> (n h)"),
@@ -135,7 +162,7 @@ LAYOUTS = {
     "hf_llama": Layout(
         _linears("q_proj", "k_proj", "v_proj", "o_proj"),
         ignored=r"(.*\.)?rotary_emb\.inv_freq",
-        refuse=ours_unless(has_output, no_qk_norm, scores_plain, biases_alike, width_kept, self_attention),
+        refuse=ours_unless(has_output, *_PLAIN_HEADS, scores_plain, biases_alike, width_kept, self_attention),
     ),
     # The attention of Hugging Face's BERT; the norm after its output is not part of ours.
     "hf_bert": Layout(
@@ -148,7 +175,7 @@ LAYOUTS = {
         _linears("q", "k", "v", "o"),
         ignored=r"(.*\.)?relative_attention_bias\.weight",
         refuse=ours_unless(
-            has_output, no_qk_norm, no_rope, scores_unscaled, biases_none, heads_alike, width_kept, self_attention
+            *(has_output, *_PLAIN_HEADS, no_rope, scores_unscaled, biases_none, heads_alike, width_kept, self_attention)
         ),
     ),
     # flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention: the head axis is separate.
@@ -160,7 +187,7 @@ LAYOUTS = {
             Rule(("out_proj.kernel",), "out.kernel", "(n h) o -> n h o"),
             Rule(("out_proj.bias",), "out.bias"),
         ),
-        refuse=ours_unless(has_output, no_qk_norm, no_rope, scores_plain, biases_alike),
+        refuse=ours_unless(has_output, *_PLAIN_HEADS, no_rope, scores_plain, biases_alike),
     ),
 }
 
@@ -172,8 +199,8 @@ def as_layout(layout: LayoutLike) -> Layout:
         ConversionError: if there is no layout of that name, or it is none of these.
 
     Example:
-        >>> as_layout([Rule(("{name}",), "{name}")]).rules
-        (Rule(ours=('{name}',), theirs='{name}', pattern='', axis=0),)
+        >>> as_layout([Rule(("{name}",), "{name}")]).rules[0].ours
+        ('{name}',)
     """
     if isinstance(layout, Layout):
         return layout

@@ -10,7 +10,7 @@ Check = Callable[[Any], str | None]
 
 def ours_unless(*checks: Check) -> Check:
     """Refuse one of our attention modules unless the checks hold; accept any other module."""
-    return lambda module: _first(checks, module) if hasattr(module, "W_query") else None
+    return lambda module: _first((no_latents, no_state, *checks), module) if hasattr(module, "W_query") else None
 
 
 def nnx_unless(*checks: Check) -> Check:
@@ -20,6 +20,18 @@ def nnx_unless(*checks: Check) -> Check:
 
 def _first(checks: tuple[Check, ...], module: Any) -> str | None:
     return next(filter(None, (check(module) for check in checks)), None)
+
+
+def no_state(module: Any) -> str | None:
+    """Refuse a recurrent attention."""
+    return "it holds attention by softmax, and this module has a state" if hasattr(module, "conv_query") else None
+
+
+def no_latents(module: Any) -> str | None:
+    """Refuse keys and values that are made of latents."""
+    if not hasattr(module, "W_latent"):
+        return None
+    return f"its keys and values are made of the input; got latents, kv_lora_rank={module.kv_lora_rank}"
 
 
 def has_output(module: Any) -> str | None:
@@ -65,9 +77,20 @@ def heads_share_width(module: Any) -> str | None:
 
 def no_qk_norm(module: Any) -> str | None:
     """Refuse norms of queries and keys."""
-    if getattr(module, "q_norm", None) is None:
-        return None
-    return f"it has no place for norms of queries and keys; got qk_norm={module.q_norm.eps}"
+    norms = {name: getattr(module, name, None) for name in ("q_norm", "k_norm")}
+    got = [f"{name}={type(norm).__name__}" for name, norm in norms.items() if norm is not None]
+    return f"it has no place for norms of queries and keys; got {', '.join(got)}" if got else None
+
+
+def no_gate(module: Any) -> str | None:
+    """Refuse a gate of what the heads return."""
+    gate = getattr(module, "output_gate", None)
+    return None if gate is None else f"it has no place for a gate of the heads; got output_gate={gate!r}"
+
+
+def no_lambda(module: Any) -> str | None:
+    """Refuse differential attention."""
+    return f"it has no place for lambda; got a {type(module).__name__}" if hasattr(module, "lambda_init") else None
 
 
 def no_rope(module: Any) -> str | None:
@@ -77,23 +100,26 @@ def no_rope(module: Any) -> str | None:
 
 
 def scores_plain(module: Any) -> str | None:
-    """Refuse another scale than `1 / sqrt(h)`, a soft cap and sinks."""
+    """Refuse another scale than `1 / sqrt(h)`, a soft cap, sinks and a function."""
     scores = getattr(module, "scores", None)
-    if scores is None or _values(scores) == (None, None, False):
+    if scores is None or _values(scores) == (None, None, False, None):
         return None
-    return f"its scores have the scale 1 / sqrt(head_dim), no soft cap and no sinks; got scores={scores}"
+    return f"its scores have the scale 1 / sqrt(head_dim), no function, no soft cap and no sinks; got scores={scores}"
 
 
 def scores_unscaled(module: Any) -> str | None:
-    """Refuse another scale than 1, a soft cap and sinks."""
+    """Refuse another scale than 1, a soft cap, sinks and a function."""
     scores = getattr(module, "scores", None)
-    if scores is not None and _values(scores) == (1.0, None, False):
+    if scores is not None and _values(scores) == (1.0, None, False, None):
         return None
-    return f"its scores have the scale 1, no soft cap and no sinks; got scores={scores}. Pass scores=Scores(scale=1.0)"
+    return (
+        f"its scores have the scale 1, no function, no soft cap and no sinks; got scores={scores}. "
+        "Pass scores=Scores(scale=1.0)"
+    )
 
 
-def _values(scores: Any) -> tuple[float | None, float | None, bool]:
-    return scores.scale, scores.soft_cap, scores.sinks
+def _values(scores: Any) -> tuple[Any, ...]:
+    return scores.scale, scores.soft_cap, scores.sinks, scores.function
 
 
 def self_attention(module: Any) -> str | None:

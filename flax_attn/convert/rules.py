@@ -27,13 +27,17 @@ class Rule:
 
     A name matches under any prefix, and `{a}` matches any one part of a dotted name; both are carried over.
     `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",), "layer.{i}.ln.weight")` renames in
-    every block.
+    every block. Where `*` stands in their name for a number, the entry is stored in pieces, one for each index of its
+    first axis: `Rule(("experts.W_up.kernel",), "experts.*.up.weight", "e i o -> e o i")`.
 
     Args:
         ours: names of parameters under one prefix.
         theirs: name of the entry under the same prefix.
         pattern: einops pattern from a parameter to its part of the entry; `""` leaves it as it is.
         axis: the parts are joined along this axis of the entry.
+        interleaved: whether the parts take turns along the axis, instead of following one another.
+        grouped: whether the first two axes of what is joined become one, such as heads, each with its part of all.
+        beside: name of a parameter under the same prefix, without which the rule does not apply; `""` is none.
 
     Raises:
         ConversionError: if a placeholder is in one name and not in another, or twice in one.
@@ -43,9 +47,15 @@ class Rule:
     theirs: str
     pattern: str = ""
     axis: int = 0
+    interleaved: bool = False
+    grouped: bool = False
+    beside: str = ""
 
     def __post_init__(self):
-        names = [sorted(re.findall(r"{(\w+)}", name)) for name in (*self.ours, self.theirs)]
+        names = [
+            sorted(re.findall(r"{(\w+)}", name))
+            for name in (*self.ours, self.theirs, *([self.beside] if self.beside else []))
+        ]
         if any(found != sorted(set(names[0])) for found in names):
             raise ConversionError(
                 "a rule can be read both ways if each of its names has the same placeholders, each once; "
@@ -91,7 +101,10 @@ class Entry:
     def join(self, arrays: Arrays) -> np.ndarray:
         """Return the entry made from our parameters, as an array of its own."""
         parts = [self._arrange(arrays[name], shape) for name, shape in zip(self.ours, self.shapes, strict=True)]
-        return np.array(np.concatenate(parts, self.rule.axis) if len(parts) > 1 else parts[0], order="C")
+        if self.rule.interleaved:
+            return np.stack(parts, self.rule.axis + 1).reshape(self.shape)
+        joined = np.concatenate(parts, self.rule.axis) if len(parts) > 1 else parts[0]
+        return np.array(joined.reshape(self.shape), order="C")
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """Return our parameters made from the entry, as arrays of their own."""
@@ -103,6 +116,23 @@ class Entry:
         return {name: self._arrange(part, shape, back=True) for name, shape, part in cut}
 
     @property
+    def tensors(self) -> dict[str, Shape]:
+        """The shape of what is stored by its name: of the entry, or of each of its pieces."""
+        if "*" not in self.theirs:
+            return {self.theirs: self.shape}
+        count, *piece = self.shape
+        return {self.theirs.replace("*", str(i)): tuple(piece) for i in range(count)}
+
+    def pieces(self, array: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what is stored of the entry, by its name."""
+        return dict(zip(self.tensors, array, strict=True)) if "*" in self.theirs else {self.theirs: array}
+
+    def whole(self, stored: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the entry made from what is stored of it: the inverse of `pieces`."""
+        arrays = [stored[name] for name in self.tensors]
+        return np.stack(arrays) if "*" in self.theirs else arrays[0]
+
+    @property
     def their_shapes(self) -> list[Shape]:
         """The shape of each part within the entry."""
         return [self._arrange(np.empty(shape, bool), shape).shape for shape in self.shapes]
@@ -111,9 +141,10 @@ class Entry:
     def shape(self) -> Shape:
         """The shape of the entry."""
         shapes, axis = self.their_shapes, self.rule.axis
-        if len(shapes) == 1:
+        if len(shapes) == 1 and not self.rule.grouped:
             return shapes[0]
-        return (*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :])
+        joined = (*shapes[0][:axis], sum(shape[axis] for shape in shapes), *shapes[0][axis + 1 :])
+        return (joined[0] * joined[1], *joined[2:]) if self.rule.grouped else joined
 
     def fits_together(self) -> bool:
         """Whether the parts agree on all axes but the one they are joined along."""
@@ -121,8 +152,13 @@ class Entry:
         return len(self.ours) == 1 or len(rests) == 1
 
     def _cut(self, array: np.ndarray) -> list[np.ndarray]:
+        if self.rule.grouped:
+            array = array.reshape(self.their_shapes[0][0], -1, *array.shape[1:])
         if len(self.ours) == 1:
             return [array]
+        if self.rule.interleaved:
+            turns = np.moveaxis(array, self.rule.axis, 0)
+            return [np.moveaxis(turns[i :: len(self.ours)], 0, self.rule.axis) for i in range(len(self.ours))]
         widths = [shape[self.rule.axis] for shape in self.their_shapes]
         return np.split(array, np.cumsum(widths)[:-1], self.rule.axis)
 
@@ -174,7 +210,10 @@ def plan(
     """
     entries, free = apply_rules(shapes, layout.rules, axes)
     if free:
-        raise ConversionError(f"this layout has no place for {', '.join(f'{n} {s}' for n, s in free.items())}")
+        raise ConversionError(
+            f"this layout has no place for {', '.join(f'{n} {s}' for n, s in free.items())}. Rules for some of the "
+            "parameters go to convert.auto(flax_module, torch_module, rules=...), which pairs the rest"
+        )
     _check_distinct(entries)
     return [replace(entry, trainable=not set(entry.ours) <= set(statistics)) for entry in entries]
 
@@ -186,20 +225,20 @@ def apply_rules(
     entries, free = [], dict(shapes)
     for rule in rules:
         for name in list(free):
-            entry = _apply(rule, name, free, axes)
+            entry = _apply(rule, name, free, shapes, axes)
             if entry is not None and entry.fits_together():
                 entries.append(entry)
                 free = {name: shape for name, shape in free.items() if name not in entry.ours}
     return entries, free
 
 
-def _apply(rule: Rule, name: str, free: Mapping[str, Shape], axes: Axes) -> Entry | None:
+def _apply(rule: Rule, name: str, free: Mapping[str, Shape], every: Mapping[str, Shape], axes: Axes) -> Entry | None:
     found = _expression(rule.ours[0]).fullmatch(name)
     if found is None:
         return None
     prefix, parts = found[1] or "", found.groupdict()
     ours = tuple(prefix + own.format(**parts) for own in rule.ours)
-    if not all(own in free for own in ours):
+    if not all(own in free for own in ours) or (rule.beside and prefix + rule.beside.format(**parts) not in every):
         return None
     shapes = tuple(free[own] for own in ours)
     return Entry(rule, ours, prefix + rule.theirs.format(**parts), shapes, _enclosing(name, axes))
@@ -231,7 +270,7 @@ def _check_distinct(entries: list[Entry]) -> None:
 
 def problems(entries: list[Entry], theirs: Mapping[str, Shape], layout: Layout) -> list[str]:
     """Return a line for every entry that is missing, mis-shaped or unexpected."""
-    wanted = {entry.theirs: entry.shape for entry in entries}
+    wanted = {name: shape for entry in entries for name, shape in entry.tensors.items()}
     extra = [name for name in theirs if name not in wanted and not re.fullmatch(layout.ignored, name)]
     missing = [name for name in wanted if name not in theirs]
     if missing == list(wanted) and (prefix := _common_prefix(wanted, theirs)):

@@ -12,7 +12,8 @@ from jax import Array
 
 from flax_attn.convert.rules import Shape
 
-_CHILD = "block"  # of a module that has `stacked_layers`: the one whose variables are stacked
+_CHILD = "block"  # of a module that has `stacked_layers`: the one whose variables are stacked, or a list of those
+Layers = tuple[tuple[int, ...], ...]  # of each of them, the numbers of its layers
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,34 @@ class LayerSlice:
 Tensor = nnx.Variable | LayerSlice
 
 
-def depth(module: object) -> int | None:
-    """Return how many layers a module stacks; None where it stacks none."""
+def stacked_layers(module: object) -> Layers | None:
+    """Return the numbers of the layers that a module stacks, of each stacked child; None where it stacks none."""
     return getattr(module, "stacked_layers", None)
 
 
-def layers_of(path: tuple, stacks: Mapping[tuple, int]) -> Iterator[tuple[tuple, int | None]]:
-    """Return the paths of a node as if no layers were stacked, each with its layer; `stacks` has their depths.
+def children(module: Any, layers: Layers) -> dict[int, tuple[Any, int]]:
+    """Return of each layer, in order, the stacked child that it is part of and where it is there."""
+    stacked = [module.block] if len(layers) == 1 else module.block
+    found = {n: (child, i) for child, own in zip(stacked, layers, strict=True) for i, n in enumerate(own)}
+    return dict(sorted(found.items()))
+
+
+def layers_of(path: tuple, stacks: Mapping[tuple, Layers]) -> Iterator[tuple[tuple, int | None]]:
+    """Return the paths of a node as if no layers were stacked, each with its place among those of its child.
 
     Example:
-        >>> list(layers_of(("blocks", "block", "norm"), {("blocks",): 2}))
+        >>> list(layers_of(("blocks", "block", "norm"), {("blocks",): ((0, 1),)}))
         [(('blocks', 0, 'norm'), 0), (('blocks', 1, 'norm'), 1)]
+        >>> list(layers_of(("blocks", "block", 1, "norm"), {("blocks",): ((0,), (1, 2))}))
+        [(('blocks', 1, 'norm'), 0), (('blocks', 2, 'norm'), 1)]
     """
     for i, part in enumerate(path):
-        if part == _CHILD and path[:i] in stacks:
-            yield from (((*path[:i], layer, *path[i + 1 :]), layer) for layer in range(stacks[path[:i]]))
+        if part == _CHILD and (layers := stacks.get(path[:i])):
+            several = len(layers) > 1
+            if several and len(path) == i + 1:  # the list of children, which has no name
+                return
+            own, rest = layers[path[i + 1] if several else 0], path[i + 1 + several :]
+            yield from (((*path[:i], layer, *rest), place) for place, layer in enumerate(own))
             return
     yield path, None
 

@@ -203,6 +203,16 @@ def test_batch_norm_of_linen():
     }
 
 
+@pytest.mark.parametrize(
+    ("norm", "theirs"),
+    [(linen.LayerNorm(), nn.LayerNorm(6)), (linen.RMSNorm(), nn.RMSNorm(6)), (linen.GroupNorm(3), nn.GroupNorm(3, 6))],
+)
+def test_a_norm_of_linen_by_itself(norm, theirs):
+    bound = norm.bind(norm.init(jax.random.key(0), jnp.ones((2, 5, 6))))
+    pairing = convert.auto(bound, theirs)
+    assert {row.theirs: row.ours for row in pairing.rows}["weight"] == ("scale",)
+
+
 def test_linen_inside_nnx():
     inputs = jnp.zeros((1, 5), int)
     bridged = nnx.bridge.ToNNX(LinenTransformer(), rngs=nnx.Rngs(0)).lazy_init(inputs)

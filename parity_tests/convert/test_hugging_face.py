@@ -115,7 +115,7 @@ def test_a_layout_refuses_what_its_model_cannot_hold(layout, options, match):
         convert.state_dict(module, layout)
 
 
-SCORES = {"scale": 0.5, "soft_cap": 30.0, "sinks": True}
+SCORES = {"scale": 0.5, "soft_cap": 30.0, "sinks": True, "function": max}
 
 
 @pytest.mark.parametrize("layout", ["torch_mha", "hf_gpt2", "hf_llama", "hf_bert", "flax"])

@@ -94,6 +94,7 @@ SPECS = {
     "torch": dict,
     "fused_qkv": lambda w: spec_fused(w, "qkv_proj.weight", "qkv_proj.bias"),
     "torch_mha": lambda w: spec_fused(w, "in_proj_weight", "in_proj_bias"),
+    "torch_transformer": dict,
     "hf_gpt2": spec_gpt2,
     "hf_llama": renamed("q_proj", "k_proj", "v_proj", "o_proj"),
     "hf_bert": renamed("self.query", "self.key", "self.value", "output.dense"),

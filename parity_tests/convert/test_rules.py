@@ -166,3 +166,67 @@ def test_a_layout_by_name_by_rules_and_itself():
     table = convert.LAYOUTS["torch"]
     assert convert.as_layout("torch") is convert.as_layout(table) is table
     assert convert.as_layout(list(table.rules)).rules == table.rules
+
+
+STACKED = Rule(("experts.up.kernel",), "mlp.experts.*.up.weight", "e i o -> e o i")
+IN_TURN = Rule(("experts.{name}.a", "experts.{name}.b"), "{name}", axis=1, interleaved=True)
+
+
+def test_an_entry_is_stored_in_pieces_and_read_again():
+    kernel = RANDOM.normal(size=(3, 2, 5))
+    stored = convert.to_layout({"experts.up.kernel": kernel}, [STACKED])
+    assert list(stored) == [f"mlp.experts.{i}.up.weight" for i in range(3)]
+    assert all((stored[f"mlp.experts.{i}.up.weight"] == kernel[i].T).all() for i in range(3))
+    again = convert.from_layout(stored, [STACKED], {"experts.up.kernel": kernel})
+    assert (again["experts.up.kernel"] == kernel).all()
+
+
+def test_a_piece_that_is_missing_is_named():
+    kernel = np.zeros((3, 2, 5))
+    stored = convert.to_layout({"experts.up.kernel": kernel}, [STACKED])
+    stored["mlp.experts.3.up.weight"] = stored.pop("mlp.experts.1.up.weight")
+    with pytest.raises(convert.ConversionError) as caught:
+        convert.from_layout(stored, [STACKED], {"experts.up.kernel": kernel})
+    assert "missing mlp.experts.1.up.weight (5, 2)" in str(caught.value)
+    assert "unexpected mlp.experts.3.up.weight (5, 2)" in str(caught.value)
+
+
+def test_parts_take_turns_along_an_axis():
+    parts = {"experts.up.a": RANDOM.normal(size=(3, 2, 4)), "experts.up.b": RANDOM.normal(size=(3, 2, 4))}
+    joined = convert.to_layout(parts, [IN_TURN])["up"]
+    assert joined.shape == (3, 4, 4)
+    assert (joined[:, ::2] == parts["experts.up.a"]).all()
+    assert (joined[:, 1::2] == parts["experts.up.b"]).all()
+    again = convert.from_layout({"up": joined}, [IN_TURN], parts)
+    assert all((again[name] == parts[name]).all() for name in parts)
+
+
+def test_grouped_parts_stand_together_in_each_group():
+    rule = Rule(("query", "gate"), "q_proj", "i (n h) -> n h i", axis=1, grouped=True)
+    query, gate = RANDOM.normal(size=(2, 3, 8))  # 4 heads, 2 wide
+    stored = convert.to_layout({"query": query, "gate": gate}, [rule], axes=lambda prefix: {"h": 2})["q_proj"]
+    expected = np.concatenate([np.concatenate([x[:, i : i + 2] for x in (query, gate)], 1) for i in (0, 2, 4, 6)], 1)
+    np.testing.assert_array_equal(stored, expected.T)
+    back = convert.from_layout({"q_proj": stored}, [rule], {"query": query, "gate": gate}, axes=lambda prefix: {"h": 2})
+    np.testing.assert_array_equal([back["query"], back["gate"]], [query, gate])
+
+
+def test_groups_need_not_be_equally_wide_in_all_parts():
+    rule = Rule(("a", "b"), "both", "(k f) -> k f", axis=1, grouped=True)
+    arrays = {"a": np.arange(2), "b": np.arange(10, 16)}
+    stored = convert.to_layout(arrays, [rule], axes=lambda prefix: {"k": 2})["both"]
+    assert stored.tolist() == [0, 10, 11, 12, 1, 13, 14, 15]
+    back = convert.from_layout({"both": stored}, [rule], arrays, axes=lambda prefix: {"k": 2})
+    assert {name: part.tolist() for name, part in back.items()} == {"a": [0, 1], "b": [10, 11, 12, 13, 14, 15]}
+
+
+def test_a_rule_applies_beside_another_parameter_alone():
+    shapes = {"0.out": (3,), "1.out": (3,), "1.A_log": (3,)}
+    rules = Rule(("{i}.out",), "{i}.linear", beside="{i}.A_log"), Rule(("{i}.out",), "{i}.full"), Rule(("{n}",), "{n}")
+    found = names(shapes, *rules)
+    assert (found[("0.out",)], found[("1.out",)]) == ("0.full", "1.linear")
+
+
+def test_what_stands_beside_has_the_same_placeholders():
+    with pytest.raises(convert.ConversionError, match="if each of its names has the same placeholders"):
+        Rule(("{i}.out",), "{i}.linear", beside="A_log")

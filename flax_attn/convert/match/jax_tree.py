@@ -13,9 +13,10 @@ from flax import linen, nnx
 from flax_attn.convert.api import parameters, statistics
 from flax_attn.convert.match.kinds import own_layers
 from flax_attn.convert.match.tree import Branch, Group, Tensor, simplify
-from flax_attn.convert.stacked import LayerSlice, depth
+from flax_attn.convert.stacked import LayerSlice, children, stacked_layers
 
 _Key = tuple[int, int | None]  # of a tensor: that of its variable, and its layer where layers are stacked
+NORMS = linen.LayerNorm | linen.RMSNorm | linen.GroupNorm  # a module by itself whose parameters do not tell its kind
 ATTENTION = {"query", "key", "value", "out"}  # the projections of an attention layer of Flax
 
 
@@ -38,7 +39,8 @@ def _branch(module: Any, without: Collection[str]) -> Branch:
     if isinstance(module, linen.Module):
         variables = module.variables if module.scope is not None else {}
         params, stats = variables.get("params", {}), variables.get("batch_stats", {})
-        return _of_linen(params, stats, "", without)
+        branch = _of_linen(params, stats, "", without)
+        return branch if branch.branches or not isinstance(module, NORMS) else Branch(module, branch.tensors)
     return _of_pytree(module, "", without)
 
 
@@ -51,9 +53,9 @@ def _of_nnx(module: Any, known: Mapping[_Key, Tensor], seen: set[int], layer: in
     if id(module) in seen:  # a module may hold another that holds it
         return Branch()
     seen = seen | {id(module)}
-    if (count := depth(module)) is not None:
-        layers = {str(i): _of_nnx(module.block, known, seen, i) for i in range(count)}
-        return Branch(module, branches=layers)
+    if layers := stacked_layers(module):
+        found = children(module, layers).items()
+        return Branch(module, branches={str(n): _of_nnx(child, known, seen, i) for n, (child, i) in found})
     for name, value in _attributes(module):
         if isinstance(value, nnx.Variable):
             at = (id(value), layer)
