@@ -17,8 +17,7 @@ setup(
             "flax_attn.native.library",
             sources=sorted(map(str, SOURCE.glob("*.cc"))),
             depends=sorted(map(str, SOURCE.glob("*.h"))),
-            include_dirs=[str(Path(str(jaxlib.origin)).parent / "include")],
-            extra_compile_args=OPTIONS,
+            extra_compile_args=[*OPTIONS, "-isystem", str(Path(str(jaxlib.origin)).parent / "include")],
             language="c++",
             optional=True,  # without a compiler the other backends run
             py_limited_api=True,

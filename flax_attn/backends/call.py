@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from flax_attn.backends.platform import platform_of
 from flax_attn.functional.checks import check_bias, check_inputs, check_options, check_type
 from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.score_function import ScoreFunction
 from flax_attn.functional.shapes import Key, Query, Value
+from flax_attn.functional.traced_score import TracedScore
 
 
 class Unsupported(ValueError):  # noqa: N818 (a refusal, not an error of the library)
@@ -46,6 +51,7 @@ class Call:
         dropout: None or a rate and a key.
         precision: of the matrix products.
         platform: `"cpu"`, `"gpu"` or `"tpu"`.
+        score: None or a function of scores, traced.
     """
 
     query: Query
@@ -59,6 +65,7 @@ class Call:
     dropout: KeyedDropout | None
     precision: jax.lax.PrecisionLike
     platform: str
+    score: TracedScore | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -76,6 +83,7 @@ def prepare(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    score: Callable | ScoreFunction | None = None,
     sinks: Array | None = None,
     dropout: KeyedDropout | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -95,4 +103,14 @@ def prepare(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     mask = as_mask(mask).resolve(*shape)
     soft_cap = None if soft_cap is None else float(soft_cap)
-    return Call(query, key, value, bias, mask, scale, soft_cap, sinks, dropout, precision, platform)
+    traced = _traced(score, shape, accumulation_dtype(query.dtype))
+    return Call(query, key, value, bias, mask, scale, soft_cap, sinks, dropout, precision, platform, traced)
+
+
+def _traced(
+    score: Callable | ScoreFunction | None, shape: tuple[int, int, int, int], dtype: jnp.dtype
+) -> TracedScore | None:
+    if score is None:
+        return None
+    score = score if isinstance(score, ScoreFunction) else ScoreFunction(score)
+    return score.trace(shape, dtype)

@@ -25,8 +25,8 @@ class CuDNN(Backend):
     source = "`jax.nn`"
     structure = "causal and sliding windows at t = s, lengths"
     limits = (
-        "all but bfloat16 and float16, head widths above 128 (on Hopper 256), soft cap, sinks, dropout, a precision, a "
-        "bias of another dtype than the query"
+        "all but bfloat16 and float16, head widths above 128 (on Hopper 256), soft cap, functions of scores, sinks, "
+        "dropout, a precision, a bias of another dtype than the query"
     )
 
     def preferred(self, call: Call) -> bool:

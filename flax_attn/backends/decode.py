@@ -21,7 +21,7 @@ from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import capped_scores, hide, masked_softmax
 
 FEW = 16  # queries; with more, tiles are quicker
-_ARRAYS = ("query", "key", "value", "bias", "mask", "scale", "sinks")
+_ARRAYS = ("query", "key", "value", "bias", "mask", "scale", "score", "sinks")
 
 
 class Decode(Backend):
@@ -92,7 +92,9 @@ def _plain(call: Call, key: Array, value: Array) -> tuple[Array, Array]:
     query = rearrange(call.query, "b t (k g) h -> b k (g t) h", k=k)
     scores = lax.dot_general(key, query, (((3,), (3,)), heads), **products)
     scores = rearrange(scores, "b k s (g t) -> b (k g) t s", g=g) * call.scale
-    weights = masked_softmax(capped_scores(scores, bias, call.soft_cap), visible, call.sinks)
+    final = capped_scores(scores, bias, call.soft_cap)
+    final = final if call.score is None else call.score.apply(jnp.where(visible, final, 0))
+    weights = masked_softmax(final, visible, call.sinks)
 
     weights = rearrange(weights, "b (k g) t s -> b k (g t) s", k=k)
     output = lax.dot_general(weights, value.astype(sums), (((3,), (2,)), heads), **products)

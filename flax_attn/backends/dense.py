@@ -19,6 +19,8 @@ def refuse_options(name: str, call: Call) -> str | None:
         return f"{name} needs at least one batch row and one query token; got (b, n, t, s) = {call.shape}"
     if call.sinks is not None:
         return f'{name} has no attention sinks; got sinks of shape {call.sinks.shape}. Pass backend="auto"'
+    if call.score is not None:
+        return f'{name} takes no function of scores; got score={call.score.name}. Pass backend="auto"'
     if call.dropout is not None:
         return f'{name} cannot drop by key and index; got dropout at rate {call.dropout.rate}. Pass backend="auto"'
     if call.precision is not None:

@@ -41,6 +41,7 @@ def with_weights(call: Call) -> tuple[Array, Array]:
         call.mask,
         scale=call.scale,
         soft_cap=call.soft_cap,
+        score=call.score,
         sinks=call.sinks,
         dropout=call.dropout,
         precision=call.precision,

@@ -24,7 +24,9 @@ class Tokamax(Backend):
     platforms = ("gpu",)
     source = "openxla/tokamax, optional"
     structure = "causal, windows, key lengths"
-    limits = "all but bfloat16 and float16, sinks, dropout, a precision, and before Hopper soft cap"
+    limits = (
+        "all but bfloat16 and float16, functions of scores, sinks, dropout, a precision, and before Hopper soft cap"
+    )
 
     def refuse(self, call: Call) -> str | None:
         """Return why tokamax cannot honour the call, or None."""

@@ -18,7 +18,7 @@ class Xla(Backend):
 
     name = "xla"
     source = "`jax.nn`"
-    limits = "float64, soft cap, sinks, dropout, a precision, values of another width than queries"
+    limits = "float64, soft cap, functions of scores, sinks, dropout, a precision, values of another width than queries"
 
     def refuse(self, call: Call) -> str | None:
         """Return why jax.nn cannot honour the call, or None."""

@@ -113,7 +113,7 @@ class Case:
     @property
     def visible(self) -> np.ndarray:
         """What may be seen, the bias included."""
-        mask = Mask() if self.mask is None else self.mask(Mask, np.asarray)
+        mask = Mask() if self.mask is None else self.mask(Mask, jnp.asarray)
         bias = self.arrays.get("bias", np.zeros(()))
         return np.asarray(mask.materialise(*self.sizes.scores)) & (bias != HIDE)
 
@@ -151,6 +151,13 @@ SQUARE, TALL, LONE = Sizes(t=38, s=38), Sizes(t=50, s=22), Sizes(t=1, s=38)
 SORTED = np.arange(38) // 9
 UNSORTED = np.array([SORTED[::-1] % 3, (7 * np.arange(38)) % 4])
 NOBODY, SOMEBODY = np.s_[1, 17:], np.s_[0, 5, 1]
+
+IDS = np.random.default_rng(4).integers(0, 3, (2, 4, 50))
+
+
+def _by_arrays(ids, other):
+    return lambda b, n, i, j: (ids[b, n, j] == other[i % 30] % 3) & (i >= n)
+
 
 MASKS = [
     Case("no mask"),
@@ -208,6 +215,13 @@ MASKS = [
     Case("dense over keys", lambda Mask, array: Mask.dense(array(random_mask(2, 1, 1, 50)))),
     Case("dense over queries", lambda Mask, array: Mask.dense(array(random_mask(4, 38, 1)))),
     Case("dense that shows nothing", lambda Mask, array: Mask.dense(array(np.zeros((38, 50), bool)))),
+    Case("function", lambda Mask, _: Mask.where(lambda b, n, i, j: (i // 7 == j // 9) | ((i + 2 * j) % 11 == 0))),
+    Case(
+        "function by row and head at an offset a row",
+        lambda Mask, array: (
+            Mask.where(_by_arrays(array(IDS), array(SORTED)), array(lengths(3, -2))) & Mask.lengths(key=47)
+        ),
+    ),
     Case(
         "everything at once",
         lambda Mask, array: (

@@ -112,6 +112,15 @@ SKIPPING = {  # mask, and the share of all scores that may be taken
     "packed": (Mask.segments(PACKED), 0.26),
     "packed and causal": (Mask.segments(PACKED) & Mask.causal(), 0.26),
     "prefix": (Mask.prefix(jnp.array([9]), offset=-100), 0.30),
+    "function": (Mask.where(lambda b, n, i, j: i // 32 == j // 32), 1.0),
+    "in coarse tiles": (Mask.where(lambda b, n, i, j: i // 32 == j // 32).summarise(LENGTH, LENGTH), 0.51),
+    "in finer tiles": (Mask.where(lambda b, n, i, j: i // 32 == j // 32).summarise(LENGTH, LENGTH, tile=16), 0.13),
+    "stripes": (Mask.where(lambda b, n, i, j: (i // 32 - j // 32) % 4 == 0).summarise(LENGTH, LENGTH, tile=8), 0.26),
+    "stripes under a window": (
+        Mask.where(lambda b, n, i, j: (i // 32 - j // 32) % 4 == 0).summarise(LENGTH, LENGTH, tile=32)
+        & Mask.window(128, None),
+        0.35,
+    ),
     "empty": (Mask.causal(-LENGTH), 0.13),
     "no keys": (Mask.lengths(key=jnp.array([0])), 0.0),
 }
@@ -151,8 +160,9 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square():
     [
         Mask.segments(np.arange(8192) // 1000) & Mask.causal() & Mask.lengths(key=jnp.array([8000])),
         Mask.dense(np.arange(8192) % 3 > 0),
+        Mask.where(lambda b, n, i, j: i // 1000 == j // 1000) & Mask.causal(),
     ],
-    ids=["packed", "dense"],
+    ids=["packed", "dense", "function"],
 )
 def test_masks_take_no_memory_of_their_own(mask):
     assert temporaries(8192, mask) < 100 * 2**20

@@ -16,7 +16,8 @@
 #include "problems.h"
 
 #ifndef KERNELS  // of the levels that are linked
-#define KERNELS flax_attn::avx512_kernels(), flax_attn::avx2_kernels(), flax_attn::baseline_kernels()
+#define KERNELS \
+  flax_attn::amx_kernels(), flax_attn::avx512_kernels(), flax_attn::avx2_kernels(), flax_attn::baseline_kernels()
 #endif
 
 using flax_attn::Kernels;
@@ -94,6 +95,7 @@ static void compare(const char* what, const Problem& x, Type type, bool by_heads
   };
   check("output", ours.output, &Answer::output, FORWARD);
   check("output by few", ours.few, &Answer::output, FORWARD);
+  check("output by many", ours.many, &Answer::output, FORWARD);
   if (!gradients) return;
   check("d_query", ours.d_query, &Answer::d_query, GRADIENT);
   check("d_key", ours.d_key, &Answer::d_key, GRADIENT);
@@ -165,7 +167,7 @@ static void at_once(const Kernels& kernels) {
     });
   for (std::thread& caller : callers) caller.join();
   for (size_t i = 0; i < 16; ++i)
-    if (together[i].output != alone[i].output || together[i].d_query != alone[i].d_query ||
+    if (together[i].output != alone[i].output || together[i].many != alone[i].many || together[i].d_query != alone[i].d_query ||
         together[i].d_key != alone[i].d_key || together[i].d_value != alone[i].d_value)
       fail(problems[i], "16 calls at once", "a result", INFINITY);
 }

@@ -63,7 +63,7 @@ inline Numbers heads_first(const Numbers& from, const Problem& x, int64_t width)
 }
 
 struct Run {
-  Numbers few, output, d_query, d_key, d_value, delta;
+  Numbers few, many, output, d_query, d_key, d_value, delta;
 };
 
 inline Run run(const Problem& x, Type type, bool by_heads, const flax_attn::Kernels& kernels, flax_attn::Pool& pool) {
@@ -78,10 +78,13 @@ inline Run run(const Problem& x, Type type, bool by_heads, const flax_attn::Kern
                                   static_cast<float>(x.soft_cap), query.data(), key.data(), value.data(),
                                   sinks.empty() ? nullptr : sinks.data(), x.start.data(), x.stop.data(),
                                   ids(x.query_segment), ids(x.key_segment)};
-  kernels.forward({call, output.data(), top.data(), total.data(), true}, pool);
-  const Numbers few = output.numbers();
-  kernels.forward({call, output.data(), top.data(), total.data(), false}, pool);
+  const auto forward = [&](bool few, bool differentiated) {
+    kernels.forward({call, output.data(), top.data(), total.data(), few, differentiated}, pool);
+    return output.numbers();
+  };
+  const Numbers few = forward(true, false), many = forward(false, false);
+  forward(false, true);
   kernels.backward({call, output.data(), cotangent.data(), top.data(), total.data(), d_query.data(), d_key.data(),
                     d_value.data(), delta.data()}, pool);
-  return {few, output.numbers(), d_query.numbers(), d_key.numbers(), d_value.numbers(), Numbers(delta.begin(), delta.end())};
+  return {few, many, output.numbers(), d_query.numbers(), d_key.numbers(), d_value.numbers(), Numbers(delta.begin(), delta.end())};
 }

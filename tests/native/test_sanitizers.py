@@ -13,7 +13,7 @@ SOURCE = Path(native.__file__).parent / "source"
 COMMON = ["-std=c++17", "-w", "-fno-math-errno", "-fno-trapping-math", "-pthread", f"-I{SOURCE}", f"-I{HERE}"]
 ADDRESS = ["-Og", "-fsanitize=address,undefined", "-fno-sanitize=null", "-fno-sanitize-recover=all"]
 THREAD = ["-O1", "-fsanitize=thread", "-DKERNELS=flax_attn::baseline_kernels()"]  # threads are the same at every level
-LEVELS = ("avx512", "avx2", "baseline")
+LEVELS = ("amx", "avx512", "avx2", "baseline")
 
 
 def compiler(tmp_path: Path, flags: list[str]) -> str:

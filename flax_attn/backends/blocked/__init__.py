@@ -39,7 +39,7 @@ class Blocked(Backend):
     """
 
     name = "blocked"
-    structure = "causal, windows, lengths, prefix, segments: hidden tiles are skipped"
+    structure = "causal, windows, lengths, prefix, segments, functions with a summary: hidden tiles are skipped"
     block = 1024
     edge = 128
 
@@ -68,7 +68,7 @@ class Blocked(Backend):
         tiling, rest = self.tiling(call)
         loop = Loop(Static(tiling, call.soft_cap, call.precision, operand, sums), heads_at_once(call))
         scale, factor = jnp.asarray(call.scale, sums), row_factor(call, sums)
-        options = Options(call.bias, call.sinks, scale, rest, call.dropout, factor)
+        options = Options(call.bias, call.score, call.sinks, scale, rest, call.dropout, factor)
         query, key, value = (jnp.asarray(x, operand) for x in (call.query, call.key, call.value))
         return loop, query, key, value, options
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from flax_attn.backends.blocked.passes import Gradients, Partial, backward, forward
+from flax_attn.backends.blocked.passes import Partial, backward, forward
 from flax_attn.backends.blocked.slices import add, put, take
 from flax_attn.backends.blocked.tiles import Head, Static
 from flax_attn.backends.blocked.tiling import Tiling
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.nonfinite import finite_tokens, zero_nonfinite
+from flax_attn.functional.traced_score import TracedScore
 
 
 class Options(NamedTuple):
@@ -23,6 +24,7 @@ class Options(NamedTuple):
 
     Args:
         bias: of rank 4, broadcasting to `(b, n, t, s)`.
+        score: a function of scores.
         sinks: `(n,)`.
         scale: of the scores.
         mask: what the band of the tiling does not say.
@@ -31,6 +33,7 @@ class Options(NamedTuple):
     """
 
     bias: Array | None
+    score: TracedScore | None
     sinks: Array | None
     scale: Array
     mask: Any
@@ -47,6 +50,7 @@ class CallArrays(NamedTuple):
     bias: Array | None
     sinks: Array | None
     scale: Array
+    captured: tuple[Array, ...] = ()  # by a function of scores
 
 
 class Loop(NamedTuple):
@@ -106,10 +110,10 @@ def backward_heads(
         d_query, d_key, d_value = (
             jnp.where(finite_tokens(x)[:, None], d, 0) for x, d in zip((query, key, value), found[:3], strict=True)
         )
-        return Gradients(d_query, d_key, d_value, found.bias, found.sink), d_scale
+        return found._replace(query=d_query, key=d_key, value=d_value), d_scale
 
     def store(sums, b, n, result):
-        (d_query, d_key, d_value, d_bias, d_sinks), d_scale = result
+        (d_query, d_key, d_value, d_bias, d_sinks, d_captured), d_scale = result
         return (
             put(sums[0], _tokens_first(d_query * options.scale), (b, 0, n, 0)),
             _put_group(sums[1], d_key, b, n, group),
@@ -117,13 +121,15 @@ def backward_heads(
             None if d_bias is None else _add_bias(sums[3], d_bias, b, n),
             None if d_sinks is None else add(sums[4], d_sinks, (n,)),
             sums[5] + d_scale.sum(),
+            tuple(total + d.sum(axis=0) for total, d in zip(sums[6], d_captured, strict=True)),
         )
 
-    sums = [None if x is None else jnp.zeros(x.shape, static.sums) for x in (*arrays, options.sinks, options.scale)]
-    d_query, d_key, d_value, d_bias, d_sinks, d_scale = _over_heads(loop, b, n, one, store, tuple(sums))
+    captured = () if options.score is None else options.score.floats
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, static.sums), (*arrays, options.sinks, options.scale, captured))
+    d_query, d_key, d_value, d_bias, d_sinks, d_scale, d_captured = _over_heads(loop, b, n, one, store, zeros)
     if d_bias is not None and options.bias is not None:
         d_bias = _unpadded_bias(static.tiling, d_bias, options.bias)
-    return CallArrays(d_query, d_key, d_value, d_bias, d_sinks, d_scale)
+    return CallArrays(d_query, d_key, d_value, d_bias, d_sinks, d_scale, d_captured)
 
 
 def _forward(loop, *arrays):
@@ -134,9 +140,11 @@ def _forward(loop, *arrays):
 def _backward(loop, saved, cotangent):
     query, key, value, options, done = saved
     found = backward_heads(loop, query, key, value, options, done, cotangent)
-    arrays = CallArrays(query, key, value, options.bias, options.sinks, options.scale)
+    captured = () if options.score is None else options.score.floats
+    arrays = CallArrays(query, key, value, options.bias, options.sinks, options.scale, captured)
     found: CallArrays = jax.tree.map(lambda d, x: d.astype(x.dtype), found, arrays)
-    of_options = {"bias": found.bias, "sinks": found.sinks, "scale": found.scale}
+    score = None if options.score is None else options.score.cotangent(found.captured)
+    of_options = {"bias": found.bias, "score": score, "sinks": found.sinks, "scale": found.scale}
     return found.query, found.key, found.value, Options(**of_options, mask=None, dropout=None, row_factor=None)
 
 
@@ -167,6 +175,7 @@ def _head(static: Static, arrays: tuple, options: Options, b: Array, n: Array) -
         key=jnp.pad(key, ends),
         value=jnp.pad(value, ends),
         bias=bias,
+        score=None if options.score is None else options.score.head(b, n),
         sink=None if options.sinks is None else take(options.sinks, (n,), (1,)),
         mask=options.mask.row(b, n),
         dropout=options.dropout,

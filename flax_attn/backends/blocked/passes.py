@@ -38,13 +38,17 @@ class Partial(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of one head: of the scaled query, the key, the value, the bias in `(t, s)` or 1 for either, and the sink."""
+    """Of one head: of the scaled query, the key, the value, the bias in `(t, s)` or 1 for either, the sink, and arrays.
+
+    The arrays are those that a function of scores captures.
+    """
 
     query: Float[Array, "t h"]
     key: Float[Array, "s h"]
     value: Float[Array, "s v"]
     bias: Array | None
     sink: Array | None
+    captured: tuple[Array, ...]
 
 
 def forward(static: Static, head: Head) -> Partial:
@@ -122,11 +126,12 @@ def backward(static: Static, head: Head, saved: Partial, cotangent: Float[Array,
         return sums, d_query
 
     bias = None if head.bias is None else jnp.zeros(head.bias.shape[2:], static.sums)
-    sums = jnp.zeros(head.key.shape[::-1], static.sums), jnp.zeros(head.value.shape[::-1], static.sums), bias
-    (d_key, d_value, d_bias), d_query = lax.scan(block, sums, starts(tiling))
+    captured = () if head.score is None else tuple(jnp.zeros(x.shape, static.sums) for x in head.score.floats)
+    sums = jnp.zeros(head.key.shape[::-1], static.sums), jnp.zeros(head.value.shape[::-1], static.sums), bias, captured
+    (d_key, d_value, d_bias, d_captured), d_query = lax.scan(block, sums, starts(tiling))
     real = slice(tiling.pad_before, tiling.pad_before + tiling.s)
     d_sink = None if head.sink is None else -(jnp.exp(_as_column(static, head.sink) - saved.top) * delta).sum()
-    return Gradients(_rows(static, d_query), d_key[:, real].T, d_value[:, real].T, d_bias, d_sink)
+    return Gradients(_rows(static, d_query), d_key[:, real].T, d_value[:, real].T, d_bias, d_sink, d_captured)
 
 
 class _Rows(NamedTuple):
@@ -158,13 +163,19 @@ def _prepare(static: Static, head: Head, saved: Partial, cotangent: Array) -> tu
 
 
 def _backward_tile(static: Static, head: Head, rows: _Rows, tile: Tile, sums: tuple) -> tuple[Array, tuple]:
-    d_key, d_value, d_bias = sums
+    d_key, d_value, d_bias, d_captured = sums
     masked, capped = scores(static, head, rows.query, tile)
     exps = jnp.exp(masked - rows.top)
     d_exps = static.dot(rows.cotangent, keys(static, head.value, tile).T)
     factors = dropout_factors(static, head, tile)
     dropped, d_exps = (exps, d_exps) if factors is None else (exps * factors, d_exps * factors)
     d_scores = exps * (d_exps - rows.delta)
+    if head.score is not None:
+        # Zeros where nothing is seen, for what overflowed: captured arrays sum over all pairs of tokens.
+        seen = exps != 0
+        cleared = (jnp.where(seen, x, 0) for x in (capped, d_scores))
+        d_scores, found = head.score.pull(tile.indices, *cleared)
+        d_captured = tuple(sum_ + d.astype(sum_.dtype) for sum_, d in zip(d_captured, found, strict=True))
     if static.soft_cap is not None:
         d_scores = d_scores * (1 - (capped / static.soft_cap) ** 2)
     d_scores = jnp.where(exps == 0, 0, d_scores)  # what overflowed where nothing is seen
@@ -175,4 +186,4 @@ def _backward_tile(static: Static, head: Head, rows: _Rows, tile: Tile, sums: tu
         broadcast = tuple(axis for axis in (0, 1) if d_bias.shape[axis] == 1)
         at = [0 if axis in broadcast else index for axis, index in enumerate((row, col))]
         d_bias = add(d_bias, d_scores.sum(axis=broadcast, keepdims=True), at)
-    return static.dot(d_scores, keys(static, head.key, tile)), (d_key, d_value, d_bias)
+    return static.dot(d_scores, keys(static, head.key, tile)), (d_key, d_value, d_bias, d_captured)

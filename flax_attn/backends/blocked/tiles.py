@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from flax_attn.backends.blocked.tiling import EdgeTile, Tiling
 from flax_attn.functional.dropout import KeyedDropout, keep_mask
 from flax_attn.functional.kv_range import KVRange
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.traced_score import TracedScore
 
 Carry = TypeVar("Carry")
 
@@ -55,13 +56,15 @@ class Head(NamedTuple):
 
     Shapes:
         query `(t, h)`, key `(s, h)`, value `(s, v)`; bias of rank 4 for all heads, or None; sink a scalar or None; mask
-        what the band of the tiling does not say, for this row and head; b and n the indices of this head.
+        what the band of the tiling does not say, and score the function of scores or None, for this row and head; b and
+        n the indices of this head.
     """
 
     query: Float[Array, "t h"]
     key: Float[Array, "s h"]
     value: Float[Array, "s v"]
     bias: Array | None
+    score: TracedScore | None
     sink: Array | None
     mask: Mask
     dropout: KeyedDropout | None
@@ -115,6 +118,8 @@ def over_chunks(static: Static, head: Head, start: Array, step: Callable[[Carry,
     tiling, chunk = static.tiling, static.tiling.chunk
     if tiling.edges_only:
         return carry
+    if head.mask.summarised:
+        return _over_seen_chunks(static, head, start, step, carry)
     kv_range = _chunk_range(tiling, head, start)
     first, stop, inner_first, inner_stop = (jnp.asarray(x, jnp.int32) for x in kv_range)
     if tiling.chunks_fit:  # there are no keys beyond the last whole chunk, so that chunks begin where these do
@@ -137,6 +142,32 @@ def over_chunks(static: Static, head: Head, start: Array, step: Callable[[Carry,
     return carry
 
 
+def _over_seen_chunks(static: Static, head: Head, start: Array, step: Callable, carry: Carry) -> Carry:
+    # As `over_chunks`, where a summary knows which chunks are empty: they are left out wherever they lie.
+    tiling, chunk = static.tiling, static.tiling.chunk
+    first, stop = (jnp.asarray(x, jnp.int32) for x in _chunk_range(tiling, head, start)[:2])
+    first = first - first % chunk if tiling.chunks_fit else first
+    cols = first + jnp.arange(-(-tiling.s // chunk) + 1, dtype=jnp.int32) * chunk
+    last_row = jnp.minimum(start + tiling.block, tiling.t) - 1
+    some, whole = head.mask.tiles(start, last_row, cols, cols + chunk, tiling.s)
+    some = some & (cols < stop)
+    whole = whole & some & (cols + chunk <= stop)
+    order = jnp.argsort(jnp.where(whole, 0, jnp.where(some, 1, 2)), stable=True)
+
+    def chunk_at(index, masked):
+        col = cols[order[index]]
+        tile = Tile(start, tiling.block, col, chunk)
+        if not masked:
+            return tile
+        rows, keys = tile.indices
+        return tile._replace(visible=(keys < stop)[None] & head.mask.block(rows, keys)[0, 0])
+
+    bounds = [jnp.int32(0), *(jnp.count_nonzero(x).astype(jnp.int32) for x in (whole, some))]
+    for masked, ends in zip((False, True), pairwise(bounds), strict=True):
+        carry = lax.fori_loop(*ends, lambda i, carry, masked=masked: step(carry, chunk_at(i, masked)), carry)
+    return carry
+
+
 def _chunk_range(tiling: Tiling, head: Head, start: Array) -> KVRange:
     low, high = tiling.chunk_keys
     first, stop = 0 if low is None else start + low, tiling.s if high is None else start + high
@@ -145,16 +176,17 @@ def _chunk_range(tiling: Tiling, head: Head, start: Array) -> KVRange:
 
 
 def scores(static: Static, head: Head, query: Array, tile: Tile) -> tuple[Array, Array]:
-    """Return the scores of a tile, -inf where hidden, and the same before anything is hidden."""
+    """Return the scores of a tile, -inf where hidden, and what the soft cap returned before a function changed it."""
     x, visible = static.dot(query, keys(static, head.key, tile).T), tile.visible
     if head.bias is not None:
         bias = _bias_tile(static, head, head.bias, tile)
-        x = x + bias
-        if static.soft_cap is not None:  # the cap would turn the -inf that hides into a number
+        if static.soft_cap is not None or head.score is not None:  # which would turn the -inf that hides into a number
             visible = (bias != -jnp.inf) & (True if visible is None else visible)
+        x = x + (bias if head.score is None else jnp.where(bias == -jnp.inf, 0, bias))
     if static.soft_cap is not None:
         x = static.soft_cap * jnp.tanh(x / static.soft_cap)
-    return (x if visible is None else jnp.where(visible, x, -jnp.inf)), x
+    final = x if head.score is None else head.score.tile(x, *tile.indices)
+    return (final if visible is None else jnp.where(visible, final, -jnp.inf)), x
 
 
 def keys(static: Static, x: Array, tile: Tile) -> Array:

@@ -25,7 +25,10 @@ class Native(Backend):
     name = "native"
     platforms = ("cpu",)
     structure = "causal, windows, lengths, prefix, segments: hidden blocks are skipped"
-    limits = "float64, bias, dropout, dense masks, a scale that is an array, a precision that is an algorithm"
+    limits = (
+        "float64, bias, functions of scores, dropout, masks that are dense or functions, a scale that is an array, a "
+        "precision that is an algorithm"
+    )
 
     def preferred(self, call: Call) -> bool:
         # XLA cannot divide the gradient of a call that it cannot look into, nor type it by how it varies over devices.
@@ -42,6 +45,8 @@ class Native(Backend):
             return f"native computes in float32; got dtype float64. {hint}"
         if call.bias is not None:
             return f"native adds no bias; got one of shape {call.bias.shape}. {hint}"
+        if call.score is not None:
+            return f"native takes no function of scores; got score={call.score.name}. {hint}"
         if call.dropout is not None:
             return f"native drops no weights; got dropout={call.dropout.rate}. {hint}"
         if len(rest) > 1 or len(segments) < len(rest):

@@ -30,14 +30,16 @@ class Options(NamedTuple):
         scale: of the scores.
         soft_cap: of the scores; 0 is none.
         heads_first: whether keys and values are `(b, k, s, h)`.
-        few: whether the queries are so few that keys and values are best read where they are; not where a gradient
-            is taken, whose scores are summed in the other order.
+        few: whether the queries are so few that keys and values are best read where they are.
+        differentiated: whether a gradient is taken: its scores are summed in the order of `backward`, and not in that
+            of few queries, or of products in bfloat16.
     """
 
     scale: float
     soft_cap: float
     heads_first: bool
     few: bool
+    differentiated: bool = False
 
 
 class Operands(NamedTuple):
@@ -83,13 +85,14 @@ def forward(options: Options, operands: Operands) -> Results:
     (b, t, n, _), v = operands.query.shape, operands.value.shape[-1]
     rows = jax.ShapeDtypeStruct((b, n, t), jnp.float32)
     results = jax.ShapeDtypeStruct((b, t, n, v), operands.query.dtype), rows, rows
-    return Results(*_call("attention_forward", results, options, *operands, few=options.few))
+    how = {"few": options.few, "differentiated": options.differentiated}
+    return Results(*_call("attention_forward", results, options, *operands, **how))
 
 
 @forward.defjvp
 def _differentiate(options, primals, tangents):
     (operands,), (changes,) = primals, tangents
-    results = forward(options._replace(few=False), operands)
+    results = forward(options._replace(few=False, differentiated=True), operands)
     change = _tangent.bind(*operands, *results, *changes[:4], options=options)
     # Top and total are read by derivatives alone, which do not depend on them but by rounding.
     return results, Results(change, jnp.zeros_like(results.top), jnp.zeros_like(results.total))

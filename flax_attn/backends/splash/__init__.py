@@ -31,8 +31,8 @@ class Splash(Backend):
     source = "Pallas, in JAX"
     structure = "causal and windows with integer offsets, segments, lengths"
     limits = (
-        "float16, float64, a precision, bias, dropout, traced offsets, dense masks that are traced or differ between "
-        "batch rows"
+        "float16, float64, a precision, bias, functions of scores, dropout, traced offsets, masks that are functions, "
+        "dense masks that are traced or differ between batch rows"
     )
 
     @property
@@ -102,6 +102,8 @@ def _refuse_numbers(call: Call) -> str | None:
 def _refuse_options(call: Call) -> str | None:
     if call.bias is not None:
         return f"splash takes no bias; got one of shape {call.bias.shape}. Pass what hides as a mask"
+    if call.score is not None:
+        return f'splash takes no function of scores; got score={call.score.name}. Pass backend="auto"'
     if call.dropout is not None and call.dropout.rate > 0:
         return f"splash drops no weights; got dropout={call.dropout.rate}. Drop the output, or choose another backend"
     return None

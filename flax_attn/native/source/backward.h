@@ -16,24 +16,41 @@ static inline int64_t queries_size(const Attention& x, int64_t padded) {
   return x.group() * padded * (2 * x.h + 2 * x.v + 3);
 }
 
+// delta of WIDTH rows: cotangent . output, summed in the order of do v^T, so that a row that chooses one key finds no
+// difference between both.
+template <typename T>
+static inline Vector deltas(const float* const* cotangents, const T* const* outputs, int64_t v, float* columns) {
+  Vector delta{};
+  for_columns(cotangents, v, [&](int64_t c, Vector lanes) { store(columns + c * WIDTH, lanes); });
+  for_columns(outputs, v, [&](int64_t c, Vector lanes) { delta += load(columns + c * WIDTH) * lanes; });
+  return delta;
+}
+
 template <typename T>
 static void copy_queries(const Backward& x, int64_t b, int64_t kv, int64_t part, Queries& to) {
   const Layout query = tokens_first(x.t, x.n, x.h), output = tokens_first(x.t, x.n, x.v);
+  const float* cotangents[WIDTH];
+  const T* outputs[WIDTH];
+  Array<float> columns(x.v * WIDTH);
   for (int64_t head = 0; head < x.group(); ++head)
-    for (int64_t i = 0; i < to.padded; ++i) {
+    for (int64_t i = 0; i < x.t; ++i) {  // what pads the tokens stays zero, which sees nothing
       const int64_t at = head * to.padded + i, n = kv * x.group() + head, row = (b * x.n + n) * x.t + i;
       float *q = to.query + at * x.h, *cotangent = to.cotangent + at * x.v;
-      if (i >= x.t) continue;  // zeros, which see nothing
       copy_finite(static_cast<const T*>(x.query) + query.offset(b, i, n), q, x.h, query_factor(x));
       const int64_t place = output.offset(b, i, n);
       const bool ok = copy_finite(static_cast<const T*>(x.cotangent) + place, cotangent, x.v);
-      const float delta = ok ? dot(cotangent, static_cast<const T*>(x.output) + place, x.v) : NAN;
+      cotangents[i % WIDTH] = ok ? cotangent : nullptr;
+      outputs[i % WIDTH] = static_cast<const T*>(x.output) + place;
       for (int64_t c = 0; c < x.h; ++c) to.query_tiles[tiled(at, c, x.h)] = q[c];
       for (int64_t c = 0; c < x.v; ++c) to.cotangent_tiles[tiled(at, c, x.v)] = cotangent[c];
       to.top[at] = x.top[row];
       to.share[at] = !ok ? NAN : x.total[row] == 0 ? 0 : 1 / x.total[row];
-      to.delta[at] = delta;
-      if (part == 0) x.delta[row] = delta;  // all parts find the same; one writes it
+      if ((i + 1) % WIDTH && i + 1 < x.t) continue;
+      const int64_t count = i % WIDTH + 1, first = at + 1 - count;
+      for (int64_t j = count; j < WIDTH; ++j) cotangents[j] = nullptr, outputs[j] = nullptr;
+      const Vector delta = deltas(cotangents, outputs, x.v, columns);
+      for (int64_t j = 0; j < count; ++j) to.delta[first + j] = cotangents[j] ? delta[j] : NAN;
+      if (part == 0) std::copy_n(to.delta + first, count, x.delta + row + 1 - count);  // all parts find the same
     }
 }
 

@@ -25,12 +25,13 @@ struct Attention {
   int64_t group() const { return n / k; }
 };
 
-// Every score is summed in the same order in `forward` as in `backward`, but not where few queries share what is read of
-// a key: large scores would then differ by more than their exponentials may, so that no gradient goes through `few`.
+// Where a call is differentiated, every score is summed in the same order in `forward` as in `backward`: large scores
+// would else differ by more than their exponentials may. `few`, and products in bfloat16, have orders of their own.
 struct Forward : Attention {
   void* output;       // (b, t, n, v)
   float *top, *total;  // (b, n, t): the largest score, and the sum of exp2(x - top); the sum is NaN where the row is
   bool few;            // read keys and values where they are
+  bool differentiated;  // the scores are computed again by `backward`, in its order
 };
 
 struct Backward : Attention {
@@ -58,6 +59,7 @@ struct Kernels {
 };
 
 // The kernels compiled for one instruction level; null where the compiler or the processor does not have it.
+const Kernels* amx_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx2_kernels();
 const Kernels* baseline_kernels();

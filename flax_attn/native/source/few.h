@@ -3,6 +3,7 @@
 
 constexpr int64_t CHUNK = 64;    // keys whose scores are held at once
 constexpr int64_t TOGETHER = 4;  // rows that share what is read of a key
+constexpr int64_t AHEAD = 48;    // keys from the one in use to the one that is fetched
 
 // The queries of one key/value head over a part of its keys. Row r is token r % t of query head kv * group + r / t.
 template <typename T>
@@ -22,37 +23,54 @@ struct FewRows {
   }
 };
 
-// scores[i * CHUNK] = query row i . key, for M rows.
+// scores[i * CHUNK + j] = query row i . key j, for M rows and `count` keys `step` apart.
 template <int M, typename T>
-static inline void score(const float* query, const T* key, int64_t h, float* scores) {
-  Vector sums[M] = {};
-  int64_t c = 0;
-  for (; c + WIDTH <= h; c += WIDTH) {
-    const Vector right = load(key + c);
-    for (int i = 0; i < M; ++i) sums[i] += load(query + i * h + c) * right;
+static inline void score(const float* query, const T* key, int64_t step, int64_t count, int64_t h, float* scores) {
+  for (int64_t j = 0; j < count; j += WIDTH) {
+    Vector sums[M][WIDTH] = {};
+    for (int64_t k = 0; k < std::min<int64_t>(WIDTH, count - j); ++k, key += step) {
+      Vector total[M] = {};
+      int64_t c = 0;
+      for (; c + WIDTH <= h; c += WIDTH) {
+        fetch<WIDTH * sizeof(T)>(key + AHEAD * step + c);
+        const Vector right = load(key + c);
+        for (int i = 0; i < M; ++i) total[i] += load(query + i * h + c) * right;
+      }
+      if (c < h) {
+        const Vector right = load_or_zero(key, c, h);
+        for (int i = 0; i < M; ++i) total[i] += load_or_zero(query + i * h, c, h) * right;
+      }
+      for (int i = 0; i < M; ++i) sums[i][k] = total[i];
+    }
+    for (int i = 0; i < M; ++i) store(scores + i * CHUNK + j, sums_of(sums[i]));
   }
-  for (int i = 0; i < M; ++i) scores[i * CHUNK] = sum(sums[i]);
-  for (; c < h; ++c)
-    for (int i = 0; i < M; ++i) scores[i * CHUNK] += query[i * h + c] * read(key + c);
 }
 
-template <typename T>
-static inline float dot(const float* x, const T* y, int64_t size) {
-  float result;
-  score<1>(x, y, size, &result);
-  return result;
+// output row i += the sum of weights[i * CHUNK + j] * value j, for M rows and `count` values `step` apart, in N vectors.
+template <int M, int N, typename T>
+static inline void add_columns(const float* weights, const T* value, int64_t step, int64_t count, int64_t v,
+                               float* output) {
+  Vector sums[M][N];
+  for (int i = 0; i < M; ++i)
+    for (int n = 0; n < N; ++n) sums[i][n] = load(output + i * v + n * WIDTH);
+  for (int64_t j = 0; j < count; ++j, value += step)
+    for (int n = 0; n < N; ++n) {
+      fetch<WIDTH * sizeof(T)>(value + AHEAD * step + n * WIDTH);
+      const Vector right = load(value + n * WIDTH);
+      for (int i = 0; i < M; ++i) sums[i][n] += weights[i * CHUNK + j] * right;
+    }
+  for (int i = 0; i < M; ++i)
+    for (int n = 0; n < N; ++n) store(output + i * v + n * WIDTH, sums[i][n]);
 }
-
-// output row i += weights[i * CHUNK] * value, for M rows.
 template <int M, typename T>
-static inline void add(const float* weights, const T* value, int64_t v, float* output) {
+static inline void add(const float* weights, const T* value, int64_t step, int64_t count, int64_t v, float* output) {
+  constexpr int N = ROWS / 2;
   int64_t c = 0;
-  for (; c + WIDTH <= v; c += WIDTH) {
-    const Vector right = load(value + c);
-    for (int i = 0; i < M; ++i) store(output + i * v + c, load(output + i * v + c) + weights[i * CHUNK] * right);
-  }
-  for (; c < v; ++c)
-    for (int i = 0; i < M; ++i) output[i * v + c] += weights[i * CHUNK] * read(value + c);
+  for (; c + N * WIDTH <= v; c += N * WIDTH) add_columns<M, N>(weights, value + c, step, count, v, output + c);
+  for (; c + WIDTH <= v; c += WIDTH) add_columns<M, 1>(weights, value + c, step, count, v, output + c);
+  for (int64_t j = 0; c < v && j < count; ++j)
+    for (int64_t rest = c; rest < v; ++rest)
+      for (int i = 0; i < M; ++i) output[i * v + rest] += weights[i * CHUNK + j] * read(value + j * step + rest);
 }
 
 // Turns the scores of one row into weights; -inf is hidden.
@@ -77,11 +95,9 @@ template <int M, typename T>
 static void attend_rows(FewRows<T>& at, int64_t row, int64_t first, int64_t last, float* scores) {
   const Forward& x = at.x;
   std::fill_n(scores, M * CHUNK, 0.0f);
-  for (int64_t j = first; j < last; ++j)
-    score<M>(at.query + row * x.h, at.key + j * at.key_step, x.h, scores + (j - first));
+  score<M>(at.query + row * x.h, at.key + first * at.key_step, at.key_step, last - first, x.h, scores);
   if (x.soft_cap > 0) cap_scores(scores, M * CHUNK, x.soft_cap);
-  bool shared[CHUNK];
-  std::fill_n(shared, CHUNK, true);
+  bool shared = true;  // all keys, by all rows
   for (int i = 0; i < M; ++i) {
     bool poisoned = false;
     std::fill(scores + i * CHUNK + last - first, scores + (i + 1) * CHUNK, -INFINITY);
@@ -89,7 +105,7 @@ static void attend_rows(FewRows<T>& at, int64_t row, int64_t first, int64_t last
       float& one = scores[i * CHUNK + j - first];
       if (!at.visible(row + i, j)) {
         one = -INFINITY;
-        shared[j - first] = false;
+        shared = false;
       } else if (at.query_nonfinite[row + i] || (!(one * 0 == 0) && !finite(at.key + j * at.key_step, x.h))) {
         poisoned = true;
       }
@@ -97,15 +113,12 @@ static void attend_rows(FewRows<T>& at, int64_t row, int64_t first, int64_t last
     weigh_row(x, row + i, scores + i * CHUNK, at.output, at.top[row + i], at.total[row + i]);
     if (poisoned) at.total[row + i] = NAN;
   }
-  for (int64_t j = first; j < last; ++j) {
-    const T* value = at.value + j * at.value_step;
-    if (shared[j - first]) {
-      add<M>(scores + (j - first), value, x.v, at.output + row * x.v);
-      continue;
-    }
+  const T* value = at.value + first * at.value_step;
+  float* output = at.output + row * x.v;
+  if (shared) return add<M>(scores, value, at.value_step, last - first, x.v, output);
+  for (int64_t j = first; j < last; ++j, value += at.value_step)
     for (int i = 0; i < M; ++i)  // a weight of zero would not keep a NaN out
-      if (at.visible(row + i, j)) add<1>(scores + i * CHUNK + (j - first), value, x.v, at.output + (row + i) * x.v);
-  }
+      if (at.visible(row + i, j)) add<1>(scores + i * CHUNK + (j - first), value, 0, 1, x.v, output + i * x.v);
 }
 
 // All rows over the keys [first, last).

@@ -24,7 +24,7 @@ class XlaPool : public Pool {
 
 std::vector<const Kernels*> levels() {
   std::vector<const Kernels*> found;
-  for (const Kernels* level : {avx512_kernels(), avx2_kernels(), baseline_kernels()})
+  for (const Kernels* level : {amx_kernels(), avx512_kernels(), avx2_kernels(), baseline_kernels()})
     if (level) found.push_back(level);
   return found;
 }
@@ -67,10 +67,10 @@ Attention attention(ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer val
 ffi::Error forward(ffi::ThreadPool threads, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
                    ffi::AnyBuffer sinks, ffi::AnyBuffer start, ffi::AnyBuffer stop, ffi::AnyBuffer query_segment,
                    ffi::AnyBuffer key_segment, ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> top,
-                   ffi::Result<ffi::AnyBuffer> total, float scale, float soft_cap, bool heads_first, bool few) {
+                   ffi::Result<ffi::AnyBuffer> total, float scale, float soft_cap, bool heads_first, bool few, bool differentiated) {
   XlaPool pool(threads);
   Forward x{attention(query, key, value, sinks, start, stop, query_segment, key_segment, scale, soft_cap, heads_first),
-            output->untyped_data(), top->typed_data<float>(), total->typed_data<float>(), few};
+            output->untyped_data(), top->typed_data<float>(), total->typed_data<float>(), few, differentiated};
   chosen.load()->forward(x, pool);
   return ffi::Error::Success();
 }
@@ -121,7 +121,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_forward, forward,
                                   .EIGHT_ARGUMENTS.Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .OPTIONS.Attr<bool>("few"));
+                                  .OPTIONS.Attr<bool>("few")
+                                  .Attr<bool>("differentiated"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward,
                               ffi::Ffi::Bind()

@@ -19,22 +19,26 @@ struct Panel {
   Ints seen[2], poisoned[2], query_nonfinite[2];  // lanes that saw a key; that saw one that is not finite
 };
 
-template <typename T>
+template <typename Numbers>
 static void begin_panel(const Attention& x, int64_t b, int64_t head, int64_t first, Panel& panel) {
   const int64_t last = std::min(first + LANES, x.t);
   panel.range = range_of(x, b, first, last);
-  std::fill_n(panel.output, x.v * LANES, 0.0f);
+  std::fill_n(panel.output, Numbers::output_size(x), 0.0f);
+  using T = typename Numbers::Type;
   const Layout layout = tokens_first(x.t, x.n, x.h);
-  Array<float> row(x.h);
-  for (int64_t lane = 0; lane < LANES; ++lane) {
-    const int64_t i = std::min(first + lane, x.t - 1), at = b * x.t + i;  // lanes beyond the last query repeat it
-    const bool ok = copy_finite(static_cast<const T*>(x.query) + layout.offset(b, i, head), row, x.h, query_factor(x));
-    for (int64_t c = 0; c < x.h; ++c) panel.query[c * LANES + lane] = row[c];
-    const int64_t vector = lane / WIDTH, j = lane % WIDTH;
-    panel.query_nonfinite[vector][j] = ok ? 0 : -1;
-    panel.start[vector][j] = std::max(x.start[at], 0);
-    panel.stop[vector][j] = std::min<int64_t>(x.stop[at], x.s);
-    if (x.query_segment) panel.segment[vector][j] = x.query_segment[at];
+  for (int64_t half = 0; half < 2; ++half) {
+    const T* queries[WIDTH];
+    for (int64_t j = 0; j < WIDTH; ++j) {
+      const int64_t i = std::min(first + half * WIDTH + j, x.t - 1), at = b * x.t + i;  // the last one fills the lanes
+      queries[j] = static_cast<const T*>(x.query) + layout.offset(b, i, head);
+      const bool ok = finite(queries[j], x.h, query_factor(x));
+      if (!ok) queries[j] = nullptr;
+      panel.query_nonfinite[half][j] = ok ? 0 : -1;
+      panel.start[half][j] = std::max(x.start[at], 0);
+      panel.stop[half][j] = std::min<int64_t>(x.stop[at], x.s);
+      if (x.query_segment) panel.segment[half][j] = x.query_segment[at];
+    }
+    Numbers::copy_queries(x, queries, panel.query + half * WIDTH);
   }
   for (int j = 0; j < 2; ++j) {
     panel.top[j] = fill(LOWEST);
@@ -48,8 +52,12 @@ static void cap_scores(float* scores, int64_t count, float soft_cap) {
 }
 
 // Writes -inf over the scores of keys [first, last) that are hidden.
-static void hide(const Attention& x, const Keys& keys, int64_t b, int64_t kv, int64_t first, int64_t last, Panel& panel,
-                 float* scores) {
+static void hide(const Attention& x, const Keys& keys, int64_t b, int64_t kv, int64_t first, int64_t last, Sight sight,
+                 Panel& panel, float* scores) {
+  if (sight == Sight::all && !keys.any_nonfinite) {
+    for (Ints& seen : panel.seen) seen = ~Ints{};
+    return;
+  }
   const uint8_t* nonfinite = keys.nonfinite + (b * x.k + kv) * keys.padded;
   for (int64_t j = first; j < last; ++j, scores += LANES)
     for (int half = 0; half < 2; ++half) {
@@ -61,6 +69,18 @@ static void hide(const Attention& x, const Keys& keys, int64_t b, int64_t kv, in
       panel.seen[half] |= visible;
       if (nonfinite[j]) panel.poisoned[half] |= visible;
     }
+}
+
+// Adds the sum of weights relative to a new largest score to what was found before.
+static void fold(const Attention& x, int half, Vector top, Vector total, Panel& panel) {
+  const Vector before = panel.top[half], factor = exp2(before - top);
+  panel.top[half] = top;
+  panel.total[half] = panel.total[half] * factor + total;
+  if (!any(top > before)) return;
+  for (int64_t c = 0; c < x.v; ++c) {
+    float* output = panel.output + c * LANES + half * WIDTH;
+    store(output, load(output) * factor);
+  }
 }
 
 // Turns the scores of `count` keys into weights, relative to the largest so far.
@@ -88,32 +108,43 @@ static void weigh(const Attention& x, int64_t count, Panel& panel, float* scores
       store(column + j * LANES, p);
       total += p;
     }
-    const Vector factor = exp2(before - top);
-    panel.top[half] = top;
-    panel.total[half] = panel.total[half] * factor + (total + more);
-    if (!any(top > before)) continue;
-    for (int64_t c = 0; c < x.v; ++c) {
-      float* output = panel.output + c * LANES + half * WIDTH;
-      store(output, load(output) * factor);
-    }
+    fold(x, half, top, total + more, panel);
   }
 }
 
-// Attends from one panel to the keys [first, last), a multiple of ROWS apart.
-static void attend(const Attention& x, const Keys& keys, int64_t b, int64_t kv, int64_t first, int64_t last,
-                   Panel& panel, float* scores) {
-  const Sight sight = sight_of(x, b, panel.range, first, last);
-  if (sight == Sight::none) return;
-  const int64_t at = (b * x.k + kv) * keys.padded + first, count = last - first;
-  multiply<1, false>({keys.key + at * x.h, x.h, ROWS, panel.query, LANES, scores, LANES}, count, LANES, x.h);
-  if (x.soft_cap > 0) cap_scores(scores, count * LANES, x.soft_cap);
-  if (sight == Sight::some || keys.any_nonfinite)
-    hide(x, keys, b, kv, first, last, panel, scores);
-  else
-    for (Ints& seen : panel.seen) seen = ~Ints{};
-  weigh(x, count, panel, scores);
-  multiply<1, true>({keys.value + at * x.v, 1, x.v, scores, LANES, panel.output, LANES}, x.v, LANES, count);
-}
+// The numbers of a call in float32.
+template <typename T>
+struct Float32 {
+  static constexpr int64_t STEP = ROWS;  // keys at a time
+  using Type = T;
+  struct Registers {
+    Registers() {}
+  };
+  FloatKeys keys;
+
+  Float32(const Attention& x, Pool& pool) : keys(x) { copy_keys<T>(x, keys, pool); }
+
+  static int64_t query_size(const Attention& x) { return x.h * LANES; }
+  static int64_t output_size(const Attention& x) { return x.v * LANES; }
+  static int64_t scores_size() { return KEYS * LANES; }
+
+  // Copies queries, or zeros, into the lanes of a vector.
+  static void copy_queries(const Attention& x, const T* const* queries, float* to) {
+    const float factor = query_factor(x);
+    for_columns(queries, x.h, [&](int64_t c, Vector lanes) { store(to + c * LANES, lanes * factor); });
+  }
+
+  // Attends from one panel to the keys [first, last), a multiple of STEP apart.
+  void attend(const Attention& x, int64_t b, int64_t kv, int64_t first, int64_t last, Sight sight, Panel& panel,
+              float* scores) const {
+    const int64_t at = (b * x.k + kv) * keys.padded + first, count = last - first;
+    multiply<1, false>({keys.key + at * x.h, x.h, ROWS, panel.query, LANES, scores, LANES}, count, LANES, x.h);
+    if (x.soft_cap > 0) cap_scores(scores, count * LANES, x.soft_cap);
+    hide(x, keys, b, kv, first, last, sight, panel, scores);
+    weigh(x, count, panel, scores);
+    multiply<1, true>({keys.value + at * x.v, 1, x.v, scores, LANES, panel.output, LANES}, x.v, LANES, count);
+  }
+};
 
 // Divides by the sum, the sink included, and writes what the panel found.
 template <typename T>
@@ -138,52 +169,60 @@ static void finish_panel(const Forward& x, int64_t b, int64_t head, int64_t firs
   for (int half = 0; half < 2; ++half) {
     store(lanes[0] + half * WIDTH, panel.top[half]);
     store(lanes[1] + half * WIDTH, panel.total[half]);
-    for (int64_t c = 0; c < x.v; ++c) {
-      float* output = panel.output + c * LANES + half * WIDTH;
-      store(output, load(output) * share[half]);
+  }
+  const int64_t count = std::min<int64_t>(LANES, x.t - first);
+  const int64_t row = (b * x.n + head) * x.t + first;
+  std::copy_n(lanes[0], count, x.top + row);
+  std::copy_n(lanes[1], count, x.total + row);
+  T* output = static_cast<T*>(x.output);
+  for (int64_t c = 0; c < x.v; c += WIDTH)
+    for (int64_t half = 0; half * WIDTH < count; ++half) {
+      Vector block[WIDTH];
+      for (int64_t i = 0; i < WIDTH; ++i)
+        block[i] = c + i < x.v ? load(panel.output + (c + i) * LANES + half * WIDTH) * share[half] : Vector{};
+      transpose(block);
+      for (int64_t i = 0; i < std::min<int64_t>(WIDTH, count - half * WIDTH); ++i)
+        write(output + layout.offset(b, first + half * WIDTH + i, head) + c, block[i], x.v - c);
     }
-  }
-  for (int64_t i = first; i < std::min(first + LANES, x.t); ++i) {
-    T* output = static_cast<T*>(x.output) + layout.offset(b, i, head);
-    for (int64_t c = 0; c < x.v; ++c) write(output + c, panel.output[c * LANES + (i - first)]);
-    const int64_t row = (b * x.n + head) * x.t + i;
-    x.top[row] = lanes[0][i - first];
-    x.total[row] = lanes[1][i - first];
-  }
 }
 
-template <typename T>
-static void attend_block(const Forward& x, const Keys& keys, int64_t b, int64_t head, int64_t begin, float* scratch) {
+template <typename Numbers>
+static void attend_block(const Forward& x, const Numbers& numbers, int64_t b, int64_t head, int64_t begin,
+                         float* scratch) {
+  constexpr int64_t STEP = Numbers::STEP;
   const int64_t kv = head / x.group(), count = std::min(PANELS, blocks_of(x.t - begin, LANES));
   Panel panels[PANELS];
   int64_t start = INT32_MAX, stop = 0;
-  for (int64_t i = 0; i < count; ++i, scratch += (x.h + x.v) * LANES) {
+  for (int64_t i = 0; i < count; ++i) {
     panels[i].query = scratch;
-    panels[i].output = scratch + x.h * LANES;
-    begin_panel<T>(x, b, head, begin + i * LANES, panels[i]);
+    panels[i].output = scratch + Numbers::query_size(x);
+    scratch = panels[i].output + Numbers::output_size(x);
+    begin_panel<Numbers>(x, b, head, begin + i * LANES, panels[i]);
     start = std::min(start, panels[i].range.start);
     stop = std::max(stop, panels[i].range.stop);
   }
-  for (int64_t first = round_down(start, ROWS); first < stop; first += KEYS)
+  for (int64_t first = round_down(start, STEP); first < stop; first += KEYS)
     for (int64_t i = 0; i < count; ++i) {
       const Range& range = panels[i].range;
-      const int64_t from = std::max(first, round_down(range.start, ROWS));
-      const int64_t to = std::min(first + KEYS, round_up(range.stop, ROWS));
-      if (from < to) attend(x, keys, b, kv, from, to, panels[i], scratch);
+      const int64_t from = std::max(first, round_down(range.start, STEP));
+      const int64_t to = std::min(first + KEYS, round_up(range.stop, STEP));
+      const Sight sight = from < to ? sight_of(x, b, range, from, to) : Sight::none;
+      if (sight != Sight::none) numbers.attend(x, b, kv, from, to, sight, panels[i], scratch);
     }
-  for (int64_t i = 0; i < count; ++i) finish_panel<T>(x, b, head, begin + i * LANES, panels[i]);
+  for (int64_t i = 0; i < count; ++i)
+    finish_panel<typename Numbers::Type>(x, b, head, begin + i * LANES, panels[i]);
 }
 
-template <typename T>
+template <typename Numbers>
 static void forward_many(const Forward& x, Pool& pool) {
-  Keys keys(x);
-  copy_keys<T>(x, keys, pool);
+  const Numbers numbers(x, pool);
   const int64_t block = PANELS * LANES, heads = x.b * x.n, blocks = blocks_of(x.t, block);
-  const int64_t scratch = PANELS * LANES * (x.h + x.v) + KEYS * LANES;
+  const int64_t scratch = PANELS * (Numbers::query_size(x) + Numbers::output_size(x)) + Numbers::scores_size();
   Array<float> scratches((pool.threads() + 1) * scratch);
   parallel_for(pool, heads * blocks, heads * x.t * x.s * (x.h + x.v), [&](int worker, int64_t task) {
     // Blocks at the end of the queries first: under a causal mask they take longest.
     const int64_t begin = (blocks - 1 - task / heads) * block, head = task % heads;
-    attend_block<T>(x, keys, head / x.n, head % x.n, begin, scratches + worker * scratch);
+    const typename Numbers::Registers registers;
+    attend_block(x, numbers, head / x.n, head % x.n, begin, scratches + worker * scratch);
   });
 }

@@ -22,7 +22,7 @@ static void forward(const Forward& x, Pool& pool) {
     if (x.few)
       forward_few<decltype(number)>(x, pool);
     else
-      forward_many<decltype(number)>(x, pool);
+      forward_many<Float32<decltype(number)>>(x, pool);
   });
 }
 

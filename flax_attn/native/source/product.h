@@ -42,12 +42,6 @@ struct Part {
   int64_t ahead;  // how many numbers on it is fetched; 0 at the end, as another thread reads what follows
 };
 
-// Asks for memory before it is needed, into the second cache: the first has too few requests under way at a time.
-template <int64_t BYTES>
-static inline void fetch(const void* from) {
-  for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
-}
-
 // Calls run(M, row) for M rows from `row` on, so that all are taken; M is known to the compiler.
 template <typename Run>
 static inline void by_rows(int64_t m, const Run& run) {

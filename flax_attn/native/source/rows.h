@@ -62,6 +62,33 @@ static inline bool copy_finite(const T* from, float* to, int64_t width, float fa
   return ok;
 }
 
+// Asks for memory before it is needed, into the second cache: the first has too few requests under way at a time.
+template <int64_t BYTES>
+static inline void fetch(const void* from) {
+  for (int64_t i = 0; i < BYTES; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
+// WIDTH numbers of a row from number c on; zeros beyond its width, or where there is no row.
+template <typename T>
+static inline Vector load_or_zero(const T* row, int64_t c, int64_t width) {
+  if (!row || c >= width) return Vector{};
+  if (c + WIDTH <= width) return load(row + c);
+  T rest[WIDTH] = {};
+  std::copy_n(row + c, width - c, rest);
+  return load(rest);
+}
+
+// Calls put(c, lanes) for each number c of WIDTH rows, which lies on the lanes.
+template <typename T, typename Put>
+static inline void for_columns(const T* const* rows, int64_t width, const Put& put) {
+  for (int64_t c = 0; c < width; c += WIDTH) {
+    Vector block[WIDTH];
+    for (int64_t i = 0; i < WIDTH; ++i) block[i] = load_or_zero(rows[i], c, width);
+    transpose(block);
+    for (int64_t i = 0; i < std::min<int64_t>(WIDTH, width - c); ++i) put(c + i, block[i]);
+  }
+}
+
 // Where number c of token i is in an array of tiles of ROWS tokens, (tokens / ROWS, width, ROWS): the scalars that a
 // register tile needs at once lie side by side.
 static inline int64_t tiled(int64_t i, int64_t c, int64_t width) {
@@ -105,44 +132,62 @@ static inline Sight sight_of(const Attention& x, int64_t b, const Range& range, 
   return all ? Sight::all : Sight::some;
 }
 
-// The keys and values of a call in float32, with s rounded up to whole tiles by zeros: read in place, rows that are far
-// apart would share few sets of the cache.
+// Copies of the keys and values of a call, `padded` of each head: read in place, rows that are far apart would share few
+// sets of the cache.
 struct Keys {
-  int64_t padded;             // s
-  Array<float> key, value;    // (b, k, padded, width), the keys in tiles
+  int64_t padded;             // s, rounded up
   Array<uint8_t> nonfinite;  // (b, k, padded)
   std::atomic<bool> any_nonfinite{false};
 
-  explicit Keys(const Attention& x)
-      : padded(round_up(x.s, ROWS)),
-        key(x.b * x.k * padded * x.h),
-        value(x.b * x.k * padded * x.v),
-        nonfinite(x.b * x.k * padded) {}
+  Keys(const Attention& x, int64_t multiple) : padded(round_up(x.s, multiple)), nonfinite(x.b * x.k * padded) {}
 };
 
-template <typename T>
-static void copy_keys(const Attention& x, Keys& keys, Pool& pool) {
-  constexpr int64_t TOKENS = 256;  // of a task
+// The same in float32.
+struct FloatKeys : Keys {
+  static constexpr int64_t GROUP = std::max(WIDTH, ROWS);  // tokens that are copied at once
+  int64_t h, v;
+  Array<float> key, value;  // (b, k, padded, width), the keys in tiles
+
+  explicit FloatKeys(const Attention& x)
+      : Keys(x, GROUP), h(x.h), v(x.v), key(x.b * x.k * padded * h), value(x.b * x.k * padded * v) {}
+
+  // Copies rows from row `at` on, and writes zeros where there is none.
+  template <typename T>
+  void copy(int64_t at, const T* const* from_key, const T* const* from_value) {
+    constexpr int64_t RUN = std::min(WIDTH, ROWS);  // of the lanes, within a tile
+    for (int64_t i = 0; i < GROUP; i += WIDTH)
+      for_columns(from_key + i, h, [&](int64_t c, Vector lanes) {
+        for (int64_t lane = 0; lane < WIDTH; lane += RUN)
+          std::memcpy(key + tiled(at + i + lane, c, h), reinterpret_cast<float*>(&lanes) + lane, RUN * sizeof(float));
+      });
+    for (int64_t i = 0; i < GROUP; ++i)
+      for (int64_t c = 0; c < v; c += WIDTH) write(value + (at + i) * v + c, load_or_zero(from_value[i], c, v), v - c);
+  }
+};
+
+template <typename T, typename Copies>
+static void copy_keys(const Attention& x, Copies& keys, Pool& pool) {
+  constexpr int64_t TOKENS = 256, GROUP = Copies::GROUP;  // of a task, and at once
   const int64_t blocks = blocks_of(keys.padded, TOKENS);
   const Layout key = keys_layout(x, x.h), value = keys_layout(x, x.v);
   parallel_for(pool, x.b * x.k * blocks, x.b * x.k * x.s * (x.h + x.v), [&](int, int64_t task) {
-    const int64_t head = task / blocks, b = head / x.k, j = head % x.k, first = task % blocks * TOKENS;
+    const int64_t head = task / blocks, b = head / x.k, j = head % x.k, begin = task % blocks * TOKENS;
     bool any = false;
-    Array<float> row(x.h);
-    for (int64_t i = first; i < std::min(first + TOKENS, keys.padded); ++i) {
-      const int64_t at = head * keys.padded + i;
-      if (i >= x.s) {
-        for (int64_t c = 0; c < x.h; ++c) keys.key[tiled(at, c, x.h)] = 0;
-        std::fill_n(keys.value + at * x.v, x.v, 0.0f);
-        keys.nonfinite[at] = false;
-        continue;
+    for (int64_t first = begin; first < std::min(begin + TOKENS, keys.padded); first += GROUP) {
+      const int64_t at = head * keys.padded + first;
+      const T *from_key[GROUP] = {}, *from_value[GROUP] = {};
+      for (int64_t i = 0; i < GROUP; ++i) {
+        keys.nonfinite[at + i] = false;
+        if (first + i >= x.s) continue;
+        const T* one_key = static_cast<const T*>(x.key) + key.offset(b, first + i, j);
+        const T* one_value = static_cast<const T*>(x.value) + value.offset(b, first + i, j);
+        const bool key_ok = finite(one_key, x.h), value_ok = finite(one_value, x.v);
+        if (key_ok) from_key[i] = one_key;
+        if (value_ok) from_value[i] = one_value;
+        keys.nonfinite[at + i] = !key_ok || !value_ok;
+        any |= keys.nonfinite[at + i];
       }
-      const bool key_ok = copy_finite<T>(static_cast<const T*>(x.key) + key.offset(b, i, j), row, x.h);
-      for (int64_t c = 0; c < x.h; ++c) keys.key[tiled(at, c, x.h)] = row[c];
-      const bool value_ok =
-          copy_finite(static_cast<const T*>(x.value) + value.offset(b, i, j), keys.value + at * x.v, x.v);
-      keys.nonfinite[at] = !key_ok || !value_ok;
-      any |= keys.nonfinite[at];
+      keys.copy(at, from_key, from_value);
     }
     if (any) keys.any_nonfinite = true;
   });

@@ -34,6 +34,31 @@ static inline float sum(Vector x) {
 }
 static inline bool any(Ints x) { return sum(x ? fill(1.0f) : Vector{}) > 0; }
 
+// Turns WIDTH rows into columns: in each pair of rows HALF apart the blocks of HALF numbers off the diagonal change places.
+template <int HALF, int... I>
+static inline void swap_blocks(Vector& first, Vector& second, std::integer_sequence<int, I...>) {
+  const Vector rows = first;
+  first = __builtin_shufflevector(rows, second, (I & HALF ? I - HALF + WIDTH : I)...);
+  second = __builtin_shufflevector(rows, second, (I & HALF ? I + WIDTH : I + HALF)...);
+}
+template <int HALF = WIDTH / 2>
+static inline void transpose(Vector* rows) {
+  for (int i = 0; i < WIDTH; ++i)
+    if (!(i & HALF)) swap_blocks<HALF>(rows[i], rows[i + HALF], std::make_integer_sequence<int, WIDTH>{});
+  if constexpr (HALF > 1) transpose<HALF / 2>(rows);
+}
+
+// The sum of each of 2 HALF rows, on the lanes in their order: blocks change places as in `transpose`, and are added.
+template <int HALF = WIDTH / 2>
+static inline Vector sums_of(Vector* rows) {
+  for (int i = 0; i < HALF; ++i) {
+    swap_blocks<HALF>(rows[i], rows[i + HALF], std::make_integer_sequence<int, WIDTH>{});
+    rows[i] += rows[i + HALF];
+  }
+  if constexpr (HALF > 1) return sums_of<HALF / 2>(rows);
+  return rows[0];
+}
+
 // The lower types, read and written as their bits.
 struct BFloat16 {
   uint16_t bits;
@@ -91,23 +116,47 @@ static inline void write(Float16* x, float y) {
   __builtin_memcpy(x, &half, sizeof half);
 }
 
+// Writes the first `count` numbers.
+template <typename T>
+static inline void write(T* to, Vector x, int64_t count) {
+  for (int64_t i = 0; i < std::min<int64_t>(WIDTH, count); ++i) write(to + i, x[i]);
+}
+static inline void write(float* to, Vector x, int64_t count) {
+  if (count >= WIDTH) return store(to, x);
+  for (int64_t i = 0; i < count; ++i) to[i] = x[i];
+}
+#ifdef __AVX512BF16__
+static inline void write(BFloat16* to, Vector x, int64_t count) {
+  const __mmask16 mask = count >= WIDTH ? 0xffff : (1 << count) - 1;
+  _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x));
+}
+#endif
+
 // 2^x, 0 below the smallest normal number, NaN for NaN. The polynomial is the least-error one of degree 5 on
 // [-0.5, 0.5], with a relative error of 2e-7.
 static inline Vector exp2(Vector x) {
+#if VECTOR_BYTES == 64
+  const Vector fraction = _mm512_reduce_ps(x, 0);  // of the nearest integer
+#else
   const Ints tiny = x < -126.0f;
   x = x < -126.0f ? fill(-126.0f) : x;
   x = x > 127.0f ? fill(127.0f) : x;
   const float round = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the low bits
   const Vector shifted = x + round, fraction = x - (shifted - round);
+#endif
   Vector y = fill(1.32647273e-3f);
   y = y * fraction + 9.67151299e-3f;
   y = y * fraction + 5.55073358e-2f;
   y = y * fraction + 2.40222424e-1f;
   y = y * fraction + 6.93147004e-1f;
   y = y * fraction + 1.0f;
+#if VECTOR_BYTES == 64
+  return _mm512_scalef_ps(y, x - fraction);
+#else
   y = (Vector)((Bits)y + ((Bits)shifted << 23));  // a NaN stays one: its lowest exponent bits alone change
   y = x != x ? x : y;
   return tiny ? Vector{} : y;
+#endif
 }
 
 // tanh(x), by its series near 0 and else from 2^x, with a relative error of 3e-7.
