@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -18,7 +18,9 @@ from flax_attn.functional.mask_parts import Part
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.placed import HeadsOf
 from flax_attn.functional.places import Places
+from flax_attn.functional.traced_score import TracedScore
 from flax_attn.sharding.division import Division
+from flax_attn.sharding.mapped import on_devices
 from flax_attn.sharding.order import zigzag_places
 from flax_attn.sharding.shards import Shard
 from flax_attn.sharding.strategies import Kernel, attend_shard
@@ -59,6 +61,7 @@ def _arrays(division: Division, call: Call) -> dict[str, Any]:
         "value": value,
         "bias": call.bias,
         "mask": call.mask,
+        "score": call.score,
         "scale": call.scale if isinstance(call.scale, jax.Array) else None,
         "sinks": call.sinks,
         "dropout": None if dropout is None else replace(dropout, key=key_data(dropout.key)),
@@ -68,19 +71,14 @@ def _arrays(division: Division, call: Call) -> dict[str, Any]:
 @partial(jax.jit, static_argnums=0, inline=True)  # an eager call would compile its parts each time
 def _compiled(static: _Static, arrays: dict[str, Any]) -> Array:
     division = static.division
-    specs = _specs(division, arrays)
-    mesh = division.mesh
-    if AxisType.Explicit in mesh.axis_types:
-        arrays = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)), arrays, specs)
-    sharded = jax.shard_map(
+    return on_devices(
         lambda arrays: attend_shard(division, static.kernel, _shard(static, arrays)),
-        mesh=None if not jax.sharding.get_abstract_mesh().empty else mesh,
-        in_specs=(specs,),
-        out_specs=P(division.batch, division.queries, division.heads),
-        axis_names=division.axes,
-        check_vma=False,  # the kernels' loops and branches are not typed by how they vary over devices
+        division.mesh,
+        arrays,
+        _specs(division, arrays),
+        P(division.batch, division.queries, division.heads),
+        division.axes,
     )
-    return sharded(arrays)
 
 
 def _specs(division: Division, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -93,6 +91,7 @@ def _specs(division: Division, arrays: dict[str, Any]) -> dict[str, Any]:
         "sinks": None if arrays["sinks"] is None else P(heads),
         "bias": None if arrays["bias"] is None else _broadcast_spec((batch, heads, queries, ()), arrays["bias"]),
         "mask": Mask(tuple(_part_specs(division, part) for part in arrays["mask"].parts)),
+        "score": None if arrays["score"] is None else _score_specs(division, arrays["score"]),
     }
     return whole | specs
 
@@ -102,8 +101,20 @@ def _part_specs(division: Division, part: Part) -> Any:
         return jax.tree.map(lambda x: P(), part)
     split = {"batch": division.batch, "heads": division.heads, None: ()}
     arrays = {name: x for name, x in vars(part).items() if not isinstance(x, int | None)}
-    specs = {name: _broadcast_spec(tuple(split[axis] for axis in part.axes[name]), x) for name, x in arrays.items()}
-    return jax.tree.unflatten(jax.tree.structure(part), list(specs.values()))
+    specs = (
+        [_broadcast_spec(tuple(split[axis] for axis in part.axes[name]), x)]
+        if name in part.axes
+        else [P()] * len(jax.tree.leaves(x))  # a function, with the arrays that it captures
+        for name, x in arrays.items()
+    )
+    return jax.tree.unflatten(jax.tree.structure(part), list(chain.from_iterable(specs)))
+
+
+def _score_specs(division: Division, score: TracedScore) -> TracedScore:
+    # Positions are those of whole sequences, and each device takes the indices of its rows and heads.
+    rows, cols = (_broadcast_spec((division.batch, ()), x) for x in (score.rows, score.cols))
+    function = jax.tree.map(lambda x: P(), score.function)
+    return TracedScore(function, P(division.batch), P(division.heads), rows, cols)
 
 
 def _broadcast_spec(axes: tuple[tuple[str, ...], ...], array: Array) -> P:

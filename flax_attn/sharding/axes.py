@@ -15,12 +15,12 @@ from jaxtyping import Array
 
 Rules = Mapping[str, tuple[str, ...]]
 
-# An axis is split over those of its mesh axes that the mesh in use has. Of two axes of one array that ask for the same
-# mesh axis, the first gets it.
+#: The mesh axes over which each logical axis is split: those of them that the mesh in use has. Of two axes of one
+#: array that ask for the same mesh axis, the first gets it.
 RULES: Rules = MappingProxyType(
     {
         # of activations
-        "batch": ("data", "fsdp"),
+        "batch": ("data", "fsdp", "expert"),  # each device of an expert axis has tokens, and experts
         "tokens": ("context",),  # where attention and feed-forward layers compute
         "residual": ("context",),  # tokens in norms and sums; add "tensor" for sequence parallelism
         # of activations and parameters
@@ -29,6 +29,7 @@ RULES: Rules = MappingProxyType(
         "hidden": ("tensor",),  # of a feed-forward layer
         "vocab": ("tensor",),
         # of parameters
+        "expert": ("expert",),
         "embed": ("fsdp",),  # the width of the model
     }
 )
@@ -159,15 +160,36 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 def place(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
     """Return x as it lies on a mesh by a spec, whichever kind the axes of the mesh are of."""
-    if not isinstance(x, Tracer):  # which may lie on one device
-        devices: Any = jax.sharding.get_mesh()
+    devices = None if isinstance(x, Tracer) else _devices()
+    if devices is not None:  # x may lie on one of them
         own: Any = getattr(x.sharding, "mesh", None)
         return jax.device_put(x, NamedSharding(own if devices.empty else devices, wanted))
-    if AxisType.Explicit in mesh.axis_types:
-        x = jax.sharding.reshard(x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Explicit)))
+    x = place_by_type(x, mesh, wanted)
     if AxisType.Auto in mesh.axis_types:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Auto)))
     return x
+
+
+def place_by_type(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
+    """Return x as it lies over the Explicit axes of a mesh by a spec; how Auto axes split it is left as it was.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mesh = jax.sharding.AbstractMesh((2,), ("data",), (AxisType.Auto,))
+        >>> place_by_type(jnp.ones(3), mesh, PartitionSpec("data")).shape
+        (3,)
+    """
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Explicit)))
+
+
+def _devices() -> Any:
+    """Return the mesh that was set, or None inside `jax.jit`, which may close over arrays as constants."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:
+        return None
 
 
 def place_like(x: Array, other: Array) -> Array:

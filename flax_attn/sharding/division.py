@@ -15,6 +15,10 @@ from flax_attn.sharding.order import check_pieces
 _IN_PIECES = ("ring", "ulysses+ring")  # strategies that attend to pieces of the keys
 
 
+class IndivisibleError(ValueError):
+    """Rows, heads or tokens that the axes of a mesh do not divide."""
+
+
 @dataclass(frozen=True)
 class Division:
     """The mesh axes that each axis of a call is split over, and how attention goes over tokens that are split.
@@ -59,7 +63,8 @@ def divide(call: Call, backend: str = "auto") -> Division | None:
     """Return how a call is divided over the mesh in use, or None where one device, or the code around, has all of it.
 
     Raises:
-        ValueError: if an axis of the mesh does not divide batch, heads or tokens, or if a strategy cannot run the call.
+        IndivisibleError: if an axis of the mesh does not divide batch, heads or tokens.
+        ValueError: if a strategy cannot run the call.
     """
     mesh = mesh_of(call.query, call.key, call.value)
     b, n, t, s = call.shape
@@ -98,7 +103,7 @@ def _split(mesh: Any, name: str, what: str, axes: tuple[str, ...], size: int) ->
             "rows": f"Pass a batch of a multiple of {devices} rows",
             "query heads": "Use fewer devices for them",
         }.get(what, f"Add {-size % devices} tokens of padding and hide them with Mask.lengths")
-        raise ValueError(
+        raise IndivisibleError(
             f"the mesh splits {name} over {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)}, which must "
             f"divide the {size} {what}. {remedy}, or leave them whole: with flax_attn.sharding.rules({name}=None)"
         )

@@ -41,7 +41,8 @@ def context_parallel(
         balance: `"zigzag"` gives each device an early and a late piece of a causal sequence, so that all have the same
             work. `"none"` leaves the tokens where they are. `"auto"` balances causal attention.
         order: of the tokens that arrive. `"zigzag"` says that they were put in that order already, see `zigzag`: then
-            attention need not move them.
+            attention need not move them. `next_token_loss` and `train_step` take a batch in its own order, and put it
+            in this one themselves, once for all layers.
 
     None leaves an option as it was. Functions that were compiled outside are compiled again inside.
 

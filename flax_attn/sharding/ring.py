@@ -26,6 +26,7 @@ from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.places import Places
+from flax_attn.functional.traced_score import TracedScore
 from flax_attn.sharding.route import Route
 from flax_attn.sharding.shards import Shard
 from flax_attn.sharding.softmax import fold, fold_over, nothing, sinks_gradient, with_sinks
@@ -42,8 +43,9 @@ def attend_pieces(route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Arr
     call = shard.call
     scale = jnp.asarray(call.scale, accumulation_dtype(call.query.dtype))
     static = _Static(route, over, call.soft_cap, call.precision, call.platform, shard.s)
-    arrays = CallArrays(call.query, call.key, call.value, shard.bias, call.sinks, scale)
-    rest = _Rest(call.mask, call.dropout, shard.b, shard.n, shard.rows)
+    captured = () if call.score is None else call.score.floats
+    arrays = CallArrays(call.query, call.key, call.value, shard.bias, call.sinks, scale, captured)
+    rest = _Rest(call.mask, call.score, call.dropout, shard.b, shard.n, shard.rows)
     output: Array = _attend(static, arrays, rest)
     return output.astype(call.query.dtype)
 
@@ -52,6 +54,7 @@ class _Rest(NamedTuple):
     """The arrays of a shard that have no gradients."""
 
     mask: Mask
+    score: TracedScore | None  # whose captured arrays are not read
     dropout: KeyedDropout | None
     b: Places
     n: Places
@@ -71,7 +74,8 @@ class _Static:
 
     def call(self, arrays: CallArrays, rest: _Rest, piece: tuple[Array, Array], cols: Places) -> Call:
         """Return the call of this device's queries and a piece of the keys; sinks are no part of it."""
-        numerics = (self.soft_cap, None, rest.dropout, self.precision, self.platform)
+        score = None if rest.score is None else rest.score.with_floats(arrays.captured)
+        numerics = (self.soft_cap, None, rest.dropout, self.precision, self.platform, score)
         call = Call(arrays.query, *piece, None, rest.mask, arrays.scale, *numerics)
         return Shard(call, arrays.bias, rest.b, rest.n, rest.rows, cols, self.s).as_call()
 
@@ -114,9 +118,9 @@ def _backward(static: _Static, saved: tuple, cotangent: Array) -> tuple[CallArra
         return route.where_needed(j, with_piece, (sums, found))
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, done.output.dtype), arrays)
-    found, pieces = _Own(zeros.query, zeros.bias, zeros.scale), (arrays.key, arrays.value)
+    found, pieces = _Own(zeros.query, zeros.bias, zeros.scale, zeros.captured), (arrays.key, arrays.value)
     (d_key, d_value), found = _over_pieces(route, pieces, step, (zeros.key, zeros.value), found)
-    gradients = CallArrays(found.query, d_key, d_value, found.bias, d_sinks, found.scale)
+    gradients = CallArrays(found.query, d_key, d_value, found.bias, d_sinks, found.scale, found.captured)
     return jax.tree.map(lambda d, x: d.astype(x.dtype), gradients, arrays), None
 
 
@@ -126,11 +130,13 @@ class _Own(NamedTuple):
     query: Array
     bias: Array | None
     scale: Array
+    captured: tuple[Array, ...]
 
     def add(self, share: CallArrays, cols: Places) -> _Own:
         """Return the gradients with the share of some keys."""
         bias = None if self.bias is None or share.bias is None else cols.put(self.bias, share.bias, 3)
-        return _Own(self.query + share.query, bias, self.scale + share.scale)
+        captured = jax.tree.map(jnp.add, self.captured, share.captured)
+        return _Own(self.query + share.query, bias, self.scale + share.scale, captured)
 
 
 def _over_pieces(route: Route, pieces: Any, step: Any, sums: Any, carry: Any) -> tuple[Any, Any]:

@@ -40,14 +40,16 @@ class Shard:
         call = self.call
         _, _, t, s = call.shape
         rows, cols = self.rows or whole(t), self.cols or whole(s)
-        mask, bias, dropout = call.mask, self.bias, call.dropout
+        mask, bias, dropout, score = call.mask, self.bias, call.dropout, call.score
         if mask.parts and not (self.rows is None and self.cols is None):
             mask = Mask((Placed(mask, rows, cols, self.s),))
         if bias is not None and self.cols is not None:
             bias = self.cols.take(bias, 3)
         if dropout is not None:
             dropout = PlacedDropout(dropout.rate, dropout.key, (self.b, self.n, rows, cols))
-        return replace(call, mask=mask, bias=bias, dropout=dropout)
+        if score is not None:
+            score = score.placed(rows, cols)
+        return replace(call, mask=mask, bias=bias, dropout=dropout, score=score)
 
 
 def whole(size: int) -> Places:

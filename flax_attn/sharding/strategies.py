@@ -112,6 +112,7 @@ def _with_all_tokens(division: Division, shard: Shard) -> Shard:
         query=query,
         key=key,
         value=value,
+        score=None if call.score is None else replace(call.score, n=heads.take(call.score.n, 0)),
         sinks=None if call.sinks is None else heads.take(call.sinks, 0),
         mask=Mask(tuple(parts)),
     )

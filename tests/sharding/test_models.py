@@ -117,7 +117,7 @@ def lies(model):
 
 
 def test_rows_of_different_lengths(x64, mesh_like):
-    mesh, lengths = mesh_like(data=2, tensor=2), jnp.array([8, 5, 8, 2])
+    mesh, lengths = mesh_like("both", data=2, tensor=2), jnp.array([8, 5, 8, 2])
     model = build("llama")
     truth = lesson(model, TOKENS[:4], lengths=lengths)
     with jax.set_mesh(mesh):

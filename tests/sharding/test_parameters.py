@@ -144,7 +144,7 @@ def test_sums_over_an_axis_of_a_parameter_are_whole():
 @pytest.mark.parametrize("place", [shardings, shard, lambda layer, mesh: create(lambda: layer, mesh)])
 def test_a_mesh_without_an_axis_of_the_table_is_refused(place, mesh_like):
     layer = Linear(6, 4, axes=("embed", "hidden"), rngs=nnx.Rngs(0))
-    rule = r"must have an axis of the table, data, fsdp, context, tensor; got the axes rows, columns\. Name an axis"
+    rule = r"must have an axis of the table, data, fsdp, expert, context, tensor; got the axes rows, columns\. Name"
     with pytest.raises(ValueError, match=rule):
         place(layer, mesh_like(rows=2, columns=4))
     with rules(batch="rows"):

@@ -27,17 +27,18 @@ import os, runpy, signal, sys, time
 import orbax.checkpoint as ocp
 import flax_attn.training as training
 
+where = sys.argv.pop(1)
+
 def end(*_):
-    while "step" == sys.argv[1] and not os.path.isdir("killed/2"):
+    while where == "step" and not os.path.isdir("killed/2"):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 
 steps = iter([training.train_step] * 3)
-if sys.argv[1] == "step":
+if where == "step":
     training.train_step = lambda *call: next(steps, end)(*call)
 else:
     ocp.StandardCheckpointHandler.finalize = end
-del sys.argv[1]
 sys.argv[0] = FILE
 runpy.run_path(sys.argv[0], run_name="__main__")
 """.replace("FILE", repr(str(FILE)))

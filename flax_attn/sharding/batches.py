@@ -1,0 +1,77 @@
+"""Tokens of a batch in the order in which attention takes them, put in it once for all layers."""
+
+from __future__ import annotations
+
+from math import prod
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.placed import PlacedDropout
+from flax_attn.functional.places import Places
+from flax_attn.sharding.axes import constrain, mesh_axes, mesh_of
+from flax_attn.sharding.options import in_use
+from flax_attn.sharding.order import pieces, zigzag
+
+
+def arranged(x: Array) -> Array:
+    """Return numbers of tokens, `(b, t)` or `(t,)`, in the order that `context_parallel` was given.
+
+    That is the zigzag order with `order="zigzag"`, and that of the tokens otherwise. They are few, so that they are
+    gathered, reordered and split again.
+
+    Raises:
+        ValueError: if no mesh in use splits tokens, or if they do not divide into two pieces a device.
+
+    Example:
+        >>> arranged(jnp.arange(4)).tolist()
+        [0, 1, 2, 3]
+    """
+    if in_use().order == "natural":
+        return x
+    whole = constrain(x, *["batch", None][-x.ndim :])
+    return constrain(zigzag(whole, _devices(), x.ndim - 1), "batch", "tokens")
+
+
+def arranged_positions(t: int) -> Array | None:
+    """Return the positions of tokens that arrive in zigzag order; None where they arrive in their own.
+
+    Example:
+        >>> arranged_positions(4) is None
+        True
+    """
+    return None if in_use().order == "natural" else arranged(jnp.arange(t))
+
+
+def arranged_dropout(dropout: KeyedDropout, t: int) -> KeyedDropout:
+    """Return the dropout of an array of tokens in that order: it drops of each token what it drops in any order.
+
+    Args:
+        dropout: of indices `(b, n, t, s)`.
+        t: number of tokens.
+
+    Example:
+        >>> import jax
+        >>> arranged_dropout(KeyedDropout(0.1, jax.random.key(0)), 4).rate
+        0.1
+    """
+    if in_use().order == "natural":
+        return dropout
+    order = pieces(_devices())
+    size = t // len(order)
+    same = Places(np.zeros(1, np.int32), 1)
+    tokens = Places(np.array(order, np.int32) * size, size)
+    return PlacedDropout(dropout.rate, dropout.key, (same, same, tokens, same))
+
+
+def _devices() -> int:
+    mesh = mesh_of()
+    axes = mesh_axes("tokens", mesh)
+    if not axes:
+        raise ValueError(
+            f"the zigzag order is that of tokens that a mesh splits; got a mesh with axes {mesh.axis_names}. Pass "
+            'order="natural", or set a mesh with an axis for tokens with jax.set_mesh'
+        )
+    return prod(mesh.shape[axis] for axis in axes)

@@ -1,0 +1,138 @@
+"""Experts over a mesh: each device computes its tokens with its experts, and the results are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from flax_attn.sharding.axes import axes_in, mesh_in_use, spec
+from flax_attn.sharding.mapped import on_devices, rows_of
+
+Compute = Callable[[Array, Array, Array, Mapping[str, Array]], Array]
+
+
+def on_mesh(
+    compute: Compute, x: Array, weights: Array, experts: Array, variables: Mapping[str, nnx.Variable], dtype: Dtype
+) -> Array:
+    """Return `compute(x, weights, experts, arrays)` of tokens in one axis, over the mesh in use.
+
+    A device has its tokens, its experts and their hidden features. Numbers of experts are counted from its first one,
+    so that those of other devices lie outside its own. Devices that share the experts and have tokens of their own
+    gather these, and each gets back the sums of its own. What `fsdp` splits is gathered.
+
+    Args:
+        compute: of one device.
+        x: tokens `(..., d)`.
+        weights: of the experts of each token, `(..., k)`.
+        experts: their numbers, `(..., k)`.
+        variables: of the experts, with the name `"expert"` for the first axis.
+        dtype: that the parameters are cast to.
+
+    Example:
+        >>> on_mesh(lambda x, weights, experts, arrays: 2 * x, jnp.ones((2, 5, 3)), jnp.ones((2, 5, 1)),
+        ...         jnp.zeros((2, 5, 1), int), {}, jnp.float32).shape
+        (2, 5, 3)
+    """
+    arrays = {name: variable[...].astype(dtype) for name, variable in variables.items()}
+    mesh = mesh_in_use(x)
+    if mesh is None:
+        return _by_token(compute, x, weights, experts, arrays)
+    rows = rows_of(x, mesh)
+    taken = {axis for entry in rows for axis in axes_in(entry)}
+    specs = {name: _spec(variable, mesh, taken) for name, variable in variables.items()}
+    over, hidden = axes_in(specs["gate"][0]), axes_in(specs["gate"][2])
+    embed = {
+        name: _names(variable).index("embed") for name, variable in variables.items() if "embed" in _names(variable)
+    }
+    gathered = {name: (axis, axes_in(specs[name][axis])) for name, axis in embed.items()}
+    own = _Split(over, hidden, tuple(axis for axis in over if axis in taken), rows, gathered)
+    tokens = PartitionSpec(*rows, None)
+    given, where = (x, weights, experts, arrays), (tokens, tokens, tokens, specs)
+    return on_devices(lambda given: _of_device(compute, own, *given), mesh, given, where, tokens, typed=True)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The mesh axes that are split over.
+
+    Args:
+        experts: by the experts.
+        hidden: by their hidden features.
+        shared: of those of the experts, the axes that tokens are split over as well.
+        rows: by each axis of the tokens.
+        gathered: by an axis of a parameter, of which a device needs all, by its name.
+    """
+
+    experts: tuple[str, ...]
+    hidden: tuple[str, ...]
+    shared: tuple[str, ...]
+    rows: PartitionSpec
+    gathered: Mapping[str, tuple[int, tuple[str, ...]]]
+
+    @property
+    def axis(self) -> int:
+        """The axis of the tokens that is split over `shared`."""
+        return next(i for i, entry in enumerate(self.rows) if set(self.shared) & set(axes_in(entry)))
+
+
+def _names(variable: nnx.Variable) -> tuple[str | None, ...]:
+    """Return the names of the axes of a parameter; of a layer of a stack those behind the name of the layers."""
+    return variable.get_metadata()["out_sharding"][-len(variable.shape) :]
+
+
+def _spec(variable: nnx.Variable, mesh: Any, taken: set[str]) -> PartitionSpec:
+    """Return how a parameter is split, beside tokens that are split over the mesh axes `taken`.
+
+    Over these the width of the model is split, which is gathered, and experts are, for which tokens are.
+    """
+    names = _names(variable)
+    entries = spec(names, mesh, variable.shape)
+
+    def kept(name: str | None, axes: set[str]) -> bool:
+        return axes <= taken if name == "embed" else name == "expert" or not axes & taken
+
+    return PartitionSpec(
+        *(entry if kept(name, set(axes_in(entry))) else None for name, entry in zip(names, entries, strict=True))
+    )
+
+
+def _of_device(compute: Compute, split: _Split, x: Array, weights: Array, experts: Array, arrays: Any) -> Array:
+    """Return the sum over all experts, of one device's tokens."""
+    # Gathered here, their gradients are summed and split again by one collective.
+    arrays = arrays | {
+        name: jax.lax.all_gather(arrays[name], axes, axis=axis, tiled=True)
+        for name, (axis, axes) in split.gathered.items()
+        if axes
+    }
+    if split.shared:
+        gather = partial(jax.lax.all_gather, axis_name=split.shared, axis=split.axis, tiled=True)
+        x, weights, experts = gather(x), gather(weights), gather(experts)
+    summed = tuple(axis for axis in (*split.experts, *split.hidden) if axis not in split.shared)
+    if summed:
+        # JAX loses the sum of the gradient of what is the same everywhere and gathered by indices that are not.
+        varying = partial(jax.lax.pcast, axis_name=summed, to="varying")
+        x, weights, experts = varying(x), varying(weights), varying(experts)
+    if split.experts:
+        experts = experts - jax.lax.axis_index(split.experts) * len(arrays["gate"])
+    if split.hidden and "down bias" in arrays:  # is added once, not on each device that has a part of the sum
+        first = jax.lax.axis_index(split.hidden) == 0
+        arrays = {**arrays, "down bias": jnp.where(first, arrays["down bias"], 0)}
+    y = _by_token(compute, x, weights, experts, arrays)
+    y = jax.lax.psum(y, summed) if summed else y
+    if split.shared:
+        return jax.lax.psum_scatter(y, split.shared, scatter_dimension=split.axis, tiled=True)
+    return y
+
+
+def _by_token(compute: Compute, x: Array, weights: Array, experts: Array, arrays: Mapping[str, Array]) -> Array:
+    tokens, weights, experts = (array.reshape(-1, array.shape[-1]) for array in (x, weights, experts))
+    return compute(tokens, weights, experts, arrays).reshape(x.shape)

@@ -1,0 +1,75 @@
+"""A function that each device of a mesh computes of its own part of arrays: `jax.shard_map`, and where arrays lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from flax_attn.sharding.axes import free_axes, mesh_in_use, place_by_type, spec
+
+R = TypeVar("R")
+
+
+def on_devices(
+    function: Callable[[Any], R],
+    mesh: Any,
+    arrays: Any,
+    specs: Any,
+    outputs: Any,
+    axes: Collection[str] | None = None,
+    typed: bool = False,
+) -> R:
+    """Return `function(arrays)`, each device of a mesh being given its part and returning its part.
+
+    Args:
+        function: of a tree of arrays.
+        mesh: in use, or that arrays lie on.
+        arrays: the tree.
+        specs: how each of them is split, in the same form.
+        outputs: how what the function returns is split.
+        axes: of the mesh, over which devices compute by themselves; None is all that are free.
+        typed: whether JAX checks what varies over devices. Loops and branches of kernels do not say it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> on_devices(lambda x: 2 * x, mesh, jnp.ones((4, 3)), PartitionSpec("data"), PartitionSpec("data")).sum()
+        Array(24., dtype=float32)
+    """
+    arrays = jax.tree.map(lambda x, to: place_by_type(x, mesh, to), arrays, specs)
+    sharded = jax.shard_map(
+        function,
+        mesh=None if not jax.sharding.get_abstract_mesh().empty else mesh,
+        in_specs=(specs,),
+        out_specs=outputs,
+        axis_names=set(free_axes(mesh) if axes is None else axes),
+        check_vma=typed,
+    )
+    return jax.jit(sharded)(arrays)  # a call outside of jax.jit would compile its parts one by one
+
+
+def by_tokens(function: Callable[..., R], *arrays: Array) -> R:
+    """Return `function(*arrays)` of arrays `(..., features)`, each device of the mesh in use computing its own tokens.
+
+    XLA gathers the tokens of all devices for what it does not divide, such as `jax.lax.top_k`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> by_tokens(lambda x, y: x + y, jnp.ones((2, 5, 3)), jnp.ones((2, 5, 3))).shape
+        (2, 5, 3)
+    """
+    mesh = mesh_in_use(*arrays)
+    if mesh is None:
+        return function(*arrays)
+    tokens = PartitionSpec(*rows_of(arrays[0], mesh), None)
+    return on_devices(lambda arrays: function(*arrays), mesh, arrays, (tokens,) * len(arrays), tokens)
+
+
+def rows_of(x: Array, mesh: Any) -> PartitionSpec:
+    """Return how the axes of tokens `(..., features)` are split over a mesh, all but the last."""
+    names = ("batch", "tokens")[max(0, 3 - x.ndim) :]
+    return spec((*[None] * (x.ndim - 1 - len(names)), *names), mesh, x.shape[:-1])
