@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import Any
 
 from flax_attn.plan.job import Job
 from flax_attn.plan.phases import Phase
@@ -105,8 +106,15 @@ def _activations(job: Job) -> float:
     config = job.config
     head_dim = getattr(config, "head_dim", None) or config.d_model // config.num_heads
     heads = config.num_heads + 2 * (getattr(config, "num_kv_heads", None) or config.num_heads)
-    hidden = config.d_hidden or 4 * config.d_model
+    hidden = _hidden(config)
     layer = 4 * config.d_model + (heads * head_dim + 3 * hidden) / job.axis("tensor")
     kept = config.num_layers * (config.d_model if job.remat else layer) if job.train else 0
-    split = prod(job.axis(axis) for axis in ("data", "fsdp", "context"))
+    split = prod(job.axis(axis) for axis in ("data", "fsdp", "expert", "context"))
     return job.batch * job.tokens / split * (kept + layer)
+
+
+def _hidden(config: Any) -> int:
+    """Return how many hidden features a token has in the feed-forward layer, or in all of its experts."""
+    if hasattr(config, "num_experts"):
+        return config.top_k * getattr(config, "d_expert", config.d_hidden)
+    return config.d_hidden or 4 * config.d_model

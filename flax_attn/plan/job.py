@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -11,17 +11,24 @@ from types import MappingProxyType
 from typing import Any
 
 from flax_attn.functional.checks import check_positive
+from flax_attn.functional.frequencies import YaRNScaling
 from flax_attn.functional.positions import RoPE
+from flax_attn.models.deepseekv3 import DeepseekV3, DeepseekV3Config
 from flax_attn.models.gpt2 import GPT2, GPT2_CONFIGS
 from flax_attn.models.hugging_face.fields import read_fields
 from flax_attn.models.hugging_face.folder import read_config
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.llama import Llama, LlamaConfig
-from flax_attn.models.registry import model_class
+from flax_attn.models.mixtral import Mixtral, MixtralConfig
+from flax_attn.models.registry import FAMILIES, model_class
+from flax_attn.models.turns import UnequalLayersError
 from flax_attn.plan.topology import Topology
 from flax_attn.sharding.axes import rules, table
 
 _LLAMA3 = {"num_kv_heads": 8, "context_length": 8192, "vocab_size": 128256, "rope": RoPE(500000.0), "eps": 1e-5}
+_MIXTRAL = {"num_kv_heads": 8, "context_length": 32768, "rope": RoPE(1e6)}
+_YARN = YaRNScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
+_DEEPSEEK = {"context_length": 163840, "rope": RoPE(interleaved=True, scaling=_YARN)}
 
 # Models that are known by name, as their makers published them.
 MODELS: Mapping[str, tuple[type[LanguageModel], Any]] = MappingProxyType(
@@ -30,8 +37,13 @@ MODELS: Mapping[str, tuple[type[LanguageModel], Any]] = MappingProxyType(
         "gpt2-xl": (GPT2, GPT2_CONFIGS["gpt2-xl"]),
         "llama3-8b": (Llama, LlamaConfig(4096, 14336, num_heads=32, num_layers=32, **_LLAMA3)),
         "llama3-70b": (Llama, LlamaConfig(8192, 28672, num_heads=64, num_layers=80, **_LLAMA3)),
+        "mixtral-8x7b": (Mixtral, MixtralConfig(4096, 14336, num_heads=32, num_layers=32, **_MIXTRAL)),
+        "deepseek-v3": (DeepseekV3, DeepseekV3Config(7168, 18432, num_heads=128, num_layers=61, **_DEEPSEEK)),
     }
 )
+
+
+_LAYERS = ("full_layers", "dense_layers", "unrotated_layers")  # fields of configs that name layers
 
 
 @dataclass(frozen=True)
@@ -54,8 +66,8 @@ class Job:
 
     Raises:
         ValueError: if the table has no line of a name, the mesh has an axis that the table does not, its product is not
-            the number of devices, its axes do not divide the batch, the tokens or the heads, or there are more tokens
-            than positions.
+            the number of devices, its axes do not divide the batch, the tokens, the heads or the experts, or there are
+            more tokens than positions.
 
     Example:
         >>> from flax_attn.plan.topology import topology
@@ -83,6 +95,9 @@ class Job:
             self._check_divides("the batch", "batch", self.batch, "--batch")
             self._check_divides("the tokens of a sequence", "tokens", self.tokens, "--tokens")
             self._check_divides("the query heads", "heads", self.config.num_heads, "--mesh")
+            experts = getattr(self.config, "num_experts", None)
+            if experts is not None:
+                self._check_divides("the experts", "expert", experts, "--mesh")
         limit = self.config.context_length
         if self.tokens > limit and not hasattr(self.config, "rope"):
             raise ValueError(
@@ -99,11 +114,19 @@ class Job:
         return rules(**self.rules)
 
     def build(self) -> Callable[..., LanguageModel]:
-        """Return what makes the model from random streams; its context is as long as the tokens at least."""
-        config, windows = self.config, getattr(self.config, "windows", ())
-        config = replace(config, context_length=max(config.context_length, self.tokens))
-        options = {"backend": self.backend, "remat": self.remat, "scan_layers": len(set(windows)) < 2}
-        return lambda rngs: self.model(config, param_dtype=self.dtype, rngs=rngs, **options)
+        """Return what makes the model from random streams; its context is as long as the tokens at least.
+
+        Layers are stacked where they are equal, and so compiled once.
+        """
+        config = replace(self.config, context_length=max(self.config.context_length, self.tokens))
+        options = {"param_dtype": self.dtype, "backend": self.backend, "remat": self.remat}
+
+        def make(rngs: Any) -> LanguageModel:
+            with suppress(UnequalLayersError):
+                return self.model(config, rngs=rngs, scan_layers=True, **options)
+            return self.model(config, rngs=rngs, **options)
+
+        return make
 
     def _check_mesh(self) -> None:
         known = sorted({axis for axes in table().values() for axis in axes})
@@ -148,8 +171,29 @@ def model_of(name: str) -> tuple[str, type[LanguageModel], Any]:
             "Pass one of these names, or the path of a folder"
         )
     cls = model_class(folder)
+    if not issubclass(cls, LanguageModel):
+        known = ", ".join(family.__name__ for family in FAMILIES if issubclass(family, LanguageModel))
+        raise ValueError(f"plans are made for decoders; {folder} holds a {cls.__name__}. Pass one of {known}")
     assert cls.family is not None, "models are registered with their family"
     return folder.absolute().name, cls, read_config(cls, cls.family, read_fields(folder))
+
+
+def first_layers(config: Any, count: int | None) -> Any:
+    """Return a config with its first layers alone, or as it is for None.
+
+    Raises:
+        ValueError: if it has not so many.
+
+    Example:
+        >>> first_layers(MODELS["deepseek-v3"][1], 4).num_layers
+        4
+    """
+    if count is None:
+        return config
+    if count > config.num_layers:
+        raise ValueError(f"the model has {config.num_layers} layers; got layers={count}. Pass as many at most")
+    kept = {name: tuple(i for i in getattr(config, name) if i < count) for name in _LAYERS if hasattr(config, name)}
+    return replace(config, num_layers=count, **kept)
 
 
 def rules_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -102,7 +102,7 @@ def _generation(job: Job, held: int, mesh: Mesh) -> list[Phase]:
     def prefill(state: Any, tokens: Array) -> Any:
         model = nnx.merge(graph, state)
         # A static length of 0 says that the cache is empty, so that the prompt attends to itself alone.
-        empty = tuple(replace(one, length=0) for one in model.init_cache(job.batch, job.tokens))
+        empty = tuple(one.replace(length=0) for one in model.init_cache(job.batch, job.tokens))
         hidden, cache = model.hidden(tokens, cache=empty)
         return model.logits(hidden[:, -1]), cache
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeVar
 
@@ -15,14 +15,22 @@ from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flax_attn.functional.cache_base import Cache
+from flax_attn.functional.delta_cache import DeltaCache
 from flax_attn.models.language_model import LanguageModel
+from flax_attn.modules.experts import Experts
 from flax_attn.plan.job import Job
 from flax_attn.sharding.axes import spec
 from flax_attn.sharding.parameters import abstract, shardings
 from flax_attn.training.precision import float32_state
 
 N = TypeVar("N")
-_CACHE = (None, "batch", "kv_heads", "tokens", None)  # layers, b, k, s, h
+# The axes of what a cache stores; the layers of a stack come before these.
+_OF_TOKENS: dict[str, tuple[str | None, ...]] = dict.fromkeys(("key", "value"), ("batch", "kv_heads", "tokens", None))
+_OF_A_STATE: dict[str, tuple[str | None, ...]] = {
+    **dict.fromkeys(("query", "key", "value"), ("batch", None, "heads")),
+    "state": ("batch", "heads", None, None),
+}
 
 
 @dataclass(frozen=True)
@@ -34,12 +42,14 @@ class Held:
         optimizer: its state.
         gradients: of the parameters, in a training step.
         cache: keys and values, in generation.
+        experts: of the parameters, those of the experts of mixtures.
     """
 
     parameters: int
     optimizer: int = 0
     gradients: int = 0
     cache: int = 0
+    experts: int = 0
 
     @property
     def total(self) -> int:
@@ -51,11 +61,12 @@ def held(job: Job) -> Held:
     """Return what a device holds of a job; no devices are needed."""
     mesh = AbstractMesh(tuple(job.mesh.values()), tuple(job.mesh))
     model = model_on(job, mesh)
-    parameters = bytes_on_device(model)
-    if job.train:
-        gradients = bytes_on_device(nnx.state(model, nnx.Param))
-        return Held(parameters, bytes_on_device(optimizer_on(model, mesh)), gradients)
-    return Held(parameters, cache=bytes_on_device(cache_on(job, model, mesh)))
+    experts = sum(bytes_on_device(part) for _, part in nnx.iter_modules(model) if isinstance(part, Experts))
+    found = Held(bytes_on_device(model), experts=experts)
+    if not job.train:
+        return replace(found, cache=bytes_on_device(cache_on(job, model, mesh)))
+    gradients = bytes_on_device(nnx.state(model, nnx.Param))
+    return replace(found, optimizer=bytes_on_device(optimizer_on(model, mesh)), gradients=gradients)
 
 
 def mesh_for(job: Job, devices: Sequence[Any]) -> Mesh:
@@ -92,14 +103,21 @@ def place(x: Any, names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> jax
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
-def cache_on(job: Job, model: LanguageModel, mesh: Mesh | AbstractMesh | AbstractMesh) -> Any:
+def cache_on(job: Job, model: LanguageModel, mesh: Mesh | AbstractMesh) -> Any:
     """Return the empty cache of a job."""
     return place_cache(jax.eval_shape(lambda: model.init_cache(job.batch, job.tokens)), mesh)
 
 
-def place_cache(cache: Any, mesh: Mesh | AbstractMesh | AbstractMesh) -> Any:
+def place_cache(cache: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Return the shapes of a cache on a mesh."""
-    return jax.tree.map(lambda x: place(x, _CACHE[-x.ndim :] if x.ndim > 2 else (), mesh), cache)
+    return tuple(_place_layer(one, mesh) for one in cache)
+
+
+def _place_layer(cache: Cache, mesh: Any) -> Cache:
+    names = _OF_A_STATE if isinstance(cache, DeltaCache) else _OF_TOKENS
+    leaves = [place(x, (*[None] * (x.ndim - len(names[name])), *names[name]), mesh) for name, x in cache.arrays.items()]
+    leaves += [] if isinstance(cache.length, int) else [place(cache.length, (), mesh)]
+    return jax.tree.unflatten(jax.tree.structure(cache), leaves)  # the length is the last of what it stores
 
 
 def bytes_on_device(tree: Any) -> int:

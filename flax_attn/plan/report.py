@@ -50,6 +50,8 @@ def memory(plan: Plan) -> Table:
     for name in ("parameters", "optimizer", "cache"):
         if getattr(held, name):
             table.add_row(name, size(getattr(held, name)))
+        if name == "parameters" and held.experts:
+            table.add_row("  of these experts", size(held.experts))
     for phase in plan.phases:
         if phase.compiled:
             table.add_row(f"temporaries, {phase.name}", size(phase.temporaries))

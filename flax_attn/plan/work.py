@@ -9,6 +9,11 @@ from flax import nnx
 
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.stack import Stack
+from flax_attn.modules.calls import Attention
+from flax_attn.modules.delta_attention import DeltaAttention
+from flax_attn.modules.differential import DifferentialAttention
+from flax_attn.modules.latent_attention import MultiHeadLatentAttention
+from flax_attn.modules.mixture import MixtureOfExperts
 from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.plan.job import Job
 
@@ -26,6 +31,21 @@ class Work:
         return self.parameters + self.attention
 
 
+@dataclass(frozen=True)
+class Each:
+    """The operations of all heads of an attention, apart from its parameters.
+
+    Args:
+        pair: for a query and a key that it sees, with both products.
+        step: the same in a step of decoding, which may compute another form.
+        token: for each token, whatever it sees.
+    """
+
+    pair: int = 0
+    step: int = 0
+    token: int = 0
+
+
 def training(job: Job, model: LanguageModel) -> Work:
     """Return the operations of a training step: forward, and twice that for the gradients.
 
@@ -37,26 +57,60 @@ def training(job: Job, model: LanguageModel) -> Work:
 
 def prefill(job: Job, model: LanguageModel) -> Work:
     """Return the operations of a forward pass over all tokens."""
-    seen = sum(_pairs(job.tokens, att.window) * _width(att) for att in _attentions(model))
+    counts = [(att, each(att)) for att in _attentions(model)]
+    seen = sum(_pairs(job.tokens, att.window) * one.pair + job.tokens * one.token for att, one in counts)
     return Work(2 * job.batch * job.tokens * _weights(model), job.batch * seen)
 
 
 def decoding(job: Job, model: LanguageModel) -> Work:
     """Return the operations of one more token for each sequence, behind a cache of all tokens."""
-    seen = sum(min(job.tokens, att.window or job.tokens) * _width(att) for att in _attentions(model))
+    counts = [(att, each(att)) for att in _attentions(model)]
+    seen = sum(min(job.tokens, att.window or job.tokens) * one.step + one.token for att, one in counts)
     return Work(2 * job.batch * _weights(model), job.batch * seen)
 
 
+def each(att: Attention) -> Each:
+    """Return the operations of an attention.
+
+    Raises:
+        ValueError: if it is of a kind whose operations are not known.
+
+    Example:
+        >>> from flax_attn import GatedDeltaNet
+        >>> each(GatedDeltaNet(6, 6, num_heads=4, head_dim=3, value_dim=5, rngs=nnx.Rngs(0)))
+        Each(pair=0, step=0, token=360)
+    """
+    if isinstance(att, DeltaAttention):  # reads the state for what it knows of a key, adds the rest, and reads it again
+        return Each(token=3 * 2 * att.num_heads * att.head_dim * att.value_dim)
+    if isinstance(att, MultiHeadLatentAttention):
+        value = att.out_proj.kernel.shape[-2] // att.num_heads
+        latent = 2 * att.kv_lora_rank + att.qk_rope_head_dim  # absorbed: queries meet latents, and weights do
+        return Each(2 * att.num_heads * (att.head_dim + value), 2 * att.num_heads * latent)
+    if isinstance(att, MultiHeadAttention):  # of differential attention the values are those of two heads
+        both = 2 * att.num_heads * (3 if isinstance(att, DifferentialAttention) else 2) * att.head_dim
+        return Each(both, both)
+    raise ValueError(
+        "the operations of MultiHeadAttention, MultiHeadLatentAttention, DifferentialAttention and DeltaAttention are "
+        f"known; got a model with {type(att).__name__}. Plan a model without it"
+    )
+
+
 def _weights(model: LanguageModel) -> int:
-    """Return how many numbers a token is multiplied by: all matrices, and the table where it is the head."""
+    """Return how many numbers a token is multiplied by: matrices, and the table where it is the head.
+
+    Of the experts of a mixture it is those that a token is given to.
+    """
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     kernels = sum(prod(param.shape) for path, param in params if path[-1] == "kernel")
-    return kernels + (prod(model.tok_emb.embedding.shape) if model.out_head is None else 0)
+    idle = sum(_idle(module) for _, module in nnx.iter_modules(model) if isinstance(module, MixtureOfExperts))
+    return kernels - idle + (prod(model.tok_emb.embedding.shape) if model.out_head is None else 0)
 
 
-def _width(att: MultiHeadAttention) -> int:
-    """Return the operations for a pair of a query and a key in all heads: two products of the width of a head."""
-    return 4 * att.num_heads * att.head_dim
+def _idle(mixture: MixtureOfExperts) -> int:
+    """Return how many numbers of the experts a token is not multiplied by."""
+    experts, router = mixture.experts, mixture.router
+    kernels = sum(prod(layer.kernel.shape) for layer in (experts.W_gate, experts.W_up, experts.W_down))
+    return kernels * (router.num_experts - router.top_k) // router.num_experts
 
 
 def _pairs(t: int, window: int | None) -> int:
@@ -65,6 +119,7 @@ def _pairs(t: int, window: int | None) -> int:
     return seen * (seen + 1) // 2 + (t - seen) * seen
 
 
-def _attentions(model: LanguageModel) -> list[MultiHeadAttention]:
+def _attentions(model: LanguageModel) -> list[Attention]:
     blocks = model.trf_blocks
-    return [blocks.block.att] * len(blocks) if isinstance(blocks, Stack) else [block.att for block in blocks]
+    each = [blocks.blocks[m] for m, _ in blocks.layers] if isinstance(blocks, Stack) else blocks
+    return [block.att for block in each]

@@ -14,9 +14,9 @@ CONFIG = LlamaConfig(32, 48, num_heads=4, num_layers=3, num_kv_heads=2, context_
 
 @pytest.fixture
 def job():
-    def make(mesh=None, batch=8, tokens=16, name="cpu:8", **options):
+    def make(mesh=None, batch=8, tokens=16, name="cpu:8", model=Llama, config=CONFIG, **options):
         mesh = {"data": 2, "fsdp": 2, "tensor": 2} if mesh is None else mesh
-        return Job("small", Llama, CONFIG, topology(name), mesh, batch, tokens, **options)
+        return Job("small", model, config, topology(name), mesh, batch, tokens, **options)
 
     return make
 

@@ -2,9 +2,13 @@ import jax
 import pytest
 
 from flax_attn.models import GPT2
+from flax_attn.models.mixtral import MixtralConfig
+from flax_attn.models.smollm3 import SmolLM3Config
 from flax_attn.plan.chips import CHIPS
-from flax_attn.plan.job import MODELS, Job, mesh_of, model_of, rules_of
+from flax_attn.plan.job import MODELS, Job, first_layers, mesh_of, model_of, rules_of
 from flax_attn.plan.topology import simulated, topology
+
+MIXTRAL = MixtralConfig(32, 48, num_heads=4, num_layers=2, num_experts=4)
 
 
 @pytest.mark.parametrize(
@@ -14,7 +18,10 @@ from flax_attn.plan.topology import simulated, topology
             {"mesh": {"data": 2, "fsdp": 3}},
             r"must multiply to the 8 devices of cpu:8; got data=2 \* fsdp=3 = 6. Change",
         ),
-        ({"mesh": {"data": 8, "model": 1}}, "the axes of a mesh are context, data, fsdp, tensor; got model. Name it"),
+        (
+            {"mesh": {"data": 8, "model": 1}},
+            "mesh are context, data, expert, fsdp, tensor; got model. Name it",
+        ),
         ({"mesh": {"data": 8, "tensor": 0}}, "tensor must be a positive integer; got tensor=0"),
         ({"batch": 6}, r"the batch must be divisible by data=2 \* fsdp=2 of the mesh; got 6. Change --batch or --mesh"),
         (
@@ -22,6 +29,10 @@ from flax_attn.plan.topology import simulated, topology
             "the tokens of a sequence must be divisible by context=8 of the mesh; got 12. Change --tokens or --mesh",
         ),
         ({"mesh": {"tensor": 8}}, "the query heads must be divisible by tensor=8 of the mesh; got 4. Change --mesh$"),
+        (
+            {"mesh": {"expert": 8}, "config": MIXTRAL},
+            "the experts must be divisible by expert=8 of the mesh; got 4. Change --mesh$",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused(job, options, message):
@@ -56,6 +67,23 @@ def test_a_mesh_is_written_as_axes_and_sizes(text):
         ValueError, match=r"a mesh is written as its axes and their sizes, each axis once; got .* Write"
     ):
         mesh_of(text)
+
+
+def test_what_is_no_decoder_is_refused_with_those_that_are(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(
+        ValueError, match=r"plans are made for decoders; .* holds a ViT. Pass one of GPT2, .*DeepseekV3"
+    ):
+        model_of(str(tmp_path))
+
+
+def test_the_first_layers_are_planned_alone():
+    config = SmolLM3Config(8, 12, 4, 6, window=3, full_layers=(1, 5), unrotated_layers=(0, 3))
+    found = first_layers(config, 3)
+    assert (found.num_layers, found.full_layers, found.unrotated_layers) == (3, (1,), (0,))
+    assert first_layers(config, None) is config
+    with pytest.raises(ValueError, match=r"the model has 6 layers; got layers=7. Pass as many at most"):
+        first_layers(config, 7)
 
 
 def test_a_rule_is_written_as_a_name_and_axes():

@@ -1,0 +1,101 @@
+"""Plans of mixtures, of latent and of recurrent attention: what a device holds, and the operations of the model."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from flax_attn import DifferentialAttention, GatedDeltaNet, MultiHeadAttention, MultiHeadLatentAttention
+from flax_attn.models.deepseekv3 import DeepseekV3, DeepseekV3Config
+from flax_attn.models.qwen3next import Qwen3Next, Qwen3NextConfig
+from flax_attn.modules.calls import Attention
+from flax_attn.plan import cost, work
+from flax_attn.plan.hlo import read
+from flax_attn.plan.placement import held, model_on
+from flax_attn.plan.plan import plan
+
+SIZES = {"num_heads": 4, "num_layers": 2, "context_length": 64, "vocab_size": 40}
+EXPERTS = {"num_experts": 8, "top_k": 2, "d_expert": 20}
+DEEPSEEK = DeepseekV3Config(
+    32, 48, **SIZES, **EXPERTS, kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=6, qk_rope_head_dim=4,
+    v_head_dim=5, groups=4, top_groups=2, num_dense_layers=1,
+)  # fmt: skip
+NEXT = Qwen3NextConfig(
+    32, 48, **SIZES, **EXPERTS, num_kv_heads=2, head_dim=8, full_layers=(1,), linear_heads=4, linear_key_heads=2,
+    linear_head_dim=6, linear_value_dim=10, d_shared=14,
+)  # fmt: skip
+MESH = {"data": 2, "expert": 2, "tensor": 2}
+
+pytestmark = pytest.mark.usefixtures("promotion")
+
+
+def test_experts_are_divided_and_a_token_is_counted_in_those_it_is_given_to(job):
+    found = plan(job(MESH, model=DeepseekV3, config=DEEPSEEK, dtype="float32"))
+    experts = 8 * 3 * 32 * 20
+    assert found.held.experts == 4 * experts // 4  # expert * tensor
+    attention = 32 * 24 + 24 * 4 * 10 + 32 * 20 + 16 * 4 * 11 + 4 * 5 * 32
+    used = 2 * attention + 3 * 32 * 48 + (32 * 8 + 2 * 3 * 32 * 20 + 3 * 32 * 20) + 32 * 40
+    seen = 2 * 2 * 4 * (10 + 5) * 16 * 17 // 2
+    (phase,) = found.phases
+    assert phase.work == 3 * 8 * (2 * used * 16 + seen) // 8
+    assert phase.flops > 0.9 * phase.work
+    sent = {row.kind for row in phase.collectives if row.axes == ("expert",)}
+    assert sent == {"all-gather", "reduce-scatter"}  # of tokens
+
+
+def test_a_state_is_divided_by_rows_and_heads_and_does_not_grow(job):
+    caches = [held(job(MESH, model=Qwen3Next, config=NEXT, train=False, tokens=tokens)).cache for tokens in (16, 32)]
+    rows, keys = 8 // 4, 2 * 2 * 8 // 2  # of a device; and numbers a token of the one layer with keys
+    state = rows * (4 * 4 * 10 * 6 // 2 + 2 * 3 * (2 * 2 * 6 + 4 * 10) // 2)  # float32, and inputs in bfloat16
+    lengths = 2 * 4 * 8
+    assert caches == [state + 2 * rows * keys * tokens + lengths for tokens in (16, 32)]
+
+
+def test_a_step_behind_a_state_is_the_same_work_however_long_it_is(job):
+    mesh = jax.sharding.AbstractMesh((1,), ("data",))
+    jobs = [job({"data": 1}, name="cpu:1", model=Qwen3Next, config=NEXT, tokens=tokens) for tokens in (16, 32)]
+    works = [work.decoding(one, model_on(one, mesh)).attention for one in jobs]
+    assert works[0] == 8 * (4 * 4 * 8 * 16 + 6 * 4 * 6 * 10)
+    assert works[1] - works[0] == 8 * 4 * 4 * 8 * 16  # of the layer with keys
+
+
+@pytest.mark.parametrize(
+    ("make", "pair", "step"),
+    [
+        (lambda **o: MultiHeadAttention(16, 16, 64, 0.0, 4, num_kv_heads=2, backend="reference", **o), 64, 64),
+        (lambda **o: DifferentialAttention(16, 16, 64, 0.0, 4, backend="reference", **o), 96, 96),
+        (
+            lambda **o: MultiHeadLatentAttention(
+                16, 16, 64, 0.0, 4, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=2, v_head_dim=3,
+                backend="reference", **o,
+            ),
+            80,
+            128,
+        ),
+    ],
+    ids=["heads", "differential", "latent"],
+)  # fmt: skip
+def test_operations_of_a_pair_are_those_of_the_formula_that_runs(make, pair, step):
+    att = make(rngs=nnx.Rngs(0))
+    assert (work.each(att).pair, work.each(att).step) == (pair, step)
+
+    def products(t):  # the reference computes all pairs
+        program = jax.jit(lambda x: att(x)).lower(jnp.ones((1, t, 16))).compile()
+        return cost.flops(read(program.as_text()))
+
+    params = nnx.to_flat_state(nnx.state(att, nnx.Param))
+    kernels = sum(2 * kernel.size for path, kernel in params if path[-1] == "kernel")
+    assert products(32) == 32 * kernels + 32**2 * pair
+
+
+class Other(Attention):
+    """An attention that the plan does not know."""
+
+
+def test_attention_of_unknown_work_is_refused():
+    with pytest.raises(ValueError, match=r"the operations of MultiHeadAttention, .* got a model with Other\. Plan"):
+        work.each(Other())
+
+
+def test_the_work_of_a_state_is_that_of_its_tokens():
+    assert work.each(GatedDeltaNet(6, 6, 4, 3, value_dim=5, rngs=nnx.Rngs(0))) == work.Each(token=6 * 4 * 3 * 5)
