@@ -206,6 +206,7 @@ def _described(result: Result, name: str) -> str:
     return f"{result.dtypes[name]}{list(result.outputs[name].shape)}" if name in result.outputs else "nothing"
 
 
+#: The checks of a comparison by name, in the order in which they run.
 CHECKS: dict[str, Callable[[Pair], Check]] = {
     "shapes": shapes,
     "weights": weights,

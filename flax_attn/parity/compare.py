@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flax_attn import convert
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import Adapter, Arrays, Call, PairingError, is_floating
+from flax_attn.parity.adapters.adapter import Adapter, Call, PairingError
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.adapters.recording import Recording, RecordingAdapter
+from flax_attn.parity.check import Check
 from flax_attn.parity.checks import run_checks
 from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.inputs import Inputs, named_inputs
+from flax_attn.parity.one_pass import note_on_variance
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report, environment
 from flax_attn.parity.training import Recipe, check_choice
@@ -21,7 +25,6 @@ from flax_attn.parity.training import Recipe, check_choice
 if TYPE_CHECKING:
     from flax_attn.parity.trace.divergence import Divergence
 
-Inputs = Any  # a list of arrays or shapes, a mapping of them by name, or one of them
 Layout = convert.LayoutLike | None  # or "auto"
 
 
@@ -84,13 +87,13 @@ def compare(
         seed: of everything that is drawn.
         name: of the comparison; the default is the class of the JAX module.
         locate: whether to find out where the modules differ, if they do.
-        record: whether the PyTorch results are kept, for `recording.save`.
+        record: whether the PyTorch results are kept, for `Report.export`.
         device: that runs the JAX module in dtypes below float64; None is the CPU.
 
     Raises:
         PairingError: if the modules cannot be paired or called: parameters that are missing, unexpected, mis-shaped,
-            claimed twice, or that `"auto"` cannot tell apart; outputs that are no arrays; a PyTorch module in train
-            mode.
+            claimed twice, or that `"auto"` cannot tell apart; outputs that are no arrays; a PyTorch module that was
+            left in train mode, and returns something else there.
         ValueError: if a check or a layout is unknown.
 
     Example:
@@ -159,14 +162,16 @@ def pair_modules(
         options: the other arguments of `Pair`.
     """
     recorded = isinstance(torch_module, Recording)
-    values = torch_module.inputs if recorded else _inputs(inputs, options.get("seed", 0))
+    values = torch_module.inputs if recorded else named_inputs(inputs, options.get("seed", 0))
     positional = not isinstance(inputs, Mapping) or all(name.startswith("input ") for name in inputs)
     with on_cpu():
         flax = JaxAdapter(flax_module, *calls["flax"], positional, device=device)
         torch = torch_module if recorded else _torch_adapter(torch_module, *calls["torch"], positional)
         layout = _layout(layout, flax_module, torch_module) if flax.shapes or torch.shapes else None
         if layout is not None:
-            flax.entries = weight_map(flax_module, flax.shapes, torch.shapes, layout, flax.statistics)
+            entries = weight_map(flax_module, flax.shapes, torch.shapes, layout, flax.statistics)
+            frozen = getattr(torch, "frozen", set())
+            flax.entries = [replace(e, trainable=e.trainable and e.theirs not in frozen) for e in entries]
         options["extras"] = {key: np.asarray(value) for key, value in options.get("extras", {}).items()}
         options["redraw"] = options.get("redraw", True) and not recorded
         torch = RecordingAdapter(torch) if record else torch
@@ -188,7 +193,8 @@ def _layout(layout: Layout, flax_module: Any, torch_module: Any) -> convert.Layo
     except convert.ConversionError as error:
         raise PairingError(
             f"{error}\nPair these yourself, and the rest as before: layout=convert.auto(flax_module, torch_module, "
-            "rules=[Rule(...)]). If the weights already agree, pass layout=None"
+            "rules=[Rule(...)]), or --rules pkg.mod:RULES from a shell. If the weights already agree, pass "
+            "layout=None"
         ) from error
 
 
@@ -200,6 +206,7 @@ def report_on(
     wanted: bool = True,
     command: str = "",
     locate: bool = True,
+    call_first: bool = True,
     watch: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Return the report of the checks of these names on a pair.
@@ -211,25 +218,30 @@ def report_on(
         wanted: whether one of these names that does not apply is a failure.
         command: that repeats the comparison.
         locate: whether to find out where the modules differ, if they do.
+        call_first: whether to call both before any check, and raise if one cannot be called; without it, each check
+            that needs the call fails. In JAX this call is not compiled, which takes longer than a check.
         watch: called with each name before its check runs.
     """
     with on_cpu():
         running = run_checks(pair, checks, wanted, watch)
-        _check_callable(pair)
+        if call_first:
+            _check_callable(pair)
         found, notes = list(running), _notes(pair)
         differs = not all(check.passed for check in found)
-        divergence = _located(pair, notes) if locate and differs else None
+        divergence = _located(pair, notes, found) if locate and differs else None
         return Report(name, found, list(pair.entries), notes, pair.seed, environment(), command, divergence, pair)
 
 
-def _located(pair: Pair, notes: list[str]) -> Divergence | None:
+def _located(pair: Pair, notes: list[str], checks: Sequence[Check]) -> Divergence | None:
     if isinstance(pair.torch, Recording):
         notes.append("a recording holds no intermediate values: where the modules differ was not located")
         return None
     from flax_attn.parity.trace.localise import localise
 
+    offset = any(check.name == "mean offset" and not check.passed for check in checks)
     try:
-        return localise(pair.with_torch(pair.torch.adapter) if isinstance(pair.torch, RecordingAdapter) else pair)
+        located = pair.with_torch(pair.torch.adapter) if isinstance(pair.torch, RecordingAdapter) else pair
+        return localise(located, norms=offset)
     except Exception as error:  # hooks in other people's modules: the verdict does not depend on them
         notes.append(f"where the modules differ could not be located: {type(error).__name__}: {error}")
         return None
@@ -243,7 +255,10 @@ def _check_callable(pair: Pair) -> None:
         except RuntimeError as error:
             if isinstance(error.__cause__, PairingError):
                 raise error.__cause__ from None
-            raise PairingError(f"the inputs do not go through the {framework} module: {error}") from error
+            raise PairingError(
+                f"the inputs do not go through the {framework} module: {error}\nWhere it takes them in another form, "
+                f"such as channels last, pass {framework}_call="
+            ) from error
         if not result.outputs:
             raise PairingError(
                 f"the {framework} module returns nothing to compare. Pass a call that returns its arrays"
@@ -279,43 +294,9 @@ def _torch_adapter(*arguments: Any) -> Adapter:
     return TorchAdapter(*arguments)
 
 
-def _inputs(inputs: Inputs, seed: int) -> Arrays:
-    if hasattr(inputs, "shape") or (isinstance(inputs, tuple) and all(isinstance(size, int) for size in inputs)):
-        inputs = [inputs]  # one array, or one shape
-    if not isinstance(inputs, Mapping | Sequence) or isinstance(inputs, str) or not inputs:
-        got = type(inputs).__name__ if inputs or not isinstance(inputs, Sequence) else f"an empty {inputs!r}"
-        raise PairingError(
-            f"inputs are a list of arrays or of shapes, or a mapping of them by name; got {got}. Pass [x] for one "
-            "array x"
-        )
-    random = np.random.default_rng(seed + 1000)
-    named = inputs.items() if isinstance(inputs, Mapping) else ((f"input {i}", x) for i, x in enumerate(inputs))
-    return {name: _array(name, value, random) for name, value in named}
-
-
-def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
-    if isinstance(value, tuple):
-        if not all(isinstance(size, int | np.integer) and size >= 0 for size in value):
-            raise PairingError(
-                f"{name}: a tuple is a shape, of sizes from 0; got {value}. Pass other values as an array"
-            )
-        return random.normal(size=value)
-    try:
-        array = convert.to_numpy(value)
-    except (TypeError, ValueError) as error:
-        raise PairingError(f"{name} is no array of numbers: {error}. Pass an array, or a shape as a tuple") from error
-    if is_floating(array):
-        return array.astype(np.float64)
-    if array.dtype.kind not in "biu":
-        raise PairingError(
-            f"{name} is no array of real numbers: its dtype is {array.dtype}. Pass an array, or a shape as a tuple"
-        )
-    return array
-
-
 def _notes(pair: Pair) -> list[str]:
     recorded = isinstance(pair.torch, Recording)  # perhaps where torch is not
     notes = pair.recipe.notes() if pair.has_parameters and not recorded else []
     if pair.has_parameters and not pair.entries:
         notes.append("layout=None: both modules keep their weights, and one that is 0 or 1 may hide a difference")
-    return notes
+    return notes + note_on_variance(getattr(pair.flax, "module", None))

@@ -66,11 +66,15 @@ class Pair:
         self.key = np.random.default_rng(self.seed).integers(0, 2**32, 2)
 
     def _drawn(self) -> Arrays:
-        # Of the size that keeps the output of a Linear layer as large as its input; statistics are positive.
-        random, weights = np.random.default_rng(self.seed), {}
+        # Of the size that keeps the output of a Linear layer as large as its input; what is not trained is positive, as
+        # statistics have to be. What a layout ignores is not shared and keeps its values.
+        random, weights = np.random.default_rng(self.seed), dict(self.weights)
+        shared = {entry.theirs for entry in self.entries}
         for name, array in self.weights.items():
+            if name not in shared:
+                continue
             drawn = random.normal(size=array.shape) / (array.shape[-1] if array.shape else 1) ** 0.5
-            weights[name] = drawn if name in self.trainable else 0.5 + np.abs(drawn)
+            weights[name] = np.asarray(drawn if name in self.trainable else 0.5 + np.abs(drawn))
         return weights
 
     @cached_property
@@ -225,11 +229,21 @@ class Pair:
 
     def with_torch(self, torch: Adapter) -> Pair:
         """Return a pair with another adapter of PyTorch, such as one with a fault; it keeps the results of JAX."""
-        other = copy.copy(self)
-        for name in ("plain", "cotangents", "reference", "null"):
-            vars(other).pop(name, None)
+        other = self._without("plain", "cotangents", "reference", "null")
         other.torch = torch
         other._results = {key: result for key, result in self._results.items() if key[0] == "flax"}
+        return other
+
+    def with_inputs(self, inputs: Arrays, extras: Mapping[str, np.ndarray]) -> Pair:
+        """Return a pair of the same modules with the same weights, on other inputs."""
+        other = self._without("plain", "cotangents", "reference", "null", "flax64", "tangents")
+        other.inputs, other.extras, other._results = inputs, extras, {}
+        return other
+
+    def _without(self, *cached: str) -> Pair:
+        other = copy.copy(self)
+        for name in cached:
+            vars(other).pop(name, None)
         return other
 
 

@@ -13,6 +13,7 @@ from jax.extend.core.primitives import name_p
 
 import flax_attn
 import torch_ref
+from flax_attn.convert import Layout, Rule
 from flax_attn.parity import tolerance
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.trace import jax_hooks
@@ -215,7 +216,7 @@ def test_a_node_that_is_laid_out_in_another_way_is_not_compared(paired):
     assert divergence.unpaired == ("fc: flax (3, 5, 6), torch (15, 6)",)
 
 
-class FlaxTransposed(nnx.Module):
+class FlaxFlattened(nnx.Module):
     def __init__(self):
         self.inner = Tokens()
 
@@ -224,25 +225,46 @@ class FlaxTransposed(nnx.Module):
 
 
 class TorchInner(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, undo):
         super().__init__()
-        self.fc = torch.nn.Linear(4, 6)
+        self.fc, self.undo = torch.nn.Linear(4, 6), undo
 
     def forward(self, x):
-        return self.fc(x.transpose(1, 2))
+        return self.fc(self.undo(x))
 
 
-class TorchTransposed(torch.nn.Module):
-    def __init__(self):
+class TorchChanged(torch.nn.Module):
+    def __init__(self, change, undo):
         super().__init__()
-        self.inner = TorchInner()
+        self.inner, self.change = TorchInner(undo), change
 
     def forward(self, x):
-        return self.inner(x.transpose(1, 2))
+        return self.inner(self.change(x))
 
 
 def test_a_node_that_is_given_something_else_has_no_error_of_its_own(paired):
-    divergence = localise(paired(FlaxTransposed(), TorchTransposed(), (3, 5, 4), layout="torch"))
+    theirs = TorchChanged(lambda x: x.flatten(0, 1), lambda x: x.unflatten(0, (3, 5)))
+    divergence = localise(paired(FlaxFlattened(), theirs, (3, 5, 4), layout="torch"))
     assert names(divergence.nodes) == ["inner.fc", "inner", "."]
     assert [np.isnan(node.local_error) for node in divergence.nodes] == [False, True, False]
     assert divergence.locally_wrong == ()
+
+
+def test_a_node_that_is_given_its_channels_first_is_judged_with_them_last(paired):
+    theirs = TorchChanged(lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2))
+    divergence = localise(paired(FlaxFlattened(), theirs, (3, 5, 4), layout="torch"))
+    assert [node.local_error <= node.limit for node in divergence.nodes] == [True, True, True]
+
+
+@pytest.mark.parametrize("size", [(2, 3, 6, 7), (3, 3, 3, 3)], ids=["told by shapes", "told by values"])
+def test_images_are_aligned_whatever_the_order_of_their_axes(size, paired):
+    ours = nnx.Sequential(*(nnx.Conv(3, 3, (1, 1), param_dtype=jnp.float64, rngs=nnx.Rngs(0)) for _ in range(2)))
+    theirs = torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 1) for _ in range(2)))
+    rules = [Rule(("{i}.kernel",), "{i}.weight", "h w i o -> o i h w"), Rule(("{i}.bias",), "{i}.bias")]
+
+    def channels_last(model, x):
+        return model(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+
+    found = localise(paired(ours, theirs, size, layout=Layout(tuple(rules)), flax_call=channels_last))
+    assert names(found.nodes) == ["0", "1", "."]
+    assert all(node.error <= node.limit and node.local_error <= node.limit for node in found.nodes)

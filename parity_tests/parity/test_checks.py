@@ -40,10 +40,12 @@ def not_for(variant):
 
 
 def test_every_public_module_has_a_variant():
-    variants = {variant.module for variant in VARIANTS}
+    """Itself, as a part of another, or what it is a base of."""
+    parts = {type(part) for variant in VARIANTS for part in variant.build(torch_ref).modules()}
+    variants = {base.__name__ for part in parts for base in part.__mro__}
     modules = {name for name in torch_ref.__all__ if isinstance(getattr(torch_ref, name), type)}
     modules = {name for name in modules if issubclass(getattr(torch_ref, name), torch.nn.Module)}
-    assert modules - {"Linear", "Dropout"} <= variants
+    assert modules <= variants
 
 
 # A fault beside what is right, for every check that a fault of the PyTorch side cannot fail first. Each stands the
@@ -201,6 +203,21 @@ def test_swapped_parts_of_a_fused_entry_are_caught(monkeypatch):
     )
     assert [check.worst for check in found.failed] == ["in_proj_weight"]
     assert not prove.layouts(layer).passed
+
+
+def test_a_row_is_called_without_jit_where_a_check_asks_for_it_alone():
+    (variant,) = select(["rms_norm"])
+    quick, eager = prove.prove(variant), prove.prove(variant, checks=["jit = eager"])
+    assert [("flax", "outputs") in report.pair._results for report in (quick, eager)] == [False, True]
+
+
+def test_a_row_that_cannot_be_called_fails_each_check(monkeypatch):
+    (variant,) = select(["rms_norm"])
+    pair = prove.pair_of(variant)
+    monkeypatch.setattr(pair.flax, "run", lambda spec: 1 / 0)
+    checks = prove.prove(variant, pair=pair).checks
+    assert not any(check.passed for check in checks if check.name in ("forward", "gradients", "float32"))
+    assert "ZeroDivisionError" in checks[0].note
 
 
 def test_sums_in_bfloat16_are_caught(monkeypatch):

@@ -98,3 +98,8 @@ def test_table_of_variants_marks_what_differs(capsys, equal, differing):
     good, bad = capsys.readouterr().out.splitlines()[3:5]
     assert good.split() == ["equal", "2.0e-16", "-", "0.50", "-", "-", "2.0x", "equal"]
     assert bad.split()[-1] == "DIFFERENT"
+
+
+def test_a_notebook_gets_the_text_too(differing, monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(differing).startswith(f"{differing.name}: DIFFERENT")

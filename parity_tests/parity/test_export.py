@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -81,12 +82,40 @@ def test_a_check_that_was_not_exported_is_a_line_and_not_a_pass(folder):
 def test_a_comparison_of_two_modules_is_exported_and_repeated(tmp_path):
     theirs = torch.nn.Linear(3, 2)
     live = compare(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), theirs, [(4, 5, 3)], layout="torch", record=True)
-    path = recording.save(live, tmp_path)
-    found = recording.load(tmp_path)["Linear"]
+    path = live.export(tmp_path / "a folder" / "of its own")
+    found = recording.load(path.parent)["Linear"]
     assert path.name == "Linear.safetensors"
     repeated = compare(nnx.Linear(3, 2, rngs=nnx.Rngs(1)), found, found.inputs, layout="torch")
     assert repeated.passed
     assert [check.error for check in repeated.checks] == [check.error for check in live.checks]
+
+
+class FlaxTimes(nnx.Module):
+    def __init__(self):
+        self.factor = nnx.Param(jnp.array(2.0))
+
+    def __call__(self, x):
+        return self.factor[...] * x
+
+
+class TorchTimes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.factor * x
+
+
+def test_a_number_as_parameter_is_exported_and_repeated(tmp_path):
+    checks = ["forward", "gradients"]
+    live = compare(FlaxTimes(), TorchTimes(), [(4, 3)], layout="torch_ref", checks=checks, record=True)
+    recording.save(live, tmp_path)
+    found = recording.load(tmp_path)["FlaxTimes"]
+    assert found.shapes == {"factor": ()}
+    repeated = compare(FlaxTimes(), found, found.inputs, layout="torch_ref", checks=checks)
+    assert live.passed
+    assert repeated.passed
 
 
 def test_the_command_line_compares_against_an_export(folder, capsys, monkeypatch):
@@ -119,7 +148,7 @@ def test_a_report_that_was_not_recorded_cannot_be_exported(tmp_path):
     (variant,) = select([ROW])
     report = prove(variant, checks=["forward"], pair=pair_of(variant))
     with pytest.raises(ExportError, match="causal was compared without recording: pass record=True"):
-        recording.save(report, tmp_path)
+        report.export(tmp_path)
 
 
 def spoilt_truncated(file):

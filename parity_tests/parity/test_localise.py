@@ -238,7 +238,7 @@ def test_a_healthy_pair_has_no_node_that_is_wrong(name, row):
     assert divergence.causes == ()
     assert all(node.local_error <= tolerance.FORWARD for node in divergence.nodes)
     assert all(node.backward_error <= tolerance.GRADIENT for node in divergence.nodes)
-    assert str(divergence) == f"none of {len(divergence.nodes)} nodes differs"
+    assert str(divergence) == f"in float64 none of {len(divergence.nodes)} nodes differs"
 
 
 def test_a_recording_of_an_earlier_run_cannot_be_located(row):

@@ -31,6 +31,7 @@ class JaxAdapter(ModuleAdapter):
         positional: whether inputs are passed by position.
         entries: which parameter is which of the other framework; none are shared where this is empty.
         device: that runs the dtypes below float64, with products in full precision; None is the CPU.
+        place: returns a parameter or an input, of which it is given the name, where it shall lie on a mesh.
     """
 
     framework = "flax"
@@ -43,8 +44,9 @@ class JaxAdapter(ModuleAdapter):
         positional: bool = True,
         entries: Sequence[Entry] = (),
         device: Any = None,
+        place: Callable[[str, jax.Array], jax.Array] = lambda name, array: array,
     ):
-        self.module, self.entries, self.device = module, list(entries), device
+        self.module, self.entries, self.device, self._place = module, list(entries), device, place
         self._modes = {train: take_apart(module, train) for train in (False, True)}
         self._params, self._statistics = dict(self._modes[False].params), dict(self._modes[False].statistics)
         super().__init__(self._modes[False].call, call, cached_call, positional)
@@ -67,16 +69,16 @@ class JaxAdapter(ModuleAdapter):
     def load(self, weights: Arrays) -> None:
         """Set parameters and running statistics, by shared names."""
         for entry in self.entries:
-            own = self._params if entry.trainable else self._statistics
+            own = self._params if entry.ours[0] in self._params else self._statistics
             own |= {name: np.asarray(array) for name, array in entry.split(weights[entry.theirs]).items()}
 
     def built(self, train: bool = False, dtype: str = "float64") -> Any:
         """Return the module with its parameters, in a dtype."""
-        return self._build(_cast(self._params, dtype), self._state(train, dtype), train)
+        return self._build(self.arrays(self._params, dtype), self._state(train, dtype), train)
 
-    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> dict[str, jax.Array]:
-        """Return inputs as JAX arrays, floating ones cast."""
-        return _cast(arrays, dtype)
+    def arrays(self, arrays: Mapping[str, Any], dtype: str = "float64") -> dict[str, jax.Array]:
+        """Return inputs or parameters as JAX arrays, floating ones cast."""
+        return {name: self._place(name, array) for name, array in _cast(arrays, dtype).items()}
 
     def run(self, spec: RunSpec) -> Result:
         """Run once."""
@@ -86,7 +88,7 @@ class JaxAdapter(ModuleAdapter):
             return self._run(spec)
 
     def _run(self, spec: RunSpec) -> Result:
-        params, state = _cast(self._params, spec.dtype), self._state(spec.train, spec.dtype)
+        params, state = self.arrays(self._params, spec.dtype), self._state(spec.train, spec.dtype)
         inputs, extras = self.arrays(spec.inputs, spec.dtype), _extras(spec.extras)
         if spec.cotangents is None:
             run = self._outputs if spec.eager else self._forward
@@ -101,7 +103,7 @@ class JaxAdapter(ModuleAdapter):
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters by shared names, and the losses as `loss`."""
-        params, state = _cast(self._params, "float64"), self._state(spec.train, "float64")
+        params, state = self.arrays(self._params), self._state(spec.train, "float64")
         inputs, losses = self.arrays(spec.inputs), []
         fit, update, optimizer_state = self._training_step(spec, params)
         zeros = self.arrays({name: np.zeros_like(value) for name, value in spec.cotangents.items()})

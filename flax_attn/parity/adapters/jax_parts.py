@@ -34,7 +34,8 @@ class Parts(NamedTuple):
 def take_apart(module: Any, train: bool = False) -> Parts:
     """Return the parts of an NNX module, a bound Linen module, an equinox module or a plain function.
 
-    The module itself is not changed; the parts are those of a copy in train or in eval mode, where it has modes.
+    A function of parameters and inputs, as `apply` of Haiku is, takes its parameters by `jax.tree_util.Partial`. The
+    module itself is not changed; the parts are those of a copy in train or in eval mode, where it has modes.
 
     Raises:
         PairingError: if it is none of these, or a Linen module without variables.
@@ -49,6 +50,9 @@ def take_apart(module: Any, train: bool = False) -> Parts:
         return _nnx(module, train)
     if isinstance(module, linen.Module):
         return _linen(module)
+    if isinstance(module, jax.tree_util.Partial) and len(module.args) == 1 and not module.keywords:
+        bound = _arrays(module.args[0], lambda tree: jax.tree_util.Partial(module.func, tree))
+        return bound._replace(call=module.func)
     if not jax.tree_util.all_leaves([module]):
         return _pytree(module, train)
     return Parts({}, {}, {}, lambda arrays, rest: module, module)
@@ -121,15 +125,20 @@ def _pytree(module: Any, train: bool) -> Parts:
     # An equinox module is a pytree with arrays for leaves; the floating ones are its parameters.
     if type(module).__module__.startswith("equinox") or hasattr(module, "__dataclass_fields__"):
         module = _inference(module, not train)
+    return _arrays(module, lambda tree: tree)._replace(call=type(module).__call__)
+
+
+def _arrays(module: Any, made: Callable[[Any], Any]) -> Parts:
+    """Return the parts of a tree of arrays, that `made` makes a module of."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(module)
     is_param = [isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating) for _, leaf in leaves]
     params = {_dotted(path): leaf for (path, leaf), yes in zip(leaves, is_param, strict=True) if yes}
     static = {_dotted(path): leaf for (path, leaf), yes in zip(leaves, is_param, strict=True) if not yes}
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
-        return jax.tree.unflatten(tree, [{**static, **arrays}[_dotted(path)] for path, _ in leaves])
+        return made(jax.tree.unflatten(tree, [{**static, **arrays}[_dotted(path)] for path, _ in leaves]))
 
-    return Parts(params, {}, {}, build, type(module).__call__)
+    return Parts(params, {}, {}, build, made)
 
 
 def _inference(module: Any, value: bool) -> Any:

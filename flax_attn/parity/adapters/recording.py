@@ -71,7 +71,7 @@ class RecordingAdapter:
         return result
 
     def _keep(self, prefix: str, arrays: Arrays) -> None:
-        self.results |= {f"{prefix}/{name}": np.ascontiguousarray(array) for name, array in arrays.items()}
+        self.results |= {f"{prefix}/{name}": np.asarray(array, order="C") for name, array in arrays.items()}
 
     def save(self, path: str | PathLike[str], inputs: Arrays, about: Mapping[str, Any]) -> None:
         """Write all results, with the inputs and a header."""
@@ -167,6 +167,7 @@ def save(report: Report, folder: str | PathLike[str]) -> Path:
     if report.pair is None or not isinstance(report.pair.torch, RecordingAdapter):
         raise ExportError(f"{report.name} was compared without recording: pass record=True")
     path = Path(folder) / f"{file_name(report.name)}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
     about = {
         "name": report.name,
         "seed": report.seed,

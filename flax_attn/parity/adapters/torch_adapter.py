@@ -23,7 +23,7 @@ from flax_attn.parity.adapters.adapter import (
 )
 from flax_attn.parity.training import TrainingSpec
 
-STATISTICS = ("running_mean", "running_var")
+STATISTICS = ("running_mean", "running_var", "selection_bias")
 
 
 class TorchAdapter(ModuleAdapter):
@@ -56,6 +56,12 @@ class TorchAdapter(ModuleAdapter):
         """The shapes of parameters and running statistics; of a shared parameter once."""
         return {name: tuple(tensor.shape) for name, tensor in self._tensors(self.module).items()}
 
+    @property
+    def frozen(self) -> set[str]:
+        """The parameters that do not require gradients, where others do: they are shared, and not trained."""
+        found = {name for name, parameter in self._parameters(self.module).items() if not parameter.requires_grad}
+        return found if len(found) < len(self._parameters(self.module)) else set()
+
     def weights(self) -> Arrays:
         """Return parameters and running statistics in float64."""
         return float64(self._tensors(self.module))
@@ -64,7 +70,7 @@ class TorchAdapter(ModuleAdapter):
         """Set parameters and running statistics."""
         with torch.no_grad():
             for name, tensor in self._tensors(self.module).items():
-                tensor.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+                tensor.copy_(torch.from_numpy(np.asarray(weights[name], order="C")))  # a number stays one
 
     def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> dict[str, torch.Tensor]:
         """Return inputs as tensors, floating ones cast."""
@@ -91,7 +97,8 @@ class TorchAdapter(ModuleAdapter):
     def _gradients(self, module, inputs, outputs, spec: RunSpec) -> Result:
         cotangents = self.arrays(spec.cotangents or {}, spec.dtype)
         total = torch.stack([(outputs[name] * c.to(outputs[name].dtype)).sum() for name, c in cotangents.items()]).sum()
-        leaves = self._parameters(module) | {n: x for n, x in inputs.items() if x.is_floating_point()}
+        leaves = {name: p for name, p in self._parameters(module).items() if p.requires_grad}
+        leaves |= {n: x for n, x in inputs.items() if x.is_floating_point()}
         twice = spec.tangents is not None
         found = torch.autograd.grad(total, [*leaves.values()], create_graph=twice, materialize_grads=True)
         gradients = dict(zip(leaves, found, strict=True))
@@ -105,8 +112,7 @@ class TorchAdapter(ModuleAdapter):
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters, and the losses as `loss`."""
-        module = copy.deepcopy(self.module)
-        module.train(spec.train)
+        module = self._prepared(spec)
         optimizer, schedule = spec.recipe.torch(module.parameters())
         inputs, target, losses = self.arrays(spec.inputs), torch.from_numpy(spec.target), []
         for key in spec.keys:
@@ -118,14 +124,15 @@ class TorchAdapter(ModuleAdapter):
             optimizer.step()
             schedule.step()
             losses.append(loss.item())
-        return float64(self._parameters(module)) | {"loss": np.array(losses)}
+        trained = {name: p for name, p in self._parameters(module).items() if p.requires_grad}
+        return float64(trained) | {"loss": np.array(losses)}
 
-    def _prepared(self, spec: RunSpec) -> Any:
+    def _prepared(self, spec: RunSpec | TrainingSpec) -> Any:
         if not isinstance(self.module, torch.nn.Module):
             return self.module
         module = copy.deepcopy(self.module)
         module.train(spec.train)
-        return module.requires_grad_(True)
+        return module if self.frozen else module.requires_grad_(True)
 
     @staticmethod
     def _parameters(module: Any) -> dict[str, torch.nn.Parameter]:
@@ -133,7 +140,7 @@ class TorchAdapter(ModuleAdapter):
 
     @classmethod
     def _tensors(cls, module: Any) -> dict[str, torch.Tensor]:
-        # Running statistics: of BatchNorm, and of other norms that keep them.
+        # Running statistics: of BatchNorm, of other norms that keep them, and of routers.
         buffers = dict(module.named_buffers()) if isinstance(module, torch.nn.Module) else {}
         statistics = {name: b for name, b in buffers.items() if name.rpartition(".")[2] in STATISTICS}
         return {**cls._parameters(module), **statistics}
@@ -158,4 +165,4 @@ def _kernel(twice: bool):
 
 
 def _extras(extras: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in extras.items()}
+    return {name: torch.from_numpy(np.asarray(value, order="C")) for name, value in extras.items()}

@@ -62,7 +62,7 @@ def verdict(report: Findings) -> Group:
 def text(report: Findings, width: int = 120) -> str:
     """Return one report in full as plain text."""
     file = io.StringIO()
-    Console(file=file, width=width, color_system=None, highlight=False).print(verdict(report))
+    Console(file=file, width=width, color_system=None, highlight=False, force_jupyter=False).print(verdict(report))
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 

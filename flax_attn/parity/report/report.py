@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+from flax_attn.parity.adapters import recording
 from flax_attn.parity.report import console, page, wording
 from flax_attn.parity.report.findings import Findings
 from flax_attn.parity.report.junit import write_junit
@@ -66,6 +67,14 @@ class Report(Findings):
                 f"Use report.save({str(Path(path).with_suffix('.html'))!r})"
             )
         writers[suffix]([self], str(path))
+
+    def export(self, folder: str | PathLike[str]) -> Path:
+        """Write the PyTorch results to `folder/NAME.safetensors`, to compare with where torch is not; return the path.
+
+        Raises:
+            ExportError: if they were not kept: `compare(..., record=True)` does.
+        """
+        return recording.save(self, folder)
 
 
 def environment() -> dict[str, str]:

@@ -10,43 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
 
-from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import Arrays
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.pair import NotRun, Pair
 from flax_attn.parity.trace import jax_hooks
-from flax_attn.parity.trace.hooks import ROOT, Activation, ActivationRecorder, Frame, Observer, numpy64, outputs
+from flax_attn.parity.trace.alignment import Axes, Shape, aligned, step_of
+from flax_attn.parity.trace.hooks import TABLE, Activation, ActivationRecorder, Frame, Observer, numpy64, outputs
 from flax_attn.parity.trace.jax_hooks import TracedModule
 from flax_attn.parity.trace.pairing import pair_paths
+from flax_attn.parity.trace.tables import tables_of_torch
 
 Names = Mapping[str, str]
 Lower = Mapping[str, Mapping[str, str]]
-
-# How the axes of PyTorch's scores and weights, `b n t s` with n = k * g heads, may stand on the Flax side.
-ORDERS = {4: ("b (k g) t s", "(k g) b t s"), 5: ("k b g t s", "b k g t s")}
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The order of the axes of scores or weights on the Flax side.
-
-    Args:
-        pattern: of `ORDERS`.
-        heads: k in it.
-    """
-
-    pattern: str
-    heads: int
-
-    def to_torch(self, x: Any) -> Any:
-        """Return an array of the Flax side with the axes of PyTorch, `(b, n, t, s)`."""
-        return rearrange(x, f"{self.pattern} -> b (k g) t s", k=self.heads)
-
-    def to_flax(self, x: Any) -> Any:
-        """Return an array with the axes of PyTorch with those of the Flax side."""
-        return rearrange(x, f"b (k g) t s -> {self.pattern}", k=self.heads)
 
 
 @dataclass(frozen=True)
@@ -62,8 +38,11 @@ class Activations:
         ours: the nodes of the Flax side, in order of execution, those in `axes` with the axes of PyTorch.
         theirs: those of the PyTorch side.
         names: the shared name of each submodule of the Flax side, by its path there.
-        axes: of steps whose axes stand in another order on the Flax side.
+        axes: of outputs whose axes stand in another order on the Flax side.
+        inputs: the same of the inputs of modules, None for those whose axes do not.
+        differing: the shapes of both sides, where these cannot be compared.
         unpaired: what cannot be compared, one line each.
+        ambiguous: scores whose axes can be read in two ways, neither of which agrees.
         cotangents: of the PyTorch side, by name of the node at whose output they arrive.
         lower: for `"flax"` and `"torch"`, what each module computed below float64, and in which dtype.
     """
@@ -73,7 +52,10 @@ class Activations:
     theirs: dict[str, Activation]
     names: Names
     axes: Mapping[str, Axes]
+    inputs: Mapping[str, tuple[Axes | None, ...]]
+    differing: Mapping[str, tuple[Shape, Shape]]
     unpaired: tuple[str, ...]
+    ambiguous: tuple[str, ...]
     cotangents: Arrays
     lower: Mapping[str, Lower]
 
@@ -100,7 +82,7 @@ class Activations:
     @cached_property
     def attention(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """The attention weights `(b, n, t, s)` of Flax and of PyTorch, where both have them."""
-        names = [name for name in self.shared if _step(name) == "weights" and self.flax[name].ndim == 4]
+        names = [name for name in self.shared if step_of(name) == "weights" and self.flax[name].ndim == 4]
         return {name: (self.flax[name], self.torch[name]) for name in names}
 
 
@@ -133,9 +115,16 @@ def record(pair: Pair) -> Activations:
     torch = torch_hooks.record(pair.torch, pair.inputs, pair.extras, pair.cotangents, there)
     traced, flax = jax_hooks.trace(pair), ActivationRecorder("flax", names)
     _record_flax(traced, flax)
-    here, there, axes, unpaired = _aligned(flax.activations, torch.activations)
+    found = aligned(flax.activations, torch.activations)
+    for path in tables_of_torch(pair, torch_hooks.tensors(pair.torch.module), names.values()):
+        torch.lower[path][TABLE] = "float32"
     lower = {"flax": flax.lower, "torch": torch.lower}
-    return Activations(traced, here, there, names, axes, unpaired, torch.cotangents, lower)
+    return Activations(
+        *(traced, found.flax, found.torch, names, found.axes, found.inputs),
+        *(found.differing, found.unpaired, found.ambiguous),
+        cotangents=torch.cotangents,
+        lower=lower,
+    )
 
 
 def _record_flax(traced: TracedModule, recorder: ActivationRecorder) -> None:
@@ -178,46 +167,3 @@ def flax_cotangents(pair: Pair, found: Activations) -> Arrays:
     arrays = found.traced.compiled(gradient)(zeros, {n: jnp.asarray(c) for n, c in pair.cotangents.items()})
     arrays = {name: numpy64(array) for name, array in arrays.items()}
     return {name: axes[name].to_torch(array) if name in axes else array for name, array in arrays.items()}
-
-
-def _aligned(
-    ours: dict[str, Activation], theirs: dict[str, Activation]
-) -> tuple[dict[str, Activation], dict[str, Activation], dict[str, Axes], tuple[str, ...]]:
-    """Return the nodes that can be compared, the axes of those that are turned, and a line for each of the others."""
-    ours, theirs, axes = dict(ours), dict(theirs), {}
-    for name in theirs:
-        if name in ours and _step(name) in ("scores", "masked", "weights"):
-            ours[name], theirs[name], turned = _aligned_scores(ours[name], theirs[name])
-            axes |= {name: turned} if turned else {}
-    other = [
-        name
-        for name in theirs
-        if name != ROOT and name in ours and ours[name].output.shape != theirs[name].output.shape
-    ]
-    lines = [f"{name}: flax {ours[name].output.shape}, torch {theirs[name].output.shape}" for name in other]
-    for framework, here, there in (("flax", ours, theirs), ("torch", theirs, ours)):
-        alone = (name for name in here if name not in there)
-        lines += [name if name.startswith(f"{framework}:") else f"{framework}:{name}" for name in alone]
-    keep = [{name: x for name, x in nodes.items() if name not in other} for nodes in (ours, theirs)]
-    return keep[0], keep[1], axes, tuple(lines)
-
-
-def _aligned_scores(ours: Activation, theirs: Activation) -> tuple[Activation, Activation, Axes | None]:
-    """Return both with the axes `b n t s`: of the orders that fit the shapes, the one with the smallest error."""
-    fits = []
-    for pattern in ORDERS.get(ours.output.ndim, ()):
-        axes = Axes(pattern, 1 if "(k g)" in pattern else ours.output.shape[pattern.split().index("k")])
-        flax, torch = axes.to_torch(ours.output), theirs.output
-        if torch.ndim == 3 and torch.size == flax.size:  # torch.nn.MultiheadAttention folds batch and heads
-            torch = rearrange(torch, "(b n) t s -> b n t s", b=flax.shape[0])
-        if flax.shape == torch.shape:
-            fits.append((tolerance.relative({"": flax}, {"": torch})[""], axes, flax, torch))
-    if not fits:
-        return ours, theirs, None
-    _, axes, flax, torch = min(fits, key=lambda fit: fit[0])
-    turned = None if axes.pattern == ORDERS[4][0] else axes
-    return replace(ours, output=flax), replace(theirs, output=torch), turned
-
-
-def _step(name: str) -> str:
-    return name.partition("/")[2].split("#")[0]

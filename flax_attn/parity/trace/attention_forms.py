@@ -5,7 +5,7 @@ It shares no code with either framework, so that it can tell which of two sides 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from einops import rearrange, repeat
@@ -13,7 +13,6 @@ from einops import rearrange, repeat
 from flax_attn.parity.adapters.adapter import Arrays
 
 Forms = Iterator[tuple[str, np.ndarray]]
-BASES = (10000.0, 500000.0, 1000000.0)
 
 
 def scores(query: np.ndarray, key: np.ndarray, *, scale: float | None = None, tile: bool = False) -> np.ndarray:
@@ -69,28 +68,6 @@ def share_heads(x: np.ndarray, n: int, tile: bool = False) -> np.ndarray:
     return repeat(x, "b s k h -> b s (g k) h" if tile else "b s k h -> b s (k g) h", g=n // x.shape[2])
 
 
-def rope(
-    x: np.ndarray, base: float = 10000.0, *, interleaved: bool = False, sign: int = 1, shift: int = 0
-) -> np.ndarray:
-    """Return `(b, t, n, h)` with pair i of token p turned by `sign * (p + shift) * base ** (-2i / h)`.
-
-    A pair is `(i, i + h/2)`, or `(2i, 2i + 1)` where `interleaved`.
-
-    Example:
-        >>> rope(np.ones((1, 2, 1, 2)))[0, :, 0].round(2)
-        array([[ 1.  ,  1.  ],
-               [-0.3 ,  1.38]])
-    """
-    h = x.shape[-1]
-    pairs = "... (i two) -> two ... i" if interleaved else "... (two i) -> two ... i"
-    first, second = rearrange(x, pairs, two=2)
-    angles = sign * np.multiply.outer(np.arange(x.shape[1]) + shift, base ** (-2 * np.arange(h // 2) / h))
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    turned = np.stack([first * cos - second * sin, second * cos + first * sin])
-    back, front = pairs.split(" -> ")
-    return rearrange(turned, f"{front} -> {back}")
-
-
 def split_heads(x: np.ndarray, n: int) -> dict[str, np.ndarray]:
     """Return a projection `(b, t, n * h)` as heads `(b, t, n, h)`, in the ways that it is read: the right one first."""
     b, t, d = x.shape
@@ -111,42 +88,27 @@ def join_heads(x: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def head_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
-    """Queries, keys or values: the heads of a projection, turned or not."""
-    if value.ndim != 4:
-        return
-    b, t, n, h = value.shape
-    projections = {name: x.reshape(b, t, n * h) for name, x in sources.items() if x.shape[-2:] == (t, n * h)}
-    split = {name: split_heads(x, n) for name, x in projections.items()}
-    for name, ways in split.items():
-        yield from ((f"{name}, {way}", x) for way, x in ways.items())
-    for name, ways in split.items() if value.shape[-1] % 2 == 0 else ():
-        yield from _turned(name, next(iter(ways.values())))
-
-
-def _turned(name: str, x: np.ndarray) -> Forms:
-    for shift in (0, 1, -1):
-        for base in BASES:
-            for interleaved in (False, True):
-                for sign in (1, -1):
-                    kind = "interleaved" if interleaved else "half-split"
-                    text = f"RoPE of {name}, {kind}, base {base:g}"
-                    text += ", turned backwards" if sign < 0 else ""
-                    text += f", positions shifted by {shift}" if shift else ""
-                    yield text, rope(x, base, interleaved=interleaved, sign=sign, shift=shift)
-
-
 def score_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
     """Scores, or what is visible of them: every query with every key."""
-    if not {"query", "key"} <= sources.keys():
+    if not _heads(sources, "query", "key"):
         return
     query, key = sources["query"], sources["key"]
-    visible = np.isfinite(value)
     for text, q, k, tile in _products(query, key):
-        raw = scores(q, k, scale=1.0, tile=tile)
-        if raw.shape == value.shape and raw[visible].any():
-            scale = float((raw[visible] @ value[visible]) / (raw[visible] @ raw[visible]))
-            yield f"{text} {_scale(scale, query)}", np.where(visible, raw * scale, -np.inf)
+        for scale, scaled in scaled_forms(scores(q, k, scale=1.0, tile=tile), value, query):
+            yield f"{text} {scale}", scaled
+
+
+def scaled_forms(raw: np.ndarray, value: np.ndarray, query: np.ndarray) -> Forms:
+    """Scores times the number that fits best, hidden where those of a side are."""
+    visible = np.isfinite(value)
+    if raw.shape == value.shape and raw[visible].any():
+        scale = float((raw[visible] @ value[visible]) / (raw[visible] @ raw[visible]))
+        yield scale_in_words(scale, query), np.where(visible, raw * scale, -np.inf)
+
+
+def _heads(sources: Arrays, *names: str) -> bool:
+    """Whether these are there and have heads: a projection may have the name of a step."""
+    return all(name in sources and sources[name].ndim == 4 for name in names)
 
 
 def _products(query: np.ndarray, key: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray, bool]]:
@@ -157,58 +119,17 @@ def _products(query: np.ndarray, key: np.ndarray) -> Iterator[tuple[str, np.ndar
         yield "key . query, the two swapped,", key, query, False
 
 
-def _scale(scale: float, query: np.ndarray) -> str:
+def scale_in_words(scale: float, query: np.ndarray, close: float = 1e-9) -> str:
+    """Return what scores are multiplied by, in the words of a formula.
+
+    Example:
+        >>> scale_in_words(0.5, np.ones((1, 3, 2, 4)))
+        '/ sqrt(h)'
+    """
     n, h = query.shape[-2:]
     known = {"/ sqrt(h)": h**-0.5, "without a scale": 1.0, "/ sqrt(d_out)": (n * h) ** -0.5, "/ h": 1 / h}
-    return next((text for text, number in known.items() if np.isclose(scale, number, rtol=1e-9)), f"* {scale:.6g}")
-
-
-def mask_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
-    """Which scores are hidden, and by what."""
-    visible, visible_there = np.isfinite(value), np.isfinite(other)
-    kept = np.where(visible, value, 0)
-    if "scores" in sources:
-        yield from _filled(value, kept, visible_there, sources["scores"])
-    text, band = _band(visible)
-    yield text, np.where(band, kept, -np.inf)
-    text = "a mask" if visible.sum() >= visible_there.sum() else "the same mask inverted"
-    yield text, np.where(visible_there, -np.inf, kept)
-    if "scores" in sources:
-        yield "a mask that is neither causal nor a window", np.where(visible, sources["scores"], -np.inf)
-
-
-def _band(visible: np.ndarray) -> tuple[str, np.ndarray]:
-    """Return the smallest band `i - left <= j <= i + right` around what is visible, in words and as `(t, s)`."""
-    t, s = visible.shape[-2:]
-    distance = np.arange(s) - np.arange(t)[:, None]
-    seen = np.broadcast_to(distance, visible.shape)[visible]
-    if not seen.size:
-        return "a mask that hides everything", np.zeros((t, s), bool)
-    left, right = int(-seen.min()), int(seen.max())
-    if right >= s - 1 and left >= t - 1:
-        text = "no mask"
-    elif left >= t - 1:
-        text = f"a causal mask, query i sees keys up to {_key(right)}"
-    elif right >= s - 1:
-        text = f"a mask of earlier keys, query i sees keys from {_key(-left)}"
-    else:
-        text = f"a sliding window, query i sees keys {_key(-left)} to {_key(right)}"
-    return text, (-left <= distance) & (distance <= right)
-
-
-def _key(distance: int) -> str:
-    return f"i {'+' if distance > 0 else '-'} {abs(distance)}" if distance else "i"
-
-
-def _filled(value: np.ndarray, kept: np.ndarray, visible_there: np.ndarray, scores: np.ndarray) -> Forms:
-    # Hidden by a number, and not by -inf: it still counts.
-    filled, added = value[~visible_there], (value - scores)[~visible_there]
-    if filled.size > 1 and np.isfinite(filled).all():
-        fill, extra = float(np.median(filled)), float(np.median(added))
-        yield f"a mask that sets {fill:g} where the other side hides", np.where(visible_there, kept, fill)
-        if extra:
-            text = f"a mask that adds {extra:g} where the other side hides"
-            yield text, np.where(visible_there, kept, scores + extra)
+    fits = (text for text, number in known.items() if np.isclose(scale, number, rtol=close, atol=0))
+    return next(fits, f"* {scale:.6g}")
 
 
 def softmax_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
@@ -227,7 +148,7 @@ def softmax_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Form
 
 def context_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
     """The sum of the values."""
-    if not {"weights", "value"} <= sources.keys():
+    if not _heads(sources, "weights", "value"):
         return
     yield "weights . value", context(sources["weights"], sources["value"])
     if 1 < sources["value"].shape[2] < sources["weights"].shape[1]:
@@ -240,14 +161,3 @@ def joined_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms
     for name, x in sources.items():
         if x.ndim == 4 and x.size == value.size and x.shape[:2] == np.reshape(value, (-1, *value.shape[-2:])).shape[:2]:
             yield from ((f"{name}, {way}", y.reshape(value.shape)) for way, y in join_heads(x).items())
-
-
-STEPS: dict[str, tuple[Callable[[np.ndarray, np.ndarray, Arrays], Forms], ...]] = {
-    "query": (head_forms,),
-    "key": (head_forms,),
-    "value": (head_forms,),
-    "scores": (score_forms,),
-    "masked": (mask_forms, score_forms),
-    "weights": (softmax_forms,),
-    "context": (context_forms,),
-}

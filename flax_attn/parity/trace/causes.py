@@ -10,16 +10,32 @@ import numpy as np
 
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import Arrays
-from flax_attn.parity.trace import attention_forms, layer_forms
-from flax_attn.parity.trace.hooks import path_of, spoken
+from flax_attn.parity.trace import attention_forms, image_forms, layer_forms
+from flax_attn.parity.trace.attention_forms import context_forms, score_forms, softmax_forms
+from flax_attn.parity.trace.convolution_forms import convolution
+from flax_attn.parity.trace.hooks import CAST, path_of, spoken
 from flax_attn.parity.trace.layer_forms import Forms
+from flax_attn.parity.trace.mask_forms import mask_forms
+from flax_attn.parity.trace.projected_forms import head_forms, projected_scores
+from flax_attn.parity.trace.recurrent_forms import gru, running_statistics
 from flax_attn.parity.trace.substitute import Evidence, Target, relative
+from flax_attn.parity.trace.tables import dtype_of_numbers
 
 Family = Callable[[np.ndarray, np.ndarray], Forms]
 Lower = Mapping[str, Mapping[str, str]]
-LOW = ("bfloat16", "float16", "float32")
 SIDES = ("flax", "torch")
+EXACT = {str(side): tolerance.FORWARD for side in SIDES}
+CLEAR = 8  # times what rounding may do: a larger difference has another cause
 REPEATS = 3  # of the same cause that are named
+STEPS: dict[str, tuple[Callable[[np.ndarray, np.ndarray, Arrays], Forms], ...]] = {
+    "query": (head_forms,),
+    "key": (head_forms,),
+    "value": (head_forms,),
+    "scores": (score_forms, projected_scores),
+    "masked": (mask_forms, score_forms, projected_scores),
+    "weights": (softmax_forms,),
+    "context": (context_forms,),
+}
 
 
 def causes_of(found: Evidence, weights: Arrays, lower: Mapping[str, Lower] | None = None) -> list[str]:
@@ -66,22 +82,46 @@ def _with_repeats(cause: str, others: list[str]) -> str:
 
 def _cause(found: Evidence, target: Target, weights: Arrays, lower: Mapping[str, Lower]) -> str:
     place = spoken(found.name) if target.label == "output" else f"{spoken(found.name)}, {target.label}"
-    forms = [_fitted(family, target) for family in _families(found, target, weights)]
-    both = next((fits for fits in forms if all(fits.values()) and fits["flax"] != fits["torch"]), None)
+    families = list(_families(found, target, weights))
+    forms = [_fitted(family, target) for family in families]
+    both = _first_difference(forms) or _in_lower_dtypes(found.name, target, families, lower)
     if both:
         return f"{place}: {_difference(both['flax'], both['torch'])}"
     one = next((fits for fits in forms if any(fits.values()) and not all(fits.values())), None)
     cause = _rounded(target) or _one_pass_variance(found, target, weights) or (_known_on_one_side(one) if one else "")
-    return _lower_operations(found, target, lower) or (f"{place}: {cause}" if cause else "")
+    named = _lower_operations(found.name, target.error, lower) or (f"{place}: {cause}" if cause else "")
+    return named or cast_of(found.name, target.error, lower)
 
 
-def _fitted(family: Family, target: Target) -> dict[str, str]:
-    return {"flax": _fit(family, target.flax, target.torch), "torch": _fit(family, target.torch, target.flax)}
+def _first_difference(forms: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:
+    return next((fits for fits in forms if all(fits.values()) and fits["flax"] != fits["torch"]), None)
 
 
-def _fit(family: Family, value: np.ndarray, other: np.ndarray) -> str:
+def _in_lower_dtypes(
+    name: str, target: Target, families: Sequence[Family], lower: Mapping[str, Lower]
+) -> Mapping[str, str] | None:
+    """Return the formulas that fit up to a dtype that a side computes in, if its rounding cannot be the difference."""
+    limits = {side: _rounding_around(name, lower.get(side, {})) for side in SIDES}
+    if not max(limits.values()) > tolerance.FORWARD or target.error <= CLEAR * max(limits.values()):
+        return None
+    return _first_difference([_fitted(family, target, limits) for family in families])
+
+
+def _rounding_around(name: str, lower: Lower) -> float:
+    dtypes = [dtype for path in _around(name) for dtype in lower.get(path, {}).values()]
+    return max([tolerance.FORWARD, *map(_rounding, dtypes)])
+
+
+def _fitted(family: Family, target: Target, limits: Mapping[str, float] = EXACT) -> dict[str, str]:
+    return {
+        "flax": _fit(family, target.flax, target.torch, limits["flax"]),
+        "torch": _fit(family, target.torch, target.flax, limits["torch"]),
+    }
+
+
+def _fit(family: Family, value: np.ndarray, other: np.ndarray, limit: float) -> str:
     with np.errstate(all="ignore"):
-        return next((text for text, form in family(value, other) if relative(form, value) <= tolerance.FORWARD), "")
+        return next((text for text, form in family(value, other) if relative(form, value) <= limit), "")
 
 
 def _difference(flax: str, torch: str) -> str:
@@ -109,16 +149,25 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
     sources = {name: x for name, x in found.sources.items() if not target.without or name != target.without}
     if found.kind == "step":
         step = found.name.split("/")[1].split("#")[0]
-        for steps in attention_forms.STEPS.get(step, ()):
+        for steps in STEPS.get(step, ()):
             yield lambda value, other, steps=steps: steps(value, other, sources)
         return
     own = _own(found, weights)
+    if target.label == "output" and "input" not in sources:
+        yield lambda value, other: layer_forms.lookup(value, other, own)
     if target.label == "output" and "input" in sources and own:
         yield lambda value, other: layer_forms.norm(value, sources["input"], own)
+        yield lambda value, other: layer_forms.group_norm(value, sources["input"], own)
         yield lambda value, other: layer_forms.linear(value, sources["input"], own, weights)
+        yield lambda value, other: convolution(value, sources["input"], own)
+        yield lambda value, other: gru(value, sources, own)
     yield lambda value, other: attention_forms.joined_forms(value, other, sources)
     yield lambda value, other: layer_forms.total(value, sources)
     yield lambda value, other: layer_forms.activation(value, sources)
+    yield lambda value, other: layer_forms.gated(value, sources)
+    yield lambda value, other: image_forms.patches(value, sources)
+    yield lambda value, other: image_forms.tokens(value, sources, own)
+    yield lambda value, other: running_statistics(value, sources, weights)
 
 
 def _own(found: Evidence, weights: Arrays) -> Arrays:
@@ -129,21 +178,50 @@ def _own(found: Evidence, weights: Arrays) -> Arrays:
 # Precision.
 
 
-def _lower_operations(found: Evidence, target: Target, lower: Mapping[str, Lower]) -> str:
+def _lower_operations(name: str, error: float, lower: Mapping[str, Lower]) -> str:
     """Name what was computed below float64 in the node, or in the modules around it, if that explains the error."""
-    path = path_of(found.name)
-    while True:
+    for path in _around(name):
         sides = {side: lower.get(side, {}).get(path, {}) for side in SIDES}
         kinds = dict.fromkeys([*sides["flax"], *sides["torch"]])
+        kinds.pop(CAST, None)
         if "the softmax" in kinds:
             kinds.pop("exp", None)
         for kind in kinds:
             dtypes = {side: sides[side].get(kind, "float64") for side in SIDES}
-            if target.error <= max(map(_rounding, dtypes.values())):
-                return f"{spoken(path)}: flax has {kind} in {dtypes['flax']}, torch in {dtypes['torch']}"
-        if path == ".":
-            return ""
+            if error <= max(map(_rounding, dtypes.values())):
+                return f"{spoken(path)}: {_dtypes_of(kind, dtypes)}"
+    return ""
+
+
+def cast_of(name: str, error: float, lower: Mapping[str, Lower]) -> str:
+    """Name the side that casts values to a lower dtype in a node, or in the modules around it, if that explains it.
+
+    Example:
+        >>> cast_of("conv", 1e-8, {"flax": {".": {CAST: "float32"}}, "torch": {}})
+        'the whole module: flax casts values to float32, torch does not'
+    """
+    for path in _around(name):
+        casts = {side: lower.get(side, {}).get(path, {}).get(CAST, "") for side in SIDES}
+        for side, other in (SIDES, SIDES[::-1]):
+            if casts[side] and casts[side] != casts[other] and error <= _rounding(casts[side]):
+                rest = f"{other} to {casts[other]}" if casts[other] else f"{other} does not"
+                return f"{spoken(path)}: {side} casts values to {casts[side]}, {rest}"
+    return ""
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yield the path of a node, then those of the modules around it."""
+    path = path_of(name)
+    while path != ".":
+        yield path
         path = path.rpartition(".")[0] or "."
+    yield path
+
+
+def _dtypes_of(kind: str, dtypes: Mapping[str, str]) -> str:
+    if dtypes["flax"] == dtypes["torch"]:
+        return f"both have {kind} in {dtypes['flax']}, where their roundings differ"
+    return f"flax has {kind} in {dtypes['flax']}, torch in {dtypes['torch']}"
 
 
 def _rounding(dtype: str) -> float:
@@ -152,18 +230,11 @@ def _rounding(dtype: str) -> float:
 
 def _rounded(target: Target) -> str:
     """Say so where all numbers of one side alone are numbers of a lower dtype, and close to the other's."""
-    dtypes = {"flax": _dtype(target.flax), "torch": _dtype(target.torch)}
+    dtypes = {"flax": dtype_of_numbers(target.flax), "torch": dtype_of_numbers(target.torch)}
     for dtype in dtypes.values():
         if dtype != "float64" and dtypes["flax"] != dtypes["torch"] and target.error <= _rounding(dtype):
             return f"flax has numbers of {dtypes['flax']}, torch of {dtypes['torch']}"
     return ""
-
-
-def _dtype(value: np.ndarray) -> str:
-    value = value[np.isfinite(value)]
-    with np.errstate(over="ignore"):
-        fits = (kind for kind in LOW if (value.astype(jnp.dtype(kind)).astype(np.float64) == value).all())
-        return next(fits, "float64")
 
 
 def _one_pass_variance(found: Evidence, target: Target, weights: Arrays) -> str:

@@ -113,7 +113,7 @@ class Divergence:
                 f"wrong cotangent: error {backward.backward_error:.3g}, rule {tolerance.GRADIENT:.0e}"
             )
         elif first is None:
-            yield f"none of {len(self.nodes)} nodes differs"
+            yield f"in float64 none of {len(self.nodes)} nodes differs"
         else:
             yield f"first difference: {spoken(first.name)}, error {first.error:.3g}, rule {first.limit:.0e}"
         for node in self.locally_wrong[:LISTED]:

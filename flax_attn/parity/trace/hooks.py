@@ -22,7 +22,11 @@ OPERATIONS = {
     **dict.fromkeys(("rsqrt", "sqrt"), "the root in a norm"),
     **dict.fromkeys(("erf", "tanh", "logistic", "gelu", "silu", "sigmoid"), "the activation"),
     "exp": "exp",
+    "cast": "a cast",
+    "table": "a table of constants (such as rotary angles)",
 }
+TABLE = OPERATIONS["table"]
+CAST = OPERATIONS["cast"]  # of values in float64, which loses digits whatever is computed after it
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,14 @@ class Observer:
 
     Attributes:
         lower: what was computed below float64, and in which dtype, by path of the shared module.
+        tables: the ids of constants whose numbers are of float32.
     """
 
     def __init__(self, framework: str, names: Mapping[str, str]):
         self.framework, self.names = framework, names
         self.frames: list[Frame] = []
         self.lower: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        self.tables: frozenset[int] = frozenset()
         self._calls: Counter[str] = Counter()
 
     def enter(self, path: str, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -22,10 +22,12 @@ import jax
 import numpy as np
 from flax import linen, nnx
 
+from flax_attn.convert.api import naming
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.hooks import ROOT, Observer, floats, replaced
 from flax_attn.parity.trace.jaxpr import evaluate, mark
+from flax_attn.parity.trace.tables import tables_of_flax
 
 # Packages whose modules name their scores and weights only where an attribute has a certain value.
 NAMING_BACKEND = {"flax_attn": ("backend", "reference")}
@@ -42,12 +44,14 @@ class TracedModule:
         constants: what it closes over, the parameters among them.
         inputs: the arguments.
         output: the structure of what it returns, a mapping of arrays.
+        tables: which constants hold numbers of float32, though they are no parameters.
     """
 
     jaxpr: Any
     constants: list[Any]
     inputs: list[Any]
     output: Any
+    tables: frozenset[int] = frozenset()
 
     def run(self, observer: Observer) -> dict[str, jax.Array]:
         """Return the outputs, evaluated one operation after another while an observer follows."""
@@ -63,6 +67,7 @@ class TracedModule:
         return lambda *arrays: jitted(self.constants, self.inputs, *arrays)
 
     def _run(self, constants: list[Any], inputs: list[Any], observer: Observer) -> dict[str, jax.Array]:
+        observer.tables = frozenset(id(constants[i]) for i in self.tables)
         floating = floats(inputs)
         inputs = replaced(inputs, floating, observer.enter(ROOT, floating))
         found = evaluate(self.jaxpr, constants, inputs, observer)
@@ -82,7 +87,8 @@ def trace(pair: Pair) -> TracedModule:
 
     inputs = adapter.arrays(pair.inputs)
     closed, output = jax.make_jaxpr(forward, return_shape=True)(inputs)
-    return TracedModule(closed.jaxpr, closed.consts, jax.tree.leaves(inputs), jax.tree.structure(output))
+    tables = tables_of_flax(pair, closed.consts)
+    return TracedModule(closed.jaxpr, closed.consts, jax.tree.leaves(inputs), jax.tree.structure(output), tables)
 
 
 def paths(module: Any, parameters: Mapping[str, Any]) -> list[str]:
@@ -90,18 +96,25 @@ def paths(module: Any, parameters: Mapping[str, Any]) -> list[str]:
 
     Example:
         >>> paths(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), {})
-        ['layers.0']
+        ['0']
     """
     if isinstance(module, linen.Module):
         parts = [name.split(".")[:-1] for name in parameters]
         return list(dict.fromkeys(".".join(p[:i]) for p in parts for i in range(1, len(p) + 1)))
-    return [path for path, inner in _submodules(module).items() if callable(inner)]
+    return [path for path, inner in submodules(module).items() if callable(inner)]
 
 
-def _submodules(module: Any) -> dict[str, Any]:
+def submodules(module: Any) -> dict[str, Any]:
+    """Return the submodules of an NNX or Equinox module by their paths, as the parameters are named."""
     if isinstance(module, nnx.Module):
-        return {".".join(map(str, path)): inner for path, inner in nnx.iter_modules(module) if path}
+        names = naming(module)
+        return {name: inner for path, inner in nnx.iter_modules(module) if (name := _dotted(path, names(path)))}
     return {} if jax.tree_util.all_leaves([module]) else dict(_inside("", module))
+
+
+def _dotted(path: tuple, names: Mapping[str, int | None]) -> str:
+    # As the parameters are named; a module of stacked layers is one module.
+    return next(iter(names)) if len(names) == 1 else ".".join(map(str, path))
 
 
 def _inside(prefix: str, module: Any) -> Iterator[tuple[str, Any]]:
@@ -123,10 +136,10 @@ def _marked(module: Any) -> Any:
     """Make every submodule of a copy mark its calls; return the context to call it in."""
     if isinstance(module, linen.Module):
         return linen.intercept_methods(_intercept)
-    for path, inner in _submodules(module).items():
+    for path, inner in submodules(module).items():
         if callable(inner):
             _mark_calls(inner, path)
-    for inner in [module, *_submodules(module).values()]:
+    for inner in [module, *submodules(module).values()]:
         _name_steps(inner)
     return nullcontext()
 

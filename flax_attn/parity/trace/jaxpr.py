@@ -63,6 +63,8 @@ def _evaluated(eqn: Any, values: list[Any], observer: Observer) -> Sequence[Any]
         return evaluate(_opened(inner), getattr(inner, "consts", ()), values, observer)
     for operation, dtype in _operations(eqn):
         observer.computed(operation, dtype)
+    if any(id(value) in observer.tables for value in values):
+        observer.computed("table", "float32")
     with eqn.ctx.manager:
         result = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return result if eqn.primitive.multiple_results else [result]
@@ -80,8 +82,10 @@ def _observed_softmax(x: Any, weights: Any, axes: tuple[int, ...], observer: Obs
     masked = jnp.where(weights == 0, -jnp.inf, x)
     new = observer.step(masked, "masked")
     if new is not masked:
-        exps = jnp.exp(new - new.max(axes, keepdims=True))
-        weights = exps / exps.sum(axes, keepdims=True)
+        top = new.max(axes, keepdims=True)
+        exps = jnp.exp(new - jnp.where(jnp.isfinite(top), top, 0))
+        total = exps.sum(axes, keepdims=True)
+        weights = exps / jnp.where(total == 0, 1, total)  # where all is hidden by -inf on the other side, none
     return observer.step(weights, "weights")
 
 
@@ -102,7 +106,9 @@ def _has_events(jaxpr: Any) -> bool:
 
 
 def _operations(eqn: Any) -> Iterator[tuple[str, str]]:
-    yield from ((eqn.primitive.name, str(x.aval.dtype)) for x in eqn.outvars if hasattr(x.aval, "dtype"))
+    casts = eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == jnp.float64
+    name = "cast" if casts else eqn.primitive.name
+    yield from ((name, str(x.aval.dtype)) for x in eqn.outvars if hasattr(x.aval, "dtype"))
     for jaxpr in _inner(eqn):
         for inner in jaxpr.eqns:
             yield from _operations(inner)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import combinations
+from collections.abc import Callable, Iterator
+from itertools import combinations, permutations
 
 import numpy as np
 
@@ -34,6 +34,22 @@ def activation(value: np.ndarray, sources: Arrays) -> Forms:
     for name, x in sources.items():
         if x.shape == value.shape:
             yield from ((f"{text} of {name}", function(x)) for text, function in ACTIVATIONS.items())
+
+
+def gated(value: np.ndarray, sources: Arrays) -> Forms:
+    """A function of one half of a projection, or of one of two, times the other."""
+    pairs = [pair for name, x in sources.items() for pair in _halves(name, x) if x.shape[-1] == 2 * value.shape[-1]]
+    pairs += permutations(list(sources.items())[:SUMMANDS], 2)
+    for (name, gate), (other, up) in pairs:
+        if gate.shape == up.shape == value.shape:
+            yield from ((f"{text} of {name} times {other}", f(gate) * up) for text, f in ACTIVATIONS.items())
+
+
+def _halves(name: str, x: np.ndarray) -> Iterator[tuple[tuple[str, np.ndarray], tuple[str, np.ndarray]]]:
+    halves = zip(
+        (f"the first half of {name}", f"the second half of {name}"), np.array_split(x, 2, axis=-1), strict=True
+    )
+    yield from permutations(halves, 2)
 
 
 def total(value: np.ndarray, sources: Arrays) -> Forms:
@@ -73,6 +89,17 @@ def _beside(name: str, other: str) -> bool:
     return name.rpartition(".")[0] == other.rpartition(".")[0]
 
 
+def lookup(value: np.ndarray, other: np.ndarray, own: Arrays) -> Forms:
+    """Rows of a table: which of them an embedding gives, where the other side gives others."""
+    table = next((w for w in own.values() if w.ndim == 2), None)
+    if table is None or len(own) > 1 or value.shape[-1:] != table.shape[1:] or value.shape != other.shape:
+        return
+    rows, others = (np.abs(x[..., :1] - table[:, 0]).argmin(-1) for x in (value, other))
+    same = (rows == rows.flat[0]).all() and (others == others.flat[0]).all()
+    at = tuple(int(i[0]) for i in np.nonzero(rows != others)) if (rows != others).any() else (0,) * rows.ndim
+    yield f"row {rows[at]} of its table " + ("everywhere" if same else f"at {at}"), table[rows]
+
+
 def norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
     """Layer norm and RMS norm, with the epsilon that fits best."""
     affine = _affine(value, x, own)
@@ -89,6 +116,35 @@ def norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
     for kind, (centre, square) in kinds.items():
         for how, (a, b) in ways.items():
             yield from _with_epsilon(kind, how, value, centre, square, a, b)
+
+
+def group_norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
+    """Group norm with the channels last, with the epsilon that fits best."""
+    affine = _affine(value, x, own)
+    if affine is None or x.ndim < 3:
+        return
+    channels = x.shape[-1]
+    for groups in (g for g in range(1, channels) if channels % g == 0):
+        grouped, back = _grouping(x.shape, groups)
+        rows, scale, shift, normed = (grouped(np.broadcast_to(y, x.shape)) for y in (x, *affine, value))
+        centred = rows - rows.mean(-1, keepdims=True)
+        square = (centred**2).mean(-1, keepdims=True)
+        forms = _with_epsilon(f"group norm of {groups} groups", "", normed, centred, square, scale, shift)
+        yield from ((text, back(form)) for text, form in forms)
+
+
+def _grouping(shape: tuple[int, ...], groups: int) -> tuple[Callable, Callable]:
+    """Return a function that gives each group of channels of each example a row, and its inverse."""
+    apart = (shape[0], -1, groups, shape[-1] // groups)
+    joined = (shape[0], groups, -1)
+
+    def grouped(x: np.ndarray) -> np.ndarray:
+        return x.reshape(apart).swapaxes(1, 2).reshape(joined)
+
+    def back(rows: np.ndarray) -> np.ndarray:
+        return rows.reshape(shape[0], groups, -1, apart[-1]).swapaxes(1, 2).reshape(shape)
+
+    return grouped, back
 
 
 def _affine(value: np.ndarray, x: np.ndarray, own: Arrays) -> tuple[np.ndarray, np.ndarray] | None:
@@ -136,9 +192,8 @@ def is_one_pass_norm(value: np.ndarray, other: np.ndarray, x: np.ndarray, own: A
         factor, right = (_factor(side, x - mean, *affine) for side in (value, other))
         if factor is None or right is None:
             return False
-        exact = x.var(-1, keepdims=True)
-        exact += _epsilon(right**-2 - exact)
-        off, noise = np.abs(factor**-2 - exact), np.abs(right**-2 - exact)
+        variance = x.var(-1, keepdims=True)  # each side may have its own epsilon
+        off, noise = (np.abs(found - _epsilon(found)) for found in (factor**-2 - variance, right**-2 - variance))
     roundings = tolerance.REORDERED * np.finfo(np.float64).eps
     centring = max(tolerance.FORWARD, roundings * float(np.max(np.abs(mean) * right))) * np.max(np.abs(value))
     rest = np.abs((x - mean) * factor * affine[0] + affine[1] - value)

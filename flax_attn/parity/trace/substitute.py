@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +71,8 @@ def relative(flax: np.ndarray, torch: np.ndarray) -> float:
     return tolerance.relative({"": flax}, {"": torch})[""]
 
 
-def rerun(found: Activations) -> dict[str, Evidence]:
-    """Return the evidence on every shared node.
+def rerun(found: Activations, outputs: Arrays) -> dict[str, Evidence]:
+    """Return the evidence on every shared node; the whole module is judged by all its outputs, here of PyTorch.
 
     Every submodule of the Flax side is given what PyTorch's was given, and its output is compared and then replaced
     by PyTorch's. What remains is the error of each node alone. A container's own error is in what it does between its
@@ -82,10 +82,10 @@ def rerun(found: Activations) -> dict[str, Evidence]:
 
     def computed(run: Any, reference: Any) -> list[Any]:
         observer.reference = reference
-        run(observer)
+        observer.returned(run(observer), outputs)
         return [target.flax for target in observer.targets()]
 
-    arrays = {name: (found.theirs[name].inputs, _for_flax(found, name)) for name in found.shared}
+    arrays = {name: (_inputs_for_flax(found, name), _for_flax(found, name)) for name in found.shared}
     values = found.traced.compiled(computed)(arrays)
     for target, value in zip(observer.targets(), values, strict=True):
         target.flax = numpy64(value)
@@ -95,6 +95,12 @@ def rerun(found: Activations) -> dict[str, Evidence]:
 def _for_flax(found: Activations, name: str) -> np.ndarray:
     value = found.torch[name]
     return np.ascontiguousarray(found.axes[name].to_flax(value)) if name in found.axes else value
+
+
+def _inputs_for_flax(found: Activations, name: str) -> tuple[np.ndarray, ...]:
+    inputs = found.theirs[name].inputs
+    axes = (*found.inputs.get(name, ()), *(None for _ in inputs))
+    return tuple(np.ascontiguousarray(a.to_flax(x)) if a else x for x, a in zip(inputs, axes, strict=False))
 
 
 class _Substitution(Observer):
@@ -125,41 +131,64 @@ class _Substitution(Observer):
         if not evidence.same_inputs:
             return frame.inputs
         if frame.name != ROOT:
-            self._passed_on(frame, theirs)
+            axes = (*self.found.inputs.get(frame.name, ()), *(None for _ in theirs))
+            ours = [a.to_torch(x) if a else x for x, a in zip(frame.inputs, axes, strict=False)]
+            self._passed_on(frame.name, ours, theirs)
         new = [reference.astype(x.dtype) for x, reference in pairs]
         return (*new, *frame.inputs[len(new) :])
 
-    def _passed_on(self, frame: Frame, theirs: tuple[np.ndarray, ...]) -> None:
-        parent, child = self.evidence.get(self.enclosing.name), _within(frame.name, self.enclosing.name)
+    def _passed_on(self, name: str, ours: Sequence[Any], theirs: tuple[np.ndarray, ...]) -> None:
+        parent, child = self.evidence.get(self.enclosing.name), _within(name, self.enclosing.name)
         if parent is not None:
-            pairs = enumerate(zip(frame.inputs, theirs, strict=False))
+            pairs = enumerate(zip(ours, theirs, strict=False))
             parent.targets += [self._target(f"{_numbered('input', i)} of {child}", x, r, child) for i, (x, r) in pairs]
 
     def left(self, frame: Frame, output: Any) -> Any:
         if frame.name not in self.reference:
             return output
-        target = Target("output", output, self.found.torch[frame.name], rounding=self.roundings.get(frame.name, 0.0))
+        ours = self._as_torch(frame.name, output)
+        target = self._target_of(frame.name, "output", ours, self.found.torch[frame.name])
         self.evidence[frame.name].targets.append(target)
         return self._replaced(frame.name, output, known=frame.name != ROOT)
+
+    def returned(self, ours: Mapping[str, Any], theirs: Arrays) -> None:
+        """Compare what the whole module returns beside its first output."""
+        floating = [name for name, x in ours.items() if jnp.issubdtype(x.dtype, jnp.floating)]
+        self.evidence[ROOT].targets += [
+            self._target_of(ROOT, f"output {name!r}", ours[name], theirs[name])
+            for name in floating[1:]
+            if name in theirs and ours[name].shape == theirs[name].shape
+        ]
 
     def stepped(self, name: str, value: Any) -> Any:
         if name not in self.reference:
             return value
         parent = self.evidence.get(self.enclosing.name)
         sources = self._earlier_steps(name) | (parent.sources if parent else {})
-        axes = self.found.axes.get(name)
-        target = self._target("output", axes.to_torch(value) if axes else value, self.found.torch[name])
+        target = self._target("output", self._as_torch(name, value), self.found.torch[name])
         self.evidence[name] = Evidence(name, "step", [target], sources)
         return self._replaced(name, value, known=True)
 
+    def _as_torch(self, name: str, value: Any) -> Any:
+        axes = self.found.axes.get(name)
+        return axes.to_torch(value) if axes else value
+
     def _earlier_steps(self, name: str) -> Arrays:
-        """Return the steps of PyTorch before one in the same call, those among them that Flax does not have."""
+        """Return the steps of PyTorch before one in the same call, those among them that Flax does not have.
+
+        Of a step that was taken several times it is the last: of two attentions in one call each has its own query.
+        """
         steps = itertools.takewhile(lambda step: step != name, self.found.theirs)
         prefix = f"{self.enclosing.name}/"
-        return {s.removeprefix(prefix): self.found.theirs[s].output for s in steps if s.startswith(prefix)}
+        return {
+            s.removeprefix(prefix).split("#")[0]: self.found.theirs[s].output for s in steps if s.startswith(prefix)
+        }
 
     def _target(self, label: str, flax: Any, torch: np.ndarray, without: str = "") -> Target:
-        return Target(label, flax, torch, without, self.roundings.get(self.enclosing.name, 0.0))
+        return self._target_of(self.enclosing.name, label, flax, torch, without)
+
+    def _target_of(self, node: str, label: str, flax: Any, torch: np.ndarray, without: str = "") -> Target:
+        return Target(label, flax, torch, without, self.roundings.get(node, 0.0))
 
     def _replaced(self, name: str, value: Any, known: bool) -> Any:
         if not self.frames:

@@ -43,6 +43,14 @@ def paths(module: Any) -> list[str]:
     return [path for path, inner in module.named_modules() if path and type(inner).forward is not NO_FORWARD]
 
 
+def tensors(module: Any) -> Arrays:
+    """Return the floating parameters and buffers of a module, in float64."""
+    if not isinstance(module, torch.nn.Module):
+        return {}
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: numpy64(tensor) for name, tensor in named.items() if tensor.is_floating_point()}
+
+
 class TorchRecorder(ActivationRecorder):
     """Keeps every value of a run, and the cotangents of its backward pass.
 
@@ -98,7 +106,8 @@ def record(
         stack.enter_context(_Functions(recorder))
         stack.enter_context(_Operations(recorder))
         arrays = _entered(recorder, ROOT, arrays)
-        outputs = _left(recorder, adapter.call(module, arrays, adapter.arrays(extras)))
+        found = adapter.call(module, arrays, adapter.arrays(extras))
+        outputs = _left(recorder, dict(sorted(found.items())))  # in the order in which JAX has them
     weigh = adapter.arrays(cotangents)
     torch.stack([(outputs[name] * c.to(outputs[name].dtype)).sum() for name, c in weigh.items()]).sum().backward()
     return recorder
@@ -177,7 +186,9 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
-            self.recorder.computed(func.__name__.split(".")[0], str(out.dtype).removeprefix("torch."))
+            casts = func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64
+            name = "cast" if casts else func.__name__.split(".")[0]
+            self.recorder.computed(name, str(out.dtype).removeprefix("torch."))
         if func in SOFTMAX:
             # Where a weight is exactly 0 the score was hidden, whatever number was used to hide it.
             self.recorder.below_autograd(torch.where(out == 0, -torch.inf, args[0]), "masked")

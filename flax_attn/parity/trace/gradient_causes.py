@@ -1,0 +1,46 @@
+"""Why gradients of parameters differ where all outputs agree: what one side leaves without a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from flax_attn.parity import tolerance
+from flax_attn.parity.adapters.adapter import Arrays
+
+ROWS = 3  # that are named
+
+
+def gradient_causes(flax: Arrays, torch: Arrays) -> list[str]:
+    """Return a sentence for every parameter that has no gradient on one side alone, in all or in some rows.
+
+    Args:
+        flax: gradients of the shared parameters.
+        torch: the same.
+
+    Example:
+        >>> gradient = np.ones((3, 2))
+        >>> gradient_causes({"embed.weight": gradient}, {"embed.weight": np.array([[0.0, 0], [1, 1], [1, 1]])})
+        ['embed.weight: torch has no gradient in row 0, as of padding_idx, flax has one']
+    """
+    errors = tolerance.gradient_errors(flax, torch)
+    wrong = [name for name in torch if errors[name] > tolerance.GRADIENT and flax[name].shape == torch[name].shape]
+    return [f"{name}: {cause}" for name in wrong for cause in _causes({"flax": flax[name], "torch": torch[name]})]
+
+
+def _causes(gradients: Mapping[str, np.ndarray]) -> Iterator[str]:
+    for side, other in (("flax", "torch"), ("torch", "flax")):
+        mine, yours = gradients[side], gradients[other]
+        if not mine.any():
+            yield f"{side} has no gradient, {other} has one"
+        elif mine.ndim == 2 and (rows := _empty_rows(mine, yours)):
+            named = ", ".join(map(str, rows[:ROWS])) + (", ..." if len(rows) > ROWS else "")
+            yield f"{side} has no gradient in row {named}, as of padding_idx, {other} has one"
+
+
+def _empty_rows(mine: np.ndarray, yours: np.ndarray) -> list[int]:
+    """Return the rows that are 0 on one side alone, if all other rows agree."""
+    empty = ~mine.any(1) & yours.any(1)
+    rest = tolerance.relative({"": mine[~empty]}, {"": yours[~empty]})[""]
+    return np.flatnonzero(empty).tolist() if rest <= tolerance.GRADIENT else []

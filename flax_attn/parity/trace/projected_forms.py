@@ -1,0 +1,103 @@
+"""What becomes of projections, in plain NumPy: their heads, turned or not, and the scores of two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+import numpy as np
+from einops import rearrange
+
+from flax_attn.parity.adapters.adapter import Arrays
+from flax_attn.parity.trace.attention_forms import scale_in_words, scaled_forms, scores, share_heads, split_heads
+from flax_attn.parity.trace.rotary import rotations_of_heads, rotations_of_scores
+
+Forms = Iterator[tuple[str, np.ndarray]]
+PROJECTIONS = 8  # of a layer that are tried, the last
+STEPS = ("query", "key", "value", "scores", "masked", "weights", "context")
+SPLITS = {  # of one projection that holds queries, keys and values: the usual one first
+    "(3, heads, width)": "b t (c n h) -> c b t n h",
+    "(heads, 3, width)": "b t (n c h) -> c b t n h",
+    "(heads, width, 3)": "b t (n h c) -> c b t n h",
+    "(3, width, heads)": "b t (c h n) -> c b t n h",
+}
+
+
+def head_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
+    """Queries, keys or values: the heads of a projection, turned or not."""
+    if value.ndim != 4:
+        return
+    b, t, n, h = value.shape
+    projections = {name: x.reshape(b, t, n * h) for name, x in sources.items() if x.shape[-2:] == (t, n * h)}
+    split = {name: split_heads(x, n) for name, x in projections.items()}
+    for name, ways in split.items():
+        yield from ((f"{name}, {way}", x) for way, x in ways.items())
+    for name, ways in split.items():
+        yield from _turned(name, value, next(iter(ways.values())))
+    for name, x in sources.items():
+        if x.shape == value.shape and name not in STEPS:  # of a norm of heads
+            yield name, x
+            yield from _turned(name, value, x)
+
+
+def _turned(name: str, value: np.ndarray, x: np.ndarray) -> Forms:
+    yield from ((f"RoPE of {name}, {rotation}", rotation.heads(x)) for rotation in rotations_of_heads(value, x))
+
+
+@dataclass(frozen=True)
+class _Projected:
+    """Heads of queries and keys that scores may be of.
+
+    Args:
+        text: of the product of both, with a place for the scale.
+        query: `(b, t, n, h)`.
+        key: `(b, s, k, h)`.
+    """
+
+    text: str
+    query: np.ndarray
+    key: np.ndarray
+
+
+def projected_scores(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
+    """Scores, or what is visible of them, of two projections, or of one that holds queries, keys and values."""
+    if value.ndim != 4:
+        return
+    candidates = [*_of_two(value.shape, sources), *_of_one(value.shape, sources)]
+    for found in candidates:
+        for scale, scaled in scaled_forms(scores(found.query, found.key, scale=1.0), value, found.query):
+            yield found.text.format(scale), scaled
+    for found in candidates:
+        yield from _turned_scores(found, value)
+
+
+def _of_two(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
+    b, n, t, s = shape
+    usable = {name: x for name, x in sources.items() if name not in STEPS and x.ndim in (3, 4) and len(x) == b}
+    for (name, x), (other, y) in permutations(list(usable.items())[-PROJECTIONS:], 2):
+        if x.shape[1] == t and y.shape[1] == s and x.size % (b * t * n) == 0 and (x.ndim == 3 or x.shape[2] == n):
+            h = x.size // (b * t * n)
+            k, rest = divmod(y.size, b * s * h)
+            if not rest and k and n % k == 0 and (y.ndim == 3 or y.shape[2] == k):
+                yield _Projected(f"{name} . {other} {{}}", x.reshape(b, t, n, h), y.reshape(b, s, k, h))
+
+
+def _of_one(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
+    b, n, t, s = shape
+    for name, x in sources.items():
+        if s == t and x.shape[:-1] == (b, t) and x.shape[-1] % (3 * n) == 0:
+            for split, pattern in SPLITS.items():
+                parts = rearrange(x, pattern, c=3, n=n)
+                for order in permutations(("query", "key", "value")):
+                    query, key = (parts[order.index(part)] for part in ("query", "key"))
+                    where = "" if order[:2] == ("query", "key") else f" in the order {', '.join(order)}"
+                    yield _Projected(f"query . key {{}} of {name} split as {split}{where}", query, key)
+
+
+def _turned_scores(found: _Projected, value: np.ndarray) -> Forms:
+    query, key = found.query, share_heads(found.key, found.query.shape[2])
+    for rotation in rotations_of_scores(value, query, key):
+        text = found.text.format(scale_in_words(rotation.factor, query, close=1e-6))
+        scaled = rotation.factor * rotation.scores(query, key)
+        yield f"{text}, RoPE {replace(rotation, factor=1.0)}", np.where(np.isfinite(value), scaled, -np.inf)
