@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import pack, rearrange
@@ -29,6 +28,7 @@ from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
 from flax_attn.proof.build import drawn
+from flax_attn.proof.placement import placement
 from flax_attn.proof.variants import VARIANTS, Variant
 
 QUICK_CHECKS = ("forward", "gradients", "float32", "dropout", "unbatched", "cache = full")
@@ -61,8 +61,9 @@ def pair_from(variant: Variant, seed: int, export: str | None, against: str | No
 
 def _paired(variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: Any = None) -> Pair:
     module, layout = _flax_module(variant), convert.LAYOUTS["torch_ref"]
-    flax = JaxAdapter(module, _call(variant, flax_attn, module), _cached_call(variant, flax_attn, jnp), device=device)
-    flax.entries = weight_map(module, flax.shapes, torch.shapes, layout) if flax.shapes else []
+    calls = _call(variant, flax_attn, module), _cached_call(variant, flax_attn, jnp)
+    flax = JaxAdapter(module, *calls, device=device, place=placement(variant, module))
+    flax.entries = weight_map(module, flax.shapes, torch.shapes, layout, flax.statistics) if flax.shapes else []
     return Pair(flax, torch, inputs, flax.entries, seed, redraw=not isinstance(torch, Recording), layout=layout)
 
 
@@ -86,7 +87,8 @@ def prove(
     with on_cpu():
         pair = pair_of(variant, seed) if pair is None else pair
         names = (FULL_CHECKS if full else QUICK_CHECKS) if checks is None else checks
-        report = report_on(pair, variant.name, names, wanted=checks is not None, locate=checks is not None)
+        wanted = checks is not None
+        report = report_on(pair, variant.name, names, wanted=wanted, locate=wanted, call_first=False)
         if checks is None and pair.has_parameters:
             report.checks.append(layouts(_flax_module(variant)))
         return report
@@ -155,7 +157,7 @@ def _probe(module: nnx.Module, layout: str, weights: dict[str, np.ndarray]) -> I
         again = convert.state_dict(copy, layout)
         for name, array in entries.items():
             yield name, float((again[name] != array).sum())
-    found = np.sort(np.concatenate([np.ravel(p) for p in jax.tree.leaves(nnx.state(copy, nnx.Param))]))
+    found = np.sort(np.concatenate([np.ravel(tensor[...]) for tensor in convert.tensors(copy).values()]))
     yield "every element once", float((found != np.arange(1, start)).sum())
 
 

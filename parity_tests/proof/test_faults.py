@@ -95,7 +95,8 @@ def _state(module):
         for name, value in vars(thing).items()
     }
     for path, part in module.named_modules():
-        own = [*vars(part).items(), *part.named_parameters(recurse=False), *part.named_children()]
+        arrays = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
+        own = [*vars(part).items(), *arrays, *part.named_children()]
         state |= {(path, name): id(value) for name, value in own}
     return state
 

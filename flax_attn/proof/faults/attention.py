@@ -106,6 +106,8 @@ MASKS = (
           Patch(reference, "zero_nonfinite", lambda x: x), check="non-finite padding"),
     fault("window_one_too_wide", "A sliding window has one key too many.", "multi_head_packed_window",
           Wrap(Window, "allow", lambda allow, part, *index: allow(replace(part, left=part.left + 1), *index))),
+    fault("no_window_is_a_window_of_one", "Without a window each token sees itself alone.", CAUSAL,
+          Patch(Causal, "allow", lambda part, rows, cols: cols == part.position(rows))),
     fault("segment_0_is_padding", "Segment 0 is taken for padding.", "multi_head_packed_window",
           Wrap(Segments, "allow", without_segment_0)),
     fault("any_mask_lets_through", "Of two masks a key needs to pass one, not both.", "multi_head_packed_window",

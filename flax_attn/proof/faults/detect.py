@@ -160,7 +160,7 @@ class PreparedVariant:
 def _default_weights(variant: Variant, seed: int) -> Arrays:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return float64(dict(variant.build(torch_ref).named_parameters()))
+        return float64(variant.build(torch_ref).state_dict())
 
 
 # The table, for a terminal and for a page.

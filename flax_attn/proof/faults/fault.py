@@ -129,10 +129,13 @@ def _replaced(target: object, attribute: str, value: object) -> Iterator[None]:
             yield
         return
     original = getattr(target, attribute)  # mock would delete it first, and with it its place among the parameters
+    plain = attribute in vars(target)  # such as None, in whose place a module is registered
     setattr(target, attribute, value)
     try:
         yield
     finally:
+        if plain:
+            delattr(target, attribute)
         setattr(target, attribute, original)
 
 

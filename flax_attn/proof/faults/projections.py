@@ -11,7 +11,7 @@ from torch import nn
 from flax_attn.proof.faults.fault import Change, Copy, Patch, Wrap, fault, patched, swapped
 from torch_ref import MultiHeadAttention, RMSNorm, RoPE, Scores
 from torch_ref.functional import reference, relative
-from torch_ref.modules import multi_head
+from torch_ref.modules import head_attention, multi_head
 
 CAUSAL = "multi_head_causal"
 SQUARE = "multi_head_square"
@@ -30,7 +30,7 @@ def heads_joined(join):
     def rearranged(original, x, pattern, **axes):
         return join(x) if pattern.endswith("(n h)") else original(x, pattern, **axes)
 
-    return Wrap(multi_head, "rearrange", rearranged)
+    return Wrap(head_attention, "rearrange", rearranged)
 
 
 def split_across_tokens(original, x, pattern, **axes):
@@ -56,6 +56,8 @@ PROJECTIONS = (
           *swapped("W_query.bias", "W_key.bias")),
     fault("swapped_projections", "The projections of keys and values are swapped.", SQUARE,
           *swapped("W_key", "W_value")),
+    fault("exchanged_query_and_key", "The projections of queries and keys are exchanged.", SQUARE,
+          *swapped("W_query", "W_key")),
     fault("tied_projections", "Queries and keys share one projection.", SQUARE, Copy("", "W_key", "W_query")),
     fault("transposed_kernel", "A square kernel is transposed.", SQUARE,
           Change("W_value", "weight", lambda weight: nn.Parameter(weight.data.T.contiguous()))),
@@ -111,6 +113,11 @@ def one_too_far(rotate, rope, x, where):
     return rotate(rope, x, where + (where > 0) if x.shape[-2] == 2 and where.min() > 0 else where)
 
 
+def float32_angles(cos_sin, rope, width, positions, dtype):
+    """The cosines and sines of angles in float32, in the dtype that is asked for."""
+    return [part.to(dtype) for part in cos_sin(rope, width, positions, torch.float32)]
+
+
 POSITIONS = (
     fault("rope_base", "RoPE has the base 500000, not 10000.", ROPE, Patch("", "rope", RoPE(500_000.0))),
     fault("rope_order", "RoPE pairs neighbouring features, not the halves.", ROPE,
@@ -118,10 +125,13 @@ POSITIONS = (
     fault("rope_width", "RoPE rotates half of the features, not all.", ROPE, Patch("", "rope", RoPE(width=2))),
     fault("rope_sign", "RoPE rotates in the other direction.", ROPE,
           Wrap(RoPE, "__call__", lambda rotate, rope, x, where: rotate(rope, x, -where))),
+    fault("rope_past_its_table", "All tokens past the end of a table of angles are rotated as its last row.", ROPE,
+          Wrap(RoPE, "__call__", lambda rotate, rope, x, where: rotate(rope, x, where.clamp(max=2)))),
+    fault("rope_in_float32", "The angles of RoPE are always in float32.", ROPE, Wrap(RoPE, "_cos_sin", float32_angles)),
     fault("rope_of_queries_alone", "RoPE does not rotate the keys.", ROPE,
           Wrap(RoPE, "__call__", lambda rotate, rope, x, where: x if x.shape[-2] == 1 else rotate(rope, x, where))),
     fault("rope_of_values_too", "RoPE rotates the values as well.", ROPE,
-          Wrap(multi_head, "dot_product_attention", lambda attend, query, key, value, *arguments, **options: attend(
+          Wrap(head_attention, "dot_product_attention", lambda attend, query, key, value, *arguments, **options: attend(
               query, key, RoPE()(value), *arguments, **options))),
     fault("ignored_positions", "RoPE ignores the positions of the call.", YARN,
           Wrap(RoPE, "__call__", lambda rotate, rope, x, where: rotate(rope, x))),

@@ -1,0 +1,83 @@
+"""Faults of attention over tokens that are split among devices: each is patched into `flax_attn.sharding`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flax_attn.backends.blocked.passes import Partial
+from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.places import Places
+from flax_attn.sharding import attention, order, ring, route, shards, softmax, strategies
+
+
+@dataclass(frozen=True)
+class MeshFault:
+    """A fault of attention in a ring of devices.
+
+    Args:
+        what: goes wrong, in one sentence.
+        target: the class or file that is patched.
+        attribute: of the target.
+        replacement: its new value.
+        wrong: the output and the gradients that differ then from those of one device.
+        balance: of the causal work, under which the fault shows.
+    """
+
+    what: str
+    target: Any
+    attribute: str
+    replacement: Callable[..., Any]
+    wrong: frozenset[str]
+    balance: str = "none"
+
+
+def _twice(done: Any, sinks: Any) -> Any:
+    return softmax.with_sinks(softmax.with_sinks(done, sinks), sinks)
+
+
+def _in_each_shard(division: Any, size: int) -> Places:
+    return Places(jnp.zeros(1, jnp.int32), size)
+
+
+def _without_maximum(one: Partial, other: Partial) -> Partial:
+    total = one.total + other.total
+    weights = [softmax.tokens_first(part.total / jnp.where(total == 0, 1, total)) for part in (one, other)]
+    return Partial(one.output * weights[0] + other.output * weights[1], jnp.maximum(one.top, other.top), total)
+
+
+def _by_shard(rate: float, key: Any, places: Any) -> KeyedDropout:
+    return KeyedDropout(rate, key)
+
+
+def _stays_abroad(send: Callable, self: Any, pieces: Any, hops: int, last: Any = None) -> Any:
+    return pieces if hops < -1 else send(self, pieces, hops, last)
+
+
+def _of_last_piece(self: Places, array: Any, part: Any, axis: int) -> Any:
+    return jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(array), part.astype(array.dtype), self.starts[0], axis)
+
+
+def _wraps(function: Callable, replacement: Callable) -> Callable:
+    return lambda *arguments, **options: replacement(function, *arguments, **options)
+
+
+_INPUTS = frozenset({"query", "key", "value"})
+FAULTS = (
+    MeshFault("A sink is counted twice.", ring, "with_sinks", _twice, _INPUTS | {"output", "bias", "sinks"}),
+    MeshFault("Positions are counted in each shard.", attention, "_token_places", _in_each_shard,
+              _INPUTS | {"output", "bias"}),
+    MeshFault("Two parts of a softmax are added without their maxima.", ring, "fold", _without_maximum,
+              _INPUTS | {"output"}),
+    MeshFault("The inverse of the zigzag order is the order itself.", strategies, "exchange_back", order.exchange,
+              frozenset({"output", "query"}), "zigzag"),
+    MeshFault("Dropout goes by the index in a shard.", shards, "PlacedDropout", _by_shard, _INPUTS | {"output"}),
+    MeshFault("Gradients of keys and values stay where they were computed.", route.Route, "send",
+              _wraps(route.Route.send, _stays_abroad), frozenset({"key", "value"})),
+    MeshFault("The gradient of a bias is that of the last piece alone.", Places, "put", _of_last_piece,
+              frozenset({"bias"})),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""The rows of the table of variants, a file for each kind."""

@@ -1,0 +1,143 @@
+"""A variant: how it is built from the parts of either package, and how it is called."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from math import lcm
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+class Package:
+    """A package whose classes are given numerics where they take them, so that a row composes parts of either.
+
+    Args:
+        module: `flax_attn` or `torch_ref`.
+        numerics: keyword arguments, such as `rngs` and `param_dtype`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> import flax_attn
+        >>> package = Package(flax_attn, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        >>> package.LayerNorm(4).scale.dtype, package.RoPE(500.0).base
+        (dtype(bfloat16), 500.0)
+    """
+
+    def __init__(self, module: ModuleType, **numerics: Any):
+        self.module, self.numerics = module, numerics
+
+    def __getattr__(self, name: str) -> Callable:
+        made = getattr(self.module, name, None) or getattr(_family(self.module, name), name)
+        accepted = inspect.signature(made.__init__ if isinstance(made, type) else made).parameters
+        return partial(made, **{name: value for name, value in self.numerics.items() if name in accepted})
+
+
+def _family(package: ModuleType, name: str) -> ModuleType:
+    """Return the file of a family of models, for `Qwen2` and `BertMaskedLM`, which a package does not export."""
+    files = [file.stem for file in Path(str(package.__file__)).parent.joinpath("models").glob("*.py")]
+    fitting = [file for file in files if name.lower().startswith(file.replace("_", ""))]
+    return import_module(f"{package.__name__}.models.{max(fitting, key=len)}")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row: how a module is built, the shapes of its inputs, and the rest of the call.
+
+    Args:
+        name: of the row.
+        module: name of the class in both packages.
+        make: builds the module from the parts of a `Package`.
+        inputs: shapes of the inputs, batched.
+        call: returns the keyword arguments of the call, from a package.
+        vocab_size: of inputs `(b, t)` that are integers below it; others, and all for None, are floats.
+        chunks: how many tokens each step takes where the same is computed with a cache, of all rows of the batch or of
+            each; empty where there is none.
+        capacity: of the cache; None is all tokens.
+        dropout: whether it has dropout.
+    """
+
+    name: str
+    module: str
+    make: Callable[[Any], Any]
+    inputs: tuple[Shape, ...]
+    call: Callable[[Any], Mapping[str, Any]] = field(default=lambda package: {})
+    vocab_size: int | None = None
+    chunks: tuple[int | tuple[int, ...], ...] = ()
+    capacity: int | None = None
+    dropout: bool = False
+
+    def draw(self, random: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return inputs drawn at random, by name."""
+        return {f"input {i}": self._draw(random, shape) for i, shape in enumerate(self.inputs)}
+
+    def _draw(self, random: np.random.Generator, shape: Shape) -> np.ndarray:
+        floats = self.vocab_size is None or len(shape) > 2
+        return random.normal(size=shape) if floats else random.integers(0, self.vocab_size, shape)
+
+    def build(self, package: ModuleType, **numerics: Any) -> Any:
+        """Return the module of `package`; every part is given the numerics that it takes."""
+        return self.make(Package(package, **numerics))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a table.
+
+    Args:
+        b: rows of the batch.
+        t: tokens.
+        s: tokens of the other sequence.
+        heads: of its GPT-2.
+        over: how many devices divide the heads and the hidden features.
+        experts: how many devices divide the experts.
+    """
+
+    b: int = 3
+    t: int = 5
+    s: int = 7
+    heads: int = 3
+    over: int = 1
+    experts: int = 1
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Several tokens with an empty cache, one, and several after others."""
+        return 2, 1, self.t - 3
+
+    def times(self, heads: int) -> int:
+        """Return how many times as many heads a row needs that has so many on one device.
+
+        Example:
+            >>> [Sizes(over=8).times(heads) for heads in (2, 4, 16)], Sizes().times(3)
+            ([4, 2, 1], 1)
+        """
+        return lcm(heads, self.over) // heads
+
+
+def sizes_for(mesh: Mapping[str, int]) -> Sizes:
+    """Return sizes that the axes of a mesh divide.
+
+    Raises:
+        ValueError: if the mesh has an axis that none of the table is, or one that is too large.
+
+    Example:
+        >>> sizes_for({"data": 2, "context": 2})
+        Sizes(b=4, t=6, s=8, heads=2, over=1, experts=1)
+    """
+    rows, heads, tokens, experts = (mesh.get(name, 1) for name in ("data", "tensor", "context", "expert"))
+    rows *= mesh.get("fsdp", 1) * experts
+    unknown = mesh.keys() - {"data", "fsdp", "tensor", "context", "expert"}
+    if unknown or not {heads, tokens, experts} <= {1, 2, 4, 8}:
+        raise ValueError(
+            "the table of variants can be divided over data and fsdp, and over tensor, context and expert where these "
+            f"are 1, 2, 4 or 8, as its modules are small; got {dict(mesh)}. Use fewer devices"
+        )
+    return Sizes(-(-4 // rows) * rows, {1: 5, 2: 6, 4: 4, 8: 8}[tokens], 8, 2 * max(1, heads // 2), heads, experts)
