@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,6 @@ from flax_attn.bench.timing import least
 from flax_attn.models import GPT2, generate
 from flax_attn.training.step import train_step
 
-if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel
-
 PROMPT, NEW = 128, 64
 SMALL: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 512}  # for --quick
 TOLERANCE = 1e-3  # of the largest logit: both sum in float32, through all layers
@@ -32,16 +29,18 @@ TOLERANCE = 1e-3  # of the largest logit: both sum in float32, through all layer
 
 def run(rounds: int, quick: bool, progress: Callable[[str], None] = lambda task: None) -> Iterator[TaskResult]:
     """Measure task after task; each first checks that both compute the same."""
+    from transformers import GPT2Config
+
     with tempfile.TemporaryDirectory() as folder:
-        theirs = _make_checkpoint(folder, quick)
+        theirs = make_checkpoint(GPT2Config(**(SMALL if quick else {})), folder)
         ours: Any = GPT2.from_pretrained(folder)
         for b in (1, 8):
             progress(f"decoding, batch {b}")
-            yield _decode(ours, theirs, b, rounds)
+            yield decode(ours, theirs, b, rounds, read=_bytes(ours))
         progress("decoding, bfloat16")
         yield _decode_bfloat16(folder, theirs, rounds)
         progress("prefill")
-        yield _prefill(ours, theirs, 1024, rounds)
+        yield prefill(ours, theirs, 1024, rounds)
         for dropout in (0.0, 0.1):
             progress(f"training, dropout {dropout}")
             yield from _train(folder, dropout, (4, 512), rounds)
@@ -49,27 +48,33 @@ def run(rounds: int, quick: bool, progress: Callable[[str], None] = lambda task:
         yield from startup.measure(folder)
 
 
-def _make_checkpoint(folder: str, quick: bool) -> GPT2LMHeadModel:
+def make_checkpoint(config: Any, folder: str) -> Any:
+    """Return a model of transformers of this config, its parameters random, and write its folder."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**(SMALL if quick else {}))).eval()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    assert model.generation_config is not None
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
     return model
 
 
-def _decode(ours: GPT2, theirs: Any, b: int, rounds: int) -> TaskResult:
+def decode(ours: Any, theirs: Any, b: int, rounds: int, context: int = PROMPT, read: int | None = None) -> TaskResult:
+    """Measure greedy decoding behind prompts of `context` tokens, what the prompts take left out.
+
+    `read` is how many bytes a step has to read, where that is known.
+    """
     import torch
 
-    prompts = np.random.default_rng(0).integers(0, ours.config.vocab_size, (b, PROMPT))
+    prompts = np.random.default_rng(0).integers(0, ours.config.vocab_size, (b, context))
     tensor = torch.from_numpy(prompts)
 
     def their_tokens(new: int) -> Any:
         options = {"attention_mask": torch.ones_like(tensor), "max_new_tokens": new, "min_new_tokens": new}
-        return theirs.generate(tensor, do_sample=False, **options)[:, PROMPT:]
+        return theirs.generate(tensor, do_sample=False, **options)[:, context:]
 
     start = time.perf_counter()
     mine = generate(ours, prompts, NEW)
@@ -81,9 +86,11 @@ def _decode(ours: GPT2, theirs: Any, b: int, rounds: int) -> TaskResult:
     }
     taken = least(runs, rounds)
     speed = {who: b * (NEW - 1) / (taken[who, NEW] - taken[who, 1]) for who in ("ours", "theirs")}
-    rate = speed["ours"] / b * _bytes(ours) / 1e9
-    note = f"reads {rate:.1f} GB/s, the machine's limit is {read_limit():.1f}; {same:.0%} of greedy tokens equal"
-    task, compile_seconds = f"decode {NEW} after {PROMPT}, batch {b}", first - taken["ours", NEW]
+    note = f"{same:.0%} of greedy tokens equal"
+    if read is not None:
+        rate = speed["ours"] / b * read / 1e9
+        note = f"reads {rate:.1f} GB/s, the machine's limit is {read_limit():.1f}; {note}"
+    task, compile_seconds = f"decode {NEW} after {context}, batch {b}", first - taken["ours", NEW]
     return TaskResult(task, "tokens/s", speed["ours"], speed["theirs"], compile_seconds, note)
 
 
@@ -91,11 +98,12 @@ def _decode_bfloat16(folder: str, theirs: Any, rounds: int) -> TaskResult:
     import torch
 
     ours: Any = GPT2.from_pretrained(folder, param_dtype=jnp.bfloat16)
-    found = _decode(ours, deepcopy(theirs).to(torch.bfloat16), 1, rounds)
+    found = decode(ours, deepcopy(theirs).to(torch.bfloat16), 1, rounds, read=_bytes(ours))
     return replace(found, task=f"{found.task}, bfloat16")
 
 
-def _prefill(ours: GPT2, theirs: Any, t: int, rounds: int) -> TaskResult:
+def prefill(ours: Any, theirs: Any, t: int, rounds: int) -> TaskResult:
+    """Measure the logits of the token after `t` others."""
     import torch
 
     tokens = np.random.default_rng(0).integers(0, ours.config.vocab_size, (1, t))

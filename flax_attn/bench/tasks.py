@@ -34,9 +34,8 @@ class TaskResult:
         return self.ours / self.theirs if self.unit.endswith("/s") else self.theirs / self.ours
 
 
-def table(results: Sequence[TaskResult]) -> Table:
+def table(results: Sequence[TaskResult], title: str) -> Table:
     """Return what was measured as a table."""
-    title = "GPT-2 small, float32 unless a row says otherwise"
     rows = Table("task", "unit", "ours", "transformers", "gain", "compiles in", "", title=title)
     for one in results:
         compiled = "" if one.compile_seconds is None else f"{one.compile_seconds:.1f} s"

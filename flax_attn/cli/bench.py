@@ -33,6 +33,9 @@ def add(commands: Any) -> None:
     bench.add_argument("--json", metavar="FILE", help="write all that was measured to FILE")
     bench.add_argument("--plot", metavar="FILE", help="draw time and memory over T to FILE (.png, .svg, .pdf)")
     bench.add_argument("--models", action="store_true", help="measure GPT-2 small beside transformers instead")
+    bench.add_argument(
+        "--families", action="store_true", help="measure models with experts, latents or states instead, likewise"
+    )
     bench.add_argument("--tpu", action="store_true", help="compile for TPU chips instead, without one")
     bench.add_argument(
         "--gpu", action="store_true", help="compile the attention of models for an H200 instead, without one"
@@ -43,7 +46,7 @@ def add(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> int:
     if options.tpu or options.gpu:
         return _compile("tpu" if options.tpu else "gpu", options.quick)
-    if options.models:
+    if options.models or options.families:
         return _models(options)
     _check_backends(options.backend)
     common.check_writable(options.json)
@@ -102,16 +105,23 @@ def _plot(report: BenchmarkReport, path: str) -> None:
     common.save_figure(lambda: plot_growth(report), path)
 
 
+_FAMILIES = "models of 4 layers, 512 wide: experts, latents, states"
+
+
 def _models(options: argparse.Namespace) -> int:
     try:
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise common.UsageError(f'{error}. --models needs transformers: pip install "flax-attn[bench]"') from None
-    from flax_attn.bench import models, tasks
+        raise common.UsageError(
+            f'{error}. --models and --families need transformers: pip install "flax-attn[bench]"'
+        ) from None
+    from flax_attn.bench import families, models, tasks
 
+    what, title = (families, _FAMILIES) if options.families else (models, "GPT-2 small")
     show = lambda task: print(task, file=sys.stderr, flush=True)  # noqa: E731
-    common.console(150).print(tasks.table(list(models.run(options.rounds, options.quick, show))))
+    results = list(what.run(options.rounds, options.quick, show))
+    common.console(150).print(tasks.table(results, f"{title}, float32 unless a row says otherwise"))
     return 0
 
 

@@ -63,7 +63,7 @@ def _pages(folder: Path) -> Iterator[tuple[Path, str]]:
     from flax_attn.backends.registry import markdown_table
 
     yield folder / "variants.md", variants_page(_variants())
-    yield folder / "faults.md", faults_page(_faults())
+    yield folder / "faults.md", faults_page(_faults(), _mesh_faults())
     path = folder / "backends.md"
     try:
         yield path, between_markers(path.read_text(), markdown_table())
@@ -82,7 +82,7 @@ package, and which options its calls have. `--variant NAME` selects one, or all 
 {markdown(("variant", "built as", "called with"), rows)}"""
 
 
-def faults_page(rows: Sequence[FaultRow]) -> str:
+def faults_page(rows: Sequence[FaultRow], on_mesh: Sequence[Sequence[str]]) -> str:
     """Return the page of all faults."""
     return f"""{NOTE}
 # Planted faults
@@ -90,7 +90,13 @@ def faults_page(rows: Sequence[FaultRow]) -> str:
 The {len(rows)} known porting faults that are planted, one at a time, into the PyTorch module of a variant, and the
 check that detects each first. [The proof](proof.md#the-checks-are-tested) has the command that plants them.
 
-{markdown(("fault", "planted in", "detected by"), rows)}"""
+{markdown(("fault", "planted in", "detected by"), rows)}
+## On several devices
+
+The {len(on_mesh)} that are planted into attention over tokens that are split among four devices, and what differs then
+from one device, its outputs and gradients in float64. `tests/sharding/test_faults.py` plants them.
+
+{markdown(("fault", "what differs"), on_mesh)}"""
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -124,7 +130,7 @@ class Written:
 
     Example:
         >>> p = Written()
-        >>> p.MultiHeadAttention(6, 8, rope=p.RoPE(500.0), qk_norm=None)
+        >>> p.MultiHeadAttention(6, 8, rope=p.RoPE(500.0), q_norm=None)
         MultiHeadAttention(6, 8, rope=RoPE(500.0))
         >>> p.Mask.lengths(key=np.arange(3)) & p.Mask.causal()
         Mask.lengths(key=array(3)) & Mask.causal()
@@ -170,3 +176,9 @@ def _faults() -> list[FaultRow]:
     from flax_attn.proof.faults import FAULTS
 
     return [FaultRow(fault.what.removesuffix("."), f"`{fault.variant.name}`", fault.check) for fault in FAULTS]
+
+
+def _mesh_faults() -> list[tuple[str, str]]:
+    from flax_attn.proof.faults.mesh import FAULTS
+
+    return [(fault.what.removesuffix("."), ", ".join(sorted(fault.wrong))) for fault in FAULTS]

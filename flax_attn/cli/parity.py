@@ -19,7 +19,8 @@ DESCRIPTION = """\
 Without targets: give each PyTorch module of this package and its Flax twin the same random weights, and compare
 outputs, gradients, dropout and caches; --full adds eager against compiled, and training runs. With two targets,
 pkg.mod:factory each: compare the modules that these functions return, in every check there is. Exits with 0 if all are
-equal, 1 if anything differs, 2 on bad usage."""
+equal, 1 if anything differs, 2 on bad usage. On a mesh, variants that it cannot split are not compared, and are named
+apart."""
 
 
 def add(commands: Any) -> None:
@@ -38,7 +39,7 @@ def add(commands: Any) -> None:
     parity.add_argument(
         "--mesh",
         metavar="AXIS=SIZE,...",
-        help="run the Flax modules on a mesh of simulated devices, of data, fsdp, tensor and context: "
+        help="run the Flax modules on a mesh of simulated devices, of data, fsdp, tensor, context and expert: "
         "data=2,tensor=2,context=2",
     )
     targets.add(parity)
@@ -79,7 +80,8 @@ def _parity(options: argparse.Namespace) -> int:
         raise common.UsageError(str(error)) from error
     _write(reports, options)
     _show(reports, in_full=bool(options.target or options.check), full=options.full)
-    return 0 if all(report.passed for report in reports) else 1
+    judged = _judged(reports)
+    return 0 if judged and all(report.passed for report in judged) else 1
 
 
 def need_torch() -> None:
@@ -167,13 +169,14 @@ def _recorded(variants: list[Variant], options: argparse.Namespace) -> list[Vari
 def _in_this_process(variants: list[Variant], checks: list[str] | None, options: argparse.Namespace) -> list[Report]:
     from flax_attn.parity.adapters import recording
     from flax_attn.parity.cpu import on_cpu
-    from flax_attn.proof import prove
+    from flax_attn.proof import on_mesh, prove
 
     device, reports = common.device(options.device), []
+    judge = on_mesh.prove_on_mesh if options.mesh else prove.prove
     with common.progress() as progress, on_cpu():
         for variant in progress.track(variants, description="comparing"):
             pair = prove.pair_from(variant, options.seed, options.export, options.against, device)
-            reports.append(prove.prove(variant, options.seed, checks, full=options.full, pair=pair))
+            reports.append(judge(variant, seed=options.seed, checks=checks, full=options.full, pair=pair))
             if options.export:
                 recording.save(reports[-1], options.export)
     return reports
@@ -209,6 +212,11 @@ def _page(reports: list[Report], path: str) -> None:
 _WRITERS = {".json": _json, ".xml": _junit, ".html": _page}
 
 
+def _judged(reports: list[Report]) -> list[Report]:
+    """Return the reports of what was compared: not of variants that a mesh cannot split."""
+    return [report for report in reports if report.check("mesh") is None]
+
+
 def _show(reports: list[Report], in_full: bool, full: bool) -> None:
     from flax_attn.parity.report import console as tables
 
@@ -223,7 +231,13 @@ def _show(reports: list[Report], in_full: bool, full: bool) -> None:
         console.print(line, style="dim", highlight=False)
     for line in tables.failures(reports):
         console.print(line, style="bold red", highlight=False, soft_wrap=True)
-    good = sum(report.passed for report in reports)
-    console.print(f"\n{good} of {len(reports)} variants equal their PyTorch twin", style="bold", highlight=False)
+    judged = _judged(reports)
+    good = sum(report.passed for report in judged)
+    console.print(f"\n{good} of {len(judged)} variants equal their PyTorch twin", style="bold", highlight=False)
+    if len(judged) < len(reports):
+        console.print(f"{len(reports) - len(judged)} cannot be split over this mesh, and were not compared:")
+    for report in reports:
+        if report not in judged:
+            console.print(f"  {report.name}: {report.checks[0].skipped}", highlight=False, soft_wrap=True)
     if not full:
         console.print("Training, and eager against compiled: flax-attn parity --full", style="dim", highlight=False)

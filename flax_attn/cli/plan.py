@@ -25,7 +25,10 @@ def add(commands: Any) -> None:
         "what make gpu installs.",
     )
     plan.add_argument(
-        "--model", required=True, metavar="NAME", help="gpt2, llama3-8b, ..., or a folder with config.json"
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="gpt2, llama3-8b, mixtral-8x7b, ..., or a folder with config.json",
     )
     plan.add_argument(
         "--topology",
@@ -34,13 +37,14 @@ def add(commands: Any) -> None:
         help="v5e:16x16, v6e:16x16, v5p:4x4x4, tpu7x:4x4x4, h200:8, cpu:8",
     )
     plan.add_argument(
-        "--mesh", required=True, metavar="AXIS=SIZE,...", help="of data, fsdp, tensor and context: data=4,fsdp=64"
+        "--mesh", required=True, metavar="AXIS=SIZE,...", help="of data, fsdp, tensor, context, expert: data=4,fsdp=64"
     )
     plan.add_argument("--batch", required=True, type=common.count, metavar="B", help="sequences of all chips together")
     plan.add_argument("--tokens", required=True, type=common.count, metavar="T", help="of each sequence")
     what = plan.add_mutually_exclusive_group(required=True)
     what.add_argument("--train", action="store_true", help="a step of training with AdamW, its state in float32")
     what.add_argument("--generate", action="store_true", help="the prompt, and one more token behind it")
+    plan.add_argument("--layers", type=common.count, metavar="N", help="the first N layers of the model alone")
     plan.add_argument("--remat", action="store_true", help="recompute each block in the backward pass")
     plan.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters (default bfloat16)"
@@ -74,7 +78,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    from flax_attn.plan.job import Job, mesh_of, model_of, rules_of
+    from flax_attn.plan.job import Job, first_layers, mesh_of, model_of, rules_of
     from flax_attn.plan.topology import topology
 
     where = topology(options.topology)
@@ -83,7 +87,10 @@ def _job(options: argparse.Namespace) -> Job:
     sizes = {"batch": options.batch, "tokens": options.tokens, "dtype": options.dtype}
     asked = {"train": options.train, "remat": options.remat, "backend": options.backend}
     asked["rules"] = rules_of(options.rule)
-    return Job(*model_of(options.model), where, mesh_of(options.mesh), **sizes, **asked)
+    name, model, config = model_of(options.model)
+    name += f", {options.layers} layers" if options.layers else ""
+    config = first_layers(config, options.layers)
+    return Job(name, model, config, where, mesh_of(options.mesh), **sizes, **asked)
 
 
 def _print(plan: Plan, markdown: bool) -> None:

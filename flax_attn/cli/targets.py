@@ -35,6 +35,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="which parameter is which: auto (the default) pairs them by layers, none keeps the weights as they are; "
         "or the name of a layout, or pkg.mod:TABLE",
     )
+    group.add_argument(
+        "--rules",
+        metavar="TARGET",
+        help="pkg.mod:RULES, for the parameters that auto cannot pair; it pairs the rest",
+    )
     for framework in ("flax", "torch"):
         help_text = f"pkg.mod:call, called as call(module, *inputs), {framework}"
         group.add_argument(f"--{framework}-call", metavar="TARGET", help=help_text)
@@ -81,6 +86,8 @@ def _compared(options: argparse.Namespace, watch: Callable[[str], None]) -> Repo
     flax_module = _load(options.target[0])()
     name = options.name or type(flax_module).__name__
     torch_module, inputs = _recorded(options, name) if options.against else _built(options)
+    if options.rules:
+        layout = _paired(options, flax_module, torch_module)
     flax_call, torch_call = (call and _load(call) for call in (options.flax_call, options.torch_call))
     pair = pair_modules(
         *(flax_module, torch_module, inputs),
@@ -95,6 +102,17 @@ def _compared(options: argparse.Namespace, watch: Callable[[str], None]) -> Repo
     if options.export:
         recording.save(report, options.export)
     return report
+
+
+def _paired(options: argparse.Namespace, flax_module: Any, torch_module: Any) -> Any:
+    from flax_attn import convert
+
+    if options.against or options.layout != "auto":
+        raise common.UsageError(
+            "--rules is for what auto cannot pair, beside --layout auto, and an export holds its layout; got "
+            f"--rules {options.rules} and {'--against' if options.against else f'--layout {options.layout}'}"
+        )
+    return convert.auto(flax_module, torch_module, rules=_load(options.rules))
 
 
 def _built(options: argparse.Namespace) -> tuple[Any, list[Any]]:

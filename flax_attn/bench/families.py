@@ -1,0 +1,104 @@
+"""Attention beyond keys and values, beside transformers: a mixture of experts, latents, and a state of fixed size."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from flax_attn.bench.models import decode, make_checkpoint, prefill
+from flax_attn.bench.tasks import TaskResult
+from flax_attn.models.registry import from_pretrained
+
+CONTEXTS = (256, 4096)  # tokens before those that are decoded
+_SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 8192,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+_SMALL: dict[str, Any] = {"hidden_size": 64, "vocab_size": 256}  # for --quick
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"intermediate_size": 768, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "DeepseekV3": {
+        "intermediate_size": 1408,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "first_k_dense_replace": 4,  # all layers: what is measured is the attention
+    },
+    "Qwen3Next": {
+        "intermediate_size": 1408,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "mlp_only_layers": [0, 1, 2, 3],
+    },
+}
+
+
+def run(rounds: int, quick: bool, progress: Callable[[str], None] = lambda task: None) -> Iterator[TaskResult]:
+    """Measure family after family; each task first checks that both compute the same."""
+    contexts = (32, 64) if quick else CONTEXTS
+    for name in CONFIGS:
+        with tempfile.TemporaryDirectory() as folder:
+            theirs = make_checkpoint(_config(name, quick), folder)
+            ours: Any = from_pretrained(folder)
+        progress(f"{name}: prefill")
+        yield _of(name, prefill(ours, theirs, contexts[0] * 4, rounds))
+        for context in contexts:
+            progress(f"{name}: decoding after {context}")
+            yield _of(name, decode(ours, theirs, 1, rounds, context))
+            yield _of(name, _cache(ours, theirs, context))
+
+
+def _config(name: str, quick: bool) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{name}Config")(**_SIZES | CONFIGS[name] | (_SMALL if quick else {}))
+
+
+def _cache(ours: Any, theirs: Any, context: int) -> TaskResult:
+    """Return the bytes that a cache of so many tokens holds."""
+    import torch
+
+    mine = sum(x.nbytes for x in jax.tree.leaves(ours.init_cache(1, context)))
+    with torch.no_grad():
+        cache = theirs(torch.zeros((1, context), dtype=torch.long), use_cache=True).past_key_values
+    return TaskResult(f"cache of {context}", "MiB", mine / 2**20, _bytes(cache) / 2**20)
+
+
+def _bytes(cache: Any) -> int:
+    """Return the bytes of the tensors that an object of transformers holds, in lists and in other objects too."""
+    import torch
+
+    seen, todo, total = set(), [cache], 0
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            total += one.nbytes
+        elif isinstance(one, list | tuple):
+            todo += one
+        elif isinstance(one, dict):
+            todo += one.values()
+        elif type(one).__module__.startswith("transformers.cache_utils"):
+            todo += vars(one).values()
+    return total
+
+
+def _of(name: str, result: TaskResult) -> TaskResult:
+    return replace(result, task=f"{name}: {result.task}")
