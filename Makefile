@@ -16,11 +16,16 @@ NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py t
 	$(filter-out tests/test_types.py,$(wildcard tests/test_*.py))  # types are checked once, by make test
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
-parity against faults distributed test test-newest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
-parity against faults distributed test test-newest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
-parity against faults distributed test test-newest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
+parity against faults distributed field field-by-hand docs test test-newest test-oldest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
+parity against faults distributed field field-by-hand docs test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
+parity against faults distributed field field-by-hand docs test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
+# What is not compiled is a program for each operation, in which there is nothing to optimise.
+parity against: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 
-.PHONY: help parity against faults distributed test bench tpu gpu plan lint format test-newest test-gpu docs clean
+# What an old dependency can break: whatever calls one.
+OLDEST_TESTS := tests/modules/test_cache.py tests/training tests/models tests/sharding/test_parameters.py tests/test_cli_generate.py
+
+.PHONY: help parity against faults distributed test bench field field-by-hand tpu gpu plan lint format tables docs docs-look docs-links dist test-newest test-oldest test-gpu clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
@@ -29,6 +34,8 @@ help:
 	@echo 'make distributed  train on 2 and on 4 processes; show that the losses are those of one (three minutes)'
 	@echo 'make test         run all tests'
 	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (a quarter of an hour)'
+	@echo 'make field        judge Flax ports of other libraries beside their PyTorch twins; docs/field.md (an hour)'
+	@echo 'make field-by-hand  reach the verdicts of make field again without the harness (half an hour)'
 	@echo 'make tpu          compile for TPU chips without one: memory and time to compile'
 	@echo 'make gpu          compile the attention of models for an H200 without one: memory, refusals, collectives (ten minutes,'
 	@echo '                  needs a C compiler; ARGS=--quick takes one)'
@@ -36,8 +43,13 @@ help:
 	@echo '                  ARGS="--model ... --topology ... ..." one plan of your own, see flax-attn plan --help'
 	@echo 'make lint         check format, lint, types and generated tables'
 	@echo 'make format       format the code'
-	@echo 'make docs         write the tables of the documentation that follow from the code'
+	@echo 'make tables       write the tables of the documentation that follow from the code'
+	@echo 'make docs         build the site into build/site: run its notebooks, check its links'
+	@echo 'make docs-look    look at each of its pages in Chromium: pictures in build/looks, accessibility, overflow'
+	@echo 'make docs-links   ask for every address outside it that the site links to'
 	@echo 'make test-newest  run the JAX-only tests on the newest Python, JAX and Flax, without torch'
+	@echo 'make test-oldest  run some of them on the oldest dependencies that pyproject.toml allows'
+	@echo 'make dist         build the distributions, check them, and try the wheel on Python 3.11 to 3.13, without torch'
 	@echo 'make test-gpu     build cuDNN kernels for an H200 without one, for all that the backend says it takes'
 	@echo 'make clean        remove the environments and caches'
 
@@ -59,6 +71,18 @@ test: .venv/installed
 bench: .venv/installed
 	$(BIN)/flax-attn bench $(ARGS)
 	$(BIN)/flax-attn bench --models $(ARGS)
+	$(BIN)/flax-attn bench --families $(ARGS)
+
+# ARGS='--only mistral' judges some, ARGS=--resume those that have no result yet.
+field: .venv-field/installed
+	.venv-field/bin/python -m field.judge $(ARGS)
+	.venv-field/bin/python -m field.page
+
+# A second time without the harness; then what is not equal, with every float32 in the libraries' source written as float64.
+field-by-hand: .venv-field/installed
+	.venv-field/bin/python -m field.by_hand $(ARGS)
+	.venv-field/bin/python -m field.by_hand --widened $(ARGS)
+	.venv-field/bin/python -m field.page
 
 tpu: .venv-tpu/installed
 	.venv-tpu/bin/flax-attn bench --tpu $(ARGS)
@@ -88,16 +112,43 @@ format: .venv/installed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: .venv/installed
+tables: .venv/installed
 	$(BIN)/flax-attn docs
+
+SITE := $(BIN)/sphinx-build -W --keep-going -n -E -j auto -d build/doctrees
+
+docs: .venv/installed
+	rm -rf build/site
+	$(SITE) -q -b html docs build/site
+	@echo 'open build/site/index.html'
+
+# Needs Chromium, as `apt install chromium` has it.
+docs-look: .venv/installed
+	$(BIN)/python docs/look.py $(ARGS)
+
+# The pages are read again without running their notebooks.
+docs-links: .venv/installed
+	$(BIN)/sphinx-build -q -b linkcheck -D nb_execution_mode=off -D suppress_warnings=myst-nb.lexer docs build/links
 
 test-newest: .venv-newest/installed
 	$(NEWEST_BIN)/pytest -n auto -ra $(NEWEST_TESTS) $(ARGS)
 
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/pytest -n auto -ra $(OLDEST_TESTS) $(ARGS)
+
+# uv finds each Python, and makes an environment that holds the wheel and what it needs.
+dist: .venv-release/installed
+	rm -rf build/lib* dist
+	.venv-release/bin/python -m build --quiet --outdir dist
+	.venv-release/bin/twine check --strict dist/*
+	export PATH="$$PATH:$$(echo $$HOME/.pyenv/versions/*/bin | tr ' ' :)"; for python in 3.11 3.12 3.13; do \
+		.venv-release/bin/uv run --quiet --isolated --no-project --python $$python --with dist/*.whl \
+			examples/first_call.py || exit 1; done
+
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "flax-attn needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,viz,report,bench,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,viz,report,bench,dev,docs]'
 	@touch $@
 
 # Installed as a user would, not editable and without torch.
@@ -108,10 +159,30 @@ test-newest: .venv-newest/installed
 	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz,tokamax,generate]' beartype hypothesis pytest pytest-xdist
 	@touch $@
 
+.venv-oldest/installed: pyproject.toml $(NATIVE) $(shell find flax_attn -name '*.py')
+	$(PYTHON) -m venv --clear .venv-oldest
+	rm -rf build/lib*
+	.venv-oldest/bin/pip install --quiet uv
+	.venv-oldest/bin/uv pip install --quiet --python .venv-oldest/bin/python --resolution lowest-direct \
+		'.[generate]' 'beartype>=0.20' 'hypothesis>=6.100' 'pytest>=8' 'pytest-xdist>=3.6'
+	@touch $@
+
+.venv-release/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet -c constraints.txt build twine uv
+	@touch $@
+
 .venv-tpu/installed: pyproject.toml constraints.txt $(shell find flax_attn -name '*.py')
 	$(PYTHON) -m venv --clear .venv-tpu
 	rm -rf build/lib*
 	.venv-tpu/bin/pip install --quiet -c constraints.txt '.[tpu]'
+	@touch $@
+
+# Of the last transformers that has Flax models, and what else is judged; without what the kernels need.
+.venv-field/installed: pyproject.toml field/constraints.txt
+	$(PYTHON) -m venv --clear .venv-field
+	.venv-field/bin/pip install --quiet -r field/constraints.txt
+	echo $(CURDIR) > $$(.venv-field/bin/python -c 'import site; print(site.getsitepackages()[0])')/flax_attn.pth
 	@touch $@
 
 # With CUDA's compilers, and the cuDNN that the description of the GPU names: 4 GB.
@@ -122,6 +193,6 @@ test-newest: .venv-newest/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-newest .venv-tpu .venv-gpu build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest .venv-release .venv-tpu .venv-gpu .venv-field build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f flax_attn/native/*.so

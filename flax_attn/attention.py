@@ -1,5 +1,6 @@
 """One attention call under one contract: checked once, then computed by a backend."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, TypedDict, Unpack, overload
 
@@ -13,6 +14,7 @@ from flax_attn.backends.call import Call, prepare
 from flax_attn.backends.choose import choose
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.score_function import ScoreFunction
 from flax_attn.functional.shapes import Key, Query, Value
 from flax_attn.sharding.attention import attend
 from flax_attn.sharding.division import divide
@@ -24,6 +26,7 @@ class AttentionOptions(TypedDict, total=False):
 
     scale: float | None
     soft_cap: float | None
+    score: Callable | ScoreFunction | None
     sinks: Float[Array, " n"] | None
     dropout: KeyedDropout | None
     precision: jax.lax.PrecisionLike
@@ -78,6 +81,7 @@ def dot_product_attention(
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    score: Callable | ScoreFunction | None = None,
     sinks: Float[Array, " n"] | None = None,
     dropout: KeyedDropout | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -86,7 +90,7 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]:
     """Scaled dot-product attention.
 
-        output = dropout(softmax(mask(soft_cap(scale * query @ key^T + bias)), sinks)) @ value
+        output = dropout(softmax(mask(score(soft_cap(scale * query @ key^T + bias))), sinks)) @ value
 
     Query head `i` reads key/value head `i // (n / k)`: multi-head for k = n, grouped-query for k < n, multi-query
     for k = 1. The softmax and all sums are in float32 for lower dtypes, and in the dtype of the inputs otherwise.
@@ -103,6 +107,7 @@ def dot_product_attention(
         mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend.
         scale: factor on the scores; None is `1 / sqrt(h)`.
         soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`.
+        score: changes the scores: `score(score, b, n, i, j)`, written for scalars, or a `ScoreFunction`.
         sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
         dropout: drops weights; the same key drops the same weights in every backend and in `torch_ref`.
         precision: of the matrix products, as in `jax.lax.dot_general`.
@@ -128,8 +133,8 @@ def dot_product_attention(
     References:
         Vaswani et al. 2017 (arXiv:1706.03762); Ainslie et al. 2023 (arXiv:2305.13245).
     """
-    options = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "dropout": dropout, "precision": precision}
-    call = prepare(query, key, value, bias, mask, **options)
+    numerics = {"scale": scale, "soft_cap": soft_cap, "dropout": dropout, "precision": precision}
+    call = prepare(query, key, value, bias, mask, score=score, sinks=sinks, **numerics)
     call = replace(call, **{name: checkpoint_name(getattr(call, name), name) for name in ("query", "key", "value")})
     output, weights = _attend(call, backend, return_weights)
     output = checkpoint_name(output, "context")

@@ -1,7 +1,9 @@
 """What holds in every two-sided test: float64, one thread, and both packages behind one face."""
 
 import importlib
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,30 @@ from flax_attn import convert
 from flax_attn.proof.build import build, drawn
 
 torch.set_num_threads(1)
+
+
+class Float64Torch:
+    """Stands for torch in modules of transformers that name float32: in rotary angles, RMS norms, softmax, states."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def float64_modules():
+    """Return a context in which modules of transformers compute in float64 where they name float32."""
+
+    @contextmanager
+    def replaced(*modules):
+        # The norms of Gemma, Mixtral's routers and Kimi's states name their casts.
+        with ExitStack() as stack, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+            for module in modules:
+                stack.enter_context(mock.patch.object(module, "torch", Float64Torch()))
+            yield
+
+    return replaced
 
 
 @pytest.fixture(autouse=True)

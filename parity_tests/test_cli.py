@@ -16,6 +16,8 @@ from flax import nnx
 from flax_attn.convert import Rule
 
 TABLE = [Rule(("kernel",), "weight", "i o -> o i"), Rule(("bias",), "bias")]
+RULES = TABLE[:1]
+WRONG = [Rule(("kernel",), "bias")]
 
 
 class Table(nnx.Module):
@@ -93,6 +95,32 @@ def test_parity_prints_the_table_and_writes_all_that_was_measured(tmp_path, caps
     ]
     assert 0 < report["variants"][0]["checks"][0]["error"] < 1e-14
     assert {"jax", "flax", "torch", "python"} <= report["environment"].keys()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "variant"),
+    [
+        ("data=2,tensor=2,context=2", "multi_head_packed_window"),
+        ("data=2,tensor=2,context=2", "gpt2"),
+        ("data=2,tensor=2,expert=2", "moe_gpt_oss"),
+    ],
+)
+def test_rows_on_a_mesh_equal_pytorch_on_one_device(mesh, variant, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert main(["parity", "--mesh", mesh, "--variant", variant, "--report", str(path)]) == 0
+    assert "1 of 1 variants equal their PyTorch twin" in capsys.readouterr().out
+    (report,) = json.loads(path.read_text())["variants"]
+    axes = ", ".join(part.partition("=")[0] for part in mesh.split(","))
+    assert report["notes"][-1] == f"split over {axes}"
+
+
+def test_what_a_mesh_does_not_split_is_counted_apart(capsys):
+    assert main(["parity", "--mesh", "tensor=2", "--variant", "rms_norm", "--variant", "swiglu"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 of 1 variants equal their PyTorch twin" in shown
+    assert "1 cannot be split over this mesh, and were not compared" in shown
+    assert "rms_norm: nothing of it is split over this mesh" in shown
+    assert main(["parity", "--mesh", "tensor=2", "--variant", "rms_norm"]) == 1
 
 
 def test_a_difference_is_printed_with_its_tensor_and_exits_with_1(monkeypatch, capsys):
@@ -175,9 +203,14 @@ def test_a_pair_of_targets_is_exported_and_repeated_with_one(modules, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--variant", "CausalAtention"], "no variant is called CausalAtention. Known are: CausalAttention, "),
+        (
+            ["--variant", "CausalAtention"],
+            "no variant is called CausalAtention. Known are: Bert",
+        ),
         (["--check", "forwards"], "no check is called forwards. Known are: shapes, weights, forward, "),
         (["--report", "/no/such/folder/report.json"], "in a folder that exists"),
+        (["--mesh", "model=2"], "can be divided over data and fsdp, and over tensor, context and expert where these"),
+        (["--mesh", "tensor=3"], "are 1, 2, 4 or 8, as its modules are small; got {'tensor': 3}. Use fewer devices"),
         (["{m}:flax_linear"], "give pkg.mod:flax_factory pkg.mod:torch_factory; got"),
         (["{m}:flax_linear", "{m}:torch_linear"], "give the inputs: --input 3,5,6"),
         (["{m}:flax_linear", "{m}:torch_linear", "--input", "3,x"], "an input is a shape such as 3,5,6"),
@@ -189,9 +222,21 @@ def test_a_pair_of_targets_is_exported_and_repeated_with_one(modules, capsys):
             "layout must be one of 'auto', ",
         ),
         (["{m}:flax_linear", "{m}:torch_embedding", "--input", "4,3", "--layout", "torch"], "do not pair"),
+        (
+            ["{m}:flax_linear", "{m}:torch_linear", "--input", "4,3", "--layout", "torch", "--rules", "{m}:RULES"],
+            "--rules is for what auto cannot pair, beside --layout auto, and an export holds its layout; got --rules",
+        ),
         (["{m}:flax_linear", "{m}:torch_linear", "--input", "4,5"], "the inputs do not go through the torch module"),
     ],
 )
 def test_bad_usage_exits_with_2(arguments, message, modules, capsys):
     assert main(["parity", *(argument.format(m=modules) for argument in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_rules_for_some_parameters_pair_the_rest_as_auto_does(modules, capsys):
+    targets = (f"{modules}:flax_linear", f"{modules}:torch_linear")
+    arguments = ["parity", *targets, "--input", "4,3", "--check", "weights", "--rules"]
+    assert main([*arguments, f"{modules}:RULES"]) == 0
+    assert main([*arguments, f"{modules}:WRONG"]) == 2
+    assert "kernel" in capsys.readouterr().err

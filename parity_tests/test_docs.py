@@ -1,7 +1,7 @@
 import pytest
 
 from flax_attn.cli import docs, main
-from flax_attn.proof.faults import FAULTS
+from flax_attn.proof.faults import FAULTS, mesh
 from flax_attn.proof.variants import VARIANTS
 
 PAGE = f"# Backends\n\n{docs.BEGIN}an old table\n{docs.END}\nThe rest.\n"
@@ -22,7 +22,7 @@ def test_pages_hold_every_row(folder):
     variants, faults = ((folder / name).read_text() for name in ("variants.md", "faults.md"))
     assert all(f"\n| `{variant.name}` | `{variant.module}(" in variants for variant in VARIANTS)
     assert all(f"| `{fault.variant.name}` | {fault.check} |\n" in faults for fault in FAULTS)
-    assert faults.count("\n| ") == len(FAULTS) + 2
+    assert faults.count("\n| ") == len(FAULTS) + 2 + len(mesh.FAULTS) + 2
     backends = (folder / "backends.md").read_text()
     assert backends.startswith(f"# Backends\n\n{docs.BEGIN}\n| backend |")
     assert backends.endswith(f"\n{docs.END}\nThe rest.\n")

@@ -7,8 +7,10 @@ import sys
 import pytest
 from flax import nnx
 
-from flax_attn import GPT2, GPT2Config
+from flax_attn import GPT2, GPT2Config, from_pretrained
+from flax_attn.cli import main
 from flax_attn.cli.startup import Startup
+from flax_attn.models.t5 import T5, T5Config
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,18 @@ def folder(tmp_path_factory):
     tokenizer.save(str(folder / "tokenizer.json"))
     GPT2(GPT2Config(6, 2, 1, context_length=8, vocab_size=5), rngs=nnx.Rngs(0)).save_pretrained(folder)
     return folder
+
+
+def test_an_encoder_decoder_answers_the_prompt(folder, tmp_path, capsys):
+    T5(T5Config(6, 8, 2, 4, 1, 1, vocab_size=5), rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    options = ["--model", str(tmp_path), "--max-new-tokens", "4", "--no-compile-cache"]
+    texts = []
+    for prompt in ("a b", "d e c a"):
+        assert main(["generate", *options, "--prompt", prompt]) == 0
+        texts.append(capsys.readouterr().out.split())
+    assert all(len(text) == 4 for text in texts)
+    assert from_pretrained(tmp_path).config.start_token == 0
 
 
 def run(folder, cache, *arguments, **variables):

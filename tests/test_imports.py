@@ -28,7 +28,7 @@ LAYERS = {  # lowest first, and the layers that each may import; the package is 
     "training": {"functional", "models", "sharding"},
     "package": LIBRARY | {"models"},
     "parity": {"convert"},
-    "proof": {"package", "convert", "parity", "sharding"},
+    "proof": {"package", "functional", "backends", "convert", "parity", "sharding"},
     "steps": set(),
     "viz": set(),
     "bench": LIBRARY | {"convert", "models", "training", "parity", "aot"},
@@ -46,6 +46,8 @@ class Blocked:
         if name in ("torch", "matplotlib", "safetensors.torch", "torch_ref"):
             raise ModuleNotFoundError(f"{name} is blocked", name=name)
 sys.meta_path.insert(0, Blocked)
+import flax_attn
+assert "jax" not in sys.modules, "a name is imported where it is first used"
 import jax.numpy as jnp
 from flax import nnx
 import flax_attn, flax_attn.convert, flax_attn.backends.tokamax
@@ -53,6 +55,8 @@ layer = flax_attn.MultiHeadAttention(6, 8, None, 0.0, 4, rngs=nnx.Rngs(0))
 assert layer(jnp.ones((2, 3, 6))).shape == (2, 3, 8)
 assert flax_attn.convert.state_dict(layer)
 print(*sys.modules)
+from flax_attn import *
+from flax_attn.models import *
 import flax_attn.bench.suite, flax_attn.cli, flax_attn.parity, flax_attn.proof.variants
 """
 
@@ -127,6 +131,11 @@ def test_import_works_without_optional_packages(loaded):
 )
 def test_import_leaves_optional_packages_alone(loaded, name):
     assert name not in loaded
+
+
+@pytest.mark.parametrize("name", ["flax_attn.models", "flax_attn.training", "orbax", "tokenizers"])
+def test_a_layer_leaves_alone_what_models_and_training_need(loaded, name):
+    assert not [module for module in loaded if f"{module}.".startswith(f"{name}.")]
 
 
 @pytest.mark.parametrize("name", ["parity", "proof", "aot", "bench", "plan", "steps", "viz", "cli"])
@@ -208,6 +217,9 @@ def test_public_name_is_described_by_an_example(name):
         return
     doc = inspect.getdoc(thing)
     assert doc.splitlines()[0]
+    if inspect.ismodule(thing):
+        assert thing.__all__
+        return
     assert "Example:" in doc
     assert ">>> " in doc
 

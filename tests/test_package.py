@@ -2,6 +2,7 @@ import re
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -78,3 +79,22 @@ def test_command_line_entry_can_be_called(pyproject):
 def test_licence_and_readme_are_there(pyproject):
     project = pyproject["project"]
     assert [file for file in (project["readme"], *project["license-files"]) if not (ROOT / file).is_file()] == []
+
+
+def test_the_workflow_calls_targets_that_there_are():
+    targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.M))
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    called = re.findall(r"run: make ([\w-]+)", workflow)
+    assert {"dist", "test-newest", "test-oldest"} <= set(called) <= targets
+    assert "run: .ci/run" in workflow
+
+
+def test_the_version_stands_in_one_place():
+    files = [*ROOT.glob("*.toml"), *ROOT.glob("*.cff"), *ROOT.glob("*.py"), *(ROOT / "flax_attn").rglob("*.py")]
+    stated = [file.name for file in files if f'"{flax_attn.__version__}"' in file.read_text()]
+    assert stated == ["__init__.py"]
+
+
+def test_the_first_call_runs(capsys, as_a_user_has_jax):
+    run_path(str(ROOT / "examples/first_call.py"))
+    assert "(2, 10, 64)" in capsys.readouterr().out

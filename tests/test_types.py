@@ -20,12 +20,11 @@ EXAMPLES = """
 from typing import assert_type
 {array}
 from {package} import *
-from {package}.functional.cache import KVCache
 from {package}.models.generate import generate
-from {package}.modules.calls import Returned
 
 Weighed = tuple[Array, Array]
-Caches = tuple[KVCache, ...]
+Cached = tuple[Array, KVCache]
+Caches = tuple[Cache, ...]
 
 
 def one_head(layer: SimplifiedSelfAttention | SelfAttention | CausalAttention, x: Array, w: bool):
@@ -47,7 +46,7 @@ def heads(layer: MultiHeadAttention, x: Array, cache: KVCache, maybe: KVCache | 
     assert_type(layer(x, None, return_weights=True, bias=lambda query, key: query), Weighed)
     assert_type(layer(x, cache=cache), tuple[Array, KVCache])
     assert_type(layer(x, cache=cache, return_weights=True), tuple[Array, Array, KVCache])
-    assert_type(layer(x, cache=maybe, return_weights=w), Returned)
+    assert_type(layer(x, cache=maybe, return_weights=w), Array | Weighed | Cached | tuple[Array, Array, KVCache])
     assert_type(layer.init_cache(2, 9), KVCache)
 
 
@@ -56,7 +55,7 @@ def block(block: TransformerBlock, x: Array, cache: KVCache, maybe: KVCache | No
     assert_type(block(x, dropout_key=x, positions=[0, 1], return_weights=True), Weighed)
     assert_type(block(x, cache=cache), tuple[Array, KVCache])
     assert_type(block(x, cache=cache, return_weights=True), tuple[Array, Array, KVCache])
-    assert_type(block(x, cache=maybe, return_weights=w), Returned)
+    assert_type(block(x, cache=maybe, return_weights=w), Array | Weighed | Cached | tuple[Array, Array, KVCache])
 
 
 def layers(norm: RMSNorm | LayerNorm, ff: FeedForward | GatedFeedForward, drop: Dropout, table: Embedding, x: Array):

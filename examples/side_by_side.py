@@ -1,0 +1,31 @@
+"""What the guide of migration compares its pairs by: outputs and gradients, within the rules of flax_attn.parity."""
+
+import numpy as np
+from flax import nnx
+
+from flax_attn import convert
+from flax_attn.parity import tolerance
+
+
+def same(ours, theirs, rule=tolerance.FORWARD):
+    """Assert that an array and a tensor are equal within a rule, relative to the largest value."""
+    _check("equal", {"": np.asarray(ours)}, {"": theirs.detach().numpy()}, rule)
+
+
+def same_gradients(grads, theirs, layout):
+    """Assert that gradients of a Flax module are those that a PyTorch module has after `backward`."""
+    ours = {".".join(map(str, path)): np.asarray(g[...]) for path, g in nnx.to_flat_state(grads)}
+    ours = convert.to_layout(ours, layout)
+    reference = {name: p.grad.numpy() for name, p in theirs.named_parameters()}
+    # Softmax ignores the bias of the keys: its gradient is rounding, which is measured by the largest of all.
+    null = tolerance.null_directions(reference)
+    largest = max(abs(g).max() for g in reference.values())
+    assert all(abs(ours[name]).max() <= tolerance.NULL * largest for name in null)
+    _check(f"{len(reference)} gradients equal", ours, reference, tolerance.GRADIENT)
+
+
+def _check(what, ours, reference, rule):
+    assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
+    error = max(tolerance.relative(ours, reference).values())
+    assert error <= rule, f"not {what}: error {error:.1e}, rule {rule:.0e}"
+    print(f"{what}: error {error:.0e}, rule {rule:.0e}")
