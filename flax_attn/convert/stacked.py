@@ -53,8 +53,18 @@ def stacked_layers(module: object) -> Layers | None:
 def children(module: Any, layers: Layers) -> dict[int, tuple[Any, int]]:
     """Return of each layer, in order, the stacked child that it is part of and where it is there."""
     stacked = [module.block] if len(layers) == 1 else module.block
-    found = {n: (child, i) for child, own in zip(stacked, layers, strict=True) for i, n in enumerate(own)}
-    return dict(sorted(found.items()))
+    return {layer: (stacked[m], i) for layer, (m, i) in enumerate(places(layers))}
+
+
+def places(layers: Layers) -> list[tuple[int, int]]:
+    """Return of each layer, in order, the number of the stacked child that it is part of, and where it is there.
+
+    Example:
+        >>> places(((0,), (1, 3), (2, 4)))
+        [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1)]
+    """
+    where = {layer: (m, i) for m, own in enumerate(layers) for i, layer in enumerate(own)}
+    return [where[layer] for layer in range(len(where))]
 
 
 def layers_of(path: tuple, stacks: Mapping[tuple, Layers]) -> Iterator[tuple[tuple, int | None]]:

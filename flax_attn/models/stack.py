@@ -11,6 +11,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
+from flax_attn.convert.stacked import places
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import ArrayLike, Tokens
@@ -63,8 +64,7 @@ class Stack(nnx.Module):
     @property
     def layers(self) -> list[tuple[int, int]]:
         """Of each layer, in order: which stacked block it is part of, and where there."""
-        where = {layer: (m, i) for m, layers in enumerate(self.stacked_layers) for i, layer in enumerate(layers)}
-        return [where[layer] for layer in range(len(self))]
+        return places(self.stacked_layers)
 
     def unstack(self, m: int, i: int, state: Any) -> Block:
         """Return one layer as it is by itself: the one at `i` of the stacked block `m`, of which `state` is."""
