@@ -67,17 +67,12 @@ ONE_SIDED = {
         "summarised",
         "tiles",
     },  # for kernels, which only JAX has
+    "functional/mask_part.py": {
+        *("band", "has_interval", "interval", "kv_range", "row", "shift", "summarised", "tiles"),
+        *("of_rank_4", "pick"),
+    },
     "functional/mask_parts.py": {
-        "kv_range",
-        "band",
-        "bounded_position",
-        "has_interval",
-        "interval",
-        "positions",
-        "row",
-        "shift",
-        "summarised",
-        "tiles",
+        *("band", "bounded_position", "interval", "kv_range", "positions", "row", "shift"),
     },
     "functional/score_function.py": {"apply", "trace"},  # called on tensors of indices, or traced on scalars
     "functional/where.py": {"row"},

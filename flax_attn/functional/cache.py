@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Integer
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.checks import check_fits, check_lengths, check_positive, check_ring_buffer
 from flax_attn.functional.explicit import join, split_as
-from flax_attn.functional.mask_parts import Count
+from flax_attn.functional.mask_part import Count
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.shapes import ArrayLike, Key, Value
 

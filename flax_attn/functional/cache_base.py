@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
-from flax_attn.functional.mask_parts import Count
+from flax_attn.functional.mask_part import Count
 from flax_attn.functional.shapes import ArrayLike
 
 C = TypeVar("C", bound="Cache")

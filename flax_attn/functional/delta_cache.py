@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Integer
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.checks import check_lengths, check_positive
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.mask_parts import Causal, Count, Lengths, Segments
+from flax_attn.functional.mask_part import Count
+from flax_attn.functional.mask_parts import Causal, Lengths, Segments
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import ArrayLike
 

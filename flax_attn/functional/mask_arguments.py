@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from flax_attn.functional.mask_parts import Count
+from flax_attn.functional.mask_part import Count
 from flax_attn.functional.shapes import ArrayLike
 
 

@@ -1,4 +1,4 @@
-"""The conditions that a mask is made of: which query may see which key, decided from index arrays alone.
+"""The conditions that masks are made of: which query may see which key, decided from index arrays alone.
 
 `True` means attend, everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
 """
@@ -8,102 +8,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
 from flax_attn.functional.checks import check_broadcast
-from flax_attn.functional.kv_range import UNBOUNDED, KVRange, Limit, Tiles, limits, maximum, where
+from flax_attn.functional.kv_range import UNBOUNDED, KVRange, Limit, limits, maximum, where
+from flax_attn.functional.mask_part import Count, Part, of_rank_4, pick
 from flax_attn.functional.shapes import Index
-
-Count = int | Integer[Array, ""] | Integer[Array, " b"]
-
-
-class Part:
-    """One condition on (query, key). Python integers stay static under `jax.jit`, arrays are traced.
-
-    A new kind of part has to define `allow`, and is then correct in every backend. `kv_range` and `band` let kernels
-    skip what is hidden; `row` and `shift` keep the structure of a part whose `allow` depends on the batch row or shape.
-
-    Attributes:
-        axes: of the arrays inside, by the name of the field: `"batch"`, `"heads"`, or None for one that is not
-            divided among devices; aligned at the last. None is a part whose arrays are not known.
-    """
-
-    axes: ClassVar[dict[str, tuple[str | None, ...]] | None] = None
-
-    def __init_subclass__(cls):
-        jax.tree_util.register_pytree_node(cls, _flatten, lambda static, children: _unflatten(cls, static, children))
-
-    def resolve(self, b: int, n: int, t: int, s: int) -> Part:
-        """Return the part for a call of this size, its defaults filled in, or raise `ValueError`."""
-        return self
-
-    def sized(self, b: int | None, n: int | None) -> Part:
-        """Return the part for so many rows of the batch and heads; None leaves open how many."""
-        return self
-
-    def allow(self, rows: Index, cols: Index) -> Array:
-        """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
-        raise NotImplementedError
-
-    def kv_range(self, first: Limit, last: Limit, s: int) -> KVRange:
-        """Return which of `s` keys the queries `first` to `last` may see; by default any, and none is seen by all."""
-        return KVRange(0, s, 0, 0)
-
-    @property
-    def summarised(self) -> bool:
-        """Whether `tiles` knows more of tiles than the range of keys that contains what is seen."""
-        return False
-
-    def tiles(self, first: Limit, last: Limit, starts: Index, stops: Index, s: int) -> Tiles:
-        """Return what the queries `first` to `last` see of the keys from each of `starts` to before each of `stops`."""
-        found = self.kv_range(first, last, s)
-        seen = (starts < found.stop) & (stops > found.start)
-        return Tiles(seen, (starts >= found.inner_start) & (stops <= found.inner_stop))
-
-    def band(self) -> tuple[int | None, int | None] | None:
-        """Return `(low, high)` if the part is `low <= key - query <= high` with integers known before tracing."""
-        return None
-
-    @property
-    def has_interval(self) -> bool:
-        """Whether what a query sees is an interval of keys, which `interval` returns."""
-        return type(self).interval is not Part.interval
-
-    def interval(self, rows: Index) -> tuple[Array | int, Array | int]:
-        """Return `(start, stop)` where queries at `rows` see just the keys from `start` to before `stop`.
-
-        They broadcast to `(b, 1, t, 1)`, and may lie outside the keys. Only for a part that `has_interval`.
-        """
-        raise NotImplementedError
-
-    def row(self, b: int | Index, n: int | Index | None) -> Part:
-        """Return the part for one batch row and head, or for all heads."""
-        return _RowOf(self, b, n)
-
-    def shift(self, start: Count, t: int, s: int) -> Part:
-        """Return the part for the `t` queries from index `start` on, and the first `s` keys."""
-        return _Shifted(self, start)
-
-    def check_whole(self, s: int) -> None:
-        """Raise unless arrays inside are those of a sequence of `s` tokens."""
-
-
-def _flatten(part):
-    values = vars(part)
-    traced = [name for name, value in values.items() if not isinstance(value, int | None)]
-    static = tuple((name, value) for name, value in values.items() if name not in traced)
-    return [values[name] for name in traced], (tuple(traced), static)
-
-
-def _unflatten(cls, static, children):
-    part = object.__new__(cls)  # children may be tracers or placeholders: nothing is checked again
-    for name, value in (*static[1], *zip(static[0], children, strict=True)):
-        object.__setattr__(part, name, value)
-    return part
 
 
 @dataclass(frozen=True)
@@ -296,7 +210,7 @@ class Segments(Part):
         return KVRange(start, jnp.where(near.any(), s - after, 0), 0, 0)
 
     def row(self, b, n):
-        return Segments(_pick(jnp.atleast_2d(self.query), b, 0), _pick(jnp.atleast_2d(self.key), b, 0))
+        return Segments(pick(jnp.atleast_2d(self.query), b, 0), pick(jnp.atleast_2d(self.key), b, 0))
 
     def shift(self, start, t, s):
         (query, key), rows = map(jnp.atleast_2d, (self.query, self.key)), _rows_from(start, t)
@@ -321,16 +235,16 @@ class Dense(Part):
         return self
 
     def allow(self, rows, cols):
-        array = _of_rank_4(self.array)
+        array = of_rank_4(self.array)
         array = array if array.shape[2] == 1 else array[:, :, rows.reshape(-1)]
         return array if array.shape[3] == 1 else array[:, :, :, cols.reshape(-1)]
 
     def row(self, b, n):
-        array = _pick(_of_rank_4(self.array), b, 0)
-        return Dense(array if n is None else _pick(array, n, 1))
+        array = pick(of_rank_4(self.array), b, 0)
+        return Dense(array if n is None else pick(array, n, 1))
 
     def shift(self, start, t, s):
-        array, rows = _of_rank_4(self.array)[..., :s], _rows_from(start, t)
+        array, rows = of_rank_4(self.array)[..., :s], _rows_from(start, t)
         if array.shape[2] > 1:
             # One row of the batch has one start, and so one set of rows; a single start serves all.
             array = jnp.broadcast_to(array, (max(len(array), len(rows)), *array.shape[1:]))
@@ -339,38 +253,6 @@ class Dense(Part):
 
     def check_whole(self, s):
         _check_whole("mask", [size for size in self.array.shape[-2:] if size != 1], s)
-
-
-@dataclass(frozen=True)
-class _RowOf(Part):
-    """Any part at one batch row and one head; None is all heads."""
-
-    part: Part
-    b: int | Index
-    n: int | Index | None
-
-    def allow(self, rows, cols):
-        block = _pick(_of_rank_4(self.part.allow(rows, cols)), self.b, 0)
-        return block if self.n is None else _pick(block, self.n, 1)
-
-
-@dataclass(frozen=True)
-class _Shifted(Part):
-    """Any part, its queries counted from index `start`, one integer or one a row."""
-
-    part: Part
-    start: Count
-
-    def allow(self, rows, cols):
-        def one(b, start):
-            return _pick(_of_rank_4(self.part.allow(rows + start, cols)), b, 0)[0]
-
-        if isinstance(self.start, int):
-            return self.part.allow(rows + self.start, cols)
-        starts = jnp.atleast_1d(self.start).astype(jnp.int32)
-        if len(starts) == 1:
-            return self.part.allow(rows + starts[0], cols)
-        return jax.vmap(one)(jnp.arange(len(starts), dtype=jnp.int32), starts)
 
 
 def _check_rows(name: str, values: Count | None, b: int) -> None:
@@ -398,17 +280,8 @@ def _rows_from(start: Count, t: int) -> Integer[Array, "#b t"]:
     return jnp.asarray(start, jnp.int32).reshape(-1, 1) + jnp.arange(t, dtype=jnp.int32)[None]
 
 
-def _of_rank_4(array: Array) -> Array:
-    return array.reshape((1,) * (4 - array.ndim) + array.shape)
-
-
 def _count_of_row(values: Any, b: int | Index) -> Any:
-    return values if isinstance(values, int | None) else _pick(jnp.atleast_1d(values), b, 0)
-
-
-def _pick(array: Array, index: int | Index, axis: int) -> Array:
-    # An axis of one serves every index, since a slice is moved to where it fits.
-    return jax.lax.dynamic_slice_in_dim(array, index, 1, axis)
+    return values if isinstance(values, int | None) else pick(jnp.atleast_1d(values), b, 0)
 
 
 def _per_row(values: Count) -> Array:

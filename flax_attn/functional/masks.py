@@ -19,7 +19,8 @@ from flax_attn.functional.checks import check_positive
 from flax_attn.functional.function_checks import SEES, check_sees
 from flax_attn.functional.kv_range import KVRange, Limit, Tiles
 from flax_attn.functional.mask_arguments import as_booleans, as_integers
-from flax_attn.functional.mask_parts import Causal, Count, Dense, Lengths, Part, Prefix, Segments, Window
+from flax_attn.functional.mask_part import Count, Part
+from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
 from flax_attn.functional.mask_text import check_printable, expression, picture
 from flax_attn.functional.shapes import ArrayLike, Index
 from flax_attn.functional.summary import summarise

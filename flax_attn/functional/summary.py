@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 
 from flax_attn.functional.checks import check_positive
 from flax_attn.functional.kv_range import KVRange, Tiles
-from flax_attn.functional.mask_parts import Part
+from flax_attn.functional.mask_part import Part
 
 
 @jax.tree_util.register_dataclass

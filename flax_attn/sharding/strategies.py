@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from flax_attn.backends.call import Call
 from flax_attn.backends.choose import choose
-from flax_attn.functional.mask_parts import Part
+from flax_attn.functional.mask_part import Part
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.placed import HeadsOf
 from flax_attn.functional.places import Places

@@ -21,7 +21,7 @@ from flax_attn.backends.band import is_band
 from flax_attn.backends.call import Unsupported, prepare
 from flax_attn.backends.dense import array_size
 from flax_attn.backends.registry import BACKENDS, load
-from flax_attn.functional.mask_parts import Part
+from flax_attn.functional.mask_part import Part
 from flax_attn.parity import tolerance
 
 from .conformance import CASES, FAST, KEY, Case, Sizes, reference_results

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flax_attn import Mask, dot_product_attention
-from flax_attn.functional.mask_parts import Part
+from flax_attn.functional.mask_part import Part
 
 B, N, T, S, H = 3, 4, 5, 7, 6
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flax_attn import Mask, Unsupported, dot_product_attention, explain
-from flax_attn.functional.mask_parts import Part
+from flax_attn.functional.mask_part import Part
 from flax_attn.parity import tolerance
 from flax_attn.plan.collectives import KINDS
 from flax_attn.plan.hlo import read

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.checks import check_fits, check_lengths, check_positive, check_ring_buffer
-from torch_ref.functional.mask_parts import Count
+from torch_ref.functional.mask_part import Count
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.shapes import ArrayLike, Key, Value
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
-from torch_ref.functional.mask_parts import Count
+from torch_ref.functional.mask_part import Count
 from torch_ref.functional.shapes import ArrayLike
 
 C = TypeVar("C", bound="Cache")

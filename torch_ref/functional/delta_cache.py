@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.checks import check_lengths, check_positive
 from torch_ref.functional.dtypes import accumulation_dtype
-from torch_ref.functional.mask_parts import Causal, Count, Lengths, Segments
+from torch_ref.functional.mask_part import Count
+from torch_ref.functional.mask_parts import Causal, Lengths, Segments
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import ArrayLike
 

@@ -6,7 +6,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from torch_ref.functional.mask_parts import Count
+from torch_ref.functional.mask_part import Count
 from torch_ref.functional.shapes import ArrayLike
 
 

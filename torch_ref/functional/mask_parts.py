@@ -1,4 +1,4 @@
-"""The conditions that a mask is made of: which query may see which key, decided from index arrays alone.
+"""The conditions that masks are made of: which query may see which key, decided from index arrays alone.
 
 `True` means attend, everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
 """
@@ -14,28 +14,8 @@ from jaxtyping import Bool, Integer
 from torch import Tensor
 
 from torch_ref.functional.checks import check_broadcast
+from torch_ref.functional.mask_part import Count, Part
 from torch_ref.functional.shapes import Index
-
-Count = int | Integer[Tensor, ""] | Integer[Tensor, " b"]
-
-
-class Part:
-    """One condition on (query, key)."""
-
-    def resolve(self, b: int, n: int, t: int, s: int) -> Part:
-        """Return the part for a call of this size, its defaults filled in, or raise `ValueError`."""
-        return self
-
-    def sized(self, b: int | None, n: int | None) -> Part:
-        """Return the part for so many rows of the batch and heads; None leaves open how many."""
-        return self
-
-    def allow(self, rows: Index, cols: Index) -> Tensor:
-        """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
-        raise NotImplementedError
-
-    def check_whole(self, s: int) -> None:
-        """Raise unless arrays inside are those of a sequence of `s` tokens."""
 
 
 @dataclass(frozen=True)

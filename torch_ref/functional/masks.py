@@ -17,7 +17,8 @@ from torch import Tensor
 from torch_ref.functional.checks import check_positive
 from torch_ref.functional.function_checks import SEES, check_function
 from torch_ref.functional.mask_arguments import as_booleans, as_integers
-from torch_ref.functional.mask_parts import Causal, Count, Dense, Lengths, Part, Prefix, Segments, Window
+from torch_ref.functional.mask_part import Count, Part
+from torch_ref.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
 from torch_ref.functional.mask_text import check_printable, expression, picture
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.functional.where import Where

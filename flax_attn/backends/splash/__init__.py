@@ -18,7 +18,8 @@ from jaxtyping import Array
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
 from flax_attn.backends.splash.padding import LANES, has_ids, padded
-from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Part, Prefix, Segments, Window
+from flax_attn.functional.mask_part import Part
+from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
 from flax_attn.functional.masks import Mask
 
 _INTERPRETED = ContextVar("interpreted", default=False)
