@@ -110,46 +110,27 @@ def _check_report(path: str) -> None:
 
 def _variants(options: argparse.Namespace) -> list[Report]:
     """Return the reports of the variants that were asked for."""
-    from flax_attn.proof.prove import prove_all
-    from flax_attn.proof.variants import select
+    from flax_attn.aot.simulated import simulated
+    from flax_attn.plan.job import mesh_of
+    from flax_attn.proof.run import Run
 
-    checks = targets.checks(options)
-    if options.mesh:
-        return _on_mesh(checks, options)
     try:
-        variants = select(options.variant)
+        mesh = mesh_of(options.mesh) if options.mesh else None
+        files = options.export, options.against
+        run = Run(options.seed, targets.checks(options), options.full, *files, mesh)
+        variants = run.select(options.variant)
+        simulated(math.prod((mesh or {}).values()))
     except ValueError as error:
         raise common.UsageError(str(error)) from None
     variants = _recorded(variants, options) if options.against else variants
-    workers = min(os.cpu_count() or 1, _WORKERS)
+    device, workers = common.device(options.device), min(os.cpu_count() or 1, _WORKERS)
     # A page draws from the modules, and a difference is located in them: both need them in this process.
-    alone = checks or options.device or workers == 1 or len(variants) <= workers
-    if alone or any(Path(path).suffix == ".html" for path in options.report):
-        return _in_this_process(variants, checks, options)
+    alone = run.checks or device or workers == 1 or len(variants) <= workers
     with common.progress() as progress:
+        if alone or any(Path(path).suffix == ".html" for path in options.report):
+            return [run.report(variant, device) for variant in progress.track(variants, description="comparing")]
         task = progress.add_task("comparing", total=len(variants))
-        names = [variant.name for variant in variants]
-        settings = {name: getattr(options, name) for name in ("seed", "full", "export", "against")}
-        return prove_all(names, workers, lambda: progress.advance(task), **settings)
-
-
-def _on_mesh(checks: list[str] | None, options: argparse.Namespace) -> list[Report]:
-    """Return the reports of variants whose Flax modules run on a mesh, in sizes that its axes divide."""
-    import jax
-
-    from flax_attn.plan.job import mesh_of
-    from flax_attn.plan.topology import simulated
-    from flax_attn.proof.variants import select, sizes_for, table
-
-    try:
-        mesh = mesh_of(options.mesh)
-        variants = select(options.variant, table(sizes_for(mesh)))
-        devices = simulated(math.prod(mesh.values()))
-    except ValueError as error:
-        raise common.UsageError(str(error)) from None
-    kinds = (jax.sharding.AxisType.Auto,) * len(mesh)
-    with jax.set_mesh(jax.make_mesh(tuple(mesh.values()), tuple(mesh), kinds, devices=devices)):
-        return _in_this_process(variants, checks, options)
+        return run.reports([variant.name for variant in variants], workers, lambda: progress.advance(task))
 
 
 _WORKERS = 4  # the most processes, of about 1 GB each
@@ -164,22 +145,6 @@ def _recorded(variants: list[Variant], options: argparse.Namespace) -> list[Vari
     if not found:
         raise common.UsageError(f"{options.against} holds no variant of the table; it holds {', '.join(recordings)}")
     return found
-
-
-def _in_this_process(variants: list[Variant], checks: list[str] | None, options: argparse.Namespace) -> list[Report]:
-    from flax_attn.parity.adapters import recording
-    from flax_attn.parity.cpu import on_cpu
-    from flax_attn.proof import on_mesh, prove
-
-    device, reports = common.device(options.device), []
-    judge = on_mesh.prove_on_mesh if options.mesh else prove.prove
-    with common.progress() as progress, on_cpu():
-        for variant in progress.track(variants, description="comparing"):
-            pair = prove.pair_from(variant, options.seed, options.export, options.against, device)
-            reports.append(judge(variant, seed=options.seed, checks=checks, full=options.full, pair=pair))
-            if options.export:
-                recording.save(reports[-1], options.export)
-    return reports
 
 
 def _write(reports: list[Report], options: argparse.Namespace) -> None:

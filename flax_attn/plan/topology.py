@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from flax_attn.aot import gpu, tpu
+from flax_attn.aot.simulated import simulated
 from flax_attn.plan.chips import CHIPS, Chip
 
 _DIMENSIONS = {"v5e": 2, "v6e": 2, "v5p": 3, "tpu7x": 3, "h200": 1, "cpu": 1}
@@ -77,24 +78,6 @@ def topology(text: str) -> Topology:
             f"Write it as in {_EXAMPLES}"
         )
     return Topology(text, CHIPS[name], shape)
-
-
-def simulated(count: int) -> Sequence[Any]:
-    """Return so many of this machine's processors as JAX simulates them, and have it simulate as many if it can.
-
-    Raises:
-        ValueError: if JAX has started with fewer.
-    """
-    with suppress(RuntimeError):  # it has started, and may have enough
-        started = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_num_cpu_devices", max(count, started))
-    found = jax.devices("cpu")
-    if len(found) < count:
-        raise ValueError(
-            f"cpu:{count} needs {count} simulated devices; JAX has started with {len(found)}. "
-            f'Call jax.config.update("jax_num_cpu_devices", {count}) before anything else of JAX'
-        )
-    return found[:count]
 
 
 def _tpu(wanted: Topology) -> Sequence[Any]:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +17,7 @@ import flax_attn
 from flax_attn import convert
 from flax_attn.parity.adapters.adapter import Adapter, Arrays
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
-from flax_attn.parity.adapters.recording import Recording, RecordingAdapter, file_name, save
+from flax_attn.parity.adapters.recording import Recording, RecordingAdapter, file_name
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.compare import report_on
 from flax_attn.parity.cpu import on_cpu
@@ -29,7 +25,7 @@ from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
 from flax_attn.proof.build import drawn
 from flax_attn.proof.placement import placement
-from flax_attn.proof.variants import VARIANTS, Variant
+from flax_attn.proof.variants import Variant
 
 QUICK_CHECKS = ("forward", "gradients", "float32", "dropout", "unbatched", "cache = full")
 FULL_CHECKS = (*QUICK_CHECKS, "jit = eager", "training")  # these two take as long as all the others together
@@ -92,43 +88,6 @@ def prove(
         if checks is None and pair.has_parameters:
             report.checks.append(layouts(_flax_module(variant)))
         return report
-
-
-def prove_all(
-    names: Sequence[str], workers: int, watch: Callable[[], None] = lambda: None, **options: Any
-) -> list[Report]:
-    """Return the reports of several variants, from as many processes.
-
-    Args:
-        names: of the variants.
-        workers: how many processes.
-        watch: called after each report.
-        options: of `_prove_in_worker`.
-    """
-    context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork does not copy
-    with ProcessPoolExecutor(min(workers, len(names)), context, initializer=_one_thread) as pool:
-        # The last rows of the table take longest, so they start first.
-        running = {name: pool.submit(_prove_in_worker, name, **options) for name in reversed(names)}
-        for _ in as_completed(running.values()):
-            watch()
-        return [running[name].result() for name in names]
-
-
-def _one_thread() -> None:
-    if find_spec("torch"):
-        import torch
-
-        torch.set_num_threads(1)  # the matrices are small, and each core has a process
-
-
-def _prove_in_worker(name: str, *, seed: int, full: bool, export: str | None, against: str | None) -> Report:
-    (variant,) = (variant for variant in VARIANTS if variant.name == name)
-    with on_cpu():
-        pair = pair_from(variant, seed, export, against)
-    report = prove(variant, seed, full=full, pair=pair)
-    if export:
-        save(report, export)
-    return replace(report, pair=None)  # modules stay in the process that made them
 
 
 def layouts(module: nnx.Module) -> Check:

@@ -1,0 +1,27 @@
+"""Processors of this machine, as JAX simulates any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+
+
+def simulated(count: int) -> Sequence[Any]:
+    """Return so many of this machine's processors as JAX simulates them, and have it simulate as many if it can.
+
+    Raises:
+        ValueError: if JAX has started with fewer.
+    """
+    with suppress(RuntimeError):  # it has started, and may have enough
+        started = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_num_cpu_devices", max(count, started))
+    found = jax.devices("cpu")
+    if len(found) < count:
+        raise ValueError(
+            f"cpu:{count} needs {count} simulated devices; JAX has started with {len(found)}. "
+            f'Call jax.config.update("jax_num_cpu_devices", {count}) before anything else of JAX'
+        )
+    return found[:count]

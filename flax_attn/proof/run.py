@@ -1,0 +1,103 @@
+"""Rows of the table run one by one, or from several processes: on one device, or on a mesh."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from flax_attn.aot.simulated import simulated
+from flax_attn.parity.adapters.recording import save
+from flax_attn.parity.cpu import on_cpu
+from flax_attn.parity.report.report import Report
+from flax_attn.proof.on_mesh import prove_on_mesh
+from flax_attn.proof.prove import pair_from, prove
+from flax_attn.proof.variants import VARIANTS, Variant, select, sizes_for, table
+
+
+@dataclass(frozen=True)
+class Run:
+    """How rows of the table are compared.
+
+    Args:
+        seed: of the weights and inputs.
+        checks: names of checks, see `prove`.
+        full: whether None is all of them.
+        export: the folder that the PyTorch results are written to, if any.
+        against: the folder of such results that PyTorch is replaced by, if any.
+        mesh: the axes of the mesh that the Flax modules run on; without any they run on one device.
+    """
+
+    seed: int = 0
+    checks: Sequence[str] | None = None
+    full: bool = False
+    export: str | None = None
+    against: str | None = None
+    mesh: Mapping[str, int] | None = None
+
+    def select(self, names: list[str] | None) -> list[Variant]:
+        """Return the rows of these names or classes, in sizes that the mesh divides.
+
+        Raises:
+            ValueError: if there is none of a name, or the table cannot be divided over the mesh.
+        """
+        return select(names, table(sizes_for(self.mesh)) if self.mesh else VARIANTS)
+
+    def report(self, variant: Variant, device: Any = None) -> Report:
+        """Return the report of a row; lower dtypes run on `device`."""
+        judge = prove_on_mesh if self.mesh else prove
+        with _mesh_in_use(self.mesh), on_cpu():
+            pair = pair_from(variant, self.seed, self.export, self.against, device)
+            report = judge(variant, pair=pair, seed=self.seed, checks=self.checks, full=self.full)
+        if self.export:
+            save(report, self.export)
+        # A process may map 65530 pieces of memory on Linux, and a few hundred programs of eight devices are as many.
+        jax.clear_caches()
+        return report
+
+    def reports(self, names: Sequence[str], workers: int, watch: Callable[[], None] = lambda: None) -> list[Report]:
+        """Return the reports of several rows, from as many processes as there are workers.
+
+        Args:
+            names: of the rows.
+            workers: how many processes.
+            watch: called after each report.
+        """
+        context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork does not copy
+        with ProcessPoolExecutor(min(workers, len(names)), context, initializer=_one_thread) as pool:
+            # The last rows of the table take longest, so they start first.
+            running = {name: pool.submit(_report_in_worker, self, name) for name in reversed(names)}
+            for _ in as_completed(running.values()):
+                watch()
+            return [running[name].result() for name in names]
+
+
+def _one_thread() -> None:
+    if find_spec("torch"):
+        import torch
+
+        torch.set_num_threads(1)  # the matrices are small, and each core has a process
+
+
+def _report_in_worker(run: Run, name: str) -> Report:
+    (variant,) = (variant for variant in run.select(None) if variant.name == name)
+    return replace(run.report(variant), pair=None)  # modules stay in the process that made them
+
+
+@contextmanager
+def _mesh_in_use(axes: Mapping[str, int] | None) -> Iterator[None]:
+    if not axes:
+        yield
+        return
+    kinds = (AxisType.Auto,) * len(axes)
+    devices = simulated(prod(axes.values()))
+    with jax.set_mesh(jax.make_mesh(tuple(axes.values()), tuple(axes), kinds, devices=devices)):
+        yield
