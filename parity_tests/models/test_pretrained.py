@@ -511,14 +511,6 @@ def test_experts_that_are_missing_are_listed(tmp_path):
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
 
 
-def test_weights_of_four_bits_are_refused_by_name(tmp_path):
-    build("GptOss", **KINDS["GptOss"]).save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(ValueError, match=r"quantization_config must be null.*got \{\"quant_method\": \"mxfp4\"\}"):
-        from_pretrained(tmp_path)
-
-
 def test_stacked_layers_of_experts_are_read_alike(tmp_path):
     build("Mixtral", **KINDS["Mixtral"]).save_pretrained(tmp_path)
     assert parameters(from_pretrained(tmp_path, scan_layers=True)) == parameters(from_pretrained(tmp_path))

@@ -33,6 +33,7 @@ from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import check_positive
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
+from flax_attn.models.hugging_face.mxfp4 import check_quantization, dequantized
 from flax_attn.models.hugging_face.streams import fork_streams
 from flax_attn.models.hugging_face.values import Memory, OnMesh
 from flax_attn.sharding.parameters import abstract, check_mesh, shard
@@ -69,7 +70,7 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
         check_mesh(mesh)
     config: Any = read_config(cls, family, read_fields(folder), options.get("dropout"))
     weights = find_weights(folder)
-    stored = {_current(name): entry for name, entry in read_headers(weights).items()}
+    stored = dequantized({_current(name): entry for name, entry in read_headers(weights).items()})
     config = family.fit(config, stored)
     model = _abstract(cls, config, {name: value for name, value in options.items() if name in _OF_MODELS})
     entries = _match(model, family, stored, weights)
@@ -127,7 +128,8 @@ def read_config(cls: type, family: Family, fields: Fields, dropout: float | None
             f"{fields.where} is that of a model_type {found!r}, and {cls.__name__} reads "
             f"{', '.join(map(repr, family.read))}. Use flax_attn.models.from_pretrained, which chooses the class"
         )
-    fields.only(is_causal=True, quantization_config=None)
+    fields.only(is_causal=True)
+    check_quantization(fields)
     return family.read[found](fields, dropout)
 
 

@@ -1,0 +1,78 @@
+"""Weights of four bits in blocks with a scale each, as gpt-oss is published: read as bfloat16, which holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+
+import jax.numpy as jnp
+import numpy as np
+
+from flax_attn.convert.files import Stored
+from flax_attn.models.hugging_face.fields import Fields
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1: the fourth bit is the sign
+_BYTES = 16  # of a block, two numbers in each
+
+
+def check_quantization(fields: Fields) -> None:
+    """Raise if a config says that weights are quantized in another way than MXFP4."""
+    found = fields.optional_object("quantization_config")
+    if found is not None and found.get("quant_method") != "mxfp4":
+        fields.only(quantization_config={"quant_method": "mxfp4"})
+
+
+def dequantized(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return the entries of a file, those named `X_blocks` and `X_scales` as one that is named `X`.
+
+    Block `g` of row `o` of expert `e` has 32 numbers, and they have one scale:
+
+        X[e, 32 g + 2 j + h, o] = 2^(scales[e, o, g] - 127) E2M1(4 bits of blocks[e, o, g, j], the lower ones for h = 0)
+
+    Shapes:
+        blocks `(e, o, i / 32, 16)` and scales `(e, o, i / 32)`, both bytes, to `(e, i, o)` in bfloat16.
+
+    References:
+        OCP Microscaling Formats (MX) v1.0, 2023; arXiv:2310.10537.
+    """
+    pairs = {
+        name.removesuffix("_blocks"): (entry, stored[name.removesuffix("_blocks") + "_scales"])
+        for name, entry in stored.items()
+        if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in stored
+    }
+    pairs = {name: pair for name, pair in pairs.items() if _fit(*pair)}
+    gone = {f"{name}_{part}" for name in pairs for part in ("blocks", "scales")}
+    others = {name: entry for name, entry in stored.items() if name not in gone}
+    return others | {name: _joined(*pair) for name, pair in pairs.items()}
+
+
+def _fit(blocks: Stored, scales: Stored) -> bool:
+    """Return whether these are blocks with a scale each; what is not keeps its name, and is said to be unexpected."""
+    return (
+        blocks.dtype == scales.dtype == "uint8" and len(blocks.shape) == 4 and blocks.shape == (*scales.shape, _BYTES)
+    )
+
+
+def _joined(blocks: Stored, scales: Stored) -> Stored:
+    e, o, groups, _ = blocks.shape
+    return Stored(blocks.file, (e, 2 * _BYTES * groups, o), "bfloat16", partial(_read, blocks, scales))
+
+
+def _read(blocks: Stored, scales: Stored) -> np.ndarray:
+    (e, o, *_), table = blocks.shape, _table()
+    numbers = np.empty((e, o, blocks.shape[2] * 2 * _BYTES), jnp.bfloat16)
+    for out, packed, exponents in zip(numbers, blocks.read(), scales.read(), strict=True):
+        pairs = table[exponents[..., None].astype(np.intp) * 256 + packed]
+        out[...] = pairs.view(jnp.bfloat16).reshape(o, -1)
+    return numbers.swapaxes(1, 2)
+
+
+@cache
+def _table() -> np.ndarray:
+    """Return the two numbers of each byte under each scale, as one integer: a byte is looked up once."""
+    values = np.array([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
+    byte = np.arange(256)
+    numbers = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
+    scales = np.array([*(2.0 ** (i - 127) for i in range(255)), np.nan], np.float32)  # the last is none
+    with np.errstate(over="ignore"):
+        return (scales[:, None, None] * numbers).astype(jnp.bfloat16).view(np.uint32).reshape(-1)
