@@ -50,6 +50,43 @@ def test_grus(faults, name):
     assert causes_of(found, weights) == [f"cell: torch has {RIGHT}, flax has none of the known formulas"]
 
 
+LSTM = torch.nn.LSTMCell(4, 5).double()
+CARRY = torch.tensor(RANDOM.normal(size=(3, 5)))
+
+
+def lstm_stepped(forget=0.0, order=(0, 1, 2, 3)):
+    """Return both new states, the gates taken in another order and a number added to the forget gate."""
+    gates = X @ LSTM.weight_ih.T + LSTM.bias_ih + STATE @ LSTM.weight_hh.T + LSTM.bias_hh
+    i, f, g, o = (gates.chunk(4, -1)[part] for part in order)
+    carry = torch.sigmoid(f + forget) * CARRY + torch.sigmoid(i) * torch.tanh(g)
+    return {"hidden state": (torch.sigmoid(o) * torch.tanh(carry)).detach(), "cell state": carry.detach()}
+
+
+@pytest.mark.parametrize("matrices", [1, 2])
+@pytest.mark.parametrize("kind", ["hidden state", "cell state"])
+@pytest.mark.parametrize(
+    ("faults", "name"),
+    [
+        ({"forget": 1.0}, " that adds 1 to its forget gate"),
+        ({"order": (0, 2, 1, 3)}, ", its gates in the order i, g, f, o"),
+    ],
+)
+def test_lstms(faults, name, kind, matrices):
+    right = dict(zip(("hidden state", "cell state"), LSTM(X, (STATE, CARRY)), strict=True))[kind].detach()
+    assert torch.allclose(right, lstm_stepped()[kind], rtol=0, atol=1e-15)
+    sources = dict(zip(("input", "input 2", "input 3"), (x.numpy() for x in (X, STATE, CARRY)), strict=True))
+    weights = {f"cell.{key}": w.detach().numpy() for key, w in reversed(list(LSTM.named_parameters()))}
+    if matrices == 1:
+        joined = np.concatenate([weights.pop("cell.weight_ih"), weights.pop("cell.weight_hh")], 1)
+        weights["cell.linear.weight"] = joined
+    ours = lstm_stepped(**faults)[kind].numpy()
+    found = Evidence("cell", "module", [Target("output", ours, right.numpy())], sources)
+    text = f"the {kind} of an LSTM"
+    assert causes_of(found, weights) == [f"cell: flax has {text}{name}, torch has {text}"]
+    found = Evidence("cell", "module", [Target("output", ours**3, right.numpy())], sources)
+    assert causes_of(found, weights) == [f"cell: torch has {text}, flax has none of the known formulas"]
+
+
 def test_the_missing_bias_of_the_cell_of_nnx_is_a_cause():
     rules = (
         Rule(("dense_i.kernel",), "weight_ih", "i o -> o i"),

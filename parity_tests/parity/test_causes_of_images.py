@@ -93,6 +93,45 @@ def test_the_same_padding_of_flax_is_a_cause_within_a_model():
     assert right.passed
 
 
+# Transposed convolutions.
+
+SPREAD = draw(4, 3, 4, 2)  # the kernel, and its bias
+SHIFT = draw(3)
+
+
+def transposed(stride=2, cut=1, flip=False, bias=True):
+    kernel = SPREAD.flip(2, 3) if flip else SPREAD
+    whole = F.conv_transpose2d(IMAGE, kernel, SHIFT if bias else None, stride=stride)
+    return whole[:, :, cut : cut + 16, cut : cut + 11]
+
+
+WHOLE = "a transposed convolution of stride 2, 1 cut off before and 1, 0 after"
+
+
+@pytest.mark.parametrize(
+    ("ours", "name"),
+    [
+        (transposed(flip=True), f"{WHOLE}, its kernel flipped"),
+        (transposed(cut=0), "a transposed convolution of stride 2, 0 cut off before and 2, 1 after"),
+    ],
+)
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+def test_transposed_convolutions(ours, name, last):
+    theirs, image = transposed(), IMAGE
+    if last:
+        ours, theirs, image = (x.movedim(1, -1) for x in (ours, theirs, image))
+    assert said(theirs, ours, {"input": image}, {"weight": SPREAD, "bias": SHIFT}) == [
+        f"flax has {name}, torch has {WHOLE}"
+    ]
+
+
+def test_another_error_of_a_transposed_convolution_is_not_called_a_cut():
+    weights = {"weight": SPREAD, "bias": SHIFT}
+    assert said(transposed(), transposed(bias=False), {"input": IMAGE}, weights) == [
+        f"torch has {WHOLE}, flax has none of the known formulas"
+    ]
+
+
 # Patches.
 
 PATCH = {"p": 4, "q": 2}  # of images of 8 by 6: 2 rows and 3 columns of patches
@@ -179,6 +218,15 @@ def test_resized_positions(ours, name):
     lines = said(resized("bicubic"), ours, {"conv": BIG}, {"cls_token": CLASS, "pos_embed": SQUARE}, "input of fc")
     text = "cls_token, then conv row by row + pos_embed resized, "
     assert lines == [f"flax has {text}{name}, torch has {text}bicubic (a = -0.75, as in PyTorch)"]
+
+
+def test_positions_are_resized_for_patches_that_come_as_a_row():
+    row, weights = BIG.flatten(2).mT, {"cls_token": CLASS, "pos_embed": SQUARE}
+    ours, theirs = resized("jax", method="bicubic"), resized("bicubic")
+    text = "cls_token, then patch + pos_embed resized, bicubic (a = "
+    assert said(theirs, ours, {"patch": row}, weights) == [
+        f"flax has {text}-0.5, as in JAX), torch has {text}-0.75, as in PyTorch)"
+    ]
 
 
 def test_tokens_of_something_else_are_not_named():

@@ -9,7 +9,9 @@ from flax import nnx
 
 from flax_attn.convert import Rule
 from flax_attn.convert.rules import Layout
+from flax_attn.parity.trace.causes import causes_of
 from flax_attn.parity.trace.localise import localise
+from flax_attn.parity.trace.substitute import Evidence, Target
 
 
 class FlaxGated(nnx.Module):
@@ -61,6 +63,26 @@ def test_the_epsilon_and_the_groups_of_a_group_norm_are_a_cause(groups, epsilon,
         found = localise(pair).causes
     assert len(found) == len(causes)
     assert all(text.startswith(start) for text, start in zip(found, causes, strict=True))
+
+
+@pytest.mark.parametrize("groups", [3, 12])
+def test_group_norms_with_the_channels_first(groups):
+    random = np.random.default_rng(0)
+    x, scale, shift = (torch.tensor(random.normal(size=size)) for size in ((2, 12, 4, 5), 12, 12))
+    ours, theirs = (torch.nn.functional.group_norm(x, groups, scale, shift, eps).numpy() for eps in (1e-5, 1e-6))
+    found = Evidence("norm", "module", [Target("output", ours, theirs)], {"input": x.numpy()})
+    weights = {"norm.weight": scale.numpy(), "norm.bias": shift.numpy()}
+    assert causes_of(found, weights) == ["norm: flax has eps=1e-05, torch 1e-06"]
+
+
+@pytest.mark.parametrize("name", ["embeddings", "model.embeddings"])
+def test_rows_of_a_table_that_one_side_adds_are_a_cause(name):
+    random = np.random.default_rng(0)
+    word, table = random.normal(size=(2, 5, 4)), random.normal(size=(9, 4))
+    target = Target("input of norm", word + table[:5], word)
+    lines = causes_of(Evidence(name, "module", [target], {"word": word}), {f"{name}.position.weight": table})
+    text = f"{name}, input of norm: flax has the first rows of position.weight + word, torch has word alone"
+    assert lines == [text]
 
 
 def attention_of_torch(q, k, v, visible):

@@ -90,6 +90,33 @@ def test_positions_on_one_side_alone():
     assert lines == [f"att/masked: flax has q . k / sqrt(h), torch has q . k / sqrt(h), RoPE {HALVES}"]
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rope", [RoPE(500.0), RoPE(interleaved=True)], ids=["base", "pairs"])
+@pytest.mark.parametrize("alone", ["queries", "keys"])
+def test_queries_or_keys_alone(alone, rope, causal):
+    q, k = heads(X), heads(Y)
+    q, k = (rope(q), k) if alone == "queries" else (q, rope(k))
+    ours = scored(None, causal, q.flatten(2), k.flatten(2))
+    kind, base = ("interleaved", 10000) if rope.interleaved else ("half-split", 500)
+    assert said("masked", scored(ROPE, causal), ours, {"q": X, "k": Y}) == [
+        f"att/masked: flax has q . k / sqrt(h), RoPE {kind}, base {base}, of {alone} alone, "
+        f"torch has q . k / sqrt(h), RoPE {HALVES}"
+    ]
+
+
+@pytest.mark.parametrize("axes", ["b t h", "b t n h", "b n t h"])
+def test_what_a_module_of_rotary_positions_returns(axes):
+    given = {"b t h": heads(X)[:, :, :1], "b t n h": heads(X), "b n t h": heads(X)}[axes]
+
+    def as_given(x):
+        return {"b t h": x[:, :, 0], "b t n h": x, "b n t h": x.transpose(1, 2)}[axes].numpy()
+
+    target = Target("output", as_given(RoPE(500.0)(given)), as_given(ROPE(given)))
+    lines = causes_of(Evidence("rotary", "module", [target], {"input": as_given(given)}), {})
+    text = "RoPE of input, half-split, base"
+    assert lines == [f"rotary: flax has {text} 500, torch has {text} 10000"]
+
+
 def test_query_and_key_exchanged_is_a_cause():
     lines = said("masked", scored(ROPE), scored(ROPE, query=Y, key=X), {"q": X, "k": Y})
     assert lines == [f"att/masked: flax has k . q / sqrt(h), RoPE {HALVES}, torch has q . k / sqrt(h), RoPE {HALVES}"]

@@ -16,10 +16,11 @@ from flax_attn.parity.trace.convolution_forms import convolution
 from flax_attn.parity.trace.hooks import CAST, path_of, spoken
 from flax_attn.parity.trace.layer_forms import Forms
 from flax_attn.parity.trace.mask_forms import mask_forms
-from flax_attn.parity.trace.projected_forms import head_forms, projected_scores
-from flax_attn.parity.trace.recurrent_forms import gru, running_statistics
+from flax_attn.parity.trace.projected_forms import head_forms, projected_scores, turned_forms
+from flax_attn.parity.trace.recurrent_forms import gru, lstm, running_statistics
 from flax_attn.parity.trace.substitute import Evidence, Target, relative
 from flax_attn.parity.trace.tables import dtype_of_numbers
+from flax_attn.parity.trace.transposed_forms import transposed_convolution
 
 Family = Callable[[np.ndarray, np.ndarray], Forms]
 Lower = Mapping[str, Mapping[str, str]]
@@ -160,19 +161,29 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
         yield lambda value, other: layer_forms.group_norm(value, sources["input"], own)
         yield lambda value, other: layer_forms.linear(value, sources["input"], own, weights)
         yield lambda value, other: convolution(value, sources["input"], own)
+        yield lambda value, other: transposed_convolution(value, sources["input"], own)
         yield lambda value, other: gru(value, sources, own)
     yield lambda value, other: attention_forms.joined_forms(value, other, sources)
     yield lambda value, other: layer_forms.total(value, sources)
+    yield lambda value, other: layer_forms.total_with_rows(value, sources, _inside(found, weights))
     yield lambda value, other: layer_forms.activation(value, sources)
+    yield lambda value, other: turned_forms(value, sources)
     yield lambda value, other: layer_forms.gated(value, sources)
     yield lambda value, other: image_forms.patches(value, sources)
     yield lambda value, other: image_forms.tokens(value, sources, own)
+    yield lambda value, other: lstm(value, sources, _inside(found, weights) or weights)
     yield lambda value, other: running_statistics(value, sources, weights)
 
 
 def _own(found: Evidence, weights: Arrays) -> Arrays:
     prefix = path_of(found.name).removesuffix(".")
     return {name: w for name, w in weights.items() if name.rpartition(".")[0] == prefix}
+
+
+def _inside(found: Evidence, weights: Arrays) -> Arrays:
+    """Return the weights of a module and of those in it, by their names within it; of the whole module none."""
+    prefix = f"{path_of(found.name)}."
+    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
 
 
 # Precision.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 from einops import rearrange
@@ -56,7 +56,7 @@ def tokens(value: np.ndarray, sources: Arrays, own: Arrays) -> Forms:
 
 
 def _rows(value: np.ndarray, sources: Arrays) -> Iterator[tuple[str, tuple[int, int], np.ndarray]]:
-    """Yield what may stand in a row, with the sizes of its grid."""
+    """Yield what may stand in a row, with the sizes of its grid: 0 where it comes as a row."""
     b, n, d = value.shape
     for name, x in sources.items():
         if x.ndim == 3 and x.shape[0] == b and x.shape[-1] == d and x.shape[1] in (n, n - 1):
@@ -91,10 +91,16 @@ def _resized(text: str, whole: np.ndarray, table: np.ndarray, grid: tuple[int, i
     # The table is of a square image; a class token has a position of its own before it.
     extra = 0 if first is None else 1
     side = round((len(table) - extra) ** 0.5)
-    if first is False or not grid[0] or side**2 != len(table) - extra:
+    if first is False or side**2 != len(table) - extra:
         return
     square = table[extra:].reshape(side, side, -1)
-    for how, resize in RESIZES.items():
-        rows, columns = (resize(side, size) for size in grid)
-        resized = np.einsum("ia,jb,abd->ijd", rows, columns, square).reshape(grid[0] * grid[1], -1)
+    grids = [grid] if grid[0] else _grids(whole.shape[1] - extra)
+    for (i, j), (how, resize) in product(grids, RESIZES.items()):
+        resized = np.einsum("ia,jb,abd->ijd", resize(side, i), resize(side, j), square).reshape(i * j, -1)
         yield f"{text} resized, {how}", whole + np.concatenate([table[:extra], resized])[None]
+
+
+def _grids(count: int) -> list[tuple[int, int]]:
+    """Return the sizes of grids of so many patches, the squarest first."""
+    found = [(i, count // i) for i in range(1, count + 1) if count % i == 0]
+    return sorted(found, key=lambda grid: max(grid))

@@ -14,6 +14,7 @@ from flax_attn.parity.adapters.adapter import Arrays
 Forms = Iterator[tuple[str, np.ndarray]]
 TERMS = 4  # of a sum
 SUMMANDS = 8  # that are tried
+TABLES = 3  # whose rows may be among them
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 ACTIVATIONS = {
@@ -60,6 +61,16 @@ def total(value: np.ndarray, sources: Arrays) -> Forms:
         for terms in combinations(summands, count):
             names = [name for name, _ in terms]
             yield " + ".join(names) + (" alone" if count == 1 else ""), np.sum([x for _, x in terms], axis=0)
+
+
+def total_with_rows(value: np.ndarray, sources: Arrays, weights: Arrays) -> Forms:
+    """A sum in which the first rows of a table may stand, as of positions that one side does not add."""
+    if value.ndim != 3:
+        return
+    t, d = value.shape[1:]
+    tables = {name: w for name, w in weights.items() if w.ndim == 2 and w.shape[1] == d and len(w) >= t}
+    rows = {f"the first rows of {name}": np.broadcast_to(w[:t], value.shape) for name, w in tables.items()}
+    yield from total(value, {**dict(list(rows.items())[:TABLES]), **sources})
 
 
 def linear(value: np.ndarray, x: np.ndarray, own: Arrays, everything: Arrays) -> Forms:
@@ -119,12 +130,19 @@ def norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
 
 
 def group_norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
-    """Group norm with the channels last, with the epsilon that fits best."""
+    """Group norm with the channels last or first, with the epsilon that fits best."""
+    yield from _group_norm(value, x, own)
+    if value.ndim == x.ndim > 2:
+        forms = _group_norm(np.moveaxis(value, 1, -1), np.moveaxis(x, 1, -1), own)
+        yield from ((text, np.moveaxis(form, -1, 1)) for text, form in forms)
+
+
+def _group_norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
     affine = _affine(value, x, own)
     if affine is None or x.ndim < 3:
         return
     channels = x.shape[-1]
-    for groups in (g for g in range(1, channels) if channels % g == 0):
+    for groups in (g for g in range(1, channels + 1) if channels % g == 0):
         grouped, back = _grouping(x.shape, groups)
         rows, scale, shift, normed = (grouped(np.broadcast_to(y, x.shape)) for y in (x, *affine, value))
         centred = rows - rows.mean(-1, keepdims=True)

@@ -41,6 +41,21 @@ def head_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
             yield from _turned(name, value, x)
 
 
+def turned_forms(value: np.ndarray, sources: Arrays) -> Forms:
+    """What a module of rotary positions returns for `(b, t, h)`, `(b, t, n, h)` or `(b, n, t, h)`."""
+    for name, x in sources.items():
+        if x.shape != value.shape or x.ndim not in (3, 4):
+            continue
+        for heads, back in _HEADS[x.ndim]:
+            yield from ((text, back(form)) for text, form in _turned(name, heads(value), heads(x)))
+
+
+_HEADS = {
+    3: [(lambda x: x[:, :, None], lambda x: x[:, :, 0])],
+    4: [(lambda x: x, lambda x: x), (lambda x: x.swapaxes(1, 2), lambda x: x.swapaxes(1, 2))],
+}
+
+
 def _turned(name: str, value: np.ndarray, x: np.ndarray) -> Forms:
     yield from ((f"RoPE of {name}, {rotation}", rotation.heads(x)) for rotation in rotations_of_heads(value, x))
 

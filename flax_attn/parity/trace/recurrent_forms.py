@@ -13,6 +13,7 @@ Forms = Iterator[tuple[str, np.ndarray]]
 RESETS = {"after": "the reset gate after the product with the state", "before": "the reset gate before that product"}
 BIASES = {"both": "", "no n": ", without the bias of the state in n", "input": ", without the biases of the state"}
 UPDATES = {"keep": "", "take": ", the update gate on the new state"}
+FORGETS = {0.0: "", 1.0: " that adds 1 to its forget gate"}
 ORDERS = {(0, 1, 2): "", (1, 0, 2): ", its gates r and z exchanged"}
 
 
@@ -49,6 +50,29 @@ def _gru(x, state, matrices, biases, reset: str, bias: str, update: str, order: 
     hidden = r * (state @ hn.T + cn) if reset == "after" else (r * state) @ hn.T + cn
     n = np.tanh(x @ inn.T + bn + hidden)
     return (1 - z) * n + z * state if update == "keep" else z * n + (1 - z) * state
+
+
+def lstm(value: np.ndarray, sources: Arrays, own: Arrays) -> Forms:
+    """One step of an LSTM, either state: PyTorch's formula first, with gates in the order i, f, g, o."""
+    width = value.shape[-1]
+    matrices = [w for w in own.values() if w.ndim == 2 and len(w) == 4 * width]
+    bias = np.sum([w for w in own.values() if w.shape == (4 * width,)], axis=0)
+    if not 1 <= len(matrices) <= 2:
+        return
+    for matrix, (x, hidden, state) in product(_side_by_side(matrices), permutations(sources.values(), 3)):
+        joined = (4 * width, x.shape[-1] + width)
+        if hidden.shape == state.shape == value.shape and x.ndim == value.ndim and matrix.shape == joined:
+            gates = np.split(np.concatenate([x, hidden], -1) @ matrix.T + bias, 4, axis=-1)
+            for order, (forget, added) in product(permutations("ifgo"), FORGETS.items()):
+                i, f, g, o = (gates[order.index(gate)] for gate in "ifgo")
+                new = _sigmoid(f + forget) * state + _sigmoid(i) * np.tanh(g)
+                way = "" if "".join(order) == "ifgo" else f", its gates in the order {', '.join(order)}"
+                yield f"the hidden state of an LSTM{added}{way}", _sigmoid(o) * np.tanh(new)
+                yield f"the cell state of an LSTM{added}{way}", new
+
+
+def _side_by_side(matrices: list[np.ndarray]) -> list[np.ndarray]:
+    return [np.concatenate(parts, 1) for parts in permutations(matrices)]
 
 
 def running_statistics(value: np.ndarray, sources: Arrays, weights: Arrays) -> Forms:

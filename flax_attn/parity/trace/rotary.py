@@ -29,6 +29,7 @@ class Rotation:
         start: the position of the first token; of scores, how much further queries are turned than keys.
         end: positions stop there, as where a table of angles has no more rows.
         factor: on what is turned.
+        alone: "queries" or "keys" where scores are of these turned and of the other as they are.
     """
 
     frequencies: np.ndarray
@@ -38,6 +39,7 @@ class Rotation:
     start: float = 0.0
     end: int | None = None
     factor: float = 1.0
+    alone: str = ""
 
     def positions(self, tokens: int) -> np.ndarray:
         """Return the positions of tokens, without `start`."""
@@ -51,9 +53,11 @@ class Rotation:
         return self.factor * np.concatenate([parts, x[..., self.width :]], -1)
 
     def scores(self, query: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """Return `query . key` with both turned, as `(b, n, t, s)`; both have as many heads."""
+        """Return `query . key` with both turned, or one alone, as `(b, n, t, s)`; both have as many heads."""
         ahead = replace(self, factor=1.0)
-        return np.einsum("btnh,bsnh->bnts", ahead.heads(query), replace(ahead, start=0.0).heads(key))
+        query = query if self.alone == "keys" else ahead.heads(query)
+        key = key if self.alone == "queries" else replace(ahead, start=0.0).heads(key)
+        return np.einsum("btnh,bsnh->bnts", query, key)
 
     def __str__(self) -> str:
         """Return it in words.
@@ -67,6 +71,7 @@ class Rotation:
         kind = "interleaved" if self.interleaved else "half-split"
         part = 2 * len(turned) if self.interleaved else self.width
         text = [kind, _frequencies(np.abs(turned))]
+        text += [f"of {self.alone} alone"] if self.alone else []
         text += [f"the first {part} features of each head"] if part < self.h else []
         text += ["turned backwards"] if backwards else []
         text += [f"positions shifted by {self.start:g}"] if self.start else []
@@ -141,7 +146,7 @@ def rotations_of_heads(value: np.ndarray, x: np.ndarray) -> Iterator[Rotation]:
         z, turned = (_pairs(heads, interleaved, width) for heads in (x, value))
         turn = (turned * z.conj()).sum((0, 2)) / (np.abs(z) ** 2).sum((0, 2))  # (t, pairs)
         steps = np.angle(turn[1:] / turn[:-1])
-        if not np.isfinite(steps).all() or not np.abs(steps[0]).max() > 0:
+        if not np.isfinite(steps).all() or not np.abs(steps[0]).max() > ANGLES[1]:
             continue
         start = float(np.round(np.angle(turn[0, 0]) / steps[0, 0])) if steps[0, 0] else 0.0
         still = np.flatnonzero(np.abs(steps).max(-1) <= ANGLES[1])
@@ -167,6 +172,9 @@ def rotations_of_scores(value: np.ndarray, query: np.ndarray, key: np.ndarray) -
     for end in (None, *ends):
         for products in ways if end is None else ways[:2]:
             yield from products.rotation(tokens if end is None else end + 1, end)
+    for products in ways:
+        yield from products.rotation_of_queries()
+        yield from products.rotation_of_keys()
 
 
 class _Products:
@@ -180,7 +188,7 @@ class _Products:
 
     def rotation(self, rows: int, end: int | None) -> Iterator[Rotation]:
         """Yield the rotation that fits tokens at the distances 0 and 1, the first rows of them, if there is one."""
-        near, far = self.turns(0, rows), self.turns(1, rows)
+        near, far = (self.turns(keys + i, keys) for i, keys in enumerate((np.arange(rows), np.arange(rows - 1))))
         if near is None or far is None or not near.all():
             yield from self.known() if end is None else ()
             return
@@ -189,6 +197,27 @@ class _Products:
             start = float(np.round(ahead[0] / frequencies[0])) if abs(frequencies[0]) > ANGLES[1] else 0.0
             factor = float(np.abs(near).mean())
             yield Rotation(frequencies, self.interleaved, self.width, self.h, start, end, factor)
+
+    def rotation_of_queries(self) -> Iterator[Rotation]:
+        """Yield the rotation of queries alone: how the last two are turned, which see the most keys."""
+        t, s = self.value.shape[-2:]
+        near, far = (self.turns(np.full(s, i), np.arange(s)) for i in (t - 2, t - 1))
+        yield from self.alone("queries", near, far)
+
+    def rotation_of_keys(self) -> Iterator[Rotation]:
+        """Yield the rotation of keys alone: how the first two are turned, which most queries see."""
+        t = self.value.shape[-2]
+        near, far = (self.turns(np.arange(t), np.full(t, j)) for j in (0, 1))
+        yield from self.alone("keys", near, far)
+
+    def alone(self, which: str, near: np.ndarray | None, far: np.ndarray | None) -> Iterator[Rotation]:
+        """Yield the rotation of one side of the scores, from the turns of two neighbours."""
+        if near is None or far is None or not near.all():
+            return
+        frequencies = np.angle(far / near) * (1 if which == "queries" else -1)
+        if np.isfinite(frequencies).all() and np.abs(frequencies).max() > ANGLES[1]:
+            factor = float(np.abs(near).mean())
+            yield Rotation(frequencies, self.interleaved, self.width, self.h, factor=factor, alone=which)
 
     def known(self) -> Iterator[Rotation]:
         """Yield the rotations by known bases, with the scale that fits best."""
@@ -200,11 +229,10 @@ class _Products:
             factor = float(scores @ self.value[seen] / (scores @ scores))
             yield Rotation(frequencies, self.interleaved, self.width, self.h, factor=factor)
 
-    def turns(self, distance: int, rows: int) -> np.ndarray | None:
-        """Return `scale * exp(i * angle)` of each pair at a distance, or None if too little is visible."""
-        keys = np.arange(rows - distance)
-        scores, rest = (x[..., keys + distance, keys].reshape(-1, 1) for x in (self.value, self.rest))
-        pairs = self.pairs[..., keys + distance, keys, :].reshape(len(scores), -1)
+    def turns(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | None:
+        """Return `scale * exp(i * angle)` of each pair at places that share it, or None if too little is visible."""
+        scores, rest = (x[..., queries, keys].reshape(-1, 1) for x in (self.value, self.rest))
+        pairs = self.pairs[..., queries, keys, :].reshape(len(scores), -1)
         matrix = np.concatenate([pairs.real, -pairs.imag, rest][: 3 if rest.any() else 2], -1)
         seen, count = np.isfinite(scores[:, 0]), pairs.shape[1]
         if seen.sum() < matrix.shape[1] or not np.isfinite(matrix).all():
