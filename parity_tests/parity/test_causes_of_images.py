@@ -274,3 +274,28 @@ def test_the_order_of_patches_is_a_cause_within_a_model(by_columns):
     text = "the whole module, input of head: flax has conv column by column + pos, torch has conv row by row + pos"
     assert report.causes == ([text] if by_columns else [])
     assert report.passed is not by_columns
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_images_cast_to_float32_are_the_one_cause_of_what_follows(biased):
+    class Ours(nnx.Module):
+        def __init__(self):
+            self.patch = nnx.Conv(2, 5, (2, 2), strides=2, padding="VALID", rngs=nnx.Rngs(0))
+
+        def __call__(self, images):
+            return self.patch(images.astype(jnp.float32)) + 1e-3 * biased
+
+    class Theirs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patch = torch.nn.Conv2d(2, 5, 2, 2)
+
+        def forward(self, images):
+            return self.patch(images.movedim(-1, 1)).movedim(1, -1)
+
+    with jax.numpy_dtype_promotion("standard"):
+        report = compare(Ours(), Theirs(), [(2, 6, 8, 2)], layout="torch", checks=["forward"])
+    wrong = {node.name for node in report.divergence.locally_wrong}
+    assert report.causes == ["the whole module, input of patch: flax has numbers of float32, torch of float64"]
+    assert wrong == {"."}
+    assert biased is (report.divergence.nodes[-1].local_error > 1e-5)

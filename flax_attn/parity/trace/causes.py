@@ -18,6 +18,7 @@ from flax_attn.parity.trace.layer_forms import Forms
 from flax_attn.parity.trace.mask_forms import mask_forms
 from flax_attn.parity.trace.projected_forms import head_forms, projected_scores, turned_forms
 from flax_attn.parity.trace.recurrent_forms import gru, lstm, running_statistics
+from flax_attn.parity.trace.structure import UNKNOWN
 from flax_attn.parity.trace.substitute import Evidence, Target, relative
 from flax_attn.parity.trace.tables import dtype_of_numbers
 from flax_attn.parity.trace.transposed_forms import transposed_convolution
@@ -90,8 +91,9 @@ def _cause(found: Evidence, target: Target, weights: Arrays, lower: Mapping[str,
         return f"{place}: {_difference(both['flax'], both['torch'])}"
     one = next((fits for fits in forms if any(fits.values()) and not all(fits.values())), None)
     cause = _rounded(target) or _one_pass_variance(found, target, weights) or (_known_on_one_side(one) if one else "")
-    named = _lower_operations(found.name, target.error, lower) or (f"{place}: {cause}" if cause else "")
-    return named or cast_of(found.name, target.error, lower)
+    named = _lower_operations(found.name, target.error, lower)
+    cast = cast_of(found.name, target.error, lower) if not cause or UNKNOWN in cause else ""
+    return named or cast or (f"{place}: {cause}" if cause else "")
 
 
 def _first_difference(forms: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:
@@ -143,7 +145,7 @@ def _difference(flax: str, torch: str) -> str:
 
 def _known_on_one_side(forms: Mapping[str, str]) -> str:
     side, other = SIDES if forms["flax"] else SIDES[::-1]
-    return f"{side} has {forms[side]}, {other} has none of the known formulas"
+    return f"{side} has {forms[side]}, {other} has {UNKNOWN}"
 
 
 def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Family]:

@@ -134,6 +134,8 @@ class _Substitution(Observer):
             axes = (*self.found.inputs.get(frame.name, ()), *(None for _ in theirs))
             ours = [a.to_torch(x) if a else x for x, a in zip(frame.inputs, axes, strict=False)]
             self._passed_on(frame.name, ours, theirs)
+        for (x, _), value in zip(pairs, theirs, strict=False):
+            self._lost(frame.name, value, x.dtype)
         new = [reference.astype(x.dtype) for x, reference in pairs]
         return (*new, *frame.inputs[len(new) :])
 
@@ -196,10 +198,14 @@ class _Substitution(Observer):
         if known and self.enclosing.name in self.evidence:
             sources = self.evidence[self.enclosing.name].sources
             sources[_within(name, self.enclosing.name)] = self.found.torch[name]
-        if _loses(self.found.torch[name], value.dtype):
-            self.roundings[self.enclosing.name] = tolerance.REORDERED * float(jnp.finfo(value.dtype).eps)
+        self._lost(self.enclosing.name, self.found.torch[name], value.dtype)
         reference = jnp.asarray(self.reference[name][1])
         return reference.astype(value.dtype) if reference.shape == value.shape else value
+
+    def _lost(self, node: str, array: np.ndarray, dtype: Any) -> None:
+        """Note how far off a node may be that is given PyTorch's value in a dtype that cannot hold it."""
+        if _loses(array, dtype):
+            self.roundings[node] = max(self.roundings.get(node, 0.0), tolerance.REORDERED * float(jnp.finfo(dtype).eps))
 
 
 def _loses(array: np.ndarray, dtype: Any) -> bool:
