@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 import json
 import math
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ COLUMNS = (
     *("port", "configuration", "verdict", "outputs", "gradients", "by hand", "where"),
     *("cause, by the harness", "found"),
 )
-SHOWN = 2  # causes of a port
+SHOWN = 3  # causes of a port
 # How the weights cross where the verdicts are reached a second time, by library.
 CROSSING = {
     "transformers": "by its own converter, `convert_pytorch_state_dict_to_flax`",
@@ -189,7 +190,7 @@ def _line(row: Mapping[str, Any], found: Sequence[Mapping[str, Any]], record: Ma
         _error(errors.get("gradients")),
         _by_hand(record),
         _where(row),
-        _causes(row) or ("" if row.get("checks") else _first_line(row)),
+        _causes(row) or (_raised(row) if row.get("checks") else _first_line(row)),
         links,
     )
     return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
@@ -213,9 +214,18 @@ def _number(error: float | None) -> float:
 
 
 def _causes(row: Mapping[str, Any]) -> str:
-    """Return the first causes that the harness names, casts last."""
-    causes = sorted(row.get("causes", []), key=lambda cause: "float32" in cause)
+    """Return the first causes that the harness names, casts last; one of several places with the first of them."""
+    found: dict[str, str] = {}
+    for cause in row.get("causes", []):
+        found.setdefault(re.sub(r" \(also .*\)$", "", cause.partition(": ")[2]), cause)
+    causes = sorted(found.values(), key=lambda cause: "float32" in cause)
     return "; ".join(causes[:SHOWN])
+
+
+def _raised(row: Mapping[str, Any]) -> str:
+    """Return what a side raised in a check, if one did."""
+    failed = (check for check in row["checks"] if not check["passed"])
+    return next((f"{check['name']}: {check['note']}" for check in failed if " raised " in check["note"]), "")
 
 
 def _first_line(row: Mapping[str, Any]) -> str:

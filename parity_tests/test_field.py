@@ -78,6 +78,21 @@ def test_the_page_says_what_it_was_not_told_otherwise(monkeypatch, tmp_path):
     assert "# The field, judged\n\n0 ports " in PAGE.text()
 
 
+def test_a_cause_of_several_places_is_shown_once_and_casts_come_last():
+    causes = ["a.0: flax has x in float32", "b.0: flax has y (also b.1)", "c.0: flax has y", "d: flax has z"]
+    assert PAGE._causes({"causes": causes}) == "b.0: flax has y (also b.1); d: flax has z; a.0: flax has x in float32"
+
+
+def test_what_a_side_raised_in_a_check_is_shown_where_no_cause_is_known():
+    row = {"port": "lib/a", "configuration": "one", "verdict": "different", "twin": "its class"}
+    row["checks"] = [
+        {"name": "forward", "passed": True, "error": 0.0, "note": ""},
+        {"name": "padded rows", "passed": False, "error": None, "note": "flax raised ValueError: no mask"},
+    ]
+    assert "| padded rows: flax raised ValueError: no mask |" in PAGE._line(row, [], {})
+    assert "raised" not in PAGE._line({**row, "causes": ["fc: flax has y"]}, [], {})
+
+
 def test_ports_are_chosen_by_a_part_of_their_names():
     assert JUDGE.chosen(["a/bert", "a/gpt2"], ["gpt"]) == ["a/gpt2"]
     assert JUDGE.chosen(["a/bert", "a/gpt2"], []) == ["a/bert", "a/gpt2"]
