@@ -138,6 +138,21 @@ def test_what_stands_in_hidden_slots_does_not_reach_captured_arrays(tiles):
 
 
 @pytest.mark.usefixtures("x64")
+def test_queries_that_fill_up_a_block_do_not_reach_gradients(tiles):
+    """What a function answers there may be so large that its exponent overflows."""
+    tiles()
+    given = arrays(SHAPES) | {"slope": jnp.float64(40.0)}
+
+    def loss(given, backend):
+        qkv, slope = {name: given[name] for name in SHAPES}, given["slope"]
+        far = lambda score, b, n, i, j: score + slope * abs(i - j).astype(score.dtype)  # noqa: E731
+        return (dot_product_attention(**qkv, mask=Mask.causal(0), score=far, backend=backend) ** 2).sum()
+
+    found, reference = (jit(jax.grad(partial(loss, backend=backend)))(given) for backend in ("blocked", "reference"))
+    assert_close(found, reference)
+
+
+@pytest.mark.usefixtures("x64")
 def test_captured_arrays_are_seen_by_transforms(tiles):
     tiles()
     given = arrays((*SHAPES, "table", "gate"))

@@ -158,8 +158,8 @@ def _prepare(static: Static, head: Head, saved: Partial, cotangent: Array) -> tu
     delta = (saved.output * cotangent).sum(axis=-1, keepdims=True)
     pad = ((0, head.query.shape[0] - static.tiling.t), (0, 0))
     padded = jnp.pad(cotangent.astype(static.operand), pad)
-    rows = _Rows(head.query, padded, jnp.pad(delta, pad), jnp.pad(saved.top, pad), head.query.T, padded.T)
-    return rows, delta
+    top = jnp.pad(saved.top, pad, constant_values=jnp.inf)  # these rows see nothing, whatever a function of scores says
+    return _Rows(head.query, padded, jnp.pad(delta, pad), top, head.query.T, padded.T), delta
 
 
 def _backward_tile(static: Static, head: Head, rows: _Rows, tile: Tile, sums: tuple) -> tuple[Array, tuple]:
