@@ -94,6 +94,7 @@ def _read(fields: Fields, dropout: float | None) -> ModernBertConfig:
     # transformers drops inside the feed-forward layer, and the output of the attention beside its weights.
     fields.only(mlp_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=True)
     layers, window = range(fields.integer("num_hidden_layers")), fields.integer("local_attention", 128)
+    fields.only(rope_scaling=None, sliding_window=window // 2)  # transformers lets either replace what it has read
     return ModernBertConfig(
         d_model=fields.integer("hidden_size"),
         d_hidden=fields.integer("intermediate_size"),

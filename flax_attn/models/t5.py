@@ -108,7 +108,12 @@ _FEED_FORWARD = {  # transformers computes the tanh form where a file says "gate
 
 
 def _read_feed_forward(fields: Fields) -> dict[str, Any]:
-    return fields.choose("feed_forward_proj", _FEED_FORWARD, "relu")
+    found = fields.choose("feed_forward_proj", _FEED_FORWARD, "relu")
+    # Files of transformers have both of these beside it, which win there where they say otherwise.
+    fields.only(is_gated_act=found["gated"])
+    if ACTIVATIONS.get(str(fields.values.get("dense_act_fn"))) != found["activation"]:
+        fields.only(dense_act_fn=THEIR_ACTIVATIONS[found["activation"]])
+    return found
 
 
 def _fit(config: T5Config, names: Collection[str]) -> T5Config:

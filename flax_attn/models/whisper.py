@@ -80,10 +80,12 @@ class WhisperConfig:
 def _read(fields: Fields, dropout: float | None) -> WhisperConfig:
     fields.only(activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, is_encoder_decoder=True)
     fields.only(scale_embedding=False, tie_word_embeddings=True, apply_spec_augment=False)
+    layers = fields.integer("encoder_layers")
+    fields.only(num_hidden_layers=layers)  # the same by another name, which wins in transformers
     return WhisperConfig(
         d_model=fields.integer("d_model"),
         num_heads=fields.integer("encoder_attention_heads"),
-        num_layers=fields.integer("encoder_layers"),
+        num_layers=layers,
         num_decoder_heads=fields.integer("decoder_attention_heads"),
         num_decoder_layers=fields.integer("decoder_layers"),
         d_hidden=fields.integer("encoder_ffn_dim"),
