@@ -147,7 +147,7 @@ def _shards(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     try:
-        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        names = sorted({str(Path(name)) for name in json.loads(path.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{path} is not an index, which names the file of each entry in weight_map") from error
     for name in names:

@@ -235,7 +235,7 @@ def test_an_index_that_names_a_shard_that_is_not_there(folder, weights):
         GPT2.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("index", [{}, [], {"weight_map": "model"}])
+@pytest.mark.parametrize("index", [{}, [], {"weight_map": "model"}, {"weight_map": {"a": 3}}])
 def test_a_broken_index(folder, weights, index):
     shard(folder, weights, index)
     with pytest.raises(convert.ConversionError, match=r"index\.json is not an index"):
