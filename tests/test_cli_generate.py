@@ -37,6 +37,22 @@ def test_an_encoder_decoder_answers_the_prompt(folder, tmp_path, capsys):
     assert from_pretrained(tmp_path).config.start_token == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("[1]", "generation_config.json must hold an object, fields by name; got list. Copy"),
+        ("null", "generation_config.json must hold an object, fields by name; got NoneType. Copy"),
+        ('{"eos_token_id": "b"}', 'eos_token_id must be one integer or a list of them; got ["b"]. Correct it'),
+        ('{"eos_token_id": [true]}', "eos_token_id must be one integer or a list of them; got [true]. Correct it"),
+    ],
+)
+def test_a_stop_that_cannot_be_read_is_bad_usage(text, rule, folder, tmp_path, capsys):
+    (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    (tmp_path / "generation_config.json").write_text(text)
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "a", "--no-compile-cache"]) == 2
+    assert rule in capsys.readouterr().err
+
+
 def run(folder, cache, *arguments, **variables):
     """Return the two outputs of a process, and the programs in the user's cache after it."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}

@@ -115,9 +115,22 @@ def _stop_tokens(folder: Path) -> list[int]:
         if not path.is_file():
             continue
         try:
-            found = json.loads(path.read_text()).get("eos_token_id")
+            values = json.loads(path.read_text())
         except ValueError as error:
             raise UsageError(f"{path} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise UsageError(
+                f"{path} must hold an object, fields by name; got {type(values).__name__}. Copy it once more"
+            )
+        found = values.get("eos_token_id")
         if found is not None:
-            return found if isinstance(found, list) else [found]
+            return _ids(path, found if isinstance(found, list) else [found])
     return []
+
+
+def _ids(path: Path, found: list[Any]) -> list[int]:
+    if not all(type(token) is int for token in found):
+        raise UsageError(
+            f"{path}: eos_token_id must be one integer or a list of them; got {json.dumps(found)}. Correct it"
+        )
+    return found
