@@ -54,12 +54,15 @@ def _static_options(call: Call) -> tuple[Any, ...]:
 
 def _arrays(division: Division, call: Call) -> dict[str, Any]:
     key, value = (jnp.repeat(x, division.copies, axis=2) if division.copies > 1 else x for x in (call.key, call.value))
-    dropout = call.dropout
+    dropout, bias, t = call.dropout, call.bias, call.shape[2]
+    if bias is not None and t == division.size(division.queries):
+        # Of one query a device: one row is that query's, and not one for all.
+        bias = jnp.broadcast_to(bias, (*bias.shape[:2], t, bias.shape[3]))
     return {
         "query": call.query,
         "key": key,
         "value": value,
-        "bias": call.bias,
+        "bias": bias,
         "mask": call.mask,
         "score": call.score,
         "scale": call.scale if isinstance(call.scale, jax.Array) else None,

@@ -116,7 +116,7 @@ def _with_all_tokens(division: Division, shard: Shard) -> Shard:
         sinks=None if call.sinks is None else heads.take(call.sinks, 0),
         mask=Mask(tuple(parts)),
     )
-    bias = None if shard.bias is None else _bias_of_heads(division, shard.bias, heads)
+    bias = None if shard.bias is None else _bias_of_heads(division, shard.bias, shard.call.shape[2], heads)
     rows, cols = (None if _whole(division) else _group_places(division, x.shape[1]) for x in (query, key))
     own = {"n": Places(shard.n.starts + heads.starts, n), "rows": rows, "cols": cols}
     return replace(shard, call=call, bias=bias, **own)
@@ -126,11 +126,10 @@ def _differs_by_head(part: Part) -> bool:
     return part.axes is None or any("heads" in axes for axes in part.axes.values())
 
 
-def _bias_of_heads(division: Division, bias: Array, heads: Places) -> Array:
-    _, n, t, _ = bias.shape
-    if t == 1:
+def _bias_of_heads(division: Division, bias: Array, t: int, heads: Places) -> Array:
+    if bias.shape[2] < t:  # one row for all queries
         return heads.take(bias, 1)
-    if n > 1:
+    if bias.shape[1] > 1:
         return _to_heads(division, bias, 1, 2)
     axes, groups = division.keys, _groups(division)
     gathered = jax.lax.all_gather(bias, axes, axis=2, tiled=True, axis_index_groups=groups)

@@ -49,6 +49,19 @@ def test_outputs_and_gradients_are_those_of_one_device(case, mesh):
         assert_equal(jit(case.both)(arrays), expected)
 
 
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses", "ring", "ulysses+ring"])
+@pytest.mark.parametrize("rows", [8, 1])
+def test_a_bias_of_one_token_a_device(strategy, rows, mesh_like):
+    # A row of the bias on each device is that of its query, unless there is one row for all.
+    random = np.random.default_rng(0)
+    q, k, v = jnp.asarray(random.normal(size=(3, 2, 8, 8, 4)))
+    bias = jnp.asarray(random.normal(size=(8, rows, 8)))
+    expected = dot_product_attention(q, k, v, bias=bias)
+    with jax.set_mesh(mesh_like(context=8)), context_parallel(strategy):
+        found = jit(lambda *arrays: dot_product_attention(*arrays[:3], bias=arrays[3]))(q, k, v, bias)
+    assert_equal({"output": found}, {"output": expected})
+
+
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "tensor": 4}, {"fsdp": 2, "data": 2, "tensor": 2}], ids=str)
 def test_rows_and_heads_are_computed_where_they_are(sizes, kind, mesh_like, collectives):

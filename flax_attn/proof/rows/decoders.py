@@ -67,8 +67,7 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
     """Return the rows."""
     widths, lengths, experts = _widths(sizes), _lengths(sizes), _experts(sizes)
     turns: dict[str, Any] = {**lengths, "head_dim": 6, "window": 3, "full_layers": (1,)}
-    times = sizes.times(sizes.heads)
-    gpt2 = 6 * times, sizes.heads * times, 2
+    gpt2 = 3 * sizes.heads, sizes.heads, 2
     return (
         _model(sizes, "GPT2", lambda p: p.GPT2Config(*gpt2, **lengths, dropout=0.3), dropout=True),
         _model(sizes, "Llama", lambda p: p.LlamaConfig(*widths, **lengths)),
