@@ -154,7 +154,9 @@ def test_a_round_trip_keeps_every_bit(row, tmp_path):
     assert not any(report.values())
     assert all(torch.equal(again.state_dict()[name], value) for name, value in theirs.state_dict().items())
     assert from_pretrained(tmp_path / "ours").config == ours.config
-    assert torch.equal(their_logits(again, row), their_logits(theirs, row))
+    # Where in memory the weights are decides how PyTorch multiplies them.
+    again_logits, logits = (their_logits(model, row).detach().numpy() for model in (again, theirs))
+    assert tolerance.relative({"logits": again_logits}, {"logits": logits})["logits"] <= tolerance.FORWARD
 
 
 def test_a_head_of_its_own(tmp_path):
