@@ -94,8 +94,9 @@ class Experts(nnx.Module):
     - `"sorted"`: tokens are sorted by their experts, each of which computes its own alone, see `grouped_product`.
 
     `"auto"` is `"sorted"`, but for meshes of CPUs, where it is `"dense"`: there XLA computes all experts either way.
-    `jax.jvp` works with `"dense"` on CPUs, and `jax.vmap` with `"dense"` elsewhere. On a mesh each device computes its
-    own tokens with its own experts (mesh axis `expert`) and hidden features (`tensor`), and the results are summed.
+    Where `native` has no kernel, `jax.jvp` works with `"dense"` on CPUs, and `jax.vmap` with `"dense"` elsewhere. On a
+    mesh each device computes its own tokens with its own experts (mesh axis `expert`) and hidden features (`tensor`),
+    and the results are summed.
 
     Args:
         num_experts: number of experts.

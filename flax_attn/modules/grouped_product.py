@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from flax_attn.backends.platform import platform_of
+from flax_attn.native import grouped as native
 from flax_attn.sharding.axes import mesh_of
 
 _LARGEST = 128  # rows of a tile; more are no quicker
@@ -24,8 +25,9 @@ def grouped_product(
 ) -> Float[Array, "m o"]:
     """Return the product of each row with the matrix of its group: `jax.lax.ragged_dot`.
 
-    On CPUs XLA computes that one as the product of every row with every matrix. There, and off a mesh, it is a loop
-    over tiles of rows of one group. It has a backward pass of its own and no forward mode: `jax.jvp` of it raises.
+    On CPUs XLA computes that one as the product of every row with every matrix. There, and off a mesh, it is that of
+    `flax_attn.native`, or in float64 and without its library a loop over tiles of rows of one group. The loop has a
+    backward pass of its own and no forward mode: `jax.jvp` of it raises.
 
     Args:
         rows: in the order of their groups.
@@ -40,11 +42,13 @@ def grouped_product(
     """
     if not tiled(rows):
         return lax.ragged_dot(rows, matrices, sizes, precision=precision)
+    if native.takes(rows, matrices, precision):
+        return native.grouped(rows, matrices, sizes)
     return _product(precision, rows, matrices, sizes)
 
 
 def tiled(rows: Array) -> bool:
-    """Return whether a product of these rows is a loop over tiles: on a CPU, off a mesh."""
+    """Return whether a product of these rows computes each group alone: on a CPU, off a mesh."""
     return platform_of(rows) == "cpu" and mesh_of(rows).empty
 
 

@@ -25,7 +25,7 @@ def library() -> ctypes.CDLL | None:
     if found is None or found.origin is None:
         return None
     loaded = ctypes.cdll.LoadLibrary(found.origin)
-    for name in (*_ATTENTION, "matrix_product"):
+    for name in (*_ATTENTION, "matrix_product", "grouped_product"):
         jax.ffi.register_ffi_target(target(name), jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
     for name in _ATTENTION:
         jax.ffi.register_ffi_target_as_batch_partitionable(target(name))

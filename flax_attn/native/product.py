@@ -17,7 +17,7 @@ from jaxtyping import Array
 from flax_attn.native import library, target
 
 FEW = 16  # rows at most: beyond, multiplying takes longer than reading, and XLA multiplies well
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def takes(x: Array, matrix: Array, *, precision: Any = None, preferred_element_type: Any = None, **others: Any) -> bool:
@@ -25,9 +25,9 @@ def takes(x: Array, matrix: Array, *, precision: Any = None, preferred_element_t
 
     Sums are in float32: more than any precision asks for, but not what an algorithm asks for.
     """
-    if library() is None or any(option is not None for option in others.values()) or _is_algorithm(precision):
+    if library() is None or any(option is not None for option in others.values()) or is_algorithm(precision):
         return False
-    if x.dtype not in _DTYPES or preferred_element_type not in (None, x.dtype, jnp.float32):
+    if x.dtype not in DTYPES or preferred_element_type not in (None, x.dtype, jnp.float32):
         return False
     return x.dtype == matrix.dtype and 0 < len(x) <= FEW and matrix.size > 0
 
@@ -48,7 +48,13 @@ def product(
     return _product.bind(x, matrix, contracted=contracted, precision=precision, dtype=dtype)
 
 
-def _is_algorithm(precision: Any) -> bool:
+def is_algorithm(precision: Any) -> bool:
+    """Return whether a precision, or the default where it is None, is an algorithm.
+
+    Example:
+        >>> is_algorithm("highest"), is_algorithm("BF16_BF16_F32")
+        (False, True)
+    """
     default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     try:
         for part in precision if isinstance(precision, tuple) else (precision or default,):

@@ -97,7 +97,7 @@ def test_without_parameters_the_input_decides(variants, dtype):
 @pytest.fixture
 def without_library(monkeypatch):
     """Without the kernels in C++, what is computed can be read from the trace."""
-    for module in ("flax_attn.backends.native", "flax_attn.native.product"):
+    for module in ("flax_attn.backends.native", "flax_attn.native.product", "flax_attn.native.grouped"):
         monkeypatch.setattr(f"{module}.library", lambda: None)
 
 

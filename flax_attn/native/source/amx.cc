@@ -33,7 +33,8 @@ static bool supported() {
 
 const flax_attn::Kernels* flax_attn::amx_kernels() {
   if (!amx::supported()) return nullptr;
-  static const Kernels kernels{"amx", amx::forward, avx512_kernels()->backward, avx512_kernels()->product};
+  static const Kernels kernels{"amx", amx::forward, avx512_kernels()->backward, avx512_kernels()->product,
+                               avx512_kernels()->grouped};
   return &kernels;
 }
 #else

@@ -51,11 +51,27 @@ struct MatrixProduct {
   void* result;
 };
 
+// Rows lie in the order of their groups; those behind the last group give zeros.
+enum class GroupedForm : int64_t {
+  plain,       // left (m, d_in) @ right (groups, d_in, d_out): (m, d_out)
+  transposed,  // left (m, d_out) @ right (groups, d_in, d_out)^T: (m, d_in)
+  outer        // left (m, d_in)^T @ right (m, d_out), of each group its own: (groups, d_in, d_out)
+};
+struct GroupedProduct {
+  int64_t m, groups, d_in, d_out;
+  Type type;  // of all but the sizes
+  GroupedForm form;
+  const void *left, *right;
+  const int32_t* sizes;  // (groups): how many rows each has
+  void* result;
+};
+
 struct Kernels {
   const char* name;
   void (*forward)(const Forward&, Pool&);
   void (*backward)(const Backward&, Pool&);
   void (*product)(const MatrixProduct&, Pool&);
+  void (*grouped)(const GroupedProduct&, Pool&);
 };
 
 // The kernels compiled for one instruction level; null where the compiler or the processor does not have it.

@@ -99,6 +99,18 @@ ffi::Error product(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer mat
   return ffi::Error::Success();
 }
 
+// The result of "plain" and "transposed" is (m, ...), and that of "outer" (groups, ...).
+ffi::Error grouped(ffi::ThreadPool threads, ffi::AnyBuffer left, ffi::AnyBuffer right, ffi::AnyBuffer sizes,
+                   ffi::Result<ffi::AnyBuffer> result, int64_t form) {
+  XlaPool pool(threads);
+  const GroupedForm chosen_form = static_cast<GroupedForm>(form);
+  const auto matrices = chosen_form == GroupedForm::outer ? result->dimensions() : right.dimensions();
+  chosen.load()->grouped({left.dimensions()[0], matrices[0], matrices[1], matrices[2], type_of(left), chosen_form,
+                          left.untyped_data(), right.untyped_data(), sizes.typed_data<int32_t>(), result->untyped_data()},
+                         pool);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #define EIGHT_ARGUMENTS \
@@ -144,6 +156,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(matrix_product, product,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("transposed"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, grouped,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("form"));
 
 // The name of the i-th level that this processor has, quickest first; null beyond the last.
 const char* level_name(int i) {

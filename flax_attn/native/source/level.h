@@ -9,6 +9,7 @@ namespace flax_attn::LEVEL {
 #include "few.h"
 #include "backward.h"
 #include "product.h"
+#include "grouped.h"
 
 template <typename Arguments, typename F>
 static void by_type(const Arguments& x, F run) {
@@ -37,6 +38,10 @@ static void product(const MatrixProduct& x, Pool& pool) {
     else
       multiply_few<decltype(number), decltype(number)>(x, pool);
   });
+}
+
+static void grouped(const GroupedProduct& x, Pool& pool) {
+  by_type(x, [&](auto number) { multiply_groups<decltype(number)>(x, pool); });
 }
 
 }  // namespace flax_attn::LEVEL

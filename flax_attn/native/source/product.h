@@ -96,6 +96,15 @@ static void add_block(Part<T> part, int64_t depth, int64_t cols) {
   add_strip<1>(part, depth);
 }
 
+// The same of any depth.
+template <typename T>
+static void add_blocks(Part<T> part, int64_t depth, int64_t cols) {
+  for (; depth > 0; depth -= DEPTH, part.x += DEPTH, part.matrix += DEPTH * part.matrix_row) {
+    part.ahead = depth > DEPTH ? DEPTH * part.matrix_row : 0;
+    add_block(part, std::min(DEPTH, depth), cols);
+  }
+}
+
 // sums (M, R) = x (M, width) @ matrix (R, width)^T, from a row of x on.
 template <int M, int R, typename T>
 static inline void dot_products(const Part<T>& part, int64_t row, int64_t width) {
@@ -176,13 +185,10 @@ static void multiply_few(const MatrixProduct& p, Pool& pool) {
       return dot_block(part, p.d_in, count);
     }
     for (int64_t i = 0; i < p.m; ++i) std::fill_n(part.sums + i * padded, round_up(count, PAIR), 0.0f);
-    const int64_t start = task / chunks * depth, stop = std::min(start + depth, p.d_in);
-    for (int64_t r = start; r < stop; r += DEPTH) {
-      part.x = x + r;
-      part.matrix = static_cast<const T*>(p.matrix) + r * p.d_out + col;
-      part.ahead = r + DEPTH < stop ? DEPTH * p.d_out : 0;
-      add_block(part, std::min(DEPTH, stop - r), count);
-    }
+    const int64_t start = task / chunks * depth;
+    part.x += start;
+    part.matrix += start * p.d_out + col;
+    add_blocks(part, std::min(depth, p.d_in - start), count);
   });
   parallel_for(pool, p.m * chunks, parts * p.m * p.d_out, [&](int, int64_t task) {
     const int64_t i = task / chunks, col = task % chunks * cols, count = std::min(cols, p.d_out - col);

@@ -174,7 +174,7 @@ static inline Vector tanh(Vector x) {
 }
 
 // C = or += A @ B, in tiles of rows. The scalars of the tile at a row begin at a + row * a_row; in it, those of one row
-// are a_sum apart, and those of one term STEP. The rows of B and of C are b_row and c_row apart.
+// are a_sum apart, and those of one term STEP, or a_row where that is 0. The rows of B and of C are b_row and c_row apart.
 struct Product {
   const float* a;
   int64_t a_row, a_sum;
@@ -192,7 +192,7 @@ static inline void tile(const Product& x, int64_t row, int64_t col, int64_t term
     Vector right[N];
     for (int j = 0; j < N; ++j) right[j] = load(b + j * WIDTH);
     for (int i = 0; i < M; ++i)
-      for (int j = 0; j < N; ++j) sums[i][j] += a[i * STEP] * right[j];
+      for (int j = 0; j < N; ++j) sums[i][j] += a[i * (STEP ? STEP : x.a_row)] * right[j];
   }
   float* c = x.c + row * x.c_row + col;
   for (int i = 0; i < M; ++i, c += x.c_row)

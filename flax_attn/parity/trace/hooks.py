@@ -18,7 +18,9 @@ ROOT = "."  # the whole module, together with the function that calls it
 OPERATIONS = {
     **dict.fromkeys(("softmax", "_softmax", "_safe_softmax", "_log_softmax"), "the softmax"),
     **dict.fromkeys(("cos", "sin"), "cos and sin (rotary angles)"),
-    **dict.fromkeys(("dot_general", "native_product", "mm", "bmm", "addmm", "baddbmm"), "matrix products"),
+    **dict.fromkeys(
+        ("dot_general", "native_product", "native_grouped_product", "mm", "bmm", "addmm", "baddbmm"), "matrix products"
+    ),
     **dict.fromkeys(("rsqrt", "sqrt"), "the root in a norm"),
     **dict.fromkeys(("erf", "tanh", "logistic", "gelu", "silu", "sigmoid"), "the activation"),
     "exp": "exp",

@@ -1,0 +1,94 @@
+"""The product of rows with the matrix of their group, which copies no matrix, and its derivatives.
+
+It is a primitive of three forms, each linear in either factor, of which the gradients are again one of the forms.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from flax_attn.native import library, target
+from flax_attn.native.product import DTYPES, is_algorithm
+
+_PLAIN, _TRANSPOSED, _OUTER = range(3)  # as in calls.h
+_OF_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())  # what the outer form sums over
+# The forms of the gradients of the left and the right factor, and whether the cotangent is their left factor.
+_GRADIENTS = {
+    _PLAIN: ((_TRANSPOSED, True), (_OUTER, False)),
+    _TRANSPOSED: ((_PLAIN, True), (_OUTER, True)),
+    _OUTER: ((_TRANSPOSED, False), (_PLAIN, False)),
+}
+
+
+def takes(rows: Array, matrices: Array, precision: Any = None) -> bool:
+    """Return whether `grouped` computes the product; sums are in float32, as in `native.product.takes`."""
+    same = rows.dtype == matrices.dtype and rows.dtype in DTYPES
+    return same and rows.size > 0 and matrices.size > 0 and library() is not None and not is_algorithm(precision)
+
+
+def grouped(rows: Array, matrices: Array, sizes: Array) -> Array:
+    """Return the product of each row with the matrix of its group; rows behind the last group give zeros.
+
+    Shapes:
+        `(m, i)`, `(e, i, o)` and `(e,)` to `(m, o)`.
+
+    Example:
+        >>> if library():
+        ...     assert grouped(jnp.ones((2, 3)), jnp.ones((4, 3, 5)), jnp.array([0, 1, 1, 0])).shape == (2, 5)
+    """
+    return _grouped.bind(rows, matrices, sizes.astype(jnp.int32), form=_PLAIN)
+
+
+def _plain(left: Array, right: Array, sizes: Array, *, form: int) -> Array:
+    if form == _OUTER:
+        return jax.lax.ragged_dot_general(left, right, sizes, _OF_ROWS)
+    return jax.lax.ragged_dot(left, right if form == _PLAIN else right.swapaxes(1, 2), sizes)
+
+
+def _call(left: Array, right: Array, sizes: Array, *, form: int) -> Array:
+    result = jax.eval_shape(partial(_plain, form=form), left, right, sizes)
+    return jax.ffi.ffi_call(target("grouped_product"), result)(left, right, sizes, form=form)
+
+
+def _jvp(primals, tangents, *, form):
+    (left, right, sizes), (d_left, d_right, _) = primals, tangents
+    pairs = [pair for pair in ((d_left, right), (left, d_right)) if not any(type(one) is ad.Zero for one in pair)]
+    change, *others = (_grouped.bind(*pair, sizes, form=form) for pair in pairs)
+    return _grouped.bind(left, right, sizes, form=form), sum(others, change)
+
+
+def _transpose(cotangent, left, right, sizes, *, form):
+    i = 0 if ad.is_undefined_primal(left) else 1
+    own, first = _GRADIENTS[form][i]
+    pair = ad.instantiate_zeros(cotangent), (right, left)[i]
+    gradient = _grouped.bind(*(pair if first else pair[::-1]), sizes, form=own)
+    return [gradient if j == i else None for j in range(3)]
+
+
+def _batch(factors, dims, *, form):
+    mapped = [jnp.moveaxis(x, dim, 0) for x, dim in zip(factors, dims, strict=True) if dim is not None]
+
+    def one(own):
+        own = iter(own)
+        return _grouped.bind(
+            *(x if dim is None else next(own) for x, dim in zip(factors, dims, strict=True)), form=form
+        )
+
+    return jax.lax.map(one, mapped), 0
+
+
+_grouped = Primitive("native_grouped_product")
+_grouped.def_impl(jax.jit(_call, static_argnames="form"))
+_grouped.def_abstract_eval(lambda *avals, **form: jax.typeof(jax.eval_shape(partial(_plain, **form), *avals)))
+mlir.register_lowering(_grouped, mlir.lower_fun(_plain, multiple_results=False))  # what is exported for other platforms
+mlir.register_lowering(_grouped, mlir.lower_fun(_call, multiple_results=False), platform="cpu")
+ad.primitive_jvps[_grouped] = _jvp
+ad.primitive_transposes[_grouped] = _transpose
+batching.primitive_batchers[_grouped] = _batch
