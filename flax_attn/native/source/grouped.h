@@ -42,16 +42,16 @@ struct GroupProduct {
 // `memory` holds (rows, terms) in a lower type, and else nothing, and (terms, LANES).
 template <typename T>
 static void multiply_many(const GroupProduct<T>& p, int64_t col, int64_t last, float* memory) {
-  Product x{memory, p.left_step, 1, memory, LANES, nullptr, LANES};
-  if (p.left_transposed) std::swap(x.a_row, x.a_sum);
+  const float* own;
+  float* strip = memory;
   if constexpr (std::is_same_v<T, float>) {
-    x.a = p.left;
+    own = p.left;
   } else {
-    x.b += p.rows * p.terms;
-    const int64_t lines = p.left_transposed ? p.terms : p.rows;
-    for (int64_t i = 0; i < lines; ++i) copy_row(p.left + i * p.left_step, memory + i * p.left_step, p.left_step, false);
+    own = memory;
+    strip += p.rows * p.terms;
+    for (int64_t i = 0; i < p.rows * p.terms; i += p.left_step) copy_row(p.left + i, memory + i, p.left_step, false);
   }
-  float* const strip = memory + (x.b - memory);
+  const int64_t step = p.left_transposed ? 1 : p.left_step, next = p.left_transposed ? p.left_step : 1;
   alignas(64) float sums[ROWS_AT_ONCE * LANES];
   for (; col < last; col += LANES) {
     const int64_t cols = std::min<int64_t>(LANES, last - col);
@@ -63,7 +63,7 @@ static void multiply_many(const GroupProduct<T>& p, int64_t col, int64_t last, f
       const int64_t count = std::min(ROWS_AT_ONCE, p.rows - row);
       std::fill_n(sums, count * LANES, 0.0f);
       for (int64_t r = 0; r < p.terms; r += TERMS_AT_ONCE) {
-        const Product part{x.a + row * x.a_row + r * x.a_sum, x.a_row, x.a_sum, strip + r * LANES, LANES, sums, LANES};
+        const Product part{own + row * step + r * next, step, next, strip + r * LANES, LANES, sums, LANES};
         const int64_t terms = std::min(TERMS_AT_ONCE, p.terms - r);
         p.left_transposed ? multiply<1, true>(part, count, LANES, terms) : multiply<0, true>(part, count, LANES, terms);
       }
