@@ -38,6 +38,23 @@ def test_an_encoder_decoder_answers_the_prompt(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (["--model", "nowhere"], "no folder nowhere. Nothing is downloaded: pass the path of a folder on this machine"),
+        (["--model", ".", "--max-new-tokens", "1.5"], "argument --max-new-tokens: must be an integer; got '1.5'"),
+        (["--model", ".", "--seed", "one"], "argument --seed: must be an integer; got 'one'"),
+    ],
+)
+def test_bad_usage_is_said_before_anything_is_read(options, rule, capsys):
+    try:
+        code = main(["generate", "--prompt", "a", *options])
+    except SystemExit as stopped:  # by the parser
+        code = stopped.code
+    assert code == 2
+    assert rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("text", "rule"),
     [
         ("[1]", "generation_config.json must hold an object, fields by name; got list. Copy"),

@@ -62,7 +62,7 @@ def device(platform: str | None) -> Device | None:
 
 def seed(text: str) -> int:
     """Parse a seed."""
-    number = int(text)
+    number = _integer(text)
     if not 0 <= number < 2**32:
         raise argparse.ArgumentTypeError(f"must be at least 0 and below 2**32; got {number}")
     return number
@@ -70,10 +70,17 @@ def seed(text: str) -> int:
 
 def count(text: str) -> int:
     """Parse a positive number."""
-    number = int(text)
+    number = _integer(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {number}")
     return number
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer; got {text!r}") from None
 
 
 def sizes(names: str) -> Callable[[str], tuple[int, ...]]:

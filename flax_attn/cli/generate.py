@@ -100,6 +100,8 @@ def _tokenizer(folder: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError:
         raise UsageError('text needs the tokenizers library: pip install "flax-attn[generate]"') from None
+    if not folder.is_dir():
+        raise UsageError(f"no folder {folder}. Nothing is downloaded: pass the path of a folder on this machine")
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UsageError(f"no tokenizer at {path}: text needs the tokenizer.json that the model was trained with")
