@@ -13,6 +13,7 @@ Forms = Iterator[tuple[str, np.ndarray]]
 RESETS = {"after": "the reset gate after the product with the state", "before": "the reset gate before that product"}
 BIASES = {"both": "", "no n": ", without the bias of the state in n", "input": ", without the biases of the state"}
 UPDATES = {"keep": "", "take": ", the update gate on the new state"}
+SOURCES = 6  # of an LSTM, three of which are tried together
 FORGETS = {0.0: "", 1.0: " that adds 1 to its forget gate"}
 ORDERS = {(0, 1, 2): "", (1, 0, 2): ", its gates r and z exchanged"}
 
@@ -59,7 +60,8 @@ def lstm(value: np.ndarray, sources: Arrays, own: Arrays) -> Forms:
     bias = np.sum([w for w in own.values() if w.shape == (4 * width,)], axis=0)
     if not 1 <= len(matrices) <= 2:
         return
-    for matrix, (x, hidden, state) in product(_side_by_side(matrices), permutations(sources.values(), 3)):
+    triples = permutations(list(sources.values())[:SOURCES], 3)
+    for matrix, (x, hidden, state) in product(_side_by_side(matrices), triples):
         joined = (4 * width, x.shape[-1] + width)
         if hidden.shape == state.shape == value.shape and x.ndim == value.ndim and matrix.shape == joined:
             gates = np.split(np.concatenate([x, hidden], -1) @ matrix.T + bias, 4, axis=-1)
