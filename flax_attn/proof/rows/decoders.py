@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from math import lcm
 from typing import Any
 
 from flax_attn.proof.variant import Sizes, Variant
@@ -67,7 +68,7 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
     """Return the rows."""
     widths, lengths, experts = _widths(sizes), _lengths(sizes), _experts(sizes)
     turns: dict[str, Any] = {**lengths, "head_dim": 6, "window": 3, "full_layers": (1,)}
-    gpt2 = 3 * sizes.heads, sizes.heads, 2
+    gpt2 = lcm(6, sizes.heads), sizes.heads, 2
     return (
         _model(sizes, "GPT2", lambda p: p.GPT2Config(*gpt2, **lengths, dropout=0.3), dropout=True),
         _model(sizes, "Llama", lambda p: p.LlamaConfig(*widths, **lengths)),
