@@ -1,0 +1,23 @@
+"""Rows of the table from several processes."""
+
+import pytest
+
+from flax_attn.proof.run import Run
+
+
+def test_processes_report_rows_on_a_mesh_in_the_order_of_their_names():
+    names, seen = ["embedding", "swiglu", "rms_norm"], []
+    reports = Run(mesh={"tensor": 2}).reports(names, 2, lambda: seen.append(None))
+    assert [report.name for report in reports] == names
+    assert len(seen) == 3
+    assert [report.passed for report in reports] == [True, True, False]
+    assert reports[0].notes == ["split over tensor"]
+    assert reports[2].check("mesh").skipped.startswith("nothing of it is split over this mesh")
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 4}, {"tensor": 8}, {"data": 2, "expert": 4}, {"context": 8}], ids=str)
+def test_every_row_has_sizes_that_a_mesh_divides(mesh):
+    import torch_ref
+
+    for row in Run(mesh=mesh).select(None):
+        row.build(torch_ref)
