@@ -16,7 +16,7 @@ from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import AdapterError, NotRun, PairingError, Result, RunSpec, is_floating
 from flax_attn.parity.check import Check, worst_of
 from flax_attn.parity.pair import LOWER, Pair
-from flax_attn.parity.stress import STRESS_INPUTS, pytorch_draws, stress
+from flax_attn.parity.stress import STRESS_INPUTS, draws, stress
 from flax_attn.parity.training import check_choice
 
 
@@ -104,7 +104,7 @@ def lower(dtype: str, pair: Pair) -> Check:
     """Outputs and gradients in a lower dtype, against PyTorch's own error in it."""
     spec = pair.lower[dtype]
     try:
-        theirs = pytorch_draws(pair, spec)
+        theirs = draws(pair, "torch", spec)
     except AdapterError as error:
         raise NotRun(f"the rule is PyTorch's own error, and {error}") from None
     ours = _in_lower_dtype(pair, spec)
@@ -112,8 +112,14 @@ def lower(dtype: str, pair: Pair) -> Check:
     outputs = {name: output for name, output in reference.outputs.items() if is_floating(output)}
     gradients = {name: g for name, g in pair.shared(reference.gradients).items() if name not in pair.null}
     forward, backward = ([getattr(draw, kind) for draw in theirs] for kind in ("outputs", "gradients"))
-    errors = tolerance.lower_dtype(ours.outputs, forward, outputs, tolerance.LOW_FORWARD, eps)
-    errors |= tolerance.lower_dtype(ours.gradients, backward, gradients, tolerance.LOW_GRADIENT, eps)
+
+    def errors_of(ours: Result) -> dict[str, float]:
+        errors = tolerance.lower_dtype(ours.outputs, forward, outputs, tolerance.LOW_FORWARD, eps)
+        return errors | tolerance.lower_dtype(ours.gradients, backward, gradients, tolerance.LOW_GRADIENT, eps)
+
+    errors = errors_of(ours)
+    if not max(errors.values(), default=0.0) <= 1:  # which one rounding alone may do
+        errors = tolerance.median([errors_of(draw) for draw in draws(pair, "flax", spec)])
     differ = set(ours.dtypes.values()) != set(theirs[0].dtypes.values())
     note = f"outputs are {ours.dtypes} in flax and {theirs[0].dtypes} in torch" if differ else ""
     flax, torch = ({**result.outputs, **result.gradients} for result in (ours, theirs[0]))

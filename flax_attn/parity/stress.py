@@ -116,7 +116,7 @@ def stress(name: str, pair: Pair) -> Check:
     # gradients in both, since where a softmax saturates either may be exactly 0 and show none. One draw of it may
     # be a lucky one.
     low = replace(spec, name=f"{name}: float32", dtype="float32")
-    singles = [_with_gradients(pair, result) for result in (pair.run("flax", low), *pytorch_draws(pair, low))]
+    singles = [_with_gradients(pair, result) for result in (pair.run("flax", low), *draws(pair, "torch", low))]
     rounding = tolerance.relative(singles[1].outputs, theirs.outputs)
     errors = tolerance.conditioned(tolerance.relative(ours.outputs, theirs.outputs), rounding, tolerance.FORWARD)
     rounding = _largest(tolerance.gradient_errors(single.gradients, theirs.gradients) for single in singles)
@@ -128,11 +128,11 @@ def stress(name: str, pair: Pair) -> Check:
     return worst_of(name, errors, 1.0, _nonfinite_outputs(theirs, hard.extras), flax=flax, torch=torch)
 
 
-def pytorch_draws(pair: Pair, spec: RunSpec) -> list[Result]:
-    """Return the PyTorch results in a lower dtype: rounded to nearest, then several times stochastically."""
+def draws(pair: Pair, framework: str, spec: RunSpec) -> list[Result]:
+    """Return the results of a framework in a lower dtype: rounded to nearest, then several times stochastically."""
     seeds = range(1, tolerance.DRAWS)
-    draws = [replace(spec, name=f"{spec.name}, rounding {seed}", rounding_seed=seed) for seed in seeds]
-    return [pair.run("torch", draw) for draw in (spec, *draws)]
+    others = [replace(spec, name=f"{spec.name}, rounding {seed}", rounding_seed=seed) for seed in seeds]
+    return [pair.run(framework, draw) for draw in (spec, *others)]
 
 
 def _largest(errors: Iterable[dict[str, float]]) -> dict[str, float]:

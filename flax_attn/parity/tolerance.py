@@ -14,7 +14,7 @@ SECOND = 1e-10  # derivatives of the gradients
 TRAINING = 1e-10  # 100 steps of AdamW
 LOW_FORWARD = 2.0  # lower dtypes: error over that of plain PyTorch in the same dtype, both against float64
 LOW_GRADIENT = 3.0
-DRAWS = 4  # of PyTorch's own error in a lower dtype
+DRAWS = 4  # of an error in a lower dtype
 REORDERED = 64  # one function evaluated in another order, such as compiled: roundings (eps) of the largest value
 NULL = 1e-13  # a gradient this far below the largest one is rounding: the parameter does not change the outputs
 
@@ -56,6 +56,16 @@ def reordered(ours: Arrays, reference: Arrays) -> dict[str, float]:
         return _relative(ours[name].astype(np.float64), reference[name].astype(np.float64), scale) / allowed
 
     return {name: excess(name) for name in reference}
+
+
+def median(draws: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return of each tensor the median of its errors: what one draw alone shows is luck, and NaN stays NaN.
+
+    Example:
+        >>> median([{"output": 8.6}, {"output": 0.7}, {"output": 0.5}])
+        {'output': 0.7}
+    """
+    return {name: float(np.median([draw[name] for draw in draws])) for name in draws[0]}
 
 
 def null_directions(reference: Arrays) -> set[str]:

@@ -88,8 +88,11 @@ class JaxAdapter(ModuleAdapter):
             return self._run(spec)
 
     def _run(self, spec: RunSpec) -> Result:
-        params, state = self.arrays(self._params, spec.dtype), self._state(spec.train, spec.dtype)
-        inputs, extras = self.arrays(spec.inputs, spec.dtype), _extras(spec.extras)
+        own, inputs = self._params, spec.inputs
+        if spec.rounding_seed:
+            own, inputs = _round_stochastically(own, inputs, spec)
+        params, state = self.arrays(own, spec.dtype), self._state(spec.train, spec.dtype)
+        inputs, extras = self.arrays(inputs, spec.dtype), _extras(spec.extras)
         if spec.cotangents is None:
             run = self._outputs if spec.eager else self._forward
             outputs = run(params, inputs, state, extras, spec.train, spec.cached)
@@ -222,6 +225,17 @@ def _cast(arrays: Mapping[str, Any], dtype: str) -> dict[str, jax.Array]:
     # In NumPy, which casts without compiling a program for each shape.
     found = {name: np.asarray(a) for name, a in arrays.items()}
     return {name: jnp.asarray(a.astype(jnp.dtype(dtype)) if is_floating(a) else a) for name, a in found.items()}
+
+
+def _round_stochastically(params: Mapping[str, Any], inputs: Arrays, spec: RunSpec) -> list[Arrays]:
+    # Each number moves by up to half a rounding, so that the cast that follows rounds it up or down at random.
+    random, eps = np.random.default_rng(spec.rounding_seed), float(jnp.finfo(spec.dtype).eps)
+
+    def moved(array: Any) -> np.ndarray:
+        array = np.asarray(array)
+        return array * (1 + eps * random.uniform(-0.5, 0.5, array.shape)) if is_floating(array) else array
+
+    return [{name: moved(array) for name, array in arrays.items()} for arrays in (params, inputs)]
 
 
 def _floating(inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
