@@ -36,7 +36,7 @@ class Activations:
     Args:
         traced: the Flax side.
         ours: the nodes of the Flax side, in order of execution, those in `axes` with the axes of PyTorch.
-        theirs: those of the PyTorch side.
+        theirs: those of the PyTorch side, with those that cannot be compared.
         names: the shared name of each submodule of the Flax side, by its path there.
         axes: of outputs whose axes stand in another order on the Flax side.
         inputs: the same of the inputs of modules, None for those whose axes do not.

@@ -55,7 +55,7 @@ class Aligned:
 
     Args:
         flax: the nodes of the Flax side.
-        torch: those of the PyTorch side.
+        torch: those of the PyTorch side, with those that cannot be compared.
         axes: of outputs that have another order on the Flax side.
         inputs: the same of the inputs of modules, None for those that do not.
         differing: the shapes of both sides, where they cannot be compared.
@@ -95,7 +95,7 @@ def aligned(flax: Nodes, torch: Nodes) -> Aligned:
     for framework, here, there in (("flax", ours, theirs), ("torch", theirs, ours)):
         alone = (name for name in here if name not in there)
         lines += [name if name.startswith(f"{framework}:") else f"{framework}:{name}" for name in alone]
-    ours, theirs = ({name: x for name, x in nodes.items() if name not in differing} for nodes in (ours, theirs))
+    ours = {name: x for name, x in ours.items() if name not in differing}
     return Aligned(ours, theirs, axes, inputs, differing, tuple(lines), tuple(ambiguous))
 
 

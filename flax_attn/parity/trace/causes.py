@@ -16,7 +16,8 @@ from flax_attn.parity.trace.convolution_forms import convolution
 from flax_attn.parity.trace.hooks import CAST, path_of, spoken
 from flax_attn.parity.trace.layer_forms import Forms
 from flax_attn.parity.trace.mask_forms import mask_forms
-from flax_attn.parity.trace.projected_forms import head_forms, projected_scores, turned_forms
+from flax_attn.parity.trace.pooled_forms import pooled
+from flax_attn.parity.trace.projected_forms import attended_forms, head_forms, projected_scores, turned_forms
 from flax_attn.parity.trace.recurrent_forms import gru, lstm, running_statistics
 from flax_attn.parity.trace.structure import UNKNOWN
 from flax_attn.parity.trace.substitute import Evidence, Target, relative
@@ -60,7 +61,10 @@ def causes_of(found: Evidence, weights: Arrays, lower: Mapping[str, Lower] | Non
         ['norm1: flax has eps=1e-05, torch 1e-06']
     """
     wrong = [target for target in found.targets if not target.error <= max(tolerance.FORWARD, target.rounding)]
-    return [line for target in wrong if (line := _cause(found, target, weights, lower or {}))]
+    once: dict[tuple[bytes, bytes], Target] = {}  # what is passed on as query, key and value is one thing
+    for target in wrong:
+        once.setdefault((target.flax.tobytes(), target.torch.tobytes()), target)
+    return [line for target in once.values() if (line := _cause(found, target, weights, lower or {}))]
 
 
 def grouped(causes: Sequence[str]) -> list[str]:
@@ -165,16 +169,41 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
         yield lambda value, other: convolution(value, sources["input"], own)
         yield lambda value, other: transposed_convolution(value, sources["input"], own)
         yield lambda value, other: gru(value, sources, own)
+    for child in found.alone:  # before sums: else it is the output of that submodule
+        yield lambda value, other, child=child: _by_hand(value, child, found, weights)
     yield lambda value, other: attention_forms.joined_forms(value, other, sources)
+    yield lambda value, other: attended_forms(value, sources)
     yield lambda value, other: layer_forms.total(value, sources)
     yield lambda value, other: layer_forms.total_with_rows(value, sources, _inside(found, weights))
-    yield lambda value, other: layer_forms.activation(value, sources)
+    called = {name: x for name, x in sources.items() if name not in found.alone}
+    yield lambda value, other: layer_forms.activation(value, called | sources)  # ReLU of ReLU is ReLU
     yield lambda value, other: turned_forms(value, sources)
     yield lambda value, other: layer_forms.gated(value, sources)
     yield lambda value, other: image_forms.patches(value, sources)
     yield lambda value, other: image_forms.tokens(value, sources, own)
+    yield lambda value, other: _pooled(value, found, weights)
     yield lambda value, other: lstm(value, sources, _inside(found, weights) or weights)
     yield lambda value, other: running_statistics(value, sources, weights)
+
+
+def _by_hand(value: np.ndarray, child: str, found: Evidence, weights: Arrays) -> Forms:
+    """What a linear layer may compute that one side writes out."""
+    forms = layer_forms.linear(value, found.alone[child], _inner(found, child, weights), weights)
+    yield from ((f"{text} of {child}", form) for text, form in forms)
+
+
+def _pooled(value: np.ndarray, found: Evidence, weights: Arrays) -> Forms:
+    """One vector for many tokens, pooled after a norm or before it."""
+    yield from pooled(value, found.sources)
+    for text, one in pooled(value, found.sources):
+        for child in found.alone:
+            forms = layer_forms.norm(value, one, _inner(found, child, weights))
+            yield from ((f"{norm} by {child}, of {text}", form) for norm, form in forms)
+
+
+def _inner(found: Evidence, child: str, weights: Arrays) -> Arrays:
+    """Return the weights of a submodule of a node."""
+    return _own(Evidence(f"{path_of(found.name)}.{child}".lstrip("."), "module"), weights)
 
 
 def _own(found: Evidence, weights: Arrays) -> Arrays:

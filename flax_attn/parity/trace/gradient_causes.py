@@ -1,4 +1,4 @@
-"""Why gradients of parameters differ where all outputs agree: what one side leaves without a gradient."""
+"""Why gradients differ where all outputs agree: what one side leaves without a gradient."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import Arrays
+from flax_attn.parity.trace.hooks import spoken
 
 ROWS = 3  # that are named
 
@@ -27,6 +28,25 @@ def gradient_causes(flax: Arrays, torch: Arrays) -> list[str]:
     errors = tolerance.gradient_errors(flax, torch)
     wrong = [name for name in torch if errors[name] > tolerance.GRADIENT and flax[name].shape == torch[name].shape]
     return [f"{name}: {cause}" for name in wrong for cause in _causes({"flax": flax[name], "torch": torch[name]})]
+
+
+def detached(name: str, flax: Arrays, torch: Arrays) -> list[str]:
+    """Return a sentence if no gradient arrives at the output of a node on one side alone.
+
+    Args:
+        name: of the node.
+        flax: cotangents by name of the node.
+        torch: the same.
+
+    Example:
+        >>> detached("embed", {"embed": np.zeros(3)}, {"embed": np.ones(3)})
+        ['embed: flax has no gradient at its output, as of stop_gradient or detach, torch has one']
+    """
+    silent = {"flax": not flax[name].any(), "torch": not torch[name].any()}
+    if silent["flax"] == silent["torch"]:
+        return []
+    side, other = ("flax", "torch") if silent["flax"] else ("torch", "flax")
+    return [f"{spoken(name)}: {side} has no gradient at its output, as of stop_gradient or detach, {other} has one"]
 
 
 def _causes(gradients: Mapping[str, np.ndarray]) -> Iterator[str]:

@@ -50,6 +50,9 @@ def tokens(value: np.ndarray, sources: Arrays, own: Arrays) -> Forms:
     for text, grid, row in _rows(value, sources):
         for with_class, first, whole in _with_class(text, row, classes, value.shape[1]):
             yield with_class, whole
+            for name, x in sources.items():  # of a layer of positions
+                if x.shape in (whole.shape, whole.shape[1:], (1, *whole.shape[1:])):
+                    yield f"{with_class} + {name}", whole + x
             for name, table in tables.items():
                 yield from _placed(f"{with_class} + {name}", value, whole, table)
                 yield from _resized(f"{with_class} + {name}", whole, table, grid, first)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from flax_attn.parity import tolerance
+from flax_attn.parity.adapters.adapter import Arrays
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.activations import Activations, flax_cotangents, record
 from flax_attn.parity.trace.causes import cast_of, causes_of
 from flax_attn.parity.trace.divergence import Divergence, Node
-from flax_attn.parity.trace.gradient_causes import gradient_causes
+from flax_attn.parity.trace.gradient_causes import detached, gradient_causes
 from flax_attn.parity.trace.norms import norms_at_an_offset
 from flax_attn.parity.trace.structure import UNKNOWN, head_causes, in_another_batch, without_what_follows
 from flax_attn.parity.trace.substitute import Evidence, relative, rerun
@@ -45,7 +47,8 @@ def localise(pair: Pair, norms: bool = False) -> Divergence:
     evidence = rerun(found, pair.plain.outputs)
     errors = {name: relative(found.flax[name], found.torch[name]) for name in found.shared}
     agree = max(errors.values(), default=0.0) <= tolerance.FORWARD
-    backward = _backward_errors(pair, found) if agree else {}
+    cotangents = _cotangents(pair, found) if agree else ({}, {})
+    backward = tolerance.gradient_errors(*cotangents)
     nodes = tuple(_node(name, i, found, errors, evidence, backward) for i, name in enumerate(found.shared))
     wrong = [evidence[node.name] for node in nodes if node.locally_wrong]
     heads = head_causes(found)
@@ -55,9 +58,12 @@ def localise(pair: Pair, norms: bool = False) -> Divergence:
     first = next((node for node in nodes if node.differs), None)
     if first and not causes and (cast := cast_of(first.name, max(errors.values()), found.lower)):
         causes = [cast]  # of an input, before it reaches the node, if it explains all that follows from it
-    if agree and max(backward.values(), default=0.0) <= tolerance.GRADIENT:
-        causes += _gradient_causes(pair)  # else it is known where the backward pass differs
-    return Divergence(nodes, found.unpaired, tuple(dict.fromkeys(causes)))
+    where = Divergence(nodes, found.unpaired)
+    if where.backward:
+        causes += detached(where.backward.name, *cotangents)
+    elif agree:
+        causes += _gradient_causes(pair)
+    return replace(where, causes=tuple(dict.fromkeys(causes)))
 
 
 def _norm_causes(pair: Pair, found: Activations) -> list[str]:
@@ -80,8 +86,8 @@ def _node(
     return Node(name, theirs.kind, order, *errors, tolerance.FORWARD, theirs.output.shape, ours.dtype, theirs.dtype)
 
 
-def _backward_errors(pair: Pair, found: Activations) -> dict[str, float]:
+def _cotangents(pair: Pair, found: Activations) -> tuple[Arrays, Arrays]:
     # Only where the outputs agree: elsewhere every cotangent differs, and that says nothing.
     ours, theirs = flax_cotangents(pair, found), found.cotangents
     names = [name for name in found.shared if name in theirs and ours[name].shape == theirs[name].shape]
-    return tolerance.gradient_errors({name: ours[name] for name in names}, {name: theirs[name] for name in names})
+    return {name: ours[name] for name in names}, {name: theirs[name] for name in names}

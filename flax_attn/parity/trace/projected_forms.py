@@ -10,12 +10,21 @@ import numpy as np
 from einops import rearrange
 
 from flax_attn.parity.adapters.adapter import Arrays
-from flax_attn.parity.trace.attention_forms import scale_in_words, scaled_forms, scores, share_heads, split_heads
+from flax_attn.parity.trace.attention_forms import (
+    context,
+    join_heads,
+    scale_in_words,
+    scaled_forms,
+    scores,
+    share_heads,
+    split_heads,
+)
 from flax_attn.parity.trace.rotary import rotations_of_heads, rotations_of_scores
 
 Forms = Iterator[tuple[str, np.ndarray]]
 PROJECTIONS = 8  # of a layer that are tried, the last
 STEPS = ("query", "key", "value", "scores", "masked", "weights", "context")
+RIGHT_SPLIT = "heads side by side"
 SPLITS = {  # of one projection that holds queries, keys and values: the usual one first
     "(3, heads, width)": "b t (c n h) -> c b t n h",
     "(heads, 3, width)": "b t (n c h) -> c b t n h",
@@ -39,6 +48,30 @@ def head_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
         if x.shape == value.shape and name not in STEPS:  # of a norm of heads
             yield name, x
             yield from _turned(name, value, x)
+
+
+def attended_forms(value: np.ndarray, sources: Arrays) -> Forms:
+    """Weights times a projection, its heads joined again: each way to split and to join them, the right one first."""
+    weights = sources.get("weights")
+    if weights is None or weights.ndim != 4 or value.ndim != 3 or value.shape[-1] % weights.shape[1]:
+        return
+    b, n, t, s = weights.shape
+    h = value.shape[-1] // n
+    usable = {name: x for name, x in sources.items() if x.shape[:2] == (b, s) and x.size % (b * s * h) == 0}
+    for name, x in list(usable.items())[-PROJECTIONS:] if value.shape[:2] == (b, t) else ():
+        for how, heads in _shared_heads(x.reshape(b, s, -1), h, n):
+            for joined, form in join_heads(context(weights, heads)).items():
+                yield f"weights . {name}{how}, {joined}", form
+
+
+def _shared_heads(x: np.ndarray, h: int, n: int) -> Forms:
+    """Yield a projection as heads of width h, one for each of n query heads; the right way first, without words."""
+    k = x.shape[-1] // h
+    for split, heads in split_heads(x, k).items() if n % k == 0 else ():
+        how = "" if split == RIGHT_SPLIT else f" split as {split}"
+        yield how, share_heads(heads, n)
+        if 1 < k < n:
+            yield f"{how} with its heads tiled, not repeated", share_heads(heads, n, tile=True)
 
 
 def turned_forms(value: np.ndarray, sources: Arrays) -> Forms:

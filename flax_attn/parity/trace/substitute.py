@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import Arrays
 from flax_attn.parity.trace.activations import Activations
-from flax_attn.parity.trace.hooks import ROOT, Frame, Observer, numpy64, path_of
+from flax_attn.parity.trace.hooks import ROOT, Activation, Frame, Observer, numpy64, path_of
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Evidence:
         targets: what it computes.
         sources: what it computes that from, as PyTorch has it: `"input"`, outputs of submodules, earlier steps.
         same_inputs: whether it could be given what PyTorch's was given.
+        alone: what submodules are given that PyTorch alone calls, or in other shapes; their outputs are sources.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Evidence:
     targets: list[Target] = field(default_factory=list)
     sources: Arrays = field(default_factory=dict)
     same_inputs: bool = True
+    alone: Arrays = field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -125,6 +127,8 @@ class _Substitution(Observer):
             return frame.inputs
         theirs, given = self.found.theirs[frame.name].inputs, self.reference[frame.name][0]
         evidence = self.evidence[frame.name] = Evidence(frame.name, "module")
+        for child, call in self._alone(frame.name):
+            evidence.alone[child], evidence.sources[child] = call.inputs[0], call.output
         evidence.sources |= {_numbered("input", i): x for i, x in enumerate(theirs)}
         pairs = list(zip(frame.inputs, given, strict=False))
         evidence.same_inputs = bool(frame.inputs) == bool(given) and all(x.shape == r.shape for x, r in pairs)
@@ -138,6 +142,20 @@ class _Substitution(Observer):
             self._lost(frame.name, value, x.dtype)
         new = [reference.astype(x.dtype) for x, reference in pairs]
         return (*new, *frame.inputs[len(new) :])
+
+    def _alone(self, name: str) -> Iterator[tuple[str, Activation]]:
+        """Yield the submodules of a node that PyTorch alone calls, or that it calls with other shapes."""
+        for path, call in self.found.theirs.items():
+            if path not in self.reference and "#" not in path and call.kind == "module" and call.inputs:
+                inner = path.removeprefix("torch:")
+                if self._around(inner) == name:
+                    yield _within(inner, name), call
+
+    def _around(self, path: str) -> str:
+        """Return the innermost module around a submodule that both sides have."""
+        while (path := path.rpartition(".")[0]) and path not in self.reference:
+            pass
+        return path or ROOT
 
     def _passed_on(self, name: str, ours: Sequence[Any], theirs: tuple[np.ndarray, ...]) -> None:
         parent, child = self.evidence.get(self.enclosing.name), _within(name, self.enclosing.name)
