@@ -123,6 +123,25 @@ def test_random_calls_equal_the_reference(t, s, widths, mask, soft_cap, dtype):
 
 @built
 @pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("mask", [None, Mask.causal()], ids=["all", "causal"])
+def test_what_all_keys_share_costs_the_gradient_of_the_query_no_digits(name, mask, level):
+    # The gradients of the scores of a row add up to 0, which rounding must not multiply by what all keys share.
+    level(name)
+    given = {key: 0.1 * x + (5 if key != "query" else 0) for key, x in arrays(70, 70, h=16, v=16).items()}
+    cotangent = draw("cotangent", 2, 70, 4, 16)
+
+    def gradient(backend, dtype):
+        cast = {key: x.astype(dtype) for key, x in given.items()}
+        return jax.grad(lambda x: (attend(x, backend, mask=mask) * cotangent.astype(dtype)).sum())(cast)["query"]
+
+    with jax.enable_x64(True):
+        exact = np.asarray(gradient("reference", "float64"))
+    ours, plain = (np.abs(np.asarray(gradient(b, "float32")) - exact).mean() for b in ("native", "reference"))
+    assert ours <= plain / 4, ours / plain
+
+
+@built
+@pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("t", [3, 140])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_instruction_level(name, dtype, t, level):

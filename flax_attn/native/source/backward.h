@@ -2,6 +2,9 @@
 // all queries that see them pass. Included once for each instruction level, inside its namespace.
 //
 //     p = exp2(x - top) / total;  dv = p^T do;  dx = p (do v^T - delta);  dk = dx^T q;  dq = dx k
+//
+// What all values of a head share cancels in do v^T - delta, and what its keys share cancels in dq, where the dx of a row
+// add up to 0. Rounded, they do not cancel: so the mean of the values, and that of the keys, is taken off before.
 
 constexpr int64_t QUERIES = round_down(64, ROWS);  // of a block
 
@@ -10,19 +13,40 @@ struct Queries {
   int64_t padded, width;  // width: of d_query, h rounded up to whole vectors
   float *query, *cotangent;
   float *query_tiles, *cotangent_tiles;  // the same in tiles
-  float *top, *share, *delta;  // share: 1 / total
+  float *top, *share, *delta;  // share: 1 / total; delta: of values without their mean
+  float *key_mean, *value_mean;
 };
 static inline int64_t queries_size(const Attention& x, int64_t padded) {
-  return x.group() * padded * (2 * x.h + 2 * x.v + 3);
+  return x.group() * padded * (2 * x.h + 2 * x.v + 3) + x.h + x.v;
 }
 
-// delta of WIDTH rows: cotangent . output, summed in the order of do v^T, so that a row that chooses one key finds no
-// difference between both.
+// The mean of the finite rows of one head; 0 where that could overflow what it is taken off from.
 template <typename T>
-static inline Vector deltas(const float* const* cotangents, const T* const* outputs, int64_t v, float* columns) {
-  Vector delta{};
+static void mean_of(const T* from, const Layout& layout, int64_t s, int64_t width, float* mean) {
+  Array<float> row(width);
+  std::fill_n(mean, width, 0.0f);
+  for (int64_t j = 0; j < s; ++j) {
+    copy_finite(from + j * layout.token, row, width, 1.0f / static_cast<float>(s));
+    for (int64_t c = 0; c < width; ++c) mean[c] += row[c];
+  }
+  for (int64_t c = 0; c < width; ++c) mean[c] = std::abs(mean[c]) < 1e30f ? mean[c] : 0;
+}
+
+// delta of WIDTH rows: cotangent . (output - shift), and cotangent . output. The first is summed in the order of do v^T,
+// so that a row that chooses one key finds no difference between both.
+struct Deltas {
+  Vector shifted{}, whole{};
+};
+template <typename T>
+static inline Deltas deltas(const float* const* cotangents, const T* const* outputs, int64_t v, const float* shift,
+                            float* columns) {
+  Deltas delta;
   for_columns(cotangents, v, [&](int64_t c, Vector lanes) { store(columns + c * WIDTH, lanes); });
-  for_columns(outputs, v, [&](int64_t c, Vector lanes) { delta += load(columns + c * WIDTH) * lanes; });
+  for_columns(outputs, v, [&](int64_t c, Vector lanes) {
+    const Vector cotangent = load(columns + c * WIDTH);
+    delta.shifted += cotangent * (lanes - shift[c]);
+    delta.whole += cotangent * lanes;
+  });
   return delta;
 }
 
@@ -48,9 +72,11 @@ static void copy_queries(const Backward& x, int64_t b, int64_t kv, int64_t part,
       if ((i + 1) % WIDTH && i + 1 < x.t) continue;
       const int64_t count = i % WIDTH + 1, first = at + 1 - count;
       for (int64_t j = count; j < WIDTH; ++j) cotangents[j] = nullptr, outputs[j] = nullptr;
-      const Vector delta = deltas(cotangents, outputs, x.v, columns);
-      for (int64_t j = 0; j < count; ++j) to.delta[first + j] = cotangents[j] ? delta[j] : NAN;
-      if (part == 0) std::copy_n(to.delta + first, count, x.delta + row + 1 - count);  // all parts find the same
+      const Deltas delta = deltas(cotangents, outputs, x.v, to.value_mean, columns);
+      for (int64_t j = 0; j < count; ++j) {
+        to.delta[first + j] = cotangents[j] ? delta.shifted[j] : NAN;
+        if (part == 0) x.delta[row + 1 - count + j] = cotangents[j] ? delta.whole[j] : NAN;  // all parts find the same
+      }
     }
 }
 
@@ -65,19 +91,19 @@ struct KeyPanel {
 static inline int64_t panel_size(const Attention& x, int64_t width) { return LANES * (2 * x.h + width + 2 * x.v); }
 
 template <typename T>
-static void begin_keys(const Backward& x, int64_t b, int64_t kv, int64_t width, KeyPanel& panel) {
+static void begin_keys(const Backward& x, int64_t b, int64_t kv, const Queries& queries, KeyPanel& panel) {
   const Layout key = keys_layout(x, x.h), value = keys_layout(x, x.v);
   Array<float> row(x.v);
   std::fill_n(panel.d_key, x.h * LANES, 0.0f);
   std::fill_n(panel.d_value, x.v * LANES, 0.0f);
-  std::fill_n(panel.key_rows, width * LANES, 0.0f);
+  std::fill_n(panel.key_rows, queries.width * LANES, 0.0f);
   for (int64_t lane = 0; lane < LANES; ++lane) {
     const int64_t j = std::min(panel.first + lane, x.s - 1);  // lanes beyond the last key repeat it, hidden
-    float* key_row = panel.key_rows + lane * width;
+    float* key_row = panel.key_rows + lane * queries.width;
     panel.key_ok[lane] = copy_finite(static_cast<const T*>(x.key) + key.offset(b, j, kv), key_row, x.h);
     panel.value_ok[lane] = copy_finite(static_cast<const T*>(x.value) + value.offset(b, j, kv), row, x.v);
-    for (int64_t c = 0; c < x.h; ++c) panel.key[c * LANES + lane] = key_row[c];
-    for (int64_t c = 0; c < x.v; ++c) panel.value[c * LANES + lane] = row[c];
+    for (int64_t c = 0; c < x.h; ++c) panel.key[c * LANES + lane] = key_row[c], key_row[c] -= queries.key_mean[c];
+    for (int64_t c = 0; c < x.v; ++c) panel.value[c * LANES + lane] = row[c] - queries.value_mean[c];
     panel.index[lane / WIDTH][lane % WIDTH] = static_cast<int32_t>(panel.first + lane);
     if (x.key_segment) panel.segment[lane / WIDTH][lane % WIDTH] = x.key_segment[b * x.s + j];
   }
@@ -166,8 +192,15 @@ static void backward_part(const Backward& x, int64_t b, int64_t kv, int64_t part
   queries.top = queries.cotangent_tiles + rows * x.v;
   queries.share = queries.top + rows;
   queries.delta = queries.share + rows;
+  queries.key_mean = queries.delta + rows;
+  queries.value_mean = queries.key_mean + x.h;
+  const Layout key = keys_layout(x, x.h), value = keys_layout(x, x.v);
+  // With sinks or a soft cap the gradients of the scores do not add up to 0.
+  if (!x.sinks && x.soft_cap == 0)
+    mean_of(static_cast<const T*>(x.key) + key.offset(b, 0, kv), key, x.s, x.h, queries.key_mean);
+  mean_of(static_cast<const T*>(x.value) + value.offset(b, 0, kv), value, x.s, x.v, queries.value_mean);
   copy_queries<T>(x, b, kv, part, queries);
-  float* memory = queries.delta + rows;
+  float* memory = queries.value_mean + x.v;
   KeyPanel panel{};
   panel.key = memory;
   panel.key_rows = panel.key + x.h * LANES;
@@ -177,7 +210,7 @@ static void backward_part(const Backward& x, int64_t b, int64_t kv, int64_t part
   float* scores = panel.d_value + x.v * LANES;
   std::fill_n(d_query, rows * width, 0.0f);
   for (panel.first = part * LANES; panel.first < x.s; panel.first += parts * LANES) {
-    begin_keys<T>(x, b, kv, width, panel);
+    begin_keys<T>(x, b, kv, queries, panel);
     const auto sight = [&](int64_t group) {
       return sight_of(x, b, ranges[group], panel.first, panel.first + LANES);
     };
