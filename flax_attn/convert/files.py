@@ -23,7 +23,14 @@ from flax_attn.convert.rules import ConversionError, Entry, Shape
 from flax_attn.convert.stacked import Tensor
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "U8": "uint8"}
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "U8": "uint8",
+}
 
 
 @dataclass(frozen=True)

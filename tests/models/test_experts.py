@@ -55,7 +55,11 @@ def test_what_is_written_is_read(cls, folders):
 REFUSED = [
     (Mixtral, {"router_jitter_noise": 0.1}, r"router_jitter_noise must be 0\.0, .*; got 0\.1"),
     (Mixtral, {"num_experts_per_tok": 5}, r"top_k must be at most .*top_k=5, num_experts=4"),
-    (GptOss, {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config must be .*mxfp4.*; got .*fp8"),
+    (
+        GptOss,
+        {"quantization_config": {"quant_method": "gptq"}},
+        "quant_method must be one of 'mxfp4', 'fp8'; got 'gptq'",
+    ),
     (GptOss, {"layer_types": ["chunked", "full_attention"]}, r"layer_types must name 'sliding_attention'.*'chunked'"),
     (DeepseekV3, {"scoring_func": "softmax"}, r"scoring_func must be \"sigmoid\", .*; got \"softmax\""),
     (DeepseekV3, {"topk_method": "greedy"}, r"topk_method must be \"noaux_tc\", .*; got \"greedy\""),

@@ -321,7 +321,7 @@ REFUSED = [
     (GPT2_FIELDS, {"scale_attn_by_inverse_layer_idx": True}, r"inverse_layer_idx must be false, .*; got true"),
     (GPT2_FIELDS, {"add_cross_attention": True}, r"add_cross_attention must be false, .*; got true"),
     (GPT2_FIELDS, {"is_causal": False}, r"is_causal must be true, .*; got false"),
-    (GPT2_FIELDS, {"quantization_config": {"bits": 4}}, r"quantization_config must be .*; got \{\"bits\": 4\}"),
+    (GPT2_FIELDS, {"quantization_config": {"bits": 4}}, "quant_method must be one of 'mxfp4', 'fp8'; got ''"),
     (
         GPT2_FIELDS,
         {"embd_pdrop": 0.2},

@@ -33,7 +33,7 @@ from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import check_positive
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
-from flax_attn.models.hugging_face.mxfp4 import check_quantization, dequantized
+from flax_attn.models.hugging_face.quantized import dequantized, read_quantization
 from flax_attn.models.hugging_face.streams import fork_streams
 from flax_attn.models.hugging_face.values import Memory, OnMesh
 from flax_attn.sharding.parameters import abstract, check_mesh, shard
@@ -68,14 +68,18 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     family, folder, mesh = _known(cls, family), Path(path), options.get("mesh")
     if mesh is not None:
         check_mesh(mesh)
-    config: Any = read_config(cls, family, read_fields(folder), options.get("dropout"))
+    fields, dtype = read_fields(folder), options.get("param_dtype")
+    _check_dtypes([] if dtype is None else [dtype])
+    config: Any = read_config(cls, family, fields, options.get("dropout"))
     weights = find_weights(folder)
-    stored = dequantized({_current(name): entry for name, entry in read_headers(weights).items()})
+    stored = {_current(name): entry for name, entry in read_headers(weights).items()}
+    stored = dequantized(stored, fields, dtype)
     config = family.fit(config, stored)
     model = _abstract(cls, config, {name: value for name, value in options.items() if name in _OF_MODELS})
     entries = _match(model, family, stored, weights)
-    dtype, rngs, progress = (options.get(name) for name in ("param_dtype", "rngs", "progress"))
-    _check_dtypes([stored[name].dtype for entry in entries for name in entry.tensors] if dtype is None else [dtype])
+    rngs, progress = options.get("rngs"), options.get("progress")
+    if dtype is None:
+        _check_dtypes(stored[name].dtype for entry in entries for name in entry.tensors)
     fork_streams(model, rngs)
     memory = Memory() if mesh is None else OnMesh(mesh)
     _fill(model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress, memory)
@@ -129,7 +133,7 @@ def read_config(cls: type, family: Family, fields: Fields, dropout: float | None
             f"{', '.join(map(repr, family.read))}. Use flax_attn.models.from_pretrained, which chooses the class"
         )
     fields.only(is_causal=True)
-    check_quantization(fields)
+    read_quantization(fields)
     return family.read[found](fields, dropout)
 
 

@@ -9,17 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_attn.convert.files import Stored
-from flax_attn.models.hugging_face.fields import Fields
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1: the fourth bit is the sign
 _BYTES = 16  # of a block, two numbers in each
-
-
-def check_quantization(fields: Fields) -> None:
-    """Raise if a config says that weights are quantized in another way than MXFP4."""
-    found = fields.optional_object("quantization_config")
-    if found is not None and found.get("quant_method") != "mxfp4":
-        fields.only(quantization_config={"quant_method": "mxfp4"})
 
 
 def dequantized(stored: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -1,0 +1,59 @@
+"""Weights of eight bits in blocks with a scale each, as DeepSeek-V3 is published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+from flax.typing import Dtype
+
+from flax_attn.convert.files import Stored
+
+_SCALE = "_scale_inv"
+_SCALES = ("float32", "bfloat16", "float16")
+
+
+def dequantized(stored: Mapping[str, Stored], block: tuple[int, int], dtype: Dtype) -> dict[str, Stored]:
+    """Return the entries of a file, those named `X` and `X_scale_inv` as one that is named `X`, in a dtype.
+
+    Each block of rows and columns has one scale; those at the end may be smaller:
+
+        X[o, i] = E4M3(X[o, i]) X_scale_inv[o // block[0], i // block[1]], in float32, then rounded to `dtype`
+
+    Shapes:
+        weights `(o, i)` and scales `(ceil(o / block[0]), ceil(i / block[1]))`, to `(o, i)`.
+
+    References:
+        DeepSeek-AI 2024, section 3.3 (arXiv:2412.19437).
+    """
+    pairs = {
+        name: (entry, stored[name + _SCALE])
+        for name, entry in stored.items()
+        if name + _SCALE in stored and _fit(entry, stored[name + _SCALE], block)
+    }
+    gone = {name + _SCALE for name in pairs}
+    read = {
+        name: replace(entry, dtype=jnp.dtype(dtype).name, read=partial(_read, entry, scales, block, dtype))
+        for name, (entry, scales) in pairs.items()
+    }
+    return {name: entry for name, entry in stored.items() if name not in gone} | read
+
+
+def _fit(weight: Stored, scales: Stored, block: tuple[int, int]) -> bool:
+    """Return whether these are blocks with a scale each; what is not keeps its name, and is said to be unexpected."""
+    if weight.dtype != "float8_e4m3fn" or scales.dtype not in _SCALES or len(weight.shape) != 2:
+        return False
+    return scales.shape == tuple(-(-size // edge) for size, edge in zip(weight.shape, block, strict=True))
+
+
+def _read(weight: Stored, scales: Stored, block: tuple[int, int], dtype: Dtype) -> np.ndarray:
+    (rows, columns), numbers = weight.shape, np.empty(weight.shape, dtype)
+    values = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+    packed, factors = weight.read().view(np.uint8), scales.read().astype(np.float32)
+    for first, row in zip(range(0, rows, block[0]), factors, strict=True):
+        part = slice(first, first + block[0])
+        numbers[part] = values[packed[part]] * np.repeat(row, block[1])[:columns]
+    return numbers

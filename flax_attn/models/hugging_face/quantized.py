@@ -1,0 +1,48 @@
+"""Weights that are published in fewer bits than models compute in: read as numbers, never written so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from flax.typing import Dtype
+
+from flax_attn.convert.files import Stored
+from flax_attn.models.hugging_face import fp8, mxfp4
+from flax_attn.models.hugging_face.fields import Fields
+
+
+def dequantized(stored: Mapping[str, Stored], fields: Fields, dtype: Dtype | None) -> Mapping[str, Stored]:
+    """Return the entries of a file as a config says that they are quantized.
+
+    Args:
+        stored: by name.
+        fields: of `config.json`.
+        dtype: of numbers that are rounded; None is bfloat16.
+
+    Raises:
+        ValueError: if the config says that weights are quantized in a way that is not known.
+    """
+    quantization = read_quantization(fields)
+    if quantization is None:
+        return stored
+    if quantization.text("quant_method") == "mxfp4":
+        return mxfp4.dequantized(stored)
+    return fp8.dequantized(stored, quantization.pair("weight_block_size", 128), dtype or jnp.bfloat16)
+
+
+def read_quantization(fields: Fields) -> Fields | None:
+    """Return what a config says of how its weights are quantized, None if they are not.
+
+    Raises:
+        ValueError: if it is a way that is not known.
+    """
+    found = fields.optional_object("quantization_config")
+    if found is None:
+        return None
+    inner = Fields(f"{fields.where}: quantization_config", found).filled(quant_method="")
+    if inner.choose("quant_method", {"mxfp4": False, "fp8": True}):
+        inner.only(fmt="e4m3", activation_scheme="dynamic")
+        if min(inner.pair("weight_block_size", 128)) < 1:
+            raise ValueError(f"{inner.where}: weight_block_size must be positive; got {found['weight_block_size']}")
+    return inner
