@@ -4,7 +4,7 @@
 //     p = exp2(x - top) / total;  dv = p^T do;  dx = p (do v^T - delta);  dk = dx^T q;  dq = dx k
 //
 // What all values of a head share cancels in do v^T - delta, and what its keys share cancels in dq, where the dx of a row
-// add up to 0. Rounded, they do not cancel: so the mean of the values, and that of the keys, is taken off before.
+// add up to 0. Rounded, they do not cancel: so it is taken off before.
 
 constexpr int64_t QUERIES = round_down(64, ROWS);  // of a block
 
@@ -13,23 +13,44 @@ struct Queries {
   int64_t padded, width;  // width: of d_query, h rounded up to whole vectors
   float *query, *cotangent;
   float *query_tiles, *cotangent_tiles;  // the same in tiles
-  float *top, *share, *delta;  // share: 1 / total; delta: of values without their mean
-  float *key_mean, *value_mean;
+  float *top, *share, *delta;  // share: 1 / total; delta: of values without what they share
+  float *key_common, *value_common;
 };
 static inline int64_t queries_size(const Attention& x, int64_t padded) {
   return x.group() * padded * (2 * x.h + 2 * x.v + 3) + x.h + x.v;
 }
 
-// The mean of the finite rows of one head; 0 where that could overflow what it is taken off from.
-template <typename T>
-static void mean_of(const T* from, const Layout& layout, int64_t s, int64_t width, float* mean) {
-  Array<float> row(width);
-  std::fill_n(mean, width, 0.0f);
-  for (int64_t j = 0; j < s; ++j) {
-    copy_finite(from + j * layout.token, row, width, 1.0f / static_cast<float>(s));
-    for (int64_t c = 0; c < width; ++c) mean[c] += row[c];
+// Which keys of a batch row are seen by a query: the others may hold any number.
+static void find_seen(const Attention& x, int64_t b, uint8_t* seen) {
+  std::fill_n(seen, x.s, uint8_t{0});
+  const int32_t* segment = x.key_segment ? x.key_segment + b * x.s : nullptr;
+  for (int64_t row = b * x.t; row < (b + 1) * x.t; ++row) {
+    const int64_t start = std::max(x.start[row], 0), stop = std::min<int64_t>(x.stop[row], x.s);
+    for (int64_t j = start; j < stop; ++j) seen[j] |= !segment || segment[j] == x.query_segment[row];
   }
-  for (int64_t c = 0; c < width; ++c) mean[c] = std::abs(mean[c]) < 1e30f ? mean[c] : 0;
+}
+
+// What the rows of one head that are seen share: the mean of their directions, as long as the shortest of them. None is
+// more than twice as long without it, so that one large row, which some queries do not see, costs these no digits.
+template <typename T>
+static void find_common(const T* from, const Layout& layout, const uint8_t* seen, int64_t s, int64_t width,
+                        float* common) {
+  Array<float> row(width);
+  float shortest = INFINITY, count = 0;
+  std::fill_n(common, width, 0.0f);
+  for (int64_t j = 0; j < s; ++j) {
+    if (!seen[j] || !copy_finite(from + j * layout.token, row, width)) continue;
+    float square = 0;
+    for (int64_t c = 0; c < width; ++c) square += row[c] * row[c];
+    const float length = std::sqrt(square), inverse = 1 / length;
+    for (int64_t c = 0; c < width; ++c) common[c] += row[c] * inverse;
+    shortest = std::min(shortest, length), ++count;
+  }
+  float square = 0;
+  for (int64_t c = 0; c < width; ++c) common[c] /= count, square += common[c] * common[c];
+  // What differs more than it shares gains nothing. The square of the shortest may be neither 0 nor infinite.
+  const float factor = square > 0.25f && shortest > 1e-18f && shortest < 1e18f ? shortest : 0;
+  for (int64_t c = 0; c < width; ++c) common[c] = factor > 0 ? common[c] * factor : 0;
 }
 
 // delta of WIDTH rows: cotangent . (output - shift), and cotangent . output. The first is summed in the order of do v^T,
@@ -72,7 +93,7 @@ static void copy_queries(const Backward& x, int64_t b, int64_t kv, int64_t part,
       if ((i + 1) % WIDTH && i + 1 < x.t) continue;
       const int64_t count = i % WIDTH + 1, first = at + 1 - count;
       for (int64_t j = count; j < WIDTH; ++j) cotangents[j] = nullptr, outputs[j] = nullptr;
-      const Deltas delta = deltas(cotangents, outputs, x.v, to.value_mean, columns);
+      const Deltas delta = deltas(cotangents, outputs, x.v, to.value_common, columns);
       for (int64_t j = 0; j < count; ++j) {
         to.delta[first + j] = cotangents[j] ? delta.shifted[j] : NAN;
         if (part == 0) x.delta[row + 1 - count + j] = cotangents[j] ? delta.whole[j] : NAN;  // all parts find the same
@@ -102,8 +123,8 @@ static void begin_keys(const Backward& x, int64_t b, int64_t kv, const Queries& 
     float* key_row = panel.key_rows + lane * queries.width;
     panel.key_ok[lane] = copy_finite(static_cast<const T*>(x.key) + key.offset(b, j, kv), key_row, x.h);
     panel.value_ok[lane] = copy_finite(static_cast<const T*>(x.value) + value.offset(b, j, kv), row, x.v);
-    for (int64_t c = 0; c < x.h; ++c) panel.key[c * LANES + lane] = key_row[c], key_row[c] -= queries.key_mean[c];
-    for (int64_t c = 0; c < x.v; ++c) panel.value[c * LANES + lane] = row[c] - queries.value_mean[c];
+    for (int64_t c = 0; c < x.h; ++c) panel.key[c * LANES + lane] = key_row[c], key_row[c] -= queries.key_common[c];
+    for (int64_t c = 0; c < x.v; ++c) panel.value[c * LANES + lane] = row[c] - queries.value_common[c];
     panel.index[lane / WIDTH][lane % WIDTH] = static_cast<int32_t>(panel.first + lane);
     if (x.key_segment) panel.segment[lane / WIDTH][lane % WIDTH] = x.key_segment[b * x.s + j];
   }
@@ -183,7 +204,7 @@ static void finish_keys(const Backward& x, int64_t b, int64_t kv, const KeyPanel
 // Every `parts`-th panel of the keys of one head, from the `part`-th on, so that all parts of a causal call are alike.
 template <typename T>
 static void backward_part(const Backward& x, int64_t b, int64_t kv, int64_t part, int64_t parts, const Range* ranges,
-                          float* scratch, float* d_query) {
+                          const uint8_t* seen, float* scratch, float* d_query) {
   const int64_t padded = round_up(x.t, ROWS), width = round_up(x.h, WIDTH), rows = x.group() * padded;
   std::fill_n(scratch, queries_size(x, padded), 0.0f);
   Queries queries{padded, width, scratch, scratch + rows * x.h};
@@ -192,15 +213,15 @@ static void backward_part(const Backward& x, int64_t b, int64_t kv, int64_t part
   queries.top = queries.cotangent_tiles + rows * x.v;
   queries.share = queries.top + rows;
   queries.delta = queries.share + rows;
-  queries.key_mean = queries.delta + rows;
-  queries.value_mean = queries.key_mean + x.h;
+  queries.key_common = queries.delta + rows;
+  queries.value_common = queries.key_common + x.h;
   const Layout key = keys_layout(x, x.h), value = keys_layout(x, x.v);
   // With sinks or a soft cap the gradients of the scores do not add up to 0.
   if (!x.sinks && x.soft_cap == 0)
-    mean_of(static_cast<const T*>(x.key) + key.offset(b, 0, kv), key, x.s, x.h, queries.key_mean);
-  mean_of(static_cast<const T*>(x.value) + value.offset(b, 0, kv), value, x.s, x.v, queries.value_mean);
+    find_common(static_cast<const T*>(x.key) + key.offset(b, 0, kv), key, seen, x.s, x.h, queries.key_common);
+  find_common(static_cast<const T*>(x.value) + value.offset(b, 0, kv), value, seen, x.s, x.v, queries.value_common);
   copy_queries<T>(x, b, kv, part, queries);
-  float* memory = queries.value_mean + x.v;
+  float* memory = queries.value_common + x.v;
   KeyPanel panel{};
   panel.key = memory;
   panel.key_rows = panel.key + x.h * LANES;
@@ -253,17 +274,20 @@ static void backward_all(const Backward& x, Pool& pool) {
   const int64_t part_step = x.group() * padded * width, blocks = blocks_of(x.t, QUERIES), groups = padded / ROWS;
   const int64_t scratch = queries_size(x, padded) + panel_size(x, width) + 3 * QUERIES * LANES;
   std::vector<Range> ranges;
-  for (int64_t b = 0; b < x.b; ++b)
+  std::vector<uint8_t> seen(x.b * x.s);
+  for (int64_t b = 0; b < x.b; ++b) {
+    find_seen(x, b, seen.data() + b * x.s);
     for (int64_t i = 0; i < groups; ++i) {
       ranges.push_back(range_of(x, b, i * ROWS, std::min((i + 1) * ROWS, x.t)));
       if ((i + 1) * ROWS > x.t) ranges.back().inner_stop = 0;  // what pads the last group sees nothing
     }
+  }
   Array<float> scratches((pool.threads() + 1) * scratch), d_query(heads * parts * part_step);
   const int64_t work = x.b * x.n * x.t * x.s * (3 * x.h + 2 * x.v);
   parallel_for(pool, heads * parts, work, [&](int worker, int64_t task) {
     const int64_t b = task / parts / x.k, kv = task / parts % x.k;
-    backward_part<T>(x, b, kv, task % parts, parts, ranges.data() + b * groups, scratches + worker * scratch,
-                     d_query + task * part_step);
+    backward_part<T>(x, b, kv, task % parts, parts, ranges.data() + b * groups, seen.data() + b * x.s,
+                     scratches + worker * scratch, d_query + task * part_step);
   });
   parallel_for(pool, x.b * x.n * blocks, x.b * x.n * x.t * x.h * parts, [&](int, int64_t task) {
     const int64_t b = task / blocks / x.n, n = task / blocks % x.n, first = task % blocks * QUERIES;
