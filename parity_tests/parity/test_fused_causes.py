@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 from einops import rearrange
+from flax import nnx
 
 from flax_attn.parity.trace.localise import localise
 from flax_attn.parity.trace.projected_forms import SPLITS, projected_scores
@@ -54,3 +55,58 @@ def test_the_same_split_is_none(paired):
 def test_scores_between_two_sequences_have_no_common_projection():
     value, x = torch.zeros(1, HEADS, 3, 4).numpy(), torch.zeros(1, 3, 3 * HEADS * WIDTH).numpy()
     assert not list(projected_scores(value, value, {"qkv": x}))
+
+
+# One projection of keys and values, two query heads to each of their heads.
+
+PAIR = "key of input 2 split as {}"
+FAULTS = {
+    "": (),
+    "heads": (PAIR.format("(heads, 2, width)"), "value of input 2 split as (heads, 2, width)"),
+    "order": (
+        PAIR.format("(2, heads, width) in the order value, key"),
+        "value of input 2 split as (2, heads, width) in the order value, key",
+    ),
+    "tiled": (
+        PAIR.format("(2, heads, width), its heads tiled, not repeated,"),
+        "value of input 2 split as (2, heads, width) with its heads tiled, not repeated",
+    ),
+}
+
+
+class TorchPair(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Linear(4 * WIDTH, 3)
+
+    def forward(self, q, kv):
+        k, v = (x.repeat_interleave(2, 2) for x in kv.unflatten(-1, (2, HEADS, WIDTH)).unbind(2))
+        context = attend(lambda scores: scores.softmax(-1), torch.einsum, q.unflatten(-1, (4, WIDTH)), k, v)
+        return self.out(context.flatten(2))
+
+
+class FlaxPair(nnx.Module):
+    def __init__(self, fault):
+        self.out, self.fault = nnx.Linear(4 * WIDTH, 3, rngs=nnx.Rngs(0)), fault
+
+    def __call__(self, q, kv):
+        pattern = "b s (k c h) -> c b s k h" if self.fault == "heads" else "b s (c k h) -> c b s k h"
+        k, v = rearrange(kv, pattern, c=2, k=HEADS)[:: -1 if self.fault == "order" else 1]
+        k, v = (jnp.tile(x, (1, 1, 2, 1)) if self.fault == "tiled" else jnp.repeat(x, 2, axis=2) for x in (k, v))
+        context = attend(jax.nn.softmax, jnp.einsum, q.reshape(*q.shape[:2], 4, WIDTH), k, v)
+        return self.out(context.reshape(*q.shape))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_projection_of_keys_and_values_that_is_split_otherwise_is_a_cause(paired, fault):
+    shapes = (2, 5, 4 * WIDTH), (2, 6, 2 * HEADS * WIDTH)
+    found = localise(paired(FlaxPair(fault), TorchPair(), *shapes, layout="torch")).causes
+    key, value = "key of input 2 split as (2, heads, width)", "value of input 2 split as (2, heads, width)"
+    wanted = [(f"input . {ours} / sqrt(h)", f"input . {key} / sqrt(h)") for ours in FAULTS[fault][:1]]
+    wanted += [
+        (f"weights . {ours}, heads side by side", f"weights . {value}, heads side by side")
+        for ours in FAULTS[fault][1:]
+    ]
+    assert [cause.partition(": ")[2] for cause in found] == [
+        f"flax has {ours}, torch has {theirs}" for ours, theirs in wanted
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 from einops import rearrange
@@ -30,6 +30,10 @@ SPLITS = {  # of one projection that holds queries, keys and values: the usual o
     "(heads, 3, width)": "b t (n c h) -> c b t n h",
     "(heads, width, 3)": "b t (n h c) -> c b t n h",
     "(3, width, heads)": "b t (c h n) -> c b t n h",
+}
+PAIRS = {  # of one projection that holds keys and values
+    "(2, heads, width)": "b s (c k h) -> c b s k h",
+    "(heads, 2, width)": "b s (k c h) -> c b s k h",
 }
 
 
@@ -62,16 +66,26 @@ def attended_forms(value: np.ndarray, sources: Arrays) -> Forms:
         for how, heads in _shared_heads(x.reshape(b, s, -1), h, n):
             for joined, form in join_heads(context(weights, heads)).items():
                 yield f"weights . {name}{how}, {joined}", form
+    for name, x in list(sources.items())[-PROJECTIONS:] if value.shape[:2] == (b, t) else ():
+        for text, heads in _halves(name, x, h, "value") if x.shape[:2] == (b, s) else ():
+            for how, shared in _shared(heads, n):
+                for joined, form in join_heads(context(weights, shared)).items():
+                    yield f"weights . {text}{how}, {joined}", form
 
 
 def _shared_heads(x: np.ndarray, h: int, n: int) -> Forms:
     """Yield a projection as heads of width h, one for each of n query heads; the right way first, without words."""
-    k = x.shape[-1] // h
-    for split, heads in split_heads(x, k).items() if n % k == 0 else ():
-        how = "" if split == RIGHT_SPLIT else f" split as {split}"
-        yield how, share_heads(heads, n)
-        if 1 < k < n:
-            yield f"{how} with its heads tiled, not repeated", share_heads(heads, n, tile=True)
+    for split, heads in split_heads(x, x.shape[-1] // h).items():
+        for how, shared in _shared(heads, n):
+            yield ("" if split == RIGHT_SPLIT else f" split as {split}") + how, shared
+
+
+def _shared(heads: np.ndarray, n: int) -> Forms:
+    k = heads.shape[2]
+    if n % k == 0:
+        yield "", share_heads(heads, n)
+    if 1 < k < n and n % k == 0:
+        yield " with its heads tiled, not repeated", share_heads(heads, n, tile=True)
 
 
 def turned_forms(value: np.ndarray, sources: Arrays) -> Forms:
@@ -112,7 +126,7 @@ def projected_scores(value: np.ndarray, other: np.ndarray, sources: Arrays) -> F
     """Scores, or what is visible of them, of two projections, or of one that holds queries, keys and values."""
     if value.ndim != 4:
         return
-    candidates = [*_of_two(value.shape, sources), *_of_one(value.shape, sources)]
+    candidates = [*_of_two(value.shape, sources), *_of_one(value.shape, sources), *_of_pairs(value.shape, sources)]
     for found in candidates:
         for scale, scaled in scaled_forms(scores(found.query, found.key, scale=1.0), value, found.query):
             yield found.text.format(scale), scaled
@@ -141,6 +155,28 @@ def _of_one(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
                     query, key = (parts[order.index(part)] for part in ("query", "key"))
                     where = "" if order[:2] == ("query", "key") else f" in the order {', '.join(order)}"
                     yield _Projected(f"query . key {{}} of {name} split as {split}{where}", query, key)
+
+
+def _of_pairs(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
+    b, n, t, s = shape
+    usable = {name: x for name, x in sources.items() if name not in STEPS and x.ndim == 3 and len(x) == b}
+    for (name, x), (other, y) in permutations(list(usable.items())[-PROJECTIONS:], 2):
+        if x.shape[1] == t and y.shape[1] == s and x.shape[-1] % n == 0:
+            query = x.reshape(b, t, n, -1)
+            for text, key in _halves(other, y, query.shape[-1], "key"):
+                if n % key.shape[2] == 0:
+                    yield _Projected(f"{name} . {text} {{}}", query, key)
+                if 1 < key.shape[2] < n and n % key.shape[2] == 0:
+                    tiled = share_heads(key, n, tile=True)
+                    yield _Projected(f"{name} . {text}, its heads tiled, not repeated, {{}}", query, tiled)
+
+
+def _halves(name: str, x: np.ndarray, h: int, part: str) -> Forms:
+    """Yield the keys or the values, in heads of width h, of a projection that holds both; the usual split first."""
+    if x.ndim == 3 and x.shape[-1] % (2 * h) == 0:
+        for (split, pattern), order in product(PAIRS.items(), (("key", "value"), ("value", "key"))):
+            where = "" if order[0] == "key" else f" in the order {', '.join(order)}"
+            yield f"{part} of {name} split as {split}{where}", rearrange(x, pattern, c=2, h=h)[order.index(part)]
 
 
 def _turned_scores(found: _Projected, value: np.ndarray) -> Forms:
