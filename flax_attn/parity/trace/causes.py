@@ -11,6 +11,7 @@ import numpy as np
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import Arrays
 from flax_attn.parity.trace import attention_forms, image_forms, layer_forms
+from flax_attn.parity.trace.angle_tables import angle_tables
 from flax_attn.parity.trace.attention_forms import context_forms, score_forms, softmax_forms
 from flax_attn.parity.trace.convolution_forms import convolution
 from flax_attn.parity.trace.hooks import CAST, path_of, spoken
@@ -22,6 +23,7 @@ from flax_attn.parity.trace.recurrent_forms import gru, lstm, running_statistics
 from flax_attn.parity.trace.structure import UNKNOWN
 from flax_attn.parity.trace.substitute import Evidence, Target, relative
 from flax_attn.parity.trace.tables import dtype_of_numbers
+from flax_attn.parity.trace.tied_forms import tied_products
 from flax_attn.parity.trace.transposed_forms import transposed_convolution
 
 Family = Callable[[np.ndarray, np.ndarray], Forms]
@@ -182,6 +184,9 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
     yield lambda value, other: image_forms.patches(value, sources)
     yield lambda value, other: image_forms.tokens(value, sources, own)
     yield lambda value, other: _pooled(value, found, weights)
+    yield lambda value, other: layer_forms.multiple(value, sources)
+    yield lambda value, other: tied_products(value, sources, weights)
+    yield lambda value, other: angle_tables(value)
     yield lambda value, other: lstm(value, sources, _inside(found, weights) or weights)
     yield lambda value, other: running_statistics(value, sources, weights)
 

@@ -63,6 +63,16 @@ def total(value: np.ndarray, sources: Arrays) -> Forms:
             yield " + ".join(names) + (" alone" if count == 1 else ""), np.sum([x for _, x in terms], axis=0)
 
 
+def multiple(value: np.ndarray, sources: Arrays) -> Forms:
+    """What is there times a number, as embeddings times the root of their width."""
+    for name, x in sources.items():
+        if x.shape == value.shape and x.any():
+            factor = float((value * x).sum() / (x * x).sum())
+            known = {name: 1.0, f"{name} * sqrt({x.shape[-1]})": x.shape[-1] ** 0.5}
+            yield from ((text, x * number) for text, number in known.items())
+            yield f"{name} * {factor:.6g}", x * factor
+
+
 def total_with_rows(value: np.ndarray, sources: Arrays, weights: Arrays) -> Forms:
     """A sum in which the first rows of a table may stand, as of positions that one side does not add."""
     if value.ndim != 3:
