@@ -15,6 +15,9 @@ ANGLES = (1e-11, 1e-6)  # how far off angles may be, in float64 and in float32
 TOKENS = 64  # up to which the end of a table of angles is searched for
 FEWEST = 3  # rows of such a table
 BASES = (10000.0, 500000.0, 1000000.0)  # that are tried where scores are too few to measure one
+SAME = (
+    1e-4  # of the largest score: how far off the scores of tokens with themselves may be, with angles in a lower dtype
+)
 
 
 @dataclass(frozen=True)
@@ -169,9 +172,11 @@ def rotations_of_scores(value: np.ndarray, query: np.ndarray, key: np.ndarray) -
     ways = [_Products(value, query, key, *way) for way in _ways(query.shape[-1])]
     tokens = min(value.shape[-2:])
     ends = range(tokens - 2, FEWEST - 2, -1) if tokens <= TOKENS else ()
+    likely = [products.is_turned(np.arange(tokens)) for products in ways]
     for end in (None, *ends):
-        for products in ways if end is None else ways[:2]:
-            yield from products.rotation(tokens if end is None else end + 1, end)
+        for products, turned in list(zip(ways, likely, strict=True))[: None if end is None else 2]:
+            if turned:
+                yield from products.rotation(tokens if end is None else end + 1, end)
     for products in ways:
         yield from products.rotation_of_queries()
         yield from products.rotation_of_keys()
@@ -231,11 +236,24 @@ class _Products:
 
     def turns(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | None:
         """Return `scale * exp(i * angle)` of each pair at places that share it, or None if too little is visible."""
-        scores, rest = (x[..., queries, keys].reshape(-1, 1) for x in (self.value, self.rest))
-        pairs = self.pairs[..., queries, keys, :].reshape(len(scores), -1)
-        matrix = np.concatenate([pairs.real, -pairs.imag, rest][: 3 if rest.any() else 2], -1)
-        seen, count = np.isfinite(scores[:, 0]), pairs.shape[1]
-        if seen.sum() < matrix.shape[1] or not np.isfinite(matrix).all():
+        matrix, scores = self.system(queries, keys)
+        if len(scores) < matrix.shape[1] or not np.isfinite(matrix).all():
             return None
-        found = np.linalg.lstsq(matrix[seen], scores[seen, 0], rcond=None)[0]
+        found, count = np.linalg.lstsq(matrix, scores, rcond=None)[0], self.pairs.shape[-1]
         return found[:count] + 1j * found[count : 2 * count]
+
+    def is_turned(self, tokens: np.ndarray) -> bool:
+        """Whether the scores of tokens with themselves may be those of pairs that are all turned alike."""
+        matrix, scores = self.system(tokens, tokens)
+        if len(scores) <= matrix.shape[1] or not np.isfinite(matrix).all():
+            return True
+        rest = matrix @ np.linalg.lstsq(matrix, scores, rcond=None)[0] - scores
+        return bool(np.abs(rest).max() <= SAME * np.abs(scores).max())
+
+    def system(self, queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the linear system of cosines and sines, times the scale: an equation for each score that is seen."""
+        scores, rest = (x[..., queries, keys].reshape(-1) for x in (self.value, self.rest))
+        pairs = self.pairs[..., queries, keys, :].reshape(len(scores), -1)
+        matrix = np.concatenate([pairs.real, -pairs.imag, rest[:, None]][: 3 if rest.any() else 2], -1)
+        seen = np.isfinite(scores)
+        return matrix[seen], scores[seen]
