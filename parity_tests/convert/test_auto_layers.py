@@ -89,3 +89,30 @@ def test_norms_of_queries_and_keys(rig):
     output, _ = nnx.capture(ours, nnx.Intermediate)(jnp.asarray(x), sow_weights=True)
     errors = tolerance.relative({"": np.asarray(output)}, {"": theirs(torch.from_numpy(x)).detach().numpy()})
     assert errors[""] <= tolerance.FORWARD, errors
+
+
+class OwnNorm(nnx.Module):
+    def __init__(self, shift):
+        self.scale = nnx.Param(jnp.zeros(D))
+        if shift:
+            self.shift = nnx.Param(jnp.zeros(D))
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [("LN", nn.LayerNorm(D)), ("Normalise", nn.LayerNorm(D)), ("Affine", nn.LayerNorm(D)), ("RMS", nn.RMSNorm(D))],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_norms_of_a_class_of_ones_own(name, theirs):
+    shift = "bias" in theirs.state_dict()
+    pairing = convert.auto(type(name, (OwnNorm,), {})(shift), theirs)
+    assert {row.theirs: row.ours for row in pairing.rows} == {
+        "weight": ("scale",),
+        **({"bias": ("shift",)} if shift else {}),
+    }
+
+
+def test_a_scale_alone_may_be_no_norm():
+    ours = type("LayerScale", (OwnNorm,), {})(shift=False)
+    with pytest.raises(convert.ConversionError, match="no partner for flax scale"):
+        convert.auto(ours, nn.RMSNorm(D))

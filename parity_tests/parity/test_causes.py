@@ -79,6 +79,8 @@ def epsilon_outside():
         (layer_norm(1.01e-5), "layer norm with eps=1.01e-05"),
         (layer_norm(1e-5, SHIFT, SCALE), "layer norm with eps=1e-05, scale and shift swapped"),
         (layer_norm(1e-5, 1 + SCALE), "layer norm with eps=1e-05, times 1 + scale"),
+        (layer_norm(1e-5, shift=None), "layer norm with eps=1e-05, without its shift"),
+        (layer_norm(1e-5, None, None), "layer norm with eps=1e-05, without scale and shift"),
         (rms_norm(1e-3), "RMS norm with eps=0.001"),
         (unbiased_norm(), "layer norm with the variance divided by d - 1 with eps=1e-05"),
         (epsilon_outside(), "layer norm with eps=0.001 added to the standard deviation"),

@@ -24,6 +24,12 @@ def test_the_scale_of_embeddings(factor, text):
     assert said(theirs[0], own[0], {"emb": EMB}) == [f"flax has {own[1]}, torch has {theirs[1]}"]
 
 
+def test_positions_that_one_side_does_not_add():
+    positions = NORM[0]
+    lines = said(EMB + positions, EMB, {"emb": EMB, "positions": positions})
+    assert lines == ["flax has emb alone, torch has emb + positions"]
+
+
 def capped(cap, x=NORM):
     logits = x @ TABLE.T
     return cap * (logits / cap).tanh() if cap else logits

@@ -110,3 +110,18 @@ def test_a_projection_of_keys_and_values_that_is_split_otherwise_is_a_cause(pair
     assert [cause.partition(": ")[2] for cause in found] == [
         f"flax has {ours}, torch has {theirs}" for ours, theirs in wanted
     ]
+
+
+def test_queries_and_keys_that_are_both_split_otherwise_are_a_cause(paired):
+    def theirs(q, k):
+        return attend(
+            lambda scores: scores.softmax(-1), torch.einsum, *(x.unflatten(-1, (2, WIDTH)) for x in (q, k, k))
+        )
+
+    def ours(q, k):
+        heads = (rearrange(x, "b t (h n) -> b t n h", h=WIDTH) for x in (q, k))
+        return attend(jax.nn.softmax, jnp.einsum, *heads, k.reshape(*k.shape[:2], 2, WIDTH))
+
+    found = localise(paired(ours, theirs, *[(3, 5, 2 * WIDTH)] * 2)).causes
+    right = "input . input 2 / sqrt(h)"
+    assert found == (f"./masked: flax has {right}, both with heads interleaved, torch has {right}",)

@@ -6,6 +6,7 @@ same parameter, whatever their order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -157,10 +158,14 @@ def _kind_by_class(module: object) -> Kind | None:
 
 
 def _kind_of_own_class(branch: Branch) -> Kind | None:
-    """Return the kind of a user's own norm or embedding, from the name of its class and its parameters."""
+    """Return the kind of a user's own norm or embedding, from the name of its class and its parameters.
+
+    A scale and a shift of one length are those of a norm, whatever its name; a scale alone may be another layer's.
+    """
     names, own = set(branch.tensors), type(branch.module).__name__
     flat = all(len(tensor.shape) == 1 for tensor in branch.tensors.values())
-    if "Norm" in own and flat and not branch.branches and _is_norm(names):
+    both = len(names) == 2 and len({tensor.shape for tensor in branch.tensors.values()}) == 1
+    if flat and not branch.branches and _is_norm(names) and (both or re.search("Norm|^RMS|^LN", own)):
         return _named_norm(names)
     if own.startswith("Embed") and len(names) == 1 and names <= {"embedding", "weight"}:
         return Kind("Embedding", {min(names): ("weight", "v d")})

@@ -193,8 +193,9 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
 
 def _by_hand(value: np.ndarray, child: str, found: Evidence, weights: Arrays) -> Forms:
     """What a linear layer may compute that one side writes out."""
-    forms = layer_forms.linear(value, found.alone[child], _inner(found, child, weights), weights)
-    yield from ((f"{text} of {child}", form) for text, form in forms)
+    for x in found.alone[child][:1]:
+        forms = layer_forms.linear(value, x, _inner(found, child, weights), weights)
+        yield from ((f"{text} of {child}", form) for text, form in forms)
 
 
 def _pooled(value: np.ndarray, found: Evidence, weights: Arrays) -> Forms:

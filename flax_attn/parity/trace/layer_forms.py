@@ -55,7 +55,9 @@ def _halves(name: str, x: np.ndarray) -> Iterator[tuple[tuple[str, np.ndarray], 
 
 def total(value: np.ndarray, sources: Arrays) -> Forms:
     """A sum of what is there: how residual connections are wired."""
-    distinct = {x.tobytes(): (name, x) for name, x in reversed(sources.items()) if x.shape == value.shape}
+    alike = (value.shape, value.shape[1:], (1, *value.shape[1:]))  # positions may come without a batch
+    usable = [(name, np.broadcast_to(x, value.shape)) for name, x in sources.items() if x.shape in alike]
+    distinct = {x.tobytes(): (name, x) for name, x in reversed(usable)}
     summands = list(distinct.values())[:SUMMANDS][::-1]
     for count in range(1, TERMS + 1):
         for terms in combinations(summands, count):
@@ -134,6 +136,7 @@ def norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
         "layer norm with the variance divided by d - 1": (centred, centred.var(-1, ddof=1, keepdims=True)),
     }
     ways = {"": (scale, shift), ", scale and shift swapped": (shift, scale), ", times 1 + scale": (1 + scale, shift)}
+    ways |= {", without its shift": (scale, 0 * shift), ", without scale and shift": (1 + 0 * scale, 0 * shift)}
     for kind, (centre, square) in kinds.items():
         for how, (a, b) in ways.items():
             yield from _with_epsilon(kind, how, value, centre, square, a, b)

@@ -127,7 +127,7 @@ def projected_scores(value: np.ndarray, other: np.ndarray, sources: Arrays) -> F
     if value.ndim != 4:
         return
     candidates = [*_of_two(value.shape, sources), *_of_one(value.shape, sources), *_of_pairs(value.shape, sources)]
-    for found in candidates:
+    for found in (*candidates, *_split_otherwise(value.shape, sources)):
         for scale, scaled in scaled_forms(scores(found.query, found.key, scale=1.0), value, found.query):
             yield found.text.format(scale), scaled
     for found in candidates:
@@ -143,6 +143,15 @@ def _of_two(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
             k, rest = divmod(y.size, b * s * h)
             if not rest and k and n % k == 0 and (y.ndim == 3 or y.shape[2] == k):
                 yield _Projected(f"{name} . {other} {{}}", x.reshape(b, t, n, h), y.reshape(b, s, k, h))
+
+
+def _split_otherwise(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
+    b, n, t, s = shape
+    usable = {name: x for name, x in sources.items() if name not in STEPS and x.ndim == 3 and len(x) == b}
+    for (name, x), (other, y) in permutations(list(usable.items())[-PROJECTIONS:], 2):
+        if x.shape[1] == t and y.shape[1:] == (s, x.shape[-1]) and x.shape[-1] % n == 0:
+            for (how, query), key in zip(split_heads(x, n).items(), split_heads(y, n).values(), strict=True):
+                yield _Projected(f"{name} . {other} {{}}, both with {how}", query, key)
 
 
 def _of_one(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:

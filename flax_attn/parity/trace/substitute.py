@@ -50,7 +50,7 @@ class Evidence:
         targets: what it computes.
         sources: what it computes that from, as PyTorch has it: `"input"`, outputs of submodules, earlier steps.
         same_inputs: whether it could be given what PyTorch's was given.
-        alone: what submodules are given that PyTorch alone calls, or in other shapes; their outputs are sources.
+        alone: what submodules are given that PyTorch alone calls, or with other shapes; their outputs are sources.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Evidence:
     targets: list[Target] = field(default_factory=list)
     sources: Arrays = field(default_factory=dict)
     same_inputs: bool = True
-    alone: Arrays = field(default_factory=dict)
+    alone: dict[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -128,7 +128,7 @@ class _Substitution(Observer):
         theirs, given = self.found.theirs[frame.name].inputs, self.reference[frame.name][0]
         evidence = self.evidence[frame.name] = Evidence(frame.name, "module")
         for child, call in self._alone(frame.name):
-            evidence.alone[child], evidence.sources[child] = call.inputs[0], call.output
+            evidence.alone[child], evidence.sources[child] = call.inputs, call.output
         evidence.sources |= {_numbered("input", i): x for i, x in enumerate(theirs)}
         pairs = list(zip(frame.inputs, given, strict=False))
         evidence.same_inputs = bool(frame.inputs) == bool(given) and all(x.shape == r.shape for x, r in pairs)
@@ -146,7 +146,7 @@ class _Substitution(Observer):
     def _alone(self, name: str) -> Iterator[tuple[str, Activation]]:
         """Yield the submodules of a node that PyTorch alone calls, or that it calls with other shapes."""
         for path, call in self.found.theirs.items():
-            if path not in self.reference and "#" not in path and call.kind == "module" and call.inputs:
+            if path not in self.reference and "#" not in path and call.kind == "module":
                 inner = path.removeprefix("torch:")
                 if self._around(inner) == name:
                     yield _within(inner, name), call
