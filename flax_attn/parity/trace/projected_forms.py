@@ -61,16 +61,20 @@ def attended_forms(value: np.ndarray, sources: Arrays) -> Forms:
         return
     b, n, t, s = weights.shape
     h = value.shape[-1] // n
+    for text, heads in _values(sources, (b, s, h), n) if value.shape[:2] == (b, t) else ():
+        for joined, form in join_heads(context(weights, heads)).items():
+            yield f"weights . {text}, {joined}", form
+
+
+def _values(sources: Arrays, shape: tuple[int, int, int], n: int) -> Forms:
+    """Yield what may be values `(b, s, n, h)`: projections, then halves of one that holds keys and values."""
+    b, s, h = shape
     usable = {name: x for name, x in sources.items() if x.shape[:2] == (b, s) and x.size % (b * s * h) == 0}
-    for name, x in list(usable.items())[-PROJECTIONS:] if value.shape[:2] == (b, t) else ():
-        for how, heads in _shared_heads(x.reshape(b, s, -1), h, n):
-            for joined, form in join_heads(context(weights, heads)).items():
-                yield f"weights . {name}{how}, {joined}", form
-    for name, x in list(sources.items())[-PROJECTIONS:] if value.shape[:2] == (b, t) else ():
-        for text, heads in _halves(name, x, h, "value") if x.shape[:2] == (b, s) else ():
-            for how, shared in _shared(heads, n):
-                for joined, form in join_heads(context(weights, shared)).items():
-                    yield f"weights . {text}{how}, {joined}", form
+    for name, x in list(usable.items())[-PROJECTIONS:]:
+        yield from ((f"{name}{how}", heads) for how, heads in _shared_heads(x.reshape(b, s, -1), h, n))
+    for name, x in list(sources.items())[-PROJECTIONS:]:
+        for text, half in _halves(name, x, h, "value") if x.shape[:2] == (b, s) else ():
+            yield from ((f"{text}{how}", heads) for how, heads in _shared(half, n))
 
 
 def _shared_heads(x: np.ndarray, h: int, n: int) -> Forms:
@@ -145,11 +149,19 @@ def _of_two(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
                 yield _Projected(f"{name} . {other} {{}}", x.reshape(b, t, n, h), y.reshape(b, s, k, h))
 
 
-def _split_otherwise(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
+def _flat_pairs(shape: tuple[int, ...], sources: Arrays) -> Iterator[tuple[tuple[str, np.ndarray], ...]]:
+    """Yield two projections whose heads lie side by side, the first of queries, with their names."""
     b, n, t, s = shape
     usable = {name: x for name, x in sources.items() if name not in STEPS and x.ndim == 3 and len(x) == b}
     for (name, x), (other, y) in permutations(list(usable.items())[-PROJECTIONS:], 2):
-        if x.shape[1] == t and y.shape[1:] == (s, x.shape[-1]) and x.shape[-1] % n == 0:
+        if x.shape[1] == t and y.shape[1] == s and x.shape[-1] % n == 0:
+            yield (name, x), (other, y)
+
+
+def _split_otherwise(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
+    n = shape[1]
+    for (name, x), (other, y) in _flat_pairs(shape, sources):
+        if y.shape[-1] == x.shape[-1]:
             for (how, query), key in zip(split_heads(x, n).items(), split_heads(y, n).values(), strict=True):
                 yield _Projected(f"{name} . {other} {{}}, both with {how}", query, key)
 
@@ -167,17 +179,15 @@ def _of_one(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
 
 
 def _of_pairs(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
-    b, n, t, s = shape
-    usable = {name: x for name, x in sources.items() if name not in STEPS and x.ndim == 3 and len(x) == b}
-    for (name, x), (other, y) in permutations(list(usable.items())[-PROJECTIONS:], 2):
-        if x.shape[1] == t and y.shape[1] == s and x.shape[-1] % n == 0:
-            query = x.reshape(b, t, n, -1)
-            for text, key in _halves(other, y, query.shape[-1], "key"):
-                if n % key.shape[2] == 0:
-                    yield _Projected(f"{name} . {text} {{}}", query, key)
-                if 1 < key.shape[2] < n and n % key.shape[2] == 0:
-                    tiled = share_heads(key, n, tile=True)
-                    yield _Projected(f"{name} . {text}, its heads tiled, not repeated, {{}}", query, tiled)
+    n = shape[1]
+    for (name, x), (other, y) in _flat_pairs(shape, sources):
+        query = x.reshape(*x.shape[:2], n, -1)
+        for text, key in _halves(other, y, query.shape[-1], "key"):
+            if n % key.shape[2] == 0:
+                yield _Projected(f"{name} . {text} {{}}", query, key)
+            if 1 < key.shape[2] < n and n % key.shape[2] == 0:
+                tiled = share_heads(key, n, tile=True)
+                yield _Projected(f"{name} . {text}, its heads tiled, not repeated, {{}}", query, tiled)
 
 
 def _halves(name: str, x: np.ndarray, h: int, part: str) -> Forms:

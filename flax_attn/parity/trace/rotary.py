@@ -15,9 +15,7 @@ ANGLES = (1e-11, 1e-6)  # how far off angles may be, in float64 and in float32
 TOKENS = 64  # up to which the end of a table of angles is searched for
 FEWEST = 3  # rows of such a table
 BASES = (10000.0, 500000.0, 1000000.0)  # that are tried where scores are too few to measure one
-SAME = (
-    1e-4  # of the largest score: how far off the scores of tokens with themselves may be, with angles in a lower dtype
-)
+SAME = 1e-4  # of the largest score: how far off others may be with angles in a lower dtype
 
 
 @dataclass(frozen=True)
