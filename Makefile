@@ -9,10 +9,12 @@ NEWEST_PYTHON ?= $(shell for python in python3.13 python3.14 python3.12 $$HOME/.
 # What the library of kernels is built from: the environments are installed again where it changes.
 NATIVE := setup.py $(wildcard flax_attn/native/source/*)
 
-# What another JAX or Flax can break: whatever uses their interfaces. The arithmetic is proven by make against.
+# What another JAX or Flax can break: whatever uses their interfaces. The arithmetic is proven by make against, and
+# test_turns.py asks what test_stack.py does, of layers of more kinds.
 NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py tokamax.py xla.py) \
 	$(addprefix tests/modules/test_, cache.py linen_bridge.py state.py transforms.py) \
-	$(addprefix tests/sharding/test_, generate.py models.py parameters.py pretrained.py) tests/models tests/training \
+	$(addprefix tests/sharding/test_, generate.py models.py parameters.py pretrained.py) \
+	$(filter-out %/test_turns.py,$(wildcard tests/models/test_*.py)) tests/training \
 	$(filter-out tests/test_types.py,$(wildcard tests/test_*.py))  # types are checked once, by make test
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
@@ -156,7 +158,7 @@ dist: .venv-release/installed
 	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 or newer found: make test-newest NEWEST_PYTHON=/path/to/python'; exit 1; }
 	$(NEWEST_PYTHON) -m venv --clear .venv-newest
 	rm -rf build/lib*  # of which setuptools would install files that are no longer in the sources
-	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz,tokamax,generate]' beartype hypothesis pytest pytest-xdist
+	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz,tokamax,generate]' beartype hypothesis pytest pytest-xdist zstandard
 	@touch $@
 
 .venv-oldest/installed: pyproject.toml $(NATIVE) $(shell find flax_attn -name '*.py')

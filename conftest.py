@@ -27,11 +27,9 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def as_a_user_has_jax():
-    """Compute in float32, with JAX's own promotion and all optimisations: what documentation and examples run with."""
-    jax.config.update("jax_disable_most_optimizations", False)
+    """Compute in float32, with JAX's own promotion: what documentation and examples run with."""
     with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture
