@@ -119,7 +119,7 @@ def _moved(run: Run, program: Hlo) -> int:
         return sum(map(_bytes, operands)) + _bytes(instruction.shapes)
     fused = program.computations[instruction.called[0]]
     results, passed = _passed(instruction, fused)
-    read = sum(_read(shapes, i, fused) for i, shapes in enumerate(operands) if i not in passed)
+    read = sum(_read(shapes, i, fused, program) for i, shapes in enumerate(operands) if i not in passed)
     return read + sum(size for i, size in enumerate(_written(instruction.shapes, fused)) if i not in results)
 
 
@@ -131,15 +131,23 @@ def _passed(fusion: Instruction, fused: Computation) -> tuple[set[int], set[int]
     return {int(result or 0) for result, _ in pairs}, {int(operand) for _, operand in pairs}
 
 
-def _read(shapes: Sequence[Shape], index: int, fused: Computation) -> int:
+def _read(shapes: Sequence[Shape], index: int, fused: Computation, program: Hlo) -> int:
     """Return the bytes that a fusion reads of an operand."""
     parameter = next((x for x in fused.values() if x.opcode == "parameter" and x.literal == str(index)), None)
     if parameter is None or not _bytes(shapes):
         return _bytes(shapes)
     users = [x for x in fused.values() if parameter.name in x.operands]
-    if not all(_takes_part(x, parameter.name) for x in users):
+    return min(_bytes(shapes), sum(_read_by(user, parameter.name, shapes, program) for user in users))
+
+
+def _read_by(user: Instruction, name: str, shapes: Sequence[Shape], program: Hlo) -> int:
+    """Return the bytes that an instruction in a fusion reads of an operand; XLA for TPU puts fusions into fusions."""
+    if user.opcode == "fusion":
+        inner = program.computations[user.called[0]]
+        return sum(_read(shapes, i, inner, program) for i, operand in enumerate(user.operands) if operand == name)
+    if not _takes_part(user, name):
         return _bytes(shapes)
-    return sum(_bytes(x.shapes) for x in users if x.opcode in _PARTS)
+    return _bytes(user.shapes) if user.opcode in _PARTS else 0
 
 
 def _written(shapes: Sequence[Shape], fused: Computation) -> list[int]:

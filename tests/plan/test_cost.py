@@ -99,6 +99,13 @@ TPU = """
   ROOT %slice = bf16[1,256,4096]{2,1,0} dynamic-slice(%param_0, %param_1), dynamic_slice_sizes={1,256,4096}
 }
 
+%product (param_5: bf16[32,256,4096], param_6: s32[]) -> bf16[256,4096] {
+  %param_5 = bf16[32,256,4096]{2,1,0} parameter(0)
+  %param_6 = s32[] parameter(1)
+  %inner = bf16[1,256,4096]{2,1,0} fusion(%param_5, %param_6), kind=kLoop, calls=%part
+  ROOT %twice = bf16[1,256,4096]{2,1,0} add(%inner, %inner)
+}
+
 %stored (param_2: f32[4,8], param_3: f32[1,8], param_4: s32[]) -> f32[4,8] {
   %param_2 = f32[4,8]{1,0} parameter(0)
   %param_3 = f32[1,8]{1,0} parameter(1)
@@ -120,6 +127,7 @@ ENTRY %main (x: bf16[32,256,4096], i: s32[], y: f32[4,8], z: f32[1,8]) -> f32[4,
     ("line", "moved"),
     [
         ("%a = bf16[1,256,4096]{2,1,0:S(1)} fusion(%x, %i), kind=kLoop, calls=%part", 2 * 256 * 4096 + 4),
+        ("%a = bf16[1,256,4096]{2,1,0:S(1)} fusion(%x, %i), kind=kOutput, calls=%product", 2 * 256 * 4096 + 4),
         ("%a = f32[4,8]{1,0} fusion(%y, %z, %i), kind=kLoop, calls=%stored", 2 * 32 + 4),
         ("%a = f32[4,8]{1,0} dynamic-update-slice(%y, %z, %i, %i)", 2 * 32),
         ("%a = f32[4,8]{1,0} add(%y, %y)", 3 * 128),
