@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from flax_attn.parity.adapters.adapter import PairingError
 from flax_attn.parity.adapters.recording import file_name
 from flax_attn.parity.compare import ParityError, compare
 from flax_attn.parity.report.report import Report
@@ -31,7 +32,11 @@ def parity(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """Compare two modules, and fail the test where they differ."""
 
     def check(*arguments, **options) -> Report:
-        report = compare(*arguments, **{"name": request.node.name, **options})
+        __tracebackhide__ = True  # what failed is the line of the test
+        try:
+            report = compare(*arguments, **{"name": request.node.name, **options})
+        except PairingError as error:
+            raise error.with_traceback(None) from error.__cause__
         report = replace(report, command=f"pytest '{request.node.nodeid}'")
         if not report.passed:
             _write(report, request.config.getoption("--parity-report"))
