@@ -21,9 +21,10 @@ def draw(*shape):
     return torch.tensor(RANDOM.normal(size=shape))
 
 
-def said(theirs, ours, sources, weights=None, label="output"):
+def said(theirs, ours, sources, weights=None, label="output", alone=()):
     target = Target(label, ours.numpy(), theirs.numpy())
     found = Evidence("m", "module", [target], {name: x.numpy() for name, x in sources.items()})
+    found.alone |= {name: (found.sources[name],) for name in alone}
     lines = causes_of(found, {f"m.{name}": w.numpy() for name, w in (weights or {}).items()})
     return [line.removeprefix("m, input of fc: ").removeprefix("m: ") for line in lines]
 
@@ -227,6 +228,19 @@ def test_positions_are_resized_for_patches_that_come_as_a_row():
     assert said(theirs, ours, {"patch": row}, weights) == [
         f"flax has {text}-0.5, as in JAX), torch has {text}-0.75, as in PyTorch)"
     ]
+
+
+def test_dropout_behind_positions_hides_nothing():
+    ours, theirs = resized("jax", method="bicubic"), resized("bicubic")
+    sources, weights = {"dropout": theirs, "conv": BIG}, {"cls_token": CLASS, "pos_embed": SQUARE}
+    text = "cls_token, then conv row by row + pos_embed resized, bicubic (a = "
+    assert said(theirs, ours, sources, weights, alone=["dropout"]) == [
+        f"flax has {text}-0.5, as in JAX), torch has {text}-0.75, as in PyTorch)"
+    ]
+
+
+def test_what_pytorch_calls_last_is_no_formula_by_itself():
+    assert said(ROWS, ROWS + draw(*ROWS.shape), {"norm": ROWS}, alone=["norm"]) == []
 
 
 def test_tokens_of_something_else_are_not_named():

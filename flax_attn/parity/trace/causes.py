@@ -95,7 +95,8 @@ def _cause(found: Evidence, target: Target, weights: Arrays, lower: Mapping[str,
     both = _first_difference(forms) or _in_lower_dtypes(found.name, target, families, lower)
     if both:
         return f"{place}: {_difference(both['flax'], both['torch'])}"
-    one = next((fits for fits in forms if any(fits.values()) and not all(fits.values())), None)
+    last = {f"{child} alone" for child in found.alone}  # that PyTorch returns what it calls last says nothing by itself
+    one = next((x for x in forms if any(x.values()) and not all(x.values()) and x["torch"] not in last), None)
     cause = _rounded(target) or _one_pass_variance(found, target, weights) or (_known_on_one_side(one) if one else "")
     named = _lower_operations(found.name, target.error, lower)
     cast = cast_of(found.name, target.error, lower) if not cause or UNKNOWN in cause else ""
@@ -171,20 +172,22 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
         yield lambda value, other: convolution(value, sources["input"], own)
         yield lambda value, other: transposed_convolution(value, sources["input"], own)
         yield lambda value, other: gru(value, sources, own)
+    inner = {name: x for name, x in sources.items() if name not in found.alone or not np.array_equal(x, target.torch)}
     for child in found.alone:  # before sums: else it is the output of that submodule
         yield lambda value, other, child=child: _by_hand(value, child, found, weights)
     yield lambda value, other: attention_forms.joined_forms(value, other, sources)
     yield lambda value, other: attended_forms(value, sources)
+    yield lambda value, other: layer_forms.total(value, inner)
     yield lambda value, other: layer_forms.total(value, sources)
-    yield lambda value, other: layer_forms.total_with_rows(value, sources, _inside(found, weights))
+    yield lambda value, other: layer_forms.total_with_rows(value, inner, _inside(found, weights))
     called = {name: x for name, x in sources.items() if name not in found.alone}
     yield lambda value, other: layer_forms.activation(value, called | sources)  # ReLU of ReLU is ReLU
     yield lambda value, other: turned_forms(value, sources)
-    yield lambda value, other: layer_forms.gated(value, sources)
-    yield lambda value, other: image_forms.patches(value, sources)
-    yield lambda value, other: image_forms.tokens(value, sources, own)
+    yield lambda value, other: layer_forms.gated(value, inner)
+    yield lambda value, other: image_forms.patches(value, inner)
+    yield lambda value, other: image_forms.tokens(value, inner, own)
     yield lambda value, other: _pooled(value, found, weights)
-    yield lambda value, other: layer_forms.multiple(value, sources)
+    yield lambda value, other: layer_forms.multiple(value, inner)
     yield lambda value, other: tied_products(value, sources, weights)
     yield lambda value, other: angle_tables(value)
     yield lambda value, other: lstm(value, sources, _inside(found, weights) or weights)
