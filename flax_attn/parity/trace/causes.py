@@ -172,6 +172,7 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
         yield lambda value, other: convolution(value, sources["input"], own)
         yield lambda value, other: transposed_convolution(value, sources["input"], own)
         yield lambda value, other: gru(value, sources, own)
+    # What PyTorch calls last returns the output itself: it is named where nothing within says how that is computed.
     inner = {name: x for name, x in sources.items() if name not in found.alone or not np.array_equal(x, target.torch)}
     for child in found.alone:  # before sums: else it is the output of that submodule
         yield lambda value, other, child=child: _by_hand(value, child, found, weights)
