@@ -1,12 +1,11 @@
-// The calls that XLA makes: arguments checked and taken apart, and handed to the kernels of the chosen level.
+// The calls that XLA makes: their arrays and options by name, checked, and handed to the kernels of the chosen level.
 
 #include <atomic>
+#include <cstring>
 #include <vector>
 
-#include "calls.h"
-#include "xla/ffi/api/ffi.h"
+#include "border.h"
 
-namespace ffi = xla::ffi;
 using namespace flax_attn;
 
 namespace {
@@ -31,140 +30,222 @@ std::vector<const Kernels*> levels() {
 
 std::atomic<const Kernels*> chosen{levels().front()};
 
-// The sizes of an array of tokens and heads, all axes before these being one batch axis.
-struct Sizes {
-  int64_t b, tokens, heads, width;
-  Sizes(ffi::AnyBuffer::Dimensions x, bool heads_first) {
-    const size_t rank = x.size();
-    b = 1;
-    for (size_t i = 0; i + 3 < rank; ++i) b *= x[i];
-    tokens = x[rank - (heads_first ? 2 : 3)];
-    heads = x[rank - (heads_first ? 3 : 2)];
-    width = x[rank - 1];
-  }
+struct ForwardOptions {
+  float scale, soft_cap;
+  bool heads_first, few, differentiated;
+};
+struct BackwardOptions {
+  float scale, soft_cap;
+  bool heads_first;
+};
+struct ProductOptions {
+  bool transposed;
+};
+struct GroupedOptions {
+  int64_t form;
 };
 
-template <typename T>
-const T* data_or_null(ffi::AnyBuffer x) {
-  return x.element_count() == 0 ? nullptr : static_cast<const T*>(x.untyped_data());
+// The arrays that forward and backward begin with.
+struct AttentionArrays {
+  Given query, key, value, sinks, start, stop, query_segment, key_segment;
+  explicit AttentionArrays(Border& border)
+      : query(border.argument("query")),
+        key(border.argument("key")),
+        value(border.argument("value")),
+        sinks(border.argument("sinks")),
+        start(border.argument("start")),
+        stop(border.argument("stop")),
+        query_segment(border.argument("query_segment")),
+        key_segment(border.argument("key_segment")) {}
+  Sizes batch() const { return query.before(3); }
+};
+
+constexpr int64_t MOST_TOKENS = int64_t{1} << 30;  // such that an index of a key, and of what pads it, is an int32
+
+// The sizes of a call, as far as each is that of one array. All axes before the last three are one batch axis.
+template <typename Options>
+Attention sizes_of(const AttentionArrays& x, const Options& options) {
+  Attention call{};
+  call.b = count_of(x.batch());
+  call.t = x.query.behind(3), call.n = x.query.behind(2), call.h = x.query.behind(1);
+  call.s = x.key.behind(options.heads_first ? 2 : 3), call.k = x.key.behind(options.heads_first ? 3 : 2);
+  call.v = x.value.behind(1);
+  call.type = x.query.number();
+  call.heads_first = options.heads_first;
+  call.scale = options.scale, call.soft_cap = options.soft_cap;
+  return call;
 }
 
-Type type_of(ffi::AnyBuffer x) {
-  if (x.element_type() == ffi::DataType::BF16) return Type::bfloat16;
-  return x.element_type() == ffi::DataType::F16 ? Type::float16 : Type::float32;
+void check_attention(Border& border, const AttentionArrays& x, const Attention& call) {
+  const DataType type = x.query.type;
+  const Sizes batch = x.batch();
+  const int64_t first = call.heads_first ? call.k : call.s, second = call.heads_first ? call.s : call.k;
+  const int64_t smallest = std::min({call.t, call.s, call.n, call.k, call.h, call.v});
+  border.require(x.query.is_number(), "query must be float32, bfloat16 or float16");
+  border.require(x.query.sizes.size() >= 4, "query must be (..., b, t, n, h)");
+  border.require(x.key.is(type, batch, {first, second, call.h}),
+                 "key must have the dtype of query, and be (..., b, s, k, h), or (..., b, k, s, h) if heads_first");
+  border.require(x.value.is(type, batch, {first, second, call.v}),
+                 "value must have the dtype of query, and be (..., b, s, k, v), or (..., b, k, s, v) if heads_first");
+  border.require(smallest >= 1, "t, s, n, k, h and v must be at least 1");
+  border.require(std::max(call.t, call.s) <= MOST_TOKENS, "t and s must be at most 2**30");
+  border.require(call.k > 0 && call.n % call.k == 0, "the heads k of key must divide the heads n of query");
+  const int64_t sinks = x.sinks.behind(1) == 0 ? 0 : call.n;
+  border.require(x.sinks.is(DataType::F32, batch, {sinks}), "sinks must be float32, and (..., b, n) or (..., b, 0)");
+  border.require(x.start.is(DataType::S32, batch, {call.t}), "start must be int32, and (..., b, t)");
+  border.require(x.stop.is(DataType::S32, batch, {call.t}), "stop must be int32, and (..., b, t)");
+  const bool none = x.query_segment.behind(1) == 0 && x.key_segment.behind(1) == 0;
+  border.require(x.query_segment.is(DataType::S32, batch, {none ? 0 : call.t}),
+                 "query_segment must be int32, and (..., b, t), or (..., b, 0) beside a key_segment of (..., b, 0)");
+  border.require(x.key_segment.is(DataType::S32, batch, {none ? 0 : call.s}),
+                 "key_segment must be int32, and (..., b, s), or (..., b, 0) beside a query_segment of (..., b, 0)");
+  border.require(call.soft_cap >= 0, "soft_cap must be positive, or 0 for none");
 }
 
-Attention attention(ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::AnyBuffer sinks,
-                    ffi::AnyBuffer start, ffi::AnyBuffer stop, ffi::AnyBuffer query_segment,
-                    ffi::AnyBuffer key_segment, float scale, float soft_cap, bool heads_first) {
-  const Sizes q(query.dimensions(), false), k(key.dimensions(), heads_first), v(value.dimensions(), heads_first);
-  return {q.b, q.tokens, k.tokens, q.heads, k.heads, q.width, v.width, type_of(query), heads_first, scale, soft_cap,
-          query.untyped_data(), key.untyped_data(), value.untyped_data(), data_or_null<float>(sinks),
-          static_cast<const int32_t*>(start.untyped_data()), static_cast<const int32_t*>(stop.untyped_data()),
-          data_or_null<int32_t>(query_segment), data_or_null<int32_t>(key_segment)};
+// Where the arrays of a call are, once they are checked.
+void point_to(const AttentionArrays& x, Attention& call) {
+  call.query = x.query.data<void>(), call.key = x.key.data<void>(), call.value = x.value.data<void>();
+  call.sinks = x.sinks.data<float>();
+  call.start = x.start.data<int32_t>(), call.stop = x.stop.data<int32_t>();
+  call.query_segment = x.query_segment.data<int32_t>(), call.key_segment = x.key_segment.data<int32_t>();
 }
 
-ffi::Error forward(ffi::ThreadPool threads, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                   ffi::AnyBuffer sinks, ffi::AnyBuffer start, ffi::AnyBuffer stop, ffi::AnyBuffer query_segment,
-                   ffi::AnyBuffer key_segment, ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> top,
-                   ffi::Result<ffi::AnyBuffer> total, float scale, float soft_cap, bool heads_first, bool few, bool differentiated) {
+ffi::Error forward(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                   ForwardOptions options) {
+  Border border("flax_attn.attention_forward", arguments, results);
+  const AttentionArrays x(border);
+  const Given output = border.result("output"), top = border.result("top"), total = border.result("total");
+  Forward call{sizes_of(x, options)};
+  check_attention(border, x, call);
+  border.require(output.is(x.query.type, x.batch(), {call.t, call.n, call.v}),
+                 "output must have the dtype of query, and be (..., b, t, n, v)");
+  border.require(top.is(DataType::F32, x.batch(), {call.n, call.t}), "top must be float32, and (..., b, n, t)");
+  if (!border.require(total.is(DataType::F32, x.batch(), {call.n, call.t}),
+                      "total must be float32, and (..., b, n, t)"))
+    return border.error();
+  if (call.b == 0) return ffi::Error::Success();
+  point_to(x, call);
+  call.output = output.data<void>(), call.top = top.data<float>(), call.total = total.data<float>();
+  call.few = options.few, call.differentiated = options.differentiated;
   XlaPool pool(threads);
-  Forward x{attention(query, key, value, sinks, start, stop, query_segment, key_segment, scale, soft_cap, heads_first),
-            output->untyped_data(), top->typed_data<float>(), total->typed_data<float>(), few, differentiated};
-  chosen.load()->forward(x, pool);
+  chosen.load()->forward(call, pool);
   return ffi::Error::Success();
 }
 
-ffi::Error backward(ffi::ThreadPool threads, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value,
-                    ffi::AnyBuffer sinks, ffi::AnyBuffer start, ffi::AnyBuffer stop, ffi::AnyBuffer query_segment,
-                    ffi::AnyBuffer key_segment, ffi::AnyBuffer output, ffi::AnyBuffer top, ffi::AnyBuffer total,
-                    ffi::AnyBuffer cotangent, ffi::Result<ffi::AnyBuffer> d_query, ffi::Result<ffi::AnyBuffer> d_key,
-                    ffi::Result<ffi::AnyBuffer> d_value, ffi::Result<ffi::AnyBuffer> delta, float scale,
-                    float soft_cap, bool heads_first) {
+ffi::Error backward(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                    BackwardOptions options) {
+  Border border("flax_attn.attention_backward", arguments, results);
+  const AttentionArrays x(border);
+  const Given output = border.argument("output"), top = border.argument("top"), total = border.argument("total");
+  const Given cotangent = border.argument("cotangent");
+  const Given d_query = border.result("d_query"), d_key = border.result("d_key"), d_value = border.result("d_value");
+  const Given delta = border.result("delta");
+  Backward call{sizes_of(x, options)};
+  check_attention(border, x, call);
+  const DataType type = x.query.type;
+  const Sizes batch = x.batch();
+  for (const Given& one : {output, cotangent})
+    border.require(one.is(type, batch, {call.t, call.n, call.v}),
+                   "output and cotangent must have the dtype of query, and be (..., b, t, n, v)");
+  for (const Given& one : {top, total, delta})
+    border.require(one.is(DataType::F32, batch, {call.n, call.t}),
+                   "top, total and delta must be float32, and (..., b, n, t)");
+  border.require(d_query.is(type, batch, {call.t, call.n, call.h}), "d_query must be as query");
+  border.require(d_key.is(type, batch, {call.s, call.k, call.h}),
+                 "d_key must have the dtype of query, and be (..., b, s, k, h)");
+  if (!border.require(d_value.is(type, batch, {call.s, call.k, call.v}),
+                      "d_value must have the dtype of query, and be (..., b, s, k, v)"))
+    return border.error();
+  if (call.b == 0) return ffi::Error::Success();
+  point_to(x, call);
+  call.output = output.data<void>(), call.cotangent = cotangent.data<void>();
+  call.top = top.data<float>(), call.total = total.data<float>(), call.delta = delta.data<float>();
+  call.d_query = d_query.data<void>(), call.d_key = d_key.data<void>(), call.d_value = d_value.data<void>();
   XlaPool pool(threads);
-  Backward x{attention(query, key, value, sinks, start, stop, query_segment, key_segment, scale, soft_cap, heads_first),
-             output.untyped_data(), cotangent.untyped_data(), top.typed_data<float>(), total.typed_data<float>(),
-             d_query->untyped_data(), d_key->untyped_data(), d_value->untyped_data(), delta->typed_data<float>()};
-  chosen.load()->backward(x, pool);
+  chosen.load()->backward(call, pool);
   return ffi::Error::Success();
 }
 
-ffi::Error product(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer matrix,
-                   ffi::Result<ffi::AnyBuffer> result, bool transposed) {
+ffi::Error product(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                   ProductOptions options) {
+  Border border("flax_attn.matrix_product", arguments, results);
+  const Given x = border.argument("x"), matrix = border.argument("matrix"), result = border.result("result");
+  MatrixProduct call{};
+  call.m = x.behind(2), call.d_in = x.behind(1), call.d_out = result.behind(1);
+  call.type = x.number(), call.result_type = result.number(), call.transposed = options.transposed;
+  const int64_t rows = call.transposed ? call.d_out : call.d_in, columns = call.transposed ? call.d_in : call.d_out;
+  border.require(x.is_number() && x.sizes.size() == 2, "x must be float32, bfloat16 or float16, and (m, d_in)");
+  border.require(matrix.is(x.type, {}, {rows, columns}),
+                 "matrix must have the dtype of x, and be (d_in, d_out), or (d_out, d_in) if transposed");
+  if (!border.require(result.is(x.type, {}, {call.m, call.d_out}) || result.is(DataType::F32, {}, {call.m, call.d_out}),
+                      "result must have the dtype of x or be float32, and be (m, d_out)"))
+    return border.error();
+  if (result.empty()) return ffi::Error::Success();
+  if (call.d_in == 0) {
+    std::memset(result.memory, 0, call.m * call.d_out * ffi::ByteWidth(result.type));
+    return ffi::Error::Success();
+  }
+  call.x = x.data<void>(), call.matrix = matrix.data<void>(), call.result = result.data<void>();
   XlaPool pool(threads);
-  const auto rows = x.dimensions(), columns = result->dimensions();
-  chosen.load()->product({rows[0], rows[1], columns[1], type_of(x), type_of(*result), transposed, x.untyped_data(),
-                          matrix.untyped_data(), result->untyped_data()},
-                         pool);
+  chosen.load()->product(call, pool);
   return ffi::Error::Success();
 }
 
-// The result of "plain" and "transposed" is (m, ...), and that of "outer" (groups, ...).
-ffi::Error grouped(ffi::ThreadPool threads, ffi::AnyBuffer left, ffi::AnyBuffer right, ffi::AnyBuffer sizes,
-                   ffi::Result<ffi::AnyBuffer> result, int64_t form) {
+ffi::Error grouped(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+                   GroupedOptions options) {
+  Border border("flax_attn.grouped_product", arguments, results);
+  const Given left = border.argument("left"), right = border.argument("right"), sizes = border.argument("sizes");
+  const Given result = border.result("result");
+  const bool known = options.form >= 0 && options.form <= static_cast<int64_t>(GroupedForm::outer);
+  GroupedProduct call{};
+  call.form = known ? static_cast<GroupedForm>(options.form) : GroupedForm::plain;
+  const bool outer = call.form == GroupedForm::outer, transposed = call.form == GroupedForm::transposed;
+  const Given& matrices = outer ? result : right;
+  call.m = left.behind(2), call.groups = matrices.behind(3), call.d_in = matrices.behind(2);
+  call.d_out = matrices.behind(1), call.type = left.number();
+  border.require(known, "form must be 0 (plain), 1 (transposed) or 2 (outer)");
+  border.require(left.is_number(), "left must be float32, bfloat16 or float16");
+  border.require(left.is(left.type, {}, {call.m, transposed ? call.d_out : call.d_in}),
+                 "left must be (m, d_in), or (m, d_out) in the transposed form");
+  border.require(matrices.is(left.type, {}, {call.groups, call.d_in, call.d_out}),
+                 "the matrices must have the dtype of left, and be (groups, d_in, d_out)");
+  const int64_t width = transposed ? call.d_in : call.d_out;
+  border.require((outer ? right : result).is(left.type, {}, {call.m, width}),
+                 "right, in the outer form, or the result must have the dtype of left, and be (m, d_out), or (m, d_in) "
+                 "in the transposed form");
+  if (!border.require(sizes.is(DataType::S32, {}, {call.groups}), "sizes must be int32, and (groups,)"))
+    return border.error();
+  if (result.empty()) return ffi::Error::Success();
+  call.left = left.data<void>(), call.right = right.data<void>(), call.sizes = sizes.data<int32_t>();
+  call.result = result.data<void>();
   XlaPool pool(threads);
-  const GroupedForm chosen_form = static_cast<GroupedForm>(form);
-  const auto matrices = chosen_form == GroupedForm::outer ? result->dimensions() : right.dimensions();
-  chosen.load()->grouped({left.dimensions()[0], matrices[0], matrices[1], matrices[2], type_of(left), chosen_form,
-                          left.untyped_data(), right.untyped_data(), sizes.typed_data<int32_t>(), result->untyped_data()},
-                         pool);
+  chosen.load()->grouped(call, pool);
   return ffi::Error::Success();
+}
+
+// How XLA calls a function whose options are those of a struct.
+template <typename Options>
+auto bound() {
+  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs<Options>();
 }
 
 }  // namespace
 
-#define EIGHT_ARGUMENTS \
-  Arg<ffi::AnyBuffer>() \
-      .Arg<ffi::AnyBuffer>() \
-      .Arg<ffi::AnyBuffer>() \
-      .Arg<ffi::AnyBuffer>() \
-      .Arg<ffi::AnyBuffer>() \
-      .Arg<ffi::AnyBuffer>() \
-      .Arg<ffi::AnyBuffer>() \
-      .Arg<ffi::AnyBuffer>()
-#define OPTIONS Attr<float>("scale").Attr<float>("soft_cap").Attr<bool>("heads_first")
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(ForwardOptions, StructMember<float>("scale"), StructMember<float>("soft_cap"),
+                                      StructMember<bool>("heads_first"), StructMember<bool>("few"),
+                                      StructMember<bool>("differentiated"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(BackwardOptions, StructMember<float>("scale"), StructMember<float>("soft_cap"),
+                                      StructMember<bool>("heads_first"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(ProductOptions, StructMember<bool>("transposed"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(GroupedOptions, StructMember<int64_t>("form"));
 
 #pragma GCC visibility push(default)
 extern "C" {
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_forward, forward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .EIGHT_ARGUMENTS.Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .OPTIONS.Attr<bool>("few")
-                                  .Attr<bool>("differentiated"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .EIGHT_ARGUMENTS.Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .OPTIONS);
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(matrix_product, product,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("transposed"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, grouped,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("form"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_forward, forward, bound<ForwardOptions>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(attention_backward, backward, bound<BackwardOptions>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(matrix_product, product, bound<ProductOptions>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, grouped, bound<GroupedOptions>());
 
 // The name of the i-th level that this processor has, quickest first; null beyond the last.
 const char* level_name(int i) {
