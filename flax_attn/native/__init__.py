@@ -10,12 +10,14 @@ from functools import cache
 from importlib.util import find_spec
 
 import jax
+import jax.export
 
 MISSING = (
     "its library was not built, which takes a C++ compiler when flax_attn is installed: install one (g++ 12 or newer), "
     "and then flax_attn again with pip install --force-reinstall --no-deps"
 )
 _ATTENTION = ("attention_forward", "attention_backward")  # all of whose arrays begin with a batch axis
+_FUNCTIONS = (*_ATTENTION, "matrix_product", "grouped_product")
 
 
 @cache
@@ -25,7 +27,7 @@ def library() -> ctypes.CDLL | None:
     if found is None or found.origin is None:
         return None
     loaded = ctypes.cdll.LoadLibrary(found.origin)
-    for name in (*_ATTENTION, "matrix_product", "grouped_product"):
+    for name in _FUNCTIONS:
         jax.ffi.register_ffi_target(target(name), jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
     for name in _ATTENTION:
         jax.ffi.register_ffi_target_as_batch_partitionable(target(name))
@@ -35,8 +37,30 @@ def library() -> ctypes.CDLL | None:
 
 
 def target(name: str) -> str:
-    """Return the name by which XLA knows a function of the library."""
-    return f"flax_attn_{name}"
+    """Return the name by which XLA knows a function of the library, and programs that were exported.
+
+    A function that takes other arrays or options, or computes another function of them, gets a new version, and the
+    old one stays beside it.
+    """
+    return f"flax_attn.{name}.v1"
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """Return what `jax.export.export` takes as `disabled_checks`, so that a program may call the kernels for CPUs.
+
+    JAX exports calls of its own libraries alone unless others are named. Those of flax_attn keep their names and what
+    they mean from version to version. Where a program is loaded, call this before it runs: it makes the kernels known.
+
+    Example:
+        >>> x = jax.ShapeDtypeStruct((1, 64, 2, 16), "float32")
+        >>> from flax_attn import dot_product_attention
+        >>> attend = jax.jit(lambda x: dot_product_attention(x, x, x))
+        >>> exported = jax.export.export(attend, disabled_checks=export_checks())(x)
+        >>> exported.out_avals
+        (ShapedArray(float32[1,64,2,16]),)
+    """
+    library()
+    return [jax.export.DisabledSafetyCheck.custom_call(target(name)) for name in _FUNCTIONS]
 
 
 def levels() -> list[str]:

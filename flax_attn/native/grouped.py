@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jaxtyping import Array
 
 from flax_attn.native import library, target
+from flax_attn.native.primitive import primitive
 from flax_attn.native.product import DTYPES, is_algorithm
 
 _PLAIN, _TRANSPOSED, _OUTER = range(3)  # as in calls.h
@@ -84,11 +84,7 @@ def _batch(factors, dims, *, form):
     return jax.lax.map(one, mapped), 0
 
 
-_grouped = Primitive("native_grouped_product")
-_grouped.def_impl(jax.jit(_call, static_argnames="form"))
-_grouped.def_abstract_eval(lambda *avals, **form: jax.typeof(jax.eval_shape(partial(_plain, **form), *avals)))
-mlir.register_lowering(_grouped, mlir.lower_fun(_plain, multiple_results=False))  # what is exported for other platforms
-mlir.register_lowering(_grouped, mlir.lower_fun(_call, multiple_results=False), platform="cpu")
+_grouped = primitive("native_grouped_product", _call, _plain, ("form",))
 ad.primitive_jvps[_grouped] = _jvp
 ad.primitive_transposes[_grouped] = _transpose
 batching.primitive_batchers[_grouped] = _batch

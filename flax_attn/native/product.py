@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jaxtyping import Array
 
 from flax_attn.native import library, target
+from flax_attn.native.primitive import primitive
 
 FEW = 16  # rows at most: beyond, multiplying takes longer than reading, and XLA multiplies well
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -104,11 +104,7 @@ def _batch(factors, dims, **params):
     return result.reshape(*x.shape[:2], result.shape[1]), 0
 
 
-_product = Primitive("native_product")
-_product.def_impl(jax.jit(_call, static_argnames=("contracted", "precision", "dtype")))
-_product.def_abstract_eval(lambda *avals, **params: jax.typeof(jax.eval_shape(partial(_plain, **params), *avals)))
-mlir.register_lowering(_product, mlir.lower_fun(_plain, multiple_results=False))  # what is exported for other platforms
-mlir.register_lowering(_product, mlir.lower_fun(_call, multiple_results=False), platform="cpu")
+_product = primitive("native_product", _call, _plain, ("contracted", "precision", "dtype"))
 ad.primitive_jvps[_product] = _jvp
 ad.primitive_transposes[_product] = _transpose
 batching.primitive_batchers[_product] = _batch

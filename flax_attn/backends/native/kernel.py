@@ -6,6 +6,8 @@ what is differentiated twice.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,13 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jaxtyping import Array
 
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.reference import reference_attention
+from flax_attn.functional.reference import capped_scores, reference_attention
 from flax_attn.native import target
+from flax_attn.native.primitive import batch_by_broadcasting, primitive
+
+_LOG2_E = np.float32(np.log2(np.e))
 
 
 class Options(NamedTuple):
@@ -82,11 +86,7 @@ class Results(NamedTuple):
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def forward(options: Options, operands: Operands) -> Results:
     """Return what the kernel finds."""
-    (b, t, n, _), v = operands.query.shape, operands.value.shape[-1]
-    rows = jax.ShapeDtypeStruct((b, n, t), jnp.float32)
-    results = jax.ShapeDtypeStruct((b, t, n, v), operands.query.dtype), rows, rows
-    how = {"few": options.few, "differentiated": options.differentiated}
-    return Results(*_call("attention_forward", results, options, *operands, **how))
+    return Results(*_forward.bind(*operands, options=options))
 
 
 @forward.defjvp
@@ -101,12 +101,9 @@ def _differentiate(options, primals, tangents):
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def backward(options: Options, operands: Operands, results: Results, cotangent: Array) -> tuple[Array, ...]:
     """Return the gradients by query, key, value and sinks."""
-    query, key, value, sinks = operands.floats
-    tokens_first = [_tokens_first(options, x) for x in (key, value)]
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, *tokens_first, results.top)]
-    d_query, d_key, d_value, delta = _call("attention_backward", shapes, options, *operands, *results, cotangent)
-    d_key, d_value = (rearrange(x, "b s k h -> b k s h") if options.heads_first else x for x in (d_key, d_value))
-    return d_query, d_key, d_value, _sinks_gradient(sinks, results, delta)
+    d_query, d_key, d_value, delta = _backward.bind(*operands, *results, cotangent, options=options)
+    d_key, d_value = (_swapped(options, x) for x in (d_key, d_value))
+    return d_query, d_key, d_value, _sinks_gradient(operands.sinks, results, delta)
 
 
 @backward.defjvp
@@ -125,20 +122,84 @@ def _sinks_gradient(sinks: Array, results: Results, delta: Array) -> Array:
     if sinks.shape[1] == 0:
         return jnp.zeros_like(sinks)
     total = jnp.where(results.total == 0, 1, results.total)
-    weight = jnp.exp2(sinks[:, :, None] * np.float32(np.log2(np.e)) - results.top) / total
+    weight = jnp.exp2(sinks[:, :, None] * _LOG2_E - results.top) / total
     return -(weight * delta).sum(axis=2)
+
+
+def _call_forward(*operands: Array, options: Options) -> Sequence[Array]:
+    call = Operands(*operands)
+    (*batch, t, n, _), v = call.query.shape, call.value.shape[-1]
+    rows = jax.ShapeDtypeStruct((*batch, n, t), jnp.float32)
+    results = jax.ShapeDtypeStruct((*batch, t, n, v), call.query.dtype), rows, rows
+    how = {"few": options.few, "differentiated": options.differentiated}
+    return _call("attention_forward", results, options, *operands, **how)
+
+
+def _call_backward(*arrays: Array, options: Options) -> Sequence[Array]:
+    call, top = Operands(*arrays[:8]), arrays[9]
+    key, value = (jax.eval_shape(partial(_swapped, options), x) for x in (call.key, call.value))
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (call.query, key, value, top)]
+    return _call("attention_backward", results, options, *arrays)
 
 
 def _call(name: str, results: Any, options: Options, *arrays: Array, **attributes: bool) -> Any:
     scale, soft_cap = np.float32(options.scale), np.float32(options.soft_cap)
-    call = jax.ffi.ffi_call(target(name), results, vmap_method="broadcast_all")
+    call = jax.ffi.ffi_call(target(name), results)
     # What lies before the last axes may be split over devices; XLA reads the number of such axes from here.
     with set_xla_metadata(num_batch_dims="1"):
         return call(*arrays, scale=scale, soft_cap=soft_cap, heads_first=options.heads_first, **attributes)
 
 
-def _tokens_first(options: Options, x: Array) -> Any:
-    return jax.eval_shape(lambda x: rearrange(x, "b k s h -> b s k h") if options.heads_first else x, x)
+def _swapped(options: Options, x: Array) -> Array:
+    """Return keys or values with tokens and heads in the other order, where heads come first."""
+    return jnp.swapaxes(x, -3, -2) if options.heads_first else x
+
+
+def _by_rows(plain: Callable, *arrays: Array, options: Options) -> Any:
+    """Return what `plain` finds for arrays whose batch axes are made one."""
+    batch = arrays[0].shape[:-3]
+    axis, rows = len(batch), math.prod(batch)  # -1 has no answer for an array without elements
+    folded = [x.reshape(rows, *x.shape[axis:]) for x in arrays]
+    return [x.reshape(*batch, *x.shape[1:]) for x in plain(*folded, options=options)]
+
+
+def _plain_forward(*operands: Array, options: Options) -> Results:
+    call = Operands(*operands)
+    scores = jax.vmap(partial(_scores, options))(call)
+    top = scores.max(axis=-1)
+    if call.sinks.shape[1]:
+        sinks = call.sinks[:, :, None] * _LOG2_E
+        top = jnp.maximum(top, sinks)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    total = jnp.exp2(scores - top[..., None]).sum(axis=-1)
+    total += jnp.exp2(sinks - top) if call.sinks.shape[1] else 0
+    return Results(_formula(options, call, call.floats), top, total)
+
+
+def _plain_backward(*arrays: Array, options: Options) -> Sequence[Array]:
+    call, output, cotangent = Operands(*arrays[:8]), arrays[8], arrays[11]
+    pull = jax.vjp(partial(_formula, options, call), call.floats)[1]
+    d_query, d_key, d_value, _ = pull(cotangent)[0]
+    products = output.astype(jnp.float32) * cotangent.astype(jnp.float32)
+    delta = rearrange(products.sum(axis=-1), "b t n -> b n t")
+    return d_query, _swapped(options, d_key), _swapped(options, d_value), delta
+
+
+def _scores(options: Options, row: Operands) -> Array:
+    """Return the scores of one row of the batch, to base 2, `(n, t, s)`; -inf is hidden."""
+    query, key = (x.astype(jnp.float32) for x in (row.query, _swapped(options, row.key)))
+    query = rearrange(query, "t (k g) h -> t k g h", k=key.shape[1])
+    scores = jnp.einsum("t k g h, s k h -> k g t s", query, key, precision="highest") * options.scale
+    scores = capped_scores(rearrange(scores, "k g t s -> 1 (k g) t s"), None, options.soft_cap or None)[0]
+    return jnp.where(_visible(row, key.shape[0]), scores * _LOG2_E, -jnp.inf)
+
+
+def _visible(row: Operands, s: int) -> Array:
+    cols = jnp.arange(s)[None]
+    visible = (cols >= row.start[:, None]) & (cols < row.stop[:, None])
+    if row.query_segment.size:
+        visible &= row.query_segment[:, None] == row.key_segment[None]
+    return visible
 
 
 def _formula(options: Options, operands: Operands, floats: tuple[Array, ...]) -> Array:
@@ -146,17 +207,13 @@ def _formula(options: Options, operands: Operands, floats: tuple[Array, ...]) ->
 
     def one(row: Operands) -> Array:
         query, key, value, sinks = row.floats
-        key, value = (rearrange(x, "k s h -> s k h") if options.heads_first else x for x in (key, value))
-        cols = jnp.arange(key.shape[0])[None]
-        visible = (cols >= row.start[:, None]) & (cols < row.stop[:, None])
-        if row.query_segment.size:
-            visible &= row.query_segment[:, None] == row.key_segment[None]
+        key, value = (_swapped(options, x) for x in (key, value))
         return reference_attention(
             query[None],
             key[None],
             value[None],
             None,
-            Mask.dense(visible),
+            Mask.dense(_visible(row, key.shape[0])),
             scale=options.scale,
             soft_cap=options.soft_cap or None,
             sinks=sinks if sinks.size else None,
@@ -165,11 +222,6 @@ def _formula(options: Options, operands: Operands, floats: tuple[Array, ...]) ->
         )[0][0]
 
     return jax.vmap(one)(operands._replace(**dict(zip(Operands._fields[:4], floats, strict=True))))
-
-
-# The change of the output for changes of what it is computed from, which is linear in these: a primitive, because only
-# a primitive has a transpose, the kernel for backward, and is differentiated and mapped over like any other.
-_tangent = Primitive("native_attention_tangent")
 
 
 def _tangent_formula(*args: Array, options: Options) -> Array:
@@ -208,9 +260,27 @@ def _jvp(primals, tangents, *, options):
     return output, jax.jvp(moved, [primals[i] for i in moves], [tangents[i] for i in moves])[1]
 
 
-_tangent.def_impl(jax.jit(_tangent_formula, static_argnames="options"))
-_tangent.def_abstract_eval(lambda *args, options: args[8])
-mlir.register_lowering(_tangent, mlir.lower_fun(_tangent_formula, multiple_results=False))
+_forward, _backward = (
+    primitive(
+        f"native_attention_{name}", call, partial(_by_rows, plain), ("options",), shapes=call, multiple_results=True
+    )
+    for name, call, plain in (
+        ("forward", _call_forward, _plain_forward),
+        ("backward", _call_backward, _plain_backward),
+    )
+)
+batch_by_broadcasting(_forward)
+batch_by_broadcasting(_backward)
+
+# The change of the output for changes of what it is computed from, which is linear in these: a primitive, because only
+# a primitive has a transpose, the kernel for backward, and is differentiated and mapped over like any other.
+_tangent = primitive(
+    "native_attention_tangent",
+    _tangent_formula,
+    _tangent_formula,
+    ("options",),
+    shapes=lambda *args, options: args[8],
+)
 ad.primitive_transposes[_tangent] = _transpose
 ad.primitive_jvps[_tangent] = _jvp
 batching.primitive_batchers[_tangent] = _batch

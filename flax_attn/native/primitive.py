@@ -1,0 +1,59 @@
+"""Primitives that run a function of the library on CPUs, and plain JAX on every other platform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+
+def primitive(
+    name: str,
+    call: Callable,
+    plain: Callable,
+    static: tuple[str, ...],
+    *,
+    shapes: Callable | None = None,
+    multiple_results: bool = False,
+) -> Primitive:
+    """Return a primitive that is `call` on CPUs and `plain` elsewhere: one function of arrays and static options.
+
+    Which of them a program holds is decided when it is lowered, by the platforms that it is lowered for: one that is
+    exported for another platform holds no call of the library. Derivatives and batching are left to add.
+
+    Args:
+        name: of the primitive.
+        call: by the library.
+        plain: in plain JAX.
+        static: names of the options.
+        shapes: a function whose results have the shapes and dtypes of theirs; None is `plain`.
+        multiple_results: whether they return several arrays.
+    """
+    made = Primitive(name)
+    made.multiple_results = multiple_results
+
+    def abstract(*avals: Any, **options: Any) -> Any:
+        results = jax.eval_shape(partial(shapes or plain, **options), *avals)
+        return [jax.typeof(x) for x in results] if multiple_results else jax.typeof(results)
+
+    made.def_impl(jax.jit(call, static_argnames=static))
+    made.def_abstract_eval(abstract)
+    mlir.register_lowering(made, mlir.lower_fun(plain, multiple_results))
+    mlir.register_lowering(made, mlir.lower_fun(call, multiple_results), platform="cpu")
+    return made
+
+
+def batch_by_broadcasting(made: Primitive) -> None:
+    """Let `jax.vmap` put its axis before all others of every operand and result."""
+
+    def batch(args: Any, dims: Any, **options: Any) -> tuple[Any, tuple[int, ...]]:
+        size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+        moved = [batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True)]
+        results = made.bind(*moved, **options)
+        return results, (0,) * len(results)
+
+    batching.primitive_batchers[made] = batch
