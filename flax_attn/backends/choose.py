@@ -25,11 +25,17 @@ def choose(call: Call, backend: str = "auto") -> Backend:
 
 
 def refusal(backend: Backend, call: Call) -> str | None:
-    """Return why a backend cannot run the call, for its platform or for a reason of its own, or None."""
+    """Return why a backend cannot run the call, for its platform, its dtype or a reason of its own, or None."""
     if not runs_on(backend, call.platform):
         return (
             f"{backend.name} runs on {' and '.join(p.upper() for p in backend.platforms or ())}; got platform "
             f'"{call.platform}". Pass backend="auto"'
+        )
+    dtype = call.query.dtype.name
+    if dtype not in backend.dtypes:
+        return (
+            f"{backend.name} takes {', '.join(backend.dtypes) or 'no dtype'}; got dtype {dtype}. "
+            'Cast query, key and value, or pass backend="auto"'
         )
     return backend.refuse(call)
 

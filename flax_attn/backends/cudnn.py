@@ -22,11 +22,12 @@ class CuDNN(Backend):
 
     name = "cudnn"
     platforms = ("gpu",)
+    dtypes = tuple(_FILLS)
     source = "`jax.nn`"
     structure = "causal and sliding windows at t = s, lengths"
     limits = (
-        "all but bfloat16 and float16, head widths above 128 (on Hopper 256), soft cap, functions of scores, sinks, "
-        "dropout, a precision, a bias of another dtype than the query"
+        "head widths above 128 (on Hopper 256), soft cap, functions of scores, sinks, dropout, a precision, a bias of "
+        "another dtype than the query"
     )
 
     def preferred(self, call: Call) -> bool:
@@ -34,11 +35,9 @@ class CuDNN(Backend):
 
     def refuse(self, call: Call) -> str | None:
         """Return why cuDNN cannot honour the call, or None."""
-        dtype, capability = call.query.dtype.name, compute_capability()
+        capability = compute_capability()
         if not any(find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
             return 'cudnn needs the CUDA plugin of JAX, which is not installed: pip install "jax[cuda]"'
-        if dtype not in _FILLS:
-            return f"cudnn needs bfloat16 or float16; got {dtype}"
         if _width(call) > (256 if 9 <= capability < 10 else 128):
             return (
                 "cudnn has gradients for head widths up to 128, and on Hopper (compute capability 9) up to 256; got "

@@ -17,6 +17,7 @@ from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
 from flax_attn.backends.nonfinite import all_finite
 from flax_attn.backends.reference import with_weights
+from flax_attn.functional.checks import DTYPES
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import capped_scores, hide, masked_softmax
 
@@ -28,6 +29,7 @@ class Decode(Backend):
     """A few queries over many keys."""
 
     name = "decode"
+    dtypes = DTYPES
     limits = "dropout"
 
     def preferred(self, call: Call) -> bool:

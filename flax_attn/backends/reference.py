@@ -4,6 +4,7 @@ from jaxtyping import Array
 
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
+from flax_attn.functional.checks import DTYPES
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import reference_attention
 
@@ -16,6 +17,7 @@ class Reference(Backend):
     """The formula."""
 
     name = "reference"
+    dtypes = DTYPES
 
     def preferred(self, call: Call) -> bool:
         _, _, t, s = call.shape

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from flax_attn.backends.backend import Backend
-from flax_attn.functional.checks import check_choice
+from flax_attn.functional.checks import DTYPES, check_choice
 
 # In order of preference: "auto" takes the first that runs on the platform, prefers the call and does not refuse it.
 BACKENDS = (
@@ -48,4 +48,6 @@ def markdown_table() -> str:
 def _row(backend: Backend) -> tuple[str, ...]:
     where = "everywhere" if backend.platforms is None else ", ".join(p.upper() for p in backend.platforms)
     summary = (import_module(type(backend).__module__).__doc__ or "").partition("\n")[0].rstrip(".")
-    return f"`{backend.name}`", where, summary, backend.source, backend.structure, backend.limits
+    refused = [dtype for dtype in DTYPES if dtype not in backend.dtypes]
+    limits = ", ".join([*refused, backend.limits]).removesuffix(", ") or "nothing"
+    return f"`{backend.name}`", where, summary, backend.source, backend.structure, limits

@@ -22,18 +22,15 @@ class Tokamax(Backend):
 
     name = "tokamax"
     platforms = ("gpu",)
+    dtypes = ("bfloat16", "float16")
     source = "openxla/tokamax, optional"
     structure = "causal, windows, key lengths"
-    limits = (
-        "all but bfloat16 and float16, functions of scores, sinks, dropout, a precision, and before Hopper soft cap"
-    )
+    limits = "functions of scores, sinks, dropout, a precision, and before Hopper soft cap"
 
     def refuse(self, call: Call) -> str | None:
         """Return why tokamax cannot honour the call, or None."""
         if not find_spec("tokamax"):
             return "tokamax is not installed: pip install tokamax (Python 3.12 or newer)"
-        if call.query.dtype.name not in ("bfloat16", "float16"):
-            return f"tokamax needs bfloat16 or float16 for its kernels; got {call.query.dtype.name}"
         if isinstance(call.scale, jax.Array):
             return f"tokamax needs a scale that is known before tracing; got {call.scale}. Multiply it into the query"
         if call.soft_cap is not None and implementation() == "triton":

@@ -17,15 +17,12 @@ class Xla(Backend):
     """`jax.nn.dot_product_attention`."""
 
     name = "xla"
+    dtypes = ("float32", "bfloat16", "float16")  # its softmax is in float32
     source = "`jax.nn`"
-    limits = "float64, soft cap, functions of scores, sinks, dropout, a precision, values of another width than queries"
+    limits = "soft cap, functions of scores, sinks, dropout, a precision, values of another width than queries"
 
     def refuse(self, call: Call) -> str | None:
         """Return why jax.nn cannot honour the call, or None."""
-        if call.query.dtype.name not in ("float32", "bfloat16", "float16"):
-            return (
-                f"xla takes its softmax in float32 and needs float32, bfloat16 or float16; got {call.query.dtype.name}"
-            )
         if call.soft_cap is not None:
             return f'xla has no soft cap; got soft_cap={call.soft_cap}. Pass backend="auto"'
         return refuse_options("xla", call) or refuse_widths("xla", call)

@@ -125,7 +125,7 @@ class TransformerBlock(nnx.Module):
         Children 0, 1 and 2 of `dropout_key` decide the attention weights, the attention output and the feed-forward
         output that are dropped.
         """
-        check_tokens("x", x.shape, "d_model", self.att.d_in, self.att.context_length)
+        check_tokens("x", x, "d_model", self.att.d_in, self.att.context_length)
         x = x if self.att.dtype is None else x.astype(self.att.dtype)
         x = constrain(x, *RESIDUAL)
         keys = [fold_in(dropout_key, i) for i in range(3)]

@@ -95,7 +95,7 @@ class CausalAttention(SelfAttention):
         `mask` hides more than the causal mask does. In train mode `dropout_key` decides what is dropped; without it
         a key is drawn from the `dropout` stream.
         """
-        check_tokens("x", x.shape, "d_in", self.d_in, self.context_length)
+        check_tokens("x", x, "d_in", self.d_in, self.context_length)
         return single_head_attention(
             *self.project(x),
             mask=Mask.causal() & as_mask(mask, heads=False),

@@ -59,7 +59,7 @@ class Convolution(nnx.Module):
         self.proj = Linear(channels * width, d_model, axes=(None, "embed"), **numerics)
 
     def __call__(self, x: Float[Array, "*b t c"]) -> Float[Array, "*b t2 d"]:
-        check_tokens("x", x.shape, "channels", self.channels, None)
+        check_tokens("x", x, "channels", self.channels, None)
         t, half = x.shape[-2], self.width // 2
         padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(half, half), (0, 0)])
         windows = [padded[..., i : i + t : self.stride, :] for i in range(self.width)]

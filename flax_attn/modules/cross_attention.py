@@ -101,7 +101,7 @@ class CrossAttention(nnx.Module):
 
     def keep(self, encoded: Float[Array, "*b s d"], lengths: ArrayLike | int | None = None) -> KVCache:
         """Return the keys and values of the other sequence, of whose rows the first `lengths` tokens are real."""
-        check_tokens("encoded", encoded.shape, "kdim", self.kdim, None)
+        check_tokens("encoded", encoded, "kdim", self.kdim, None)
         pattern = "... s (k h) -> ... k s h"
         key, value = (rearrange(layer(encoded), pattern, k=self.num_heads) for layer in (self.W_key, self.W_value))
         key, value = (constrain(x, "batch", "kv_heads", "tokens", None) for x in (key, value))
@@ -112,7 +112,7 @@ class CrossAttention(nnx.Module):
         self, x: Float[Array, "*b t d"], kept: KVCache, *, dropout_key: Array | None = None
     ) -> Float[Array, "*b t d"]:
         """Return what tokens attend to; `kept` is what `keep` returned."""
-        check_tokens("x", x.shape, "d_in", self.d_in, None)
+        check_tokens("x", x, "d_in", self.d_in, None)
         query = rearrange(self.W_query(x), "... t (n h) -> ... t n h", n=self.num_heads)
         query = constrain(query, "batch", "tokens", "heads", None)
         key, value = (rearrange(a, "... k s h -> ... s k h").astype(query.dtype) for a in (kept.key, kept.value))

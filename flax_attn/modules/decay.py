@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from flax_attn.functional.checks import check_positive
 from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.sharding.parameters import named
 
 
@@ -38,6 +39,7 @@ class DecayRate(nnx.Module):
 
     def __init__(self, num_heads: int, size: int = 1, *, param_dtype: Dtype = jnp.float32, rngs: nnx.Rngs):
         check_positive(num_heads=num_heads, size=size)
+        check_dtypes(param_dtype=param_dtype)
         self.num_heads = num_heads
         rate = jax.random.uniform(rngs.params(), (num_heads,), param_dtype, 1.0, 16.0)
         span = (jnp.log(0.001), jnp.log(0.1))

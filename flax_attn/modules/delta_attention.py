@@ -164,7 +164,7 @@ class DeltaAttention(Attention):
             options: of a block's attention, none of which may ask for anything: there are no weights, no bias, no
                 positions and no dropout.
         """
-        check_tokens("query", query.shape, "d_in", self.d_in, self.context_length)
+        check_tokens("query", query, "d_in", self.d_in, self.context_length)
         check_recurrent_options(options)
         if query.ndim == 2:
             batched = None if cache is None else jax.tree.map(lambda x: x[None], cache)

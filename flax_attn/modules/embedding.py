@@ -7,6 +7,7 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.checks import check_ids, check_positive
+from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.parameters import named
@@ -50,6 +51,7 @@ class Embedding(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_positive(size=size, d_model=d_model)
+        check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.dtype, self.precision = dtype, precision
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (size, d_model), param_dtype), **named(*axes))
 

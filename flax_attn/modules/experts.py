@@ -18,7 +18,7 @@ from flax_attn.functional.checks import check_choice, check_positive, check_type
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.modules.feed_forward import ACTIVATIONS
 from flax_attn.modules.grouped_product import grouped_product, tiled
-from flax_attn.modules.initialisation import check_rngs, uniform
+from flax_attn.modules.initialisation import check_dtypes, check_rngs, uniform
 from flax_attn.modules.router import Routing
 from flax_attn.sharding.experts import on_mesh
 from flax_attn.sharding.parameters import named
@@ -144,6 +144,7 @@ class Experts(nnx.Module):
     ):
         check_choice("form", form, FORMS)
         check_positive(num_experts=num_experts, d_model=d_model, d_hidden=d_hidden)
+        check_dtypes(dtype=dtype, param_dtype=param_dtype)
         numerics = {"param_dtype": param_dtype, "rngs": rngs}
         self.num_experts, self.d_model, self.form = num_experts, d_model, form
         self.activation = gated(activation)
@@ -153,7 +154,7 @@ class Experts(nnx.Module):
         self.W_down = _Linears(num_experts, d_hidden, d_model, bias, ("hidden", "embed"), **numerics)
 
     def __call__(self, x: Float[Array, "*shape d"], routing: Routing) -> Float[Array, "*shape d"]:
-        check_width("x", x.shape, "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         layers = {"gate": self.W_gate, "up": self.W_up, "down": self.W_down}
         variables = {name: layer.kernel for name, layer in layers.items()}
         variables |= {f"{name} bias": layer.bias for name, layer in layers.items() if layer.bias is not None}

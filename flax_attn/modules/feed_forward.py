@@ -86,7 +86,7 @@ class FeedForward(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
-        check_width("x", x.shape, "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         first, activation, last = self.layers
         return last(activation(constrain(first(x), "batch", "tokens", "hidden")))
 
@@ -141,6 +141,6 @@ class GatedFeedForward(nnx.Module):
         self.W_down = Linear(d_hidden, d_model, bias, axes=("hidden", "embed"), **numerics)
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
-        check_width("x", x.shape, "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         gate, up = (constrain(layer(x), "batch", "tokens", "hidden") for layer in (self.W_gate, self.W_up))
         return self.W_down(self.activation(gate) * up)

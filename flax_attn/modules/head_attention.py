@@ -75,7 +75,7 @@ class HeadAttention(Attention):
     ) -> Returned:
         """Return what a call of the layer does; the first of the inputs is that of the queries."""
         query: Any = inputs[0]
-        check_tokens("query", query.shape, "d_in", self.d_in, self.context_length)
+        check_tokens("query", query, "d_in", self.d_in, self.context_length)
         t = query.shape[-2]
         query_positions = jnp.arange(t) if cache is None else cache.positions(t, lengths)
         arrived = arranged(query_positions) if cache is None else query_positions

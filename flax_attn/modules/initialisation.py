@@ -3,9 +3,12 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
+
+from flax_attn.functional.checks import check_dtype
 
 
 def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
@@ -16,6 +19,17 @@ def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
             "Pass rngs=nnx.Rngs(0)"
         )
     return rngs
+
+
+def check_dtypes(**dtypes: Dtype | None) -> None:
+    """Raise unless each, by its keyword, is a dtype that calls may have, or None."""
+    for name, dtype in dtypes.items():
+        try:
+            known = dtype if dtype is None else jnp.dtype(dtype)
+        except TypeError:  # which numpy raises for what is no dtype
+            known = f"{dtype!r}"
+        if known is not None:
+            check_dtype(name, known, remedy=f"Pass {name}=jnp.bfloat16, or another of them")
 
 
 def uniform(d_in: int) -> Callable[[Array, tuple[int, ...], Dtype], Array]:

@@ -6,6 +6,7 @@ from flax.typing import Dtype
 from jaxtyping import Array, Float
 
 from flax_attn.functional.checks import check_positive, check_width
+from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.sharding.parameters import named
 
 
@@ -44,10 +45,11 @@ class LayerScale(nnx.Module):
     ):
         del rngs
         check_positive(d_model=d_model)
+        check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.d_model, self.dtype = d_model, dtype
         self.scale = nnx.Param(jnp.full(d_model, initial, param_dtype), **named(None))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
-        check_width("x", x.shape, "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         dtype = jnp.result_type(x, self.scale[...]) if self.dtype is None else self.dtype
         return x.astype(dtype) * jnp.broadcast_to(self.scale[...].astype(dtype), x.shape)

@@ -5,7 +5,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 
 from flax_attn.functional.checks import check_positive
-from flax_attn.modules.initialisation import check_rngs, uniform
+from flax_attn.modules.initialisation import check_dtypes, check_rngs, uniform
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.sharding.parameters import named
 
@@ -49,6 +49,7 @@ class Linear(nnx.Linear):
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(d_in=d_in, d_out=d_out)
+        check_dtypes(dtype=dtype, param_dtype=param_dtype)
         draw = uniform(d_in)
         super().__init__(
             d_in,

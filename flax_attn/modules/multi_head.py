@@ -231,8 +231,8 @@ class MultiHeadAttention(HeadAttention):
     ) -> tuple[Array, Array, Array]:
         key = query if key is None else key
         value = key if value is None else value
-        check_tokens("key", key.shape, "kdim", self.kdim, self.context_length)
-        check_tokens("value", value.shape, "vdim", self.vdim, self.context_length)
+        check_tokens("key", key, "kdim", self.kdim, self.context_length)
+        check_tokens("value", value, "vdim", self.vdim, self.context_length)
         q = rearrange(self.W_query(query), "... t (n h) -> ... t n h", n=self.num_heads)
         k = rearrange(self.W_key(key), "... s (k h) -> ... s k h", k=self.num_kv_heads)
         v = rearrange(self.W_value(value), "... s (k h) -> ... s k h", k=self.num_kv_heads)

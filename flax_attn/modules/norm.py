@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from flax_attn.functional.checks import check_eps, check_positive, check_width
 from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.sharding.parameters import named
 
 
@@ -52,12 +53,13 @@ class LayerNorm(nnx.Module):
         del rngs
         check_positive(d_model=d_model)
         check_eps(eps)
+        check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.d_model, self.eps, self.dtype = d_model, eps, dtype
         self.scale = nnx.Param(jnp.ones(d_model, param_dtype), **named(None))
         self.shift = nnx.Param(jnp.zeros(d_model, param_dtype), **named(None)) if bias else None
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
-        check_width("x", x.shape, "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         dtype = _output_dtype(self.dtype, x, self.scale[...])
         x = x.astype(accumulation_dtype(x.dtype))
         x = x - x.mean(axis=-1, keepdims=True)
@@ -108,11 +110,12 @@ class RMSNorm(nnx.Module):
         del rngs
         check_positive(d_model=d_model)
         check_eps(eps)
+        check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.d_model, self.eps, self.zero_centred, self.dtype = d_model, eps, zero_centred, dtype
         self.scale = nnx.Param((jnp.zeros if zero_centred else jnp.ones)(d_model, param_dtype), **named(None))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
-        check_width("x", x.shape, "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         dtype = _output_dtype(self.dtype, x, self.scale[...])
         x = rms_normed(x.astype(accumulation_dtype(x.dtype)), self.eps)
         scale = self.scale[...].astype(x.dtype)

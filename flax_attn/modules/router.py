@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Integer
 from flax_attn.functional.checks import check_choice, check_positive, check_width
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.mixture_checks import check_router
+from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.modules.linear import Linear
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.mapped import by_tokens
@@ -108,7 +109,7 @@ class Router(nnx.Module):
         precision: PrecisionLike = None,
         rngs: nnx.Rngs | None = None,
     ):
-        del dtype
+        check_dtypes(dtype=dtype, param_dtype=param_dtype)
         check_choice("scores", scores, tuple(SCORES))
         check_positive(d_model=d_model)
         check_router(num_experts, top_k, groups, top_groups)
@@ -121,7 +122,7 @@ class Router(nnx.Module):
         self.selection_bias = own if selection_bias else None
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Routing:
-        check_width("x", x.shape, "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         logits = self.W_router(x.astype(accumulation_dtype(x.dtype)))
         scores = SCORES[self.scores](constrain(logits, "batch", "tokens", None))
         weights, experts = by_tokens(self._chosen, scores, self._preferred(scores))

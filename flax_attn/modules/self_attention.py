@@ -87,7 +87,7 @@ class SelfAttention(nnx.Module):
         self, x: Tokens, *, mask: Mask | Array | None = None, return_weights: bool = False
     ) -> Array | tuple[Array, Array]:
         """Return the context vectors, followed by the weights if `return_weights`."""
-        check_tokens("x", x.shape, "d_in", self.d_in, None)
+        check_tokens("x", x, "d_in", self.d_in, None)
         return single_head_attention(
             *self.project(x),
             mask=mask,

@@ -10,6 +10,7 @@ from flax_attn.functional.checks import check_positive
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.functional.short_convolution import Convolved, short_convolution
 from flax_attn.modules.feed_forward import ACTIVATIONS
+from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.sharding.parameters import named
 
 
@@ -50,6 +51,7 @@ class ShortConvolution(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_positive(d_model=d_model, kernel_size=kernel_size)
+        check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.d_model, self.kernel_size, self.dtype = d_model, kernel_size, dtype
         bound = kernel_size**-0.5
         kernel = jax.random.uniform(rngs.params(), (kernel_size, d_model), param_dtype, -bound, bound)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching
 from jaxtyping import Array
 
-from flax_attn.native import library, target
+from flax_attn.native import DTYPES, library, target
 from flax_attn.native.primitive import primitive
-from flax_attn.native.product import DTYPES, is_algorithm
+from flax_attn.native.product import is_algorithm
 
 _PLAIN, _TRANSPOSED, _OUTER = range(3)  # as in calls.h
 _OF_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())  # what the outer form sums over
@@ -29,7 +29,7 @@ _GRADIENTS = {
 
 def takes(rows: Array, matrices: Array, precision: Any = None) -> bool:
     """Return whether `grouped` computes the product; sums are in float32, as in `native.product.takes`."""
-    same = rows.dtype == matrices.dtype and rows.dtype in DTYPES
+    same = rows.dtype == matrices.dtype and rows.dtype.name in DTYPES
     return same and rows.size > 0 and matrices.size > 0 and library() is not None and not is_algorithm(precision)
 
 

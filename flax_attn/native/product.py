@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching
 from jaxtyping import Array
 
-from flax_attn.native import library, target
+from flax_attn.native import DTYPES, library, target
 from flax_attn.native.primitive import primitive
 
 FEW = 16  # rows at most: beyond, multiplying takes longer than reading, and XLA multiplies well
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def takes(x: Array, matrix: Array, *, precision: Any = None, preferred_element_type: Any = None, **others: Any) -> bool:
@@ -27,7 +26,7 @@ def takes(x: Array, matrix: Array, *, precision: Any = None, preferred_element_t
     """
     if library() is None or any(option is not None for option in others.values()) or is_algorithm(precision):
         return False
-    if x.dtype not in DTYPES or preferred_element_type not in (None, x.dtype, jnp.float32):
+    if x.dtype.name not in DTYPES or preferred_element_type not in (None, x.dtype, jnp.float32):
         return False
     return x.dtype == matrix.dtype and 0 < len(x) <= FEW and matrix.size > 0
 

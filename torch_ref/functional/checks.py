@@ -7,6 +7,8 @@ otherwise at trace time, before any work is done.
 from numbers import Integral
 from typing import Any
 
+DTYPES = ("float64", "float32", "bfloat16", "float16")  # that a call may have
+
 
 def check_positive(**sizes: int) -> None:
     """Raise unless every size is a positive integer."""
@@ -131,14 +133,15 @@ def check_block_widths(d_model: int, attention: dict[str, int], parts: dict[str,
         )
 
 
-def check_tokens(name: str, shape: tuple[int, ...], width_name: str, width: int, context_length: int | None) -> None:
-    """Raise unless `shape` is `(t, width)` or `(b, t, width)` with `t <= context_length`."""
+def check_tokens(name: str, x: Any, width_name: str, width: int, context_length: int | None) -> None:
+    """Raise unless an array is `(t, width)` or `(b, t, width)` with `t <= context_length`, and of a dtype for calls."""
+    shape = tuple(x.shape)
     if len(shape) not in (2, 3):
         raise ValueError(
             f"{name} must have shape (t, {width_name}) or (b, t, {width_name}); got rank {len(shape)}, shape {shape}. "
             "For more batch axes use jax.vmap or torch.vmap, or reshape them into one"
         )
-    check_width(name, shape, width_name, width)
+    check_width(name, x, width_name, width)
     if context_length is not None and shape[-2] > context_length:
         raise ValueError(
             f"{name} must not be longer than context_length={context_length} tokens; got {shape[-2]} tokens, shape "
@@ -165,13 +168,23 @@ def check_image_size(got: tuple[int, ...], wanted: tuple[int, int]) -> None:
         )
 
 
-def check_width(name: str, shape: tuple[int, ...], width_name: str, width: int) -> None:
-    """Raise unless the last axis is `width` wide."""
+def check_width(name: str, x: Any, width_name: str, width: int) -> None:
+    """Raise unless the last axis of an array is `width` wide, and its dtype one for calls."""
+    shape = tuple(x.shape)
     if not shape or shape[-1] != width:
         raise ValueError(
             f"the last axis of {name} must be {width_name}={width}; got shape {shape}. "
             f"Pass an input of that width or construct the module with another {width_name}"
         )
+    check_dtype(name, x)
+
+
+def check_dtype(names: str, *arrays: Any, remedy: str = "Cast to one of them before the call") -> None:
+    """Raise unless all arrays, or names of dtypes, are of one that a call may have."""
+    found = [str(getattr(x, "dtype", x)).removeprefix("torch.") for x in arrays]
+    wrong = [dtype for dtype in found if dtype not in DTYPES]
+    if wrong:
+        raise ValueError(f"{names} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {wrong[0]}. {remedy}")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -181,7 +194,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def check_inputs(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-    """Raise unless the three shapes belong to one attention call, and the dtypes are one floating dtype."""
+    """Raise unless the three shapes belong to one attention call, and the dtypes are one that a call may have."""
     shapes = f"got query {query}, key {key}, value {value}"
     if len(query) not in (3, 4) or not len(query) == len(key) == len(value):
         raise ValueError(
@@ -204,8 +217,7 @@ def check_inputs(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int,
         raise ValueError(
             f"query, key and value must have one dtype; got {', '.join(dtypes)}. Cast them before the call"
         )
-    if not dtypes[0].startswith(("float", "bfloat")):
-        raise ValueError(f"query, key and value must be floating point; got {dtypes[0]}. Cast them before the call")
+    check_dtype("query, key and value", *dtypes)
 
 
 def check_options(num_heads: int, sinks: tuple[int, ...] | None, soft_cap: float | None) -> None:
@@ -223,10 +235,9 @@ def check_soft_cap(soft_cap: float | None) -> None:
 
 def check_bias(shape: tuple[int, ...], dtype: str, to: tuple[int, ...]) -> None:
     """Raise unless the bias is made of numbers to add, and broadcasts to `to`."""
-    if not dtype.startswith(("float", "bfloat")):
-        raise ValueError(
-            f"bias is added to the scores and must be floating point; got {dtype}. Pass a boolean mask as mask="
-        )
+    if dtype == "bool":
+        raise ValueError("bias is added to the scores; got dtype bool. Pass a boolean mask as mask=")
+    check_dtype("bias", dtype)
     check_broadcast("bias", shape, to)
 
 

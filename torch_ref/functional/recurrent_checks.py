@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from .checks import check_dtype
+
 Shape = tuple[int, ...]
 
 
@@ -36,8 +38,7 @@ def check_delta_rule(
     for (name, shape), got in zip(wanted.items(), (beta, state, starts), strict=True):
         if got not in (None, shape):
             raise ValueError(f"{name} must have shape {shape} beside query {query} and value {value}; got {got}")
-    if any(not dtype.startswith(("float", "bfloat")) for dtype in dtypes):
-        raise ValueError(f"all but starts must be floating point; got {', '.join(dtypes)}. Cast them before the call")
+    check_dtype("all but starts", *dtypes)
 
 
 def check_short_convolution(x: Shape, kernel: Shape, state: Shape | None, starts: Shape | None) -> None:

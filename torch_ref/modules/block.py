@@ -123,7 +123,7 @@ class TransformerBlock(TypedModule):
         Children 0, 1 and 2 of `dropout_key` decide the attention weights, the attention output and the feed-forward
         output that are dropped.
         """
-        check_tokens("x", tuple(x.shape), "d_model", self.att.d_in, self.att.context_length)
+        check_tokens("x", x, "d_model", self.att.d_in, self.att.context_length)
         keys = [fold_in(dropout_key, i) for i in range(3)]
         attended = self.att(
             self._before(self.norm1, x),

@@ -88,7 +88,7 @@ class CrossAttention(TypedModule):
 
     def keep(self, encoded: Float[Tensor, "*b s d"], lengths: ArrayLike | int | None = None) -> KVCache:
         """Return the keys and values of the other sequence, of whose rows the first `lengths` tokens are real."""
-        check_tokens("encoded", tuple(encoded.shape), "kdim", self.kdim, None)
+        check_tokens("encoded", encoded, "kdim", self.kdim, None)
         pattern = "... s (k h) -> ... k s h"
         key, value = (rearrange(layer(encoded), pattern, k=self.num_heads) for layer in (self.W_key, self.W_value))
         given = torch.as_tensor(encoded.shape[-2] if lengths is None else lengths)
@@ -98,7 +98,7 @@ class CrossAttention(TypedModule):
         self, x: Float[Tensor, "*b t d"], kept: KVCache, *, dropout_key: Tensor | None = None
     ) -> Float[Tensor, "*b t d"]:
         """Return what tokens attend to; `kept` is what `keep` returned."""
-        check_tokens("x", tuple(x.shape), "d_in", self.d_in, None)
+        check_tokens("x", x, "d_in", self.d_in, None)
         query = rearrange(self.W_query(x), "... t (n h) -> ... t n h", n=self.num_heads)
         key, value = (rearrange(a, "... k s h -> ... s k h") for a in (kept.key, kept.value))
         context = dot_product_attention(

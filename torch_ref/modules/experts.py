@@ -115,7 +115,7 @@ class Experts(TypedModule):
         self.W_down = _Linears(num_experts, d_hidden, d_model, bias)
 
     def forward(self, x: Float[Tensor, "*shape d"], routing: Routing) -> Float[Tensor, "*shape d"]:
-        check_width("x", tuple(x.shape), "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         every = x.expand(self.num_experts, *x.shape)
         outputs = self.W_down(self.activation(self.W_gate(every), self.W_up(every)))
         chosen = nn.functional.one_hot(routing.experts, self.num_experts).to(outputs.dtype)

@@ -49,7 +49,7 @@ class FeedForward(TypedModule):
         )
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
-        check_width("x", tuple(x.shape), "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         return self.layers(x)
 
 
@@ -88,5 +88,5 @@ class GatedFeedForward(TypedModule):
         self.W_down = Linear(d_hidden, d_model, bias)
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
-        check_width("x", tuple(x.shape), "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         return self.W_down(self.activation(self.W_gate(x)) * self.W_up(x))

@@ -69,7 +69,7 @@ class HeadAttention(Attention):
     ) -> Returned:
         """Return what a call of the layer does; the first of the inputs is that of the queries."""
         query: Any = inputs[0]
-        check_tokens("query", tuple(query.shape), "d_in", self.d_in, self.context_length)
+        check_tokens("query", query, "d_in", self.d_in, self.context_length)
         t = query.shape[-2]
         query_positions = torch.arange(t, device=query.device) if cache is None else cache.positions(t, lengths)
         q, k, v = self._project(*inputs, query_positions if positions is None else positions)

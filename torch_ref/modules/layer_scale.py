@@ -36,5 +36,5 @@ class LayerScale(TypedModule):
         self.scale = nn.Parameter(torch.full((d_model,), initial))
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
-        check_width("x", tuple(x.shape), "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         return x * self.scale

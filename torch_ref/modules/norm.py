@@ -43,7 +43,7 @@ class LayerNorm(TypedModule):
         self.shift = nn.Parameter(torch.zeros(d_model)) if bias else None
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
-        check_width("x", tuple(x.shape), "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         dtype = torch.promote_types(x.dtype, self.scale.dtype)
         x = x.to(accumulation_dtype(x.dtype))
         x = x - x.mean(dim=-1, keepdim=True)
@@ -84,7 +84,7 @@ class RMSNorm(TypedModule):
         self.scale = nn.Parameter(torch.zeros(d_model) if zero_centred else torch.ones(d_model))
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
-        check_width("x", tuple(x.shape), "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         dtype = torch.promote_types(x.dtype, self.scale.dtype)
         x = rms_normed(x.to(accumulation_dtype(x.dtype)), self.eps)
         factor = 1 + self.scale if self.zero_centred else self.scale

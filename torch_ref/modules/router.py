@@ -106,7 +106,7 @@ class Router(TypedModule):
         self.register_buffer("selection_bias", torch.zeros(num_experts) if selection_bias else None)
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Routing:
-        check_width("x", tuple(x.shape), "d_model", self.d_model)
+        check_width("x", x, "d_model", self.d_model)
         dtype = accumulation_dtype(torch.promote_types(x.dtype, self.W_router.weight.dtype))
         bias = None if self.W_router.bias is None else self.W_router.bias.to(dtype)
         logits = functional.linear(x.to(dtype), self.W_router.weight.to(dtype), bias)

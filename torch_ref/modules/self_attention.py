@@ -76,5 +76,5 @@ class SelfAttention(TypedModule):
         self, x: Tokens, *, mask: Mask | Tensor | None = None, return_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the context vectors, followed by the weights if `return_weights`."""
-        check_tokens("x", tuple(x.shape), "d_in", self.d_in, None)
+        check_tokens("x", x, "d_in", self.d_in, None)
         return single_head_attention(*self.project(x), mask=mask, backend=self.backend, return_weights=return_weights)

@@ -40,5 +40,5 @@ class SimplifiedSelfAttention(TypedModule):
     def forward(self, x: Tensor, *, return_weights: Literal[True]) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tokens, *, return_weights: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Return the context vectors, followed by the weights if `return_weights`."""
-        check_tokens("x", tuple(x.shape), "d", x.shape[-1], None)
+        check_tokens("x", x, "d", x.shape[-1], None)
         return single_head_attention(x, x, x, scale=1.0, backend=self.backend, return_weights=return_weights)

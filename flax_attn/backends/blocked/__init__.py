@@ -26,6 +26,7 @@ from flax_attn.backends.blocked.tiles import Static
 from flax_attn.backends.blocked.tiling import Tiling, make_tiling
 from flax_attn.backends.call import Call
 from flax_attn.backends.nonfinite import row_factor
+from flax_attn.functional.checks import DTYPES
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
 
@@ -39,6 +40,7 @@ class Blocked(Backend):
     """
 
     name = "blocked"
+    dtypes = DTYPES
     structure = "causal, windows, lengths, prefix, segments, functions with a summary: hidden tiles are skipped"
     block = 1024
     edge = 128

@@ -14,7 +14,7 @@ from flax_attn.backends.call import Call
 from flax_attn.backends.native.kernel import Operands, Options, forward
 from flax_attn.backends.platform import may_be_partitioned
 from flax_attn.functional.mask_parts import Segments
-from flax_attn.native import MISSING, library
+from flax_attn.native import DTYPES, MISSING, library
 
 _FEW = 16  # queries
 
@@ -24,10 +24,11 @@ class Native(Backend):
 
     name = "native"
     platforms = ("cpu",)
+    dtypes = DTYPES
     structure = "causal, windows, lengths, prefix, segments: hidden blocks are skipped"
     limits = (
-        "float64, bias, functions of scores, dropout, masks that are dense or functions, a scale that is an array, a "
-        "precision that is an algorithm"
+        "bias, functions of scores, dropout, masks that are dense or functions, a scale that is an array, a precision "
+        "that is an algorithm"
     )
 
     def preferred(self, call: Call) -> bool:
@@ -41,8 +42,6 @@ class Native(Backend):
         hint = 'Pass backend="auto" or "blocked"'
         if library() is None:
             return MISSING
-        if call.query.dtype == jnp.float64:
-            return f"native computes in float32; got dtype float64. {hint}"
         if call.bias is not None:
             return f"native adds no bias; got one of shape {call.bias.shape}. {hint}"
         if call.score is not None:

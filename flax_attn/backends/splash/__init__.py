@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array
 
@@ -29,10 +28,11 @@ class Splash(Backend):
     """Pallas's splash attention."""
 
     name = "splash"
+    dtypes = ("float32", "bfloat16")
     source = "Pallas, in JAX"
     structure = "causal and windows with integer offsets, segments, lengths"
     limits = (
-        "float16, float64, a precision, bias, functions of scores, dropout, traced offsets, masks that are functions, "
+        "a precision, bias, functions of scores, dropout, traced offsets, masks that are functions, "
         "dense masks that are traced or differ between batch rows"
     )
 
@@ -88,8 +88,6 @@ def interpreted() -> Iterator[None]:
 
 
 def _refuse_numbers(call: Call) -> str | None:
-    if call.query.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"splash takes float32 and bfloat16; got {call.query.dtype.name}. Cast query, key and value"
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return "splash does not compile with jax_enable_x64; got True. Switch it off around the step"
     if call.precision not in (None, "default", jax.lax.Precision.DEFAULT):

@@ -30,16 +30,16 @@ from flax_attn.convert.api import axes_of, parameters, tensors
 from flax_attn.convert.files import Stored, find_weights, read_headers, take_part, write_shards
 from flax_attn.convert.rules import ConversionError, Entry, Layout, plan, problems
 from flax_attn.convert.stacked import LayerSlice, Tensor, whole
-from flax_attn.functional.checks import check_positive
+from flax_attn.functional.checks import DTYPES, check_positive
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
 from flax_attn.models.hugging_face.quantized import dequantized, read_quantization
 from flax_attn.models.hugging_face.streams import fork_streams
 from flax_attn.models.hugging_face.values import Memory, OnMesh
+from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.sharding.parameters import abstract, check_mesh, shard
 
 M = TypeVar("M", bound=nnx.Module)
-_READ = ("float64", "float32", "float16", "bfloat16")
 
 
 class LoadOptions(TypedDict, total=False):
@@ -68,8 +68,10 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     family, folder, mesh = _known(cls, family), Path(path), options.get("mesh")
     if mesh is not None:
         check_mesh(mesh)
-    fields, dtype = read_fields(folder), options.get("param_dtype")
-    _check_dtypes([] if dtype is None else [dtype])
+    dtype = options.get("param_dtype")
+    check_dtypes(dtype=options.get("dtype"), param_dtype=dtype)
+    _check_float64([] if dtype is None else [dtype])
+    fields = read_fields(folder)
     config: Any = read_config(cls, family, fields, options.get("dropout"))
     weights = find_weights(folder)
     stored = {_current(name): entry for name, entry in read_headers(weights).items()}
@@ -79,7 +81,7 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     entries = _match(model, family, stored, weights)
     rngs, progress = options.get("rngs"), options.get("progress")
     if dtype is None:
-        _check_dtypes(stored[name].dtype for entry in entries for name in entry.tensors)
+        _check_float64(stored[name].dtype for entry in entries for name in entry.tensors)
     fork_streams(model, rngs)
     memory = Memory() if mesh is None else OnMesh(mesh)
     _fill(model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress, memory)
@@ -197,7 +199,7 @@ def _match(model: nnx.Module, family: Family, stored: Mapping[str, Stored], weig
     layout, entries = min(plans, key=lambda plan: len(_names(plan[1]) - stored.keys()))
     wrong = problems(entries, {name: entry.shape for name, entry in stored.items()}, layout)
     dtypes = {name: stored[name].dtype for name in sorted(_names(entries) & stored.keys())}
-    wrong += [f"not readable {name}: its dtype is {dtype}" for name, dtype in dtypes.items() if dtype not in _READ]
+    wrong += [f"not readable {name}: its dtype is {dtype}" for name, dtype in dtypes.items() if dtype not in DTYPES]
     if wrong:
         heading = f"{weights} does not hold the weights of the {type(model).__name__} that config.json describes:"
         raise ConversionError("\n  ".join([heading, *wrong]))
@@ -224,14 +226,9 @@ def _named_as_in(names: Iterable[str], entries: list[Entry], family: Family) -> 
     return [replace(entry, theirs=place(entry.theirs)) for entry in entries]
 
 
-def _check_dtypes(dtypes: Iterable[Dtype]) -> None:
-    for given in dtypes:
-        dtype = jnp.dtype(given)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(
-                f"param_dtype must be floating point; got {dtype}. Pass jnp.bfloat16, or None for the file's"
-            )
-        if dtype == jnp.float64 and jnp.result_type(float) != jnp.float64:
+def _check_float64(dtypes: Iterable[Dtype]) -> None:
+    for dtype in dtypes:
+        if jnp.dtype(dtype) == jnp.float64 and jnp.result_type(float) != jnp.float64:
             raise ValueError(
                 "parameters in float64 need JAX's 64-bit mode; got a param_dtype or weights of float64. "
                 'Pass param_dtype=jnp.float32 or call jax.config.update("jax_enable_x64", True)'
