@@ -126,7 +126,7 @@ def test_bench_prints_a_table_for_each_device(monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["show"], "say what to show"),
-        (["backends", "--dtype", "int32"], "must be floating point; got int32"),
+        (["backends", "--dtype", "int32"], "or float16; got int32"),
         (["backends", "--dtype", "float31"], "float31"),
         (["backends", "--kv-heads", "5"], "must divide the query heads"),
         (["backends", "--models", "--kv-heads", "5", "--no-causal"], "calls of its own, and --kv-heads, --no-causal"),

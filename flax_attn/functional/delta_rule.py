@@ -7,6 +7,7 @@ from einops import rearrange, repeat
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Bool, Float
 
+from flax_attn.functional.checks import check_dtype
 from flax_attn.functional.delta_chunks import Steps, chunked, recurrent
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.padding import batched, real_tokens, shape_of
@@ -81,9 +82,9 @@ def gated_delta_rule(
         decay per feature (arXiv:2510.26692); Qin et al. 2024, lightning attention (arXiv:2401.04658).
     """
     arrays = (x for x in (query, key, value, decay, beta, state) if x is not None)
-    dtypes = tuple(x.dtype.name for x in arrays)
+    check_dtype("all but starts", *arrays)
     shapes = query.shape, key.shape, value.shape, decay.shape
-    check_delta_rule(*shapes, shape_of(beta), shape_of(state), shape_of(starts), dtypes)
+    check_delta_rule(*shapes, shape_of(beta), shape_of(state), shape_of(starts))
     if query.ndim == 3:
         tokens = query[None], key[None], value[None], decay[None], batched(beta)
         found = gated_delta_rule(

@@ -53,8 +53,12 @@ SAME = {
     "head widths": (attend((2, 5, 4, 8)), r"one head width h; got query \(2, 5, 4, 8\)"),
     "head counts": (attend((2, 5, 3, 6)), r"must divide the query heads.*i // \(n / k\)"),
     "mixed dtypes": (attend(dtypes=("float32", "float64", "float32")), r"one dtype; got float32, float64, float32\. C"),
-    "integers": (attend(dtypes=("int32",) * 3), r"must be floating point; got int32\. Cast them before the call"),
-    "complex": (attend(dtypes=("complex64",) * 3), r"must be floating point; got complex64"),
+    **{
+        dtype: (attend(dtypes=(dtype,) * 3), rf"be float64, .* or float16; got {dtype}\. Cast to one of them before")
+        for dtype in ("bool", "int32", "uint8", "complex64", "float8_e4m3fn", "float8_e5m2")
+    },
+    "an integer bias": (attend(bias=zeros(7, dtype="int32")), r"bias must be float64, .* or float16; got int32\. Cast"),
+    "a boolean bias": (attend(bias=zeros(7, dtype="bool")), r"bias is added .*got dtype bool\. Pass a boolean mask as"),
     "sinks": (attend(sinks=zeros(2)), r"sinks must be one logit a query head, shape \(4,\); got shape \(2,\)"),
     "sinks of rank 2": (attend(sinks=zeros(1, 4)), r"sinks .*shape \(4,\); got shape \(1, 4\)"),
     "no cap": (attend(soft_cap=0.0), r"soft_cap must be positive; got soft_cap=0\.0\. For no cap pass None"),

@@ -60,7 +60,7 @@ BAD = {
     "starts": (lambda side: rule(side, starts=np.zeros((B, 4), bool)), r"starts must have shape \(2, 5\)"),
     "integers": (
         lambda side: rule(side, value=np.zeros((B, T, N, V), "int32")),
-        r"floating point; got float64, float64, int32, float64, float64\. Cast them before the call",
+        r"all but starts must be float64, .* or float16; got int32\. Cast to one of them before",
     ),
     "convolution of a rank": (
         lambda side: convolution(side, (3,)),

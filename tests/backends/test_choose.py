@@ -5,14 +5,17 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from flax_attn import KeyedDropout, Mask, dot_product_attention, native
+from flax_attn import CausalAttention, KeyedDropout, Mask, dot_product_attention, native, single_head_attention
 from flax_attn.backends import cudnn
+from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Unsupported, prepare
-from flax_attn.backends.choose import choose
+from flax_attn.backends.choose import choose, refusal
 from flax_attn.backends.platform import PLATFORMS, compute_capability, platform_of
 from flax_attn.backends.reference import SHORT
 from flax_attn.backends.registry import BACKENDS, load, markdown_table
+from flax_attn.functional.checks import DTYPES
 from flax_attn.sharding.explain import explain
 
 
@@ -124,6 +127,58 @@ def test_one_that_refuses_by_name():
 def test_kernels_of_other_platforms_refuse_here(backend):
     with pytest.raises(Unsupported, match=rf"^backend '{backend}' cannot honour this call: {backend} runs on"):
         choose(prepare(*[jnp.ones((2, 3, 4, 5))] * 3, platform="cpu"), backend)
+
+
+TAKES = {
+    **dict.fromkeys(("decode", "reference", "blocked"), ("float64", "float32", "bfloat16", "float16")),
+    **dict.fromkeys(("native", "xla"), ("float32", "bfloat16", "float16")),
+    **dict.fromkeys(("cudnn", "tokamax"), ("bfloat16", "float16")),
+    "splash": ("float32", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_backend_refuses_a_dtype_that_it_does_not_declare(name, dtype):
+    backend = load(name)
+    assert backend.dtypes == TAKES[name]
+    x = shape(2, 3, 4, 8, dtype=jnp.dtype(dtype))
+    call = prepare(x, x, x, platform=(backend.platforms or ("cpu",))[0])
+    takes = ", ".join(TAKES[name])
+    rule = f'{name} takes {takes}; got dtype {dtype}. Cast query, key and value, or pass backend="auto"'
+    assert (refusal(backend, call) == rule) == (dtype not in TAKES[name])
+
+
+def test_a_backend_that_declares_no_dtype_takes_none():
+    class Silent(Backend):
+        name = "silent"
+
+    call = prepare(*[jnp.ones((2, 3, 4, 5))] * 3, platform="cpu")
+    assert "silent takes no dtype; got dtype float32" in (refusal(Silent(), call) or "")
+
+
+OTHER_DTYPES = [
+    *("bool", "int4", "int8", "int32", "uint8", "complex64", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz"),
+    *("float8_e5m2", "float8_e5m2fnuz", "float8_e3m4", "float8_e4m3", "float8_e8m0fnu", "float4_e2m1fn"),
+]
+
+
+@pytest.mark.parametrize("dtype", OTHER_DTYPES)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_a_dtype_that_no_call_may_have(dtype):
+    x = jnp.ones((1, 64, 2, 16)).astype(dtype)
+    rule = rf"must be float64, float32, bfloat16 or float16; got {dtype}\. Cast to one of them before the call"
+    layer = CausalAttention(16, 8, 64, 0.0, rngs=nnx.Rngs(0))
+    for backend in ("auto", *BACKENDS):
+        with pytest.raises(ValueError, match=f"^query, key and value {rule}"):
+            dot_product_attention(x, x, x, backend=backend)
+    with pytest.raises(ValueError, match=f"^query, key and value {rule}"):
+        single_head_attention(*[x[:, :, 0]] * 3)
+    with pytest.raises(ValueError, match=f"^x {rule}"):
+        layer(x[:, :, 0])
+    with pytest.raises(ValueError, match=f"^bias {rule}" if dtype != "bool" else "Pass a boolean mask as mask="):
+        dot_product_attention(*[jnp.ones((1, 64, 2, 16))] * 3, jnp.ones((64, 64)).astype(dtype))
 
 
 @pytest.mark.parametrize("act", [dot_product_attention, explain])

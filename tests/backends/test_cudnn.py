@@ -207,7 +207,6 @@ def test_memory():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": jnp.float32}, "bfloat16 or float16; got float32"),
         ({"h": 129}, "head widths up to 128, .* got h=129, v=129"),
         ({"v": 136}, "head widths up to 128, .* got h=8, v=136"),
         ({"scale": jnp.float32(0.5)}, "known before tracing; got 0.5"),

@@ -89,7 +89,7 @@ TAKES = {
 }
 
 REFUSES = {
-    "float32": ({"dtype": "float32"}, "bfloat16 or float16; got float32"),
+    "float32": ({"dtype": "float32"}, "cudnn takes bfloat16, float16; got dtype float32"),
     "too wide": ({"h": 257}, "on Hopper .* up to 256; got h=257"),
     "values too wide": ({"v": 264}, "on Hopper .* up to 256; got h=64, v=264"),
     "soft cap": ({"soft_cap": 30.0}, "no soft cap"),

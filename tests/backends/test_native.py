@@ -295,7 +295,7 @@ def refusal(dtype="float32", **options):
 
 
 REFUSALS = {
-    "native computes in float32; got dtype float64": {"dtype": "float64"},
+    "native takes float32, bfloat16, float16; got dtype float64": {"dtype": "float64"},
     "native adds no bias; got one of shape (1, 1, 20, 30)": {"bias": np.zeros((20, 30), np.float32)},
     "native drops no weights; got dropout=0.5": {"dropout": KeyedDropout(0.5, jnp.zeros(2, jnp.uint32))},
     "native takes causal masks, windows, lengths, prefixes and one pair of segments; got": {

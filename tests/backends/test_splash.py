@@ -252,13 +252,6 @@ def test_refusals(no_shape_checks, options, message):
     assert re.search(message, reason or "runs")
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float64])
-def test_refusals_of_dtypes(x64, dtype):
-    inputs = [x.astype(dtype) for x in arrays()]
-    reason = splash.BACKEND.refuse(make(*inputs, platform="tpu"))
-    assert re.search(f"takes float32 and bfloat16; got {dtype.dtype.name}. Cast", reason or "runs")
-
-
 def test_refusal_of_x64(x64):
     assert "does not compile with jax_enable_x64" in (splash.BACKEND.refuse(make(*arrays(), platform="tpu")) or "runs")
 

@@ -146,7 +146,6 @@ def test_memory():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": jnp.float32}, "bfloat16 or float16 for its kernels; got float32"),
         ({"v": 16}, "one head width; got h=8, v=16"),
         ({"scale": jnp.float32(0.5)}, "known before tracing; got 0.5"),
         ({"soft_cap": 5.0}, "gradient of the soft cap .* got soft_cap=5.0"),

@@ -110,16 +110,6 @@ def test_refuses(options, message):
         assert xla.BACKEND.refuse(build(**options)) is None
 
 
-def test_refuses_dtypes(no_shape_checks):
-    def cast(platform, dtype):
-        shapes = {n: jax.ShapeDtypeStruct(getattr(call, n).shape, dtype) for n in ("query", "key", "value")}
-        return xla.BACKEND.refuse(Call(**{**vars(call), **shapes, "platform": platform}))
-
-    call = build()
-    assert "needs float32, bfloat16 or float16; got float64" in cast("cpu", jnp.dtype("float64"))
-    assert cast("tpu", jnp.dtype("float16")) is None
-
-
 def test_refuses_nothing_to_compute():
     call = build()
     empty = Call(**{**vars(call), "query": call.query[:, :0]})

@@ -305,9 +305,13 @@ def test_float64_needs_the_mode_of_64_bits(folder, weights):
     assert GPT2.from_pretrained(folder, param_dtype="float32").tok_emb.embedding.dtype == jnp.float32
 
 
-def test_a_param_dtype_of_integers(folder):
-    with pytest.raises(ValueError, match=r"param_dtype must be floating point; got int8"):
-        GPT2.from_pretrained(folder, param_dtype=jnp.int8)
+@pytest.mark.parametrize("name", ["dtype", "param_dtype"])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.float4_e2m1fn, "complex64", "float31"])
+def test_a_dtype_that_no_call_may_have_is_refused_before_anything_is_read(name, dtype, tmp_path):
+    dtype_name = jnp.dtype(dtype).name if dtype != "float31" else "'float31'"
+    rule = f"^{name} must be float64, float32, bfloat16 or float16; got {dtype_name}. Pass {name}=jnp.bfloat16"
+    with pytest.raises(ValueError, match=rule):
+        GPT2.from_pretrained(tmp_path / "nowhere", **{name: dtype})
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

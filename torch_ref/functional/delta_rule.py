@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from torch_ref.functional.checks import check_dtype
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.padding import batched, real_tokens, shape_of
 from torch_ref.functional.recurrent_checks import check_delta_rule
@@ -76,9 +77,9 @@ def gated_delta_rule(
         decay per feature (arXiv:2510.26692); Qin et al. 2024, lightning attention (arXiv:2401.04658).
     """
     arrays = (x for x in (query, key, value, decay, beta, state) if x is not None)
-    dtypes = tuple(str(x.dtype).removeprefix("torch.") for x in arrays)
+    check_dtype("all but starts", *arrays)
     shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape), tuple(decay.shape)
-    check_delta_rule(*shapes, shape_of(beta), shape_of(state), shape_of(starts), dtypes)
+    check_delta_rule(*shapes, shape_of(beta), shape_of(state), shape_of(starts))
     if query.ndim == 3:
         tokens = query[None], key[None], value[None], decay[None], batched(beta)
         found = gated_delta_rule(

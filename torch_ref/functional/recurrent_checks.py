@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .checks import check_dtype
-
 Shape = tuple[int, ...]
 
 
@@ -16,9 +14,8 @@ def check_delta_rule(
     beta: Shape | None,
     state: Shape | None,
     starts: Shape | None,
-    dtypes: tuple[str, ...],
 ) -> None:
-    """Raise unless these are the shapes of one call of the gated delta rule, in floating point."""
+    """Raise unless these are the shapes of one call of the gated delta rule."""
     if len(query) not in (3, 4) or len(value) != len(query) or query != key:
         raise ValueError(
             "query and key must have shape (b, t, k, h) both and value (b, t, n, v), or all three without b; "
@@ -38,7 +35,6 @@ def check_delta_rule(
     for (name, shape), got in zip(wanted.items(), (beta, state, starts), strict=True):
         if got not in (None, shape):
             raise ValueError(f"{name} must have shape {shape} beside query {query} and value {value}; got {got}")
-    check_dtype("all but starts", *dtypes)
 
 
 def check_short_convolution(x: Shape, kernel: Shape, state: Shape | None, starts: Shape | None) -> None:
