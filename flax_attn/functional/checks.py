@@ -230,6 +230,27 @@ def check_bias(shape: tuple[int, ...], dtype: str, to: tuple[int, ...]) -> None:
     check_broadcast("bias", shape, to)
 
 
+def check_offset(offset: int, t: int, s: int, left: int, right: int) -> None:
+    """Raise unless the keys that queries see depend on the offset of a mask that reaches so far around a query."""
+    ends = {"-t - right" if right else "-t": -t - right, "s + left" if left else "s": s + left}
+    if not -t - right <= offset <= s + left:
+        least, most = (f"{name} = {end}" for name, end in ends.items())
+        raise ValueError(
+            f"a mask offset must lie between {least} and {most}, beyond which all queries see the same "
+            f"keys; got offset={offset}, t={t}, s={s}. Query i stands at offset + i: with "
+            f"offset={s - t} the last query stands at the last key"
+        )
+
+
+def check_position(offset: int) -> None:
+    """Raise unless the offset of a mask that is a function of positions fits 32 bits."""
+    if not -(2**31) <= offset < 2**31:
+        raise ValueError(
+            f"the positions that the function of a mask gets are integers of 32 bits; got offset={offset}. "
+            "Count from a later token"
+        )
+
+
 def check_broadcast(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
     """Raise unless `shape` broadcasts to `to`, the sizes of (b, n, t, s)."""
     padded = (1,) * (len(to) - len(shape)) + shape
