@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
-from flax_attn.functional.checks import check_broadcast, check_offset
+from flax_attn.functional.attention_checks import check_offset
+from flax_attn.functional.checks import check_broadcast
 from flax_attn.functional.kv_range import UNBOUNDED, KVRange, Limit, bounded, limits, maximum, plus, where
 from flax_attn.functional.mask_part import Count, Part, of_rank_4, pick
 from flax_attn.functional.shapes import Index

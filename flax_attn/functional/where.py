@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from flax_attn.functional.checks import check_position
+from flax_attn.functional.attention_checks import check_position
 from flax_attn.functional.function_checks import check_known, check_same_size
 from flax_attn.functional.kv_range import as_int32
 from flax_attn.functional.mask_parts import Positioned
@@ -55,7 +55,7 @@ class Where(Positioned):
         i, j = (index if read else index[:1, :1] for index, read in zip((i, j), reads[2:], strict=True))
         b, n = (x if read else jnp.zeros(1, jnp.int32) for x, read in zip((self.b, self.n), reads[:2], strict=True))
         check_known(*(None if index is None else len(index) for index in (b, n)))
-        b = jnp.broadcast_to(b, max(len(b), len(i)))
+        b = b if len(i) == 1 else jnp.broadcast_to(b, len(i))
         return self.function.over((), b, n, i, j)
 
     def _positions(self, rows):

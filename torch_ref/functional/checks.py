@@ -4,7 +4,7 @@ Pure Python on sizes and names. They run at construction where the values are kn
 otherwise at trace time, before any work is done.
 """
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -54,7 +54,7 @@ def check_eps(eps: float) -> None:
 
 def check_rate(dropout: float) -> None:
     """Raise unless `dropout` is a probability below one."""
-    if not 0 <= dropout < 1:
+    if not isinstance(dropout, Real) or not 0 <= dropout < 1:
         raise ValueError(
             f"dropout must be in [0, 1), the probability that a weight is dropped; got dropout={dropout!r}. "
             "For no dropout pass 0.0"
@@ -176,7 +176,7 @@ def check_width(name: str, shape: tuple[int, ...], width_name: str, width: int) 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
@@ -208,19 +208,6 @@ def check_inputs(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int,
         raise ValueError(f"query, key and value must be floating point; got {dtypes[0]}. Cast them before the call")
 
 
-def check_options(num_heads: int, sinks: tuple[int, ...] | None, soft_cap: float | None) -> None:
-    """Raise unless there is one sink a query head and the cap is positive."""
-    if sinks is not None and sinks != (num_heads,):
-        raise ValueError(f"sinks must be one logit a query head, shape ({num_heads},); got shape {sinks}")
-    check_soft_cap(soft_cap)
-
-
-def check_soft_cap(soft_cap: float | None) -> None:
-    """Raise unless the bound of the scores is positive."""
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be positive; got soft_cap={soft_cap}. For no cap pass None")
-
-
 def check_bias(shape: tuple[int, ...], dtype: str, to: tuple[int, ...]) -> None:
     """Raise unless the bias is made of numbers to add, and broadcasts to `to`."""
     if not dtype.startswith(("float", "bfloat")):
@@ -228,27 +215,6 @@ def check_bias(shape: tuple[int, ...], dtype: str, to: tuple[int, ...]) -> None:
             f"bias is added to the scores and must be floating point; got {dtype}. Pass a boolean mask as mask="
         )
     check_broadcast("bias", shape, to)
-
-
-def check_offset(offset: int, t: int, s: int, left: int, right: int) -> None:
-    """Raise unless the keys that queries see depend on the offset of a mask that reaches so far around a query."""
-    ends = {"-t - right" if right else "-t": -t - right, "s + left" if left else "s": s + left}
-    if not -t - right <= offset <= s + left:
-        least, most = (f"{name} = {end}" for name, end in ends.items())
-        raise ValueError(
-            f"a mask offset must lie between {least} and {most}, beyond which all queries see the same "
-            f"keys; got offset={offset}, t={t}, s={s}. Query i stands at offset + i: with "
-            f"offset={s - t} the last query stands at the last key"
-        )
-
-
-def check_position(offset: int) -> None:
-    """Raise unless the offset of a mask that is a function of positions fits 32 bits."""
-    if not -(2**31) <= offset < 2**31:
-        raise ValueError(
-            f"the positions that the function of a mask gets are integers of 32 bits; got offset={offset}. "
-            "Count from a later token"
-        )
 
 
 def check_broadcast(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
