@@ -1,13 +1,16 @@
 """One attention call under one contract: checked once, then computed by a backend."""
 
 from collections.abc import Callable
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
+import numpy as np
+import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from torch_ref.functional.checks import check_bias, check_choice, check_inputs, check_options, check_type
+from torch_ref.functional.attention_checks import check_argument, check_scale, check_sinks, check_soft_cap
+from torch_ref.functional.checks import check_bias, check_choice, check_inputs, check_type
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.reference import reference_attention
@@ -127,9 +130,11 @@ def dot_product_attention(
     References:
         Vaswani et al. 2017 (arXiv:1706.03762); Ainslie et al. 2023 (arXiv:2305.13245).
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_argument(name, x, Tensor, f"Pass torch.as_tensor({name})")
     shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     check_inputs(*shapes, tuple(_dtype(x) for x in (query, key, value)))
-    check_options(query.shape[-2], None if sinks is None else tuple(sinks.shape), soft_cap)
+    check_soft_cap(soft_cap)
     check_backend(backend)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
     unbatched = query.ndim == 3
@@ -138,6 +143,7 @@ def dot_product_attention(
     query, key, value = (checkpoint_name(x, n) for n, x in (("query", query), ("key", key), ("value", value)))
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if bias is not None:
+        check_argument("bias", bias, Tensor, "Pass torch.as_tensor(bias)")
         check_bias(tuple(bias.shape), _dtype(bias), shape)
         bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
     output, weights = reference_attention(
@@ -146,10 +152,10 @@ def dot_product_attention(
         value,
         bias,
         as_mask(mask).resolve(*shape),
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        scale=query.shape[-1] ** -0.5 if scale is None else _as_scale(scale),
         soft_cap=soft_cap,
         score=score if score is None or isinstance(score, ScoreFunction) else ScoreFunction(score),
-        sinks=sinks,
+        sinks=None if sinks is None else _as_sinks(sinks, query.shape[2]),
         dropout=dropout,
     )
     output = checkpoint_name(output, "context")
@@ -225,5 +231,18 @@ def single_head_attention(
     return rearrange(output, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")
 
 
-def _dtype(x: Tensor) -> str:
+def _as_scale(scale: Any) -> float | Tensor:
+    scale = scale.item() if isinstance(scale, np.ndarray) and not scale.ndim else scale
+    array = isinstance(scale, Tensor | np.ndarray)
+    check_scale(scale, tuple(scale.shape) if array else None, _dtype(scale) if array else "")
+    return scale if isinstance(scale, Tensor) else float(scale)
+
+
+def _as_sinks(sinks: Tensor, heads: int) -> Tensor:
+    check_argument("sinks", sinks, Tensor, "Pass torch.as_tensor(sinks)")
+    check_sinks(heads, tuple(sinks.shape), _dtype(sinks))
+    return sinks + torch.where(sinks == torch.inf, torch.nan, 0)  # a number that is not finite
+
+
+def _dtype(x: Tensor | np.ndarray) -> str:
     return str(x.dtype).removeprefix("torch.")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from flax_attn.backends.platform import platform_of
-from flax_attn.functional.checks import check_bias, check_inputs, check_options, check_type
+from flax_attn.functional.attention_checks import check_argument, check_scale, check_sinks, check_soft_cap
+from flax_attn.functional.checks import check_bias, check_inputs, check_type
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.nonfinite import without_nonfinite_sinks
 from flax_attn.functional.score_function import ScoreFunction
 from flax_attn.functional.shapes import Key, Query, Value
 from flax_attn.functional.traced_score import TracedScore
@@ -90,21 +94,67 @@ def prepare(
     platform: str | None = None,
 ) -> Call:
     """Return the arguments of `dot_product_attention` as a call, or raise `ValueError`."""
+    query, key, value = (as_argument(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     check_inputs(query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name))
-    check_options(query.shape[-2], None if sinks is None else sinks.shape, soft_cap)
+    check_soft_cap(soft_cap)
+    check_precision(precision)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
     platform = platform_of(query) if platform is None else platform
     if query.ndim == 3:
         query, key, value = query[None], key[None], value[None]
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if bias is not None:
+        bias = as_argument("bias", bias)
         check_bias(bias.shape, bias.dtype.name, shape)
         bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = query.shape[-1] ** -0.5 if scale is None else _as_scale(scale)
     mask = as_mask(mask).resolve(*shape)
     soft_cap = None if soft_cap is None else float(soft_cap)
     traced = _traced(score, shape, accumulation_dtype(query.dtype))
+    if sinks is not None:
+        sinks = as_argument("sinks", sinks)
+        check_sinks(query.shape[2], sinks.shape, sinks.dtype.name)
+        query, sinks = without_nonfinite_sinks(query, sinks)
     return Call(query, key, value, bias, mask, scale, soft_cap, sinks, dropout, precision, platform, traced)
+
+
+def as_argument(name: str, value: Any) -> Array:
+    """Return an array of JAX or NumPy, or a variable of a module, as an array of JAX, or raise."""
+    if not isinstance(value, jax.Array) and hasattr(value, "__jax_array__"):
+        value = jnp.asarray(value)
+    check_argument(name, value, jax.Array | np.ndarray, f"Pass jnp.asarray({name})")
+    return jnp.asarray(value)
+
+
+def _as_scale(scale: Any) -> Any:
+    if isinstance(scale, jax.Array) or hasattr(scale, "__jax_array__"):
+        scale = jnp.asarray(scale)
+        check_scale(scale, scale.shape, scale.dtype.name)
+        return scale
+    if isinstance(scale, np.ndarray) and scale.ndim:
+        check_scale(scale, scale.shape, scale.dtype.name)
+    scale = scale.item() if isinstance(scale, np.ndarray) else scale
+    check_scale(scale, None, "")
+    return float(scale)
+
+
+def check_precision(precision: Any) -> None:
+    """Raise unless `jax.lax.dot_general` takes this precision."""
+    if precision is None:
+        return
+    try:
+        _dot_with(precision)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"precision must be one that jax.lax.dot_general takes; got {precision!r}. Pass None, "
+            '"default", "high", "highest", or a jax.lax.DotAlgorithmPreset'
+        ) from error
+
+
+@cache
+def _dot_with(precision: Any) -> Any:
+    x = jax.ShapeDtypeStruct((1,), jnp.float32)
+    return jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), x)
 
 
 def _traced(

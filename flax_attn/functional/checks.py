@@ -4,7 +4,7 @@ Pure Python on sizes and names. They run at construction where the values are kn
 otherwise at trace time, before any work is done.
 """
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")  # that a call may have
@@ -56,7 +56,7 @@ def check_eps(eps: float) -> None:
 
 def check_rate(dropout: float) -> None:
     """Raise unless `dropout` is a probability below one."""
-    if not 0 <= dropout < 1:
+    if not isinstance(dropout, Real) or not 0 <= dropout < 1:
         raise ValueError(
             f"dropout must be in [0, 1), the probability that a weight is dropped; got dropout={dropout!r}. "
             "For no dropout pass 0.0"
@@ -189,7 +189,7 @@ def check_dtype(names: str, *arrays: Any, remedy: str = "Cast to one of them bef
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
@@ -218,19 +218,6 @@ def check_inputs(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int,
             f"query, key and value must have one dtype; got {', '.join(dtypes)}. Cast them before the call"
         )
     check_dtype("query, key and value", *dtypes)
-
-
-def check_options(num_heads: int, sinks: tuple[int, ...] | None, soft_cap: float | None) -> None:
-    """Raise unless there is one sink a query head and the cap is positive."""
-    if sinks is not None and sinks != (num_heads,):
-        raise ValueError(f"sinks must be one logit a query head, shape ({num_heads},); got shape {sinks}")
-    check_soft_cap(soft_cap)
-
-
-def check_soft_cap(soft_cap: float | None) -> None:
-    """Raise unless the bound of the scores is positive."""
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be positive; got soft_cap={soft_cap}. For no cap pass None")
 
 
 def check_bias(shape: tuple[int, ...], dtype: str, to: tuple[int, ...]) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Integer
 
 Limit = int | Integer[Array, ""]
 UNBOUNDED = 2**29  # beyond every index; sums of a few of these still fit int32
+_INT32 = np.iinfo(np.int32)
 
 
 class KVRange(NamedTuple):
@@ -56,17 +58,62 @@ class Tiles(NamedTuple):
         return Tiles(self.some & other.some, self.whole & other.whole)
 
 
-def limits(count: Any) -> tuple[Limit, Limit]:
-    """Return the least and the greatest of an integer or an array of integers, as limits that can be added.
+def bounded(values: Any, more: int = 0) -> Any:
+    """Return `values + more` within `-UNBOUNDED` and `UNBOUNDED`: an integer of an integer, else an array of int32.
+
+    Clipped before they are added, so that no sum wraps around; beyond every index nothing depends on by how much.
+
+    Example:
+        >>> bounded(2**70, -5), bounded(jnp.array([2**31 - 1, 3]), 2**31)
+        (536870912, Array([536870912, 536870912], dtype=int32))
+    """
+    if isinstance(values, int):
+        return max(-UNBOUNDED, min(values + more, UNBOUNDED))
+    ends = (max(_INT32.min, min(end - more, _INT32.max)) for end in (-UNBOUNDED, UNBOUNDED))
+    low, high = (int(end) for end in ends)  # the values whose sum is within
+    steps = jnp.clip(as_int32(values), low, high) - low
+    return steps + jnp.int32(bounded(low, more))
+
+
+def plus(values: Any, more: Any) -> Any:
+    """Return the sum of two counts: an integer if both are, else an array of int32, which ends where that does.
+
+    Example:
+        >>> plus(3, 4), plus(jnp.array([2**31 - 1, 3]), 4)
+        (7, Array([2147483647,          7], dtype=int32))
+    """
+    if isinstance(values, int) and isinstance(more, int):
+        return values + more
+    values, more = (jnp.atleast_1d(as_int32(x)) for x in (values, more))
+    least = _INT32.min - jnp.minimum(more, 0)
+    return jnp.clip(values, least, _INT32.max - jnp.maximum(more, 0)) + more
+
+
+def as_int32(values: Any) -> Array:
+    """Return integers as an array of int32; those beyond its ends become its ends.
+
+    Example:
+        >>> as_int32(2**40), as_int32(np.array([-(2**40), 3]))
+        (Array(2147483647, dtype=int32), Array([-2147483648,           3], dtype=int32))
+    """
+    if isinstance(values, int):
+        return jnp.int32(max(_INT32.min, min(values, _INT32.max)))
+    ends = jnp.iinfo(values.dtype)
+    if ends.min < _INT32.min or ends.max > _INT32.max:
+        values = values.clip(max(_INT32.min, int(ends.min)), _INT32.max)
+    return jnp.asarray(values.astype(jnp.int32))
+
+
+def limits(count: Any, more: int = 0) -> tuple[Limit, Limit]:
+    """Return the least and the greatest of an integer or an array of integers, `more` added, within `UNBOUNDED`.
 
     Example:
         >>> limits(2**70), limits(jnp.array([3, -1]))
         ((536870912, 536870912), (Array(-1, dtype=int32), Array(3, dtype=int32)))
     """
+    count = bounded(count, more)
     if isinstance(count, int):
-        count = max(-UNBOUNDED, min(count, UNBOUNDED))
         return count, count
-    count = jnp.asarray(count).astype(jnp.int32)
     return count.min(initial=UNBOUNDED), count.max(initial=-UNBOUNDED)
 
 

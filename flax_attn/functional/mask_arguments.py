@@ -1,25 +1,28 @@
-"""What the constructors of masks take, checked."""
+"""What the constructors of masks take, checked, and in one integer type."""
 
 from numbers import Integral
 from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from flax_attn.functional.checks import check_type
+from flax_attn.functional.kv_range import as_int32
 from flax_attn.functional.mask_part import Count
 from flax_attn.functional.shapes import ArrayLike
 
 
 def as_booleans(array: Any) -> Array:
     """Return a boolean array, or raise `ValueError`."""
-    array = jnp.asarray(array)
+    array = as_array("mask", array)
     if array.dtype != bool:
         raise ValueError(
             f"mask must be boolean, True = attend; got dtype {array.dtype}. "
             "To add numbers to the scores pass them as bias; for 0/1 integers write mask.astype(bool)"
         )
-    return array
+    return jnp.asarray(array)
 
 
 @overload
@@ -35,10 +38,69 @@ def as_integers(name: str, values: Count | ArrayLike | None) -> Count | None: ..
 
 
 def as_integers(name: str, values: Any) -> int | Array | None:
-    """Return an integer or None as it is, and all else as an array of integers, or raise `ValueError`."""
+    """Return an integer or None as it is, and all else as an array of int32, or raise `ValueError`.
+
+    What is beyond 32 bits becomes the largest or the smallest integer that is not: both are beyond every token.
+    """
     if values is None or (isinstance(values, Integral) and not isinstance(values, bool)):
         return values if values is None else int(values)
-    values = jnp.asarray(values)
-    if not jnp.issubdtype(values.dtype, np.integer):
-        raise ValueError(f"{name} must be integers; got dtype {values.dtype}. Cast them before the call")
-    return values
+    return as_int32(_integer_array(name, values))
+
+
+def as_ids(query: Any, key: Any) -> tuple[Array, Array]:
+    """Return the ids of queries and keys as arrays of one signed type, in which the same pairs are equal.
+
+    That is int32, or int64 for ids of 64 bits.
+
+    Example:
+        >>> as_ids(np.array([2**32 - 1, 7], np.uint32), np.array([-1, 7], np.int8))
+        (Array([-2147483648,           7], dtype=int32), Array([-1,  7], dtype=int32))
+    """
+    query = _as_known_ids("query segments", query)
+    key = query if key is None else _as_known_ids("key segments", key)
+    wide = 8 * max(4, query.dtype.itemsize, key.dtype.itemsize)
+    unsigned = [ids.dtype == f"uint{wide}" for ids in (query, key)]
+    signed = [ids.astype(f"int{wide}") for ids in (query, key)]
+    if not any(unsigned):
+        return signed[0], signed[1]
+    # A half of the unsigned numbers is read as negative ones, which then stand for them alone.
+    least = jnp.iinfo(signed[0].dtype).min
+    if not all(unsigned):
+        signed = [
+            jnp.where(ids < 0, least, ids) if large else jnp.maximum(ids, least + 1)
+            for ids, large in zip(signed, unsigned, strict=True)
+        ]
+    return signed[0], signed[1]
+
+
+def _as_known_ids(name: str, ids: Any) -> Array:
+    given = _integer_array(name, ids)
+    held = jnp.asarray(given)
+    if held.dtype.itemsize < given.dtype.itemsize and (np.asarray(held) != given).any():
+        raise ValueError(
+            f"{name} must fit 32 bits while jax_enable_x64 is off; got ids from {given.min()} to {given.max()}. "
+            "Number them, those of queries and keys together: np.unique(ids, return_inverse=True)[1]"
+        )
+    return held
+
+
+def _integer_array(name: str, values: Any) -> Array | np.ndarray:
+    array = as_array(name, values)
+    if not jnp.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name} must be integers; got dtype {array.dtype}. Cast them before the call")
+    return array
+
+
+def as_array(name: str, values: Any) -> Array | np.ndarray:
+    """Return an array or variable of JAX as an array of JAX, numbers and lists as one of NumPy, or raise."""
+    if isinstance(values, jax.Array):
+        return values
+    if hasattr(values, "__jax_array__"):  # a variable of a module
+        return jnp.asarray(values)
+    kind = jax.Array | np.ndarray | np.generic | bool | int | float | list | tuple
+    check_type(name, values, kind, "an array of JAX or NumPy, or a list")
+    try:
+        traced = any(isinstance(x, jax.Array) for x in jax.tree.leaves(values))
+        return jnp.asarray(values) if traced else np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be one array; got {error}. Pass rows of one length, of numbers") from error

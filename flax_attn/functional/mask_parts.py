@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
+from flax_attn.functional.attention_checks import check_offset
 from flax_attn.functional.checks import check_broadcast
-from flax_attn.functional.kv_range import UNBOUNDED, KVRange, Limit, limits, maximum, where
+from flax_attn.functional.kv_range import UNBOUNDED, KVRange, Limit, bounded, limits, maximum, plus, where
 from flax_attn.functional.mask_part import Count, Part, of_rank_4, pick
 from flax_attn.functional.shapes import Index
 
@@ -34,31 +35,29 @@ class Positioned(Part):
                 f"t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal) or offset={s - t} (bottom-right, "
                 "as FlashAttention): build a module with causal=False and pass mask=Mask.causal(offset=...)"
             )
-        if isinstance(self.offset, int) and not -t <= self.offset <= s:
-            raise ValueError(
-                f"a mask offset must lie between -t and s, or every query sees nothing or everything; "
-                f"got offset={self.offset}, t={t}, s={s}"
-            )
+        self.check_static(t, s)
         _check_rows("offset", self.offset, b)
         return self if self.offset is not None else dataclasses.replace(self, offset=0)
 
-    def position(self, rows):
-        return rows + _per_row(0 if self.offset is None else self.offset)
+    def check_static(self, t: int, s: int, left: int = 0, right: int = 0) -> None:
+        """Raise if an offset that is known is one for which all queries see the same keys."""
+        if isinstance(self.offset, int):
+            check_offset(self.offset, t, s, left, right)
 
-    def positions(self, first: Limit, last: Limit) -> tuple[Limit, Limit]:
-        """Return the least and the greatest position of the queries `first` to `last`, over the batch."""
-        least, greatest = limits(0 if self.offset is None else self.offset)
+    def beside(self, rows: Index, distance: int) -> Array:
+        """Return the index of the key at a distance from the position of each query; far from any is `UNBOUNDED`."""
+        return rows + _per_row(0 if self.offset is None else self.offset, distance)
+
+    def ends(self, first: Limit, last: Limit, distance: int) -> tuple[Limit, Limit]:
+        """Return the least and the greatest `beside` of the queries `first` to `last`, over the batch."""
+        least, greatest = limits(0 if self.offset is None else self.offset, distance)
         return first + least, last + greatest
-
-    def bounded_position(self, rows):
-        """Return the positions, so far within int32 that a width can be added."""
-        return jnp.clip(self.position(rows), -2 * UNBOUNDED, 2 * UNBOUNDED)
 
     def row(self, b, n):
         return dataclasses.replace(self, offset=_count_of_row(self.offset, b))
 
     def shift(self, start, t, s):
-        return dataclasses.replace(self, offset=_plus(0 if self.offset is None else self.offset, start))
+        return dataclasses.replace(self, offset=plus(0 if self.offset is None else self.offset, start))
 
 
 @dataclass(frozen=True)
@@ -66,17 +65,17 @@ class Causal(Positioned):
     """Key `j` is seen from position `p` when `j <= p`."""
 
     def allow(self, rows, cols):
-        return cols <= self.position(rows)
+        return cols <= self.beside(rows, 0)
 
     def kv_range(self, first, last, s):
-        least, greatest = self.positions(first, last)
+        least, greatest = self.ends(first, last, 0)
         return KVRange(0, greatest + 1, 0, least + 1)
 
     def band(self):
         return (None, self.offset or 0) if isinstance(self.offset, int | None) else None
 
     def interval(self, rows):
-        return 0, self.bounded_position(rows) + 1
+        return 0, self.beside(rows, 0) + 1
 
 
 @dataclass(frozen=True)
@@ -86,19 +85,17 @@ class Window(Positioned):
     left: int | None
     right: int | None
 
+    def check_static(self, t, s):
+        super().check_static(t, s, self.left or 0, self.right or 0)
+
     def allow(self, rows, cols):
-        distance = cols - self.position(rows)
-        inside = jnp.ones_like(distance, bool)
-        if self.left is not None:
-            inside &= distance >= -_per_row(self.left)
-        if self.right is not None:
-            inside &= distance <= _per_row(self.right)
-        return inside
+        start, stop = self.interval(rows)
+        return (cols >= start) & (cols < stop)
 
     def kv_range(self, first, last, s):
-        least, greatest = self.positions(first, last)
-        left, right = (limits(UNBOUNDED if size is None else size)[0] for size in (self.left, self.right))
-        return KVRange(least - left, greatest + right + 1, greatest - left, least + right + 1)
+        start, inner_start = (0, 0) if self.left is None else self.ends(first, last, -self.left)
+        inner_last, end = (UNBOUNDED,) * 2 if self.right is None else self.ends(first, last, self.right)
+        return KVRange(start, end + 1, inner_start, inner_last + 1)
 
     def band(self):
         if not isinstance(self.offset, int | None):
@@ -108,10 +105,8 @@ class Window(Positioned):
         return low, None if self.right is None else offset + self.right
 
     def interval(self, rows):
-        position = self.bounded_position(rows)
-        left, right = (UNBOUNDED if size is None else min(size, UNBOUNDED) for size in (self.left, self.right))
-        start = 0 if left == UNBOUNDED else position - left
-        return start, UNBOUNDED if right == UNBOUNDED else position + right + 1
+        start = 0 if self.left is None else self.beside(rows, -self.left)
+        return start, UNBOUNDED if self.right is None else self.beside(rows, self.right) + 1
 
 
 @dataclass(frozen=True)
@@ -126,14 +121,14 @@ class Prefix(Positioned):
         return super().resolve(b, n, t, s)
 
     def allow(self, rows, cols):
-        return (cols <= self.position(rows)) | (cols < _per_row(self.length))
+        return cols < self.interval(rows)[1]
 
     def kv_range(self, first, last, s):
-        (least, greatest), (shortest, longest) = self.positions(first, last), limits(self.length)
+        (least, greatest), (shortest, longest) = self.ends(first, last, 0), limits(self.length)
         return KVRange(0, maximum(greatest + 1, longest), 0, maximum(least + 1, shortest))
 
     def interval(self, rows):
-        return 0, jnp.maximum(self.bounded_position(rows) + 1, _per_row(self.length))
+        return 0, jnp.maximum(self.beside(rows, 0) + 1, _per_row(self.length))
 
     def row(self, b, n):
         return Prefix(_count_of_row(self.length, b), offset=_count_of_row(self.offset, b))
@@ -172,7 +167,7 @@ class Lengths(Part):
         return Lengths(_count_of_row(self.query, b), _count_of_row(self.key, b))
 
     def shift(self, start, t, s):
-        return Lengths(None if self.query is None else _plus(self.query, -start), self.key)
+        return Lengths(None if self.query is None else plus(self.query, -bounded(start)), self.key)
 
 
 @dataclass(frozen=True)
@@ -203,8 +198,8 @@ class Segments(Part):
         query, key = jnp.atleast_2d(self.query), jnp.atleast_2d(self.key)
         index, ids = jnp.arange(query.shape[1], dtype=jnp.int32), jnp.iinfo(query.dtype)
         asking = ((index >= first) & (index <= last))[None]
-        least = jnp.where(asking, query, ids.max).min(axis=1, keepdims=True).astype(key.dtype)
-        greatest = jnp.where(asking, query, ids.min).max(axis=1, keepdims=True).astype(key.dtype)
+        least = jnp.where(asking, query, ids.max).min(axis=1, keepdims=True)
+        greatest = jnp.where(asking, query, ids.min).max(axis=1, keepdims=True)
         near = ((key >= least) & (key <= greatest)).any(axis=0)
         start, after = (jnp.argmax(x).astype(jnp.int32) for x in (near, near[::-1]))
         return KVRange(start, jnp.where(near.any(), s - after, 0), 0, 0)
@@ -270,21 +265,13 @@ def _check_whole(name: str, sizes: Sequence[int], s: int) -> None:
         )
 
 
-def _plus(values: Count, more: Count) -> Count:
-    if isinstance(values, int) and isinstance(more, int):
-        return values + more
-    return jnp.atleast_1d(jnp.asarray(values, jnp.int32)) + jnp.atleast_1d(jnp.asarray(more, jnp.int32))
-
-
 def _rows_from(start: Count, t: int) -> Integer[Array, "#b t"]:
-    return jnp.asarray(start, jnp.int32).reshape(-1, 1) + jnp.arange(t, dtype=jnp.int32)[None]
+    return jnp.asarray(bounded(start), jnp.int32).reshape(-1, 1) + jnp.arange(t, dtype=jnp.int32)[None]
 
 
 def _count_of_row(values: Any, b: int | Index) -> Any:
     return values if isinstance(values, int | None) else pick(jnp.atleast_1d(values), b, 0)
 
 
-def _per_row(values: Count) -> Array:
-    if isinstance(values, int):  # may exceed what the dtype holds, and is beyond every index long before
-        values = max(-(2**30), min(values, 2**30))
-    return jnp.asarray(values, jnp.int32).reshape(-1, 1, 1, 1)
+def _per_row(values: Count, more: int = 0) -> Array:
+    return jnp.asarray(bounded(values, more), jnp.int32).reshape(-1, 1, 1, 1)

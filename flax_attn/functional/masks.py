@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Integer
 from flax_attn.functional.checks import check_positive
 from flax_attn.functional.function_checks import SEES, check_sees
 from flax_attn.functional.kv_range import KVRange, Limit, Tiles
-from flax_attn.functional.mask_arguments import as_booleans, as_integers
+from flax_attn.functional.mask_arguments import as_booleans, as_ids, as_integers
 from flax_attn.functional.mask_part import Count, Part
 from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
 from flax_attn.functional.mask_text import check_printable, expression, picture
@@ -77,8 +77,7 @@ class Mask:
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
         """Packed documents: `(b, t)` ids of the queries and `(b, s)` ids of the keys (the same if not given)."""
-        query = jnp.asarray(as_integers("query segments", query))
-        return Mask((Segments(query, query if key is None else jnp.asarray(as_integers("key segments", key))),))
+        return Mask((Segments(*as_ids(query, key)),))
 
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:

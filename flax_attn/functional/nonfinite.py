@@ -32,6 +32,23 @@ def zero_nonfinite(x: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
     return jnp.where(finite_tokens(x)[..., None], x, 0)
 
 
+def without_nonfinite_sinks(
+    query: Float[Array, "b t n h"], sinks: Float[Array, " n"]
+) -> tuple[Float[Array, "b t n h"], Float[Array, " n"]]:
+    """Return sinks that are finite or -inf, which is no sink, and NaN for the queries of heads whose sink was not.
+
+    All rows of such a head read the sink.
+
+    Example:
+        >>> query, sinks = without_nonfinite_sinks(jnp.ones((1, 1, 2, 1)), jnp.array([jnp.inf, -jnp.inf]))
+        >>> query[0, 0, :, 0], sinks
+        (Array([nan,  1.], dtype=float32), Array([  0., -inf], dtype=float32))
+    """
+    good = sinks < jnp.inf
+    spoilt = jnp.where(good, 0, jnp.nan).astype(query.dtype)
+    return query + spoilt[:, None], jnp.where(good, sinks, 0)
+
+
 def sees_nonfinite(
     visible: Visible, query_ok: Bool[Array, "b t n"], key_ok: Bool[Array, "b s k"]
 ) -> Bool[Array, "b n t 1"]:

@@ -8,7 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from flax_attn.functional.attention_checks import check_position
 from flax_attn.functional.function_checks import check_known, check_same_size
+from flax_attn.functional.kv_range import as_int32
 from flax_attn.functional.mask_parts import Positioned
 
 
@@ -27,6 +29,10 @@ class Where(Positioned):
     n: Any = field(default=None, repr=False)
     axes = {"offset": ("batch",), "b": ("batch",), "n": ("heads",)}
 
+    def check_static(self, t, s):
+        if isinstance(self.offset, int):
+            check_position(self.offset)
+
     def resolve(self, b, n, t, s):
         placed = replace(self, offset=0) if self.offset is None else self  # a function of indices, unless it is said
         return super(Where, placed).resolve(b, n, t, s)._for_call(b, n)
@@ -44,13 +50,17 @@ class Where(Positioned):
         return replace(self, **{name: jnp.arange(size, dtype=jnp.int32) for name, size in unknown.items()})
 
     def allow(self, rows, cols):
-        i, j = self.position(rows)[:, 0, :, 0], cols.reshape(1, -1)
+        i, j = self._positions(rows)[:, 0, :, 0], cols.reshape(1, -1)
         reads = self.function.program.reads
         i, j = (index if read else index[:1, :1] for index, read in zip((i, j), reads[2:], strict=True))
         b, n = (x if read else jnp.zeros(1, jnp.int32) for x, read in zip((self.b, self.n), reads[:2], strict=True))
         check_known(*(None if index is None else len(index) for index in (b, n)))
-        b = jnp.broadcast_to(b, max(len(b), len(i)))
+        b = b if len(i) == 1 else jnp.broadcast_to(b, len(i))
         return self.function.over((), b, n, i, j)
+
+    def _positions(self, rows):
+        offset = as_int32(0 if self.offset is None else self.offset).reshape(-1, 1, 1, 1)
+        return rows + jnp.minimum(offset, jnp.iinfo(jnp.int32).max - jnp.maximum(rows, 0))  # to the end, not around it
 
     def row(self, b, n):
         one = {"b": _pick(self.b, b), "n": self.n if n is None else _pick(self.n, n)}

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from flax_attn.backends.call import Call, Unsupported, prepare
+from flax_attn.backends.call import Call, Unsupported, as_argument, prepare
 from flax_attn.backends.choose import choose, refusal, runs_on
 from flax_attn.backends.platform import PLATFORMS, platform_of
 from flax_attn.backends.registry import BACKENDS, load
@@ -70,6 +70,8 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
         >>> found.backend, found.refusals["splash"]
         ('blocked', 'splash runs on TPU; got platform "gpu". Pass backend="auto"')
     """
+    arrays = {"query": query, "key": key, "value": value, "bias": bias, "sinks": options.pop("sinks", None)}
+    arrays = {name: _known(name, x) for name, x in arrays.items()}
     backend = options.pop("backend", "auto")
     options.pop("return_weights", None)
     options["platform"] = options.get("platform") or platform_of(query)
@@ -78,13 +80,18 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
 
     abstract, mask_of = split(mask, jax.ShapeDtypeStruct)  # the rest of a mask stays known, as kernels may need it
 
-    def trace(query: Array, key: Array, value: Array, bias: Array | None, abstract: list[Array]) -> None:
-        call = prepare(query, key, value, bias, mask_of(abstract), **options)
+    def trace(arrays: dict[str, Array | None], abstract: list[Array]) -> None:
+        call = prepare(**arrays, mask=mask_of(abstract), **options)
         division = divide(call, backend)
         found.append(_explain(call, backend) if division is None else _of_one_device(division, call, backend))
 
-    jax.eval_shape(trace, query, key, value, bias, abstract)
+    jax.eval_shape(trace, arrays, abstract)
     return found[0]
+
+
+def _known(name: str, x: Any) -> Any:
+    optional = name in ("bias", "sinks")
+    return x if isinstance(x, jax.ShapeDtypeStruct) or (optional and x is None) else as_argument(name, x)
 
 
 def _lines(division: Division | None) -> list[str]:

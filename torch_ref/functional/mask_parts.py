@@ -13,9 +13,13 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
+from torch_ref.functional.attention_checks import check_offset
 from torch_ref.functional.checks import check_broadcast
 from torch_ref.functional.mask_part import Count, Part
 from torch_ref.functional.shapes import Index
+
+UNBOUNDED = 2**61  # beyond every index; sums of a few of these still fit int64
+_INT64 = torch.iinfo(torch.int64)
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,18 @@ class Positioned(Part):
                 f"t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal) or offset={s - t} (bottom-right, "
                 "as FlashAttention): build a module with causal=False and pass mask=Mask.causal(offset=...)"
             )
-        if isinstance(self.offset, int) and not -t <= self.offset <= s:
-            raise ValueError(
-                f"a mask offset must lie between -t and s, or every query sees nothing or everything; "
-                f"got offset={self.offset}, t={t}, s={s}"
-            )
+        self.check_static(t, s)
         _check_rows("offset", self.offset, b)
         return self if self.offset is not None else dataclasses.replace(self, offset=0)
 
-    def position(self, rows):
-        return rows + _per_row(0 if self.offset is None else self.offset, rows)
+    def check_static(self, t: int, s: int, left: int = 0, right: int = 0) -> None:
+        """Raise if an offset that is known is one for which all queries see the same keys."""
+        if isinstance(self.offset, int):
+            check_offset(self.offset, t, s, left, right)
+
+    def beside(self, rows: Index, distance: int) -> Tensor:
+        """Return the index of the key at a distance from the position of each query; far from any is `UNBOUNDED`."""
+        return rows + _per_row(0 if self.offset is None else self.offset, rows, distance)
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Causal(Positioned):
     """Key `j` is seen from position `p` when `j <= p`."""
 
     def allow(self, rows, cols):
-        return cols <= self.position(rows)
+        return cols <= self.beside(rows, 0)
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,15 @@ class Window(Positioned):
     left: int | None
     right: int | None
 
+    def check_static(self, t, s):
+        super().check_static(t, s, self.left or 0, self.right or 0)
+
     def allow(self, rows, cols):
-        distance = cols - self.position(rows)
-        inside = torch.ones_like(distance, dtype=torch.bool)
+        inside = torch.ones_like(cols, dtype=torch.bool)
         if self.left is not None:
-            inside &= distance >= -self.left
+            inside = inside & (cols >= self.beside(rows, -self.left))
         if self.right is not None:
-            inside &= distance <= self.right
+            inside = inside & (cols <= self.beside(rows, self.right))
         return inside
 
 
@@ -79,7 +87,7 @@ class Prefix(Positioned):
         return super().resolve(b, n, t, s)
 
     def allow(self, rows, cols):
-        return (cols <= self.position(rows)) | (cols < _per_row(self.length, rows))
+        return (cols <= self.beside(rows, 0)) | (cols < _per_row(self.length, rows))
 
 
 @dataclass(frozen=True)
@@ -174,5 +182,19 @@ def _take(array: Tensor, index: Index, axis: int) -> Tensor:
     return array.index_select(axis, index.reshape(-1).clamp(max=size - 1) % size)
 
 
-def _per_row(values: Count, rows: Index) -> Tensor:
-    return torch.as_tensor(values, device=rows.device).reshape(-1, 1, 1, 1)
+def _per_row(values: Count, rows: Index, more: int = 0) -> Tensor:
+    return torch.as_tensor(bounded(values, more), device=rows.device).reshape(-1, 1, 1, 1)
+
+
+def bounded(values: Count, more: int = 0) -> Count:
+    """Return `values + more` within `-UNBOUNDED` and `UNBOUNDED`, clipped before they are added.
+
+    Example:
+        >>> bounded(torch.tensor([2**63 - 1, 3]), 2**62) == UNBOUNDED
+        tensor([ True,  True])
+    """
+    if isinstance(values, int):
+        return max(-UNBOUNDED, min(values + more, UNBOUNDED))
+    ends = (max(_INT64.min, min(end - more, _INT64.max)) for end in (-UNBOUNDED, UNBOUNDED))
+    low, high = ends  # the values whose sum is within
+    return values.clamp(low, high) - low + bounded(low, more)

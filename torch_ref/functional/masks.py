@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_ref.functional.checks import check_positive
 from torch_ref.functional.function_checks import SEES, check_function
-from torch_ref.functional.mask_arguments import as_booleans, as_integers
+from torch_ref.functional.mask_arguments import as_booleans, as_ids, as_integers
 from torch_ref.functional.mask_part import Count, Part
 from torch_ref.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
 from torch_ref.functional.mask_text import check_printable, expression, picture
@@ -71,8 +71,7 @@ class Mask:
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
         """Packed documents: `(b, t)` ids of the queries and `(b, s)` ids of the keys (the same if not given)."""
-        query = torch.as_tensor(as_integers("query segments", query))
-        return Mask((Segments(query, query if key is None else torch.as_tensor(as_integers("key segments", key))),))
+        return Mask((Segments(*as_ids(query, key)),))
 
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:

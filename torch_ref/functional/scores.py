@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch_ref.functional.checks import check_soft_cap
+from torch_ref.functional.attention_checks import check_scale, check_soft_cap
 from torch_ref.functional.function_checks import SCORES, check_function
 from torch_ref.functional.score_function import ScoreFunction
 from torch_ref.functional.shapes import ArrayLike
@@ -26,7 +26,7 @@ class Scores:
             positions of query and key, those in the whole sequence beside a cache; see `ScoreFunction`.
 
     Raises:
-        ValueError: if `soft_cap` is not positive, or the function takes other arguments.
+        ValueError: if `scale` or `soft_cap` is no finite number, or the function takes other arguments.
 
     Example:
         >>> Scores(soft_cap=50.0)
@@ -43,6 +43,8 @@ class Scores:
     function: Callable | None = None
 
     def __post_init__(self):
+        if self.scale is not None:
+            check_scale(self.scale, None, "")
         check_soft_cap(self.soft_cap)
         if self.function is not None:
             check_function("score", self.function, SCORES)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torch_ref.functional.attention_checks import check_position
 from torch_ref.functional.called import broadcast_size, called
 from torch_ref.functional.function_checks import check_known, check_same_size, check_sees
 from torch_ref.functional.mask_parts import Positioned
@@ -26,6 +27,10 @@ class Where(Positioned):
     b: Any = field(default=None, repr=False)
     n: Any = field(default=None, repr=False)
 
+    def check_static(self, t, s):
+        if isinstance(self.offset, int):
+            check_position(self.offset)
+
     def resolve(self, b, n, t, s):
         for name, index, size in (("b", self.b, b), ("n", self.n, n)):
             check_same_size(name, None if index is None else len(index), size)
@@ -40,7 +45,11 @@ class Where(Positioned):
     def allow(self, rows, cols):
         check_known(*(None if index is None else len(index) for index in (self.b, self.n)))
         b, n = self.b.to(rows.device)[:, None, None, None], self.n.to(rows.device)[None, :, None, None]
-        indices = b, n, self.position(rows), cols
+        indices = b, n, self._positions(rows), cols
         result, size = called("mask", self.function, *indices), broadcast_size(*indices)
         check_sees(str(result.dtype).removeprefix("torch."), tuple(result.shape), size)
         return result.expand(size)
+
+    def _positions(self, rows):
+        offset = torch.as_tensor(0 if self.offset is None else self.offset, device=rows.device)
+        return rows + offset.clamp(-(2**31), 2**31 - 1).reshape(-1, 1, 1, 1)
