@@ -260,6 +260,15 @@ def check_lengths(lengths: int, t: int) -> None:
         )
 
 
+def check_rows_of_lengths(shape: tuple[int, ...], b: int) -> None:
+    """Raise unless there is one length for all rows of a batch, or one for each."""
+    if shape not in ((), (1,), (b,)):
+        raise ValueError(
+            f"lengths must be one integer or one a row, shape ({b},); got shape {shape}. "
+            "Pass how many tokens of each row are real"
+        )
+
+
 def check_fits(capacity: int, cached: int, new: int) -> None:
     """Raise if new tokens do not fit behind the cached ones."""
     if cached + new > capacity:
