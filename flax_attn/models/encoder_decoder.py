@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
+from flax_attn.functional.cache_checks import check_caches
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.padding import without_padding
 from flax_attn.functional.shapes import ArrayLike, Tokens
@@ -202,6 +203,8 @@ class EncoderDecoder(Pretrained, Generic[C]):
             lengths: how many of the tokens of each row are real, `(b,)`; what follows is padding. None is all.
             dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
         """
+        blocks = self.dec_blocks.blocks if isinstance(self.dec_blocks, Stack) else self.dec_blocks
+        check_caches("kept", kept, len(blocks))
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
         order = arranged(jnp.arange(t)) if cache is None else cached_positions(self.dec_blocks, cache, t, lengths)
         tokens = without_padding(tokens, tokens.shape, lengths, arranged)

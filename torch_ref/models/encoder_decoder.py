@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.cache_checks import check_caches
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.padding import without_padding
 from torch_ref.functional.shapes import ArrayLike, Tokens
@@ -179,6 +180,9 @@ class EncoderDecoder(TypedModule, Generic[C]):
             lengths: how many of the tokens of each row are real, `(b,)`; what follows is padding. None is all.
             dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
         """
+        check_caches("kept", kept, len(self.dec_blocks))
+        if cache is not None:
+            check_caches("cache", cache, len(self.dec_blocks))
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
         order = torch.arange(t, device=tokens.device) if cache is None else cache[0].positions(t, lengths)
         tokens = without_padding(tokens, tuple(tokens.shape), lengths)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.cache_checks import check_caches
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import without_padding
@@ -174,6 +175,8 @@ class LanguageModel(TypedModule, Generic[C]):
         lengths: ArrayLike | int | None = None,
         dropout_key: Tensor | None = None,
     ) -> tuple[Tensor, ModelCache | None]:
+        if cache is not None:
+            check_caches("cache", cache, len(self.trf_blocks))
         t = tokens.shape[-1]
         tokens = without_padding(tokens, tuple(tokens.shape), lengths)
         if positions is not None:
