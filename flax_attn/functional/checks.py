@@ -4,7 +4,7 @@ Pure Python on sizes and names. They run at construction where the values are kn
 otherwise at trace time, before any work is done.
 """
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -13,6 +13,13 @@ def check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
             raise ValueError(f"{name} must be a positive integer; got {name}={size!r}")
+
+
+def check_number(**numbers: float) -> None:
+    """Raise unless every value is one real number of Python or NumPy."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise ValueError(f"{name} must be one real number; got {name}={number!r}. Pass a float of Python")
 
 
 def check_odd(**sizes: int) -> None:
