@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.cache_base import Cache
+from flax_attn.functional.cache_checks import check_cache_dtype
 from flax_attn.functional.checks import check_fits, check_lengths, check_positive, check_ring_buffer
 from flax_attn.functional.explicit import join, split_as
 from flax_attn.functional.mask_part import Count
@@ -102,6 +103,7 @@ class KVCache(Cache):
         """
         check_positive(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_ring_buffer(window, capacity)
+        check_cache_dtype(jnp.dtype(dtype).name)
         batch = () if b is None else (b,)
         widths = head_dim, head_dim if value_dim is None else value_dim
         keys, values = (jnp.zeros((*batch, num_kv_heads, capacity, width), dtype) for width in widths)
@@ -126,6 +128,11 @@ class KVCache(Cache):
         positions = slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
         return jnp.where((positions >= 0) & (positions < lengths), positions, -1)
 
+    def check_heads(self, batch: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int) -> None:
+        """Raise unless the cache is one of floating point for these rows, heads and widths of keys and values."""
+        heads = (*batch, num_kv_heads, self.capacity)
+        self.check_shapes({"key": (*heads, head_dim), "value": (*heads, value_dim)})
+
     def append(self, key: Key, value: Value, lengths: ArrayLike | int | None = None) -> KVCache:
         """Return the cache with new tokens behind the cached ones.
 
@@ -135,6 +142,7 @@ class KVCache(Cache):
             lengths: how many of the new tokens of each row are real, `(b,)`; the rest is padding and is not stored.
                 None is all.
         """
+        self.check_heads(tuple(key.shape[:-3]), key.shape[-2], key.shape[-1], value.shape[-1])
         if key.ndim == 3:
             return self._batched().append(key[None], value[None], lengths)._unbatched()
         length, stored = self._count(key.shape[1], lengths)
@@ -153,6 +161,7 @@ class KVCache(Cache):
                 call: the rows of the new tokens are taken from it. Slots without a token are hidden in any case.
             lengths: how many of the new tokens of each row are real, `(b,)`; None is all.
         """
+        self.check_heads(tuple(key.shape[:-3]), key.shape[-2], key.shape[-1], value.shape[-1])
         if key.ndim == 3:
             extended = self._batched().extend(key[None], value[None], mask, lengths)
             key, value, positions = extended.key[0], extended.value[0], extended.key_positions[0]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
+from flax_attn.functional.cache_checks import Shapes, check_cache_dtype, check_cache_shapes
 from flax_attn.functional.mask_part import Count
 from flax_attn.functional.shapes import ArrayLike
 
@@ -59,6 +60,12 @@ class Cache:
     def replace(self: C, **changes: Any) -> C:
         """Return the cache with other values of some fields."""
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
+
+    def check_shapes(self, wanted: Shapes) -> None:
+        """Raise unless the arrays are of floating point and have these shapes, by the names of their fields."""
+        for array in self.arrays.values():
+            check_cache_dtype(array.dtype.name)
+        check_cache_shapes({name: array.shape for name, array in self.arrays.items()}, wanted)
 
     @property
     def row_lengths(self) -> Integer[Array, "*b"]:

@@ -17,6 +17,13 @@ def check_positive(**sizes: int) -> None:
             raise ValueError(f"{name} must be a positive integer; got {name}={size!r}")
 
 
+def check_number(**numbers: float) -> None:
+    """Raise unless every value is one real number of Python or NumPy."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise ValueError(f"{name} must be one real number; got {name}={number!r}. Pass a float of Python")
+
+
 def check_odd(**sizes: int) -> None:
     """Raise unless every size is a positive odd integer."""
     check_positive(**sizes)
@@ -255,6 +262,15 @@ def check_lengths(lengths: int, t: int) -> None:
     if not 0 <= lengths <= t:
         raise ValueError(
             f"lengths counts the real tokens of a call of t={t} tokens; got lengths={lengths}. Use 0 to {t}"
+        )
+
+
+def check_rows_of_lengths(shape: tuple[int, ...], b: int) -> None:
+    """Raise unless there is one length for all rows of a batch, or one for each."""
+    if shape not in ((), (1,), (b,)):
+        raise ValueError(
+            f"lengths must be one integer or one a row, shape ({b},); got shape {shape}. "
+            "Pass how many tokens of each row are real"
         )
 
 

@@ -9,6 +9,7 @@ from flax.typing import Dtype
 from jaxtyping import Array, Bool, Float, Integer
 
 from flax_attn.functional.cache_base import Cache
+from flax_attn.functional.cache_checks import check_cache_dtype
 from flax_attn.functional.checks import check_lengths, check_positive
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.mask_part import Count
@@ -61,16 +62,32 @@ class DeltaCache(Cache):
         dtype: Dtype = jnp.float32,
     ) -> DeltaCache:
         """Return an empty cache; b None is that of one sequence without a batch axis. `dtype` is that of the inputs."""
+        sizes = kernel_size, num_heads, head_dim
+        shapes = DeltaCache.shapes(b, *sizes, value_dim=value_dim, num_key_heads=num_key_heads)
+        check_cache_dtype(jnp.dtype(dtype).name)
+        kinds = dict.fromkeys(shapes, dtype) | {"state": accumulation_dtype(jnp.dtype(dtype))}
+        arrays = {name: jnp.zeros(shape, kinds[name]) for name, shape in shapes.items()}
+        return DeltaCache(**arrays, length=jnp.zeros(() if b is None else (b,), jnp.int32))
+
+    @staticmethod
+    def shapes(
+        b: int | None,
+        kernel_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        num_key_heads: int | None = None,
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what is stored, by the names of the fields."""
         value_dim = head_dim if value_dim is None else value_dim
         num_key_heads = num_heads if num_key_heads is None else num_key_heads
         check_positive(kernel_size=kernel_size, num_heads=num_heads, num_key_heads=num_key_heads)
         check_positive(head_dim=head_dim, value_dim=value_dim)
         batch, before = () if b is None else (b,), kernel_size - 1
-        query, key = (jnp.zeros((*batch, before, num_key_heads * head_dim), dtype) for _ in range(2))
-        value = jnp.zeros((*batch, before, num_heads * value_dim), dtype)
-        kind = accumulation_dtype(jnp.dtype(dtype))
-        state = jnp.zeros((*batch, num_heads, value_dim, head_dim), kind)
-        return DeltaCache(query, key, value, state, jnp.zeros(batch, jnp.int32))
+        keys = (*batch, before, num_key_heads * head_dim)
+        values, state = (*batch, before, num_heads * value_dim), (*batch, num_heads, value_dim, head_dim)
+        return {"query": keys, "key": keys, "value": values, "state": state}
 
     @property
     def batch(self) -> tuple[int, ...]:

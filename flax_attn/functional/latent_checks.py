@@ -12,12 +12,3 @@ def check_latent_norm(name: str, norm: object, rank: int | None) -> None:
         raise ValueError(
             f"{name} is as wide as its latent, {rank}; got one of d_model={width}. Pass {name}=RMSNorm({rank})"
         )
-
-
-def check_latent_cache(key: tuple[int, ...], value: tuple[int, ...], width: int) -> None:
-    """Raise unless the shapes of a cache are those of one head of this width, without values."""
-    if (key[-3], key[-1], value[-1]) != (1, width, 0):
-        raise ValueError(
-            "the cache of latent attention holds [latent, rotated] as the key of one head, and no values: "
-            f"(b, 1, s, {width}) and (b, 1, s, 0); got {key} and {value}. Pass what init_cache of this module returns"
-        )

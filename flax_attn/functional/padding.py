@@ -1,8 +1,14 @@
 """Rows of a batch: which of their tokens are real, and arrays of one row, or of none."""
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from collections.abc import Callable
 
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Integer
+
+from flax_attn.functional.checks import check_lengths, check_rows_of_lengths
+from flax_attn.functional.integers import clipped
+from flax_attn.functional.mask_arguments import as_integers
 from flax_attn.functional.shapes import ArrayLike
 
 
@@ -13,8 +19,64 @@ def real_tokens(b: int, t: int, lengths: ArrayLike | int | None) -> Bool[Array, 
         >>> real_tokens(2, 3, jnp.array([2, 0])).tolist()
         [[True, True, False], [False, False, False]]
     """
-    counts = jnp.broadcast_to(jnp.asarray(t if lengths is None else lengths, jnp.int32), (b,))
+    counts = jnp.broadcast_to(clipped(t if lengths is None else lengths, t), (b,))
     return jnp.arange(t, dtype=jnp.int32)[None] < counts[:, None]
+
+
+def check_known_lengths(lengths: ArrayLike | int | None, b: int, t: int) -> None:
+    """Raise unless lengths are integers, one or `(b,)`, from 0 to `t` where their values are known.
+
+    Known are those of Python and NumPy. Arrays of JAX are not read, so that no call waits for the
+    device.
+
+    Raises:
+        ValueError: if they are not.
+
+    Example:
+        >>> check_known_lengths(jnp.array([9, 2]), b=2, t=3)
+        >>> check_known_lengths([9, 2], b=2, t=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: lengths counts the real tokens of a call of t=3 tokens; got lengths=9. Use 0 to 3
+    """
+    if lengths is None:
+        return
+    counts = lengths if isinstance(lengths, Array) else np.asarray(lengths)
+    as_integers("lengths", counts)
+    check_rows_of_lengths(counts.shape, b)
+    if isinstance(counts, np.ndarray):
+        for length in counts.reshape(-1).tolist():
+            check_lengths(length, t)
+
+
+def without_padding(
+    numbers: ArrayLike,
+    shape: tuple[int, ...],
+    lengths: ArrayLike | int | None,
+    arrange: Callable[[Array], Array] = lambda real: real,
+) -> Integer[Array, "*b t"]:
+    """Return numbers of tokens, 0 in the place of those behind `lengths`: these have no effect.
+
+    Args:
+        numbers: of tokens, such as ids; they broadcast to `shape`.
+        shape: of the tokens, `(b, t)` or `(t,)`.
+        lengths: how many tokens of each row are real, `(b,)`; None is all.
+        arrange: puts tokens in the order in which these are, see `flax_attn.sharding.batches`.
+
+    Raises:
+        ValueError: where `check_known_lengths` does.
+
+    Example:
+        >>> without_padding(jnp.array([[7, 8, -100]]), (1, 3), jnp.array([2])).tolist()
+        [[7, 8, 0]]
+    """
+    numbers = jnp.asarray(numbers)
+    if lengths is None:
+        return numbers
+    b, t = shape if len(shape) == 2 else (1, shape[-1])
+    check_known_lengths(lengths, b, t)
+    real = arrange(real_tokens(b, t, lengths).reshape(shape))
+    return jnp.where(real, numbers, jnp.zeros((), numbers.dtype))
 
 
 def shape_of(x: Array | None) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Int32
 
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.sharding.axes import axes_in, free_axes, mesh_in_use, place, place_like, spec
@@ -22,7 +22,7 @@ def cross_entropy(
     logits: Callable,
     head: Any,
     hidden: Float[Array, "b t d"],
-    targets: Integer[Array, "b t"],
+    targets: Int32[Array, "b t"],
     weights: Float[Array, "b t"],
 ) -> Float[Array, ""]:
     """Return the sum of `weights * -log softmax(logits(head, hidden))[targets]`.
@@ -34,7 +34,8 @@ def cross_entropy(
         logits: the head as a function of its parameters and of hidden states.
         head: its parameters, Flax variables with the names of their axes.
         hidden: the input of the head.
-        targets: the tokens that follow.
+        targets: the tokens that follow. One outside the vocabulary makes the loss NaN, unless its
+            weight is 0.
         weights: of the losses; sums are taken in their dtype.
     """
     return _on_mesh(False, logits, head, hidden, targets, weights)
@@ -136,7 +137,8 @@ def _of_chunk(scores: Array, targets: Array, weights: Array, vocab: tuple[str, .
     top = _sum(jax.lax.stop_gradient(wide.max(axis=-1, keepdims=True)), vocab, jax.lax.pmax)
     normaliser = top + jnp.log(_sum(jnp.exp(wide - top).sum(axis=-1, keepdims=True), vocab))
     chosen = _sum(jnp.where(hit, wide, 0).sum(axis=-1), vocab)
-    chosen = jnp.where((targets >= 0) & (targets < _sum(1, vocab) * size), chosen, jnp.nan)
+    inside = (targets >= 0) & (targets < _sum(1, vocab) * size)
+    chosen = jnp.where(inside | (weights == 0), chosen, jnp.nan)
     loss = ((normaliser[..., 0] - chosen) * weights).sum()
     slope = (jnp.exp(wide - normaliser) - hit.astype(wide.dtype)) * weights[..., None]
     return loss, slope.astype(scores.dtype)

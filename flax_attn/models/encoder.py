@@ -11,6 +11,7 @@ from jaxtyping import Array, Integer
 
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.padding import without_padding
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.models.drawing import draw
 from flax_attn.models.pretrained import Pretrained
@@ -133,9 +134,15 @@ class TextEncoder(Encoder[C]):
         **inputs: Any,
     ) -> Tokens:
         """Return the vectors of all tokens, `(b, t, d_model)`; the arguments are those of a call."""
-        t = tokens.shape[-1]
-        order = arranged(jnp.arange(t)) if positions is None else jnp.asarray(positions)
-        x = self.embed(tokens, order, fold_in(dropout_key, 0), **inputs)
+        shape = tokens.shape
+
+        def real(numbers: ArrayLike) -> Array:
+            return without_padding(numbers, shape, lengths, arranged)
+
+        positions = None if positions is None else real(positions)
+        order = arranged(jnp.arange(shape[-1])) if positions is None else positions
+        inputs = {name: numbers if numbers is None else real(numbers) for name, numbers in inputs.items()}
+        x = self.embed(real(tokens), order, fold_in(dropout_key, 0), **inputs)
         return self.run(x, mask=mask, positions=positions, lengths=lengths, dropout_key=dropout_key)
 
     def __call__(

@@ -12,7 +12,9 @@ from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
+from flax_attn.functional.cache_checks import check_caches
 from flax_attn.functional.dropout import fold_in
+from flax_attn.functional.padding import without_padding
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.models.drawing import draw
 from flax_attn.models.pretrained import Pretrained
@@ -159,6 +161,8 @@ class EncoderDecoder(Pretrained, Generic[C]):
     ) -> Tokens:
         """Return what the encoder makes of its inputs, of whose rows the first `lengths` are real."""
         key = fold_in(dropout_key, 0)
+        if jnp.issubdtype(inputs.dtype, jnp.integer):
+            inputs = without_padding(inputs, inputs.shape, lengths, arranged)
         x, options = self.embed_inputs(inputs, fold_in(key, 0)), {"lengths": lengths, "bias": self.biases()[0]}
         x, _ = run_blocks(self.enc_blocks, constrain(x, *RESIDUAL), None, key, self.remat, positions=None, **options)
         return constrain(self.enc_norm(x), *TOKENS)
@@ -199,8 +203,11 @@ class EncoderDecoder(Pretrained, Generic[C]):
             lengths: how many of the tokens of each row are real, `(b,)`; what follows is padding. None is all.
             dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
         """
+        blocks = self.dec_blocks.blocks if isinstance(self.dec_blocks, Stack) else self.dec_blocks
+        check_caches("kept", kept, len(blocks))
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
         order = arranged(jnp.arange(t)) if cache is None else cached_positions(self.dec_blocks, cache, t, lengths)
+        tokens = without_padding(tokens, tokens.shape, lengths, arranged)
         x, options = self.embed(tokens, order, fold_in(key, 0)), {"lengths": lengths, "bias": self.biases()[1]}
         each = [{"kept": one} for one in kept]
         x, cache = run_blocks(self.dec_blocks, constrain(x, *RESIDUAL), cache, key, self.remat, None, each, **options)

@@ -17,12 +17,12 @@ from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.pretrained import Pretrained
 from flax_attn.models.programs import answers, rereading
+from flax_attn.models.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
 from flax_attn.models.sampling import Sampling
 from flax_attn.models.stack import Stack
 from flax_attn.models.turns import Block
 
 _M = TypeVar("_M", bound=Pretrained)
-Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Array
 Callback = Callable[[int, int], object]
 _BUCKET = 64  # prompts and caches are as long as a multiple of it, so that one compilation serves many
 
@@ -33,7 +33,7 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float | None
-    stop_tokens: Sequence[int]
+    stop_tokens: StopTokens
     key: Array | None
     capacity: int | None
     callback: Callback | None
@@ -66,7 +66,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: StopTokens = (),
     key: Array | None = None,
     capacity: int | None = None,
     callback: Callback | None = None,
@@ -89,7 +89,7 @@ def generate(
         temperature: 0 takes the most likely token, 1 draws from the model's distribution.
         top_k: how many of the most likely tokens may be drawn; None is all.
         top_p: the probability that the tokens that may be drawn have together at least; None is all.
-        stop_tokens: a row ends with the first of these that it makes.
+        stop_tokens: a row ends with the first of these that it makes; a list, a set or an array.
         key: a `jax.random.key` or its key data, for a temperature above 0: the same key gives the same tokens.
         capacity: of the cache of layers without a window, in tokens; None is what prompts and new tokens need.
         callback: called with the row and the token for each new token, row by row.
@@ -114,14 +114,18 @@ def generate(
         raise ValueError(
             f"text is made by a LanguageModel or an EncoderDecoder; got {type(model).__name__}. Load a model of text"
         )
-    draws = Sampling(temperature, top_k, top_p), _seed(key, temperature)
+    sampling = Sampling(temperature, top_k, top_p)
+    draws = sampling, _seed(key, sampling)
     check_positive(max_new_tokens=max_new_tokens)
+    if capacity is not None:
+        check_positive(capacity=capacity)
+    stops = as_stop_tokens(stop_tokens)
     if isinstance(model, EncoderDecoder):
         made, b, single = _answer(model, tokens, start, max_new_tokens, capacity, *draws)
     else:
         check_no_start(start)
         made, b, single = _continue(model, tokens, max_new_tokens, capacity, *draws)
-    rows = _collect(islice(made, max_new_tokens), b, frozenset(stop_tokens), callback)
+    rows = _collect(islice(made, max_new_tokens), b, stops, callback)
     return rows[0] if single else rows
 
 
@@ -157,7 +161,7 @@ def _answer(
     sampling: Sampling,
     seed: Any,
 ) -> _Made:
-    config, begin = model.config, np.asarray([model.config.start_token] if start is None else start, np.int32)
+    config, begin = model.config, _start(model, start)
     ends = (int(begin.min()), int(begin.max())) if len(begin) else None
     limits = config.context_length or sys.maxsize, max_new_tokens, capacity
     check_prompt(0, len(begin), ends, config.vocab_size, *limits)
@@ -175,6 +179,16 @@ def _answer(
     begins = np.tile(begin, (len(padded), 1))
     made = answers(_in_eval_mode(model), padded, lengths, begins, capacity or total, sampling, seed)
     return made, len(padded), single
+
+
+def _start(model: EncoderDecoder, start: Sequence[int] | None) -> np.ndarray:
+    prompts, single = as_prompts([model.config.start_token] if start is None else start)
+    if not single:
+        raise ValueError(
+            f"start is one list of tokens, with which the decoder begins in each row; got {start!r}. "
+            "Pass the tokens of one row"
+        )
+    return prompts[0].astype(np.int64)
 
 
 def _is_floating(inputs: Any) -> bool:
@@ -208,33 +222,13 @@ def _blocks(model: LanguageModel) -> Sequence[Block]:
     return model.trf_blocks.blocks if isinstance(model.trf_blocks, Stack) else model.trf_blocks
 
 
-def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
-    """Return prompts as arrays of ids, and whether there was only one, without a batch axis.
-
-    Raises:
-        ValueError: if they are not integers, or of another shape.
-
-    Example:
-        >>> as_prompts([[1, 2], [3]])
-        ([array([1, 2]), array([3])], False)
-    """
-    many = [np.asarray(row) for row in tokens]
-    single = all(row.ndim == 0 for row in many)
-    prompts = [np.asarray(tokens)] if single else many
-    for prompt in prompts:
-        if prompt.ndim != 1 or (len(prompt) and not np.issubdtype(prompt.dtype, np.integer)):
-            raise ValueError(
-                "prompts are integers (t,), (b, t) or lists of them that may differ in length; got one of shape "
-                f"{prompt.shape}, dtype {prompt.dtype}. Encode text with the tokenizer of the model first"
-            )
-    return prompts, single
-
-
-def _seed(key: Array | None, temperature: float) -> Array | np.ndarray:
+def _seed(key: Array | None, sampling: Sampling) -> Array | np.ndarray:
     if key is not None:
         return key_data(key)
-    if temperature > 0:
-        raise ValueError(f"temperature={temperature} draws tokens, which needs a key. Pass key=jax.random.key(0)")
+    if not sampling.greedy:
+        raise ValueError(
+            f"temperature={sampling.temperature} draws tokens, which needs a key. Pass key=jax.random.key(0)"
+        )
     return np.zeros(2, np.uint32)
 
 

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
+from flax_attn.functional.checks import check_ids
 from flax_attn.functional.dtypes import accumulation_dtype
+from flax_attn.functional.integers import clipped
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.padding import real_tokens
 from flax_attn.functional.positions import segment_positions
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.models.cross_entropy import cross_entropy
@@ -36,8 +39,9 @@ def next_token_loss(
 
     Args:
         model: in train mode it drops; `model.eval()` switches that off.
-        tokens: `(b, t)` or `(t,)`.
-        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not count. None is all.
+        tokens: `(b, t)` or `(t,)`, integers of any dtype. A real token outside the vocabulary makes the loss NaN.
+        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not count, whatever ids
+            stand there. None is all.
         segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees its own document
             alone, positions start again in each, and the first token of a document is no target. None is one.
         dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
@@ -46,7 +50,8 @@ def next_token_loss(
         Returns one number; 0 where there is no target.
 
     Raises:
-        ValueError: if there are less than two tokens, the segments are not one id a token, or where the model does.
+        ValueError: if there are less than two tokens, the segments are not one id a token, `lengths` are no integers
+            or, where Python or NumPy know them, lie outside `0 ... t`, or where the model does.
 
     Example:
         >>> from flax_attn.models import GPT2, GPT2Config
@@ -60,6 +65,8 @@ def next_token_loss(
             f"the loss is that of the tokens after the first, so there must be two; got shape {tokens.shape}. "
             "Leave out rows of one token"
         )
+    check_ids(tokens.dtype.name)
+    tokens = clipped(tokens, model.config.vocab_size)
     options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, tokens.shape)}
     hidden = model.hidden(arranged(tokens), **options)
     counted = _targets(tokens, lengths, segments)
@@ -83,9 +90,9 @@ def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
 
 def _targets(tokens: Array, lengths: ArrayLike | int | None, segments: ArrayLike | None) -> Bool[Array, "*b t"]:
     """Return which tokens are followed by a target."""
-    following = jnp.broadcast_to(jnp.arange(1, tokens.shape[-1] + 1), tokens.shape)
-    real = tokens.shape[-1] if lengths is None else jnp.broadcast_to(jnp.asarray(lengths), tokens.shape[:-1])[..., None]
-    counted = following < real
+    b, t = tokens.shape if tokens.ndim == 2 else (1, len(tokens))
+    real = real_tokens(b, t, lengths).reshape(tokens.shape)
+    counted = jnp.roll(real, -1, axis=-1).at[..., -1].set(False)
     if segments is None:
         return counted
     ids = jnp.broadcast_to(jnp.asarray(segments), tokens.shape)

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, UInt32
 
-from flax_attn.functional.checks import check_positive
+from flax_attn.functional.checks import check_number, check_positive
 from flax_attn.functional.dropout import threefry_2x32
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.sharding.axes import constrain
+
+_SMALLEST = 2.0**-126  # the smallest normal number of float32
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Sampling:
         softmax(logits / temperature)    of the top_k most likely tokens, and of the fewest of these that reach top_p
 
     Args:
-        temperature: 0 is greedy, the most likely token; 1 draws from the model's own distribution.
+        temperature: 0 is greedy, the most likely token, and so is less than the smallest normal number of float32;
+            1 draws from the model's own distribution.
         top_k: how many of the most likely tokens may be drawn; None is all.
         top_p: the probability that the tokens that may be drawn have together at least, in (0, 1]; None is all.
 
@@ -39,6 +42,7 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self):
+        check_number(temperature=self.temperature)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0, and finite; got {self.temperature}. For greedy pass 0")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
@@ -48,18 +52,30 @@ class Sampling:
             )
         if self.top_k is not None:
             check_positive(top_k=self.top_k)
+        if self.top_p is not None:
+            check_number(top_p=self.top_p)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is a probability in (0, 1]; got top_p={self.top_p}. For all tokens pass None")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken: no logits can be divided by a smaller temperature."""
+        return self.temperature < _SMALLEST
+
 
 def keep_most_likely(logits: Float[Array, "b v"], sampling: Sampling) -> Float[Array, "b v"]:
-    """Return `logits / temperature`, and -inf where a token is not to be drawn; ties of the last one stay.
+    """Return `(logits - largest) / temperature`, and -inf where a token is not to be drawn.
+
+    Ties of the last one stay.
 
     Example:
         >>> keep_most_likely(jnp.log(jnp.array([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6))
-        Array([[-0.6931472, -1.2039728,       -inf]], dtype=float32)
+        Array([[ 0.        , -0.51082563,        -inf]], dtype=float32)
     """
-    logits = logits.astype(accumulation_dtype(logits.dtype)) / sampling.temperature
+    logits = logits.astype(accumulation_dtype(logits.dtype))
+    largest = logits.max(axis=-1, keepdims=True)
+    # Divided first, several could be infinite, and the most likely would be lost among them.
+    logits = (logits - jnp.where(jnp.isfinite(largest), largest, 0)) / sampling.temperature
     if sampling.top_k or sampling.top_p:
         logits = constrain(logits, "batch", None)  # words are sorted on one device
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
@@ -68,6 +84,7 @@ def keep_most_likely(logits: Float[Array, "b v"], sampling: Sampling) -> Float[A
         ordered = -jnp.sort(-logits, axis=-1)
         chances = jax.nn.softmax(ordered, axis=-1)
         inside = jnp.cumsum(chances, axis=-1) - chances < sampling.top_p  # the more likely ones have less together
+        inside = inside | (jnp.arange(inside.shape[-1]) == 0)[None]  # a top_p below float32's numbers is 0
         logits = _from(logits, jnp.where(inside, ordered, jnp.inf).min(axis=-1, keepdims=True))
     return logits
 
@@ -83,7 +100,7 @@ def sample(
         >>> sample(jnp.array([[0.0, 3.0, 1.0]]), Sampling(), jnp.zeros(2, jnp.uint32), 0)
         Array([1], dtype=int32)
     """
-    if sampling.temperature == 0:
+    if sampling.greedy:
         return logits.argmax(axis=-1).astype(jnp.int32)
     kept = keep_most_likely(logits, sampling)
     rows, words = (jnp.arange(size, dtype=jnp.uint32) for size in logits.shape)

@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from flax_attn.convert.stacked import places
 from flax_attn.functional.cache_base import Cache
+from flax_attn.functional.cache_checks import check_caches, check_stacked_cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.models.turns import Block, give_numbers, in_turns, kind_of, stack_modules, take_numbers
@@ -237,7 +238,15 @@ def recompute(block: Callable, x: Tokens, options: dict[str, Any]) -> Tokens:
 def cached_positions(
     blocks: Sequence[Block] | Stack, cache: tuple[Cache, ...], t: int, lengths: ArrayLike | int | None
 ) -> Array:
-    """Return the positions of the next `t` tokens, see `Cache.positions`."""
+    """Return the positions of the next `t` tokens, see `Cache.positions`.
+
+    Raises:
+        ValueError: unless there is a cache for each block, as many layers long as it has.
+    """
+    check_caches("cache", cache, len(blocks.stacked_layers if isinstance(blocks, Stack) else blocks))
+    if isinstance(blocks, Stack):
+        for one, layers in zip(cache, blocks.stacked_layers, strict=True):
+            check_stacked_cache({name: x.shape for name, x in one.arrays.items()}, len(layers))
     first = _of_layers(lambda x: x[0], cache[0]) if isinstance(blocks, Stack) else cache[0]
     return first.positions(t, lengths)
 

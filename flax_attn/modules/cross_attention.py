@@ -9,8 +9,10 @@ from jaxtyping import Array, Float
 from flax_attn.attention import dot_product_attention
 from flax_attn.backends.registry import check_backend
 from flax_attn.functional.cache import KVCache
+from flax_attn.functional.cache_checks import check_cache_window
 from flax_attn.functional.checks import check_heads, check_positive, check_tokens, check_type
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.padding import check_known_lengths
 from flax_attn.functional.scores import Scores
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.modules.dropout import Dropout
@@ -102,6 +104,7 @@ class CrossAttention(nnx.Module):
     def keep(self, encoded: Float[Array, "*b s d"], lengths: ArrayLike | int | None = None) -> KVCache:
         """Return the keys and values of the other sequence, of whose rows the first `lengths` tokens are real."""
         check_tokens("encoded", encoded, "kdim", self.kdim, None)
+        check_known_lengths(lengths, len(encoded) if encoded.ndim == 3 else 1, encoded.shape[-2])
         pattern = "... s (k h) -> ... k s h"
         key, value = (rearrange(layer(encoded), pattern, k=self.num_heads) for layer in (self.W_key, self.W_value))
         key, value = (constrain(x, "batch", "kv_heads", "tokens", None) for x in (key, value))
@@ -113,6 +116,9 @@ class CrossAttention(nnx.Module):
     ) -> Float[Array, "*b t d"]:
         """Return what tokens attend to; `kept` is what `keep` returned."""
         check_tokens("x", x, "d_in", self.d_in, None)
+        check_type("kept", kept, KVCache, "what keep of this layer returns")
+        kept.check_heads(x.shape[:-2], self.num_kv_heads, self.head_dim, self.head_dim)
+        check_cache_window(kept.window, None)
         query = rearrange(self.W_query(x), "... t (n h) -> ... t n h", n=self.num_heads)
         query = constrain(query, "batch", "tokens", "heads", None)
         key, value = (rearrange(a, "... k s h -> ... s k h").astype(query.dtype) for a in (kept.key, kept.value))

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_positive, check_tokens
+from flax_attn.functional.checks import check_positive, check_tokens, check_type
 from flax_attn.functional.delta_cache import DeltaCache, documents_of
 from flax_attn.functional.delta_rule import gated_delta_rule
 from flax_attn.functional.dtypes import accumulation_dtype
@@ -166,6 +166,9 @@ class DeltaAttention(Attention):
         """
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
         check_recurrent_options(options)
+        if cache is not None:
+            check_type("cache", cache, DeltaCache, "what init_cache of this layer returns")
+            cache.check_shapes(DeltaCache.shapes(len(query) if query.ndim == 3 else None, **self._cached))
         if query.ndim == 2:
             batched = None if cache is None else jax.tree.map(lambda x: x[None], cache)
             output, after = self._attend(query[None], as_mask(mask), lengths, batched)
@@ -180,15 +183,12 @@ class DeltaAttention(Attention):
         projection.
         """
         own = self.W_key.kernel.dtype if self.dtype is None else self.dtype
-        return DeltaCache.zeros(
-            b,
-            self.kernel_size,
-            self.num_heads,
-            self.head_dim,
-            value_dim=self.value_dim,
-            num_key_heads=self.num_key_heads,
-            dtype=own if dtype is None else dtype,
-        )
+        return DeltaCache.zeros(b, **self._cached, dtype=own if dtype is None else dtype)
+
+    @property
+    def _cached(self) -> dict[str, int]:
+        names = ("kernel_size", "num_heads", "head_dim", "value_dim", "num_key_heads")
+        return {name: getattr(self, name) for name in names}
 
     def _attend(
         self, x: Array, mask: Mask, lengths: ArrayLike | int | None, cache: DeltaCache | None

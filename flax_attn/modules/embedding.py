@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.checks import check_ids, check_positive
 from flax_attn.modules.initialisation import check_dtypes
+from flax_attn.functional.integers import clipped
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.parameters import named
@@ -58,6 +59,7 @@ class Embedding(nnx.Module):
     def __call__(self, ids: Integer[Array, "*shape"]) -> Float[Array, "*shape d"]:
         table = self.embedding[...]
         check_ids(ids.dtype.name)
+        ids = clipped(ids, table.shape[0])
         table = constrain(table, self.embedding.out_sharding[0], None)  # XLA would gather more than the table is wide
         found = table.at[ids].get(
             mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=sharding_of_rows(ids, table)

@@ -8,7 +8,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
@@ -218,7 +217,7 @@ def _sorted(activation, precision, x: Array, weights: Array, experts: Array, own
 
     rows = x[order // k]
     rows = linear("down", activation(linear("gate", rows), linear("up", rows)))
-    rows = rearrange(rows[jnp.argsort(order)], "(t k) d -> t k d", t=t)
+    rows = rows[jnp.argsort(order)].reshape(t, k, rows.shape[-1])  # einops divides by t, which may be 0
     return jnp.einsum("tk,tkd->td", jnp.where(here, weights, 0), rows, precision=precision)
 
 

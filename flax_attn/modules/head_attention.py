@@ -11,7 +11,8 @@ from jaxtyping import Array
 
 from flax_attn.attention import dot_product_attention
 from flax_attn.functional.cache import KVCache
-from flax_attn.functional.checks import check_capacity, check_tokens
+from flax_attn.functional.cache_checks import check_cache_window
+from flax_attn.functional.checks import check_capacity, check_tokens, check_type
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.scores import Scores
 from flax_attn.functional.shapes import ArrayLike
@@ -62,6 +63,11 @@ class HeadAttention(Attention):
     def _project(self, *inputs: Any, **options: Any) -> tuple[Array, Array, Array]:
         raise NotImplementedError
 
+    @property
+    def _cached(self) -> tuple[int, int, int]:
+        """The number of heads that are cached, and the widths of their keys and values."""
+        raise NotImplementedError
+
     def _run(
         self,
         *inputs: Array | None,
@@ -76,6 +82,10 @@ class HeadAttention(Attention):
         """Return what a call of the layer does; the first of the inputs is that of the queries."""
         query: Any = inputs[0]
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
+        if cache is not None:
+            check_type("cache", cache, KVCache, "what init_cache of this layer returns")
+            cache.check_heads(query.shape[:-2], *self._cached)
+            check_cache_window(cache.window, self.window)
         t = query.shape[-2]
         query_positions = jnp.arange(t) if cache is None else cache.positions(t, lengths)
         arrived = arranged(query_positions) if cache is None else query_positions
@@ -118,15 +128,14 @@ class HeadAttention(Attention):
         own = Mask.causal() if self.window is None else Mask.sliding_window(self.window)
         return (own if self.causal else Mask()) & as_mask(mask).sized(None, self.num_heads)
 
-    def _empty(
-        self, b: int | None, capacity: int, dtype: Dtype | None, layer: Linear, *sizes: int, **widths: int
-    ) -> KVCache:
+    def _empty(self, b: int | None, capacity: int, dtype: Dtype | None, layer: Linear) -> KVCache:
         """Return an empty cache of these heads and widths, by default in the dtype that a projection computes in."""
         if self.window is None:
             check_capacity(capacity, self.context_length)
+        *sizes, value_dim = self._cached
         own = layer.kernel.dtype if layer.dtype is None else layer.dtype
         numerics = {"dtype": own if dtype is None else dtype}
-        return _divided(KVCache.zeros(b, capacity, *sizes, window=self.window, **numerics, **widths))
+        return _divided(KVCache.zeros(b, capacity, *sizes, value_dim=value_dim, window=self.window, **numerics))
 
 
 def _divided(cache: KVCache) -> KVCache:

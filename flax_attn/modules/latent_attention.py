@@ -18,7 +18,7 @@ from flax_attn.functional.checks import (
     check_positive,
     check_type,
 )
-from flax_attn.functional.latent_checks import check_latent_cache, check_latent_norm
+from flax_attn.functional.latent_checks import check_latent_norm
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.scores import Scores
@@ -198,8 +198,6 @@ class MultiHeadLatentAttention(HeadAttention):
     ) -> Returned:
         """Return the output, and weights and cache where asked for; the arguments are those of `MultiHeadAttention`."""
         check_self_attention(self.rope, query, None, positions, cache)
-        if cache is not None:
-            check_latent_cache(cache.key.shape, cache.value.shape, self._cached_width)
         options = {"mask": mask, "bias": bias, "positions": positions, "lengths": lengths, "cache": cache}
         return self._run(query, return_weights=return_weights, dropout_key=dropout_key, **options)
 
@@ -211,11 +209,11 @@ class MultiHeadLatentAttention(HeadAttention):
         Raises:
             ValueError: if the capacity is beyond `context_length`, or less than the window.
         """
-        return self._empty(b, capacity, dtype, self.W_latent, 1, self._cached_width, value_dim=0)
+        return self._empty(b, capacity, dtype, self.W_latent)
 
     @property
-    def _cached_width(self) -> int:
-        return self.kv_lora_rank + self.qk_rope_head_dim
+    def _cached(self) -> tuple[int, int, int]:
+        return 1, self.kv_lora_rank + self.qk_rope_head_dim, 0  # [latent, rotated] is all that is cached
 
     def _project(self, query: Array, positions: ArrayLike) -> tuple[Array, Array, Array]:
         latents = self._latents(query, positions)

@@ -224,7 +224,11 @@ class MultiHeadAttention(HeadAttention):
         Raises:
             ValueError: if the capacity is beyond `context_length`, or less than the window.
         """
-        return self._empty(b, capacity, dtype, self.W_key, self.num_kv_heads, self.head_dim)
+        return self._empty(b, capacity, dtype, self.W_key)
+
+    @property
+    def _cached(self) -> tuple[int, int, int]:
+        return self.num_kv_heads, self.head_dim, self.head_dim
 
     def _project(
         self, query: Array, key: Array | None, value: Array | None, positions: ArrayLike

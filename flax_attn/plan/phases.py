@@ -21,7 +21,7 @@ from flax_attn.plan.hlo import read
 from flax_attn.plan.job import Job
 from flax_attn.plan.placement import Held, cache_on, mesh_for, model_on, optimizer_on, place_cache, tokens_on
 from flax_attn.plan.work import Work
-from flax_attn.training.step import train_step
+from flax_attn.training.step import compiled_step
 
 # How XLA for TPU refuses a program that takes more memory than the chip has: it names all of it, or temporaries alone.
 _EXCEEDED = re.compile(r"(Used |HLO temporaries \()([\d.]+)([KMGT])\)? (?:of|exceeds)")
@@ -90,7 +90,7 @@ def compiled(job: Job, held: Held) -> list[Phase]:
 def _training(job: Job, held: int, mesh: Mesh) -> list[Phase]:
     model = model_on(job, mesh)
     optimizer = optimizer_on(model, mesh)
-    lower = lambda: train_step.lower(model, optimizer, tokens_on(job, mesh, job.tokens))  # noqa: E731
+    lower = lambda: compiled_step.lower(model, optimizer, tokens_on(job, mesh, job.tokens))  # noqa: E731
     return [_phase("training step", lower, job, work.training(job, model), held)]
 
 

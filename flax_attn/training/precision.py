@@ -31,6 +31,11 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
     In bfloat16 a weight of 1 is not changed by a step of less than 0.002. The copy is, and the parameter follows:
     after `optax.apply_updates` it is the rounded copy. Parameters of float32 or more have no copy.
 
+    What chooses between an update and none has to go inside, such as `optax.apply_if_finite`: its other
+    choice is an update of the dtype of the gradients, and those of this optimizer are of float32.
+
+        float32_state(optax.apply_if_finite(optax.adamw(1e-3), max_consecutive_errors=5))
+
     Args:
         optimizer: any, a schedule, clipping or weight decay included. It works in float32.
 

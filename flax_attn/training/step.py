@@ -1,20 +1,22 @@
 """One step of training a language model."""
 
 from functools import partial
+from typing import Any
 
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
+from flax_attn.functional.padding import check_known_lengths
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.loss import next_token_loss
 
 
-@partial(nnx.jit, donate_argnames=("model", "optimizer"))
 def train_step(
     model: LanguageModel,
     optimizer: nnx.Optimizer,
-    tokens: Integer[Array, "*b t"],
+    tokens: Integer[Array | np.ndarray, "*b t"],
     *,
     lengths: ArrayLike | int | None = None,
     segments: ArrayLike | None = None,
@@ -22,8 +24,9 @@ def train_step(
 ) -> Float[Array, ""]:
     """Update the model by one step of its optimizer, and return the loss before it.
 
-    The arguments are those of `next_token_loss`. Compiled once for each shape. The buffers of the old parameters and of
-    the old optimizer state are donated: arrays that were taken out of the model before cannot be read any more.
+    The arguments are those of `next_token_loss`. Compiled once for each shape, as `compiled_step`. The buffers of the
+    old parameters and of the old optimizer state are donated: arrays that were taken out of the model before cannot be
+    read any more.
 
     Raises:
         ValueError: where `next_token_loss` does.
@@ -39,9 +42,22 @@ def train_step(
         >>> round(losses[0], 1), losses[-1] < 1.5
         (2.4, True)
     """
+    check_known_lengths(lengths, len(tokens) if tokens.ndim == 2 else 1, tokens.shape[-1])
+    options = {"lengths": lengths, "segments": segments, "dropout_key": dropout_key}
+    return compiled_step(model, optimizer, tokens, **options)
+
+
+@partial(nnx.jit, donate_argnames=("model", "optimizer"))
+def compiled_step(
+    model: LanguageModel,
+    optimizer: nnx.Optimizer,
+    tokens: Integer[Array, "*b t"],
+    **options: Any,
+) -> Float[Array, ""]:
+    """Return what `train_step` does, of lengths whose values are not known: those beyond t count as t."""
 
     def loss(model: LanguageModel) -> Float[Array, ""]:
-        return next_token_loss(model, tokens, lengths=lengths, segments=segments, dropout_key=dropout_key)
+        return next_token_loss(model, tokens, **options)
 
     value, gradients = nnx.value_and_grad(loss)(model)
     optimizer.update(model, gradients)

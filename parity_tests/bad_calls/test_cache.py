@@ -5,6 +5,9 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+
+from flax_attn.parity import tolerance
 
 B, K, H = 2, 2, 3
 
@@ -59,6 +62,182 @@ BAD = {
         WHOLE.format("key segments of 9 tokens"),
     ),
 }
+
+
+def heads(side, **options):
+    """Return a layer of 4 query and 2 key/value heads, 3 wide."""
+    return side.build("MultiHeadAttention", 6, 12, 9, 0.0, 4, num_kv_heads=2, **options)
+
+
+def delta(side, **options):
+    return side.build("GatedDeltaNet", 6, 6, **{"num_heads": 4, "head_dim": 3} | options)
+
+
+def attend(side, cache, layer=heads, b=2, **options):
+    x = side.array(np.zeros((3, 6) if b is None else (b, 3, 6)))
+    return layer(side, **options)(x, cache=cache)
+
+
+def model(side, **options):
+    sizes = {"num_layers": 2, "context_length": 9, "vocab_size": 11, "dropout": 0.0} | options
+    return side.build("GPT2", side.GPT2Config(6, 2, **sizes))
+
+
+def read(side, cache):
+    return model(side)(side.array(np.ones((B, 3), int)), cache=cache)
+
+
+def cross(side, kept, b=2):
+    layer = side.build("CrossAttention", 6, 4, 0.0, 2)
+    return layer(side.array(np.zeros((b, 3, 6))), kept(layer))
+
+
+def answer(side, change):
+    """Decode with what was kept of an encoder, changed."""
+    file = side.file("models.t5")
+    config = file.T5Config(6, 8, 2, 3, 2, 2, vocab_size=11)
+    t5 = file.T5(config, **({"rngs": nnx.Rngs(0)} if side.is_flax else {}))
+    kept = t5.keep(t5.encode(side.array(np.ones((B, 4), int))))
+    return t5.hidden(side.array(np.ones((B, 3), int)), change(kept))
+
+
+MADE = r"a cache is made for the heads and widths of one layer .*: {}; got {}\. Pass what init_cache"
+RING = r"a ring buffer keeps the keys of its own window; got one of window={} for a layer of window={}, "
+FLOATING = r"a cache stores keys .* must be floating point; got dtype {}\. Use that of the layer"
+OURS = r"key \(2, 2, 8, 3\), value \(2, 2, 8, 3\)"
+FOREIGN = {
+    "integers": (lambda side: zeros(side, 8, dtype="int32"), FLOATING.format("int32")),
+    "booleans": (lambda side: zeros(side, 8, dtype="bool"), FLOATING.format("bool")),
+    "an integer cache by hand": (
+        lambda side: extend(side, 2, replace(filled(side), key=side.array(np.zeros((B, K, 8, H), int)))),
+        FLOATING.format("int64"),
+    ),
+    "an integer cache of a layer": (
+        lambda side: attend(side, replace(filled(side), value=side.array(np.zeros((B, K, 8, H), int)))),
+        FLOATING.format("int64"),
+    ),
+    "integers by init_cache": (
+        lambda side: heads(side).init_cache(2, 8, side.array([1]).dtype),
+        FLOATING.format("int64"),
+    ),
+    "integers of a recurrent layer": (
+        lambda side: delta(side).init_cache(2, 8, side.array([1]).dtype),
+        FLOATING.format("int64"),
+    ),
+    "new tokens of other heads": (
+        lambda side: zeros(side, 8).extend(*[side.array(np.ones((B, 2, 4, H)))] * 2),
+        MADE.format(r"key \(2, 4, 8, 3\), value \(2, 4, 8, 3\)", OURS),
+    ),
+    "new tokens of another width": (
+        lambda side: zeros(side, 8).append(*[side.array(np.ones((B, 2, K, 5)))] * 2),
+        MADE.format(r"key \(2, 2, 8, 5\), value \(2, 2, 8, 5\)", OURS),
+    ),
+    "new tokens without a batch": (
+        lambda side: zeros(side, 8).append(*[side.array(np.ones((2, K, H)))] * 2),
+        MADE.format(r"key \(2, 8, 3\), value \(2, 8, 3\)", OURS),
+    ),
+    "other heads": (
+        lambda side: attend(side, side.KVCache.zeros(B, 8, 4, H)),
+        MADE.format(OURS, r"key \(2, 4, 8, 3\), value \(2, 4, 8, 3\)"),
+    ),
+    "another width": (
+        lambda side: attend(side, side.KVCache.zeros(B, 8, K, 5)),
+        MADE.format(OURS, r"key \(2, 2, 8, 5\), value \(2, 2, 8, 5\)"),
+    ),
+    "another width of values": (
+        lambda side: attend(side, side.KVCache.zeros(B, 8, K, H, value_dim=4)),
+        MADE.format(OURS, r"key \(2, 2, 8, 3\), value \(2, 2, 8, 4\)"),
+    ),
+    "another batch": (
+        lambda side: attend(side, zeros(side, 8), b=3),
+        MADE.format(r"key \(3, 2, 8, 3\), value \(3, 2, 8, 3\)", OURS),
+    ),
+    "a batch for one row": (
+        lambda side: attend(side, zeros(side, 8), b=None),
+        MADE.format(r"key \(2, 8, 3\), value \(2, 8, 3\)", OURS),
+    ),
+    "a smaller window": (
+        lambda side: attend(side, zeros(side, 8, window=3), window=5),
+        RING.format(3, 5) + r"which attends to more\. Pass what init_cache of this layer",
+    ),
+    "a window for a layer without": (
+        lambda side: attend(side, zeros(side, 8, window=3)),
+        RING.format(3, None) + "which attends to all",
+    ),
+    "a ring buffer for a layer in both directions": (
+        lambda side: attend(side, zeros(side, 8, window=3), causal=False),
+        RING.format(3, None),
+    ),
+    "a recurrent cache": (
+        lambda side: attend(side, delta(side).init_cache(2, 8)),
+        r"cache must be KVCache; got DeltaCache\. Pass what init_cache of this layer returns",
+    ),
+    "the caches of a model": (
+        lambda side: attend(side, (zeros(side, 8),)),
+        r"cache must be KVCache; got tuple\.",
+    ),
+    "keys for a recurrent layer": (
+        lambda side: attend(side, zeros(side, 8), delta),
+        r"cache must be DeltaCache; got KVCache\.",
+    ),
+    "other recurrent heads": (
+        lambda side: attend(side, delta(side, num_heads=2).init_cache(2, 8), delta),
+        r"state \(2, 4, 3, 3\); got query \(2, 3, 6\).* state \(2, 2, 3, 3\)\. Pass",
+    ),
+    "another kernel": (
+        lambda side: attend(side, delta(side, kernel_size=3).init_cache(2, 8), delta),
+        r"query \(2, 3, 12\).*; got query \(2, 2, 12\)",
+    ),
+    "another recurrent batch": (
+        lambda side: attend(side, delta(side).init_cache(2, 8), delta, b=3),
+        r"state \(3, 4, 3, 3\); got .*state \(2, 4, 3, 3\)",
+    ),
+    "fewer layers": (
+        lambda side: read(side, model(side, num_layers=1).init_cache(B, 8)),
+        r"cache is a tuple with one entry for each layer .*, 2 in all; got 1\. Pass what init_cache of this model",
+    ),
+    "more layers": (lambda side: read(side, model(side, num_layers=3).init_cache(B, 8)), r"2 in all; got 3\."),
+    "one cache for a model": (lambda side: read(side, zeros(side, 8)), r"2 in all; got KVCache\."),
+    "nothing kept": (
+        lambda side: cross(side, lambda layer: None),
+        r"kept must be KVCache; got NoneType\. Pass what keep of this layer returns",
+    ),
+    "kept of other rows": (
+        lambda side: cross(side, lambda layer: layer.keep(side.array(np.zeros((2, 5, 4)))), b=3),
+        MADE.format(r"key \(3, 2, 5, 3\), value \(3, 2, 5, 3\)", r"key \(2, 2, 5, 3\), value \(2, 2, 5, 3\)"),
+    ),
+    "a ring buffer that was kept": (
+        lambda side: cross(side, lambda layer: zeros(side, 8, window=3)),
+        RING.format(3, None),
+    ),
+    "lengths of what is kept": (
+        lambda side: cross(side, lambda layer: layer.keep(side.array(np.zeros((2, 5, 4))), [3, 6])),
+        r"lengths counts the real tokens of a call of t=5 tokens; got lengths=6",
+    ),
+    "kept of fewer layers": (
+        lambda side: answer(side, lambda kept: kept[:1]),
+        r"kept is a tuple with one entry for each layer .*, 2 in all; got 1\. Pass what keep of this model",
+    ),
+}
+
+
+@pytest.mark.parametrize(("act", "match"), FOREIGN.values(), ids=FOREIGN)
+def test_a_cache_that_was_made_for_another_layer(assert_same_error, act, match):
+    assert_same_error(act, match)
+
+
+@pytest.mark.parametrize("window", [None, 5, 6])
+def test_a_cache_that_keeps_more_is_the_same_function(side, window):
+    """A whole cache, or a larger ring buffer, holds all keys that a window sees."""
+    layer = heads(side, window=5)
+    x = side.array(np.random.default_rng(0).normal(size=(B, 9, 6)))
+    cache, outputs = zeros(side, 9, window=window), []
+    for start in range(0, 9, 3):
+        output, cache = layer(x[:, start : start + 3], cache=cache)
+        outputs.append(side.numpy(output))
+    expected = side.numpy(layer(x))
+    errors = tolerance.relative({"output": np.concatenate(outputs, axis=1)}, {"output": expected})
+    assert errors["output"] <= tolerance.FORWARD, errors
 
 
 @pytest.mark.parametrize(("act", "match"), BAD.values(), ids=BAD)

@@ -34,15 +34,19 @@ CASES = {
     "capacity": (lambda side: latent(side).init_cache(2, 10), r"got capacity=10, context_length=9"),
     "a cache of another width": (
         lambda side: call(side, latent(side, kv_lora_rank=6).init_cache(2, 8)),
-        r"holds \[latent, rotated\] .*: \(b, 1, s, 9\) and \(b, 1, s, 0\); got \(2, 1, 8, 10\) and \(2, 1, 8, 0\)",
+        r"key \(2, 1, 8, 9\), value \(2, 1, 8, 0\); got key \(2, 1, 8, 10\), value \(2, 1, 8, 0\)",
     ),
     "a cache with values": (
         lambda side: call(side, side.KVCache.zeros(2, 8, 1, 9)),
-        r"got \(2, 1, 8, 9\) and \(2, 1, 8, 9\)",
+        r"got key \(2, 1, 8, 9\), value \(2, 1, 8, 9\)\. Pass what init_cache",
     ),
     "a cache of several heads": (
         lambda side: call(side, side.KVCache.zeros(2, 8, 2, 9, value_dim=0)),
-        r"got \(2, 2, 8, 9\)",
+        r"got key \(2, 2, 8, 9\)",
+    ),
+    "a ring buffer without a window": (
+        lambda side: call(side, side.KVCache.zeros(2, 8, 1, 9, value_dim=0, window=4)),
+        r"got one of window=4 for a layer of window=None",
     ),
     "positions without rope": (
         lambda side: call(side, positions=side.array(np.arange(3))),

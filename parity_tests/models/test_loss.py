@@ -148,6 +148,62 @@ def test_padding_counts_nothing(side):
     assert_equal(loss_and_gradients(side, model, np.where(padding, 12 - TOKENS, TOKENS), lengths=lengths), alone)
 
 
+@pytest.mark.parametrize("stranger", [-100, VOCAB, 2**31 - 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_ids_of_padding_may_be_any(name, stranger, side):
+    model, lengths = build(side, name), np.array([7, 0, 4])
+    strange = np.where(np.arange(11)[None] >= lengths[:, None], stranger, TOKENS)
+    expected = loss_and_gradients(side, model, TOKENS, lengths=lengths)
+    assert_equal(loss_and_gradients(side, model, strange, lengths=lengths), expected)
+
+
+def test_a_real_token_outside_the_vocabulary_makes_the_loss_nan(side):
+    model, tokens = build(side, "gpt2"), TOKENS.copy()
+    for stranger in (-100, -1, VOCAB):
+        tokens[1, 10] = stranger
+        assert np.isnan(loss_and_gradients(side, model, tokens)["loss"])
+
+
+@pytest.mark.parametrize(("dtype", "vocab"), [("uint8", 300), ("uint8", 512), ("int8", 130)])
+def test_tokens_of_any_integer_dtype(dtype, vocab, side):
+    """A vocabulary has more ids than int8 and uint8 can count."""
+    config = side.GPT2Config(6, 2, 1, context_length=CONTEXT, vocab_size=vocab, dropout=0.0)
+    model = side.build("GPT2", config)
+    expected = loss_and_gradients(side, model, TOKENS)
+    assert_equal(loss_and_gradients(side, model, TOKENS.astype(dtype)), expected)
+
+
+@pytest.mark.parametrize("lengths", [[99, 11, -3], [12, 12, 0]])
+def test_lengths_that_are_not_known_are_clipped(lengths, side):
+    model = build(side, "gpt2")
+    clipped = loss_and_gradients(side, model, TOKENS, lengths=np.clip(lengths, 0, 11))
+    assert_equal(loss_and_gradients(side, model, TOKENS, lengths=np.array(lengths)), clipped)
+    bytes_of_them = np.array(lengths, "int8")
+    assert_equal(loss_and_gradients(side, model, TOKENS, lengths=bytes_of_them), clipped)
+
+
+LENGTHS = r"lengths counts the real tokens of a call of t=11 tokens; got lengths={}\. Use 0 to 11"
+KNOWN = {
+    "above": (12, LENGTHS.format(12)),
+    "below": (-1, LENGTHS.format(-1)),
+    "one of a list": ([11, 3, 12], LENGTHS.format(12)),
+    "one of an array": (np.array([0, -2, 11]), LENGTHS.format(-2)),
+    "floats": (np.array([1.0, 2.0, 3.0]), r"lengths must be integers; got dtype (torch\.)?float64"),
+    "too few": ([1, 2], r"lengths must be one integer or one a row, shape \(3,\); got shape \(2,\)"),
+}
+
+
+@pytest.mark.parametrize(("lengths", "match"), KNOWN.values(), ids=KNOWN)
+def test_lengths_that_are_known_are_checked(lengths, match, side, no_shape_checks):
+    with pytest.raises(ValueError, match=match):
+        side.file("models.loss").next_token_loss(build(side, "gpt2"), side.array(TOKENS), lengths=lengths)
+
+
+def test_tokens_are_integers(side, no_shape_checks):
+    with pytest.raises(ValueError, match=r"ids must be integers; got dtype float64"):
+        side.file("models.loss").next_token_loss(build(side, "gpt2"), side.array(TOKENS / 2))
+
+
 def test_padding_behind_packed_documents(side):
     model, lengths = build(side, "gpt2"), np.array([7, 5, 4])
     parts = [TOKENS[0, :4], TOKENS[0, 4:7], TOKENS[1, 1:5], TOKENS[2, :4]]

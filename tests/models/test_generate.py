@@ -64,6 +64,39 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on(llama):
     assert len(cut[0]) < 12
 
 
+STOPS = (list, tuple, set, np.array, jnp.array, iter, lambda stops: np.array(stops, np.uint8))
+
+
+@pytest.mark.parametrize("kind", STOPS)
+@pytest.mark.usefixtures("no_shape_checks")
+def test_stop_tokens_of_any_kind(kind, llama):
+    stop = generate(llama, PROMPTS[2], 4)[1]
+    expected = generate(llama, PROMPTS[2], 4, stop_tokens=[stop])
+    assert generate(llama, PROMPTS[2], 4, stop_tokens=kind([stop, 30])) == expected
+    assert generate(llama, PROMPTS[2], 4, stop_tokens=[np.int64(stop), jnp.int32(30)]) == expected
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, np.float32(1e-40), 1e-38, 1.2e-38, 1e-30])
+@pytest.mark.usefixtures("no_shape_checks")
+def test_the_smallest_temperatures_are_greedy(temperature, llama):
+    """Logits that are divided by them are infinite, several of them alike."""
+    options = {"temperature": temperature, "key": jax.random.key(0)}
+    assert generate(llama, PROMPTS, 8, **options) == generate(llama, PROMPTS, 8)
+
+
+@pytest.mark.parametrize("top_p", [1e-45, 1e-40, 5e-324])
+def test_the_smallest_shares_keep_the_most_likely(top_p, llama):
+    options = {"temperature": 1.0, "top_p": top_p, "key": jax.random.key(0)}
+    assert generate(llama, PROMPTS, 8, **options) == generate(llama, PROMPTS, 8)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint64])
+@pytest.mark.usefixtures("no_shape_checks")
+def test_prompts_of_any_integer_dtype(dtype, llama):
+    prompts = [np.array(prompt, dtype) for prompt in PROMPTS]
+    assert generate(llama, prompts, 5) == generate(llama, PROMPTS, 5)
+
+
 def test_the_callback_gets_every_token_in_order(llama):
     received = [[] for _ in PROMPTS]
     rows = generate(llama, PROMPTS, 6, callback=lambda row, token: received[row].append(token))
@@ -139,6 +172,22 @@ def test_layers_and_lengths_within_a_bucket_share_programs(compiled):
         ([1], {"top_k": 3}, r"^temperature=0 takes the most likely token.* got top_k=3, top_p=None"),
         ([1], {"temperature": -1.0}, r"^temperature must be at least 0, and finite; got -1"),
         ([1], {"temperature": 1.0, "top_k": 0}, r"^top_k must be a positive integer; got top_k=0"),
+        ([1], {"temperature": float("nan")}, r"^temperature must be at least 0, and finite; got nan"),
+        ([1], {"temperature": "1"}, r"^temperature must be one real number; got temperature='1'\. Pass a float"),
+        ([1], {"temperature": 1j}, r"^temperature must be one real number; got temperature=1j"),
+        ([1], {"temperature": 1.0, "top_p": "a"}, r"^top_p must be one real number; got top_p='a'"),
+        ([1], {"temperature": 1.0, "top_p": float("nan")}, r"^top_p is a probability in \(0, 1\]; got top_p=nan"),
+        ([1], {"capacity": 0}, r"^capacity must be a positive integer; got capacity=0"),
+        (5, {}, r"^prompts are integers .* got one of shape \(\), dtype int64"),
+        (None, {}, r"^prompts are integers .* got one of shape \(\), dtype object"),
+        (
+            [1],
+            {"stop_tokens": 3},
+            r"^stop_tokens are integers in a list, a set or an array \(n,\); got 3\. Pass \[token\]",
+        ),
+        ([1], {"stop_tokens": None}, r"^stop_tokens are integers .* got None"),
+        ([1], {"stop_tokens": [1.5]}, r"^stop_tokens are integers .* got \[1\.5\]"),
+        ([1], {"stop_tokens": np.ones((1, 1), int)}, r"^stop_tokens are integers .* got array\(\[\[1\]\]\)"),
         ([1], {"temperature": 1.0, "top_p": 0.0}, r"^top_p is a probability in \(0, 1\]; got top_p=0"),
     ],
 )

@@ -91,6 +91,40 @@ def test_a_parameter_that_all_but_vanishes():
     assert 0 < -params[0].astype(jnp.float32) < 2 * tiny
 
 
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_a_wrapper_that_leaves_out_updates_goes_inside(low):
+    """Of gradients that are not finite nothing is kept: neither in the copy nor in the parameter."""
+    params = parameters(low)
+    gradients = gradients_of(params, 6)
+    spoilt = jax.tree.map(lambda x: x * jnp.nan, gradients[0])
+    optimizer = float32_state(optax.apply_if_finite(optax.adamw(0.1), 3))
+    found, state = train(optimizer, params, [*gradients[:4], spoilt, *gradients[4:]])
+    truth, expected = train(float32_state(optax.adamw(0.1)), params, gradients)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, found, truth))
+    assert jnp.array_equal(state.master[0], expected.master[0])
+    assert state.inner.total_notfinite == 1
+
+
+WRAPPERS = {
+    "chain": lambda optimizer: optax.chain(optax.clip_by_global_norm(1e6), optimizer),
+    "masked": lambda optimizer: optax.masked(optimizer, {"kernel": True, "scale": True}),
+    "inject": lambda optimizer: optax.inject_hyperparams(lambda rate: optimizer)(rate=0.5),
+    "partition": lambda optimizer: optax.partition({"all": optimizer}, {"kernel": "all", "scale": "all"}),
+    "MultiSteps": lambda optimizer: optax.MultiSteps(optimizer, 1),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_wrappers_of_optax_around_it(low, wrap):
+    params, optimizer = parameters(low), float32_state(optax.sgd(1e-3, momentum=0.5))
+    gradients = gradients_of(params, 5)
+    found, _ = train(wrap(optimizer), params, gradients)
+    truth, _ = train(optimizer, params, gradients)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, found, truth))
+    assert found["kernel"].dtype == low
+
+
 def test_extra_arguments_reach_the_optimizer():
     seen = []
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from flax_attn import GPT2, GPT2Config
@@ -40,6 +41,24 @@ def test_it_is_the_loss_its_gradient_and_the_optimizer(close):
 
     reference = step(twin, other, TOKENS)
     close([loss, *leaves(model), *leaves(optimizer)], [reference, *leaves(twin), *leaves(other)])
+
+
+def test_lengths_that_are_wrong_leave_the_model_as_it_is():
+    model, optimizer = build()
+    with pytest.raises(ValueError, match=r"lengths counts the real tokens .* got lengths=6\. Use"):
+        train_step(model, optimizer, TOKENS, lengths=np.array([5, 6, 1]))
+    assert not model.tok_emb.embedding[...].is_deleted()
+
+
+@pytest.mark.parametrize("stranger", [-100, 11])
+def test_ids_of_padding_do_not_reach_the_parameters(stranger):
+    found = []
+    for ids in (TOKENS, np.where(np.arange(5) < np.array([[5], [3], [0]]), TOKENS, stranger)):
+        model, optimizer = build(dropout=0.0)
+        loss = train_step(model, optimizer, ids, lengths=np.array([5, 3, 0]))
+        found.append([loss, *leaves(model), *leaves(optimizer)])
+    assert all(jnp.array_equal(*pair) for pair in zip(*found, strict=True))
+    assert all(jnp.isfinite(x).all() for x in found[0])
 
 
 def test_every_step_drops_something_else():

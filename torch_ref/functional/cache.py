@@ -11,6 +11,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.cache_checks import check_cache_dtype
 from torch_ref.functional.checks import check_fits, check_lengths, check_positive, check_ring_buffer
 from torch_ref.functional.mask_part import Count
 from torch_ref.functional.masks import Mask, as_mask
@@ -97,6 +98,7 @@ class KVCache(Cache):
         """
         check_positive(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_ring_buffer(window, capacity)
+        check_cache_dtype(str(dtype).removeprefix("torch."))
         batch = () if b is None else (b,)
         widths = head_dim, head_dim if value_dim is None else value_dim
         size, numerics = (*batch, num_kv_heads, capacity), {"dtype": dtype, "device": device}
@@ -122,6 +124,11 @@ class KVCache(Cache):
         positions = slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
         return torch.where((positions >= 0) & (positions < lengths), positions, -1)
 
+    def check_heads(self, batch: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int) -> None:
+        """Raise unless the cache is one of floating point for these rows, heads and widths of keys and values."""
+        heads = (*batch, num_kv_heads, self.capacity)
+        self.check_shapes({"key": (*heads, head_dim), "value": (*heads, value_dim)})
+
     def append(self, key: Key, value: Value, lengths: ArrayLike | int | None = None) -> KVCache:
         """Return the cache with new tokens behind the cached ones.
 
@@ -131,6 +138,7 @@ class KVCache(Cache):
             lengths: how many of the new tokens of each row are real, `(b,)`; the rest is padding and is not stored.
                 None is all.
         """
+        self.check_heads(tuple(key.shape[:-3]), key.shape[-2], key.shape[-1], value.shape[-1])
         if key.ndim == 3:
             return self._batched().append(key[None], value[None], lengths)._unbatched()
         length, stored = self._count(key.shape[1], lengths)
@@ -149,6 +157,7 @@ class KVCache(Cache):
                 call: the rows of the new tokens are taken from it. Slots without a token are hidden in any case.
             lengths: how many of the new tokens of each row are real, `(b,)`; None is all.
         """
+        self.check_heads(tuple(key.shape[:-3]), key.shape[-2], key.shape[-1], value.shape[-1])
         if key.ndim == 3:
             extended = self._batched().extend(key[None], value[None], mask, lengths)
             key, value, positions = extended.key[0], extended.value[0], extended.key_positions[0]

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
+from torch_ref.functional.cache_checks import Shapes, check_cache_dtype, check_cache_shapes
 from torch_ref.functional.mask_part import Count
 from torch_ref.functional.shapes import ArrayLike
 
@@ -56,6 +57,12 @@ class Cache:
     def replace(self: C, **changes: Any) -> C:
         """Return the cache with other values of some fields."""
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
+
+    def check_shapes(self, wanted: Shapes) -> None:
+        """Raise unless the arrays are of floating point and have these shapes, by the names of their fields."""
+        for array in self.arrays.values():
+            check_cache_dtype(str(array.dtype).removeprefix("torch."))
+        check_cache_shapes({name: tuple(array.shape) for name, array in self.arrays.items()}, wanted)
 
     @property
     def row_lengths(self) -> Integer[Tensor, "*b"]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.cache_checks import check_cache_dtype
 from torch_ref.functional.checks import check_lengths, check_positive
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.mask_part import Count
@@ -63,18 +64,33 @@ class DeltaCache(Cache):
         device: torch.device | str | None = None,
     ) -> DeltaCache:
         """Return an empty cache; b None is that of one sequence without a batch axis. `dtype` is that of the inputs."""
+        sizes = kernel_size, num_heads, head_dim
+        shapes = DeltaCache.shapes(b, *sizes, value_dim=value_dim, num_key_heads=num_key_heads)
+        check_cache_dtype(str(dtype).removeprefix("torch."))
+        kinds = dict.fromkeys(shapes, dtype) | {"state": accumulation_dtype(dtype)}
+        arrays = {name: torch.zeros(shape, dtype=kinds[name], device=device) for name, shape in shapes.items()}
+        length = torch.zeros(() if b is None else (b,), dtype=torch.long, device=device)
+        return DeltaCache(**arrays, length=length)
+
+    @staticmethod
+    def shapes(
+        b: int | None,
+        kernel_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        num_key_heads: int | None = None,
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what is stored, by the names of the fields."""
         value_dim = head_dim if value_dim is None else value_dim
         num_key_heads = num_heads if num_key_heads is None else num_key_heads
         check_positive(kernel_size=kernel_size, num_heads=num_heads, num_key_heads=num_key_heads)
         check_positive(head_dim=head_dim, value_dim=value_dim)
         batch, before = () if b is None else (b,), kernel_size - 1
-        query, key = (
-            torch.zeros((*batch, before, num_key_heads * head_dim), dtype=dtype, device=device) for _ in range(2)
-        )
-        value = torch.zeros((*batch, before, num_heads * value_dim), dtype=dtype, device=device)
-        kind = accumulation_dtype(dtype)
-        state = torch.zeros((*batch, num_heads, value_dim, head_dim), dtype=kind, device=device)
-        return DeltaCache(query, key, value, state, torch.zeros(batch, dtype=torch.long, device=device))
+        keys = (*batch, before, num_key_heads * head_dim)
+        values, state = (*batch, before, num_heads * value_dim), (*batch, num_heads, value_dim, head_dim)
+        return {"query": keys, "key": keys, "value": values, "state": state}
 
     @property
     def batch(self) -> tuple[int, ...]:

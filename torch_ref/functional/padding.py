@@ -1,9 +1,13 @@
 """Rows of a batch: which of their tokens are real, and arrays of one row, or of none."""
 
+import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Integer
 from torch import Tensor
 
+from torch_ref.functional.checks import check_lengths, check_rows_of_lengths
+from torch_ref.functional.integers import clipped
+from torch_ref.functional.mask_arguments import as_integers
 from torch_ref.functional.shapes import ArrayLike
 
 
@@ -16,8 +20,60 @@ def real_tokens(
         >>> real_tokens(2, 3, torch.tensor([2, 0])).tolist()
         [[True, True, False], [False, False, False]]
     """
-    counts = torch.as_tensor(t if lengths is None else lengths, device=device).expand(b)
+    counts = clipped(t if lengths is None else lengths, t, device).expand(b)
     return torch.arange(t, device=device) < counts[:, None]
+
+
+def check_known_lengths(lengths: ArrayLike | int | None, b: int, t: int) -> None:
+    """Raise unless lengths are integers, one or `(b,)`, from 0 to `t` where their values are known.
+
+    Known are those of Python and NumPy. Tensors are not read, so that no call waits for the
+    device.
+
+    Raises:
+        ValueError: if they are not.
+
+    Example:
+        >>> check_known_lengths(torch.tensor([9, 2]), b=2, t=3)
+        >>> check_known_lengths([9, 2], b=2, t=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: lengths counts the real tokens of a call of t=3 tokens; got lengths=9. Use 0 to 3
+    """
+    if lengths is None:
+        return
+    counts = lengths if isinstance(lengths, Tensor) else np.asarray(lengths)
+    as_integers("lengths", counts)
+    check_rows_of_lengths(tuple(counts.shape), b)
+    if isinstance(counts, np.ndarray):
+        for length in counts.reshape(-1).tolist():
+            check_lengths(length, t)
+
+
+def without_padding(
+    numbers: ArrayLike, shape: tuple[int, ...], lengths: ArrayLike | int | None
+) -> Integer[Tensor, "*b t"]:
+    """Return numbers of tokens, 0 in the place of those behind `lengths`: these have no effect.
+
+    Args:
+        numbers: of tokens, such as ids; they broadcast to `shape`.
+        shape: of the tokens, `(b, t)` or `(t,)`.
+        lengths: how many tokens of each row are real, `(b,)`; None is all.
+
+    Raises:
+        ValueError: where `check_known_lengths` does.
+
+    Example:
+        >>> without_padding(torch.tensor([[7, 8, -100]]), (1, 3), torch.tensor([2])).tolist()
+        [[7, 8, 0]]
+    """
+    numbers = torch.as_tensor(numbers)
+    if lengths is None:
+        return numbers
+    b, t = shape if len(shape) == 2 else (1, shape[-1])
+    check_known_lengths(lengths, b, t)
+    real = real_tokens(b, t, lengths, numbers.device).reshape(shape)
+    return torch.where(real, numbers, 0)
 
 
 def shape_of(x: Tensor | None) -> tuple[int, ...] | None:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.padding import without_padding
 from torch_ref.functional.shapes import ArrayLike, Tokens
 from torch_ref.models.drawing import draw
 from torch_ref.modules.block import TransformerBlock
@@ -125,9 +126,15 @@ class TextEncoder(Encoder[C]):
         **inputs: Any,
     ) -> Tokens:
         """Return the vectors of all tokens, `(b, t, d_model)`; the arguments are those of a call."""
-        t = tokens.shape[-1]
-        order = torch.arange(t, device=tokens.device) if positions is None else torch.as_tensor(positions)
-        x = self.embed(tokens, order, fold_in(dropout_key, 0), **inputs)
+        shape = tuple(tokens.shape)
+
+        def real(numbers: ArrayLike) -> Tensor:
+            return without_padding(numbers, shape, lengths)
+
+        positions = None if positions is None else real(positions)
+        order = torch.arange(shape[-1], device=tokens.device) if positions is None else positions
+        inputs = {name: numbers if numbers is None else real(numbers) for name, numbers in inputs.items()}
+        x = self.embed(real(tokens), order, fold_in(dropout_key, 0), **inputs)
         return self.run(x, mask=mask, positions=positions, lengths=lengths, dropout_key=dropout_key)
 
     def forward(

@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.cache_checks import check_caches
 from torch_ref.functional.dropout import fold_in
+from torch_ref.functional.padding import without_padding
 from torch_ref.functional.shapes import ArrayLike, Tokens
 from torch_ref.models.drawing import draw
 from torch_ref.modules.block import TransformerBlock
@@ -141,6 +143,8 @@ class EncoderDecoder(TypedModule, Generic[C]):
     ) -> Tokens:
         """Return what the encoder makes of its inputs, of whose rows the first `lengths` are real."""
         key = fold_in(dropout_key, 0)
+        if not inputs.is_floating_point():
+            inputs = without_padding(inputs, tuple(inputs.shape), lengths)
         x, options = self.embed_inputs(inputs, fold_in(key, 0)), {"lengths": lengths, "bias": self.biases()[0]}
         for i, block in enumerate(self.enc_blocks):
             x = self._run(block, x, dropout_key=fold_in(key, 1 + i), **options)
@@ -176,8 +180,12 @@ class EncoderDecoder(TypedModule, Generic[C]):
             lengths: how many of the tokens of each row are real, `(b,)`; what follows is padding. None is all.
             dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
         """
+        check_caches("kept", kept, len(self.dec_blocks))
+        if cache is not None:
+            check_caches("cache", cache, len(self.dec_blocks))
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
         order = torch.arange(t, device=tokens.device) if cache is None else cache[0].positions(t, lengths)
+        tokens = without_padding(tokens, tuple(tokens.shape), lengths)
         x, caches = self.embed(tokens, order, fold_in(key, 0)), []
         for i, block in enumerate(self.dec_blocks):
             options = {

@@ -14,9 +14,9 @@ from torch_ref.functional.dropout import key_data
 from torch_ref.functional.longrope import LongRoPEScaling
 from torch_ref.models.encoder_decoder import EncoderDecoder
 from torch_ref.models.language_model import LanguageModel, ModelCache
+from torch_ref.models.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
 from torch_ref.models.sampling import Sampling, sample
 
-Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor
 Callback = Callable[[int, int], object]
 
 
@@ -26,7 +26,7 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float | None
-    stop_tokens: Sequence[int]
+    stop_tokens: StopTokens
     key: Tensor | None
     capacity: int | None
     callback: Callback | None
@@ -69,7 +69,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: StopTokens = (),
     key: Tensor | None = None,
     capacity: int | None = None,
     callback: Callback | None = None,
@@ -88,7 +88,7 @@ def generate(
         temperature: 0 takes the most likely token, 1 draws from the model's distribution.
         top_k: how many of the most likely tokens may be drawn; None is all.
         top_p: the probability that the tokens that may be drawn have together at least; None is all.
-        stop_tokens: a row ends with the first of these that it makes.
+        stop_tokens: a row ends with the first of these that it makes; a list, a set or an array.
         key: two integers, for a temperature above 0: the same key gives the same tokens.
         capacity: of the cache of layers without a window, in tokens; None is what prompts and new tokens need.
         callback: called with the row and the token for each new token, row by row.
@@ -108,8 +108,12 @@ def generate(
         >>> [len(row) for row in generate(model, [[1, 2, 3], [4]], max_new_tokens=5)]
         [5, 5]
     """
-    sampling, seed, training = Sampling(temperature, top_k, top_p), _seed(key, temperature), model.training
+    sampling, training = Sampling(temperature, top_k, top_p), model.training
+    seed = _seed(key, sampling)
     check_positive(max_new_tokens=max_new_tokens)
+    if capacity is not None:
+        check_positive(capacity=capacity)
+    stops = as_stop_tokens(stop_tokens)
     model.eval()
     try:
         if isinstance(model, EncoderDecoder):
@@ -117,7 +121,7 @@ def generate(
         else:
             check_no_start(start)
             begun = _begin(model, tokens, max_new_tokens, capacity)
-        rows = _steps(model, begun, max_new_tokens, stop_tokens, callback, lambda x, i: sample(x, sampling, seed, i))
+        rows = _steps(model, begun, max_new_tokens, stops, callback, lambda x, i: sample(x, sampling, seed, i))
     finally:
         model.train(training)
     return rows[0] if begun.single else rows
@@ -136,7 +140,7 @@ def _steps(
     model: LanguageModel | EncoderDecoder,
     begun: _Begun,
     max_new_tokens: int,
-    stops: Sequence[int],
+    stops: frozenset[int],
     callback: Callback | None,
     choose: Callable[[Tensor, int], Tensor],
 ) -> list[list[int]]:
@@ -191,7 +195,7 @@ def _rereads(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: in
 def _begin_answer(
     model: EncoderDecoder, inputs: Prompts, start: Sequence[int] | None, max_new_tokens: int, capacity: int | None
 ) -> _Begun:
-    config, begin = model.config, np.asarray([model.config.start_token] if start is None else start)
+    config, begin = model.config, _start(model, start)
     ends = (int(begin.min()), int(begin.max())) if len(begin) else None
     limits = config.context_length or sys.maxsize, max_new_tokens, capacity
     check_prompt(0, len(begin), ends, config.vocab_size, *limits)
@@ -213,6 +217,16 @@ def _begin_answer(
     return _Begun(hidden[:, -1], cache, run, single)
 
 
+def _start(model: EncoderDecoder, start: Sequence[int] | None) -> np.ndarray:
+    prompts, single = as_prompts([model.config.start_token] if start is None else start)
+    if not single:
+        raise ValueError(
+            f"start is one list of tokens, with which the decoder begins in each row; got {start!r}. "
+            "Pass the tokens of one row"
+        )
+    return prompts[0].astype(np.int64)
+
+
 def _pad(prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
     padded = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(prompt) for prompt in prompts], batch_first=True)
     return padded, torch.tensor([len(prompt) for prompt in prompts])
@@ -231,31 +245,11 @@ def _empty_cache(model: LanguageModel, b: int, capacity: int) -> ModelCache:
     return tuple(block.init_cache(b, block.att.window or capacity) for block in model.trf_blocks)
 
 
-def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
-    """Return prompts as arrays of ids, and whether there was only one, without a batch axis.
-
-    Raises:
-        ValueError: if they are not integers, or of another shape.
-
-    Example:
-        >>> as_prompts([[1, 2], [3]])
-        ([array([1, 2]), array([3])], False)
-    """
-    many = [np.asarray(row) for row in tokens]
-    single = all(row.ndim == 0 for row in many)
-    prompts = [np.asarray(tokens)] if single else many
-    for prompt in prompts:
-        if prompt.ndim != 1 or (len(prompt) and not np.issubdtype(prompt.dtype, np.integer)):
-            raise ValueError(
-                "prompts are integers (t,), (b, t) or lists of them that may differ in length; got one of shape "
-                f"{prompt.shape}, dtype {prompt.dtype}. Encode text with the tokenizer of the model first"
-            )
-    return prompts, single
-
-
-def _seed(key: Tensor | None, temperature: float) -> Tensor:
+def _seed(key: Tensor | None, sampling: Sampling) -> Tensor:
     if key is not None:
         return key_data(key)
-    if temperature > 0:
-        raise ValueError(f"temperature={temperature} draws tokens, which needs a key. Pass key=torch.tensor([7, 42])")
+    if not sampling.greedy:
+        raise ValueError(
+            f"temperature={sampling.temperature} draws tokens, which needs a key. Pass key=torch.tensor([7, 42])"
+        )
     return torch.tensor([0, 0])

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.cache_checks import check_caches
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.padding import without_padding
 from torch_ref.functional.shapes import ArrayLike, Tokens
 from torch_ref.models.drawing import draw
 from torch_ref.modules.block import TransformerBlock
@@ -173,9 +175,14 @@ class LanguageModel(TypedModule, Generic[C]):
         lengths: ArrayLike | int | None = None,
         dropout_key: Tensor | None = None,
     ) -> tuple[Tensor, ModelCache | None]:
+        if cache is not None:
+            check_caches("cache", cache, len(self.trf_blocks))
         t = tokens.shape[-1]
+        tokens = without_padding(tokens, tuple(tokens.shape), lengths)
+        if positions is not None:
+            positions = without_padding(positions, tuple(tokens.shape), lengths)
         order = torch.arange(t, device=tokens.device) if cache is None else cache[0].positions(t, lengths)
-        x = self.embed(tokens, order if positions is None else torch.as_tensor(positions), fold_in(dropout_key, 0))
+        x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
         caches = []
         for i, block in enumerate(self.trf_blocks):
             options: CallOptions = {

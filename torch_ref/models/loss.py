@@ -6,8 +6,11 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn import functional
 
+from torch_ref.functional.checks import check_ids
 from torch_ref.functional.dtypes import accumulation_dtype
+from torch_ref.functional.integers import clipped
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.padding import real_tokens
 from torch_ref.functional.positions import segment_positions
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.models.language_model import LanguageModel
@@ -29,8 +32,9 @@ def next_token_loss(
 
     Args:
         model: in train mode it drops; `model.eval()` switches that off.
-        tokens: `(b, t)` or `(t,)`.
-        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not count. None is all.
+        tokens: `(b, t)` or `(t,)`, integers of any dtype. A real token outside the vocabulary makes the loss NaN.
+        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not count, whatever ids
+            stand there. None is all.
         segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees its own document
             alone, positions start again in each, and the first token of a document is no target. None is one.
         dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
@@ -39,7 +43,8 @@ def next_token_loss(
         Returns one number; 0 where there is no target.
 
     Raises:
-        ValueError: if there are less than two tokens, the segments are not one id a token, or where the model does.
+        ValueError: if there are less than two tokens, the segments are not one id a token, `lengths` are no integers
+            or, where Python or NumPy know them, lie outside `0 ... t`, or where the model does.
 
     Example:
         >>> from torch_ref.models import GPT2, GPT2Config
@@ -55,12 +60,17 @@ def next_token_loss(
             f"the loss is that of the tokens after the first, so there must be two; got shape {shape}. "
             "Leave out rows of one token"
         )
+    check_ids(str(tokens.dtype).removeprefix("torch."))
+    tokens = clipped(tokens, model.config.vocab_size)
     options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, shape)}
     logits = model(tokens, **options)
     counted = _targets(tokens, lengths, segments)
     logits = rearrange(logits.to(accumulation_dtype(logits.dtype)), "... t v -> (... t) v")
-    losses = functional.cross_entropy(logits, tokens.roll(-1, dims=-1).flatten(), reduction="none")
-    return (losses * counted.flatten()).sum() / counted.sum().clamp(min=1)
+    targets = tokens.roll(-1, dims=-1).flatten()
+    inside = (targets >= 0) & (targets < logits.shape[-1])
+    losses = functional.cross_entropy(logits, torch.where(inside, targets, 0), reduction="none")
+    losses = torch.where(counted.flatten(), torch.where(inside, losses, torch.nan), 0)
+    return losses.sum() / counted.sum().clamp(min=1)
 
 
 def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
@@ -77,9 +87,9 @@ def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
 
 def _targets(tokens: Tensor, lengths: ArrayLike | int | None, segments: ArrayLike | None) -> Bool[Tensor, "*b t"]:
     """Return which tokens are followed by a target."""
-    following = torch.arange(1, tokens.shape[-1] + 1).expand(tokens.shape)
-    real = tokens.shape[-1] if lengths is None else torch.as_tensor(lengths).expand(tokens.shape[:-1])[..., None]
-    counted = following < real
+    b, t = tokens.shape if tokens.ndim == 2 else (1, len(tokens))
+    real = real_tokens(b, t, lengths, tokens.device).reshape(tokens.shape)
+    counted = torch.cat([real[..., 1:], torch.zeros_like(real[..., :1])], dim=-1)
     if segments is None:
         return counted
     ids = torch.as_tensor(segments).expand(tokens.shape)

@@ -6,9 +6,11 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from torch_ref.functional.checks import check_positive
+from torch_ref.functional.checks import check_number, check_positive
 from torch_ref.functional.dropout import threefry_2x32
 from torch_ref.functional.dtypes import accumulation_dtype
+
+_SMALLEST = 2.0**-126  # the smallest normal number of float32
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class Sampling:
         softmax(logits / temperature)    of the top_k most likely tokens, and of the fewest of these that reach top_p
 
     Args:
-        temperature: 0 is greedy, the most likely token; 1 draws from the model's own distribution.
+        temperature: 0 is greedy, the most likely token, and so is less than the smallest normal number of float32;
+            1 draws from the model's own distribution.
         top_k: how many of the most likely tokens may be drawn; None is all.
         top_p: the probability that the tokens that may be drawn have together at least, in (0, 1]; None is all.
 
@@ -38,6 +41,7 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self):
+        check_number(temperature=self.temperature)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0, and finite; got {self.temperature}. For greedy pass 0")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
@@ -47,24 +51,37 @@ class Sampling:
             )
         if self.top_k is not None:
             check_positive(top_k=self.top_k)
+        if self.top_p is not None:
+            check_number(top_p=self.top_p)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is a probability in (0, 1]; got top_p={self.top_p}. For all tokens pass None")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken: no logits can be divided by a smaller temperature."""
+        return self.temperature < _SMALLEST
+
 
 def keep_most_likely(logits: Float[Tensor, "b v"], sampling: Sampling) -> Float[Tensor, "b v"]:
-    """Return `logits / temperature`, and -inf where a token is not to be drawn; ties of the last one stay.
+    """Return `(logits - largest) / temperature`, and -inf where a token is not to be drawn.
+
+    Ties of the last one stay.
 
     Example:
         >>> keep_most_likely(torch.log(torch.tensor([[0.5, 0.3, 0.2]])), Sampling(1.0, top_p=0.6))
-        tensor([[-0.6931, -1.2040,    -inf]])
+        tensor([[ 0.0000, -0.5108,    -inf]])
     """
-    logits = logits.to(accumulation_dtype(logits.dtype)) / sampling.temperature
+    logits = logits.to(accumulation_dtype(logits.dtype))
+    largest = logits.amax(dim=-1, keepdim=True)
+    # Divided first, several could be infinite, and the most likely would be lost among them.
+    logits = (logits - torch.where(largest.isfinite(), largest, 0)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         logits = _from(logits, logits.topk(sampling.top_k).values[:, -1:])
     if sampling.top_p is not None:
         ordered = logits.sort(dim=-1, descending=True).values
         chances = ordered.softmax(dim=-1)
         inside = chances.cumsum(dim=-1) - chances < sampling.top_p  # the more likely ones have less together
+        inside = inside | (torch.arange(inside.shape[-1]) == 0)  # a top_p below float32's numbers is 0
         logits = _from(logits, torch.where(inside, ordered, torch.inf).amin(dim=-1, keepdim=True))
     return logits
 
@@ -80,7 +97,7 @@ def sample(
         >>> sample(torch.tensor([[0.0, 3.0, 1.0]]), Sampling(), torch.tensor([0, 0]), 0)
         tensor([1])
     """
-    if sampling.temperature == 0:
+    if sampling.greedy:
         return logits.argmax(dim=-1)
     kept = keep_most_likely(logits, sampling)
     rows, words = (torch.arange(size) for size in logits.shape)

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from torch_ref.attention import check_backend, dot_product_attention
 from torch_ref.functional.cache import KVCache
+from torch_ref.functional.cache_checks import check_cache_window
 from torch_ref.functional.checks import check_heads, check_positive, check_tokens, check_type
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.padding import check_known_lengths
 from torch_ref.functional.scores import Scores
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.modules.dropout import Dropout
@@ -89,6 +91,7 @@ class CrossAttention(TypedModule):
     def keep(self, encoded: Float[Tensor, "*b s d"], lengths: ArrayLike | int | None = None) -> KVCache:
         """Return the keys and values of the other sequence, of whose rows the first `lengths` tokens are real."""
         check_tokens("encoded", encoded, "kdim", self.kdim, None)
+        check_known_lengths(lengths, len(encoded) if encoded.ndim == 3 else 1, encoded.shape[-2])
         pattern = "... s (k h) -> ... k s h"
         key, value = (rearrange(layer(encoded), pattern, k=self.num_heads) for layer in (self.W_key, self.W_value))
         given = torch.as_tensor(encoded.shape[-2] if lengths is None else lengths)
@@ -99,6 +102,9 @@ class CrossAttention(TypedModule):
     ) -> Float[Tensor, "*b t d"]:
         """Return what tokens attend to; `kept` is what `keep` returned."""
         check_tokens("x", x, "d_in", self.d_in, None)
+        check_type("kept", kept, KVCache, "what keep of this layer returns")
+        kept.check_heads(tuple(x.shape[:-2]), self.num_kv_heads, self.head_dim, self.head_dim)
+        check_cache_window(kept.window, None)
         query = rearrange(self.W_query(x), "... t (n h) -> ... t n h", n=self.num_heads)
         key, value = (rearrange(a, "... k s h -> ... s k h") for a in (kept.key, kept.value))
         context = dot_product_attention(

@@ -8,7 +8,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from torch_ref.functional.checks import check_positive, check_tokens
+from torch_ref.functional.checks import check_positive, check_tokens, check_type
 from torch_ref.functional.delta_cache import DeltaCache, documents_of
 from torch_ref.functional.delta_rule import gated_delta_rule
 from torch_ref.functional.dtypes import accumulation_dtype
@@ -150,6 +150,9 @@ class DeltaAttention(Attention):
         """
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
         check_recurrent_options(options)
+        if cache is not None:
+            check_type("cache", cache, DeltaCache, "what init_cache of this layer returns")
+            cache.check_shapes(DeltaCache.shapes(len(query) if query.ndim == 3 else None, **self._cached))
         if query.ndim == 2:
             batched = None if cache is None else _each(cache, lambda x: x[None])
             output, after = self._attend(query[None], as_mask(mask), lengths, batched)
@@ -164,16 +167,13 @@ class DeltaAttention(Attention):
         projection.
         """
         weight = self.W_key.weight
-        return DeltaCache.zeros(
-            b,
-            self.kernel_size,
-            self.num_heads,
-            self.head_dim,
-            value_dim=self.value_dim,
-            num_key_heads=self.num_key_heads,
-            dtype=weight.dtype if dtype is None else dtype,
-            device=weight.device,
-        )
+        numerics = {"dtype": weight.dtype if dtype is None else dtype, "device": weight.device}
+        return DeltaCache.zeros(b, **self._cached, **numerics)
+
+    @property
+    def _cached(self) -> dict[str, int]:
+        names = ("kernel_size", "num_heads", "head_dim", "value_dim", "num_key_heads")
+        return {name: getattr(self, name) for name in names}
 
     def _attend(
         self, x: Tensor, mask: Mask, lengths: ArrayLike | int | None, cache: DeltaCache | None

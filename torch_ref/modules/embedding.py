@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_ref.functional.checks import check_ids, check_positive
+from torch_ref.functional.integers import clipped
 from torch_ref.modules.typed import TypedModule
 
 
@@ -35,6 +36,7 @@ class Embedding(TypedModule, nn.Embedding):
 
     def forward(self, ids: Integer[Tensor, "*shape"]) -> Float[Tensor, "*shape d"]:
         check_ids(str(ids.dtype).removeprefix("torch."))
+        ids = clipped(ids, self.num_embeddings)
         inside = (ids >= 0) & (ids < self.num_embeddings)
         found = super().forward(torch.where(inside, ids, 0))
         return torch.where(inside[..., None], found, torch.nan)

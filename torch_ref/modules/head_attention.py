@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from torch_ref.attention import dot_product_attention
 from torch_ref.functional.cache import KVCache
-from torch_ref.functional.checks import check_capacity, check_tokens
+from torch_ref.functional.cache_checks import check_cache_window
+from torch_ref.functional.checks import check_capacity, check_tokens, check_type
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.scores import Scores
 from torch_ref.functional.shapes import ArrayLike
@@ -56,6 +57,11 @@ class HeadAttention(Attention):
     def _project(self, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise NotImplementedError
 
+    @property
+    def _cached(self) -> tuple[int, int, int]:
+        """The number of heads that are cached, and the widths of their keys and values."""
+        raise NotImplementedError
+
     def _run(
         self,
         *inputs: Tensor | None,
@@ -70,6 +76,10 @@ class HeadAttention(Attention):
         """Return what a call of the layer does; the first of the inputs is that of the queries."""
         query: Any = inputs[0]
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
+        if cache is not None:
+            check_type("cache", cache, KVCache, "what init_cache of this layer returns")
+            cache.check_heads(tuple(query.shape[:-2]), *self._cached)
+            check_cache_window(cache.window, self.window)
         t = query.shape[-2]
         query_positions = torch.arange(t, device=query.device) if cache is None else cache.positions(t, lengths)
         q, k, v = self._project(*inputs, query_positions if positions is None else positions)
@@ -108,12 +118,11 @@ class HeadAttention(Attention):
         own = Mask.causal() if self.window is None else Mask.sliding_window(self.window)
         return (own if self.causal else Mask()) & as_mask(mask).sized(None, self.num_heads)
 
-    def _empty(
-        self, b: int | None, capacity: int, dtype: torch.dtype | None, layer: Linear, *sizes: int, **widths: int
-    ) -> KVCache:
+    def _empty(self, b: int | None, capacity: int, dtype: torch.dtype | None, layer: Linear) -> KVCache:
         """Return an empty cache of these heads and widths, by default in the dtype of a projection."""
         if self.window is None:
             check_capacity(capacity, self.context_length)
+        *sizes, value_dim = self._cached
         own = layer.weight
         numerics = {"dtype": own.dtype if dtype is None else dtype, "device": own.device}
-        return KVCache.zeros(b, capacity, *sizes, window=self.window, **numerics, **widths)
+        return KVCache.zeros(b, capacity, *sizes, value_dim=value_dim, window=self.window, **numerics)

@@ -1,0 +1,57 @@
+"""Checks of caches that both packages share, with the same messages."""
+
+from collections.abc import Mapping
+
+Shapes = Mapping[str, tuple[int, ...]]
+_REMEDY = "Pass what init_cache of this layer returns"
+
+
+def check_cache_dtype(dtype: str) -> None:
+    """Raise unless a cache stores numbers of floating point."""
+    if not dtype.startswith(("float", "bfloat")):
+        raise ValueError(
+            f"a cache stores keys and values as they are and must be floating point; got dtype {dtype}. "
+            "Use that of the layer, such as float32, or a narrower one, such as bfloat16"
+        )
+
+
+def check_cache_shapes(got: Shapes, wanted: Shapes) -> None:
+    """Raise unless a cache is that of a layer's heads and widths, and of the rows of its input."""
+    if got != wanted:
+        raise ValueError(
+            "a cache is made for the heads and widths of one layer and for the rows of its input: "
+            f"{_listed(wanted)}; got {_listed(got)}. {_REMEDY}"
+        )
+
+
+def check_cache_window(own: int | None, window: int | None) -> None:
+    """Raise if a ring buffer overwrites keys that a layer attends to; None keeps all keys, or sees them."""
+    if own is not None and (window is None or own < window):
+        raise ValueError(
+            f"a ring buffer keeps the keys of its own window; got one of window={own} for a layer of "
+            f"window={window}, which attends to {'all' if window is None else 'more'}. {_REMEDY}"
+        )
+
+
+def check_caches(name: str, caches: object, layers: int) -> None:
+    """Raise unless a model is given a tuple of caches, one for each layer or stack of layers."""
+    got = len(caches) if isinstance(caches, tuple | list) else type(caches).__name__
+    if got != layers:
+        raise ValueError(
+            f"{name} is a tuple with one entry for each layer of this model, or for each stack of "
+            f"layers, {layers} in all; got {got}. Pass what "
+            f"{'keep' if name == 'kept' else 'init_cache'} of this model returns"
+        )
+
+
+def check_stacked_cache(shapes: Shapes, layers: int) -> None:
+    """Raise unless the first axis of what is stored for a stack of layers is that of the layers."""
+    if any(shape[:1] != (layers,) for shape in shapes.values()):
+        raise ValueError(
+            f"the first axis of a cache of stacked layers is that of the {layers} layers; got "
+            f"{_listed(shapes)}. Pass what init_cache of this model returns"
+        )
+
+
+def _listed(shapes: Shapes) -> str:
+    return ", ".join(f"{name} {shape}" for name, shape in shapes.items())

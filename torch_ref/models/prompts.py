@@ -1,0 +1,53 @@
+"""Tokens that are given to `generate`: prompts, and those that end a row."""
+
+from collections.abc import Collection, Iterable, Sequence
+from numbers import Number
+
+import numpy as np
+from torch import Tensor
+
+Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Tensor
+StopTokens = Collection[int] | np.ndarray | Tensor
+
+
+def as_stop_tokens(tokens: StopTokens) -> frozenset[int]:
+    """Return the tokens that end a row, as integers of Python.
+
+    Raises:
+        ValueError: if they are not integers in one axis.
+
+    Example:
+        >>> sorted(as_stop_tokens(np.array([7, 3])))
+        [3, 7]
+    """
+    given = list(tokens) if isinstance(tokens, Iterable) and getattr(tokens, "ndim", 1) else tokens
+    ids = np.asarray(given)
+    if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(
+            f"stop_tokens are integers in a list, a set or an array (n,); got {tokens!r}. "
+            "Pass [token] for one, and () for none"
+        )
+    return frozenset(ids.tolist())
+
+
+def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
+    """Return prompts as arrays of ids, and whether there was only one, without a batch axis.
+
+    Raises:
+        ValueError: if they are not integers, or of another shape.
+
+    Example:
+        >>> as_prompts([[1, 2], [3]])
+        ([array([1, 2]), array([3])], False)
+    """
+    alone = tokens is None or isinstance(tokens, Number) or getattr(tokens, "ndim", 1) == 0
+    many = [] if alone else [np.asarray(row) for row in tokens]
+    single = all(row.ndim == 0 for row in many)
+    prompts = [np.asarray(tokens)] if single else many
+    for prompt in prompts:
+        if prompt.ndim != 1 or (len(prompt) and not np.issubdtype(prompt.dtype, np.integer)):
+            raise ValueError(
+                "prompts are integers (t,), (b, t) or lists of them that may differ in length; got one of shape "
+                f"{prompt.shape}, dtype {prompt.dtype}. Encode text with the tokenizer of the model first"
+            )
+    return prompts, single
