@@ -129,14 +129,15 @@ def test_a_finished_checkpoint_is_never_lost_and_leftovers_do_not_pile_up(tmp_pa
         server.until("finished")
         first_save = time.monotonic() - begin
         started += [server.start("read") for _ in range(2)]
-        for _ in range(KILLS):
+        for kill in range(KILLS):
+            if kill % 2:
+                server.until("finished")
             time.sleep(draw.uniform(0, first_save))
             os.kill(started[0], signal.SIGKILL)
             assert check(folder) >= server.heard["finished"]
             started[0] = server.start("write")
             assert server.until("ready") > server.heard["finished"]  # of all that the last one told before
             assert all(alive(reader) for reader in started[1:])
-        assert server.heard["finished"] > KILLS / 4  # they were not all killed before their first save
         server.until("read")
     finally:
         for pid in started:
