@@ -25,7 +25,7 @@ LAYERS = {  # lowest first, and the layers that each may import; the package is 
     "attention": {"functional", "backends", "sharding"},
     "modules": {"functional", "native", "backends", "attention", "sharding"},
     "models": {"functional", "convert", "modules", "sharding"},
-    "training": {"functional", "models", "sharding"},
+    "training": {"functional", "convert", "models", "sharding"},
     "package": LIBRARY | {"models"},
     "parity": {"convert"},
     "proof": {"package", "functional", "backends", "convert", "parity", "sharding", "aot"},

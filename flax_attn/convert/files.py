@@ -120,16 +120,33 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def find_weights(folder: Path) -> Path:
+def find_weights(folder: Path, named: Any = None) -> Path:
     """Return the file of the weights in a folder, or the index of their shards; safetensors come first.
+
+    Args:
+        folder: of a model.
+        named: the only file to take, as `transformers_weights` of `config.json` has it; None where it has none.
 
     Raises:
         FileNotFoundError: if there is none.
+        ConversionError: if the name is not that of a safetensors file in the folder, or of an index of such files.
     """
-    for name in WEIGHTS:
+    names = WEIGHTS if named is None else (named,)
+    if named is not None and not _is_name(named):
+        raise ConversionError(
+            f"transformers_weights in {folder / 'config.json'} must be the name of a safetensors file beside it, or of "
+            f"an index of such files; got {named!r}. Remove the field if the weights have their usual names"
+        )
+    for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise FileNotFoundError(f"no weights in {folder}: it holds none of {', '.join(WEIGHTS)}")
+    raise FileNotFoundError(f"no weights in {folder}: it holds none of {', '.join(names)}")
+
+
+def _is_name(named: Any) -> bool:
+    if not isinstance(named, str) or Path(named).name != named:
+        return False
+    return named.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def read_headers(path: Path) -> dict[str, Stored]:
@@ -194,22 +211,37 @@ def _checkpoint_header(path: Path) -> dict[str, Stored]:
     }
 
 
-def write_shards(folder: Path, entries: list[Entry], params: Mapping[str, Tensor], max_shard_size: int) -> None:
+def write_shards(
+    folder: Path, entries: list[Entry], params: Mapping[str, Tensor], max_shard_size: int, prefix: str = ""
+) -> Path:
     """Write parameters as `model.safetensors`, or as shards of up to `max_shard_size` bytes with an index.
 
     No more than one shard is in memory at a time. An entry that is larger has a shard of its own.
+
+    Args:
+        folder: that exists.
+        entries: what is written.
+        params: the parameters by name.
+        max_shard_size: in bytes.
+        prefix: put before the name of every file.
+
+    Returns:
+        The file, or the index.
     """
     shards = _packed(entries, params, max_shard_size)
-    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    names = names if len(shards) > 1 else ["model.safetensors"]
+    names = [f"{prefix}model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    names = names if len(shards) > 1 else [f"{prefix}model.safetensors"]
     for name, shard in zip(names, shards, strict=True):
         _write_shard(folder / name, shard, params)
-    if len(shards) > 1:
-        own = zip(names, shards, strict=True)
-        places = {tensor: name for name, shard in own for entry in shard for tensor in entry.tensors}
-        size = sum(_size(entry, params) for entry in entries)
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    if len(shards) == 1:
+        return folder / names[0]
+    own = zip(names, shards, strict=True)
+    places = {tensor: name for name, shard in own for entry in shard for tensor in entry.tensors}
+    size = sum(_size(entry, params) for entry in entries)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    path = folder / f"{prefix}model.safetensors.index.json"
+    path.write_text(json.dumps(index, indent=2) + "\n")
+    return path
 
 
 def _write_shard(path: Path, shard: list[Entry], params: Mapping[str, Tensor]) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import jax
@@ -14,7 +19,10 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jaxtyping import Array
 
+from flax_attn.convert.lock import locked
 from flax_attn.functional.checks import check_positive
+
+_DELETED = ".deleted"  # a checkpoint moves here in one step, and is removed then: it is complete or absent
 
 
 class Checkpoints:
@@ -24,12 +32,17 @@ class Checkpoints:
     of the run, such as its position in the data. A run that is killed, even during a save, resumes from the last
     complete checkpoint to the same bits as a run without interruption.
 
+    Any number of objects and processes may read a folder while one of them saves: reading writes nothing, and sees
+    what others have saved. Saves wait for one another. A save removes what killed ones have left, where no other
+    writes, and older checkpoints only after it is complete itself. In a remote folder (`gs://bucket/run`) Orbax does
+    both, and what was left goes when the folder is opened: one run at a time may use it.
+
     Args:
-        folder: created if there is none.
+        folder: made by the first save if there is none.
         keep: how many checkpoints stay; older ones are deleted.
 
     Raises:
-        ValueError: if `keep` is not positive.
+        ValueError: if `keep` is not positive, or the folder is a file or inside one.
 
     Example:
         >>> import optax
@@ -46,42 +59,54 @@ class Checkpoints:
 
     def __init__(self, folder: str | PathLike[str], keep: int = 3):
         check_positive(keep=keep)
-        remote = "://" in str(folder)
-        self.folder = str(folder) if remote else str(Path(folder).absolute())
-        if not remote and jax.process_index() == 0:
-            _remove_incomplete(Path(folder))
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=remote)
-        handlers = {"arrays": ocp.StandardCheckpointHandler(), "extra": ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        self._remote = "://" in str(folder)
+        self.folder = str(folder) if self._remote else str(Path(folder).absolute())
+        if not self._remote:
+            _check_folder(Path(self.folder))
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=self._remote,
+            cleanup_tmp_directories=self._remote,
+            todelete_subdir=None if self._remote else _DELETED,
+        )
+        self._manager = self._open(options)
+        self._saving: Thread | None = None
 
     @property
     def latest(self) -> int | None:
-        """The step of the last complete checkpoint; None where there is none."""
+        """The step of the last complete checkpoint, whoever saved it; None where there is none."""
         self.wait()
-        return self._manager.latest_step()
+        return max(self._steps(), default=None)
 
     def save(self, step: int, model: nnx.Module, optimizer: nnx.Optimizer, **extra: Any) -> None:
         """Save a run after a step. The files are written in the background.
 
         Args:
-            step: larger than that of every checkpoint in the folder.
+            step: a whole number, larger than that of every checkpoint in the folder.
             model: every variable of it is saved; its mode, train or eval, is not.
             optimizer: its state.
             extra: other values to save, as JSON has them: numbers, strings, lists and dicts of these.
 
         Raises:
-            ValueError: if the folder has a checkpoint of this step or a later one, or if `extra` is not JSON. An
-                earlier save that failed raises its error here.
+            ValueError: if the step is negative or not whole, the folder has a checkpoint of it or of a later one, or
+                `extra` is not JSON. An earlier save that failed raises its error here.
         """
-        latest = self.latest
-        if latest is not None and step <= latest:
-            raise ValueError(
-                f"steps of checkpoints must increase; got step={step}, and {self.folder} has one of step {latest}. "
-                "Restore it first, or save into another folder"
-            )
+        _check_step(step)
         _check_json(extra)
         arrays = ocp.args.StandardSave(_arrays(model=model, optimizer=optimizer))
-        self._manager.save(step, args=ocp.args.Composite(arrays=arrays, extra=ocp.args.JsonSave(extra)))
+        args = ocp.args.Composite(arrays=arrays, extra=ocp.args.JsonSave(extra))
+        self.wait()
+        with ExitStack() as held:
+            if not self._remote and jax.process_index() == 0:
+                self._keep_others_out(held)
+            self._check_increases(step)
+            self._manager.reload()  # what others have saved counts for what is deleted
+            saving = Thread(target=self._finish, args=[held.pop_all()])
+        try:
+            self._manager.save(int(step), args=args)
+        finally:  # also if it was interrupted, others stay out until nothing is written any more
+            saving.start()
+            self._saving = saving
 
     def restore(self, model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[int, dict[str, Any]]:
         """Write the last complete checkpoint into model and optimizer, all of it or nothing.
@@ -89,42 +114,104 @@ class Checkpoints:
         Returns:
             Its step, and the other values saved with it.
 
+        If it is deleted while it is read, because newer ones were saved, the last one is read instead.
+
         Raises:
-            ValueError: if there is no checkpoint, or if it is of another model or optimizer, with a line for each array
-                that is missing, unexpected, or of another shape or dtype.
+            ValueError: if there is no checkpoint, it cannot be read, or it is of another model or optimizer, with a
+                line for each array that is missing, unexpected, or of another shape or dtype.
         """
-        step = self.latest
-        if step is None:
-            raise ValueError(f"{self.folder} has no complete checkpoint. Save one first, or pass the folder of a run")
         wanted = jax.tree.map(_abstract, _arrays(model=model, optimizer=optimizer))
-        self._check(step, wanted)
-        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted), extra=ocp.args.JsonRestore())
-        found: Any = self._manager.restore(step, args=args)
+        while True:
+            step = self.latest
+            if step is None:
+                raise ValueError(
+                    f"{self.folder} has no complete checkpoint. Save one first, or pass the folder of a run"
+                )
+            problems, found, failure = [], None, None
+            try:
+                with _without_pages():
+                    problems = self._differences(step, wanted)
+                    found = None if problems else self._read(step, wanted)
+            except Exception as error:  # of many kinds, of Orbax and TensorStore
+                failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+            if step in self._steps():  # and was all the time: what was read is one checkpoint
+                break
+        if failure:
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.folder} cannot be read: {failure}. If it is damaged, delete "
+                "its folder: the run then resumes from the one before"
+            )
+        if found is None:
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.folder} is of another model or optimizer. Build both as the "
+                "run did:\n  " + "\n  ".join(problems)
+            )
         _write(found.arrays, model=model, optimizer=optimizer)
         return step, found.extra
 
     def wait(self) -> None:
         """Wait until everything saved is on disk; raise the error of a save that failed."""
+        if self._saving is not None:
+            self._saving.join()
         self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Wait, and close the files of the folder."""
+        if self._saving is not None:
+            self._saving.join()
         self._manager.close()
 
-    def _check(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
-        """Raise unless a checkpoint has the arrays that are wanted."""
+    def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+        handlers = {"arrays": ocp.StandardCheckpointHandler(), "extra": ocp.JsonCheckpointHandler()}
+        while True:
+            try:
+                return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+            except FileNotFoundError:  # a checkpoint that it has listed was deleted before it asked for its date
+                continue
+
+    def _steps(self) -> list[int]:
+        names = [path.name for path in ocp.utils.checkpoint_steps_paths(self.folder)]
+        return [int(name) for name in names if name.isdecimal()]
+
+    def _keep_others_out(self, held: ExitStack) -> None:
+        """Wait for the lock of the folder, and remove what those have left that were killed while they had it."""
+        folder = Path(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if held.enter_context(locked(folder)):
+            for path in (*folder.glob("*.orbax-checkpoint-tmp*"), *folder.glob(_DELETED)):
+                shutil.rmtree(path)
+
+    def _finish(self, held: ExitStack) -> None:
+        """Give the lock back when all is written, and the older checkpoints are deleted."""
+        with held:
+            try:
+                self._manager.wait_until_finished()
+            except BaseException:
+                return  # `wait` raises it, where the run hears of it
+            if not self._remote and jax.process_index() == 0:
+                shutil.rmtree(Path(self.folder, _DELETED), ignore_errors=True)
+
+    def _check_increases(self, step: int) -> None:
+        latest = max(self._steps(), default=None)
+        if latest is not None and step <= latest:
+            raise ValueError(
+                f"steps of checkpoints must increase; got step={step}, and {self.folder} has one of step {latest}. "
+                "Restore it first, or save into another folder"
+            )
+
+    def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> Any:
+        arrays = ocp.args.StandardRestore(wanted)
+        return self._manager.restore(step, args=ocp.args.Composite(arrays=arrays, extra=ocp.args.JsonRestore()))
+
+    def _differences(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
+        """Return a line for each array in which a checkpoint is not what is wanted."""
         saved = {name: _text(array) for name, array in self._manager.item_metadata(step).arrays.tree.items()}
         ours = {name: _text(array) for name, array in wanted.items()}
-        problems = [
+        return [
             f"{name}: {saved.get(name, 'nothing')} is saved, {ours.get(name, 'nothing')} is wanted"
             for name in sorted(saved.keys() | ours.keys())
             if saved.get(name) != ours.get(name)
         ]
-        if problems:
-            raise ValueError(
-                f"the checkpoint of step {step} in {self.folder} is of another model or optimizer. Build both as the "
-                "run did:\n  " + "\n  ".join(problems)
-            )
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -133,11 +220,29 @@ class Checkpoints:
         self.close()
 
 
-def _remove_incomplete(folder: Path) -> None:
-    # Orbax would do it beside the run and not wait for it when it is closed: whoever opens the folder next could find
-    # files that are being removed, and its first save would fail.
-    for path in folder.glob("*.orbax-checkpoint-tmp*"):
-        shutil.rmtree(path)
+def _check_folder(folder: Path) -> None:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"checkpoints are stored in a folder; got {folder}, and {there} is a file. Pass another path")
+
+
+def _check_step(step: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
+        raise ValueError(f"the step of a checkpoint must be a whole number, 0 or larger; got step={step!r}")
+
+
+@contextmanager
+def _without_pages() -> Iterator[None]:
+    """Print nothing of the reads that are given up where one fails: a page each, and some of them later."""
+    before = sys.unraisablehook
+
+    def print_others(event: Any) -> None:
+        if not any(text in str(event.exc_value) for text in ("Event loop is closed", "TensorStore")):
+            before(event)
+
+    sys.unraisablehook = print_others
+    yield
+    sys.unraisablehook = before  # not after an error, where more may come
 
 
 def _check_json(extra: dict[str, Any]) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from secrets import token_hex
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import jax
@@ -28,6 +31,7 @@ from jax.sharding import Mesh
 
 from flax_attn.convert.api import axes_of, parameters, tensors
 from flax_attn.convert.files import Stored, find_weights, read_headers, take_part, write_shards
+from flax_attn.convert.lock import locked
 from flax_attn.convert.rules import ConversionError, Entry, Layout, plan, problems
 from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import DTYPES, check_positive
@@ -40,6 +44,7 @@ from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.sharding.parameters import abstract, check_mesh, shard
 
 M = TypeVar("M", bound=nnx.Module)
+_SAVING = ".saving-"  # what the names of files begin with until a save has ended
 
 
 class LoadOptions(TypedDict, total=False):
@@ -73,7 +78,7 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     _check_float64([] if dtype is None else [dtype])
     fields = read_fields(folder)
     config: Any = read_config(cls, family, fields, options.get("dropout"))
-    weights = find_weights(folder)
+    weights = find_weights(folder, fields.values.get("transformers_weights"))
     stored = {_current(name): entry for name, entry in read_headers(weights).items()}
     stored = dequantized(stored, fields, dtype)
     config = family.fit(config, stored)
@@ -94,7 +99,9 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
 def save(model: nnx.Module, config: Any, family: Family | None, path: str | PathLike[str], max_shard_size: int) -> None:
     """Write a model of this config, which `family` describes, as a folder that transformers loads.
 
-    All is written beside the folder and then moved into it, `config.json` last: without that, nothing loads.
+    The weights are written under names that nothing reads. Then `config.json` is replaced by the new one, which names
+    them; then they get their usual names as well; then `config.json` is replaced once more, by one that names none.
+    So whenever it is killed or fails, the folder holds the old model or the new one.
 
     Raises:
         ValueError: if transformers has no model that computes the same, `max_shard_size` is not positive or the path is
@@ -108,14 +115,13 @@ def save(model: nnx.Module, config: Any, family: Family | None, path: str | Path
     dtypes = (param.dtype for param in parameters(model).values())
     fields = write_config(family, config, jnp.result_type(*dtypes).name)
     entries = _plan(model, family.layout)
-    target.parent.mkdir(parents=True, exist_ok=True)
     if jax.process_index() > 0:
         take_part(entries, params)
     else:
-        with TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
-            write_shards(Path(temporary), entries, params, max_shard_size)
-            Path(temporary, "config.json").write_text(fields, encoding="utf-8")
-            _move(Path(temporary), target)
+        target.mkdir(parents=True, exist_ok=True)
+        with locked(target) as alone, _named_apart(target, alone) as prefix:
+            weights = write_shards(target, entries, params, max_shard_size, prefix)
+            _replace(target, fields, prefix, weights)
     if jax.process_count() > 1:  # none goes on before the folder is there
         multihost_utils.sync_global_devices(f"{target} is written")
 
@@ -281,11 +287,54 @@ def _by_variables(entries: list[Entry], tensors: Mapping[str, Tensor]) -> Iterab
     return groups.values()
 
 
-def _move(source: Path, target: Path) -> None:
-    """Move the files of a model into a folder, replacing those of another model; the config comes last."""
-    target.mkdir(exist_ok=True)
-    for pattern in ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"):
-        for stale in target.glob(pattern):
+@contextmanager
+def _named_apart(folder: Path, alone: bool) -> Iterator[str]:
+    """Yield a prefix for files of this save; before and after, remove those of others that did not end.
+
+    Those that `config.json` names stay: they are the model. So do those of others where they may be alive.
+    """
+    prefix = f"{_SAVING}{token_hex(4)}-"
+    everything = f"{_SAVING if alone else prefix}*"
+    _remove(folder, everything, len(prefix))
+    try:
+        yield prefix
+    finally:
+        _remove(folder, everything, len(prefix))
+
+
+def _remove(folder: Path, pattern: str, size: int) -> None:
+    config = folder / "config.json"
+    named = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    for file in folder.glob(pattern):
+        if file.name[:size] not in named:
+            file.unlink()
+
+
+def _replace(folder: Path, fields: str, prefix: str, weights: Path) -> None:
+    """Make weights whose names have a prefix those of the folder, with this config."""
+    named = {**json.loads(fields), "transformers_weights": weights.name}
+    _replace_config(folder, prefix, json.dumps(named))  # at once the folder holds the new model
+    for pattern in ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"):
+        for stale in folder.glob(pattern):
             stale.unlink()
-    for file in sorted(source.iterdir(), key=lambda file: file.name == "config.json"):
-        file.replace(target / file.name)
+    for file in sorted(folder.glob(f"{prefix}*")):
+        usual = folder / file.name.removeprefix(prefix)
+        if file.suffix == ".json":
+            usual.write_text(file.read_text().replace(prefix, ""))
+        else:
+            _copy(file, usual)
+    _replace_config(folder, prefix, fields)
+
+
+def _replace_config(folder: Path, prefix: str, text: str) -> None:
+    new = folder / f"{prefix}config.json"
+    new.write_text(text, encoding="utf-8")
+    new.replace(folder / "config.json")
+
+
+def _copy(file: Path, other: Path) -> None:
+    """Give a file another name beside its own."""
+    try:
+        os.link(file, other)
+    except OSError:  # not every file system has links
+        shutil.copyfile(file, other)

@@ -1,0 +1,238 @@
+"""Folders of checkpoints that several objects use, that a killed run has left, or that are damaged."""
+
+import fcntl
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from flax_attn import Linear
+from flax_attn.training import Checkpoints
+
+
+def build(seed=0):
+    model = Linear(3, 2, rngs=nnx.Rngs(seed))
+    return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+
+def saved(folder, *steps):
+    with Checkpoints(folder) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, *build(step))
+    return folder
+
+
+def steps(folder):
+    return sorted(int(path.name) for path in folder.iterdir())
+
+
+@pytest.fixture
+def held_back(monkeypatch):
+    """Two events: a save is in the middle, and it may go on."""
+    finalize, reached, go_on = ocp.StandardCheckpointHandler.finalize, threading.Event(), threading.Event()
+
+    def slow(self, directory):
+        reached.set()
+        assert go_on.wait(60)
+        finalize(self, directory)
+
+    monkeypatch.setattr(ocp.StandardCheckpointHandler, "finalize", slow)
+    yield reached, go_on
+    go_on.set()
+
+
+def test_a_save_in_progress_is_left_alone(tmp_path, held_back):
+    reached, go_on = held_back
+    with Checkpoints(tmp_path) as writer:
+        writer.save(1, *build())
+        assert reached.wait(60)
+        before = sorted(tmp_path.rglob("*"))
+        for _ in range(3):
+            with Checkpoints(tmp_path) as reader:
+                assert reader.latest is None
+        assert sorted(tmp_path.rglob("*")) == before
+        go_on.set()
+        assert writer.latest == 1
+    assert steps(tmp_path) == [1]
+
+
+def test_saves_of_two_objects_wait_for_one_another(tmp_path, held_back):
+    reached, go_on = held_back
+    with Checkpoints(tmp_path) as one, Checkpoints(tmp_path) as other:
+        one.save(1, *build())
+        assert reached.wait(60)
+        second = threading.Thread(target=other.save, args=(2, *build()))
+        second.start()
+        second.join(0.3)
+        assert second.is_alive()
+        go_on.set()
+        second.join()
+        assert other.latest == one.latest == 2
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_opening_and_reading_write_nothing(tmp_path):
+    saved(tmp_path / "run", 3)
+    Path(tmp_path, "run", "4.orbax-checkpoint-tmp").mkdir()
+    Path(tmp_path, "run", ".deleted", "2").mkdir(parents=True)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with Checkpoints(tmp_path / "run") as checkpoints, Checkpoints(tmp_path / "new") as new:
+        assert checkpoints.restore(*build(1)) == (3, {})
+        assert new.latest is None
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path):
+    saved(tmp_path, 3)
+    Path(tmp_path, "4.orbax-checkpoint-tmp", "arrays").mkdir(parents=True)
+    Path(tmp_path, ".deleted", "2", "arrays").mkdir(parents=True)
+    (tmp_path / ".lock").touch()
+    saved(tmp_path, 4)
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_what_another_saves_is_seen_and_counts(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as one, Checkpoints(tmp_path, keep=2) as other:
+        one.save(1, *build(1))
+        one.wait()
+        assert other.latest == 1
+        other.save(2, *build(2))
+        other.wait()
+        assert one.restore(*build()) == (2, {})
+        with pytest.raises(ValueError, match=r"steps of checkpoints must increase; got step=2"):
+            one.save(2, *build())
+        one.save(3, *build(3))
+        one.wait()
+        assert steps(tmp_path) == [2, 3]
+
+
+def test_folders_of_other_names_are_no_checkpoints(tmp_path):
+    (tmp_path / "run_12").mkdir()
+    (tmp_path / "13.txt").touch()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest is None
+
+
+def test_a_save_that_failed_keeps_no_one_out(tmp_path, monkeypatch):
+    def fail(self, directory):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.StandardCheckpointHandler, "finalize", fail)
+        with pytest.raises(OSError, match="no space left"):
+            saved(tmp_path, 1)
+    saved(tmp_path, 1)
+    assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("at", ["_differences", "_read"])
+def test_a_checkpoint_that_is_deleted_while_it_is_read(at, tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    before = getattr(Checkpoints, at)
+
+    def late(self, step, wanted):
+        if step == 1:
+            saved(tmp_path, 2)
+            shutil.rmtree(tmp_path / "1")
+        return before(self, step, wanted)
+
+    monkeypatch.setattr(Checkpoints, at, late)
+    model, optimizer = build()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.restore(model, optimizer) == (2, {})
+    np.testing.assert_array_equal(model.kernel[...], build(2)[0].kernel[...])
+
+
+def test_a_reader_opens_while_a_checkpoint_is_deleted(tmp_path, monkeypatch):
+    """Orbax lists the checkpoints, and asks each for its date then."""
+    saved(tmp_path, 1, 2)
+    opened, manager = [], ocp.CheckpointManager
+
+    def too_late(*arguments, **options):
+        opened.append(arguments)
+        if len(opened) == 1:
+            raise FileNotFoundError(tmp_path / "1")
+        return manager(*arguments, **options)
+
+    monkeypatch.setattr(ocp, "CheckpointManager", too_late)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest == 2
+
+
+def damage(folder, part):
+    """Damage the largest file of a kind of a checkpoint in its middle."""
+    file = max(folder.glob(part), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 255
+    file.write_bytes(content)
+
+
+DAMAGED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import gc, time, test_checkpoint_folders as here
+with here.Checkpoints(sys.argv[2]) as checkpoints:
+    try:
+        checkpoints.restore(*here.build())
+    except ValueError as error:
+        print(error)
+gc.collect()
+time.sleep(0.2)
+"""
+
+
+def test_a_damaged_checkpoint_is_told_in_a_few_lines(tmp_path):
+    damage(saved(tmp_path, 3, 4), "4/arrays/d/*")
+    command = [sys.executable, "-c", DAMAGED, str(Path(__file__).parent), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    found = r"the checkpoint of step 4 in .* cannot be read: ValueError: .*\. If it is damaged, delete its folder: .*\n"
+    assert re.fullmatch(found, done.stdout)
+    assert len(done.stdout) < 700
+    assert done.stderr.count("\n") < 5, done.stderr
+
+
+@pytest.mark.parametrize("part", ["arrays/_METADATA", "arrays/manifest.ocdbt", "arrays/d/*", "extra/metadata"])
+def test_a_damaged_checkpoint_changes_nothing_and_the_one_before_is_there(part, tmp_path):
+    damage(saved(tmp_path, 3, 4) / "4", part)
+    model, optimizer = build()
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=r"checkpoint of step 4 in .* cannot be read: .* delete its folder"):
+            checkpoints.restore(model, optimizer)
+        np.testing.assert_array_equal(model.kernel[...], build()[0].kernel[...])
+        shutil.rmtree(tmp_path / "4")
+        assert checkpoints.restore(model, optimizer) == (3, {})
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, 2.0, True, "3", None], ids=repr)
+def test_a_step_is_a_whole_number(step, tmp_path, no_shape_checks):
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=re.escape(f"must be a whole number, 0 or larger; got step={step!r}")):
+            checkpoints.save(step, *build())
+        checkpoints.save(np.int64(0), *build())
+        assert checkpoints.latest == 0
+
+
+@pytest.mark.parametrize("inside", ["", "run"])
+def test_a_path_that_is_a_file(inside, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"stored in a folder; got .*, and .*file is a file\. Pass another path"):
+        Checkpoints(tmp_path / "file" / inside)
+
+
+def test_without_locks_nothing_of_others_is_removed(tmp_path, monkeypatch):
+    def refuse(file, kind):
+        raise OSError("Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    Path(tmp_path, "4.orbax-checkpoint-tmp").mkdir()
+    with pytest.warns(UserWarning, match=r"there are no locks for .*\.lock \(Operation not supported\): what a killed"):
+        saved(tmp_path, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"3", "4.orbax-checkpoint-tmp"}
