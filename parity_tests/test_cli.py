@@ -200,6 +200,9 @@ def test_a_pair_of_targets_is_exported_and_repeated_with_one(modules, capsys):
     assert main([*one, "--flax-call", f"{modules}:doubled"]) == 1
 
 
+WRONG_MESHES = ("data=0", "data=-1", "data=x", "data=2,data=2", "", "=2", "data=", "data=2,", "data=\u00b2", "data=1.5")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -210,6 +213,9 @@ def test_a_pair_of_targets_is_exported_and_repeated_with_one(modules, capsys):
         (["--check", "forwards"], "no check is called forwards. Known are: shapes, weights, forward, "),
         (["--report", "/no/such/folder/report.json"], "in a folder that exists"),
         (["--mesh", "model=2"], "can be divided over data and fsdp, and over tensor, context and expert where these"),
+        *((["--mesh", text], "a mesh is written as its axes and their sizes") for text in WRONG_MESHES),
+        (["--mesh", "data=99999999999999999999"], "64 devices in all at most; got {'data': 99999999999999999999}."),
+        (["--mesh", "", "{m}:flax_linear", "{m}:torch_linear"], "--mesh runs our own table against PyTorch"),
         (["--mesh", "tensor=3"], "are 1, 2, 4 or 8, as its modules are small; got {'tensor': 3}. Use fewer devices"),
         (["{m}:flax_linear"], "give pkg.mod:flax_factory pkg.mod:torch_factory; got"),
         (["{m}:flax_linear", "{m}:torch_linear"], "give the inputs: --input 3,5,6"),
@@ -231,7 +237,10 @@ def test_a_pair_of_targets_is_exported_and_repeated_with_one(modules, capsys):
 )
 def test_bad_usage_exits_with_2(arguments, message, modules, capsys):
     assert main(["parity", *(argument.format(m=modules) for argument in arguments)]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("flax-attn: ")
+    assert message in error
+    assert "Traceback" not in error
 
 
 def test_rules_for_some_parameters_pair_the_rest_as_auto_does(modules, capsys):

@@ -65,7 +65,7 @@ def add(commands: Any) -> None:
 def _parity(options: argparse.Namespace) -> int:
     if not options.against:
         need_torch()
-    if options.mesh and (options.target or options.against or options.device):
+    if options.mesh is not None and (options.target or options.against or options.device):
         raise common.UsageError("--mesh runs our own table against PyTorch; got it with targets, --against or --device")
     for path in options.report:
         _check_report(path)
@@ -115,7 +115,7 @@ def _variants(options: argparse.Namespace) -> list[Report]:
     from flax_attn.proof.run import Run
 
     try:
-        mesh = mesh_of(options.mesh) if options.mesh else None
+        mesh = None if options.mesh is None else mesh_of(options.mesh)
         files = options.export, options.against
         run = Run(options.seed, targets.checks(options), options.full, *files, mesh)
         variants = run.select(options.variant)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from flax_attn.parity.tolerance import numbers
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class Check:
         limit: the rule.
         worst: the tensor with the largest error.
         note: further information, such as parameters without a gradient.
-        skipped: why nothing was measured; empty where something was.
+        skipped: why the check did not apply; empty where it did.
+        nothing: why it had nothing to compare although it applied, and what to do; else empty.
         wanted: whether the check was requested by name, so that it fails if it cannot run.
         errors: of every tensor, by name.
         where: the worst element of that tensor: index, value in JAX, value in PyTorch.
@@ -31,18 +35,31 @@ class Check:
     note: str = ""
     skipped: str = ""
     wanted: bool = False
+    nothing: str = ""
     errors: dict[str, float] = field(default_factory=dict, repr=False)
     where: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ran(self) -> bool:
         """Whether anything was measured."""
-        return not self.skipped
+        return not (self.skipped or self.nothing)
 
     @property
     def passed(self) -> bool:
-        """Whether the rule holds, or the check did not run and was not requested by name; NaN never passes."""
-        return bool(self.error <= self.limit) if self.ran else not self.wanted
+        """Whether the rule holds, or the check does not apply and was not requested by name.
+
+        NaN never passes, and neither does a check that had nothing to compare.
+        """
+        if self.ran:
+            return bool(self.error <= self.limit)
+        return not (self.nothing or self.wanted)
+
+    @property
+    def missing(self) -> str:
+        """Why nothing was measured; empty where something was."""
+        if self.nothing:
+            return f"nothing was compared: {self.nothing}"
+        return self.skipped and f"not run: {self.skipped}"
 
     @property
     def margin(self) -> float:
@@ -52,7 +69,7 @@ class Check:
     def explain(self) -> str:
         """Return one line: the worst tensor, its error, the rule, and its worst element."""
         if not self.ran:
-            return f"{self.name}: not run: {self.skipped}"
+            return f"{self.name}: {self.missing}"
         line = f"{self.name}: error {self.error:.3g} at {self.worst!r}, the rule is {self.limit:.0e}"
         if self.where:
             index, flax, torch = (self.where[key] for key in ("index", "flax", "torch"))
@@ -63,10 +80,18 @@ class Check:
 
 
 def finite(value: Any) -> Any:
-    """Return a value for JSON, where infinity and NaN become None, inside mappings too."""
+    """Return a value for JSON, inside mappings too: infinity and NaN as None, complex as text."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, complex):
+        return str(value)
     return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+NOTHING = (
+    "PyTorch returns no number here that is finite, as for an empty batch, or where a mask that hides "
+    "every key makes all of it NaN. Pass inputs for which it returns numbers"
+)
 
 
 def worst_of(
@@ -77,23 +102,47 @@ def worst_of(
     *,
     flax: Any = None,
     torch: Any = None,
+    reference: Any = None,
 ) -> Check:
-    """Return the check of the largest of several errors, and where its tensor is furthest off."""
-    if not errors:
-        return Check(name, np.inf, limit, skipped="there is nothing to compare")
-    worst = max(errors, key=lambda key: (np.isnan(errors[key]), errors[key]))
-    where = _where(flax[worst], torch[worst]) if flax and torch and worst in flax and worst in torch else {}
-    return Check(name, float(errors[worst]), limit, worst, note, errors=errors, where=where)
+    """Return the check of the largest of several errors, and where its tensor is furthest off.
+
+    Where no error breaks the rule because there is no finite number to measure one by, nothing was
+    compared, and the check says so.
+
+    Args:
+        name: of the check.
+        errors: by tensor.
+        limit: the rule.
+        note: further information.
+        flax: arrays of JAX by name, to show the worst element.
+        torch: arrays of PyTorch by name, likewise.
+        reference: what the errors are measured by, if not `torch`; None where these are no arrays.
+    """
+    reference = torch if reference is None else reference
+    worst = max(errors, key=lambda key: (np.isnan(errors[key]), errors[key]), default="")
+    if not errors or (errors[worst] <= limit and reference is not None and not any_finite(reference)):
+        return Check(name, np.inf, limit, nothing=NOTHING)
+    both = flax and torch and worst in flax and worst in torch
+    where = _where(flax[worst], torch[worst]) if both else {}
+    without = [key for key in errors if key in (reference or {}) and not any_finite({key: reference[key]})]
+    notes = [note] if note else []
+    notes += [f"without a finite number to compare: {', '.join(without)}"] if without else []
+    return Check(name, float(errors[worst]), limit, worst, "; ".join(notes), errors=errors, where=where)
+
+
+def any_finite(arrays: Mapping[str, np.ndarray]) -> bool:
+    """Whether there is a finite number in any of the arrays."""
+    return any(np.isfinite(array).any() for array in arrays.values())
 
 
 def _where(flax: np.ndarray, torch: np.ndarray) -> dict[str, Any]:
     if flax.shape != torch.shape or not flax.size:
         return {}
+    flax, torch = numbers(flax), numbers(torch)
     with np.errstate(invalid="ignore"):
-        distance = np.abs(np.asarray(flax - torch, np.float64))
+        distance = np.abs(flax - torch)
     # Not finite in one framework alone is an infinite distance; alike in both is none.
-    distance = np.where(
-        np.isnan(distance), np.where((flax == torch) | (np.isnan(flax) & np.isnan(torch)), 0, np.inf), distance
-    )
+    alike = (flax == torch) | (np.isnan(flax) & np.isnan(torch))
+    distance = np.where(np.isnan(distance), np.where(alike, 0, np.inf), distance)
     index = np.unravel_index(int(np.argmax(distance)), flax.shape)
-    return {"index": [int(i) for i in index], "flax": float(flax[index]), "torch": float(torch[index])}
+    return {"index": [int(i) for i in index], "flax": flax[index].item(), "torch": torch[index].item()}

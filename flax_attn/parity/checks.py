@@ -6,15 +6,24 @@ A check that does not apply to a pair raises `NotRun` with the reason, which bec
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import ml_dtypes
 import numpy as np
 
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import AdapterError, NotRun, PairingError, Result, RunSpec, is_floating
-from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.adapters.adapter import (
+    AdapterError,
+    BothRaise,
+    NothingCompared,
+    NotRun,
+    PairingError,
+    Result,
+    RunSpec,
+    is_floating,
+)
+from flax_attn.parity.check import NOTHING, Check, any_finite, worst_of
 from flax_attn.parity.pair import LOWER, Pair
 from flax_attn.parity.stress import STRESS_INPUTS, draws, stress
 from flax_attn.parity.training import check_choice
@@ -54,9 +63,25 @@ def _probe(pair: Pair) -> Iterator[tuple[str, float]]:
 
 def forward(pair: Pair) -> Check:
     """Outputs in float64."""
-    ours, theirs = pair.both(pair.float64)
+    try:
+        ours, theirs = pair.both(pair.float64)
+    except BothRaise as error:  # every pair has outputs, so this check applies to each
+        raise NothingCompared(f"{error}. Pass inputs that both can be differentiated on") from None
     errors = tolerance.relative(ours.outputs, theirs.outputs)
-    return worst_of("forward", errors, tolerance.FORWARD, _low(ours), flax=ours.outputs, torch=theirs.outputs)
+    arrays = {"flax": ours.outputs, "torch": theirs.outputs}
+    check = worst_of("forward", errors, tolerance.FORWARD, _low(ours), **arrays)
+    if check.passed and _only_zeros(theirs):
+        raise NothingCompared(
+            "both sides return 0 everywhere, and all gradients are 0, as where a mask hides every key. "
+            "Pass inputs, or extras such as lengths, for which PyTorch returns other numbers"
+        )
+    return check
+
+
+def _only_zeros(result: Result) -> bool:
+    floating = all(is_floating(output) for output in result.outputs.values())
+    arrays = [*result.outputs.values(), *result.gradients.values()]
+    return floating and not any(np.any(array) for array in arrays)
 
 
 def _low(result: Result) -> str:
@@ -72,6 +97,7 @@ def _low(result: Result) -> str:
 
 def gradients(pair: Pair) -> Check:
     """Gradients of every shared parameter and floating input in float64, under random cotangents."""
+    _check_numbers(pair, pair.cotangents)
     ours, theirs = pair.both(pair.float64)
     reference = pair.shared(theirs.gradients)
     if not reference:
@@ -83,6 +109,12 @@ def gradients(pair: Pair) -> Check:
     return worst_of("gradients", errors, tolerance.GRADIENT, "; ".join(notes), flax=ours.gradients, torch=reference)
 
 
+def _check_numbers(pair: Pair, names: Iterable[str]) -> None:
+    """Raise where what is differentiated holds no number: all gradients of nothing are 0."""
+    if not any_finite({name: pair.plain.outputs[name] for name in names}):
+        raise NothingCompared(NOTHING)
+
+
 def _without_effect(ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[str]:
     null = tolerance.null_directions(reference)
     masks = {name: m for name, m in tolerance.nonzero_gradient(ours, reference).items() if name not in null}
@@ -92,12 +124,14 @@ def _without_effect(ours: Mapping[str, np.ndarray], reference: Mapping[str, np.n
 
 def second(pair: Pair) -> Check:
     """Derivative of the gradients along a random direction, in float64."""
+    _check_numbers(pair, pair.cotangents)
     spec = pair.run_spec("second", cotangents=pair.cotangents, tangents=pair.tangents)
     if not pair.tangents:
         raise NotRun("no parameter is shared and no input is floating")
     ours, theirs = pair.both(spec)
-    errors = tolerance.gradient_errors(ours.second, pair.shared(theirs.second))
-    return worst_of("second", errors, tolerance.SECOND, flax=ours.second, torch=theirs.second)
+    reference = pair.shared(theirs.second)
+    errors = tolerance.gradient_errors(ours.second, reference)
+    return worst_of("second", errors, tolerance.SECOND, flax=ours.second, torch=reference)
 
 
 def lower(dtype: str, pair: Pair) -> Check:
@@ -112,6 +146,11 @@ def lower(dtype: str, pair: Pair) -> Check:
     outputs = {name: output for name, output in reference.outputs.items() if is_floating(output)}
     gradients = {name: g for name, g in pair.shared(reference.gradients).items() if name not in pair.null}
     forward, backward = ([getattr(draw, kind) for draw in theirs] for kind in ("outputs", "gradients"))
+    measured = _measured(forward, outputs) | _measured(backward, gradients)
+    if not any_finite({**outputs, **gradients}):
+        raise NothingCompared(NOTHING)
+    if not any_finite(measured):
+        raise NotRun(f"the rule is PyTorch's own error, and nothing that it returns in {dtype} is finite")
 
     def errors_of(ours: Result) -> dict[str, float]:
         errors = tolerance.lower_dtype(ours.outputs, forward, outputs, tolerance.LOW_FORWARD, eps)
@@ -123,7 +162,13 @@ def lower(dtype: str, pair: Pair) -> Check:
     differ = set(ours.dtypes.values()) != set(theirs[0].dtypes.values())
     note = f"outputs are {ours.dtypes} in flax and {theirs[0].dtypes} in torch" if differ else ""
     flax, torch = ({**result.outputs, **result.gradients} for result in (ours, theirs[0]))
-    return worst_of(dtype, errors, 1.0, note, flax=flax, torch=torch)
+    return worst_of(dtype, errors, 1.0, note, flax=flax, torch=torch, reference=measured)
+
+
+def _measured(theirs: Sequence[Mapping[str, np.ndarray]], reference: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the reference, NaN where PyTorch overflows in the lower dtype."""
+    asked = tolerance.finite_in_all(theirs, reference)
+    return {name: np.where(asked[name], array, np.nan) for name, array in reference.items()}
 
 
 def _in_lower_dtype(pair: Pair, spec: RunSpec) -> Result:
@@ -148,8 +193,9 @@ _MISSING_PRODUCT = re.compile(
 def eager(pair: Pair) -> Check:
     """Compiled and eager execution in JAX."""
     outputs = pair.run("flax", pair.uncompiled).outputs
-    errors = tolerance.relative(outputs, pair.flax64.outputs)
-    return worst_of("jit = eager", errors, tolerance.FORWARD)
+    reference = pair.flax64.outputs
+    errors = tolerance.relative(outputs, reference)
+    return worst_of("jit = eager", errors, tolerance.FORWARD, reference=reference)
 
 
 def dropout(pair: Pair) -> Check:
@@ -170,14 +216,18 @@ def unbatched(pair: Pair) -> Check:
     sizes = {len(x) for x in pair.inputs.values() if x.ndim}
     if len(sizes) != 1 or pair.extras:
         raise NotRun("the inputs have no batch axis in common")
+    if sizes == {0}:
+        raise NothingCompared(NOTHING)
     try:
         ours, theirs = pair.both(pair.run_spec("unbatched", inputs={name: x[0] for name, x in pair.inputs.items()}))
     except AdapterError as error:
         raise NotRun(f"one of the calls takes batches only: {error}") from None
-    rows = {name: output[0] for name, output in pair.plain.outputs.items() if output.ndim}
+    with_rows = {name: output for name, output in pair.plain.outputs.items() if output.ndim and len(output)}
+    rows = {name: np.asarray(output[0]) for name, output in with_rows.items()}
     if max(tolerance.relative(theirs.outputs, rows).values(), default=np.inf) > tolerance.FORWARD:
         raise NotRun("PyTorch takes the first axis of any input as a batch")
-    return worst_of("unbatched", tolerance.relative(ours.outputs, theirs.outputs), tolerance.FORWARD)
+    errors = tolerance.relative(ours.outputs, theirs.outputs)
+    return worst_of("unbatched", errors, tolerance.FORWARD, reference=theirs.outputs)
 
 
 def cache(pair: Pair) -> Check:
@@ -189,7 +239,7 @@ def cache(pair: Pair) -> Check:
     for framework in cached:
         outputs = pair.run(framework, pair.run_spec("cached", cached=True)).outputs
         errors |= {f"{framework}: {name}": error for name, error in tolerance.relative(outputs, reference).items()}
-    return worst_of("cache = full", errors, tolerance.FORWARD)
+    return worst_of("cache = full", errors, tolerance.FORWARD, reference=reference)
 
 
 def training(pair: Pair) -> Check:
@@ -198,13 +248,15 @@ def training(pair: Pair) -> Check:
         raise NotRun("there are no parameters")
     if not pair.shares_weights:
         raise NotRun("without a layout it is not known which parameter is which")
+    _check_numbers(pair, [pair.training_spec().output])
     # A parameter without effect moves by rounding only, which Adam scales up to a full step.
     nonzero_gradient = tolerance.nonzero_gradient(pair.flax64.gradients, pair.shared(pair.reference.gradients))
     ours, reference = (
         {name: np.where(nonzero_gradient.get(name, True), value, 0.0) for name, value in arrays.items()}
         for arrays in pair.trained
     )
-    errors = tolerance.relative(ours, {name: value for name, value in reference.items() if name not in pair.null})
+    reference = {name: value for name, value in reference.items() if name not in pair.null}
+    errors = tolerance.relative(ours, reference)
     return worst_of("training", errors, tolerance.TRAINING, flax=ours, torch=reference)
 
 
@@ -259,6 +311,8 @@ def _run_checks(pair: Pair, names: Sequence[str] | None, wanted: bool, watch: Ca
             yield CHECKS[name](pair)
         except NotRun as reason:
             yield Check(name, np.inf, 0.0, skipped=str(reason), wanted=wanted and names is not None)
+        except NothingCompared as reason:
+            yield Check(name, np.inf, 0.0, nothing=str(reason))
         except AdapterError as error:
             if isinstance(error.__cause__, PairingError):
                 raise error.__cause__ from None

@@ -227,7 +227,7 @@ def report_on(
         if call_first:
             _check_callable(pair)
         found, notes = list(running), _notes(pair)
-        differs = not all(check.passed for check in found)
+        differs = any(check.ran and not check.passed for check in found)
         divergence = _located(pair, notes, found) if locate and differs else None
         return Report(name, found, list(pair.entries), notes, pair.seed, environment(), command, divergence, pair)
 

@@ -18,6 +18,7 @@ from flax_attn.parity.adapters.adapter import (
     Adapter,
     AdapterError,
     Arrays,
+    BothRaise,
     NotRun,
     PairingError,
     Result,
@@ -104,9 +105,13 @@ class Pair:
 
     def run(self, framework: str, spec: RunSpec) -> Result:
         """Return the result of `"flax"` or `"torch"`, run once for each name of a spec."""
+        return self._once(framework, spec, "run")
+
+    def _once(self, framework: str, spec: RunSpec | TrainingSpec, method: str) -> Any:
         if (framework, spec.name) not in self._results:
             try:
-                self._results[framework, spec.name] = getattr(self, framework).run(spec)
+                made = getattr(getattr(self, framework), method)(spec)
+                self._results[framework, spec.name] = made
             except NotRun:
                 raise
             except Exception as error:  # any error of a user's module is a result
@@ -120,17 +125,20 @@ class Pair:
         """Return the results of Flax and of PyTorch.
 
         Raises:
-            NotRun: if both raise an error.
+            BothRaise: if both raise an error.
             AdapterError: if one does.
         """
+        return self._both(spec, "run")
+
+    def _both(self, spec: RunSpec | TrainingSpec, method: str) -> tuple[Any, Any]:
         found, errors = [], []
         for framework in ("flax", "torch"):
             try:
-                found.append(self.run(framework, spec))
+                found.append(self._once(framework, spec, method))
             except AdapterError as error:
                 errors.append(error)
         if len(errors) == 2:
-            raise NotRun(f"both raise an error: {errors[0]}; {errors[1]}")
+            raise BothRaise(f"both raise an error: {errors[0]}; {errors[1]}")
         if errors:
             raise errors[0]
         return found[0], found[1]
@@ -164,8 +172,9 @@ class Pair:
 
     @property
     def float64(self) -> RunSpec:
-        """Outputs and gradients in float64."""
-        return self.run_spec("float64", cotangents=self.cotangents)
+        """Outputs in float64, and gradients where an output is floating."""
+        floating = any(is_floating(output) for output in self.plain.outputs.values())
+        return self.run_spec("float64", cotangents=self.cotangents if floating else None)
 
     @cached_property
     def reference(self) -> Result:
@@ -221,11 +230,7 @@ class Pair:
     @property
     def trained(self) -> tuple[Arrays, Arrays]:
         """Final parameters and losses of Flax and of PyTorch."""
-        spec = self.training_spec()
-        for framework in ("flax", "torch"):
-            if (framework, spec.name) not in self._results:
-                self._results[framework, spec.name] = getattr(self, framework).train(spec)
-        return self._results["flax", spec.name], self._results["torch", spec.name]
+        return self._both(self.training_spec(), "train")
 
     def with_torch(self, torch: Adapter) -> Pair:
         """Return a pair with another adapter of PyTorch, such as one with a fault; it keeps the results of JAX."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import AdapterError, Arrays, NotRun, Result, RunSpec, is_floating
-from flax_attn.parity.check import Check, worst_of
+from flax_attn.parity.check import Check, any_finite, worst_of
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.norms import offset_errors
 
@@ -110,6 +110,8 @@ def stress(name: str, pair: Pair) -> Check:
         outputs = pair.run("torch", plain).outputs
     except AdapterError as error:
         raise NotRun(f"PyTorch does not take these inputs: {error}") from None
+    if not any_finite(outputs):
+        raise NotRun("PyTorch returns no finite number on these inputs")
     spec = replace(plain, name=name, cotangents=pair.cotangents_for(outputs), eager=False)
     ours, theirs = (_with_gradients(pair, result) for result in pair.both(spec))
     # The effect of rounding shows in float32: of outputs in PyTorch, so that a port that amplifies it fails; of

@@ -19,12 +19,14 @@ REORDERED = 64  # one function evaluated in another order, such as compiled: rou
 NULL = 1e-13  # a gradient this far below the largest one is rounding: the parameter does not change the outputs
 
 Arrays = Mapping[str, np.ndarray]
+WHOLE = "biu"  # kinds of dtypes without a fraction: their numbers are equal, or not
 
 
 def relative(ours: Arrays, reference: Arrays, scale: float = 0.0) -> dict[str, float]:
     """Return `max|ours - reference| / max(max|reference|, scale)` by name, over what is finite.
 
-    NaN and infinities must be at the same indices in both; otherwise the error is infinite.
+    NaN and infinities must be at the same indices in both; otherwise the error is infinite. Where
+    nothing is finite the error is 0, which `worst_of` does not take for a measurement.
     """
     return {name: _relative(ours[name], reference[name], scale) if name in ours else np.inf for name in reference}
 
@@ -32,11 +34,27 @@ def relative(ours: Arrays, reference: Arrays, scale: float = 0.0) -> dict[str, f
 def _relative(ours: np.ndarray, reference: np.ndarray, scale: float) -> float:
     if ours.shape != reference.shape:
         return np.inf
+    whole = ours.dtype.kind in WHOLE and reference.dtype.kind in WHOLE
+    if whole and not np.array_equal(ours, reference):
+        error = _largest(np.asarray(numbers(ours) - numbers(reference)))
+        size = max(_largest(numbers(reference)), scale)
+        return error / size if error and size else np.inf  # 2**60 and 2**60 + 1 are one float64
+    ours, reference = numbers(ours), numbers(reference)
     finite = np.isfinite(reference)
     if not np.array_equal(ours[~finite], reference[~finite], equal_nan=True) or not np.isfinite(ours[finite]).all():
         return np.inf
     error, size = _largest(ours[finite] - reference[finite]), max(_largest(reference[finite]), scale)
     return error / size if size else (0.0 if error == 0 else np.inf)
+
+
+def numbers(array: np.ndarray) -> np.ndarray:
+    """Return integers and booleans as float64, in which a difference neither wraps nor is refused.
+
+    Example:
+        >>> numbers(np.int8([100])) - numbers(np.int8([-28]))
+        array([128.])
+    """
+    return array.astype(np.float64) if array.dtype.kind in WHOLE else array
 
 
 def _largest(values: np.ndarray) -> float:
@@ -135,11 +153,10 @@ def lower_dtype(
     parameters and inputs rounded to the nearest, the others on these rounded up or down at random. The largest counts.
     """
     statistics = (np.max, np.mean, lambda values: np.percentile(values, 99))
+    asked = finite_in_all(theirs, reference)
 
     def excess(name: str) -> float:
-        finite = np.isfinite(reference[name])  # what PyTorch overflows is not asked of us
-        for draw in theirs:
-            finite &= np.isfinite(draw[name])
+        finite = asked[name]
         if name not in ours or ours[name].shape != reference[name].shape or not np.isfinite(ours[name][finite]).all():
             return np.inf
         if not finite.any():
@@ -150,3 +167,13 @@ def lower_dtype(
         return float(max(s(own) / max(most, np.finfo(float).tiny) for s, most in zip(statistics, allowed, strict=True)))
 
     return {name: excess(name) for name in reference}
+
+
+def finite_in_all(theirs: Sequence[Arrays], reference: Arrays) -> dict[str, np.ndarray]:
+    """Return what is finite in the reference and in each draw: what PyTorch overflows is not asked of us."""
+    found = {}
+    for name, array in reference.items():
+        found[name] = np.asarray(np.isfinite(array))
+        for draw in theirs:
+            found[name] &= np.isfinite(draw[name])
+    return found

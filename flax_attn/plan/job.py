@@ -220,7 +220,7 @@ def mesh_of(text: str) -> dict[str, int]:
     """Return the axes of a mesh that is written as `data=2,fsdp=4`.
 
     Raises:
-        ValueError: if it is not written so, or an axis comes twice.
+        ValueError: if it is not written so, a size is below 1, or an axis comes twice.
 
     Example:
         >>> mesh_of("data=2,fsdp=4")
@@ -228,9 +228,10 @@ def mesh_of(text: str) -> dict[str, int]:
     """
     pairs = [part.strip().split("=") for part in text.split(",")]
     names = [pair[0] for pair in pairs]
-    if any(len(pair) != 2 or not pair[1].isdigit() for pair in pairs) or len(set(names)) < len(names):
+    written = all(len(pair) == 2 and pair[0] and pair[1].isdecimal() and int(pair[1]) for pair in pairs)
+    if not written or len(set(names)) < len(names):
         raise ValueError(
             f"a mesh is written as its axes and their sizes, each axis once; got {text!r}. "
-            "Write for example data=2,fsdp=4"
+            "Write for example data=2,fsdp=4, with sizes from 1"
         )
     return {name: int(size) for name, size in pairs}

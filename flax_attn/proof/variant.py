@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from math import lcm
+from math import lcm, prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 Shape = tuple[int, ...]
+MOST_DEVICES = 64  # of a mesh; each is simulated by threads of its own
 
 
 class Package:
@@ -126,12 +127,18 @@ def sizes_for(mesh: Mapping[str, int]) -> Sizes:
     """Return sizes that the axes of a mesh divide.
 
     Raises:
-        ValueError: if the mesh has an axis that none of the table is, or one that is too large.
+        ValueError: if the mesh has an axis that none of the table is, one of a size below 1, or one
+            that is too large.
 
     Example:
         >>> sizes_for({"data": 2, "context": 2})
         Sizes(b=4, t=6, s=8, heads=2, over=1, experts=1)
     """
+    if min(mesh.values(), default=1) < 1 or prod(mesh.values()) > MOST_DEVICES:
+        raise ValueError(
+            f"the devices of a mesh are simulated, each axis of 1 at least, {MOST_DEVICES} devices in "
+            f"all at most; got {dict(mesh)}. Change these sizes"
+        )
     rows, heads, tokens, experts = (mesh.get(name, 1) for name in ("data", "tensor", "context", "expert"))
     rows *= mesh.get("fsdp", 1) * experts
     unknown = mesh.keys() - {"data", "fsdp", "tensor", "context", "expert"}

@@ -256,7 +256,7 @@ def test_the_worst_of_several_errors_is_nan_or_else_the_largest():
     for order in itertools.permutations(errors):
         assert worst_of("rule", {name: errors[name] for name in order}, 1.0).worst == "nan"
     assert worst_of("rule", {"small": 0.1, "large": 7.0}, 1.0).worst == "large"
-    assert not worst_of("rule", {}, 1.0).ran
+    assert not worst_of("rule", {}, 1.0).passed
 
 
 def test_a_failure_says_where_and_how_far():

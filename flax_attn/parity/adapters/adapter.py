@@ -30,6 +30,14 @@ class NotRun(Exception):  # noqa: N818, it is no error
     """A check that does not apply to a pair; the message says why."""
 
 
+class BothRaise(NotRun):
+    """A run in which both frameworks raise an error: their messages."""
+
+
+class NothingCompared(Exception):  # noqa: N818, it is no error
+    """A check that applies to a pair and has nothing to compare; the message says what to do."""
+
+
 @dataclass(frozen=True)
 class RunSpec:
     """One run of an adapter.
@@ -192,7 +200,7 @@ def named(result: Any) -> dict[str, Any]:
     """Return the arrays that a call returned, by name; None is no output.
 
     Raises:
-        PairingError: if something in it is not an array.
+        PairingError: if something in it is not an array, or two outputs have one name.
 
     Example:
         >>> sorted(named((np.ones(2), None)))
@@ -200,7 +208,14 @@ def named(result: Any) -> dict[str, Any]:
         >>> sorted(named({"logits": np.ones(2), "hidden": (np.ones(3), np.ones(4))}))
         ['hidden.0', 'hidden.1', 'logits']
     """
-    found = dict(_walk("", result))
+    found: dict[str, Any] = {}
+    for name, value in _walk("", result):
+        if name in found:
+            raise PairingError(
+                f"outputs are compared by name, the keys around them joined by dots; two are called "
+                f"{name!r}. Pass a call that returns them under different names"
+            )
+        found[name] = value
     return {"output": next(iter(found.values()))} if len(found) == 1 and not isinstance(result, Mapping) else found
 
 
@@ -220,14 +235,38 @@ def _walk(name: str, value: Any):
         )
 
 
+def output_of(outputs: Mapping[str, Any], name: str) -> Any:
+    """Return an output by its name in the other framework.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if name not in outputs:
+        found = ", ".join(map(repr, outputs)) or "nothing"
+        raise ValueError(
+            f"both must return outputs of the same names; there is no {name!r} among {found}. "
+            "Pass calls that return the same names"
+        )
+    return outputs[name]
+
+
 def is_floating(array: Any) -> bool:
     """Whether a numpy array is floating point, the dtypes of `ml_dtypes` included."""
     return np.issubdtype(array.dtype, np.floating) or array.dtype.name in ("bfloat16",)
 
 
 def float64(arrays: Mapping[str, Any]) -> Arrays:
-    """Return arrays of any framework as numpy, floating ones as float64."""
+    """Return arrays of any framework as numpy, floating ones as float64.
+
+    Raises:
+        PairingError: if one does not hold numbers.
+    """
     found = {name: convert.to_numpy(array) for name, array in arrays.items()}
+    for name, array in found.items():
+        if array.dtype.kind not in "biufcV":  # V: the dtypes of ml_dtypes
+            raise PairingError(
+                f"arrays of numbers are compared; {name} has the dtype {array.dtype}. Pass a call that leaves it out"
+            )
     return {name: array.astype(np.float64) if is_floating(array) else array for name, array in found.items()}
 
 

@@ -12,7 +12,16 @@ import numpy as np
 import optax
 
 from flax_attn.convert.rules import Entry
-from flax_attn.parity.adapters.adapter import Arrays, ModuleAdapter, Result, RunSpec, dtypes, float64, is_floating
+from flax_attn.parity.adapters.adapter import (
+    Arrays,
+    ModuleAdapter,
+    Result,
+    RunSpec,
+    dtypes,
+    float64,
+    is_floating,
+    output_of,
+)
 from flax_attn.parity.adapters.jax_parts import take_apart
 from flax_attn.parity.training import TrainingSpec
 
@@ -150,7 +159,8 @@ class JaxAdapter(ModuleAdapter):
 
     def _weighted(self, params, floating, inputs, state, extras, cotangents, train: bool):
         outputs = self._outputs(params, {**inputs, **floating}, state, extras, train)
-        return sum(jnp.sum(outputs[name].astype(c.dtype) * c) for name, c in cotangents.items()), outputs
+        terms = (jnp.sum(output_of(outputs, name).astype(c.dtype) * c) for name, c in cotangents.items())
+        return sum(terms), outputs
 
     @cached_property
     def _forward(self) -> Callable:

@@ -14,12 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flax_attn.parity.adapters.adapter import (
     Arrays,
     ModuleAdapter,
+    PairingError,
     Result,
     RunSpec,
     check_kind,
     dtypes,
     float64,
     is_floating,
+    output_of,
 )
 from flax_attn.parity.training import TrainingSpec
 
@@ -89,26 +91,25 @@ class TorchAdapter(ModuleAdapter):
         for tensor in inputs.values():
             tensor.requires_grad_(differentiate and tensor.is_floating_point())
         with torch.set_grad_enabled(differentiate), _kernel(spec.tangents is not None):
-            outputs = self.call(module, inputs, _extras(spec.extras), spec.cached)
+            outputs = self.call(module, _copied(inputs), _extras(spec.extras), spec.cached)
             if spec.cotangents is None:
                 return Result(float64(outputs), dtypes=dtypes(outputs))
             return self._gradients(module, inputs, outputs, spec)
 
     def _gradients(self, module, inputs, outputs, spec: RunSpec) -> Result:
         cotangents = self.arrays(spec.cotangents or {}, spec.dtype)
-        total = torch.stack([(outputs[name] * c.to(outputs[name].dtype)).sum() for name, c in cotangents.items()]).sum()
+        weighted = ((output_of(outputs, name), c) for name, c in cotangents.items())
+        total = torch.stack([(output * c.to(output.dtype)).sum() for output, c in weighted]).sum()
         leaves = {name: p for name, p in self._parameters(module).items() if p.requires_grad}
         leaves |= {n: x for n, x in inputs.items() if x.is_floating_point()}
         twice = spec.tangents is not None
-        found = torch.autograd.grad(total, [*leaves.values()], create_graph=twice, materialize_grads=True)
-        gradients = dict(zip(leaves, found, strict=True))
+        gradients = _differentiated(total, leaves, create_graph=twice)
         if spec.tangents is None:
             return Result(float64(outputs), float64(gradients), dtypes=dtypes(outputs))
         along = {name: torch.tensor(tangent) for name, tangent in spec.tangents.items()}
         products = [(g * along[n]).sum() for n, g in gradients.items() if n in along and g.requires_grad]
         slope = torch.stack(products).sum() if products else torch.zeros((), dtype=torch.float64, requires_grad=True)
-        second = torch.autograd.grad(slope, [*leaves.values()], materialize_grads=True)
-        return Result({}, second=float64(dict(zip(leaves, second, strict=True))))
+        return Result({}, second=float64(_differentiated(slope, leaves)))
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters, and the losses as `loss`."""
@@ -117,15 +118,32 @@ class TorchAdapter(ModuleAdapter):
         inputs, target, losses = self.arrays(spec.inputs), torch.from_numpy(spec.target), []
         for key in spec.keys:
             optimizer.zero_grad()
-            output = self.call(module, inputs, _extras({**spec.extras, "dropout_key": key}))[spec.output]
+            extras = _extras({**spec.extras, "dropout_key": key})
+            output = output_of(self.call(module, _copied(inputs), extras), spec.output)
             loss = (output - target).square().mean()
-            loss.backward()
+            if loss.requires_grad:  # else no parameter has an effect, and all gradients are 0
+                loss.backward()
             spec.recipe.clip(module.parameters())
             optimizer.step()
             schedule.step()
             losses.append(loss.item())
         trained = {name: p for name, p in self._parameters(module).items() if p.requires_grad}
         return float64(trained) | {"loss": np.array(losses)}
+
+    def call(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Return the outputs by name.
+
+        Raises:
+            PairingError: if one is no tensor.
+        """
+        outputs = super().call(*arguments, **options)
+        for name, output in outputs.items():
+            if not isinstance(output, torch.Tensor):
+                raise PairingError(
+                    f"the outputs of the PyTorch module are tensors; {name} is a "
+                    f"{type(output).__name__}. Pass torch_call= that returns tensors, or leaves it out"
+                )
+        return outputs
 
     def _prepared(self, spec: RunSpec | TrainingSpec) -> Any:
         if not isinstance(self.module, torch.nn.Module):
@@ -152,6 +170,21 @@ def _round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
     random, eps = np.random.default_rng(spec.rounding_seed), torch.finfo(getattr(torch, spec.dtype)).eps
     for tensor in (tensor for tensor in tensors if tensor.is_floating_point()):
         tensor.mul_(1 + eps * torch.tensor(random.uniform(-0.5, 0.5, tuple(tensor.shape))))
+
+
+def _copied(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    # A module may write into what it is given, which PyTorch refuses for what is differentiated.
+    return {name: tensor.clone() for name, tensor in inputs.items()}
+
+
+def _differentiated(
+    total: torch.Tensor, leaves: Mapping[str, torch.Tensor], create_graph: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the gradients by name, 0 where the total does not depend on any leaf."""
+    if not (leaves and total.requires_grad):
+        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    found = torch.autograd.grad(total, [*leaves.values()], create_graph=create_graph, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 @contextmanager

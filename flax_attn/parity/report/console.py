@@ -84,6 +84,8 @@ def _table(first: str, **options: Any) -> Table:
 
 
 def _cell(check: Check | None) -> Text:
+    if check is not None and check.nothing:
+        return Text("nothing", style="bold red")
     if check is None or not check.ran:
         return Text("-", style="dim")
     if check.name == "layouts" and check.passed:
@@ -100,7 +102,8 @@ def _parts(report: Findings) -> Iterator[RenderableType]:
     yield from _titled("causes", report.causes)
     yield from _titled("where they differ", report.where)
     yield _checks([check for check in report.checks if check.ran])
-    yield from _titled("not run", (_missing(check) for check in report.checks if not check.ran), "dim")
+    yield from _titled("nothing compared", (_missing(check) for check in report.checks if check.nothing), "bold red")
+    yield from _titled("not run", (_missing(check) for check in report.checks if check.skipped), "dim")
     if report.entries:
         yield from _pairs(report.entries)
     yield from _titled("notes", report.notes)
@@ -136,6 +139,8 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[RenderableType]:
 
 
 def _missing(check: Check) -> str:
+    if check.nothing:
+        return f"{check.name}: {check.nothing}: FAILS"
     return f"{check.name}: {check.skipped}" + (", and it was asked for by name: FAILS" if check.wanted else "")
 
 

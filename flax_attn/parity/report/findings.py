@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,6 +47,11 @@ class Findings:
         return all(check.passed for check in self.checks) and any(check.ran for check in self.checks)
 
     @property
+    def differs(self) -> bool:
+        """Whether a rule is broken: neither that nor `passed` where nothing was compared."""
+        return any(check.ran for check in self.failed)
+
+    @property
     def failed(self) -> list[Check]:
         """The checks that do not hold."""
         return [check for check in self.checks if not check.passed]
@@ -72,11 +78,13 @@ class Findings:
     def explain(self) -> str:
         """Return the verdict in words, as a failing test prints it: causes, then nodes, then the checks that fail."""
         if self.passed:
-            return f"{self.name}: both sides are the same function, {self.margin:.3g}x below the rules"
+            by = "exactly" if np.isinf(self.margin) else f"{self.margin:.3g}x below the rules"
+            return f"{self.name}: both sides are the same function, {by}"
         failed = self.failed or [check for check in self.checks if not check.ran]
-        lines = [*self.causes, *self.where, *(check.explain() for check in failed)]
+        lines = [*self.causes, *self.where, *_explained(failed)]
         lines += [f"repeat: {self.command}"] if self.command else []
-        return "\n  ".join([f"{self.name}: the two sides differ", *lines])
+        verdict = "the two sides differ" if self.differs else "not proven that both sides are the same function"
+        return "\n  ".join([f"{self.name}: {verdict}", *lines])
 
     def as_dict(self) -> dict[str, Any]:
         """Return all that was measured, for JSON, causes first; what is infinite or NaN is None there."""
@@ -86,11 +94,22 @@ class Findings:
             "causes": list(self.divergence.causes) if self.divergence else [],
             "divergence": None if self.divergence is None else self.divergence.as_dict(),
             "checks": [_record(check) for check in self.checks],
+            "differs": self.differs,
             "weights": [_row(entry) for entry in self.entries],
             "notes": self.notes,
             "seed": self.seed,
             "command": self.command,
         }
+
+
+def _explained(checks: Sequence[Check]) -> Iterator[str]:
+    """Yield a line for each check; those that have nothing to compare for one reason share one."""
+    alike: dict[str, list[str]] = {}
+    for check in checks:
+        if check.nothing:
+            alike.setdefault(check.missing, []).append(check.name)
+    yield from (f"{', '.join(names)}: {reason}" for reason, names in alike.items())
+    yield from (check.explain() for check in checks if not check.nothing)
 
 
 def _record(check: Check) -> dict[str, Any]:

@@ -75,21 +75,33 @@ def verdict(report: Findings) -> str:
     """Return the verdict in a word or two."""
     if report.passed:
         return "equal"
-    return "DIFFERENT" if any(check.ran for check in report.failed) else "NOT PROVEN"
+    return "DIFFERENT" if report.differs else "NOT PROVEN"
 
 
 def reason(report: Findings) -> str:
     """Return what the verdict rests on, in a sentence."""
     ran = [check for check in report.checks if check.ran]
-    if not ran:
+    nothing = [check for check in report.checks if check.nothing]
+    if not (ran or nothing):
         return "No check was run."
     if report.passed:
         return f"All {len(ran)} checks hold; the nearest is {margin(report.margin)} below its rule."
     failed = [check for check in report.failed if check.ran]
-    missing = [check for check in report.failed if not check.ran]
+    missing = [check for check in report.failed if check.skipped]
     parts = [f"{len(failed)} of {len(ran)} checks fail"] if failed else []
+    parts += [f"{len(nothing)} had nothing to compare"] if nothing else []
     parts += [f"{len(missing)} asked for by name could not be run"] if missing else []
     return f"{'; '.join(parts)}."
+
+
+def missing(check: Check) -> str:
+    """Return why nothing was measured, and whether that is a failure.
+
+    Example:
+        >>> missing(Check("c", 1.0, 1.0, skipped="no input is floating", wanted=True))
+        'not run: no input is floating, and it was asked for by name'
+    """
+    return check.missing + (", and it was asked for by name" if check.wanted else "")
 
 
 def change(entry: Entry) -> str:

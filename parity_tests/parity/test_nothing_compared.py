@@ -1,0 +1,170 @@
+"""Where no number was compared, the verdict is not that both are equal, and it says what to do."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from flax_attn.parity import ParityError, assert_parity, compare
+from flax_attn.parity.check import Check, worst_of
+
+NAN = float("nan")
+X = [(2, 3)]
+
+
+def judge(ours, theirs, inputs=X, **options):
+    return compare(ours, theirs, inputs, locate=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "inputs"),
+    [
+        (lambda x: x + 1, lambda x: x + 2, [(0, 3)]),
+        (lambda x: x + 1, lambda x: x + 2, [(3, 0)]),
+        (lambda x: x * NAN, lambda x: (x + 1) * NAN, X),
+        (lambda x: x * 0 + jnp.inf, lambda x: x * 0 + float("inf"), X),
+        (nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2).eval(), [(0, 3)]),
+        (lambda x: x > 0, lambda x: x < 0, [(0, 3)]),
+    ],
+    ids=["empty batch", "empty features", "NaN", "infinite", "module on an empty batch", "empty booleans"],
+)
+def test_outputs_without_a_finite_number_are_not_equal(ours, theirs, inputs):
+    report = judge(ours, theirs, inputs)
+    assert not report.passed
+    assert not report.differs
+    assert repr(report).startswith(f"Report({report.name!r}: NOT PROVEN, ")
+    ran = {check.name for check in report.checks if check.ran}
+    assert ran <= {"shapes", "weights"}
+    lines = report.explain().splitlines()
+    assert lines[0] == f"{report.name}: not proven that both sides are the same function"
+    assert lines[1].startswith("  forward, ")
+    assert lines[1].endswith("Pass inputs for which it returns numbers")
+    with pytest.raises(ParityError, match="nothing was compared: PyTorch returns no number here"):
+        assert_parity(ours, theirs, inputs, locate=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["forward", "gradients", "second", "float32", "bfloat16", "float16", "jit = eager", "unbatched"]
+)
+@pytest.mark.parametrize("inputs", [[(0, 3)], X], ids=["empty", "NaN"])
+def test_no_check_of_outputs_passes_without_a_number(name, inputs):
+    check = judge(lambda x: x * NAN, lambda x: x * NAN, inputs, checks=[name]).check(name)
+    assert check.nothing
+    assert not check.passed
+
+
+def test_neither_does_training_or_a_cache():
+    calls = {"flax_cached": lambda module, x: module(x), "torch_cached": lambda module, x: module(x)}
+    modules = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2).eval()
+    report = judge(*modules, [(0, 3)], checks=["training", "cache = full"], **calls)
+    assert [check.nothing != "" for check in report.checks] == [True, True]
+
+
+def test_a_stress_input_without_a_number_does_not_apply():
+    def ours(x):
+        return jnp.where(x.max() > 50, NAN, x)
+
+    def theirs(x):
+        return torch.where(x.max() > 50, NAN, x)
+
+    report = judge(ours, theirs)
+    assert report.passed
+    assert report.check("huge logits").skipped == "PyTorch returns no finite number on these inputs"
+    assert not judge(ours, theirs, checks=["huge logits"]).passed
+
+
+def test_a_lower_dtype_in_which_pytorch_overflows_does_not_apply():
+    report = judge(lambda x: 1e9 * (x + 9), lambda x: 1e9 * (x + 9))
+    assert report.passed, report.explain()
+    assert "nothing that it returns in float16 is finite" in report.check("float16").skipped
+
+
+def test_gradients_that_are_nan_everywhere_are_not_equal():
+    report = judge(lambda x: x * 0 + jnp.sqrt(x * 0), lambda x: x * 0 + torch.sqrt(x * 0) * 1)
+    assert report.check("gradients").nothing
+    assert not report.passed
+
+
+def test_zeros_without_a_gradient_are_not_equal():
+    def ours(q, lengths):
+        visible = jnp.arange(3)[None] < lengths[:, None]
+        return jnp.where(visible, q, 0)
+
+    def theirs(q, lengths):
+        visible = torch.arange(3)[None] < lengths[:, None]
+        return torch.where(visible, 2 * q, 0)
+
+    report = judge(ours, theirs, extras={"lengths": [0, 0]}, checks=["forward"])
+    assert not report.passed
+    assert report.check("forward").nothing.startswith("both sides return 0 everywhere, and all gradients")
+
+
+def test_both_that_cannot_be_differentiated_are_not_equal():
+    @jax.custom_vjp
+    def ours(x):
+        return 1 * x
+
+    def backward(_, gradient):
+        raise ValueError("no gradient in JAX")
+
+    ours.defvjp(lambda x: (x, None), backward)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("no gradient in PyTorch")
+
+    report = judge(ours, Function.apply)
+    assert not report.passed
+    assert "both raise an error: flax raised ValueError: no gradient in JAX" in report.check("forward").nothing
+
+
+def test_nan_at_the_same_places_among_numbers_is_equal_and_elsewhere_differs():
+    def masked(bound):
+        return lambda x: jnp.where(x > bound, x, NAN)
+
+    def theirs(x):
+        return torch.where(x > 0, x, NAN)
+
+    x = [np.array([[0.5, -1.0, 2.0], [-3.0, 1.5, -0.2]])]
+    assert judge(masked(0), theirs, x).passed
+    assert judge(masked(1), theirs, x).differs
+
+
+def test_numbers_where_pytorch_has_none_differ():
+    report = judge(lambda x: x, lambda x: x * NAN)
+    assert report.differs
+    assert report.check("forward").error == np.inf
+
+
+def test_a_tensor_without_numbers_beside_others_is_named():
+    report = judge(lambda x: (x * NAN, x[:0], x), lambda x: ((x + 1) * NAN, x[:0] + 1, x), checks=["forward"])
+    assert report.passed
+    assert report.check("forward").note == "without a finite number to compare: 0, 1"
+
+
+def test_the_written_reports_say_so(tmp_path):
+    report = judge(lambda x: x, lambda x: x, [(0, 3)])
+    for suffix in ("json", "xml", "html"):
+        report.save(tmp_path / f"x.{suffix}")
+    written = json.loads((tmp_path / "x.json").read_text())["variants"][0]
+    assert (written["passed"], written["differs"]) == (False, False)
+    assert "nothing was compared: PyTorch returns no number" in (tmp_path / "x.xml").read_text()
+    assert "nothing was compared: PyTorch returns no number" in (tmp_path / "x.html").read_text()
+    assert 'failures="0"' not in (tmp_path / "x.xml").read_text().splitlines()[1]
+    assert "had nothing to compare" in str(report)
+
+
+def test_a_check_that_compared_nothing_never_passes():
+    for check in (worst_of("rule", {}, 1.0), Check("rule", 0.0, 1.0, nothing="no number")):
+        assert not check.ran
+        assert not check.passed
+        assert check.explain().startswith("rule: nothing was compared: ")
