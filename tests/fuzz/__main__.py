@@ -1,4 +1,4 @@
-"""Random calls: `python -m tests.fuzz` runs many, `python -m tests.fuzz --case 1234` one of them again."""
+"""Random calls: `python -m tests.fuzz` runs many, with `--case 1234` one of them again."""
 
 import argparse
 import json
@@ -14,7 +14,9 @@ from . import workers
 def main() -> int:
     """Run cases, and return 1 if one came out wrong."""
     parser = argparse.ArgumentParser(prog="make fuzz ARGS=...", description=__doc__)
-    parser.add_argument("--case", type=int, help="print this case, and run it alone, in this process")
+    parser.add_argument(
+        "--case", type=int, help="print this case, and run it alone, in this process"
+    )
     parser.add_argument("--start", type=int, default=0, help="the number of the first case")
     parser.add_argument("--cases", type=int, default=2000, help="how many at most")
     parser.add_argument("--minutes", type=float, default=5.0, help="begin no case after these")
@@ -44,7 +46,9 @@ def _serve() -> int:
         case = cases.draw(number)
         found = list(cases.outcomes(case))
         failures = [
-            f"case {number}, {x.backend}: {_short(x.error)}\n{case}" for x in found if x.error is not None
+            f"case {number}, {x.backend}: {_short(x.error)}\n{case}"
+            for x in found
+            if x.error is not None
         ]
         results = [(x.backend, x.result) for x in found]
         print(json.dumps({"results": results, "failures": failures}), file=answers, flush=True)

@@ -1,6 +1,5 @@
 """Random calls of `dot_product_attention`, and what each has to return."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-
 from flax_attn import KeyedDropout, dot_product_attention
 from flax_attn.backends.registry import load
 from flax_attn.backends.splash import interpreted
 
 from . import formula
 from .integers import Integers
-from .judge import Judged, Wrong
+from .judge import Judged
 from .masks import Part, Sizes, draw_parts, visible
+from .scores import SCORES, Score
 
 SIZES = (
     *(Sizes(2, 6, 6, 4, 2, 3, 5), Sizes(2, 5, 9, 4, 2, 3, 5), Sizes(1, 9, 4, 2, 1, 4, 4)),
@@ -27,7 +26,11 @@ SIZES = (
     *(Sizes(0, 6, 6, 4, 2, 3, 5), Sizes(2, 0, 9, 4, 2, 3, 5), Sizes(2, 38, 50, 4, 2, 8, 8)),
     *(Sizes(2, 38, 38, 2, 1, 16, 8), Sizes(1, 3, 300, 4, 1, 8, 8), Sizes(1, 130, 130, 2, 2, 8, 8)),
 )
-LARGE = (Sizes(1, 1100, 1100, 1, 1, 8, 8), Sizes(1, 600, 1300, 2, 1, 8, 4), Sizes(1, 1030, 40, 1, 1, 8, 8))
+LARGE = (
+    Sizes(1, 1100, 1100, 1, 1, 8, 8),
+    Sizes(1, 600, 1300, 2, 1, 8, 4),
+    Sizes(1, 1030, 40, 1, 1, 8, 8),
+)
 BACKENDS = ("reference", "decode", "blocked", "native", "auto", "splash")
 TILES = (16, 8)  # of blocked, where small calls have to have several
 MODES = ("eager", "jit", "jit of the mask", "vmap")
@@ -35,47 +38,6 @@ NAMES = ("query", "key", "value", "bias", "sinks")
 DTYPES = {"float64": 0.25, "float32": 0.4, "bfloat16": 0.2, "float16": 0.15}
 FAST = {"xla_backend_optimization_level": 0}
 jit = partial(jax.jit, compiler_options=FAST)
-
-
-@dataclass(frozen=True)
-class Score:
-    """A function of scores, as a call gets it and as the formula does: the new scores and their derivative."""
-
-    name: str
-    traced: Callable
-    plain: Callable
-
-
-def _slopes(score, b, n, i, j):
-    return score - jnp.asarray([0.5, 0.25, 0.125, 0.0625, 1, 2], score.dtype)[n] * abs(i - j).astype(score.dtype)
-
-
-def _plain_slopes(scores):
-    _, n, i, j = np.ogrid[tuple(slice(size) for size in scores.shape)]
-    slope = np.array([0.5, 0.25, 0.125, 0.0625, 1, 2])[n]
-    return (scores - slope * abs(i - j)).astype(scores.dtype), 1
-
-
-def _hide(score, b, n, i, j):
-    return jnp.where((i + j + b) % 4 == 0, jnp.asarray(-jnp.inf, score.dtype), score)
-
-
-def _plain_hide(scores):
-    b, _, i, j = np.ogrid[tuple(slice(size) for size in scores.shape)]
-    hidden = np.broadcast_to((i + j + b) % 4 == 0, scores.shape)
-    return np.where(hidden, -np.inf, scores).astype(scores.dtype), np.where(hidden, 0, 1)
-
-
-def _plain_bent(scores):
-    bent = np.tanh(scores)
-    return 2 * bent, 2 * (1 - bent * bent)
-
-
-SCORES = (
-    Score("slopes", _slopes, _plain_slopes),
-    Score("hide", _hide, _plain_hide),
-    Score("bent", lambda score, b, n, i, j: 2 * jnp.tanh(score), _plain_bent),
-)
 
 
 @dataclass(frozen=True)
@@ -104,7 +66,8 @@ class Attention:
         shapes = {name: x.shape for name, x in self.arrays.items()}
         mask = " & ".join(part.text for part in self.parts) or None
         lines = (
-            f"{self.dtype}{', x64' if self.x64 else ''}, {self.mode}, on {', '.join(self.backends)}",
+            f"{self.dtype}{', x64' if self.x64 else ''}, {self.mode}",
+            f"on {', '.join(self.backends)}",
             f"{'unbatched ' if self.unbatched else ''}{shapes}, {self.data}",
             f"mask={mask}{'' if self.tile is None else f', summarised in tiles of {self.tile}'}",
             f"scale={self.scale!r}, soft_cap={self.soft_cap!r}, dropout={self.rate}, "
@@ -116,7 +79,7 @@ class Attention:
     @property
     def chooses(self) -> bool:
         """Whether the softmax is a choice of the largest, of which rounding makes the gradients."""
-        return self.scale is not None and abs(self.scale) > 100
+        return _is_huge(self.scale)
 
     @property
     def refusable(self) -> bool:
@@ -144,7 +107,7 @@ class Attention:
         return np.random.default_rng(5).normal(size=(z.b, z.t, z.n, z.v))
 
     def rounded(self, scale: float = 1.0) -> formula.Arrays:
-        """Return the arrays in the dtype of the call; those of a second call of `vmap` are scaled."""
+        """Return the arrays in the dtype of the call; those of a second one are scaled."""
         with np.errstate(over="ignore"):
             return {name: _cast(x * scale, self.dtype) for name, x in self.arrays.items()}
 
@@ -171,7 +134,9 @@ class Attention:
 
     def _run(self, backend: str) -> list[dict[str, np.ndarray]]:
         integers = {x.name: x for part in self.parts for x in part.integers}
-        as_arguments = {name: jnp.asarray(x.array()) for name, x in integers.items() if x.form == "jax"}
+        as_arguments = {
+            name: jnp.asarray(x.array()) for name, x in integers.items() if x.form == "jax"
+        }
         cotangent = self._shaped(jnp.asarray(_cast(self.cotangent, self.dtype)))
 
         def attend(arrays, given, mask):
@@ -260,12 +225,15 @@ def draw(rng: np.random.Generator) -> Attention:
     score = SCORES[rng.integers(len(SCORES))] if rng.random() < 0.12 else None
     rate = float(rng.choice([0.1, 0.5, 0.999])) if rng.random() < 0.12 else 0.0
     drawn_scale = _draw_scale(rng)
-    soft_cap = [1.5, 5, np.float32(30), 1e4][rng.integers(4)] if rng.random() < 0.2 else None
+    caps = (1.5, 5, np.float32(30), 1e4)
+    capped = rng.random() < 0.2 and not _is_huge(drawn_scale)
+    soft_cap = caps[rng.integers(len(caps))] if capped else None
     data = _draw_data(rng, score, drawn_scale)
     arrays = _draw_arrays(rng, z, dtype, data, visible(parts, z))
     plain = not rate and score is None and "bias" not in arrays and dtype != "float64"
+    tiles = bool(not large and rng.random() < 0.6)
     return Attention(
-        z, dtype, x64, mode, bool(not large and rng.random() < 0.6), _draw_backends(rng, plain), parts, tile,
+        z, dtype, x64, mode, tiles, _draw_backends(rng, plain), parts, tile,
         arrays, data, unbatched, drawn_scale, soft_cap, score, rate,
         weights=bool(rng.random() < 0.15), gradients=bool(rng.random() < 0.5),
     )  # fmt: skip
@@ -285,8 +253,12 @@ def _draw_scale(rng: np.random.Generator) -> Any:
     return None if rng.random() < 0.6 else usual[rng.integers(len(usual))]
 
 
+def _is_huge(scale: Any) -> bool:
+    return scale is not None and abs(scale) > 100
+
+
 def _draw_data(rng: np.random.Generator, score: Score | None, scale: Any) -> str:
-    if scale is not None and abs(scale) > 100:
+    if _is_huge(scale):
         return "whole numbers"  # whose products are exact, so that a choice of the largest is one
     pool = ["normal", "whole numbers", "hidden", "not finite"]
     weights = [0.6, 0.1, 0.15, 0.15] if score is None else [1, 0, 0, 0]
@@ -301,7 +273,11 @@ def _draw_backends(rng: np.random.Generator, plain: bool) -> tuple[str, ...]:
 def _draw_arrays(
     rng: np.random.Generator, z: Sizes, dtype: str, data: str, shown: np.ndarray
 ) -> formula.Arrays:
-    shapes = {"query": (z.b, z.t, z.n, z.h), "key": (z.b, z.s, z.k, z.h), "value": (z.b, z.s, z.k, z.v)}
+    shapes = {
+        "query": (z.b, z.t, z.n, z.h),
+        "key": (z.b, z.s, z.k, z.h),
+        "value": (z.b, z.s, z.k, z.v),
+    }
     whole = data == "whole numbers"
     draw_one = partial(rng.integers, -2, 3) if whole else rng.normal
     arrays = {name: draw_one(size=shape).astype(float) for name, shape in shapes.items()}

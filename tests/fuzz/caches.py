@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from flax_attn import KVCache, Mask, dot_product_attention
 
 from . import formula
@@ -52,11 +51,13 @@ class Cached:
     refusable: bool = False
 
     def __str__(self) -> str:
+        z = self.sizes
         kind = f"a ring buffer for a window of {self.window}" if self.window else "a cache"
         return (
-            f"{kind} of {self.sizes.s} slots, b={self.sizes.b}, n={self.sizes.n}, k={self.sizes.k}, {self.dtype}"
+            f"{kind} of {z.s} slots, b={z.b}, n={z.n}, k={z.k}, {self.dtype}"
             f"{', x64' if self.x64 else ''}{', compiled' if self.compiled else ''}"
-            f"{', length known' if self.static else ''}, {self.mask} mask, on {', '.join(self.backends)}\n"
+            f"{', length known' if self.static else ''}, {self.mask} mask\n"
+            f"on {', '.join(self.backends)}\n"
             f"chunks of {', '.join(map(str, self.chunks))}"
         )
 
@@ -67,7 +68,9 @@ class Cached:
         given = []
         for chunk in self.chunks:
             shapes = {"query": (z.n, z.h), "key": (z.k, z.h), "value": (z.k, z.v)}
-            arrays = {name: rng.normal(size=(z.b, chunk.tokens, *tail)) for name, tail in shapes.items()}
+            arrays = {
+                name: rng.normal(size=(z.b, chunk.tokens, *tail)) for name, tail in shapes.items()
+            }
             padding = np.arange(chunk.tokens) >= chunk.real(z.b)[:, None]
             for x in arrays.values():
                 x[padding] = np.nan
@@ -81,7 +84,9 @@ class Cached:
 
     def _check(self, backend: str) -> None:
         z = self.sizes
-        cache = KVCache.zeros(z.b, z.s, z.k, z.h, value_dim=z.v, dtype=self.dtype, window=self.window)
+        cache = KVCache.zeros(
+            z.b, z.s, z.k, z.h, value_dim=z.v, dtype=self.dtype, window=self.window
+        )
         if self.static:
             cache = cache.replace(length=0)
         step = self._step(backend)
@@ -106,7 +111,11 @@ class Cached:
             )
             return output, extended.cache
 
-        return jit(step, static_argnums=2 if self._lengths_are_static else ()) if self.compiled else step
+        return (
+            jit(step, static_argnums=2 if self._lengths_are_static else ())
+            if self.compiled
+            else step
+        )
 
     def _mask(self) -> Mask | None:
         """Return the mask of the whole sequence."""
@@ -129,7 +138,9 @@ class Cached:
         for row in range(z.b):
             real = [chunk.real(z.b)[row] for chunk in self.chunks[: now + 1]]
             whole = {
-                name: np.concatenate([x[name][row, :count] for x, count in zip(before, real, strict=True)])[None]
+                name: np.concatenate(
+                    [x[name][row, :count] for x, count in zip(before, real, strict=True)]
+                )[None]
                 for name in ("key", "value")
             }
             new = real[-1]
@@ -185,7 +196,9 @@ def draw(rng: np.random.Generator) -> Cached:
         chunks.append(chunk)
     backends = tuple(map(str, rng.choice(BACKENDS, size=2, replace=False)))
     sizes = Sizes(b, 0, capacity, 4, 2, 4, 3)
-    return Cached(sizes, dtype, x64, compiled, static, window, mask, tuple(chunks), backends, wrong=not fits)
+    return Cached(
+        sizes, dtype, x64, compiled, static, window, mask, tuple(chunks), backends, wrong=not fits
+    )
 
 
 def _draw_lengths(

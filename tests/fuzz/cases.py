@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 from flax_attn.backends.call import Unsupported
 
 from . import attention, caches, losses, spoiled

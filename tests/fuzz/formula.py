@@ -1,7 +1,7 @@
-"""The formula and its gradients in NumPy, written for this test alone: nothing is taken from flax_attn.
+"""The formula and its gradients in NumPy: nothing is taken from flax_attn.
 
-    weights = dropout(softmax(mask(score(soft_cap(scale * query @ key^T + bias))), sinks))
-    output  = weights @ value
+weights = dropout(softmax(mask(score(soft_cap(scale * query @ key^T + bias))), sinks))
+output  = weights @ value
 """
 
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def attention(given: Arrays, options: Options, cotangent: np.ndarray) -> Arrays:
 
 
 def not_finite(given: Arrays, options: Options) -> dict[str, np.ndarray]:
-    """Return where the gradients of query, key and value are not defined: what rows read that see NaN."""
+    """Return where gradients are not defined: of rows that see NaN, and what they read."""
     group = given["query"].shape[2] // given["key"].shape[2]
     bias = given.get("bias", np.zeros((1, 1, 1, 1)))
     shown = options.visible & (bias.reshape((1,) * (4 - bias.ndim) + bias.shape) != -np.inf)

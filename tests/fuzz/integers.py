@@ -1,4 +1,4 @@
-"""Integers as a caller may pass them: of every type, as numbers or arrays, from -1 to the ends of 64 bits."""
+"""Integers as a caller may pass them: of every type, small ones and the ends of 64 bits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,9 @@ import numpy as np
 
 NARROW = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 DTYPES = (*NARROW, "int64", "uint64")
-ENDS = tuple(sign * 2**bits + d for bits in (7, 8, 15, 16, 30, 31) for sign in (-1, 1) for d in (-1, 0))
+ENDS = tuple(
+    sign * 2**bits + d for bits in (7, 8, 15, 16, 30, 31) for sign in (-1, 1) for d in (-1, 0)
+)
 FAR = (*ENDS, 2**32 - 1, 2**40, -(2**40), 2**62, 2**63 - 1, -(2**63), 2**64 - 1)
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import flax_attn
 import ml_dtypes
 import numpy as np
-
-import flax_attn
 from flax_attn.parity import tolerance
 
 from . import formula
@@ -96,7 +95,8 @@ class Judged:
         whole = {name: np.ones((), bool) for name in ("output", "weights")}
         if not any(x.any() for x in undefined.values()):
             return whole | {name: np.ones((), bool) for name in self.given}
-        return whole | {name: ~x for name, x in undefined.items()}
+        # A row that is NaN may turn to NaN what it could have read: what stands by rows is judged.
+        return whole | {"query": ~undefined["query"]}
 
     def _only_defined(self, name: str, x: np.ndarray) -> np.ndarray:
         where = self._defined[name]
@@ -105,7 +105,9 @@ class Judged:
     def _double(self, ours: Arrays, truth: Arrays) -> dict[str, float]:
         forward = {name for name in truth if name in _LIMITS}
         errors = tolerance.relative(ours, {name: truth[name] for name in forward})
-        backward = tolerance.gradient_errors(ours, {name: x for name, x in truth.items() if name not in forward})
+        backward = tolerance.gradient_errors(
+            ours, {name: x for name, x in truth.items() if name not in forward}
+        )
         allowed = {name: error / tolerance.FORWARD for name, error in errors.items()}
         return allowed | {name: error / tolerance.GRADIENT for name, error in backward.items()}
 
@@ -113,7 +115,10 @@ class Judged:
         gradients = {name: x for name, x in truth.items() if name not in _LIMITS}
         null = tolerance.null_directions(gradients)
         eps = float(ml_dtypes.finfo(self.dtype).eps)
-        plain = [{name: self._only_defined(name, x) for name, x in draw.items() if name in truth} for draw in self._plain]
+        plain = [
+            {name: self._only_defined(name, x) for name, x in draw.items() if name in truth}
+            for draw in self._plain
+        ]
         errors = {}
         for name, x in truth.items():
             if name in null:
@@ -123,12 +128,14 @@ class Judged:
         if null:
             largest = max(np.abs(x).max(initial=0.0) for x in gradients.values())
             rounding = tolerance.relative(ours, {name: truth[name] for name in null}, largest)
-            errors |= {name: error / (tolerance.REORDERED * eps) for name, error in rounding.items()}
+            errors |= {
+                name: error / (tolerance.REORDERED * eps) for name, error in rounding.items()
+            }
         return errors
 
     @cached_property
     def _plain(self) -> list[Arrays]:
-        """The formula in the dtype of the call, its numbers rounded to the nearest and then up or down."""
+        """The formula in the dtype of the call, of what is given and of its neighbours."""
         rng = np.random.default_rng(0)
         draws = [self.given]
         for _ in range(1, tolerance.DRAWS):
@@ -148,10 +155,12 @@ def _computed(given: Arrays, cotangent: np.ndarray, options: Options, dtype: typ
 
 def _nudged(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
     """Return numbers that would be rounded to these, rounded up or down at random."""
-    step = rng.choice([-1, 0, 1], size=x.shape) * ml_dtypes.finfo(x.dtype).eps / 2
-    return (x.astype(np.float64) * (1 + step.astype(np.float64))).astype(np.float32 if x.dtype != np.float64 else x.dtype)
+    half_step = ml_dtypes.finfo(x.dtype).eps / 2
+    nudge = rng.choice([-1, 0, 1], size=x.shape) * float(half_step)
+    return (x.astype(np.float64) * (1 + nudge)).astype(np.float32)
 
 
 def _places(ours: np.ndarray, truth: np.ndarray) -> str:
     more, less = np.isnan(ours) & ~np.isnan(truth), np.isnan(truth) & ~np.isnan(ours)
-    return f"NaN for a number at {np.argwhere(more)[:2].tolist()}, a number for NaN at {np.argwhere(less)[:2].tolist()}"
+    first, other = (np.argwhere(x)[:2].tolist() for x in (more, less))
+    return f"NaN for a number at {first}, a number for NaN at {other}"

@@ -1,4 +1,4 @@
-"""Losses of batches with padding, packed documents and ids of every type, beside each document alone."""
+"""Losses of batches with padding, packed documents and ids of every type."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
 from flax_attn.models import GPT2, GPT2Config
 from flax_attn.models.loss import next_token_loss
 from flax_attn.parity import tolerance
@@ -59,7 +58,9 @@ class Loss:
         """The tokens of each document, without padding."""
         found = []
         b = len(self.tokens)
-        lengths = np.full(b, TOKENS) if self.lengths is None else np.broadcast_to(self.lengths.values, b)
+        lengths = (
+            np.full(b, TOKENS) if self.lengths is None else np.broadcast_to(self.lengths.values, b)
+        )
         for row in range(b):
             real = self.tokens[row][: min(max(lengths[row], 0), TOKENS)]
             ids = np.zeros(TOKENS, int) if self.segments is None else self.segments[row]
@@ -74,8 +75,12 @@ class Loss:
         """Raise unless the loss and its gradients are those of the documents alone."""
         with jax.enable_x64(True):
             targets = sum(len(document) - 1 for document in self.documents)
-            sums = [_alone(self.vocab, len(x))(jnp.asarray(x, jnp.int32)[None]) for x in self.documents]
-            total = jax.tree.map(lambda *x: sum(map(np.asarray, x)) / targets, *sums) if sums else None
+            sums = [
+                _alone(self.vocab, len(x))(jnp.asarray(x, jnp.int32)[None]) for x in self.documents
+            ]
+            total = (
+                jax.tree.map(lambda *x: sum(map(np.asarray, x)) / targets, *sums) if sums else None
+            )
         with jax.enable_x64(self.x64):
             found = self._found()
         if total is None:
@@ -86,7 +91,9 @@ class Loss:
         self._compare({"loss": value}, {"loss": np.asarray(total[0])}, tolerance.FORWARD)
         if self.gradients:
             names = range(len(gradients))
-            ours, theirs = ({str(i): np.asarray(side[i]) for i in names} for side in (gradients, total[1]))
+            ours, theirs = (
+                {str(i): np.asarray(side[i]) for i in names} for side in (gradients, total[1])
+            )
             self._compare(ours, theirs, tolerance.GRADIENT)
 
     def _compare(self, ours: dict, theirs: dict, limit: float) -> None:
@@ -94,21 +101,26 @@ class Loss:
             limit = tolerance.REORDERED * float(np.finfo(np.float32).eps)
         errors = tolerance.gradient_errors(ours, theirs)
         if not max(errors.values()) <= limit:
-            raise Wrong(f"errors {({name: float(f'{x:.3g}') for name, x in errors.items()})} above {limit}")
+            shown = {name: f"{error:.3g}" for name, error in errors.items()}
+            raise Wrong(f"errors {shown} above {limit:.3g}")
 
     def _found(self) -> Any:
         tokens = jnp.asarray(self.tokens.astype(self.dtype))
         lengths = None if self.lengths is None else self.lengths.array()
-        segments = None if self.segments is None else jnp.asarray(self.segments.astype(self.segment_dtype))
+        segments = (
+            None if self.segments is None else jnp.asarray(self.segments.astype(self.segment_dtype))
+        )
         if self.single:
             tokens = tokens[0]
             segments = None if segments is None else segments[0]
-        static = lengths is None or np.ndim(lengths) == 0 and self.lengths.form != "jax"
+        static = lengths is None or (np.ndim(lengths) == 0 and self.lengths.form != "jax")
         lengths = lengths if static else jnp.asarray(lengths)
         graph, state = _model(self.vocab, "float64" if self.x64 else "float32")
 
         def loss(state, tokens, segments, lengths):
-            return next_token_loss(nnx.merge(graph, state), tokens, lengths=lengths, segments=segments)
+            return next_token_loss(
+                nnx.merge(graph, state), tokens, lengths=lengths, segments=segments
+            )
 
         compiled = jit(jax.value_and_grad(loss), static_argnums=3 if static else ())
         value, gradients = compiled(state, tokens, segments, lengths)
@@ -131,7 +143,7 @@ def _model(vocab: int, dtype: str) -> Any:
 
 @cache
 def _alone(vocab: int, length: int) -> Any:
-    """Return the sum of the losses of one document and its gradients, by the logits of the model."""
+    """Return the sum of the losses of one document, and its gradients."""
     graph, state = _model(vocab, "float64")
 
     def loss(state, tokens):
@@ -172,7 +184,17 @@ def draw(rng: np.random.Generator) -> Loss:
             tokens[behind.astype(bool)] = outside[rng.integers(len(outside))]
     segment_dtype = str(rng.choice(DTYPES if x64 else NARROW))
     segments = _draw_segments(rng, b, segment_dtype) if rng.random() < 0.4 else None
-    return Loss(vocab, tokens, dtype, x64, lengths, segments, segment_dtype, single, bool(rng.random() < 0.6))
+    return Loss(
+        vocab,
+        tokens,
+        dtype,
+        x64,
+        lengths,
+        segments,
+        segment_dtype,
+        single,
+        bool(rng.random() < 0.6),
+    )
 
 
 def _draw_segments(rng: np.random.Generator, b: int, dtype: str) -> np.ndarray:

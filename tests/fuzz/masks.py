@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 from flax_attn import Mask
 
 from .integers import ENDS, Integers, draw_counts, draw_ids
@@ -135,7 +134,9 @@ def _window(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
     return Part(
         f"Mask.window({left}, {right}, {offset})",
         lambda given: Mask.window(left, right, _given(offset, given)),
-        lambda b, n, i, j: np.broadcast_to(shows(b, n, i, j), np.broadcast_shapes(b.shape, j.shape, i.shape)),
+        lambda b, n, i, j: np.broadcast_to(
+            shows(b, n, i, j), np.broadcast_shapes(b.shape, j.shape, i.shape)
+        ),
         **facts,
     )
 
@@ -184,7 +185,12 @@ def _prefix(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
 
 
 def _segments(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
-    pools = ((0, 1, 2), (-1, 0, 1), (0, 127, 128, 255, 256), (*ENDS, 2**32 - 1, -(2**63), 2**64 - 1))
+    pools = (
+        (0, 1, 2),
+        (-1, 0, 1),
+        (0, 127, 128, 255, 256),
+        (*ENDS, 2**32 - 1, -(2**63), 2**64 - 1),
+    )
     pool = pools[rng.integers(len(pools))]
     shapes = [[(size,), (1, size), (z.b, size)][rng.integers(3)] for size in (z.t, z.s)]
     query = draw_ids(rng, f"query ids {name}", shapes[0], pool, x64)

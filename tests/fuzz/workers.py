@@ -1,4 +1,4 @@
-"""Processes that run cases: one that dies or does not answer takes its case with it, and no other."""
+"""Processes that run cases: one that dies or hangs takes its case with it, and no other."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
@@ -15,8 +16,10 @@ from threading import Lock, Thread
 from time import monotonic
 
 ROOT = Path(__file__).parents[2]
-RENEW = 250  # cases, after which a process makes room for a new one: what is compiled stays in memory
-FAST = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"  # of XLA before 0.11
+COMMAND = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz", "--worker"]
+RENEW = 250  # cases to a process: what is compiled stays in memory
+# Of XLA before 0.11.
+FAST = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 
 @dataclass
@@ -41,9 +44,9 @@ class Worker:
     """A process that is given numbers and answers with what came out."""
 
     def __init__(self):
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by stop)
         self.process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz", "--worker"],
+            COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -52,7 +55,8 @@ class Worker:
             env=_environment(),
         )
         self.answers: Queue[str] = Queue()
-        Thread(target=self._read, daemon=True).start()
+        self.reader = Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         for line in self.process.stdout or ():
@@ -65,7 +69,8 @@ class Worker:
             print(number, file=self.process.stdin, flush=True)
             line = self.answers.get(timeout=seconds)
         except Empty:
-            self.stop()
+            self.process.kill()
+            self.process.wait()
             return _failed(number, f"no answer in {seconds:.0f} s", self._last_words())
         except BrokenPipeError:
             line = ""
@@ -83,9 +88,13 @@ class Worker:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process, and close what was open to it."""
         self.process.kill()
         self.process.wait()
+        self.reader.join()
+        for stream in (self.process.stdin, self.process.stdout, self.log):
+            with suppress(BrokenPipeError):  # of a number that it did not read
+                stream.close()
 
 
 def run(
@@ -138,7 +147,9 @@ def _environment() -> dict[str, str]:
 
     given = dict(os.environ)
     given.setdefault("JAX_PLATFORMS", "cpu")
-    given.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # most of the time is taken by compiling
+    given.setdefault(
+        "JAX_DISABLE_MOST_OPTIMIZATIONS", "1"
+    )  # most of the time is taken by compiling
     if jax.__version_info__ < (0, 11):
         given["XLA_FLAGS"] = f"{given.get('XLA_FLAGS', '')} {FAST}"
     return given
