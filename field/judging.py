@@ -185,8 +185,8 @@ def _seen(outputs: Any, seen: Any, xp: Any) -> Any:
 
 def _record(check: Check) -> dict[str, Any]:
     """Return what is kept of a check, which passed if its error is at most its limit."""
-    error = _rounded(check.error) if check.ran or check.passed else None
-    if (error is not None and error <= check.limit) != check.passed:
+    error = _rounded(check.error)
+    if error is not None and (error <= check.limit) != check.passed:
         error = check.error  # so close to the limit that three digits do not tell
     found = {"name": check.name, "limit": check.limit, "worst": check.worst}
     return _told({**found, "note": (check.note or check.skipped)[:300]}) | {"error": error}

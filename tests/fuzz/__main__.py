@@ -41,6 +41,7 @@ def _serve() -> int:
     from . import cases
 
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing that a call prints is an answer
+    print(workers.READY, end="", file=answers, flush=True)
     for line in sys.stdin:
         number = int(line)
         case = cases.draw(number)

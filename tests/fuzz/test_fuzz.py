@@ -89,8 +89,15 @@ def test_a_refusal_of_what_has_to_run_is_wrong(monkeypatch):
 
 @pytest.mark.parametrize("words", SCRIPTS)
 def test_a_case_that_hangs_or_crashes_is_told_with_its_number(monkeypatch, words):
-    monkeypatch.setattr(workers, "COMMAND", [sys.executable, "-c", SCRIPTS[words]])
+    script = f"print('ready', flush=True); {SCRIPTS[words]}"
+    monkeypatch.setattr(workers, "COMMAND", [sys.executable, "-c", script])
     report, told = run([7, 8], seconds=2)
     assert report.cases == len(told) == 2
     for number, text in zip((7, 8), told, strict=True):
         assert f"case {number}: {words}" in text
+
+
+def test_a_process_that_does_not_start_ends_the_run(monkeypatch):
+    monkeypatch.setattr(workers, "COMMAND", [sys.executable, "-c", "import nothing_of_this_name"])
+    with pytest.raises(RuntimeError, match="nothing_of_this_name"):
+        run([7, 8])

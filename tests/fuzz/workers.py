@@ -16,6 +16,7 @@ from threading import Lock, Thread
 from time import monotonic
 
 ROOT = Path(__file__).parents[2]
+READY = "ready\n"
 COMMAND = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz", "--worker"]
 RENEW = 250  # cases to a process: what is compiled stays in memory
 # Of XLA before 0.11.
@@ -57,6 +58,11 @@ class Worker:
         self.answers: Queue[str] = Queue()
         self.reader = Thread(target=self._read, daemon=True)
         self.reader.start()
+        if self.answers.get() != READY:
+            self.process.wait()
+            log = self._last_words()
+            self.stop()
+            raise RuntimeError(f"a process for random calls does not start:\n{log}")
 
     def _read(self) -> None:
         for line in self.process.stdout or ():
