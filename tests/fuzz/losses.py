@@ -113,17 +113,16 @@ class Loss:
         if self.single:
             tokens = tokens[0]
             segments = None if segments is None else segments[0]
-        static = lengths is None or (np.ndim(lengths) == 0 and self.lengths.form != "jax")
-        lengths = lengths if static else jnp.asarray(lengths)
+        traced = {}
+        if self.lengths is not None and self.lengths.form == "jax":
+            traced = {"lengths": jnp.asarray(lengths)}
         graph, state = _model(self.vocab, "float64" if self.x64 else "float32")
 
-        def loss(state, tokens, segments, lengths):
-            return next_token_loss(
-                nnx.merge(graph, state), tokens, lengths=lengths, segments=segments
-            )
+        def loss(state, tokens, segments, traced):
+            options = {"lengths": lengths, "segments": segments} | traced
+            return next_token_loss(nnx.merge(graph, state), tokens, **options)
 
-        compiled = jit(jax.value_and_grad(loss), static_argnums=3 if static else ())
-        value, gradients = compiled(state, tokens, segments, lengths)
+        value, gradients = jit(jax.value_and_grad(loss))(state, tokens, segments, traced)
         return value, jax.tree.leaves(gradients)
 
 
