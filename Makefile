@@ -18,16 +18,16 @@ NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py t
 	$(filter-out tests/test_types.py,$(wildcard tests/test_*.py))  # types are checked once, by make test
 
 # What is compiled once is kept: the same small programs come up in the proof and in many tests.
-parity against faults distributed field field-by-hand docs test test-newest test-oldest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
-parity against faults distributed field field-by-hand docs test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
-parity against faults distributed field field-by-hand docs test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
+parity against faults distributed field field-by-hand docs fuzz test test-newest test-oldest: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
+parity against faults distributed field field-by-hand docs fuzz test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
+parity against faults distributed field field-by-hand docs fuzz test test-newest test-oldest: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 # What is not compiled is a program for each operation, in which there is nothing to optimise.
 parity against: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 
 # What an old dependency can break: whatever calls one.
 OLDEST_TESTS := tests/modules/test_cache.py tests/training tests/models tests/sharding/test_parameters.py tests/test_cli_generate.py
 
-.PHONY: help parity against faults distributed test bench field field-by-hand tpu gpu plan lint format tables docs docs-look docs-links dist test-newest test-oldest test-gpu clean
+.PHONY: help parity against faults distributed test fuzz bench field field-by-hand tpu gpu plan lint format tables docs docs-look docs-links dist test-newest test-oldest test-gpu clean
 
 help:
 	@echo 'make parity       prove that every variant equals its PyTorch twin'
@@ -35,6 +35,8 @@ help:
 	@echo 'make faults       plant known porting faults one by one; show which check detects each'
 	@echo 'make distributed  train on 2 and on 4 processes; show that the losses are those of one (three minutes)'
 	@echo 'make test         run all tests'
+	@echo 'make fuzz         make random calls until 2,000 are done or 5 minutes are over; judge each by a formula in NumPy;'
+	@echo '                  ARGS="--case 1234" prints and runs one of them again'
 	@echo 'make bench        measure time and memory beside PyTorch, jax.nn, Flax and attnax (a quarter of an hour)'
 	@echo 'make field        judge Flax ports of other libraries beside their PyTorch twins; docs/field.md (an hour)'
 	@echo 'make field-by-hand  reach the verdicts of make field again without the harness (half an hour)'
@@ -69,6 +71,9 @@ distributed: .venv/installed
 
 test: .venv/installed
 	$(BIN)/pytest -n auto -ra $(ARGS)
+
+fuzz: .venv/installed
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: .venv/installed
 	$(BIN)/flax-attn bench $(ARGS)

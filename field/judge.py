@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from field.by_hand import lines
+
 RESULTS = Path(__file__).with_name("results")  # a file for each library
 PRELOADED = ["jax", "torch", "transformers", "flax.linen", "flax.nnx", "flax_attn.parity", "field.judging"]
 
@@ -42,14 +44,7 @@ def _modules() -> list[Any]:
 
 def kept_results() -> dict[str, dict[str, Any]]:
     """Return the results of earlier runs by port."""
-    files = sorted(RESULTS.glob("*.json"))
-    return {row["port"]: row for file in files for row in json.loads(file.read_text())}
-
-
-def _keep(library: str, rows: Sequence[dict[str, Any]]) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    own = [row for row in rows if row["port"].startswith(f"{library}/")]
-    (RESULTS / f"{library}.json").write_text(json.dumps(own, indent=1) + "\n")
+    return {row["port"]: row for row in lines.read(RESULTS)}
 
 
 def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
@@ -64,8 +59,12 @@ def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
     return found
 
 
-def judged(names: Sequence[str], limit: float) -> Iterator[dict[str, Any]]:
-    """Judge ports one after another, each in a process of its own with a time limit in seconds."""
+def judged(names: Sequence[str], limit: float) -> Iterator[tuple[dict[str, Any], float]]:
+    """Judge ports one after another, each in a process of its own with a time limit in seconds.
+
+    Yields:
+        The result of each, and how many seconds it took.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)  # what takes seconds to import is imported once
     for name in names:
@@ -81,7 +80,7 @@ def judged(names: Sequence[str], limit: float) -> Iterator[dict[str, Any]]:
         died = f"no result within {limit:.0f} s" if late else f"its process ended with {process.exitcode}"
         row = json.loads(text) if text else {"verdict": "does not run", "reason": died}
         port = all_ports()[name]
-        yield {"port": name, **_about(port), **row, "seconds": round(time.monotonic() - start, 1)}
+        yield {"port": name, **_about(port), **row}, time.monotonic() - start
 
 
 def _about(port: Any) -> dict[str, str]:
@@ -119,12 +118,12 @@ def main() -> None:
         print("\n".join(names))
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    for row in judged(names, arguments.limit):
+    for row, seconds in judged(names, arguments.limit):
         rows[row["port"]] = row
-        _keep(row["port"].partition("/")[0], [rows[name] for name in ports if name in rows])
-        print(
-            f"{row['port']:55} {row['verdict']:26} {row['seconds']:6.1f} s  {row.get('reason', '')[:100]}", flush=True
-        )
+        library = row["port"].partition("/")[0]
+        lines.write(RESULTS, library, [rows[name] for name in ports if name in rows])
+        reason = row.get("reason", "")[:100]
+        print(f"{row['port']:55} {row['verdict']:26} {seconds:6.1f} s  {reason}", flush=True)
 
 
 if __name__ == "__main__":

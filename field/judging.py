@@ -51,11 +51,14 @@ def judge(port: Port) -> dict[str, Any]:
     again = _without_empty_rows(port, failed)
     verdict, single = _verdict(port, failed | again, report.causes)
     only_empty = bool(again) and verdict != DIFFERENT
-    return {"verdict": EMPTY if only_empty and verdict == EQUAL else verdict, "layout": layout} | {
+    found = {
+        "verdict": EMPTY if only_empty and verdict == EQUAL else verdict,
+        "layout": layout,
         "empty rows differ": only_empty,
         **_kept(report),
         "in float32": [_record(check) for check in single],
     }
+    return _told(found)
 
 
 def _refusal(error: Exception) -> str:
@@ -181,14 +184,17 @@ def _seen(outputs: Any, seen: Any, xp: Any) -> Any:
 
 
 def _record(check: Check) -> dict[str, Any]:
-    return {
-        "name": check.name,
-        "passed": check.passed,
-        "error": _rounded(check.error),
-        "limit": check.limit,
-        "worst": check.worst,
-        "note": (check.note or check.skipped)[:300],
-    }
+    """Return what is kept of a check, which passed if its error is at most its limit."""
+    error = _rounded(check.error)
+    if error is not None and (error <= check.limit) != check.passed:
+        error = check.error  # so close to the limit that three digits do not tell
+    found = {"name": check.name, "limit": check.limit, "worst": check.worst}
+    return _told({**found, "note": (check.note or check.skipped)[:300]}) | {"error": error}
+
+
+def _told(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result without what says nothing: None, False, no words, none of several."""
+    return {name: value for name, value in found.items() if value or isinstance(value, float)}
 
 
 def _rounded(error: float) -> float | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import json
-import math
 import re
 import tomllib
 from collections import Counter
@@ -13,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from field.by_hand import verdict
+from field.by_hand import lines, verdict
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "field.md"
@@ -56,8 +54,7 @@ MEANING = {
 
 def load_by_hand() -> dict[str, dict[str, Any]]:
     """Return what was measured without the harness, by port."""
-    files = sorted((HERE / "by_hand" / "results").glob("*.json"))
-    return {record["port"]: record for file in files for record in json.loads(file.read_text())}
+    return {record["port"]: record for record in lines.read(HERE / "by_hand" / "results")}
 
 
 def reproduced(rows: Iterable[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -71,7 +68,7 @@ def reproduced(rows: Iterable[Mapping[str, Any]], records: Mapping[str, Mapping[
 
 def load() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the verdicts, and what was found by hand; of each library a file."""
-    rows = [row for file in sorted((HERE / "results").glob("*.json")) for row in json.loads(file.read_text())]
+    rows = lines.read(HERE / "results")
     files = sorted((HERE / "findings").glob("*.toml"))
     return rows, [finding for file in files for finding in tomllib.loads(file.read_text())["finding"]]
 
@@ -204,13 +201,9 @@ def _error(check: Mapping[str, Any] | None) -> str:
 
 def _where(row: Mapping[str, Any]) -> str:
     """Return the node that is most wrong by itself, or the first that differs, or where the backward pass does."""
-    wrong = sorted(row.get("local", []), key=lambda node: -_number(node["error"]))
+    wrong = sorted(row.get("local", []), key=lambda node: -verdict.number(node["error"]))
     node = wrong[0]["node"] if wrong else row.get("first") or row.get("backward")
     return f"`{node}`".replace("`.`", "the whole") if node else ""
-
-
-def _number(error: float | None) -> float:
-    return math.inf if error is None else error  # as JSON has it
 
 
 def _causes(row: Mapping[str, Any]) -> str:
@@ -224,8 +217,9 @@ def _causes(row: Mapping[str, Any]) -> str:
 
 def _raised(row: Mapping[str, Any]) -> str:
     """Return what a side raised in a check, if one did."""
-    failed = (check for check in row["checks"] if not check["passed"])
-    return next((f"{check['name']}: {check['note']}" for check in failed if " raised " in check["note"]), "")
+    failed = [check for check in row["checks"] if not verdict.number(check["error"]) <= check["limit"]]
+    notes = {check["name"]: check.get("note", "") for check in failed}
+    return next((f"{name}: {note}" for name, note in notes.items() if " raised " in note), "")
 
 
 def _first_line(row: Mapping[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """The study of other people's ports: the page follows from the verdicts, and each fault can be reproduced."""
 
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,7 +11,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # the study is not installed
 
 from field import judge as JUDGE  # noqa: E402, found there
+from field import judging  # noqa: E402
 from field import page as PAGE  # noqa: E402
+from field.by_hand import lines  # noqa: E402
+from flax_attn.parity import Check  # noqa: E402
 
 ROWS, FINDINGS = PAGE.load()
 JUDGED = [row for row in ROWS if row["verdict"] != PAGE.UNJUDGED]
@@ -71,7 +73,8 @@ def test_the_page_says_what_it_was_not_told_otherwise(monkeypatch, tmp_path):
     (tmp_path / "results").mkdir()
     row = {"port": "lib/a|b", "package": "lib", "version": "1.0", "configuration": "one", "twin": "its class"}
     row |= {"verdict": "does not run", "reason": "ValueError: of\ntwo lines"}
-    (tmp_path / "results" / "lib.json").write_text(json.dumps([row]))
+    lines.write(tmp_path / "results", "lib", [row])
+    assert (tmp_path / "results" / "lib.jsonl").read_text().count("\n") == 1
     (tmp_path / "findings").mkdir()
     monkeypatch.setattr(PAGE, "HERE", tmp_path)
     assert "| a\\|b | one | does not run |  |  |  |  | ValueError: of two lines |  |" in PAGE.text()
@@ -86,8 +89,8 @@ def test_a_cause_of_several_places_is_shown_once_and_casts_come_last():
 def test_what_a_side_raised_in_a_check_is_shown_where_no_cause_is_known():
     row = {"port": "lib/a", "configuration": "one", "verdict": "different", "twin": "its class"}
     row["checks"] = [
-        {"name": "forward", "passed": True, "error": 0.0, "note": ""},
-        {"name": "padded rows", "passed": False, "error": None, "note": "flax raised ValueError: no mask"},
+        {"name": "forward", "limit": 1e-12, "error": 0.0},
+        {"name": "padded rows", "limit": 0.0, "error": None, "note": "flax raised ValueError: no mask"},
     ]
     assert "| padded rows: flax raised ValueError: no mask |" in PAGE._line(row, [], {})
     assert "raised" not in PAGE._line({**row, "causes": ["fc: flax has y"]}, [], {})
@@ -105,3 +108,16 @@ def test_two_ports_of_one_name_are_refused(monkeypatch):
     monkeypatch.setattr(JUDGE, "_modules", lambda: [SimpleNamespace(ports=lambda: [port, port])])
     with pytest.raises(ValueError, match="two ports are named a/b: rename one"):
         JUDGE.all_ports()
+
+
+CHECKS = [Check("forward", error, 1e-12) for error in (0.0, 1e-12, 1.0004e-12, 2e-12)]
+CHECKS += [Check("forward", float(error), 1e-12) for error in ("nan", "inf")]
+CHECKS += [Check("padded rows", float("inf"), 0.0, skipped="no mask", wanted=True)]  # all are, here
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=repr)
+def test_what_is_kept_of_a_check_tells_whether_it_passed(check):
+    kept = judging._record(check)
+    passed = kept["error"] is not None and kept["error"] <= kept["limit"]
+    assert passed == check.passed
+    assert kept.get("note", "") == check.skipped

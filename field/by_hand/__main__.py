@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import math
 import os
 import signal
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from field.by_hand import verdict, widened
+from field.by_hand import lines, verdict, widened
 
 RESULTS = Path(__file__).with_name("results")  # a file for each library
 PACKAGES = ("jax", "flax", "torch", "numpy")
@@ -23,14 +22,7 @@ LIMIT = 240  # seconds a port may take
 
 def records() -> dict[str, dict[str, Any]]:
     """Return what was measured before, by port."""
-    files = sorted(RESULTS.glob("*.json"))
-    return {row["port"]: row for file in files for row in json.loads(file.read_text())}
-
-
-def _keep(rows: Mapping[str, Mapping[str, Any]], library: str) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    own = [row for name, row in sorted(rows.items()) if name.startswith(f"{library}/")]
-    (RESULTS / f"{library}.json").write_text(json.dumps(own, indent=1) + "\n")
+    return {row["port"]: row for row in lines.read(RESULTS)}
 
 
 def measured(make: Callable[[], Any]) -> dict[str, Any]:
@@ -86,7 +78,7 @@ def main() -> None:
             rows[name] |= {"widened": found.get("measures")}
         else:
             rows[name] = {"port": name, "versions": _versions(name), **found}
-        _keep(rows, name.partition("/")[0])
+        lines.write(RESULTS, name.partition("/")[0], [rows[port] for port in sorted(rows)])
         print(f"{name:60} {verdict.verdict(rows[name]):24} {time.monotonic() - start:5.1f} s", flush=True)
     ours = [name for name in sys.modules if name.partition(".")[0] in ("flax_attn", "torch_ref")]
     if ours:

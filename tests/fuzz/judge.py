@@ -1,0 +1,166 @@
+"""When a call is as it has to be: equal by the rules of the judge, or refused by our own words."""
+
+import re
+import traceback
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import flax_attn
+import ml_dtypes
+import numpy as np
+from flax_attn.parity import tolerance
+
+from . import formula
+from .formula import Arrays, Options
+
+_OURS = Path(flax_attn.__file__).parent
+_LIMITS = {"output": tolerance.LOW_FORWARD, "weights": tolerance.LOW_FORWARD}
+
+
+class Wrong(Exception):  # noqa: N818 (what a case found)
+    """Raised by a case that did not come out as it has to."""
+
+
+def refused(error: BaseException) -> bool:
+    """Return whether an error is a refusal: ours, with the rule, what was given and the remedy."""
+    frames = traceback.extract_tb(error.__traceback__)
+    raised_here = bool(frames) and Path(frames[-1].filename).is_relative_to(_OURS)
+    says = re.search(r"\bgot\b|\bhas\b", str(error)) is not None
+    return isinstance(error, ValueError) and raised_here and says
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a call returned, beside what it was given.
+
+    Args:
+        dtype: of the call.
+        found: output, weights and gradients.
+        given: query, key, value, bias and sinks in that dtype.
+        cotangent: of the output, in that dtype.
+        options: of the formula.
+        chooses: whether rounding alone makes the gradients of the scores.
+    """
+
+    dtype: str
+    found: dict
+    given: Arrays
+    cotangent: np.ndarray
+    options: Options
+    chooses: bool = False
+
+    def check(self) -> None:
+        """Raise `Wrong` unless all of it is right."""
+        ours = {name: np.asarray(x) for name, x in self.found.items()}
+        for name, x in ours.items():
+            if x.dtype.name != self.given.get(name, self.given["query"]).dtype.name:
+                raise Wrong(f"{name} has dtype {x.dtype.name}")
+        alone = ours.pop("output alone", None)
+        if alone is not None and not np.array_equal(alone, ours["output"], equal_nan=True):
+            raise Wrong("asking for weights changes the output")
+        again = ours.pop("output in a gradient", None)
+        if again is not None:
+            self._compare({**ours, "output": again})
+        if "output" in ours:
+            self._compare(ours)
+
+    def _compare(self, ours: Arrays) -> None:
+        wide = {name: x.astype(np.float64) for name, x in ours.items()}
+        names = [name for name in wide if name in self._defined]
+        truth = {name: self.truth[name] for name in names}
+        for name in names:
+            if wide[name].shape != truth[name].shape:
+                raise Wrong(f"{name} has shape {wide[name].shape}, not {truth[name].shape}")
+        wide = {name: self._only_defined(name, wide[name]) for name in names}
+        truth = {name: self._only_defined(name, truth[name]) for name in names}
+        for name in names:
+            if not np.array_equal(np.isnan(wide[name]), np.isnan(truth[name])):
+                raise Wrong(f"{name} is NaN elsewhere: {_places(wide[name], truth[name])}")
+        if self.chooses:
+            for name in wide.keys() & {"query", "key", "bias", "sinks"}:
+                del wide[name], truth[name]
+        errors = self._double(wide, truth) if self.dtype == "float64" else self._lower(wide, truth)
+        if errors and not max(errors.values()) <= 1:
+            shown = {name: f"{error:.3g}" for name, error in errors.items()}
+            raise Wrong(f"errors over those allowed: {shown}")
+
+    @cached_property
+    def truth(self) -> Arrays:
+        return _computed(self.given, self.cotangent, self.options, np.float64)
+
+    @cached_property
+    def _defined(self) -> dict[str, np.ndarray]:
+        undefined = formula.not_finite(self.given, self.options)
+        whole = {name: np.ones((), bool) for name in ("output", "weights")}
+        if not any(x.any() for x in undefined.values()):
+            return whole | {name: np.ones((), bool) for name in self.given}
+        # A row that is NaN may turn to NaN what it could have read: what stands by rows is judged.
+        return whole | {"query": ~undefined["query"]}
+
+    def _only_defined(self, name: str, x: np.ndarray) -> np.ndarray:
+        where = self._defined[name]
+        return x if where.ndim == 0 else np.where(where[..., None], x, 0)
+
+    def _double(self, ours: Arrays, truth: Arrays) -> dict[str, float]:
+        forward = {name for name in truth if name in _LIMITS}
+        errors = tolerance.relative(ours, {name: truth[name] for name in forward})
+        backward = tolerance.gradient_errors(
+            ours, {name: x for name, x in truth.items() if name not in forward}
+        )
+        allowed = {name: error / tolerance.FORWARD for name, error in errors.items()}
+        return allowed | {name: error / tolerance.GRADIENT for name, error in backward.items()}
+
+    def _lower(self, ours: Arrays, truth: Arrays) -> dict[str, float]:
+        gradients = {name: x for name, x in truth.items() if name not in _LIMITS}
+        null = tolerance.null_directions(gradients)
+        eps = float(ml_dtypes.finfo(self.dtype).eps)
+        plain = [
+            {name: self._only_defined(name, x) for name, x in draw.items() if name in truth}
+            for draw in self._plain
+        ]
+        errors = {}
+        for name, x in truth.items():
+            if name in null:
+                continue
+            factor = _LIMITS.get(name, tolerance.LOW_GRADIENT)
+            errors |= tolerance.lower_dtype(ours, plain, {name: x}, factor, eps)
+        if null:
+            largest = max(np.abs(x).max(initial=0.0) for x in gradients.values())
+            rounding = tolerance.relative(ours, {name: truth[name] for name in null}, largest)
+            errors |= {
+                name: error / (tolerance.REORDERED * eps) for name, error in rounding.items()
+            }
+        return errors
+
+    @cached_property
+    def _plain(self) -> list[Arrays]:
+        """The formula in the dtype of the call, of what is given and of its neighbours."""
+        rng = np.random.default_rng(0)
+        draws = [self.given]
+        for _ in range(1, tolerance.DRAWS):
+            draws.append({name: _nudged(rng, x) for name, x in self.given.items()})
+        return [_computed(draw, self.cotangent, self.options, np.float32) for draw in draws]
+
+
+def _computed(given: Arrays, cotangent: np.ndarray, options: Options, dtype: type) -> Arrays:
+    wide = {name: x.astype(dtype) for name, x in given.items()}
+    with np.errstate(all="ignore"):
+        found = formula.attention(wide, options, cotangent.astype(dtype))
+        if dtype is np.float64:
+            return found
+        low = given["query"].dtype
+        return {name: x.astype(low).astype(np.float64) for name, x in found.items()}
+
+
+def _nudged(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    """Return numbers that would be rounded to these, rounded up or down at random."""
+    half_step = ml_dtypes.finfo(x.dtype).eps / 2
+    nudge = rng.choice([-1, 0, 1], size=x.shape) * float(half_step)
+    return (x.astype(np.float64) * (1 + nudge)).astype(np.float32)
+
+
+def _places(ours: np.ndarray, truth: np.ndarray) -> str:
+    more, less = np.isnan(ours) & ~np.isnan(truth), np.isnan(truth) & ~np.isnan(ours)
+    first, other = (np.argwhere(x)[:2].tolist() for x in (more, less))
+    return f"NaN for a number at {first}, a number for NaN at {other}"
