@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Any
+from numbers import Real
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,43 +40,121 @@ class Unsupported(ValueError):  # noqa: N818 (a refusal, not an error of the lib
     """
 
 
+class Floats(NamedTuple):
+    """The arrays of a call that have gradients, or these gradients; None for what the call does not have."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None = None
+    sinks: Array | None = None
+    scale: Array | None = None
+    captured: tuple[Array, ...] = ()  # by a function of scores
+
+
+_STATIC = {"static": True}  # known before tracing
+
+
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call of `dot_product_attention`, after all checks.
+    """The arguments of one call of `dot_product_attention`, after all checks: a pytree.
+
+    `jax.jit`, `jax.custom_vjp` and `jax.shard_map` take a call whole. Its arrays are traced; soft cap, precision,
+    platform and a scale that is a Python number stay known.
 
     Args:
         query: `(b, t, n, h)`.
         key: `(b, s, k, h)`, k dividing n.
         value: `(b, s, k, v)`.
-        bias: None, or of rank 4 and broadcasting to `(b, n, t, s)`; `-inf` hides.
+        bias: None, or of rank 4 and broadcasting to `(b, n, t, s)`; `-inf` hides. In a shard it is over all keys.
         mask: for these sizes, with its offsets filled in.
-        scale: factor on the scores.
+        scale: factor on the scores, a Python number or a scalar in the dtype of the scores.
         soft_cap: None or positive.
         sinks: None or `(n,)`.
         dropout: None or a rate and a key.
         precision: of the matrix products.
         platform: `"cpu"`, `"gpu"` or `"tpu"`.
         score: None or a function of scores, traced.
+
+    Attributes:
+        axes: what the axes of each array are split over where a mesh divides the call: `"batch"`, `"heads"`,
+            `"queries"`, `"keys"`, or None for none. Aligned at the last axis; an axis of one serves every index.
     """
 
     query: Query
     key: Key
     value: Value
-    bias: Float[Array, "#b #n #t #s"] | None
+    bias: Float[Array, "#b #n #t _"] | None
     mask: Mask
     scale: Any
-    soft_cap: float | None
+    soft_cap: float | None = field(metadata=_STATIC)
     sinks: Float[Array, " n"] | None
     dropout: KeyedDropout | None
-    precision: jax.lax.PrecisionLike
-    platform: str
+    precision: jax.lax.PrecisionLike = field(metadata=_STATIC)
+    platform: str = field(metadata=_STATIC)
     score: TracedScore | None = None
+
+    axes: ClassVar[dict[str, tuple[str | None, ...]]] = {
+        "query": ("batch", "queries", "heads", None),
+        "key": ("batch", "keys", "heads", None),
+        "value": ("batch", "keys", "heads", None),
+        "bias": ("batch", "heads", "queries", None),
+        "sinks": ("heads",),
+    }
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """The sizes `(b, n, t, s)` of the weights."""
         b, t, n, _ = self.query.shape
         return b, n, t, self.key.shape[1]
+
+    @property
+    def floats(self) -> Floats:
+        """The arrays that have gradients; a scale that is a Python number is among them, as an array."""
+        scale = jnp.asarray(self.scale, accumulation_dtype(self.query.dtype))
+        captured = () if self.score is None else self.score.floats
+        return Floats(self.query, self.key, self.value, self.bias, self.sinks, scale, captured)
+
+    def cotangent(self, gradients: Floats) -> Call:
+        """Return gradients in the form of this call and in the dtypes of its arrays, None for what has no gradient."""
+        gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, self.floats)
+        found = gradients._asdict()
+        found["score"] = None if self.score is None else self.score.cotangent(gradients.captured)
+        found["scale"] = None if isinstance(self.scale, Real) else gradients.scale
+        _, known = _flatten(self)
+        return _unflatten(known, [found.get(name) for name in _ARRAYS])
+
+
+_ARRAYS = tuple(one.name for one in fields(Call) if not one.metadata)
+_OPTIONS = tuple(one.name for one in fields(Call) if one.metadata)
+
+
+def _flatten(call: Call) -> tuple[list, tuple]:
+    scale = call.scale if isinstance(call.scale, Real) else None
+    arrays = {name: getattr(call, name) for name in _ARRAYS}
+    if scale is not None:
+        arrays["scale"] = None
+    options = tuple(getattr(call, name) for name in _OPTIONS)
+    return list(arrays.values()), (scale, options)
+
+
+def _flatten_with_keys(call: Call) -> tuple[list, tuple]:
+    arrays, known = _flatten(call)
+    keys = map(jax.tree_util.GetAttrKey, _ARRAYS)
+    return list(zip(keys, arrays, strict=True)), known
+
+
+def _unflatten(known: tuple, arrays: Any) -> Call:
+    scale, options = known
+    values = dict(zip(_ARRAYS, arrays, strict=True)) | dict(zip(_OPTIONS, options, strict=True))
+    if scale is not None:
+        values["scale"] = scale
+    call = object.__new__(Call)  # JAX's transforms put other objects in the place of arrays: nothing is checked again
+    vars(call).update(values)
+    return call
+
+
+jax.tree_util.register_pytree_with_keys(Call, _flatten_with_keys, _unflatten, _flatten)
 
 
 def prepare(
@@ -107,10 +186,11 @@ def prepare(
         bias = as_argument("bias", bias)
         check_bias(bias.shape, bias.dtype.name, shape)
         bias = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
-    scale = query.shape[-1] ** -0.5 if scale is None else _as_scale(scale)
+    dtype = accumulation_dtype(query.dtype)
+    scale = query.shape[-1] ** -0.5 if scale is None else _as_scale(scale, dtype)
     mask = as_mask(mask).resolve(*shape)
     soft_cap = None if soft_cap is None else float(soft_cap)
-    traced = _traced(score, shape, accumulation_dtype(query.dtype))
+    traced = _traced(score, shape, dtype)
     if sinks is not None:
         sinks = as_argument("sinks", sinks)
         check_sinks(query.shape[2], sinks.shape, sinks.dtype.name)
@@ -126,11 +206,11 @@ def as_argument(name: str, value: Any) -> Array:
     return jnp.asarray(value)
 
 
-def _as_scale(scale: Any) -> Any:
+def _as_scale(scale: Any, dtype: jnp.dtype) -> Any:
     if isinstance(scale, jax.Array) or hasattr(scale, "__jax_array__"):
         scale = jnp.asarray(scale)
         check_scale(scale, scale.shape, scale.dtype.name)
-        return scale
+        return scale.astype(dtype)
     if isinstance(scale, np.ndarray) and scale.ndim:
         check_scale(scale, scale.shape, scale.dtype.name)
     scale = scale.item() if isinstance(scale, np.ndarray) else scale

@@ -4,7 +4,7 @@ Non-finite numbers are looked for in the scores and the output, which are small:
 they were computed from, or it is hidden. Otherwise the call is computed again by the formula, which handles them.
 """
 
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import capped_scores, hide, masked_softmax
 
 FEW = 16  # queries; with more, tiles are quicker
-_ARRAYS = ("query", "key", "value", "bias", "mask", "scale", "score", "sinks")
 
 
 class Decode(Backend):
@@ -43,11 +42,7 @@ class Decode(Backend):
 
     def attend(self, call: Call) -> Array:
         """Return `(b, t, n, v)`; differentiable in every mode and to every order, as the formula is."""
-        arrays = {name: getattr(call, name) for name in _ARRAYS}
-        arrays["scale"] = jnp.asarray(call.scale, accumulation_dtype(call.query.dtype))
-        # Heads first, as a cache stores them. In the other order XLA copies them for each product, and for the branch.
-        arrays |= {name: rearrange(arrays[name], "b s k h -> b k s h") for name in ("key", "value")}
-        return _compiled((call.soft_cap, call.precision, call.platform), arrays)
+        return _compiled(call)
 
     def memory(self, call: Call) -> int:
         """Return the bytes of the scores and the weights."""
@@ -55,29 +50,30 @@ class Decode(Backend):
         return 2 * b * n * t * s * accumulation_dtype(call.query.dtype).itemsize
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attend(options: tuple, arrays: dict[str, Any]) -> Array:
-    output, scores = _plain(_call(options, arrays), arrays["key"], arrays["value"])
+@jax.custom_jvp
+def _attend(call: Call) -> Array:
+    # Heads first, as a cache stores them. In the other order XLA copies them for each product, and for the branch.
+    key = rearrange(call.key, "b s k h -> b k s h")
+    value = rearrange(call.value, "b s k v -> b k s v")
+
+    def by_formula() -> Array:
+        tokens_first = {
+            "key": rearrange(key, "b k s h -> b s k h"),
+            "value": rearrange(value, "b k s v -> b s k v"),
+        }
+        return with_weights(replace(call, **tokens_first))[0]
+
+    output, scores = _plain(call, key, value)
     # A number that is not finite makes every score or output that it takes part in so too, also those of hidden keys.
-    return lax.cond(all_finite(scores, output), lambda: output, lambda: _formula(options, arrays))
+    return lax.cond(all_finite(scores, output), lambda: output, by_formula)
 
 
 @_attend.defjvp
-def _differentiate(options: tuple, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    return jax.jvp(partial(_formula, options), primals, tangents)
+def _differentiate(primals: tuple[Call], tangents: tuple[Any]) -> tuple[Array, Array]:
+    return jax.jvp(lambda call: with_weights(call)[0], primals, tangents)
 
 
-_compiled = jax.jit(_attend, static_argnums=0, inline=True)  # an eager call would compile the branch each time
-
-
-def _formula(options: tuple, arrays: dict[str, Any]) -> Array:
-    return with_weights(_call(options, arrays))[0]
-
-
-def _call(options: tuple, arrays: dict[str, Any]) -> Call:
-    soft_cap, precision, platform = options
-    tokens_first = {name: rearrange(arrays[name], "b k s h -> b s k h") for name in ("key", "value")}
-    return Call(**(arrays | tokens_first), soft_cap=soft_cap, dropout=None, precision=precision, platform=platform)
+_compiled = jax.jit(_attend, inline=True)  # an eager call would compile the branch each time
 
 
 def _plain(call: Call, key: Array, value: Array) -> tuple[Array, Array]:

@@ -1,5 +1,7 @@
 """The formula with all scores in memory: the reference for the others, and the quickest for short inputs."""
 
+from dataclasses import fields
+
 from jaxtyping import Array
 
 from flax_attn.backends.backend import Backend
@@ -35,19 +37,8 @@ class Reference(Backend):
 
 def with_weights(call: Call) -> tuple[Array, Array]:
     """Return the output, and the weights `(b, n, t, s)` that were applied to the values."""
-    return reference_attention(
-        call.query,
-        call.key,
-        call.value,
-        call.bias,
-        call.mask,
-        scale=call.scale,
-        soft_cap=call.soft_cap,
-        score=call.score,
-        sinks=call.sinks,
-        dropout=call.dropout,
-        precision=call.precision,
-    )
+    arguments = {one.name: getattr(call, one.name) for one in fields(call) if one.name != "platform"}
+    return reference_attention(**arguments)
 
 
 BACKEND = Reference()

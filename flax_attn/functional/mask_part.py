@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -29,7 +30,7 @@ class Part:
     axes: ClassVar[dict[str, tuple[str | None, ...]] | None] = None
 
     def __init_subclass__(cls):
-        jax.tree_util.register_pytree_node(cls, _flatten, lambda static, children: _unflatten(cls, static, children))
+        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, partial(_unflatten, cls), _flatten)
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Part:
         """Return the part for a call of this size, its defaults filled in, or raise `ValueError`."""
@@ -91,6 +92,13 @@ def _flatten(part):
     traced = [name for name, value in values.items() if not isinstance(value, int | None)]
     static = tuple((name, value) for name, value in values.items() if name not in traced)
     return [values[name] for name in traced], (tuple(traced), static)
+
+
+def _flatten_with_keys(part):
+    children, static = _flatten(part)
+    names, _ = static
+    keys = map(jax.tree_util.GetAttrKey, names)
+    return list(zip(keys, children, strict=True)), static
 
 
 def _unflatten(cls, static, children):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,9 @@ class TracedScore:
         n: those of the heads, `(n,)`.
         rows: the positions of the queries, `(#b, t)`.
         cols: those of the keys, `(#b, s)`.
+
+    Attributes:
+        axes: what the arrays are split over where a mesh divides the call. Positions are those of whole sequences.
     """
 
     function: Any
@@ -33,6 +36,12 @@ class TracedScore:
     n: Any
     rows: Any
     cols: Any
+    axes: ClassVar[dict[str, tuple[str | None, ...]]] = {
+        "b": ("batch",),
+        "n": ("heads",),
+        "rows": ("batch", None),
+        "cols": ("batch", None),
+    }
 
     def apply(self, scores: Weights) -> Weights:
         """Return the new scores."""

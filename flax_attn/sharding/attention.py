@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import SequenceKey
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
@@ -18,7 +17,6 @@ from flax_attn.functional.mask_part import Part
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.placed import HeadsOf
 from flax_attn.functional.places import Places
-from flax_attn.functional.traced_score import TracedScore
 from flax_attn.sharding.division import Division
 from flax_attn.sharding.mapped import on_devices
 from flax_attn.sharding.order import zigzag_places
@@ -32,113 +30,77 @@ def attend(division: Division, call: Call, kernel: Kernel) -> Array:
     Raises:
         Unsupported: if a backend that is asked for by name cannot honour its part of the call.
     """
-    return _compiled(_Static(division, kernel, *_static_options(call)), _arrays(division, call))
+    return _compiled(division, kernel, _divisible(division, call))
 
 
-@dataclass(frozen=True)
-class _Static:
-    """What is known before tracing."""
-
-    division: Division
-    kernel: Kernel
-    scale: Any
-    soft_cap: float | None
-    precision: Any
-    platform: str
-
-
-def _static_options(call: Call) -> tuple[Any, ...]:
-    scale = None if isinstance(call.scale, jax.Array) else call.scale
-    return scale, call.soft_cap, call.precision, call.platform
-
-
-def _arrays(division: Division, call: Call) -> dict[str, Any]:
-    key, value = (jnp.repeat(x, division.copies, axis=2) if division.copies > 1 else x for x in (call.key, call.value))
-    dropout, bias, t = call.dropout, call.bias, call.shape[2]
+def _divisible(division: Division, call: Call) -> Call:
+    """Return the same call, with arrays that the mesh divides."""
+    bias, dropout, t = call.bias, call.dropout, call.shape[2]
+    if division.copies > 1:
+        key, value = (jnp.repeat(x, division.copies, axis=2) for x in (call.key, call.value))
+        call = replace(call, key=key, value=value)
     if bias is not None and t == division.size(division.queries):
         # Of one query a device: one row is that query's, and not one for all.
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], t, bias.shape[3]))
-    return {
-        "query": call.query,
-        "key": key,
-        "value": value,
-        "bias": bias,
-        "mask": call.mask,
-        "score": call.score,
-        "scale": call.scale if isinstance(call.scale, jax.Array) else None,
-        "sinks": call.sinks,
-        "dropout": None if dropout is None else replace(dropout, key=key_data(dropout.key)),
-    }
+    if dropout is not None:
+        dropout = replace(dropout, key=key_data(dropout.key))
+    return replace(call, bias=bias, dropout=dropout)
 
 
-@partial(jax.jit, static_argnums=0, inline=True)  # an eager call would compile its parts each time
-def _compiled(static: _Static, arrays: dict[str, Any]) -> Array:
-    division = static.division
+@partial(jax.jit, static_argnums=(0, 1), inline=True)  # an eager call would compile its parts each time
+def _compiled(division: Division, kernel: Kernel, call: Call) -> Array:
     return on_devices(
-        lambda arrays: attend_shard(division, static.kernel, _shard(static, arrays)),
+        lambda call: attend_shard(division, kernel, _shard(division, call)),
         division.mesh,
-        arrays,
-        _specs(division, arrays),
+        call,
+        _specs(division, call),
         P(division.batch, division.queries, division.heads),
         division.axes,
     )
 
 
-def _specs(division: Division, arrays: dict[str, Any]) -> dict[str, Any]:
-    batch, heads, queries, keys = division.batch, division.heads, division.queries, division.keys
-    whole = jax.tree.map(lambda x: P(), arrays)
-    specs = {
-        "query": P(batch, queries, heads),
-        "key": P(batch, keys, heads),
-        "value": P(batch, keys, heads),
-        "sinks": None if arrays["sinks"] is None else P(heads),
-        "bias": None if arrays["bias"] is None else _broadcast_spec((batch, heads, queries, ()), arrays["bias"]),
-        "mask": Mask(tuple(_part_specs(division, part) for part in arrays["mask"].parts)),
-        "score": None if arrays["score"] is None else _score_specs(division, arrays["score"]),
-    }
-    return whole | specs
+def _specs(division: Division, call: Call) -> Call:
+    """Return how the arrays of a call are split: as the class that holds them says in `axes`, all others not at all."""
+
+    def spec(path: tuple, array: Array) -> P:
+        owner = call
+        for step in path[:-1]:
+            owner = owner[step.idx] if isinstance(step, SequenceKey) else getattr(owner, step.name)
+            if isinstance(owner, Part) and owner.axes is None:  # it takes its heads of the whole by itself
+                return P()
+        axes = getattr(owner, "axes", {})
+        name = getattr(path[-1], "name", None)
+        return _spec(division, axes[name], array) if name in axes else P()
+
+    return jax.tree_util.tree_map_with_path(spec, call)
 
 
-def _part_specs(division: Division, part: Part) -> Any:
-    if part.axes is None:
-        return jax.tree.map(lambda x: P(), part)
-    split = {"batch": division.batch, "heads": division.heads, None: ()}
-    arrays = {name: x for name, x in vars(part).items() if not isinstance(x, int | None)}
-    specs = (
-        [_broadcast_spec(tuple(split[axis] for axis in part.axes[name]), x)]
-        if name in part.axes
-        else [P()] * len(jax.tree.leaves(x))  # a function, with the arrays that it captures
-        for name, x in arrays.items()
-    )
-    return jax.tree.unflatten(jax.tree.structure(part), list(chain.from_iterable(specs)))
-
-
-def _score_specs(division: Division, score: TracedScore) -> TracedScore:
-    # Positions are those of whole sequences, and each device takes the indices of its rows and heads.
-    rows, cols = (_broadcast_spec((division.batch, ()), x) for x in (score.rows, score.cols))
-    function = jax.tree.map(lambda x: P(), score.function)
-    return TracedScore(function, P(division.batch), P(division.heads), rows, cols)
-
-
-def _broadcast_spec(axes: tuple[tuple[str, ...], ...], array: Array) -> P:
+def _spec(division: Division, names: tuple[str | None, ...], array: Array) -> P:
     # Aligned at the last axis; an axis of one serves every index.
-    own = axes[len(axes) - array.ndim :]
-    return P(*(() if size == 1 else axis for axis, size in zip(own, array.shape, strict=True)))
+    split = {
+        "batch": division.batch,
+        "heads": division.heads,
+        "queries": division.queries,
+        "keys": division.keys,
+        None: (),
+    }
+    own = names[len(names) - array.ndim :]
+    axes = zip(own, array.shape, strict=True)
+    return P(*(() if size == 1 else split[name] for name, size in axes))
 
 
-def _shard(static: _Static, arrays: dict[str, Any]) -> Shard:
-    division = static.division
-    query, key = arrays["query"], arrays["key"]
-    b, t, n, _ = query.shape
-    s = key.shape[1]
+def _shard(division: Division, call: Call) -> Shard:
+    b, n, t, s = call.shape
     rows, heads = _places(division.batch, b), _places(division.heads, n)
-    parts = (part if part.axes is not None else HeadsOf(part, rows, heads) for part in arrays["mask"].parts)
-    scale = static.scale if arrays["scale"] is None else arrays["scale"]
-    options = {"soft_cap": static.soft_cap, "precision": static.precision, "platform": static.platform}
-    call = Call(**(arrays | {"bias": None, "mask": Mask(tuple(parts)), "scale": scale}), **options)
-    at = _token_places(division, t) if division.queries else None
-    cols = _token_places(division, s) if division.keys else None
-    return Shard(call, arrays["bias"], rows, heads, at, cols, s * division.size(division.keys))
+    parts = (part if part.axes is not None else HeadsOf(part, rows, heads) for part in call.mask.parts)
+    return Shard(
+        call=replace(call, mask=Mask(tuple(parts))),
+        b=rows,
+        n=heads,
+        rows=_token_places(division, t) if division.queries else None,
+        cols=_token_places(division, s) if division.keys else None,
+        s=s * division.size(division.keys),
+    )
 
 
 def _places(axes: tuple[str, ...], size: int) -> Places:

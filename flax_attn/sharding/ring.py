@@ -10,9 +10,9 @@ References:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,12 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_attn.backends.blocked import BACKEND as BLOCKED
-from flax_attn.backends.blocked.heads import CallArrays
-from flax_attn.backends.call import Call
-from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.backends.call import Call, Floats
+from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.masks import Mask
 from flax_attn.functional.places import Places
-from flax_attn.functional.traced_score import TracedScore
 from flax_attn.sharding.route import Route
 from flax_attn.sharding.shards import Shard
-from flax_attn.sharding.softmax import fold, fold_over, nothing, sinks_gradient, with_sinks
 
 
 def attend_pieces(route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Array:
@@ -40,103 +36,71 @@ def attend_pieces(route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Arr
         shard: of this device.
         over: mesh axes over which devices have the same queries, and their softmaxes are folded into one.
     """
+    output: Array = _attend(route, over, shard)
+    return output.astype(shard.call.query.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(route: Route, over: tuple[str, ...], shard: Shard) -> Array:
+    return _forward(route, over, shard)[0]
+
+
+def _forward(route: Route, over: tuple[str, ...], shard: Shard) -> tuple[Array, tuple]:
     call = shard.call
-    scale = jnp.asarray(call.scale, accumulation_dtype(call.query.dtype))
-    static = _Static(route, over, call.soft_cap, call.precision, call.platform, shard.s)
-    captured = () if call.score is None else call.score.floats
-    arrays = CallArrays(call.query, call.key, call.value, shard.bias, call.sinks, scale, captured)
-    rest = _Rest(call.mask, call.score, call.dropout, shard.b, shard.n, shard.rows)
-    output: Array = _attend(static, arrays, rest)
-    return output.astype(call.query.dtype)
-
-
-class _Rest(NamedTuple):
-    """The arrays of a shard that have no gradients."""
-
-    mask: Mask
-    score: TracedScore | None  # whose captured arrays are not read
-    dropout: KeyedDropout | None
-    b: Places
-    n: Places
-    rows: Places | None
-
-
-@dataclass(frozen=True)
-class _Static:
-    """What is known before tracing."""
-
-    route: Route
-    over: tuple[str, ...]
-    soft_cap: float | None
-    precision: Any
-    platform: str
-    s: int
-
-    def call(self, arrays: CallArrays, rest: _Rest, piece: tuple[Array, Array], cols: Places) -> Call:
-        """Return the call of this device's queries and a piece of the keys; sinks are no part of it."""
-        score = None if rest.score is None else rest.score.with_floats(arrays.captured)
-        numerics = (self.soft_cap, None, rest.dropout, self.precision, self.platform, score)
-        call = Call(arrays.query, *piece, None, rest.mask, arrays.scale, *numerics)
-        return Shard(call, arrays.bias, rest.b, rest.n, rest.rows, cols, self.s).as_call()
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, arrays: CallArrays, rest: _Rest) -> Array:
-    return _forward(static, arrays, rest)[0]
-
-
-def _forward(static: _Static, arrays: CallArrays, rest: _Rest) -> tuple[Array, tuple]:
-    route = static.route
 
     def step(j, piece, sums, done):
         def with_piece():
-            return fold(done, BLOCKED.forward(static.call(arrays, rest, piece, route.keys_of(j))))
+            return done.fold(BLOCKED.forward(_with_keys(shard, piece, route.keys_of(j))))
 
         return sums, route.where_needed(j, with_piece, done)
 
-    done = nothing(arrays.query, arrays.value.shape[3], arrays.scale.dtype)
-    _, done = _over_pieces(route, (arrays.key, arrays.value), step, (), done)
-    done = with_sinks(fold_over(done, static.over), arrays.sinks)
-    return done.output, (arrays, rest, done)
+    nothing = Softmax.over_nothing(call.query, call.value.shape[3], accumulation_dtype(call.query.dtype))
+    _, done = _over_pieces(route, (call.key, call.value), step, (), nothing)
+    done = done.fold_over(over).with_sinks(call.sinks)
+    return done.output, (shard, done)
 
 
-def _backward(static: _Static, saved: tuple, cotangent: Array) -> tuple[CallArrays, None]:
-    arrays, rest, done = saved
-    route = static.route
-    d_sinks = sinks_gradient(done, arrays.sinks, cotangent)
+def _backward(
+    route: Route, over: tuple[str, ...], saved: tuple[Shard, Softmax], cotangent: Array
+) -> tuple[Shard]:
+    shard, done = saved
+    call = shard.call
+    d_sinks = done.sinks_gradient(call.sinks, cotangent)
     # Where devices have the same output, the cotangent comes divided among them.
-    cotangent = lax.psum(cotangent, static.over) if static.over else cotangent
+    cotangent = lax.psum(cotangent, over) if over else cotangent
 
-    def step(j, piece, sums, found):
+    def step(j, piece, sums, own):
         def with_piece():
             cols = route.keys_of(j)
-            call = static.call(arrays, rest, piece, cols)
-            share = BLOCKED.backward(call, done, cotangent)
+            share = BLOCKED.backward(_with_keys(shard, piece, cols), done, cotangent)
             d_piece = share.key, share.value
-            return jax.tree.map(jnp.add, sums, d_piece), found.add(share, cols)
+            return jax.tree.map(jnp.add, sums, d_piece), _add(own, share, cols)
 
-        return route.where_needed(j, with_piece, (sums, found))
+        return route.where_needed(j, with_piece, (sums, own))
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, done.output.dtype), arrays)
-    found, pieces = _Own(zeros.query, zeros.bias, zeros.scale, zeros.captured), (arrays.key, arrays.value)
-    (d_key, d_value), found = _over_pieces(route, pieces, step, (zeros.key, zeros.value), found)
-    gradients = CallArrays(found.query, d_key, d_value, found.bias, d_sinks, found.scale, found.captured)
-    return jax.tree.map(lambda d, x: d.astype(x.dtype), gradients, arrays), None
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, done.output.dtype), call.floats)
+    own = zeros._replace(key=None, value=None, sinks=None)
+    (d_key, d_value), own = _over_pieces(route, (call.key, call.value), step, (zeros.key, zeros.value), own)
+    d_call = call.cotangent(own._replace(key=d_key, value=d_value, sinks=d_sinks))
+    without_gradients = jax.tree.map(lambda x: None, shard)
+    return (replace(without_gradients, call=d_call),)
 
 
-class _Own(NamedTuple):
-    """Gradients that stay on their device."""
+_attend.defvjp(_forward, _backward)
 
-    query: Array
-    bias: Array | None
-    scale: Array
-    captured: tuple[Array, ...]
 
-    def add(self, share: CallArrays, cols: Places) -> _Own:
-        """Return the gradients with the share of some keys."""
-        bias = None if self.bias is None or share.bias is None else cols.put(self.bias, share.bias, 3)
-        captured = jax.tree.map(jnp.add, self.captured, share.captured)
-        return _Own(self.query + share.query, bias, self.scale + share.scale, captured)
+def _with_keys(shard: Shard, piece: tuple[Array, Array], cols: Places) -> Call:
+    """Return the call of a device's queries and a piece of the keys, which stand at `cols`; sinks are no part of it."""
+    key, value = piece
+    call = replace(shard.call, key=key, value=value, sinks=None)
+    return replace(shard, call=call, cols=cols).as_call()
+
+
+def _add(own: Floats, share: Floats, cols: Places) -> Floats:
+    """Return the gradients that stay on their device, with the share of some keys."""
+    d_bias = None if own.bias is None else cols.put(own.bias, share.bias, 3)
+    rest = share._replace(key=None, value=None, bias=None)
+    return jax.tree.map(jnp.add, own._replace(bias=None), rest)._replace(bias=d_bias)
 
 
 def _over_pieces(route: Route, pieces: Any, step: Any, sums: Any, carry: Any) -> tuple[Any, Any]:
@@ -146,6 +110,3 @@ def _over_pieces(route: Route, pieces: Any, step: Any, sums: Any, carry: Any) ->
         return done, carry
     more, carry = route.travel(-1, pieces, step, sums, carry, own=False)
     return jax.tree.map(jnp.add, done, more), carry
-
-
-_attend.defvjp(_forward, _backward)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from flax_attn.backends.call import Call
 from flax_attn.functional.masks import Mask
@@ -13,13 +13,13 @@ from flax_attn.functional.placed import Placed, PlacedDropout
 from flax_attn.functional.places import Places
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Shard:
     """One device's rows of the batch, heads, queries and keys.
 
     Args:
-        call: its arrays, without the bias; the mask is that of the whole sequences.
-        bias: of its queries and all keys.
+        call: its arrays; the mask is that of the whole sequences, the bias that of its queries and all keys.
         b: where its rows of the batch stand.
         n: where its heads stand.
         rows: where its queries stand; None where it has all, in order.
@@ -28,19 +28,18 @@ class Shard:
     """
 
     call: Call
-    bias: Array | None
     b: Places
     n: Places
     rows: Places | None
     cols: Places | None
-    s: int
+    s: int = field(metadata={"static": True})
 
     def as_call(self) -> Call:
         """Return the shard as a call of its own."""
         call = self.call
         _, _, t, s = call.shape
         rows, cols = self.rows or whole(t), self.cols or whole(s)
-        mask, bias, dropout, score = call.mask, self.bias, call.dropout, call.score
+        mask, bias, dropout, score = call.mask, call.bias, call.dropout, call.score
         if mask.parts and not (self.rows is None and self.cols is None):
             mask = Mask((Placed(mask, rows, cols, self.s),))
         if bias is not None and self.cols is not None:

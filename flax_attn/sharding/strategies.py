@@ -54,12 +54,12 @@ def attend_shard(division: Division, kernel: Kernel, shard: Shard) -> Array:
 
 
 def _exchanged(division: Division, shard: Shard) -> Shard:
-    call, bias, axes = shard.call, shard.bias, division.keys
+    call, bias, axes = shard.call, shard.call.bias, division.keys
     arrays = {name: exchange(getattr(call, name), axes) for name in ("query", "key", "value")}
     if bias is not None and bias.shape[2] > 1:
         bias = exchange(bias, axes, 2)
     places = zigzag_places(axes, call.shape[2])
-    return replace(shard, call=replace(call, **arrays), bias=bias, rows=places, cols=places)
+    return replace(shard, call=replace(call, **arrays, bias=bias), rows=places, cols=places)
 
 
 def _over_tokens(division: Division, kernel: Kernel, shard: Shard) -> Array:
@@ -107,19 +107,30 @@ def _with_all_tokens(division: Division, shard: Shard) -> Shard:
     b, _, n, _ = query.shape
     heads = Places((jax.lax.axis_index(division.keys) % within * n)[None], n)
     parts = (HeadsOf(part, whole(b), heads) if _differs_by_head(part) else part for part in call.mask.parts)
+    bias = None if call.bias is None else _bias_of_heads(division, call.bias, call.shape[2], heads)
     call = replace(
         call,
         query=query,
         key=key,
         value=value,
+        bias=bias,
         score=None if call.score is None else replace(call.score, n=heads.take(call.score.n, 0)),
-        sinks=None if call.sinks is None else heads.take(call.sinks, 0),
         mask=Mask(tuple(parts)),
+        **_of_heads(call, heads),
     )
-    bias = None if shard.bias is None else _bias_of_heads(division, shard.bias, shard.call.shape[2], heads)
     rows, cols = (None if _whole(division) else _group_places(division, x.shape[1]) for x in (query, key))
     own = {"n": Places(shard.n.starts + heads.starts, n), "rows": rows, "cols": cols}
-    return replace(shard, call=call, bias=bias, **own)
+    return replace(shard, call=call, **own)
+
+
+def _of_heads(call: Call, heads: Places) -> dict[str, Array]:
+    """Return the arrays of a call that have an axis of heads and none of tokens, at some of the heads."""
+    found = {}
+    for name, axes in call.axes.items():
+        array = getattr(call, name)
+        if array is not None and "heads" in axes and not {"queries", "keys"} & {*axes}:
+            found[name] = heads.take(array, axes.index("heads"))
+    return found
 
 
 def _differs_by_head(part: Part) -> bool:

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from flax_attn.backends.backend import Backend
-from flax_attn.backends.blocked.heads import CallArrays, Loop, Options, attend_heads, backward_heads, forward_heads
-from flax_attn.backends.blocked.passes import Partial
+from flax_attn.backends.blocked.heads import Loop, Options, attend_heads, backward_heads, forward_heads
 from flax_attn.backends.blocked.tiles import Static
 from flax_attn.backends.blocked.tiling import Tiling, make_tiling
-from flax_attn.backends.call import Call
+from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.nonfinite import row_factor
+from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.checks import DTYPES
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
@@ -54,11 +54,11 @@ class Blocked(Backend):
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
         return jnp.asarray(attend_heads(*self._arguments(call)), call.query.dtype)
 
-    def forward(self, call: Call) -> Partial:
+    def forward(self, call: Call) -> Softmax:
         """Return the output `(b, t, n, v)` over these keys, and the maxima and sums `(b, n, t, 1)` of its softmax."""
         return forward_heads(*self._arguments(call))
 
-    def backward(self, call: Call, saved: Partial, cotangent: Array) -> CallArrays:
+    def backward(self, call: Call, saved: Softmax, cotangent: Array) -> Floats:
         """Return the gradients, where `saved` is over these keys and maybe others."""
         return backward_heads(*self._arguments(call), saved, cotangent)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from flax_attn.backends.blocked.passes import Partial, backward, forward
+from flax_attn.backends.blocked.passes import backward, forward
 from flax_attn.backends.blocked.slices import add, put, take
 from flax_attn.backends.blocked.tiles import Head, Static
 from flax_attn.backends.blocked.tiling import Tiling
+from flax_attn.backends.call import Floats
+from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.nonfinite import finite_tokens, zero_nonfinite
 from flax_attn.functional.traced_score import TracedScore
@@ -41,18 +44,6 @@ class Options(NamedTuple):
     row_factor: Array | None  # None among gradients
 
 
-class CallArrays(NamedTuple):
-    """The arrays of a call that have gradients, or these, in the dtype of sums; None for what it does not have."""
-
-    query: Array
-    key: Array
-    value: Array
-    bias: Array | None
-    sinks: Array | None
-    scale: Array
-    captured: tuple[Array, ...] = ()  # by a function of scores
-
-
 class Loop(NamedTuple):
     """What is known before tracing: how to compute a head, and how many heads to take at once."""
 
@@ -71,7 +62,7 @@ def _attend(loop: Loop, query: Array, key: Array, value: Array, options: Options
     return forward_heads(loop, query, key, value, options).output
 
 
-def forward_heads(loop: Loop, query: Array, key: Array, value: Array, options: Options) -> Partial:
+def forward_heads(loop: Loop, query: Array, key: Array, value: Array, options: Options) -> Softmax:
     """Return the output `(b, t, n, v)`, and the maxima and sums `(b, n, t, 1)` of its softmax."""
     (b, t, n, _), v = query.shape, value.shape[-1]
     arrays = query, key, value, _padded_bias(loop.static.tiling, options.bias)
@@ -79,7 +70,8 @@ def forward_heads(loop: Loop, query: Array, key: Array, value: Array, options: O
     def one(b, n):
         result = forward(loop.static, _head(loop.static, arrays, options, b, n))
         factor = _rows_of(jnp.asarray(options.row_factor), b, n)
-        return result._replace(output=result.output * factor, total=result.total * factor)  # backward divides by total
+        # The backward pass divides by the total.
+        return replace(result, output=result.output * factor, total=result.total * factor)
 
     def store(sums, b, n, result):
         output, tops, totals = sums
@@ -91,19 +83,19 @@ def forward_heads(loop: Loop, query: Array, key: Array, value: Array, options: O
 
     parts = jnp.zeros((b, n, t, 1), loop.static.sums)
     sums = jnp.zeros((b, t, n, v), loop.static.sums), parts, parts
-    return Partial(*_over_heads(loop, b, n, one, store, sums))
+    return Softmax(*_over_heads(loop, b, n, one, store, sums))
 
 
 def backward_heads(
-    loop: Loop, query: Array, key: Array, value: Array, options: Options, saved: Partial, cotangent: Array
-) -> CallArrays:
+    loop: Loop, query: Array, key: Array, value: Array, options: Options, saved: Softmax, cotangent: Array
+) -> Floats:
     """Return the gradients, where the keys may be a part of those that `saved` is over."""
-    output, tops, totals = saved
+    output, tops, totals = saved.output, saved.top, saved.total
     static, (b, _, n, _) = loop.static, query.shape
     arrays, group = (query, key, value, _padded_bias(static.tiling, options.bias)), n // key.shape[2]
 
     def one(b, n):
-        saved = Partial(_pick(output, b, n), _rows_of(tops, b, n), _rows_of(totals, b, n))
+        saved = Softmax(_pick(output, b, n), _rows_of(tops, b, n), _rows_of(totals, b, n))
         found = backward(static, _head(static, arrays, options, b, n), saved, _pick(cotangent, b, n))
         query, key, value = (_pick(x, b, i) for x, i in zip(arrays[:3], (n, n // group, n // group), strict=True))
         d_scale = (found.query * zero_nonfinite(query).astype(static.sums)).sum()
@@ -129,7 +121,7 @@ def backward_heads(
     d_query, d_key, d_value, d_bias, d_sinks, d_scale, d_captured = _over_heads(loop, b, n, one, store, zeros)
     if d_bias is not None and options.bias is not None:
         d_bias = _unpadded_bias(static.tiling, d_bias, options.bias)
-    return CallArrays(d_query, d_key, d_value, d_bias, d_sinks, d_scale, d_captured)
+    return Floats(d_query, d_key, d_value, d_bias, d_sinks, d_scale, d_captured)
 
 
 def _forward(loop, *arrays):
@@ -141,8 +133,8 @@ def _backward(loop, saved, cotangent):
     query, key, value, options, done = saved
     found = backward_heads(loop, query, key, value, options, done, cotangent)
     captured = () if options.score is None else options.score.floats
-    arrays = CallArrays(query, key, value, options.bias, options.sinks, options.scale, captured)
-    found: CallArrays = jax.tree.map(lambda d, x: d.astype(x.dtype), found, arrays)
+    arrays = Floats(query, key, value, options.bias, options.sinks, options.scale, captured)
+    found: Floats = jax.tree.map(lambda d, x: d.astype(x.dtype), found, arrays)
     score = None if options.score is None else options.score.cotangent(found.captured)
     of_options = {"bias": found.bias, "score": score, "sinks": found.sinks, "scale": found.scale}
     return found.query, found.key, found.value, Options(**of_options, mask=None, dropout=None, row_factor=None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -22,19 +23,7 @@ from flax_attn.backends.blocked.tiles import (
     scores,
     starts,
 )
-
-
-class Partial(NamedTuple):
-    """Rows over some of their keys: `output = sum e value` and `total = sum e`, with `e = exp(score - top)`."""
-
-    output: Float[Array, "t v"]
-    top: Float[Array, "t 1"]
-    total: Float[Array, "t 1"]
-
-    def __and__(self, other: Partial) -> Partial:
-        top = jnp.maximum(self.top, other.top)
-        mine, theirs = jnp.exp(self.top - top), jnp.exp(other.top - top)
-        return Partial(self.output * mine + other.output * theirs, top, self.total * mine + other.total * theirs)
+from flax_attn.backends.softmax import Softmax, Sums
 
 
 class Gradients(NamedTuple):
@@ -51,7 +40,7 @@ class Gradients(NamedTuple):
     captured: tuple[Array, ...]
 
 
-def forward(static: Static, head: Head) -> Partial:
+def forward(static: Static, head: Head) -> Softmax:
     """Return the output of one head, divided by its sum, and the maximum and the sum of its softmax."""
     size = static.tiling.block
 
@@ -62,47 +51,48 @@ def forward(static: Static, head: Head) -> Partial:
             return done & _forward_tile(static, head, query, tile)
 
         parts = [
-            reduce(Partial.__and__, [_forward_tile(static, head, query[rows], tile) for tile in tiles])
+            reduce(Sums.__and__, [_forward_tile(static, head, query[rows], tile) for tile in tiles])
             for rows, tiles in edges(static, head, start)
         ]
-        done = Partial(*map(jnp.concatenate, zip(*parts, strict=True))) if parts else _nothing(static, head)
+        done = jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts) if parts else _nothing(static, head)
         return _finish(static, over_chunks(static, head, start, step, done), head.sink)
 
-    return Partial(*(_rows(static, x) for x in lax.map(block, starts(static.tiling))))
+    blocks = lax.map(block, starts(static.tiling))
+    return jax.tree.map(partial(_rows, static), blocks)
 
 
 def _rows(static: Static, blocks: Array) -> Array:
     return blocks.reshape(-1, blocks.shape[-1])[: static.tiling.t]
 
 
-def _nothing(static: Static, head: Head) -> Partial:
+def _nothing(static: Static, head: Head) -> Sums:
     rows, dtype = static.tiling.block, static.sums
     output = jnp.zeros((rows, head.value.shape[1]), dtype)
-    return Partial(output, jnp.full((rows, 1), static.lowest, dtype), jnp.zeros((rows, 1), dtype))
+    return Sums(output, jnp.full((rows, 1), static.lowest, dtype), jnp.zeros((rows, 1), dtype))
 
 
-def _forward_tile(static: Static, head: Head, query: Array, tile: Tile) -> Partial:
+def _forward_tile(static: Static, head: Head, query: Array, tile: Tile) -> Sums:
     masked, _ = scores(static, head, query, tile)
     top = jnp.maximum(masked.max(axis=-1, keepdims=True), static.lowest)
     exps = jnp.exp(masked - top)
     total = exps.sum(axis=-1, keepdims=True)
     factors = dropout_factors(static, head, tile)
     exps = exps if factors is None else exps * factors
-    return Partial(static.dot(exps, keys(static, head.value, tile)), top, total)
+    return Sums(static.dot(exps, keys(static, head.value, tile)), top, total)
 
 
-def _finish(static: Static, done: Partial, sink: Array | None) -> Partial:
+def _finish(static: Static, done: Sums, sink: Array | None) -> Softmax:
     if sink is not None:  # a key that every row sees, with a value of zero
         one = jnp.ones((1, 1), static.sums)
-        done = done & Partial(0 * one, _as_column(static, sink), one)
-    return done._replace(output=done.output / jnp.where(done.total == 0, 1, done.total))
+        done = done & Sums(0 * one, _as_column(static, sink), one)
+    return done.divided()
 
 
 def _as_column(static: Static, sink: Array) -> Array:
     return sink.astype(static.sums).reshape(1, 1)
 
 
-def backward(static: Static, head: Head, saved: Partial, cotangent: Float[Array, "t v"]) -> Gradients:
+def backward(static: Static, head: Head, saved: Softmax, cotangent: Float[Array, "t v"]) -> Gradients:
     """Return the gradients of one head."""
     tiling = static.tiling
     all_rows, delta = _prepare(static, head, saved, cotangent)
@@ -151,7 +141,7 @@ class _Rows(NamedTuple):
         return _Rows(*(x[:, at] if i // 4 else x[at] for i, x in enumerate(self)))
 
 
-def _prepare(static: Static, head: Head, saved: Partial, cotangent: Array) -> tuple[_Rows, Array]:
+def _prepare(static: Static, head: Head, saved: Softmax, cotangent: Array) -> tuple[_Rows, Array]:
     # The sum is divided out here, so that no tile has to: with e = exp(x - top), dv = e^T do, dx = e (do v^T - delta).
     share = jnp.where(saved.total == 0, 0, 1 / jnp.where(saved.total == 0, 1, saved.total))
     cotangent = cotangent.astype(static.sums) * share

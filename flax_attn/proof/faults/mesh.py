@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_attn.backends.blocked.passes import Partial
+from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.places import Places
-from flax_attn.sharding import attention, order, ring, route, shards, softmax, strategies
+from flax_attn.sharding import attention, order, route, shards, strategies
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,19 @@ class MeshFault:
     balance: str = "none"
 
 
-def _twice(done: Any, sinks: Any) -> Any:
-    return softmax.with_sinks(softmax.with_sinks(done, sinks), sinks)
+def _twice(with_sinks: Callable, self: Softmax, sinks: Any) -> Softmax:
+    return with_sinks(with_sinks(self, sinks), sinks)
 
 
 def _in_each_shard(division: Any, size: int) -> Places:
     return Places(jnp.zeros(1, jnp.int32), size)
 
 
-def _without_maximum(one: Partial, other: Partial) -> Partial:
+def _without_maximum(one: Softmax, other: Softmax) -> Softmax:
     total = one.total + other.total
-    weights = [softmax.tokens_first(part.total / jnp.where(total == 0, 1, total)) for part in (one, other)]
-    return Partial(one.output * weights[0] + other.output * weights[1], jnp.maximum(one.top, other.top), total)
+    mine, theirs = (part.total / jnp.where(total == 0, 1, total) for part in (one, other))
+    output = one.output * mine.swapaxes(1, 2) + other.output * theirs.swapaxes(1, 2)
+    return Softmax(output, jnp.maximum(one.top, other.top), total)
 
 
 def _by_shard(rate: float, key: Any, places: Any) -> KeyedDropout:
@@ -68,10 +69,11 @@ def _wraps(function: Callable, replacement: Callable) -> Callable:
 
 _INPUTS = frozenset({"query", "key", "value"})
 FAULTS = (
-    MeshFault("A sink is counted twice.", ring, "with_sinks", _twice, _INPUTS | {"output", "bias", "sinks"}),
+    MeshFault("A sink is counted twice.", Softmax, "with_sinks", _wraps(Softmax.with_sinks, _twice),
+              _INPUTS | {"output", "bias", "sinks"}),
     MeshFault("Positions are counted in each shard.", attention, "_token_places", _in_each_shard,
               _INPUTS | {"output", "bias"}),
-    MeshFault("Two parts of a softmax are added without their maxima.", ring, "fold", _without_maximum,
+    MeshFault("Two parts of a softmax are added without their maxima.", Softmax, "fold", _without_maximum,
               _INPUTS | {"output"}),
     MeshFault("The inverse of the zigzag order is the order itself.", strategies, "exchange_back", order.exchange,
               frozenset({"output", "query"}), "zigzag"),
