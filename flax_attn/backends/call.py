@@ -90,6 +90,7 @@ def prepare(
     platform: str | None = None,
 ) -> Call:
     """Return the arguments of `dot_product_attention` as a call, or raise `ValueError`."""
+    _check_known(query.shape, key.shape, value.shape)
     check_inputs(query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name))
     check_options(query.shape[-2], None if sinks is None else sinks.shape, soft_cap)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
@@ -105,6 +106,15 @@ def prepare(
     soft_cap = None if soft_cap is None else float(soft_cap)
     traced = _traced(score, shape, accumulation_dtype(query.dtype))
     return Call(query, key, value, bias, mask, scale, soft_cap, sinks, dropout, precision, platform, traced)
+
+
+def _check_known(*shapes: tuple[Any, ...]) -> None:
+    # jax.export has sizes that are symbols. Which kernel runs, and its blocks, follow from all sizes but the batch.
+    if any(not isinstance(size, int) for shape in shapes for size in shape[-3:]):
+        raise ValueError(
+            "of the sizes of a call the batch alone may be symbolic in jax.export; got query, key and value "
+            f"{', '.join(map(str, shapes))}. Export for each number of tokens, or pad to the longest under lengths"
+        )
 
 
 def _traced(

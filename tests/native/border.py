@@ -135,8 +135,11 @@ def grouped_product(draw: Draw) -> Border:
 
 def change(draw: Draw, call: Border) -> Border:
     """Return a call in which one thing is another, which may be right too."""
-    if draw.one(*[False] * 7, True):
+    kind = draw.one("options", "dtypes", *["array"] * 6)
+    if kind == "options":
         return replace(call, options=call.options | other_option(draw, call.options))
+    if kind == "dtypes":
+        return recast(call, next(iter(call.arrays.values())).dtype, draw.one(*DTYPES))
     side = draw.one("arrays", "arrays", "results")
     arrays = getattr(call, side)
     name = draw.one(*arrays)
@@ -144,6 +147,18 @@ def change(draw: Draw, call: Border) -> Border:
     if draw.one(*[False] * 7, True):
         changed.pop(name)
     return replace(call, **{side: changed})
+
+
+def recast(call: Border, old: str, new: str) -> Border:
+    """Return a call whose arrays of one dtype are of another: to each other they fit."""
+
+    def cast(x: Array) -> Array:
+        if x.dtype != old:
+            return x
+        return replace(x, dtype=new, values=None if x.values is None else np.ones(x.shape).astype(new))
+
+    arrays, results = ({name: cast(x) for name, x in side.items()} for side in (call.arrays, call.results))
+    return replace(call, arrays=arrays, results=results)
 
 
 def other_option(draw: Draw, options: dict[str, Any]) -> dict[str, Any]:
