@@ -174,6 +174,7 @@ def prepare(
 ) -> Call:
     """Return the arguments of `dot_product_attention` as a call, or raise `ValueError`."""
     query, key, value = (as_argument(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    _check_known(query.shape, key.shape, value.shape)
     check_inputs(query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name))
     check_soft_cap(soft_cap)
     check_precision(precision)
@@ -235,6 +236,15 @@ def check_precision(precision: Any) -> None:
 def _dot_with(precision: Any) -> Any:
     x = jax.ShapeDtypeStruct((1,), jnp.float32)
     return jax.eval_shape(lambda x: jax.lax.dot(x, x, precision=precision), x)
+
+
+def _check_known(*shapes: tuple[Any, ...]) -> None:
+    # jax.export has sizes that are symbols. Which kernel runs, and its blocks, follow from all sizes but the batch.
+    if any(not isinstance(size, int) for shape in shapes for size in shape[-3:]):
+        raise ValueError(
+            "of the sizes of a call the batch alone may be symbolic in jax.export; got query, key and value "
+            f"{', '.join(map(str, shapes))}. Export for each number of tokens, or pad to the longest under lengths"
+        )
 
 
 def _traced(

@@ -59,5 +59,7 @@ def _rows(mask: Mask, bias: Array | None, query: Array, key: Array, value: Array
             visible = visible & (bias[:, :, jnp.minimum(row, bias.shape[2] - 1), None] != -jnp.inf)
         return sees_nonfinite(visible, query_ok[:, row, None], key_ok)[:, :, 0, 0]
 
-    at_once = max(_SEEN // (query.shape[0] * query.shape[2] * max(len(cols), 1)), 1)
-    return rearrange(lax.map(one, jnp.arange(query.shape[1]), batch_size=at_once), "t b n -> b n t 1")
+    b, t, n, _ = query.shape
+    pairs = b * n * max(len(cols), 1)
+    at_once = max(_SEEN // pairs, 1) if isinstance(pairs, int) else 1  # a symbol has no order among numbers
+    return rearrange(lax.map(one, jnp.arange(t), batch_size=at_once), "t b n -> b n t 1")

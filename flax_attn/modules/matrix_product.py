@@ -39,7 +39,8 @@ def dot_general(x: Array, matrix: Array, dimension_numbers: Any, **options: Any)
     ((_, contracted), batch), d = dimension_numbers, x.shape[-1]
     tokens = x.reshape(-1, d)
     takes = native.takes(tokens, matrix, **options)
-    divisible = len(tokens) == 1 and contracted == (0,) and d % _PARTS == 0 and accumulation_dtype(x.dtype) == x.dtype
+    single = tokens.shape[0] == 1 and contracted == (0,)
+    divisible = single and d % _PARTS == 0 and accumulation_dtype(x.dtype) == x.dtype
     if takes and not (divisible and is_amd()):
         product = native.product(tokens, matrix, *contracted, **options)
     elif divisible:

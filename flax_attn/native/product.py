@@ -28,7 +28,9 @@ def takes(x: Array, matrix: Array, *, precision: Any = None, preferred_element_t
         return False
     if x.dtype.name not in DTYPES or preferred_element_type not in (None, x.dtype, jnp.float32):
         return False
-    return x.dtype == matrix.dtype and 0 < len(x) <= FEW and matrix.size > 0
+    rows = x.shape[0]
+    few = isinstance(rows, int) and 0 < rows <= FEW  # of a batch that is symbolic nobody knows
+    return x.dtype == matrix.dtype and few and matrix.size > 0
 
 
 def product(
