@@ -150,6 +150,7 @@ def twins(query, key, **_):
 SQUARE, TALL, LONE = Sizes(t=38, s=38), Sizes(t=50, s=22), Sizes(t=1, s=38)
 SORTED = np.arange(38) // 9
 UNSORTED = np.array([SORTED[::-1] % 3, (7 * np.arange(38)) % 4])
+ENDS = lengths(2**31 - 1, -(2**31))
 NOBODY, SOMEBODY = np.s_[1, 17:], np.s_[0, 5, 1]
 
 IDS = np.random.default_rng(4).integers(0, 3, (2, 4, 50))
@@ -200,6 +201,21 @@ MASKS = [
     Case(
         "segments of other keys, some without any",
         lambda Mask, array: Mask.segments(array(np.arange(38) // 5 - 2), array(np.arange(50) // 13 * 2 - 2)),
+    ),
+    Case(
+        "segments of two integer types",
+        lambda Mask, array: Mask.segments(
+            array(UNSORTED.astype(np.int8) * 127), array((UNSORTED % 2).astype(np.uint32) * 127 + IDS[:, 0, :38] // 2)
+        ),
+        SQUARE,
+    ),
+    Case("causal at the ends of the integers", lambda Mask, array: Mask.causal(array(ENDS))),
+    Case("window at the ends of the integers", lambda Mask, array: Mask.window(ENDS[0] - 9, FAR, array(ENDS))),
+    Case(
+        "prefix and lengths at the ends of the integers",
+        lambda Mask, array: (
+            Mask.prefix(array(ENDS[::-1]), offset=array(ENDS)) & Mask.lengths(query=array(ENDS), key=array(ENDS))
+        ),
     ),
     Case("prefix", lambda Mask, _: Mask.prefix(19), SQUARE),
     Case("prefix with empty rows", lambda Mask, _: Mask.prefix(0, offset=-9)),
@@ -300,6 +316,12 @@ def hidden_by_bias(bias, key, value, **_):
 
 
 NUMBERS = [
+    Case(
+        "sinks that are not finite",
+        lambda Mask, _: Mask.causal(-9),
+        sinks=(np.nan, 0.3, np.inf, HIDE),
+        nonfinite=True,
+    ),
     Case("what a bias hides", lambda Mask, _: Mask.causal(5), bias=(4, 38, 50), change=hidden_by_bias),
     Case("what a bias hides of every query", bias=(2, 1, 1, 50), change=hidden_by_bias, soft_cap=2.0),
     Case("what nobody sees", lambda Mask, _: Mask.lengths(query=17, key=17), change=hidden_slots),
@@ -346,6 +368,7 @@ def reference_results(case: Case, dtype: str, data: str | None = None) -> dict[s
     z, given = case.sizes, case.arrays
     full = {"bias": np.zeros(z.scores), "sinks": np.full(z.n, HIDE)} | given
     full["bias"] = np.broadcast_to(full["bias"], z.scores)
+    full["sinks"] = np.where(full["sinks"] == np.inf, np.nan, full["sinks"])  # no number, as all that is not finite
     with jax.enable_x64("float64" in (dtype, data)), np.errstate(over="ignore"):
         arrays = {name: jnp.asarray(x, data or dtype).astype(dtype) for name, x in full.items()}
         cotangent = jnp.asarray(case.cotangent, data or dtype).astype(dtype)
