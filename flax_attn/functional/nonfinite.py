@@ -34,7 +34,7 @@ def zero_nonfinite(x: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
     return jnp.where(finite_tokens(x)[..., None], x, 0)
 
 
-def headroom(value: Float[Array, "*b v"], most: float) -> Float[Array, ""]:
+def headroom(value: Float[Array, "*b v"], most: int | float) -> Float[Array, ""]:
     """Return a power of two by which values are multiplied so that sums of `most` of them are finite; mostly 1.
 
     Kernels that divide by the sum of a row at its end need it, where the formula sums what is divided already.
@@ -62,7 +62,7 @@ def without_nonfinite_sinks(
     """
     good = sinks < jnp.inf
     spoilt = jnp.where(good, 0, jnp.nan).astype(query.dtype)
-    return query + spoilt[:, None], jnp.where(good, sinks, 0)
+    return query + spoilt[None, None, :, None], jnp.where(good, sinks, 0)
 
 
 def sees_nonfinite(
