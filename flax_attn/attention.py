@@ -105,8 +105,8 @@ def dot_product_attention(
         value: `(b, s, k, v)` or `(s, k, v)`.
         bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. `-inf` hides.
         mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend.
-        scale: factor on the scores; None is `1 / sqrt(h)`.
-        soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`.
+        scale: factor on the scores, a finite number or an array of shape `()`; None is `1 / sqrt(h)`.
+        soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`; a number known before tracing.
         score: changes the scores: `score(score, b, n, i, j)`, written for scalars, or a `ScoreFunction`.
         sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
         dropout: drops weights; the same key drops the same weights in every backend and in `torch_ref`.
@@ -120,8 +120,8 @@ def dot_product_attention(
         A number in query, key or value that is not finite reaches the rows that may see it, as NaN, and no others.
 
     Raises:
-        ValueError: if shapes, dtypes, mask or bias do not fit one another, if a causal mask has no offset
-            although t != s, or if the backend is unknown.
+        ValueError: if an argument is no array or number, if shapes, dtypes, mask or bias do not fit one another, if
+            a causal mask has no offset although t != s, or if the backend is unknown.
         Unsupported: a `ValueError`, if a backend that is asked for by name cannot honour the call.
 
     Example:

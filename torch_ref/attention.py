@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
-import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch_ref.functional.attention_checks import check_argument, check_scale, c
 from torch_ref.functional.checks import check_bias, check_choice, check_inputs, check_type
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask, as_mask
+from torch_ref.functional.nonfinite import without_nonfinite_sinks
 from torch_ref.functional.reference import reference_attention
 from torch_ref.functional.score_function import ScoreFunction
 from torch_ref.functional.shapes import Key, Query, Value
@@ -104,8 +104,8 @@ def dot_product_attention(
         value: `(b, s, k, v)` or `(s, k, v)`.
         bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. `-inf` hides.
         mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend.
-        scale: factor on the scores; None is `1 / sqrt(h)`.
-        soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`.
+        scale: factor on the scores, a finite number or an array of shape `()`; None is `1 / sqrt(h)`.
+        soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`; a number known before tracing.
         score: changes the scores: `score(score, b, n, i, j)`, written for scalars, or a `ScoreFunction`.
         sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
         dropout: drops weights; the same key drops the same weights in every backend and in `flax_attn`.
@@ -118,8 +118,8 @@ def dot_product_attention(
         A number in query, key or value that is not finite reaches the rows that may see it, as NaN, and no others.
 
     Raises:
-        ValueError: if shapes, dtypes, mask or bias do not fit one another, if a causal mask has no offset
-            although t != s, or if the backend is unknown.
+        ValueError: if an argument is no array or number, if shapes, dtypes, mask or bias do not fit one another, if
+            a causal mask has no offset although t != s, or if the backend is unknown.
 
     Example:
         >>> import torch
@@ -146,6 +146,8 @@ def dot_product_attention(
         check_argument("bias", bias, Tensor, "Pass torch.as_tensor(bias)")
         check_bias(tuple(bias.shape), _dtype(bias), shape)
         bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
+    if sinks is not None:
+        query, sinks = without_nonfinite_sinks(query, _as_sinks(sinks, query.shape[2]))
     output, weights = reference_attention(
         query,
         key,
@@ -155,7 +157,7 @@ def dot_product_attention(
         scale=query.shape[-1] ** -0.5 if scale is None else _as_scale(scale),
         soft_cap=soft_cap,
         score=score if score is None or isinstance(score, ScoreFunction) else ScoreFunction(score),
-        sinks=None if sinks is None else _as_sinks(sinks, query.shape[2]),
+        sinks=sinks,
         dropout=dropout,
     )
     output = checkpoint_name(output, "context")
@@ -241,7 +243,7 @@ def _as_scale(scale: Any) -> float | Tensor:
 def _as_sinks(sinks: Tensor, heads: int) -> Tensor:
     check_argument("sinks", sinks, Tensor, "Pass torch.as_tensor(sinks)")
     check_sinks(heads, tuple(sinks.shape), _dtype(sinks))
-    return sinks + torch.where(sinks == torch.inf, torch.nan, 0)  # a number that is not finite
+    return sinks
 
 
 def _dtype(x: Tensor | np.ndarray) -> str:

@@ -56,7 +56,8 @@ def check_sinks(num_heads: int, shape: tuple[int, ...], dtype: str) -> None:
 def check_argument(name: str, value: Any, kind: Any, remedy: str) -> None:
     """Raise unless an argument of attention is an array; what is meant for another is told where it goes."""
     if not isinstance(value, kind):
-        kinds = [one.__name__ for one in getattr(kind, "__args__", (kind,))]
+        classes = getattr(kind, "__args__", (kind,))
+        kinds = [one.__name__.rpartition(".")[2] for one in classes]  # JAX gives its Array a dotted name
         remedy = "Pass a mask as mask=" if type(value).__name__ == "Mask" else remedy
         raise ValueError(f"{name} must be {' or '.join(kinds)}; got {type(value).__name__}. {remedy}")
 

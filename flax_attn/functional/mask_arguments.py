@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from flax_attn.functional.checks import check_type
 from flax_attn.functional.kv_range import as_int32
 from flax_attn.functional.mask_part import Count
 from flax_attn.functional.shapes import ArrayLike
@@ -76,7 +75,8 @@ def as_ids(query: Any, key: Any) -> tuple[Array, Array]:
 def _as_known_ids(name: str, ids: Any) -> Array:
     given = _integer_array(name, ids)
     held = jnp.asarray(given)
-    if held.dtype.itemsize < given.dtype.itemsize and (np.asarray(held) != given).any():
+    ends = jnp.iinfo(held.dtype)
+    if isinstance(given, np.ndarray) and ((given < ends.min) | (given > ends.max)).any():
         raise ValueError(
             f"{name} must fit 32 bits while jax_enable_x64 is off; got ids from {given.min()} to {given.max()}. "
             "Number them, those of queries and keys together: np.unique(ids, return_inverse=True)[1]"
@@ -97,8 +97,10 @@ def as_array(name: str, values: Any) -> Array | np.ndarray:
         return values
     if hasattr(values, "__jax_array__"):  # a variable of a module
         return jnp.asarray(values)
-    kind = jax.Array | np.ndarray | np.generic | bool | int | float | list | tuple
-    check_type(name, values, kind, "an array of JAX or NumPy, or a list")
+    if not isinstance(values, np.ndarray | np.generic | bool | int | float | list | tuple):
+        raise ValueError(
+            f"{name} must be an array, a number or a list; got {type(values).__name__}. Pass an array of JAX or NumPy"
+        )
     try:
         traced = any(isinstance(x, jax.Array) for x in jax.tree.leaves(values))
         return jnp.asarray(values) if traced else np.asarray(values)

@@ -1,5 +1,6 @@
 """Bad inputs of the attention call and of masks: the same error in the same words on both sides."""
 
+import math
 import re
 
 import jax
@@ -61,9 +62,36 @@ SAME = {
     "a boolean bias": (attend(bias=zeros(7, dtype="bool")), r"bias is added .*got dtype bool\. Pass a boolean mask as"),
     "sinks": (attend(sinks=zeros(2)), r"sinks must be one logit a query head, shape \(4,\); got shape \(2,\)"),
     "sinks of rank 2": (attend(sinks=zeros(1, 4)), r"sinks .*shape \(4,\); got shape \(1, 4\)"),
-    "no cap": (attend(soft_cap=0.0), r"soft_cap must be positive; got soft_cap=0\.0\. For no cap pass None"),
-    "minus cap": (attend(soft_cap=-3.0), r"soft_cap must be positive; got soft_cap=-3\.0"),
-    "nan cap": (attend(soft_cap=float("nan")), r"soft_cap must be positive; got soft_cap=nan"),
+    "integer sinks": (attend(sinks=zeros(4, dtype="int32")), r"sinks are logits .*floating point; got int32\. Cast"),
+    **{
+        f"cap {cap!r}": (attend(soft_cap=cap), rf"soft_cap must be positive.*got soft_cap={re.escape(repr(cap))}\. For")
+        for cap in (0.0, -3.0, math.nan, math.inf, 1e31, 1e-31, 1j, "1", [1.0], True, 10**400)
+    },
+    **{
+        f"scale {scale!r}": (
+            attend(scale=scale),
+            rf"scale is one real number.*got scale={re.escape(repr(scale))}\. For",
+        )
+        for scale in (math.nan, -math.inf, 1j, "1", [1.0], True, 10**400, np.array(np.inf).item())
+    },
+    **{
+        f"scale of shape {shape}": (
+            attend(scale=zeros(*shape)),
+            rf"got an array of shape {re.escape(str(shape))}, dtype",
+        )
+        for shape in ((1,), (7,), (4, 1, 1))
+    },
+    "complex scale": (
+        attend(scale=zeros(dtype="complex64")),
+        r"got an array of shape \(\), dtype complex64\. Pass one",
+    ),
+    "a scale of NumPy": (attend(scale=np.ones(2)), r"got an array of shape \(2,\), dtype float64"),
+    "boolean bias": (
+        attend(bias=zeros(5, 7, dtype="bool")),
+        r"must be floating point; got bool\. Pass a boolean mask as",
+    ),
+    "complex bias": (attend(bias=zeros(5, 7, dtype="complex64")), r"bias is added .*got complex64"),
+    "rate": (lambda side: side.KeyedDropout("0.5", side.key()), r"dropout must be in \[0, 1\).*got dropout='0\.5'"),
     "bias": (attend(bias=zeros(5, 6)), r"bias must broadcast to \(b, n, t, s\) = \(2, 4, 5, 7\); got shape \(5, 6\)"),
     "bias of rank 5": (attend(bias=zeros(1, 2, 4, 5, 7)), r"bias must broadcast.*got shape \(1, 2, 4, 5, 7\)"),
     "mask": (attend(mask=zeros(2, 7, dtype="bool")), r"mask must broadcast.*\(2, 7\).*write \[:, None, None, :\]"),
@@ -85,9 +113,19 @@ SAME = {
     "minus right": (mask("window", None, -2), r"window's right .*got right=-2\. For an unbounded side pass None"),
     "zero sliding": (mask("sliding_window", 0), r"width must be a positive integer; got width=0"),
     "minus sliding": (mask("sliding_window", -3), r"width must be a positive integer; got width=-3"),
-    "offset beyond s": (mask("causal", 8), r"offset must lie between -t and s.*got offset=8, t=5, s=7"),
-    "offset before -t": (mask("causal", -6), r"offset must lie between -t and s.*got offset=-6, t=5, s=7"),
-    "window offset": (mask("window", 1, 1, 9), r"offset must lie between -t and s.*got offset=9"),
+    "offset beyond s": (
+        mask("causal", 8),
+        r"offset must lie between -t = -5 and s = 7, beyond.*got offset=8, t=5, s=7",
+    ),
+    "offset before -t": (mask("causal", -6), r"offset must lie between -t = -5 and s = 7.*got offset=-6.*offset=2 the"),
+    "window offset": (mask("window", 1, 2, 9), r"between -t - right = -7 and s \+ left = 8, beyond.*got offset=9"),
+    "window before": (mask("window", None, 2, -8), r"between -t - right = -7 and s = 7, beyond.*got offset=-8"),
+    "window open to the right": (mask("window", 3, None, -6), r"between -t = -5 and s \+ left = 10, beyond.*offset=-6"),
+    "prefix offset": (mask("prefix", 2, 8), r"between -t = -5 and s = 7, beyond which all queries see the same keys"),
+    "offset of a function": (
+        lambda side: side.Mask.where(lambda b, n, i, j: i > j, 2**31).resolve(1, 1, 5, 7),
+        r"positions that the function of a mask gets are integers of 32 bits; got offset=2147483648\. Count",
+    ),
     "offsets": (
         mask("causal", np.arange(3)),
         r"offset must be one integer or one a row, shape \(2,\); got shape \(3,\)",
@@ -121,6 +159,30 @@ ALIKE = {
     "float lengths": (mask("lengths", key=np.ones(2)), r"key lengths must be integers; got dtype .*float64"),
     "float query lengths": (mask("lengths", query=np.ones(2)), r"query lengths must be integers"),
     "float prefix": (mask("prefix", np.ones(2), 0), r"prefix length must be integers; got dtype .*float64"),
+    "a string for a mask": (
+        attend(mask="causal"),
+        r"mask must be an array, a number or a list; got str\. Pass an array",
+    ),
+    "a string for ids": (mask("segments", "ab"), r"query segments must be an array, a number or a list; got str"),
+    "a mask for an offset": (
+        lambda side: side.Mask.causal(side.Mask()),
+        r"offset must be an array, a number or a list; got Mask\. Pass an array of",
+    ),
+    "ragged ids": (mask("segments", [[1, 2], [3]]), r"query segments must be one array; got .*Pass rows of one length"),
+    "a mask for the bias": (attend(bias=lambda side: side.Mask()), r"bias must be .*; got Mask\. Pass a mask as mask="),
+    "a bias for the mask": (attend(mask=zeros(2, 4, 5, 7)), r"mask must be boolean.*pass them as bias"),
+    "a list for the bias": (attend(bias=[0.0]), r"bias must be .*; got list\. Pass \w+\.as_?(array|tensor)\(bias\)"),
+    "numbers for sinks": (attend(sinks=1.5), r"sinks must be .*; got float\. Pass \w+\.as_?(array|tensor)\(sinks\)"),
+    "a number for the backend": (attend(backend=3), r"backend must be one of 'auto', .*; got 3"),
+    **{
+        f"{value!r} for the {name}": (
+            lambda side, name=name, value=value: side.dot_product_attention(
+                **dict.fromkeys(("query", "key", "value"), side.array(np.ones((1, 2, 3)))) | {name: value}
+            ),
+            rf"{name} must be .*; got {type(value).__name__}\. Pass \w+\.as_?(array|tensor)\({name}\)",
+        )
+        for name, value in (("query", None), ("key", [1.0]), ("value", 2.0), ("query", "x"))
+    },
 }
 
 
@@ -143,6 +205,22 @@ def test_the_outermost_offsets_pass(side, offset):
     mask("causal", offset)(side)
 
 
+@pytest.mark.parametrize(("left", "right", "offset"), [(2, 1, 9), (2, 1, -6), (None, 1, -6), (2, None, 9)])
+def test_at_the_outermost_offsets_of_a_window_all_queries_see_the_same(side, left, right, offset):
+    found = side.numpy(side.Mask.window(left, right, offset).materialise(1, 1, 5, 7)[0, 0])
+    assert (found == found[0]).all()
+    inside = offset - 1 if offset > 0 else offset + 1
+    found = side.numpy(side.Mask.window(left, right, inside).materialise(1, 1, 5, 7)[0, 0])
+    assert (found != found[0]).any()
+
+
+@pytest.mark.parametrize("scale", [0, -2.5, np.float32(0.5), np.array(0.5), "array"])
+def test_scales_that_are_one_number(side, scale):
+    given = side.array(0.5) if isinstance(scale, str) else scale
+    expected = attend(scale=0.5 if isinstance(scale, str) else float(scale))(side)
+    np.testing.assert_array_equal(side.numpy(attend(scale=given)(side)), side.numpy(expected))
+
+
 def test_create_causal_mask_needs_an_offset(assert_same_error):
     assert_same_error(lambda side: side.create_causal_mask(3, 5), r"t=3, s=5\. .*offset=2")
 
@@ -159,6 +237,7 @@ TRACED = {
     "no offset": (lambda package: {"mask": package.Mask.causal()}, "needs an offset"),
     "backend": (lambda package: {"backend": "flash"}, "backend must be one of"),
     "soft cap": (lambda package: {"soft_cap": -1.0}, "soft_cap must be positive"),
+    "scale": (lambda package: {"scale": float("nan")}, "scale is one real number"),
 }
 
 

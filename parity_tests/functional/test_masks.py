@@ -221,6 +221,47 @@ def test_the_text_is_of_a_mask_that_fits(side):
         side.Mask.causal().as_text(2, 3)
 
 
+ENDS = (2**31 - 1, -(2**31), 2**30, -(2**30), 2**29, -(2**29) - 1, 1)
+FAR = (0, 3, 2**29, 2**31 - 1, 2**40, 2**70, None)
+INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+
+
+@pytest.mark.parametrize("offset", ENDS)
+def test_positions_are_those_of_unbounded_integers(side, offset):
+    many = side.array(np.full(B, offset, np.int32))
+    for left, right in product(FAR, FAR):
+        mask = side.Mask.window(left, right, many)
+        np.testing.assert_array_equal(whole(side, mask), table(window(left, right, offset)))
+    for length in ENDS:
+        mask = side.Mask.prefix(side.array(np.int32(length)), many) & side.Mask.lengths(query=length, key=many)
+        sees = lambda *at, n=length: prefix(n, offset)(*at) and lengths(n, offset)(*at)  # noqa: E731
+        np.testing.assert_array_equal(whole(side, mask), table(sees))
+    np.testing.assert_array_equal(whole(side, side.Mask.causal(many)), table(causal(offset)))
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_positions_of_every_integer_type(side, dtype):
+    ends = np.iinfo(dtype)
+    for count in (ends.max, ends.min, 2):
+        many = side.array(np.full(B, count, dtype))
+        np.testing.assert_array_equal(whole(side, side.Mask.causal(many)), table(causal(int(count))))
+        np.testing.assert_array_equal(whole(side, side.Mask.lengths(key=many)), table(lengths(None, int(count))))
+
+
+@pytest.mark.parametrize(("one", "other"), [*product(INTEGERS, INTEGERS)])
+def test_ids_are_compared_as_integers(side, one, other):
+    query, key = (_ids_at_the_ends(dtype, size) for dtype, size in ((one, T), (other, S)))
+    mask = side.Mask.segments(side.array(query), side.array(key))
+    same = query.astype(object)[:, None] == key.astype(object)[None]
+    np.testing.assert_array_equal(whole(side, mask), np.broadcast_to(same.astype(bool), (B, N, T, S)))
+
+
+def _ids_at_the_ends(dtype, size):
+    ends = np.iinfo(dtype)
+    ids = [ends.max, ends.min, ends.max // 2 + 1, ends.max - 1, 3, ends.min + 1, ends.max // 2]
+    return np.array(ids[:size], dtype)
+
+
 @EVERY_KIND
 def test_the_repr_of_a_mask_builds_it(sides, spec, sees):
     texts = [repr(make(side, spec) & side.Mask.lengths(query=4)) for side in sides]

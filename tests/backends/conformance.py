@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_attn import KeyedDropout, Mask
+from flax_attn.functional.nonfinite import without_nonfinite_sinks
 from flax_attn.functional.reference import reference_attention
 
 HIDE = -np.inf
@@ -150,6 +151,7 @@ def twins(query, key, **_):
 SQUARE, TALL, LONE = Sizes(t=38, s=38), Sizes(t=50, s=22), Sizes(t=1, s=38)
 SORTED = np.arange(38) // 9
 UNSORTED = np.array([SORTED[::-1] % 3, (7 * np.arange(38)) % 4])
+ENDS = lengths(2**31 - 1, -(2**31))
 NOBODY, SOMEBODY = np.s_[1, 17:], np.s_[0, 5, 1]
 
 IDS = np.random.default_rng(4).integers(0, 3, (2, 4, 50))
@@ -200,6 +202,21 @@ MASKS = [
     Case(
         "segments of other keys, some without any",
         lambda Mask, array: Mask.segments(array(np.arange(38) // 5 - 2), array(np.arange(50) // 13 * 2 - 2)),
+    ),
+    Case(
+        "segments of two integer types",
+        lambda Mask, array: Mask.segments(
+            array(UNSORTED.astype(np.int8) * 127), array((UNSORTED % 2).astype(np.uint32) * 127 + IDS[:, 0, :38] // 2)
+        ),
+        SQUARE,
+    ),
+    Case("causal at the ends of the integers", lambda Mask, array: Mask.causal(array(ENDS))),
+    Case("window at the ends of the integers", lambda Mask, array: Mask.window(2**31 - 10, FAR, array(ENDS))),
+    Case(
+        "prefix and lengths at the ends of the integers",
+        lambda Mask, array: (
+            Mask.prefix(array(ENDS[::-1].copy()), offset=array(ENDS)) & Mask.lengths(query=array(ENDS), key=array(ENDS))
+        ),
     ),
     Case("prefix", lambda Mask, _: Mask.prefix(19), SQUARE),
     Case("prefix with empty rows", lambda Mask, _: Mask.prefix(0, offset=-9)),
@@ -300,6 +317,12 @@ def hidden_by_bias(bias, key, value, **_):
 
 
 NUMBERS = [
+    Case(
+        "sinks that are not finite",
+        lambda Mask, _: Mask.causal(-9),
+        sinks=(np.nan, 0.3, np.inf, HIDE),
+        nonfinite=True,
+    ),
     Case("what a bias hides", lambda Mask, _: Mask.causal(5), bias=(4, 38, 50), change=hidden_by_bias),
     Case("what a bias hides of every query", bias=(2, 1, 1, 50), change=hidden_by_bias, soft_cap=2.0),
     Case("what nobody sees", lambda Mask, _: Mask.lengths(query=17, key=17), change=hidden_slots),
@@ -368,6 +391,7 @@ def _reference(arrays, cotangent, visible, scale, key_data, soft_cap, rate):
 
     def attend(arrays):
         query, key, value, bias, sinks = (arrays[name] for name in ("query", "key", "value", "bias", "sinks"))
+        query, sinks = without_nonfinite_sinks(query, sinks)
         return reference_attention(query, key, value, bias, Mask.dense(visible), sinks=sinks, **options)[0]
 
     output, pull = jax.vjp(attend, arrays)

@@ -87,6 +87,8 @@ TOGETHER = (  # what heads share or do not share when they are taken together
     "causal at an offset a row", "two causal masks", "window beyond a block", "lengths", "segments in any order",
     "prefix and offset a row", "dense by head", "dense by row and head", "everything at once", "multi-query",
     "function by row and head at an offset a row",
+    "segments of two integer types", "window at the ends of the integers",
+    "prefix and lengths at the ends of the integers", "sinks that are not finite",
     "no queries", "sinks and empty rows", "dropout in a window", "bias of every head", "bias of every row",
     "bias of every key", "bias under a soft cap", "what nobody sees, causal", "what a bias hides",
     "-inf in a value that is seen, padded", "nan in a key that is seen, packed",

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_ref.functional.checks import check_type
 from torch_ref.functional.mask_part import Count
 from torch_ref.functional.shapes import ArrayLike
 
@@ -82,8 +81,11 @@ def _integer_array(name: str, values: Any) -> Tensor:
 
 def as_array(name: str, values: Any) -> Tensor:
     """Return an array as it is, and numbers and lists as one, or raise."""
-    kind = Tensor | np.ndarray | np.generic | bool | int | float | list | tuple
-    check_type(name, values, kind, "an array of PyTorch or NumPy, or a list")
+    if not isinstance(values, Tensor | np.ndarray | np.generic | bool | int | float | list | tuple):
+        raise ValueError(
+            f"{name} must be an array, a number or a list; got {type(values).__name__}. "
+            "Pass an array of PyTorch or NumPy"
+        )
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:

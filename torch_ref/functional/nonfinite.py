@@ -33,6 +33,24 @@ def zero_nonfinite(x: Float[Tensor, "*b h"]) -> Float[Tensor, "*b h"]:
     return torch.where(finite_tokens(x)[..., None], x, 0)
 
 
+def without_nonfinite_sinks(
+    query: Float[Tensor, "b t n h"], sinks: Float[Tensor, " n"]
+) -> tuple[Float[Tensor, "b t n h"], Float[Tensor, " n"]]:
+    """Return sinks that are finite or -inf, which is no sink, and NaN for the queries of heads whose sink was not.
+
+    All rows of such a head read the sink.
+
+    Example:
+        >>> query, sinks = torch.ones((1, 1, 2, 1)), torch.tensor([torch.inf, -torch.inf])
+        >>> query, sinks = without_nonfinite_sinks(query, sinks)
+        >>> query[0, 0, :, 0], sinks
+        (tensor([nan, 1.]), tensor([0., -inf]))
+    """
+    good = sinks < torch.inf
+    spoilt = torch.where(good, 0, torch.nan).to(query.dtype)
+    return query + spoilt[None, None, :, None], torch.where(good, sinks, 0)
+
+
 def sees_nonfinite(
     visible: Visible, query_ok: Bool[Tensor, "b t n"], key_ok: Bool[Tensor, "b s k"]
 ) -> Bool[Tensor, "b n t 1"]:

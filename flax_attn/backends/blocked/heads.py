@@ -18,7 +18,7 @@ from flax_attn.backends.blocked.tiling import Tiling
 from flax_attn.backends.call import Floats
 from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dropout import KeyedDropout
-from flax_attn.functional.nonfinite import finite_tokens, zero_nonfinite
+from flax_attn.functional.nonfinite import finite_tokens, headroom, zero_nonfinite
 from flax_attn.functional.traced_score import TracedScore
 
 
@@ -66,12 +66,16 @@ def forward_heads(loop: Loop, query: Array, key: Array, value: Array, options: O
     """Return the output `(b, t, n, v)`, and the maxima and sums `(b, n, t, 1)` of its softmax."""
     (b, t, n, _), v = query.shape, value.shape[-1]
     arrays = query, key, value, _padded_bias(loop.static.tiling, options.bias)
+    kept = 1.0 if options.dropout is None else 1 - options.dropout.rate  # by which dropout divides
 
     def one(b, n):
-        result = forward(loop.static, _head(loop.static, arrays, options, b, n))
+        head = _head(loop.static, arrays, options, b, n)
+        room = headroom(head.value, key.shape[1] / kept)
+        result = forward(loop.static, head._replace(value=head.value * room))
         factor = _rows_of(jnp.asarray(options.row_factor), b, n)
+        output = result.output / room.astype(loop.static.sums) * factor
         # The backward pass divides by the total.
-        return replace(result, output=result.output * factor, total=result.total * factor)
+        return replace(result, output=output, total=result.total * factor)
 
     def store(sums, b, n, result):
         output, tops, totals = sums

@@ -76,7 +76,8 @@ class Native(Backend):
             call.query,
             key,
             value,
-            jnp.broadcast_to(sinks.astype(jnp.float32), (b, *sinks.shape)),
+            # To base 2 the largest would be infinite.
+            jnp.broadcast_to(jnp.minimum(sinks.astype(jnp.float32), 2e38), (b, *sinks.shape)),
             *(jnp.broadcast_to(x, (b, t)).astype(jnp.int32) for x in (start, stop)),
             *(jnp.broadcast_to(x, (b, x.shape[-1])).astype(jnp.int32) for x in segments),
         )

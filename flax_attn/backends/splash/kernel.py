@@ -16,7 +16,7 @@ from flax_attn.backends.nonfinite import row_factor
 from flax_attn.backends.splash.padding import LANES, has_ids, padded
 from flax_attn.functional.mask_parts import Lengths, Segments
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.nonfinite import zero_nonfinite
+from flax_attn.functional.nonfinite import headroom, zero_nonfinite
 
 _BLOCKS = (512, 256, LANES)
 # Far below any score and far above what the kernel writes for a hidden score. As a sink it adds nothing to a row that
@@ -32,10 +32,11 @@ def attend(call: Call, interpret: bool) -> Array:
         return jnp.zeros((b, t, n, call.value.shape[3]), call.query.dtype)
     query, key, value = (_zero_hidden(call, name) for name in ("query", "key", "value"))
     query = (query.astype(jnp.float32) * jnp.asarray(call.scale, jnp.float32)).astype(query.dtype)
-    arrays = (_heads_first(x) for x in (query, key, value))
+    room = headroom(value, call.shape[3])
+    arrays = (_heads_first(x) for x in (query, key, value * room))
     kernel = jax.vmap(_kernel(call, masks, interpret), in_axes=(0, 0, 0, 0, None))
     output = kernel(*arrays, _segment_ids(call), _sinks(call))
-    return rearrange(output[:, :, :t] * row_factor(call, output.dtype), "b n t v -> b t n v")
+    return rearrange(output[:, :, :t] / room * row_factor(call, output.dtype), "b n t v -> b t n v")
 
 
 def _zero_hidden(call: Call, name: str) -> Array:

@@ -14,6 +14,7 @@ namespace flax_attn::amx {
 
 #include "vector.h"
 #include "rows.h"
+#include "overflow.h"
 #include "forward.h"
 #include "tiles.h"
 

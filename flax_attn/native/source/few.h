@@ -162,6 +162,7 @@ static void join_parts(const Forward& x, int64_t b, int64_t head, int64_t i, int
   x.total[at] = sums;
   T* out = static_cast<T*>(x.output) + tokens_first(x.t, x.n, x.v).offset(b, i, head);
   for (int64_t c = 0; c < x.v; ++c) write(out + c, sums == 0 ? 0 : row[c] / sums);
+  if (sums == sums && !finite(static_cast<const float*>(row), x.v)) sum_again<T>(x, b, head, i, most, sums);
 }
 
 template <typename T>

@@ -5,6 +5,7 @@ namespace flax_attn::LEVEL {
 
 #include "vector.h"
 #include "rows.h"
+#include "overflow.h"
 #include "forward.h"
 #include "few.h"
 #include "backward.h"
