@@ -82,11 +82,12 @@ def chunked(
         >>> output.shape
         (2, 5, 4)
     """
-    r, t, _ = steps.key.shape
+    t = steps.key.shape[1]
     size = min(CHUNK, 1 << (t - 1).bit_length()) if size is None else size
     chunks = jax.tree.map(lambda x: _split(x, size), steps)
     prepared = jax.checkpoint(lambda chunks: _prepare(chunks, precision))(chunks)
-    prepared = jax.tree.map(lambda x: rearrange(x, "(c r) s h -> c r s h", r=r), prepared)
+    count = -(-t // size)
+    prepared = jax.tree.map(lambda x: rearrange(x, "(c r) s h -> c r s h", c=count), prepared)
 
     def run(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
         new = chunk.new

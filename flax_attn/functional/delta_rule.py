@@ -101,8 +101,8 @@ def gated_delta_rule(
     before = jnp.zeros((b, n, v, h)) if state is None else state
     before = rearrange(before.astype(steps.key.dtype), "b n v h -> (b n) v h")
     output, after = (recurrent if query.shape[1] == 1 else chunked)(steps, before, precision)
-    output = rearrange(output, "(b n) t v -> b t n v", b=b).astype(value.dtype)
-    return Recurrence(output, rearrange(after, "(b n) v h -> b n v h", b=b))
+    output = rearrange(output, "(b n) t v -> b t n v", n=n).astype(value.dtype)
+    return Recurrence(output, rearrange(after, "(b n) v h -> b n v h", n=n))
 
 
 def _steps(query, key, value, decay, beta, starts, lengths, scale) -> Steps:

@@ -21,10 +21,10 @@ def check_delta_rule(
             "query and key must have shape (b, t, k, h) both and value (b, t, n, v), or all three without b; "
             f"got query {query}, key {key}, value {value}"
         )
-    if 0 in query or 0 in value or query[:-2] != value[:-2] or value[-2] % query[-2]:
+    if 0 in query[-3:] or 0 in value[-3:] or query[:-2] != value[:-2] or value[-2] % query[-2]:
         raise ValueError(
-            "query and value must have the same rows b and tokens t, at least one, and the heads k of the query must "
-            f"divide the heads n of the value; got query {query}, value {value}"
+            "query and value must have the same rows b and tokens t, at least one of these, and the heads k of "
+            f"the query must divide the heads n of the value; got query {query}, value {value}"
         )
     heads, (n, v), h = value[:-1], value[-2:], query[-1]
     if decay not in (heads, (*heads, h)):
@@ -39,7 +39,7 @@ def check_delta_rule(
 
 def check_short_convolution(x: Shape, kernel: Shape, state: Shape | None, starts: Shape | None) -> None:
     """Raise unless these are the shapes of one call of a short convolution."""
-    if len(x) not in (2, 3) or 0 in x:
+    if len(x) not in (2, 3) or 0 in x[-2:]:
         raise ValueError(f"x must have shape (t, d) or (b, t, d), with at least one token; got {x}")
     if len(kernel) != 2 or kernel[1] != x[-1] or not kernel[0]:
         raise ValueError(

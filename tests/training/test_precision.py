@@ -97,9 +97,10 @@ def test_a_wrapper_that_leaves_out_updates_goes_inside(low):
     params = parameters(low)
     gradients = gradients_of(params, 6)
     spoilt = jax.tree.map(lambda x: x * jnp.nan, gradients[0])
-    optimizer = float32_state(optax.apply_if_finite(optax.adamw(0.1), 3))
+    plain = optax.sgd(2.0**-10)  # a power of two, so that compiled and eager steps are equal
+    optimizer = float32_state(optax.apply_if_finite(plain, 3))
     found, state = train(optimizer, params, [*gradients[:4], spoilt, *gradients[4:]])
-    truth, expected = train(float32_state(optax.adamw(0.1)), params, gradients)
+    truth, expected = train(float32_state(plain), params, gradients)
     assert jax.tree.all(jax.tree.map(jnp.array_equal, found, truth))
     assert jnp.array_equal(state.master[0], expected.master[0])
     assert state.inner.total_notfinite == 1
