@@ -121,7 +121,7 @@ def test_killed_processes_end_the_run_and_another_start_goes_on_to_the_same_bits
     # The process that all are connected to: whichever is first, the error of the step or the end that JAX puts to it.
     assert status != 0
     assert RESUME in errors or "another task died" in errors, errors
-    assert sorted(path.name[:4] for path in Path("killed").iterdir()) == ["2", "4.or"]
+    assert sorted(path.name[:4] for path in Path("killed").iterdir()) == [".loc", "2", "4.or"]
 
     (status, output, errors), other = run([str(FILE), *command], [str(FILE), *command])
     assert (status, other[0]) == (0, 0), errors

@@ -23,6 +23,11 @@ def build(seed=0):
     return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
 
 
+def build_large():
+    model = nnx.List([Linear(30, 20, rngs=nnx.Rngs(0)) for _ in range(30)])
+    return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+
 def saved(folder, *steps):
     with Checkpoints(folder) as checkpoints:
         for step in steps:
@@ -181,7 +186,7 @@ sys.path.insert(0, sys.argv[1])
 import gc, time, test_checkpoint_folders as here
 with here.Checkpoints(sys.argv[2]) as checkpoints:
     try:
-        checkpoints.restore(*here.build())
+        checkpoints.restore(*here.build_large())
     except ValueError as error:
         print(error)
 gc.collect()
@@ -190,7 +195,9 @@ time.sleep(0.2)
 
 
 def test_a_damaged_checkpoint_is_told_in_a_few_lines(tmp_path):
-    damage(saved(tmp_path, 3, 4), "4/arrays/d/*")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(4, *build_large())
+    damage(tmp_path, "4/arrays/d/*")
     command = [sys.executable, "-c", DAMAGED, str(Path(__file__).parent), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     found = r"the checkpoint of step 4 in .* cannot be read: ValueError: .*\. If it is damaged, delete its folder: .*\n"

@@ -1,6 +1,7 @@
 """A run that is killed again and again while it saves, and two readers that open its folder all the time.
 
-`FLAX_ATTN_KILLS=100 pytest tests/training/test_killed_writers.py` kills it 100 times.
+The same for two processes that save models into one folder.
+`FLAX_ATTN_KILLS=100 pytest tests/training/test_killed_writers.py` kills 100 times.
 """
 
 import os
@@ -9,14 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from itertools import count
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
+from flax_attn import GPT2, GPT2Config, convert, from_pretrained
 from flax_attn.training import Checkpoints
 
 KILLS = int(os.environ.get("FLAX_ATTN_KILLS", "12"))
@@ -74,13 +78,36 @@ def read(folder):
         tell("read", turn)
 
 
+def filled(d_model):
+    """Return a model whose weights all are its width."""
+    config = GPT2Config(d_model, 2, 1, context_length=8, vocab_size=11)
+    model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
+    weights = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, d_model, x.dtype)), weights))
+    return model
+
+
+def store(folder):
+    """Save two models into the folder in turn, without end, one of them in shards."""
+    models = [(filled(6), 2000), (filled(8), 10**9)]
+    for turn in count():
+        model, size = models[turn % 2]
+        model.save_pretrained(folder, max_shard_size=size)
+        tell("finished", turn)
+
+
 def serve(folder):
     """Start writers and readers as asked: forked from here, so that each starts with everything imported."""
     for line in sys.stdin:
         if os.fork() == 0:
             os.setpgid(0, 0)
             tell("pid", os.getpid())
-            {"write": write, "read": read}[line.strip()](folder)
+            try:
+                {"write": write, "read": read, "store": store}[line.strip()](folder)
+            finally:
+                traceback.print_exc()
+                tell("failed", 0)
+                os._exit(1)
 
 
 class Server:
@@ -98,14 +125,10 @@ class Server:
         """Return the number that comes with a word; remember those that come before."""
         while True:
             found, number = self.process.stdout.readline().split()
+            assert found != "failed"
             self.heard[found] = max(int(number), self.heard.get(found, 0))
             if found == word:
                 return int(number)
-
-
-def alive(pid):
-    """Return whether a child of another process runs; one that ended is a zombie."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def check(folder):
@@ -137,8 +160,34 @@ def test_a_finished_checkpoint_is_never_lost_and_leftovers_do_not_pile_up(tmp_pa
             assert check(folder) >= server.heard["finished"]
             started[0] = server.start("write")
             assert server.until("ready") > server.heard["finished"]  # of all that the last one told before
-            assert all(alive(reader) for reader in started[1:])
         server.until("read")
+    finally:
+        for pid in started:
+            os.kill(pid, signal.SIGKILL)
+        server.process.kill()
+        server.process.communicate()
+
+
+def test_a_folder_holds_one_whole_model(tmp_path):
+    draw, folder, started = random.Random(0), tmp_path / "model", []
+    server = Server(folder)
+    try:
+        started += [server.start("store") for _ in range(2)]
+        server.until("finished")
+        begin = time.monotonic()
+        server.until("finished")
+        duration = time.monotonic() - begin
+        for _ in range(KILLS // 2):
+            server.until("finished")
+            time.sleep(draw.uniform(0, duration))
+            for pid in started:
+                os.kill(pid, signal.SIGKILL)
+            model = from_pretrained(folder)
+            assert all((weight == model.config.d_model).all() for weight in convert.state_dict(model).values())
+            there = sorted(path.name for path in folder.iterdir())
+            assert len(there) < 25, there  # one save in progress, what the last one left, the lock
+            started = [server.start("store") for _ in range(2)]
+        server.until("finished")
     finally:
         for pid in started:
             os.kill(pid, signal.SIGKILL)
