@@ -52,7 +52,10 @@ def attention(given: Arrays, options: Options, cotangent: np.ndarray) -> Arrays:
     scale = dtype.type(options.scale)
     sums = (q @ k.swapaxes(-1, -2)) * scale + np.where(bias == -np.inf, 0, bias).astype(dtype)
     scores, slope = _changed(sums, options)
-    weights, of_sinks = _softmax(np.where(shown, scores, -np.inf), given.get("sinks"))
+    sinks = given.get("sinks")
+    if sinks is not None:
+        sinks = np.where(sinks < np.inf, sinks, 0)
+    weights, of_sinks = _softmax(np.where(shown, scores, -np.inf), sinks)
     kept = weights if options.keep is None else weights * _dropout(options, dtype)
 
     output = (kept @ v).transpose(0, 2, 1, 3)
@@ -121,6 +124,8 @@ def _finite(x: np.ndarray) -> np.ndarray:
 def _rows_not_finite(given: Arrays, shown: np.ndarray, group: int) -> np.ndarray:
     """Return the rows that see something of which a number is not finite, `(b, n, t, 1)`."""
     query, key, value = (np.isfinite(given[x]).all(axis=-1) for x in ("query", "key", "value"))
+    if "sinks" in given:  # one of -inf is none; any other that is not finite is read by all rows
+        query = query & (given["sinks"] < np.inf)
     keys = np.repeat((key & value).transpose(0, 2, 1), group, axis=1)
     bad = ~(query.transpose(0, 2, 1)[..., None] & keys[:, :, None])
     return (shown & bad).any(axis=-1, keepdims=True)
