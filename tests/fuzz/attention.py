@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax_attn import KeyedDropout, dot_product_attention
+from flax_attn import KeyedDropout, Mask, dot_product_attention
 from flax_attn.backends.registry import load
 from flax_attn.backends.splash import interpreted
 
@@ -152,7 +152,7 @@ class Attention:
         def of(one: Integers) -> Any:
             return given[one.name] if one.name in given else one.array()
 
-        built = [part.build(of) for part in self.parts]
+        built = [part.build(Mask, of) for part in self.parts]
         if not built:
             return None
         mask = built[0]
