@@ -94,7 +94,9 @@ class Judged:
         undefined = formula.not_finite(self.given, self.options)
         whole = {name: np.ones((), bool) for name in ("output", "weights")}
         if not any(x.any() for x in undefined.values()):
-            return whole | {name: np.ones((), bool) for name in self.given}
+            sinks = self.given.get("sinks", np.zeros(1))
+            names = self.given.keys() - ({"sinks"} if not (sinks < np.inf).all() else set())
+            return whole | {name: np.ones((), bool) for name in names}
         # A row that is NaN may turn to NaN what it could have read: what stands by rows is judged.
         return whole | {"query": ~undefined["query"]}
 
