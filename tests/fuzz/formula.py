@@ -37,6 +37,8 @@ class Options:
 def attention(given: Arrays, options: Options, cotangent: np.ndarray) -> Arrays:
     """Return output, weights and gradients, in the dtype of what is given.
 
+    Gradients that are sums over rows are given with the sums of what their terms measure.
+
     Rows that see what is not finite are NaN in the output; their gradients stand as if it were 0.
     """
     dtype = given["query"].dtype
@@ -73,8 +75,10 @@ def attention(given: Arrays, options: Options, cotangent: np.ndarray) -> Arrays:
     found["value"] = _grouped(kept.swapaxes(-1, -2) @ d_out, group)
     if "bias" in given:
         found["bias"] = _summed(d_sums, given["bias"].shape)
+        found["terms of bias"] = _summed(abs(d_sums), given["bias"].shape)
     if "sinks" in given:
         found["sinks"] = -(of_sinks * mean).sum(axis=(0, 2, 3))
+        found["terms of sinks"] = abs(of_sinks * mean).sum(axis=(0, 2, 3))
     return found
 
 
