@@ -10,32 +10,19 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax_attn import KeyedDropout, dot_product_attention
+from flax_attn import KeyedDropout, Mask, dot_product_attention
 from flax_attn.backends.registry import load
 from flax_attn.backends.splash import interpreted
 
 from . import formula
 from .integers import Integers
 from .judge import Judged
-from .masks import Part, Sizes, draw_parts, visible
-from .scores import SCORES, Score
+from .masks import Part, Sizes, visible
+from .scores import Score
 
-SIZES = (
-    *(Sizes(2, 6, 6, 4, 2, 3, 5), Sizes(2, 5, 9, 4, 2, 3, 5), Sizes(1, 9, 4, 2, 1, 4, 4)),
-    *(Sizes(2, 1, 7, 2, 2, 4, 4), Sizes(1, 1, 1, 1, 1, 1, 1), Sizes(3, 7, 1, 6, 1, 2, 3)),
-    *(Sizes(0, 6, 6, 4, 2, 3, 5), Sizes(2, 0, 9, 4, 2, 3, 5), Sizes(2, 38, 50, 4, 2, 8, 8)),
-    *(Sizes(2, 38, 38, 2, 1, 16, 8), Sizes(1, 3, 300, 4, 1, 8, 8), Sizes(1, 130, 130, 2, 2, 8, 8)),
-)
-LARGE = (
-    Sizes(1, 1100, 1100, 1, 1, 8, 8),
-    Sizes(1, 600, 1300, 2, 1, 8, 4),
-    Sizes(1, 1030, 40, 1, 1, 8, 8),
-)
-BACKENDS = ("reference", "decode", "blocked", "native", "auto", "splash")
+LARGEST = "largest values"
 TILES = (16, 8)  # of blocked, where small calls have to have several
-MODES = ("eager", "jit", "jit of the mask", "vmap")
 NAMES = ("query", "key", "value", "bias", "sinks")
-DTYPES = {"float64": 0.25, "float32": 0.4, "bfloat16": 0.2, "float16": 0.15}
 FAST = {"xla_backend_optimization_level": 0}
 jit = partial(jax.jit, compiler_options=FAST)
 
@@ -79,7 +66,7 @@ class Attention:
     @property
     def chooses(self) -> bool:
         """Whether the softmax is a choice of the largest, of which rounding makes the gradients."""
-        return _is_huge(self.scale)
+        return is_huge(self.scale)
 
     @property
     def refusable(self) -> bool:
@@ -104,18 +91,21 @@ class Attention:
     @cached_property
     def cotangent(self) -> np.ndarray:
         z = self.sizes
-        return np.random.default_rng(5).normal(size=(z.b, z.t, z.n, z.v))
+        drawn = np.random.default_rng(5).normal(size=(z.b, z.t, z.n, z.v))
+        return (
+            1e-5 * drawn if self.data == LARGEST else drawn
+        )  # so that its product with values is finite
 
     def rounded(self, scale: float = 1.0) -> formula.Arrays:
         """Return the arrays in the dtype of the call; those of a second one are scaled."""
         with np.errstate(over="ignore"):
-            return {name: _cast(x * scale, self.dtype) for name, x in self.arrays.items()}
+            return {name: cast(x * scale, self.dtype) for name, x in self.arrays.items()}
 
     def check(self, backend: str) -> None:
         """Raise unless a backend returns what the formula does."""
         results = self.run(backend)
         for found, scale in zip(results, (1.0, 0.5), strict=False):
-            cotangent = _cast(self.cotangent, self.dtype)
+            cotangent = cast(self.cotangent, self.dtype)
             Judged(
                 self.dtype, found, self.rounded(scale), cotangent, self.options, self.chooses
             ).check()
@@ -137,7 +127,7 @@ class Attention:
         as_arguments = {
             name: jnp.asarray(x.array()) for name, x in integers.items() if x.form == "jax"
         }
-        cotangent = self._shaped(jnp.asarray(_cast(self.cotangent, self.dtype)))
+        cotangent = self._shaped(jnp.asarray(cast(self.cotangent, self.dtype)))
 
         def attend(arrays, given, mask):
             mask = self.mask(given, integers) if mask is None else mask
@@ -162,7 +152,7 @@ class Attention:
         def of(one: Integers) -> Any:
             return given[one.name] if one.name in given else one.array()
 
-        built = [part.build(of) for part in self.parts]
+        built = [part.build(Mask, of) for part in self.parts]
         if not built:
             return None
         mask = built[0]
@@ -207,102 +197,10 @@ class Attention:
 KEY = np.array([3, 14], np.uint32)
 
 
-def _cast(x: np.ndarray, dtype: str) -> np.ndarray:
+def cast(x: np.ndarray, dtype: str) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
-def draw(rng: np.random.Generator) -> Attention:
-    """Return a random call."""
-    large = rng.random() < 0.03
-    pool = LARGE if large else SIZES
-    z = pool[rng.integers(len(pool))]
-    dtype = str(rng.choice(list(DTYPES), p=list(DTYPES.values())))
-    x64 = dtype == "float64" or bool(rng.random() < 0.2)
-    mode = str(rng.choice(MODES, p=[0.15, 0.5, 0.2, 0.15]))
-    parts = draw_parts(rng, z, x64)
-    tile = _draw_summary(rng, z, mode, parts)
-    unbatched = z.b == 1 and mode != "vmap" and rng.random() < 0.4
-    score = SCORES[rng.integers(len(SCORES))] if rng.random() < 0.12 else None
-    rate = float(rng.choice([0.1, 0.5, 0.999])) if rng.random() < 0.12 else 0.0
-    drawn_scale = _draw_scale(rng)
-    caps = (1.5, 5, np.float32(30), 1e4)
-    capped = rng.random() < 0.2 and not _is_huge(drawn_scale)
-    soft_cap = caps[rng.integers(len(caps))] if capped else None
-    data = _draw_data(rng, score, drawn_scale)
-    arrays = _draw_arrays(rng, z, dtype, data, visible(parts, z))
-    plain = not rate and score is None and "bias" not in arrays and dtype != "float64"
-    tiles = bool(not large and rng.random() < 0.6)
-    return Attention(
-        z, dtype, x64, mode, tiles, _draw_backends(rng, plain), parts, tile,
-        arrays, data, unbatched, drawn_scale, soft_cap, score, rate,
-        weights=bool(rng.random() < 0.15), gradients=bool(rng.random() < 0.5),
-    )  # fmt: skip
-
-
-def _draw_summary(
-    rng: np.random.Generator, z: Sizes, mode: str, parts: tuple[Part, ...]
-) -> int | None:
-    traced = mode == "vmap" or mode == "jit"
-    if not parts or traced or 0 in z.scores or rng.random() > 0.1:
-        return None
-    return int(rng.choice([1, 4, 8]))
-
-
-def _draw_scale(rng: np.random.Generator) -> Any:
-    usual = (-1.7, 0.0, 3, np.float32(0.3), 1e-30, 1e4, -1e4)
-    return None if rng.random() < 0.6 else usual[rng.integers(len(usual))]
-
-
-def _is_huge(scale: Any) -> bool:
+def is_huge(scale: Any) -> bool:
+    """Return whether a factor on the scores makes a softmax a choice of the largest."""
     return scale is not None and abs(scale) > 100
-
-
-def _draw_data(rng: np.random.Generator, score: Score | None, scale: Any) -> str:
-    if _is_huge(scale):
-        return "whole numbers"  # whose products are exact, so that a choice of the largest is one
-    pool = ["normal", "whole numbers", "hidden", "not finite"]
-    weights = [0.6, 0.1, 0.15, 0.15] if score is None else [1, 0, 0, 0]
-    return str(rng.choice(pool, p=weights))
-
-
-def _draw_backends(rng: np.random.Generator, plain: bool) -> tuple[str, ...]:
-    shares = [0.15, 0.2, 0.3, 0.2, 0.12, 0.03] if plain else [0.2, 0.2, 0.45, 0.02, 0.12, 0.01]
-    return tuple(map(str, rng.choice(BACKENDS, size=2, replace=False, p=shares)))
-
-
-def _draw_arrays(
-    rng: np.random.Generator, z: Sizes, dtype: str, data: str, shown: np.ndarray
-) -> formula.Arrays:
-    shapes = {
-        "query": (z.b, z.t, z.n, z.h),
-        "key": (z.b, z.s, z.k, z.h),
-        "value": (z.b, z.s, z.k, z.v),
-    }
-    whole = data == "whole numbers"
-    draw_one = partial(rng.integers, -2, 3) if whole else rng.normal
-    arrays = {name: draw_one(size=shape).astype(float) for name, shape in shapes.items()}
-    if rng.random() < 0.25:
-        full = tuple(1 if rng.random() < 0.3 else size for size in z.scores)
-        bias = draw_one(size=full[rng.integers(5) :]).astype(float)
-        arrays["bias"] = np.where(rng.random(bias.shape) < rng.choice([0, 0, 0.3]), -np.inf, bias)
-    if rng.random() < 0.2:
-        sinks = draw_one(size=z.n).astype(float)
-        arrays["sinks"] = np.where(rng.random(z.n) < 0.3, rng.choice([-np.inf, -1e4, 1e4]), sinks)
-    if data == "hidden":
-        _fill_hidden(rng, arrays, dtype, shown)
-    if data == "not finite":
-        for name in ("query", "key", "value"):
-            one = rng.random(arrays[name].shape) < 0.5 / max(arrays[name].size, 1)
-            arrays[name][one] = rng.choice([np.nan, np.inf, -np.inf])
-    return arrays
-
-
-def _fill_hidden(
-    rng: np.random.Generator, arrays: formula.Arrays, dtype: str, shown: np.ndarray
-) -> None:
-    # What nobody may see, whatever stands there.
-    query = ~shown.any(axis=(1, 3))
-    key = ~shown.any(axis=(1, 2))
-    largest = 6e4 if dtype == "float16" else 1e30
-    for name, nobody in (("query", query), ("key", key), ("value", key)):
-        arrays[name][nobody] = rng.choice([np.nan, np.inf, largest])

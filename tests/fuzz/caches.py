@@ -10,7 +10,7 @@ import numpy as np
 from flax_attn import KVCache, Mask, dot_product_attention
 
 from . import formula
-from .attention import _cast, jit
+from .attention import cast, jit
 from .integers import Integers, draw_counts
 from .judge import Judged, Wrong
 from .masks import Sizes
@@ -74,7 +74,7 @@ class Cached:
             padding = np.arange(chunk.tokens) >= chunk.real(z.b)[:, None]
             for x in arrays.values():
                 x[padding] = np.nan
-            given.append({name: _cast(x, self.dtype) for name, x in arrays.items()})
+            given.append({name: cast(x, self.dtype) for name, x in arrays.items()})
         return given
 
     def check(self, backend: str) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from flax_attn.backends.call import Unsupported
 
-from . import attention, caches, losses, spoiled
+from . import caches, calls, losses, spoiled
 from .judge import Wrong, refused
 
-KINDS = {attention: 0.7, spoiled: 0.12, caches: 0.1, losses: 0.08}
+KINDS = {calls: 0.7, spoiled: 0.12, caches: 0.1, losses: 0.08}
 NEVER_UNSUPPORTED = ("auto", "reference", "loss")
 
 

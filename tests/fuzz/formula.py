@@ -37,6 +37,8 @@ class Options:
 def attention(given: Arrays, options: Options, cotangent: np.ndarray) -> Arrays:
     """Return output, weights and gradients, in the dtype of what is given.
 
+    Gradients that are sums over rows are given with the sums of what their terms measure.
+
     Rows that see what is not finite are NaN in the output; their gradients stand as if it were 0.
     """
     dtype = given["query"].dtype
@@ -52,7 +54,10 @@ def attention(given: Arrays, options: Options, cotangent: np.ndarray) -> Arrays:
     scale = dtype.type(options.scale)
     sums = (q @ k.swapaxes(-1, -2)) * scale + np.where(bias == -np.inf, 0, bias).astype(dtype)
     scores, slope = _changed(sums, options)
-    weights, of_sinks = _softmax(np.where(shown, scores, -np.inf), given.get("sinks"))
+    sinks = given.get("sinks")
+    if sinks is not None:
+        sinks = np.where(sinks < np.inf, sinks, 0)
+    weights, of_sinks = _softmax(np.where(shown, scores, -np.inf), sinks)
     kept = weights if options.keep is None else weights * _dropout(options, dtype)
 
     output = (kept @ v).transpose(0, 2, 1, 3)
@@ -70,8 +75,10 @@ def attention(given: Arrays, options: Options, cotangent: np.ndarray) -> Arrays:
     found["value"] = _grouped(kept.swapaxes(-1, -2) @ d_out, group)
     if "bias" in given:
         found["bias"] = _summed(d_sums, given["bias"].shape)
+        found["terms of bias"] = _summed(abs(d_sums), given["bias"].shape)
     if "sinks" in given:
         found["sinks"] = -(of_sinks * mean).sum(axis=(0, 2, 3))
+        found["terms of sinks"] = abs(of_sinks * mean).sum(axis=(0, 2, 3))
     return found
 
 
@@ -121,6 +128,8 @@ def _finite(x: np.ndarray) -> np.ndarray:
 def _rows_not_finite(given: Arrays, shown: np.ndarray, group: int) -> np.ndarray:
     """Return the rows that see something of which a number is not finite, `(b, n, t, 1)`."""
     query, key, value = (np.isfinite(given[x]).all(axis=-1) for x in ("query", "key", "value"))
+    if "sinks" in given:  # one of -inf is none; any other that is not finite is read by all rows
+        query = query & (given["sinks"] < np.inf)
     keys = np.repeat((key & value).transpose(0, 2, 1), group, axis=1)
     bad = ~(query.transpose(0, 2, 1)[..., None] & keys[:, :, None])
     return (shown & bad).any(axis=-1, keepdims=True)

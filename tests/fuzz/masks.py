@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from flax_attn import Mask
 
 from .integers import ENDS, Integers, draw_counts, draw_ids
 
@@ -35,7 +34,7 @@ class Part:
 
     Args:
         text: as a call spells it.
-        build: the `Mask` of what the call gets.
+        build: the mask, of a class `Mask` and what the call gets.
         shows: whether row b, head n, query i sees key j, of arrays of Python integers that
             broadcast.
         integers: that it holds.
@@ -44,7 +43,7 @@ class Part:
     """
 
     text: str
-    build: Callable[[Given], Any]
+    build: Callable[[type, Given], Any]
     shows: Callable[[Any, Any, Any, Any], Any]
     integers: tuple[Integers, ...] = ()
     wrong: bool = False
@@ -114,7 +113,7 @@ def _causal(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
     at, facts = _positioned(z, offset, x64)
     return Part(
         f"Mask.causal({'' if offset is None else offset})",
-        lambda given: Mask.causal(_given(offset, given)),
+        lambda kind, given: kind.causal(_given(offset, given)),
         lambda b, n, i, j: j <= at(b, i),
         **facts,
     )
@@ -133,7 +132,7 @@ def _window(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
 
     return Part(
         f"Mask.window({left}, {right}, {offset})",
-        lambda given: Mask.window(left, right, _given(offset, given)),
+        lambda kind, given: kind.window(left, right, _given(offset, given)),
         lambda b, n, i, j: np.broadcast_to(
             shows(b, n, i, j), np.broadcast_shapes(b.shape, j.shape, i.shape)
         ),
@@ -147,7 +146,7 @@ def _sliding(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
     width = int(rng.choice([1, 2, 4, max(z.s - 1, 1), 2**31]))
     return Part(
         f"Mask.sliding_window({width}, {offset})",
-        lambda given: Mask.sliding_window(width, _given(offset, given)),
+        lambda kind, given: kind.sliding_window(width, _given(offset, given)),
         lambda b, n, i, j: (at(b, i) - width < j) & (j <= at(b, i)),
         **facts,
     )
@@ -165,7 +164,7 @@ def _lengths(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
 
     return Part(
         f"Mask.lengths(query={query}, key={key})",
-        lambda given: Mask.lengths(query=_given(query, given), key=_given(key, given)),
+        lambda kind, given: kind.lengths(query=_given(query, given), key=_given(key, given)),
         shows,
         integers,
         may_refuse=not (x64 or all(x.narrow for x in integers)),
@@ -178,7 +177,7 @@ def _prefix(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
     at, facts = _positioned(z, offset, x64, length)
     return Part(
         f"Mask.prefix({length}, {offset})",
-        lambda given: Mask.prefix(given(length), _given(offset, given)),
+        lambda kind, given: kind.prefix(given(length), _given(offset, given)),
         lambda b, n, i, j: (j <= at(b, i)) | (j < _of_row(length)(b)),
         **facts,
     )
@@ -204,7 +203,7 @@ def _segments(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
 
     return Part(
         f"Mask.segments({query}{'' if alone else f', {key}'})",
-        lambda given: Mask.segments(given(query), None if alone else given(key)),
+        lambda kind, given: kind.segments(given(query), None if alone else given(key)),
         lambda b, n, i, j: of(query, b, i) == of(key, b, j),
         integers,
         wrong=alone and z.t != z.s,
@@ -221,7 +220,7 @@ def _dense(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
 
     return Part(
         f"{'' if plain else 'Mask.dense'}(rng.random({shape}) < ...)",
-        lambda given: Mask() & array if plain else Mask.dense(array),
+        lambda kind, given: kind() & array if plain else kind.dense(array),
         lambda b, n, i, j: full_array[tuple(x.astype(int) for x in (b, n, i, j))],
     )
 
@@ -245,7 +244,7 @@ def _where(rng: np.random.Generator, name: str, z: Sizes, x64: bool) -> Part:
     function = _RULES[rule]
     return Part(
         f"Mask.where(<{rule}>, {offset})",
-        lambda given: Mask.where(function, _given(offset, given)),
+        lambda kind, given: kind.where(function, _given(offset, given)),
         lambda b, n, i, j: function(b, n, at(b, i), j),
         **facts,
     )
