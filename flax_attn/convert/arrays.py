@@ -69,9 +69,9 @@ def from_layout(
         {'kernel': (3, 2)}
     """
     table = as_layout(layout)
-    entries = plan({name: _shape(name, value) for name, value in flatten(like).items()}, table, axes)
+    entries = plan({name: as_shape(name, value) for name, value in flatten(like).items()}, table, axes)
     theirs = _under(prefix, flatten(weights))
-    wrong = problems(entries, {name: _shape(name, value) for name, value in theirs.items()}, table)
+    wrong = problems(entries, {name: as_shape(name, value) for name, value in theirs.items()}, table)
     if wrong:
         heading = f"these weights do not fit {what} in the layout {layout_name(layout)}:"
         raise ConversionError("\n  ".join([heading, *wrong]))
@@ -120,7 +120,8 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _shape(name: str, value: Any) -> tuple[int, ...]:
+def as_shape(name: str, value: Any) -> tuple[int, ...]:
+    """Return the shape of a weight."""
     try:
         return tuple(np.shape(value))
     except ValueError as error:

@@ -66,15 +66,15 @@ def _read(fields: Fields, dropout: float | None) -> BertConfig:
     return BertConfig(
         d_model=fields.integer("hidden_size"),
         num_heads=fields.integer("num_attention_heads"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=fields.count("num_hidden_layers"),
         context_length=fields.integer("max_position_embeddings"),
         vocab_size=fields.integer("vocab_size"),
         num_types=fields.integer("type_vocab_size", 2),
         d_hidden=fields.integer("intermediate_size"),
         activation=fields.choose("hidden_act", ACTIVATIONS, "gelu"),
-        eps=fields.number("layer_norm_eps", 1e-12),
-        dropout=fields.number("hidden_dropout_prob", 0.1) if dropout is None else dropout,
-        attention_dropout=fields.number("attention_probs_dropout_prob", 0.1) if dropout is None else dropout,
+        eps=fields.epsilon("layer_norm_eps", 1e-12),
+        dropout=fields.rate("hidden_dropout_prob", 0.1) if dropout is None else dropout,
+        attention_dropout=fields.rate("attention_probs_dropout_prob", 0.1) if dropout is None else dropout,
     )
 
 

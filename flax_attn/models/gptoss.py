@@ -51,7 +51,7 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 
 def _read(fields: Fields, dropout: float | None) -> GptOssConfig:
-    layers = range(fields.integer("num_hidden_layers"))
+    layers = range(fields.count("num_hidden_layers"))
     scaled = any(fields.values.get(name) for name in ("rope_scaling", "rope_parameters"))
     filled = fields.filled(
         head_dim=64,
@@ -66,9 +66,9 @@ def _read(fields: Fields, dropout: float | None) -> GptOssConfig:
         **read_decoder(filled, dropout),
         **read_layer_types(filled, filled.optional_integer("sliding_window"), kinds),
         attention_bias=fields.flag("attention_bias", True),
-        num_experts=fields.integer("num_local_experts", 128),
+        num_experts=fields.count("num_local_experts", 128),
         top_k=fields.integer("num_experts_per_tok", 4),
-        swiglu=ClampedSwiGLU(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)),
+        swiglu=ClampedSwiGLU(fields.factor("swiglu_limit", 7.0), fields.factor("swiglu_alpha", 1.702)),
     )
 
 

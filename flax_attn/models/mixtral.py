@@ -37,7 +37,7 @@ def _read(fields: Fields, dropout: float | None) -> MixtralConfig:
     return MixtralConfig(
         **read_decoder(filled, dropout),
         window=fields.optional_integer("sliding_window"),
-        num_experts=fields.integer("num_local_experts", 8),
+        num_experts=fields.count("num_local_experts", 8),
         top_k=fields.integer("num_experts_per_tok", 2),
     )
 

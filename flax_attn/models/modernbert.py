@@ -12,6 +12,7 @@ from flax_attn.functional.positions import RoPE
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder import TextEncoder
 from flax_attn.models.hugging_face.decoder import FULL, SLIDING, read_layer_types
+from flax_attn.models.hugging_face.bounds import BASES
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.models.masked_lm import MaskedLMHead
@@ -93,7 +94,7 @@ class ModernBertConfig:
 def _read(fields: Fields, dropout: float | None) -> ModernBertConfig:
     # transformers drops inside the feed-forward layer, and the output of the attention beside its weights.
     fields.only(mlp_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=True)
-    layers, window = range(fields.integer("num_hidden_layers")), fields.integer("local_attention", 128)
+    layers, window = range(fields.count("num_hidden_layers")), fields.integer("local_attention", 128)
     fields.only(rope_scaling=None, sliding_window=window // 2)  # transformers lets either replace what it has read
     return ModernBertConfig(
         d_model=fields.integer("hidden_size"),
@@ -108,13 +109,13 @@ def _read(fields: Fields, dropout: float | None) -> ModernBertConfig:
         local_rope=_read_rope(fields, SLIDING, "local_rope_theta", 10000.0),
         activation=fields.choose("hidden_activation", ACTIVATIONS, "gelu"),
         head_activation=fields.choose("classifier_activation", ACTIVATIONS, "gelu"),
-        eps=fields.number("norm_eps", 1e-5),
+        eps=fields.epsilon("norm_eps", 1e-5),
         norm_bias=fields.flag("norm_bias", False),
         attention_bias=fields.flag("attention_bias", False),
         ff_bias=fields.flag("mlp_bias", False),
         head_bias=fields.flag("classifier_bias", False),
         logits_bias=fields.flag("decoder_bias", True),
-        dropout=fields.number("embedding_dropout", 0.0) if dropout is None else dropout,
+        dropout=fields.rate("embedding_dropout", 0.0) if dropout is None else dropout,
     )
 
 
@@ -125,10 +126,11 @@ def _read_full(fields: Fields, layers: range, window: int) -> tuple[int, ...]:
 
 
 def _read_rope(fields: Fields, kind: str, name: str, default: float) -> RoPE:
-    old, own = fields.number(name, default), (fields.optional_object("rope_parameters") or {}).get(kind) or {}
-    parameters = Fields(f"{fields.where}, rope_parameters of {kind!r}", own)
+    kinds = Fields(f"{fields.where}: rope_parameters", fields.optional_object("rope_parameters") or {})
+    own = kinds.optional_object(kind) or {}
+    parameters = Fields(f"{kinds.where}: {kind}", own)
     parameters.only(rope_type="default")
-    base = parameters.number("rope_theta", old)
+    base = parameters.number("rope_theta", BASES, fields.number(name, BASES, default))
     parameters.check_all_used()
     return RoPE(float(base))
 

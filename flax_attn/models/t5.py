@@ -14,6 +14,7 @@ from flax_attn.functional.relative import t5_bias
 from flax_attn.functional.scores import Scores
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder_decoder import EncoderDecoder
+from flax_attn.models.hugging_face.bounds import TOKENS
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.modules.block import TransformerBlock
@@ -79,9 +80,10 @@ def _read(fields: Fields, dropout: float | None) -> T5Config:
     fields.only(is_decoder=False, is_encoder_decoder=True)
     # Files without the field scale where the head is tied; of a head of its own only the weights tell.
     scaled = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
-    layers = fields.integer("num_layers")
-    decoder_layers = fields.optional_integer("num_decoder_layers")
-    start = fields.optional_integer("decoder_start_token_id")
+    layers = fields.count("num_layers")
+    decoder_layers = fields.optional_count("num_decoder_layers")
+    start = fields.optional_integer("decoder_start_token_id", within=TOKENS)
+    pad = fields.optional_integer("pad_token_id", within=TOKENS) if start is None else None
     return T5Config(
         d_model=fields.integer("d_model"),
         d_hidden=fields.integer("d_ff"),
@@ -93,10 +95,10 @@ def _read(fields: Fields, dropout: float | None) -> T5Config:
         num_buckets=fields.integer("relative_attention_num_buckets", 32),
         max_distance=fields.integer("relative_attention_max_distance", 128),
         **_read_feed_forward(fields),
-        eps=fields.number("layer_norm_epsilon", 1e-6),
-        dropout=fields.number("dropout_rate", 0.1) if dropout is None else dropout,
+        eps=fields.epsilon("layer_norm_epsilon", 1e-6),
+        dropout=fields.rate("dropout_rate", 0.1) if dropout is None else dropout,
         scaled=scaled,
-        start_token=(fields.optional_integer("pad_token_id") or 0) if start is None else start,
+        start_token=pad or 0 if start is None else start,
     )
 
 

@@ -14,6 +14,7 @@ from flax_attn.convert.rules import Layout, Rule
 from flax_attn.functional.checks import check_features
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder_decoder import EncoderDecoder
+from flax_attn.models.hugging_face.bounds import TOKENS
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.modules.block import TransformerBlock
@@ -80,14 +81,14 @@ class WhisperConfig:
 def _read(fields: Fields, dropout: float | None) -> WhisperConfig:
     fields.only(activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, is_encoder_decoder=True)
     fields.only(scale_embedding=False, tie_word_embeddings=True, apply_spec_augment=False)
-    layers = fields.integer("encoder_layers")
+    layers = fields.count("encoder_layers")
     fields.only(num_hidden_layers=layers)  # the same by another name, which wins in transformers
     return WhisperConfig(
         d_model=fields.integer("d_model"),
         num_heads=fields.integer("encoder_attention_heads"),
         num_layers=layers,
         num_decoder_heads=fields.integer("decoder_attention_heads"),
-        num_decoder_layers=fields.integer("decoder_layers"),
+        num_decoder_layers=fields.count("decoder_layers"),
         d_hidden=fields.integer("encoder_ffn_dim"),
         d_decoder_hidden=fields.integer("decoder_ffn_dim"),
         num_mel=fields.integer("num_mel_bins", 80),
@@ -95,9 +96,9 @@ def _read(fields: Fields, dropout: float | None) -> WhisperConfig:
         context_length=fields.integer("max_target_positions", 448),
         vocab_size=fields.integer("vocab_size"),
         activation=fields.choose("activation_function", ACTIVATIONS, "gelu"),
-        dropout=fields.number("dropout", 0.0) if dropout is None else dropout,
-        attention_dropout=fields.number("attention_dropout", 0.0) if dropout is None else dropout,
-        start_token=fields.integer("decoder_start_token_id", 50257),
+        dropout=fields.rate("dropout", 0.0) if dropout is None else dropout,
+        attention_dropout=fields.rate("attention_dropout", 0.0) if dropout is None else dropout,
+        start_token=fields.integer("decoder_start_token_id", 50257, TOKENS),
     )
 
 

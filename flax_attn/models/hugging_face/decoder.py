@@ -83,15 +83,15 @@ def read_decoder(
         "d_model": d_model,
         "d_hidden": fields.integer("intermediate_size"),
         "num_heads": num_heads,
-        "num_layers": fields.integer("num_hidden_layers"),
+        "num_layers": fields.count("num_hidden_layers"),
         "num_kv_heads": fields.optional_integer("num_key_value_heads"),
         "head_dim": head_dim,
         "context_length": dynamic_length(rope.scaling) if isinstance(rope.scaling, DynamicNTKScaling) else length,
         "vocab_size": fields.integer("vocab_size"),
         "rope": rope,
-        "eps": fields.number("rms_norm_eps", 1e-6),
+        "eps": fields.epsilon("rms_norm_eps", 1e-6),
         "activation": fields.choose(activation, ACTIVATIONS, "silu"),
-        "dropout": fields.number("attention_dropout", 0.0) if dropout is None else dropout,
+        "dropout": fields.rate("attention_dropout", 0.0) if dropout is None else dropout,
         "tied": fields.flag("tie_word_embeddings", False),
     }
 
@@ -151,7 +151,7 @@ def read_windows(fields: Fields) -> dict[str, Any]:
     Raises:
         ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window that is switched off.
     """
-    layers, first = range(fields.integer("num_hidden_layers")), fields.integer("max_window_layers", 28)
+    layers, first = range(fields.count("num_hidden_layers")), fields.count("max_window_layers", 28)
     fields = fields.filled(use_sliding_window=False, sliding_window=4096)
     window = fields.optional_integer("sliding_window") if fields.flag("use_sliding_window") else None
     return read_layer_types(fields, window, [FULL if window is None or i < first else SLIDING for i in layers])
@@ -168,8 +168,8 @@ def read_layer_types(fields: Fields, window: int | None, default: Sequence[str])
     Raises:
         ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window that there is not.
     """
-    layers = range(fields.integer("num_hidden_layers"))
-    kinds = fields.optional_list("layer_types") or default
+    layers = range(fields.count("num_hidden_layers"))
+    kinds = fields.optional_texts("layer_types") or default
     if len(kinds) != len(layers) or not set(kinds) <= {SLIDING, FULL}:
         raise ValueError(
             f"{fields.where}: layer_types must name {SLIDING!r} or {FULL!r} for each of num_hidden_layers="

@@ -31,6 +31,7 @@ from flax_attn.convert.files import Stored, find_weights, read_headers, take_par
 from flax_attn.convert.rules import ConversionError, Entry, Layout, plan, problems
 from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import check_positive
+from flax_attn.models.hugging_face.counts import check_counts
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
 from flax_attn.models.hugging_face.quantized import dequantized, read_quantization
@@ -74,6 +75,7 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     weights = find_weights(folder)
     stored = {_current(name): entry for name, entry in read_headers(weights).items()}
     stored = dequantized(stored, fields, dtype)
+    check_counts(config, family, stored, weights)
     config = family.fit(config, stored)
     model = _abstract(cls, config, {name: value for name, value in options.items() if name in _OF_MODELS})
     entries = _match(model, family, stored, weights)

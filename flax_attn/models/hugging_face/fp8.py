@@ -55,5 +55,5 @@ def _read(weight: Stored, scales: Stored, block: tuple[int, int], dtype: Dtype) 
     packed, factors = weight.read().view(np.uint8), scales.read().astype(np.float32)
     for first, row in zip(range(0, rows, block[0]), factors, strict=True):
         part = slice(first, first + block[0])
-        numbers[part] = values[packed[part]] * np.repeat(row, block[1])[:columns]
+        numbers[part] = values[packed[part]] * np.repeat(row, min(block[1], columns))[:columns]
     return numbers
