@@ -84,7 +84,7 @@ def from_layout(
 def to_numpy(array: Any) -> np.ndarray:
     """Return an array of any framework as numpy; bfloat16 tensors included, which torch itself does not convert."""
     if hasattr(array, "detach"):  # a torch tensor, told without importing torch
-        array = array.detach().cpu()
+        array = array.detach().cpu().resolve_conj().resolve_neg()
         if str(array.dtype) == "torch.bfloat16":
             return array.float().numpy().astype(ml_dtypes.bfloat16)
         return array.numpy()

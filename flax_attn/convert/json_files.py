@@ -1,6 +1,7 @@
 """JSON objects in files that may come from anywhere."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return pairs of a JSON object as a dictionary, an `object_pairs_hook`; raise if a name is there twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in values if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = counts.most_common(1)[0][0]
         raise ValueError(f"the name {twice!r} is there twice")
     return values

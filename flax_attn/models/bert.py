@@ -65,9 +65,9 @@ def _read(fields: Fields, dropout: float | None) -> BertConfig:
     fields.only(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
     return BertConfig(
         d_model=fields.integer("hidden_size"),
-        num_heads=fields.integer("num_attention_heads"),
+        num_heads=fields.heads("num_attention_heads"),
         num_layers=fields.count("num_hidden_layers"),
-        context_length=fields.integer("max_position_embeddings"),
+        context_length=fields.length("max_position_embeddings"),
         vocab_size=fields.integer("vocab_size"),
         num_types=fields.integer("type_vocab_size", 2),
         d_hidden=fields.integer("intermediate_size"),

@@ -9,9 +9,9 @@ from flax_attn.functional.frequencies import YaRNScaling
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.scores import Scores
 from flax_attn.models.decoder import Decoder, DecoderConfig
+from flax_attn.models.hugging_face.bounds import COUNTS, WIDTHS
 from flax_attn.models.hugging_face.decoder import read_decoder, write_decoder
 from flax_attn.models.hugging_face.experts import fused, one_by_one
-from flax_attn.models.hugging_face.bounds import COUNTS, SIZES
 from flax_attn.models.hugging_face.family import Family, linears, norms
 from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.modules.experts import Experts
@@ -92,7 +92,7 @@ _COUNTS = ("num_experts", "num_shared", "num_dense_layers")
 
 
 def _read(fields: Fields, dropout: float | None) -> DeepseekV3Config:
-    heads = fields.integer("num_attention_heads")
+    heads = fields.heads("num_attention_heads")
     fields.only(num_key_value_heads=heads, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     fields = fields.filled(n_routed_experts=fields.count("num_local_experts", 256))
     defaults = {name: getattr(DeepseekV3Config, name) for name in _FIELDS}
@@ -100,7 +100,7 @@ def _read(fields: Fields, dropout: float | None) -> DeepseekV3Config:
     rope = replace(_with_mscale(fields, arguments["rope"]), interleaved=fields.flag("rope_interleave", True))
     arguments |= {"rope": rope, "head_dim": None, "num_kv_heads": None}
     for ours, theirs in _FIELDS.items():
-        within = COUNTS if ours in _COUNTS else SIZES
+        within = COUNTS if ours in _COUNTS else WIDTHS
         arguments[ours] = fields.integer(theirs, defaults[ours], within)
     return DeepseekV3Config(
         **arguments,

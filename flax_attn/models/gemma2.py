@@ -62,9 +62,9 @@ def _read(fields: Fields, dropout: float | None) -> Gemma2Config:
     layers = [FULL if layer % 2 else SLIDING for layer in range(fields.count("num_hidden_layers"))]
     return Gemma2Config(
         **read_decoder(fields, dropout, activation="hidden_activation"),
-        **read_layer_types(fields, fields.optional_integer("sliding_window"), layers),
+        **read_layer_types(fields, fields.optional_length("sliding_window"), layers),
         attention_bias=fields.flag("attention_bias", False),
-        query_pre_attn_scalar=fields.integer("query_pre_attn_scalar"),
+        query_pre_attn_scalar=fields.length("query_pre_attn_scalar"),
         score_cap=fields.optional_factor("attn_logit_softcapping"),
         logit_cap=fields.optional_factor("final_logit_softcapping"),
     )

@@ -5,8 +5,8 @@ from typing import Any
 
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.gemma2 import Gemma2, Gemma2Config
-from flax_attn.models.hugging_face.decoder import FULL, POST_NORM_LAYOUT, SLIDING
 from flax_attn.models.hugging_face.bounds import BASES
+from flax_attn.models.hugging_face.decoder import FULL, POST_NORM_LAYOUT, SLIDING
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.models.hugging_face.rope import read_rope, write_rope
@@ -37,7 +37,7 @@ class Gemma3Config(Gemma2Config):
 def _read(fields: Fields, dropout: float | None) -> Gemma3Config:
     # Transformers reads the cap and does not apply it, and takes the positions of each kind from inside their field.
     fields.only(attn_logit_softcapping=None, original_max_position_embeddings=None)
-    every, length = fields.integer("sliding_window_pattern", 6), fields.integer("max_position_embeddings")
+    every, length = fields.length("sliding_window_pattern", 6), fields.length("max_position_embeddings")
     layers = [SLIDING if (layer + 1) % every else FULL for layer in range(fields.count("num_hidden_layers"))]
     rope, local = _ropes(fields.filled(rope_theta=1e6, rope_local_base_freq=1e4))
     fields = fields.filled(attn_logit_softcapping=None, final_logit_softcapping=None)

@@ -75,9 +75,9 @@ def _read(fields: Fields, dropout: float | None) -> GPT2Config:
     fields.only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return GPT2Config(
         d_model=fields.integer("n_embd"),
-        num_heads=fields.integer("n_head"),
+        num_heads=fields.heads("n_head"),
         num_layers=fields.count("n_layer"),
-        context_length=fields.integer("n_positions"),
+        context_length=fields.length("n_positions"),
         vocab_size=fields.integer("vocab_size"),
         dropout=_read_dropout(fields) if dropout is None else dropout,
         d_hidden=fields.optional_integer("n_inner", None),

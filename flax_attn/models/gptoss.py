@@ -64,7 +64,7 @@ def _read(fields: Fields, dropout: float | None) -> GptOssConfig:
     kinds = [FULL if layer % 2 else SLIDING for layer in layers]
     return GptOssConfig(
         **read_decoder(filled, dropout),
-        **read_layer_types(filled, filled.optional_integer("sliding_window"), kinds),
+        **read_layer_types(filled, filled.optional_length("sliding_window"), kinds),
         attention_bias=fields.flag("attention_bias", True),
         num_experts=fields.count("num_local_experts", 128),
         top_k=fields.integer("num_experts_per_tok", 4),

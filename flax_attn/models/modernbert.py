@@ -11,8 +11,8 @@ from flax_attn.convert.rules import Layout, Rule
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder import TextEncoder
-from flax_attn.models.hugging_face.decoder import FULL, SLIDING, read_layer_types
 from flax_attn.models.hugging_face.bounds import BASES
+from flax_attn.models.hugging_face.decoder import FULL, SLIDING, read_layer_types
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.models.masked_lm import MaskedLMHead
@@ -94,14 +94,14 @@ class ModernBertConfig:
 def _read(fields: Fields, dropout: float | None) -> ModernBertConfig:
     # transformers drops inside the feed-forward layer, and the output of the attention beside its weights.
     fields.only(mlp_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=True)
-    layers, window = range(fields.count("num_hidden_layers")), fields.integer("local_attention", 128)
+    layers, window = range(fields.count("num_hidden_layers")), fields.length("local_attention", 128)
     fields.only(rope_scaling=None, sliding_window=window // 2)  # transformers lets either replace what it has read
     return ModernBertConfig(
         d_model=fields.integer("hidden_size"),
         d_hidden=fields.integer("intermediate_size"),
-        num_heads=fields.integer("num_attention_heads"),
+        num_heads=fields.heads("num_attention_heads"),
         num_layers=len(layers),
-        context_length=fields.integer("max_position_embeddings"),
+        context_length=fields.length("max_position_embeddings"),
         vocab_size=fields.integer("vocab_size"),
         window=window,
         full_layers=_read_full(fields, layers, window),
@@ -120,7 +120,7 @@ def _read(fields: Fields, dropout: float | None) -> ModernBertConfig:
 
 
 def _read_full(fields: Fields, layers: range, window: int) -> tuple[int, ...]:
-    every = fields.integer("global_attn_every_n_layers", 3)
+    every = fields.length("global_attn_every_n_layers", 3)
     default = [SLIDING if layer % every else FULL for layer in layers]
     return read_layer_types(fields, window, default).get("full_layers", tuple(layers))
 

@@ -39,7 +39,7 @@ class Qwen3MoeConfig(Qwen3Config):
 
 def _read(fields: Fields, dropout: float | None) -> Qwen3MoeConfig:
     used = fields.flag("use_sliding_window", False)
-    window = fields.optional_integer("sliding_window", 4096) if used else None
+    window = fields.optional_length("sliding_window", 4096) if used else None
     return Qwen3MoeConfig(**read_mixture(fields, dropout), window=window)
 
 

@@ -73,7 +73,7 @@ def _read(fields: Fields, dropout: float | None) -> Qwen3NextConfig:
 
 
 def _read_layer_types(fields: Fields) -> tuple[int, ...]:
-    layers, interval = fields.count("num_hidden_layers"), fields.integer("full_attention_interval", 4)
+    layers, interval = fields.count("num_hidden_layers"), fields.length("full_attention_interval", 4)
     kinds = fields.optional_texts("layer_types") or [_LINEAR if (i + 1) % interval else FULL for i in range(layers)]
     if len(kinds) != layers or not set(kinds) <= {_LINEAR, FULL}:
         raise ValueError(

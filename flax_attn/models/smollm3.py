@@ -51,7 +51,7 @@ def _read(fields: Fields, dropout: float | None) -> SmolLM3Config:
     defaults = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
     fields = fields.filled(use_sliding_window=False, sliding_window=None, **defaults)
     used = fields.flag("use_sliding_window")
-    window = fields.optional_integer("sliding_window") if used else None
+    window = fields.optional_length("sliding_window") if used else None
     unrotated, layers = _unrotated(fields), range(fields.count("num_hidden_layers"))
     kinds = [SLIDING if window is not None and layer in unrotated else FULL for layer in layers]
     return SmolLM3Config(
@@ -65,7 +65,7 @@ def _read(fields: Fields, dropout: float | None) -> SmolLM3Config:
 
 def _unrotated(fields: Fields) -> tuple[int, ...]:
     """Return the layers without rotary positions."""
-    layers, every = fields.count("num_hidden_layers"), fields.integer("no_rope_layer_interval", 4)
+    layers, every = fields.count("num_hidden_layers"), fields.length("no_rope_layer_interval", 4)
     rotated = fields.optional_integers("no_rope_layers")
     if rotated is None:
         return tuple(range(every - 1, layers, every))

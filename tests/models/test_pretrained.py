@@ -179,7 +179,7 @@ def test_an_untied_head_is_missed(folder):
 
 def test_nothing_is_read_before_all_is_checked(folder, weights, monkeypatch):
     change(folder, weights, **{"transformer.wpe.weight": None})
-    monkeypatch.setattr("flax_attn.convert.files._map", lambda path, *entry: pytest.fail(f"read {path}"))
+    monkeypatch.setattr("flax_attn.convert.headers._map", lambda path, *entry: pytest.fail(f"read {path}"))
     with pytest.raises(convert.ConversionError, match="missing"):
         GPT2.from_pretrained(folder)
 

@@ -32,10 +32,14 @@ class Bounds:
         return f"from {self.least} to {self.most}"
 
 
-SIZES = Bounds(1, 2**31 - 1)  # widths, lengths and numbers of tokens: JAX counts in int32
+# No weight has more elements than 2**63 - 1, whatever its axes are: two widths, and heads or experts, or a length.
+WIDTHS = Bounds(1, 2**22)
+HEADS = Bounds(1, 10_000)
+COUNTS = Bounds(0, 10_000)  # of layers and experts: each is a part of its own
+LENGTHS = Bounds(1, 2**31 - 1)  # of texts: positions are int32
 TOKENS = Bounds(0, 2**31 - 1)  # the number of a token itself
-COUNTS = Bounds(0, 10_000)  # layers and experts: each is a part of its own
-PIXELS = Bounds(1, 2**16)
+IMAGES = Bounds(1, 2**16)  # pixels of a side
+PATCHES = Bounds(1, 2**10)
 EPSILONS = Bounds(0, 1)
 RATES = Bounds(0, math.nextafter(1, 0))  # of dropout
 BASES = Bounds(math.nextafter(1, 2), 1e15)  # of rotary positions

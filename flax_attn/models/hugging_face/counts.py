@@ -1,6 +1,6 @@
 """How many layers and experts files hold: compared with a config before a model of it is made.
 
-What else a config says has a shape, which costs nothing to compare; layers and experts are parts, each of which is made.
+What else a config says is in the shape of a weight, which costs nothing to compare; of layers and experts each is made.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_counts(config: Any, family: Family, names: Collection[str], weights: P
         missing = [number for number in range(wanted) if number not in numbers]
         # Experts may be stored in one weight, whose shape has their number.
         if missing and (numbers or field != "num_experts"):
-            first, more = ", ".join(map(str, missing[:3])), ", ..." if len(missing) > 3 else ""
+            first, more = ", ".join(map(str, missing[:3])), " and more" if len(missing) > 3 else ""
             raise ConversionError(
                 f"{weights} must hold the {wanted} parts that config.json asks for by {field}, "
                 f"counted from 0; got none of the numbers {first}{more}. "
@@ -49,8 +49,7 @@ def _patterns(family: Family) -> dict[str, re.Pattern[str]]:
         for field, before in _numbered(layout, family.base):
             found.setdefault(field, set()).add(re.escape(before))
     return {
-        field: re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(parts))})(\d{{1,9}})(?=\.)")
-        for field, parts in found.items()
+        field: re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(parts))})(\d{{1,9}})(?=\.)") for field, parts in found.items()
     }
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from flax_attn.convert.rules import Layout, Rule
 from flax_attn.functional.frequencies import DynamicNTKScaling
+from flax_attn.functional.positions import RoPE
 from flax_attn.models.decoder import DecoderConfig
+from flax_attn.models.hugging_face.bounds import HEADS, LENGTHS
 from flax_attn.models.hugging_face.family import embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.models.hugging_face.rope import dynamic_length, read_rope, write_rope
@@ -76,17 +78,17 @@ def read_decoder(
     Raises:
         ValueError: if a field is missing, of another kind, or asks for what our models do not compute.
     """
-    length, d_model = (fields.integer(name) for name in ("max_position_embeddings", "hidden_size"))
-    num_heads, head_dim = fields.integer("num_attention_heads"), fields.optional_integer("head_dim")
+    length, d_model = fields.length("max_position_embeddings"), fields.integer("hidden_size")
+    num_heads, head_dim = fields.heads("num_attention_heads"), fields.optional_integer("head_dim")
     rope = read_rope(fields, length, (head_dim or d_model // num_heads) if partial_rope else None)
     return {
         "d_model": d_model,
         "d_hidden": fields.integer("intermediate_size"),
         "num_heads": num_heads,
         "num_layers": fields.count("num_hidden_layers"),
-        "num_kv_heads": fields.optional_integer("num_key_value_heads"),
+        "num_kv_heads": fields.optional_integer("num_key_value_heads", within=HEADS),
         "head_dim": head_dim,
-        "context_length": dynamic_length(rope.scaling) if isinstance(rope.scaling, DynamicNTKScaling) else length,
+        "context_length": _context_length(fields, length, rope),
         "vocab_size": fields.integer("vocab_size"),
         "rope": rope,
         "eps": fields.epsilon("rms_norm_eps", 1e-6),
@@ -94,6 +96,18 @@ def read_decoder(
         "dropout": fields.rate("attention_dropout", 0.0) if dropout is None else dropout,
         "tied": fields.flag("tie_word_embeddings", False),
     }
+
+
+def _context_length(fields: Fields, length: int, rope: RoPE) -> int:
+    if not isinstance(rope.scaling, DynamicNTKScaling):
+        return length
+    longest = dynamic_length(rope.scaling)
+    if not LENGTHS.hold(longest):
+        raise ValueError(
+            f"{fields.where}: the factor of dynamic scaling times max_position_embeddings must be "
+            f"{LENGTHS}; got {longest}. Take the config.json that came with the weights"
+        )
+    return longest
 
 
 def write_decoder(
@@ -153,7 +167,7 @@ def read_windows(fields: Fields) -> dict[str, Any]:
     """
     layers, first = range(fields.count("num_hidden_layers")), fields.count("max_window_layers", 28)
     fields = fields.filled(use_sliding_window=False, sliding_window=4096)
-    window = fields.optional_integer("sliding_window") if fields.flag("use_sliding_window") else None
+    window = fields.optional_length("sliding_window") if fields.flag("use_sliding_window") else None
     return read_layer_types(fields, window, [FULL if window is None or i < first else SLIDING for i in layers])
 
 

@@ -81,7 +81,7 @@ def _with_router(name: str, *rules: Rule) -> Layout:
 
 def read_mixture(fields: Fields, dropout: float | None, **options: Any) -> dict[str, Any]:
     """Return the arguments of a `Qwen3MoeConfig`, all but the window; `options` are those of `read_decoder`."""
-    layers, step = range(fields.count("num_hidden_layers")), fields.integer("decoder_sparse_step", 1)
+    layers, step = range(fields.count("num_hidden_layers")), fields.length("decoder_sparse_step", 1)
     dense = fields.optional_integers("mlp_only_layers") or []
     fields = fields.filled(num_key_value_heads=4, norm_topk_prob=False)
     experts = fields.count("num_experts", fields.count("num_local_experts", 128))

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flax_attn.convert.json_files import read_object
-from flax_attn.models.hugging_face.bounds import COUNTS, EPSILONS, FACTORS, RATES, SIZES, Bounds, Number
+from flax_attn.models.hugging_face.bounds import (
+    COUNTS,
+    EPSILONS,
+    FACTORS,
+    HEADS,
+    LENGTHS,
+    RATES,
+    WIDTHS,
+    Bounds,
+    Number,
+)
 
 K = TypeVar("K")
 ACTIVATIONS = {
@@ -52,15 +62,25 @@ class Fields:
         """
         return Fields(self.where, {**defaults, **self.values}, self.used)
 
-    def integer(self, name: str, default: Any = REQUIRED, within: Bounds = SIZES) -> int:
+    def integer(self, name: str, default: Any = REQUIRED, within: Bounds = WIDTHS) -> int:
         """Return an integer; raise if the field holds something else, or is missing without a default."""
         return self._within(within, name, self._get(name, int, default))
 
-    def optional_integer(
-        self, name: str, default: int | None = None, within: Bounds = SIZES
-    ) -> int | None:
+    def optional_integer(self, name: str, default: int | None = None, within: Bounds = WIDTHS) -> int | None:
         """Return an integer, or None where the field holds null."""
         return self._within(within, name, self._get(name, int | None, default))
+
+    def heads(self, name: str, default: Any = REQUIRED) -> int:
+        """Return a number of heads."""
+        return self.integer(name, default, HEADS)
+
+    def length(self, name: str, default: Any = REQUIRED) -> int:
+        """Return a number of tokens that follow one another."""
+        return self.integer(name, default, LENGTHS)
+
+    def optional_length(self, name: str, default: int | None = None) -> int | None:
+        """Return a number of tokens that follow one another, or None where the field holds null."""
+        return self.optional_integer(name, default, LENGTHS)
 
     def count(self, name: str, default: Any = REQUIRED) -> int:
         """Return a number of layers or experts, which may be 0."""
@@ -103,14 +123,12 @@ class Fields:
         """Return a string."""
         return self._get(name, str, default)
 
-    def pair(self, name: str, default: int, within: Bounds = SIZES) -> tuple[int, int]:
+    def pair(self, name: str, default: int, within: Bounds = WIDTHS) -> tuple[int, int]:
         """Return two integers; one stands for both."""
         value = self._get(name, int | list, default)
         first, *others = self._each(name, value if isinstance(value, list) else [value, value], int)
         if len(others) != 1:
-            raise ValueError(
-                f"{self.where}: {name} must be one integer or two; got {_shown(value)}"
-            )
+            raise ValueError(f"{self.where}: {name} must be one integer or two; got {_shown(value)}")
         return self._within(within, name, first), self._within(within, name, others[0])
 
     def optional_integers(self, name: str) -> list[int] | None:
@@ -136,9 +154,7 @@ class Fields:
         self.used.add(name)
         value = self.values.get(name, default)
         if value is REQUIRED:
-            raise ValueError(
-                f"{self.where} lacks the field {name}. Take the config.json that came with the weights"
-            )
+            raise ValueError(f"{self.where} lacks the field {name}. Take the config.json that came with the weights")
         if not _is_a(value, kind):
             raise ValueError(
                 f"{self.where}: {name} must be of the kind {_called(kind)}; got {_shown(value)}. "
@@ -167,7 +183,8 @@ class Fields:
         """Return the choice that a field names; raise if there is none of that name."""
         value = self.text(name, REQUIRED if default is None else default)
         if value not in choices:
-            raise ValueError(f"{self.where}: {name} must be one of {', '.join(map(repr, choices))}; got {reprlib.repr(value)}")
+            known = ", ".join(map(repr, choices))
+            raise ValueError(f"{self.where}: {name} must be one of {known}; got {reprlib.repr(value)}")
         return choices[value]
 
     def only(self, **wanted: Any) -> None:

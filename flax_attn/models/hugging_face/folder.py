@@ -27,7 +27,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from flax_attn.convert.api import axes_of, parameters, tensors
-from flax_attn.convert.files import Stored, find_weights, read_headers, take_part, write_shards
+from flax_attn.convert.files import take_part, write_shards
+from flax_attn.convert.headers import Stored, find_weights, read_headers
 from flax_attn.convert.rules import ConversionError, Entry, Layout, plan, problems
 from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import check_positive

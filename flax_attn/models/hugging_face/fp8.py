@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype
 
-from flax_attn.convert.files import Stored
+from flax_attn.convert.headers import Stored
 
 _SCALE = "_scale_inv"
 _SCALES = ("float32", "bfloat16", "float16")

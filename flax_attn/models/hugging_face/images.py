@@ -4,7 +4,7 @@ import reprlib
 from typing import Any
 
 from flax_attn.convert.rules import Layout, Rule
-from flax_attn.models.hugging_face.bounds import PIXELS
+from flax_attn.models.hugging_face.bounds import IMAGES
 from flax_attn.models.hugging_face.family import linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.models.image_encoder import ImageConfig
@@ -53,10 +53,10 @@ def read_images(fields: Fields, dropout: float | None) -> dict[str, Any]:
     """
     return {
         "d_model": fields.integer("hidden_size"),
-        "num_heads": fields.integer("num_attention_heads"),
+        "num_heads": fields.heads("num_attention_heads"),
         "num_layers": fields.count("num_hidden_layers"),
-        "image_size": fields.pair("image_size", 224, PIXELS),
-        "channels": fields.integer("num_channels", 3),
+        "image_size": fields.pair("image_size", 224, IMAGES),
+        "channels": fields.heads("num_channels", 3),
         "qkv_bias": fields.flag("qkv_bias", True),
         "activation": fields.choose("hidden_act", ACTIVATIONS, "gelu"),
         "dropout": fields.rate("hidden_dropout_prob", 0.0) if dropout is None else dropout,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_attn.convert.files import Stored
+from flax_attn.convert.headers import Stored
 from flax_attn.models.hugging_face import fp8, mxfp4
 from flax_attn.models.hugging_face.fields import Fields
 

@@ -39,7 +39,7 @@ def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RoPE:
     base = rope.number("rope_theta", BASES, fields.number("rope_theta", BASES, 10000.0))
     name = "rope_type" if "rope_type" in rope.values else "type"
     read = rope.choose(name, _READERS, "default")
-    scaling = read(rope, length, fields.optional_integer("original_max_position_embeddings", None))
+    scaling = read(rope, length, fields.optional_length("original_max_position_embeddings", None))
     width = None if head_dim is None else _rotated(fields, rope, head_dim)
     rope.used.add("type")
     rope.check_all_used()
@@ -102,7 +102,7 @@ def _longrope(rope: Fields, length: int, original: int | None) -> LongRoPEScalin
 
 
 def _original(rope: Fields, length: int, original: int | None) -> int:
-    inside = rope.optional_integer("original_max_position_embeddings", None)
+    inside = rope.optional_length("original_max_position_embeddings", None)
     return original or inside or length
 
 
