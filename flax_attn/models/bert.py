@@ -249,6 +249,10 @@ class BertMaskedLM(Bert):
         # The head is stored a second time, tied, and the layers of the other task of the training may be there.
         _layout("bert.", r"cls\.predictions\.decoder\..*|bert\.pooler\..*|cls\.seq_relationship\..*"),
         base="bert.",
+        copies={
+            "cls.predictions.decoder.weight": "tok_emb.embedding",
+            "cls.predictions.decoder.bias": "head.bias",
+        },
         architecture="BertForMaskedLM",
     )
 

@@ -52,14 +52,15 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 def _read(fields: Fields, dropout: float | None) -> GptOssConfig:
     layers = range(fields.count("num_hidden_layers"))
-    scaled = any(fields.values.get(name) for name in ("rope_scaling", "rope_parameters"))
+    ropes = [fields.values.get(name) for name in ("rope_scaling", "rope_parameters")]
+    if ropes == [None, None]:
+        fields = Fields(fields.where, {**fields.values, "rope_parameters": _ROPE}, fields.used)
     filled = fields.filled(
         head_dim=64,
         num_key_value_heads=8,
         rms_norm_eps=1e-5,
         sliding_window=128,
         rope_theta=150000.0,
-        **{} if scaled else {"rope_parameters": _ROPE},
     )
     kinds = [FULL if layer % 2 else SLIDING for layer in layers]
     return GptOssConfig(

@@ -282,6 +282,7 @@ class ModernBertMaskedLM(ModernBert):
         lambda config: _write("ModernBertForMaskedLM", config),
         _layout("model.", r"decoder\.weight"),  # tied
         architecture="ModernBertForMaskedLM",
+        copies={"decoder.weight": "tok_emb.embedding"},
     )
 
     def create_head(self, **numerics: Any) -> None:

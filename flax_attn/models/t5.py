@@ -170,6 +170,7 @@ def _stack(ours: str, theirs: str, cross: bool) -> tuple:
     return *linears(names), *norms({f"{ours}norm{n + 1}": f"{layer}{n}.layer_norm" for n in range(last + 1)})
 
 
+_COPIES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _TABLE = "{}.block.0.layer.0.SelfAttention.relative_attention_bias"
 _LAYOUT = Layout(
     (
@@ -206,7 +207,15 @@ class T5(EncoderDecoder[T5Config]):
         Raffel et al. 2019 (arXiv:1910.10683); Shazeer 2020, gated (arXiv:2002.05202).
     """
 
-    family = Family({"t5": _read}, _write, _LAYOUT, base="", architecture="T5ForConditionalGeneration", fit=_fit)
+    family = Family(
+        {"t5": _read},
+        _write,
+        _LAYOUT,
+        base="",
+        architecture="T5ForConditionalGeneration",
+        fit=_fit,
+        copies=dict.fromkeys(_COPIES, "tok_emb.embedding"),
+    )
 
     def create_embeddings(self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any) -> None:
         """Set the table of tokens, the dropout of its vectors, and the tables of relative positions."""

@@ -1,5 +1,6 @@
 """Whisper: an encoder-decoder from sound to text."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from flax_attn.convert.rules import Layout, Rule
+from flax_attn.convert.headers import Stored
+from flax_attn.convert.rules import ConversionError, Layout, Rule
 from flax_attn.functional.checks import check_features
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder_decoder import EncoderDecoder
@@ -102,6 +104,18 @@ def _read(fields: Fields, dropout: float | None) -> WhisperConfig:
     )
 
 
+def _fit(config: WhisperConfig, stored: Mapping[str, Stored]) -> WhisperConfig:
+    """The positions of the encoder are computed where a model is made, so their number is compared before."""
+    name, wanted = "encoder.embed_positions.weight", (config.num_positions, config.d_model)
+    found = [entry.shape for key, entry in stored.items() if key.endswith(name)]
+    if found != [wanted]:
+        raise ConversionError(
+            f"{name} must have the shape (max_source_positions, d_model), {wanted}; got "
+            f"{', '.join(map(str, found)) or 'none'}. Take the config.json that came with the weights"
+        )
+    return config
+
+
 def _write(config: WhisperConfig) -> dict[str, Any]:
     return {
         "architectures": ["WhisperForConditionalGeneration"],
@@ -179,7 +193,14 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         Radford et al. 2022 (arXiv:2212.04356).
     """
 
-    family = Family({"whisper": _read}, _write, _LAYOUT, architecture="WhisperForConditionalGeneration")
+    family = Family(
+        {"whisper": _read},
+        _write,
+        _LAYOUT,
+        architecture="WhisperForConditionalGeneration",
+        fit=_fit,
+        copies={"proj_out.weight": "tok_emb.embedding"},
+    )
 
     def create_embeddings(self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any) -> None:
         """Set the convolutions, the tables of tokens and of positions, and the dropout of their sums."""

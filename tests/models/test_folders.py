@@ -274,3 +274,26 @@ def test_files_may_be_links_to_blobs(name, folder):
     if name != "model.safetensors":
         sharded(version, name)
     assert from_pretrained(version).config.num_layers == 2
+
+
+def test_a_head_that_is_tied_and_stored_otherwise(folder):
+    file = folder / "model.safetensors"
+    arrays = safetensors.numpy.load_file(file)
+    head = arrays["transformer.wte.weight"].copy()
+    safetensors.numpy.save_file({**arrays, "lm_head.weight": head}, file)
+    assert from_pretrained(folder).out_head is None
+    head[-1, -1] += 1
+    safetensors.numpy.save_file({**arrays, "lm_head.weight": head}, file)
+    match = r"holds lm_head\.weight beside transformer\.wte\.weight, .* their values differ\. Set tie"
+    with pytest.raises(convert.ConversionError, match=match):
+        from_pretrained(folder)
+    safetensors.numpy.save_file({**arrays, "lm_head.weight": head[1:]}, file)
+    with pytest.raises(convert.ConversionError, match=match):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["is_causal", "scale_attn_weights"])
+def test_null_is_false_where_true_is_wanted(name, folder):
+    edit(folder, **{name: None})
+    with pytest.raises(ValueError, match=rf"{name} must be true, no other value .*; got null"):
+        from_pretrained(folder)

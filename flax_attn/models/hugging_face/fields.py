@@ -188,10 +188,14 @@ class Fields:
         return choices[value]
 
     def only(self, **wanted: Any) -> None:
-        """Raise if a field has another value than the only one supported; null counts as missing."""
+        """Raise if a field has another value than the only one supported.
+
+        Null counts as missing, but where true is wanted: transformers takes it for false.
+        """
         self.used.update(wanted)
         for name, value in wanted.items():
-            if self.values.get(name) not in (None, value):
+            found = self.values.get(name, value)
+            if found != value and (found is not None or value is True):
                 only, got = json.dumps(value), _shown(self.values[name])
                 raise ValueError(f"{self.where}: {name} must be {only}, no other value is supported; got {got}")
 

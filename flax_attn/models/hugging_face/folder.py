@@ -32,6 +32,7 @@ from flax_attn.convert.headers import Stored, find_weights, read_headers
 from flax_attn.convert.rules import ConversionError, Entry, Layout, plan, problems
 from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import check_positive
+from flax_attn.models.hugging_face.copies import check_copies
 from flax_attn.models.hugging_face.counts import check_counts
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
@@ -80,6 +81,7 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     config = family.fit(config, stored)
     model = _abstract(cls, config, {name: value for name, value in options.items() if name in _OF_MODELS})
     entries = _match(model, family, stored, weights)
+    check_copies(entries, family, stored, weights)
     rngs, progress = options.get("rngs"), options.get("progress")
     if dtype is None:
         _check_dtypes(stored[name].dtype for entry in entries for name in entry.tensors)
