@@ -1,6 +1,8 @@
 """`flax-attn generate`: text on stdout, what the start cost on stderr, compiled programs kept for the next start."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -59,6 +61,8 @@ def test_bad_usage_is_said_before_anything_is_read(options, rule, capsys):
     [
         ("[1]", "generation_config.json must hold an object, fields by name; got list. Copy"),
         ("null", "generation_config.json must hold an object, fields by name; got NoneType. Copy"),
+        ('{"a": 1, "a": 2}', "generation_config.json is not JSON: the name 'a' is there twice. Copy"),
+        ("[" * 100_000, "generation_config.json is not JSON: it is nested too deeply. Copy"),
         ('{"eos_token_id": "b"}', 'eos_token_id must be one integer or a list of them; got ["b"]. Correct it'),
         ('{"eos_token_id": [true]}', "eos_token_id must be one integer or a list of them; got [true]. Correct it"),
     ],
@@ -68,6 +72,39 @@ def test_a_stop_that_cannot_be_read_is_bad_usage(text, rule, folder, tmp_path, c
     (tmp_path / "generation_config.json").write_text(text)
     assert main(["generate", "--model", str(tmp_path), "--prompt", "a", "--no-compile-cache"]) == 2
     assert rule in capsys.readouterr().err
+
+
+def unknown_words(tokenizer):
+    """Return the text of a tokenizer that fails where a word is not known."""
+    fields = json.loads(tokenizer)
+    return json.dumps(fields | {"model": {**fields["model"], "unk_token": "z"}})
+
+
+DAMAGED = {
+    "not there": (lambda text: None, "a", "no tokenizer at"),
+    "empty": (lambda text: "", "a", "is not a tokenizer that the tokenizers library reads: EOF"),
+    "cut": (lambda text: text[:-20], "a", "is not a tokenizer that the tokenizers library reads: EOF"),
+    "another file": (lambda text: "[]", "a", "is not a tokenizer that the tokenizers library reads"),
+    "of unknown words": (unknown_words, "q", "does not take the prompt 'q': WordLevel error: Missing"),
+    "half a character": (lambda text: text, "\udc80", "does not take the prompt '\\udc80': "),
+    "no words": (lambda text: text, "", "a prompt holds at least one token; prompt 0 is empty. Begin"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_tokenizer_that_gives_no_tokens_is_one_line(name, folder, tmp_path, capsys):
+    change, prompt, rule = DAMAGED[name]
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    text = change(file.read_text())
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    options = ["--model", str(tmp_path / "model"), "--no-compile-cache"]
+    assert main(["generate", *options, "--prompt", prompt]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert rule in said.err
 
 
 def run(folder, cache, *arguments, **variables):

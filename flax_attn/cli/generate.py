@@ -52,7 +52,7 @@ def _generate(options: argparse.Namespace) -> int:
         compile_cache.switch_on()
     tokenizer = _tokenizer(Path(options.model))
     stops = _stop_tokens(Path(options.model))
-    prompt = tokenizer.encode(options.prompt).ids
+    prompt = _ids_of(tokenizer, options.prompt)
     startup = Startup()
     printer = _Printer(tokenizer, startup)
     try:
@@ -111,19 +111,27 @@ def _tokenizer(folder: Path) -> Any:
         raise UsageError(f"{path} is not a tokenizer that the tokenizers library reads: {error}") from None
 
 
+def _ids_of(tokenizer: Any, prompt: str) -> list[int]:
+    try:
+        return tokenizer.encode(prompt).ids
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise UsageError(
+            f"the tokenizer of the model does not take the prompt {prompt!a}: {error}. "
+            "Pass other text, or copy tokenizer.json once more"
+        ) from None
+
+
 def _stop_tokens(folder: Path) -> list[int]:
     """Return the ids that end a text, as generation_config.json says, or else config.json."""
+    from flax_attn.convert.json_files import read_object
+
     for path in (folder / "generation_config.json", folder / "config.json"):
         if not path.is_file():
             continue
         try:
-            values = json.loads(path.read_text())
+            values = read_object(path)
         except ValueError as error:
-            raise UsageError(f"{path} is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise UsageError(
-                f"{path} must hold an object, fields by name; got {type(values).__name__}. Copy it once more"
-            )
+            raise UsageError(str(error)) from None
         found = values.get("eos_token_id")
         if found is not None:
             return _ids(path, found if isinstance(found, list) else [found])

@@ -69,9 +69,9 @@ def from_layout(
         {'kernel': (3, 2)}
     """
     table = as_layout(layout)
-    entries = plan({name: _shape(name, value) for name, value in flatten(like).items()}, table, axes)
+    entries = plan({name: as_shape(name, value) for name, value in flatten(like).items()}, table, axes)
     theirs = _under(prefix, flatten(weights))
-    wrong = problems(entries, {name: _shape(name, value) for name, value in theirs.items()}, table)
+    wrong = problems(entries, {name: as_shape(name, value) for name, value in theirs.items()}, table)
     if wrong:
         heading = f"these weights do not fit {what} in the layout {layout_name(layout)}:"
         raise ConversionError("\n  ".join([heading, *wrong]))
@@ -84,7 +84,7 @@ def from_layout(
 def to_numpy(array: Any) -> np.ndarray:
     """Return an array of any framework as numpy; bfloat16 tensors included, which torch itself does not convert."""
     if hasattr(array, "detach"):  # a torch tensor, told without importing torch
-        array = array.detach().cpu()
+        array = array.detach().cpu().resolve_conj().resolve_neg()
         if str(array.dtype) == "torch.bfloat16":
             return array.float().numpy().astype(ml_dtypes.bfloat16)
         return array.numpy()
@@ -120,7 +120,8 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _shape(name: str, value: Any) -> tuple[int, ...]:
+def as_shape(name: str, value: Any) -> tuple[int, ...]:
+    """Return the shape of a weight."""
     try:
         return tuple(np.shape(value))
     except ValueError as error:

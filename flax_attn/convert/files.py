@@ -1,46 +1,22 @@
-"""State dicts in files: safetensors both ways, PyTorch checkpoints in; whole, or an entry at a time."""
+"""State dicts in files: safetensors both ways, PyTorch checkpoints in; whole, or written an entry at a time."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import nnx
 from jax import Array
 from jax.experimental import multihost_utils
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from flax_attn.convert.api import load_state_dict, state_dict
-from flax_attn.convert.arrays import flatten, to_numpy
 from flax_attn.convert.layouts import LayoutLike
-from flax_attn.convert.rules import ConversionError, Entry, Shape
+from flax_attn.convert.rules import ConversionError, Entry
 from flax_attn.convert.stacked import Tensor
-
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "U8": "uint8",
-}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """An entry of a file; `read` maps it, and it is read where it is used."""
-
-    file: Path
-    shape: Shape
-    dtype: str
-    read: Callable[[], np.ndarray]
 
 
 def save(module: nnx.Module, path: str | PathLike[str], layout: LayoutLike = "torch_ref", *, prefix: str = "") -> None:
@@ -118,97 +94,6 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
             "Save the state_dict() alone, best as safetensors. "
             f"({type(error).__name__}: {str(error).partition('.')[0]})"
         ) from error
-
-
-def find_weights(folder: Path, named: Any = None) -> Path:
-    """Return the file of the weights in a folder, or the index of their shards; safetensors come first.
-
-    Args:
-        folder: of a model.
-        named: the only file to take, as `transformers_weights` of `config.json` has it; None where it has none.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ConversionError: if the name is not that of a safetensors file in the folder, or of an index of such files.
-    """
-    names = WEIGHTS if named is None else (named,)
-    if named is not None and not _is_name(named):
-        raise ConversionError(
-            f"transformers_weights in {folder / 'config.json'} must be the name of a safetensors file beside it, or of "
-            f"an index of such files; got {named!r}. Remove the field if the weights have their usual names"
-        )
-    for name in names:
-        if (folder / name).is_file():
-            return folder / name
-    raise FileNotFoundError(f"no weights in {folder}: it holds none of {', '.join(names)}")
-
-
-def _is_name(named: Any) -> bool:
-    if not isinstance(named, str) or Path(named).name != named:
-        return False
-    return named.endswith((".safetensors", ".safetensors.index.json"))
-
-
-def read_headers(path: Path) -> dict[str, Stored]:
-    """Return the entries of a file of weights, or of all shards of an index, without reading one.
-
-    Only a PyTorch checkpoint is read as a whole, for it cannot be otherwise.
-
-    Raises:
-        FileNotFoundError: if a shard is not there.
-        ConversionError: if a file is damaged, or holds an entry that another one holds too.
-    """
-    stored = {}
-    for file in _shards(path):
-        entries = _safetensors_header(file) if file.suffix == ".safetensors" else _checkpoint_header(file)
-        if twice := stored.keys() & entries.keys():
-            raise ConversionError(f"{file} holds {min(twice)}, and {stored[min(twice)].file} does too. Remove one")
-        stored |= entries
-    return stored
-
-
-def _shards(path: Path) -> list[Path]:
-    if path.suffix != ".json":
-        return [path]
-    try:
-        names = sorted({str(Path(name)) for name in json.loads(path.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{path} is not an index, which names the file of each entry in weight_map") from error
-    for name in names:
-        if not (path.parent / name).is_file():
-            raise FileNotFoundError(f"{path} names the shard {name}, and there is no such file. Copy all of them")
-    return [path.parent / name for name in names]
-
-
-def _safetensors_header(path: Path) -> dict[str, Stored]:
-    try:
-        with safe_open(path, framework="np"):  # checks the header against the size of the file
-            pass
-    except SafetensorError as error:
-        raise ConversionError(f"{path} is not a whole safetensors file: {error}") from error
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    return {name: _stored(path, 8 + size, **entry) for name, entry in header.items() if name != "__metadata__"}
-
-
-def _stored(path: Path, start: int, shape: list[int], dtype: str, data_offsets: list[int]) -> Stored:
-    known, span = _DTYPES.get(dtype, dtype), slice(*(start + offset for offset in data_offsets))
-    return Stored(path, tuple(shape), known, partial(_map, path, span, known, shape))
-
-
-def _map(path: Path, span: slice, dtype: str, shape: list[int]) -> np.ndarray:
-    # What was read of a mapped file takes memory until the map is closed: so there is one for each entry.
-    return np.memmap(path, mode="r")[span].view(jnp.dtype(dtype)).reshape(shape)
-
-
-def _checkpoint_header(path: Path) -> dict[str, Stored]:
-    entries = flatten(read_file(path))
-    dtypes = {name: str(getattr(value, "dtype", type(value).__name__)) for name, value in entries.items()}
-    return {
-        name: Stored(path, np.shape(value), dtypes[name].removeprefix("torch."), partial(to_numpy, value))
-        for name, value in entries.items()
-    }
 
 
 def write_shards(

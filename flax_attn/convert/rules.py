@@ -135,7 +135,8 @@ class Entry:
     @property
     def their_shapes(self) -> list[Shape]:
         """The shape of each part within the entry."""
-        return [self._arrange(np.empty(shape, bool), shape).shape for shape in self.shapes]
+        one = np.empty((), bool)  # seen in any shape, it takes no more memory
+        return [self._arrange(np.broadcast_to(one, s), s).shape for s in self.shapes]
 
     @property
     def shape(self) -> Shape:
@@ -268,18 +269,31 @@ def _check_distinct(entries: list[Entry]) -> None:
         raise ConversionError(f"an entry is made once; this layout makes {'; '.join(clashes)}. Rename one in a Layout")
 
 
+_LINES = 100  # of each kind of problem; what is left out is counted
+
+
 def problems(entries: list[Entry], theirs: Mapping[str, Shape], layout: Layout) -> list[str]:
-    """Return a line for every entry that is missing, mis-shaped or unexpected."""
+    """Return a line for every entry that is missing, mis-shaped or unexpected, the first hundred of each."""
     wanted = {name: shape for entry in entries for name, shape in entry.tensors.items()}
     extra = [name for name in theirs if name not in wanted and not re.fullmatch(layout.ignored, name)]
     missing = [name for name in wanted if name not in theirs]
     if missing == list(wanted) and (prefix := _common_prefix(wanted, theirs)):
         return [f"every name has the prefix {prefix!r}: pass prefix={prefix!r}"]
-    lines = [f"missing {name} {wanted[name]}{_nearest(name, extra)}" for name in missing]
-    for name, shape in wanted.items():
-        if name in theirs and tuple(theirs[name]) != shape:
-            lines.append(f"mis-shaped {name}: expected {shape}, got {tuple(theirs[name])}")
-    return lines + [f"unexpected {name} {tuple(theirs[name])}{_nearest(name, missing)}" for name in extra]
+    near, far = missing[:_LINES], extra[:_LINES]
+    lines = [f"missing {name} {wanted[name]}{_nearest(name, far)}" for name in near]
+    lines += _more("missing", missing)
+    shapes = {name: tuple(theirs[name]) for name in wanted if name in theirs}
+    wrong = [name for name, shape in shapes.items() if shape != wanted[name]]
+    for name in wrong[:_LINES]:
+        lines.append(f"mis-shaped {name}: expected {wanted[name]}, got {shapes[name]}")
+    lines += _more("mis-shaped", wrong)
+    lines += [f"unexpected {name} {tuple(theirs[name])}{_nearest(name, near)}" for name in far]
+    return lines + _more("unexpected", extra)
+
+
+def _more(kind: str, names: list[str]) -> list[str]:
+    left = len(names) - _LINES
+    return [f"{kind}: {left} more"] if left > 0 else []
 
 
 def _common_prefix(wanted: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> str:

@@ -4,6 +4,7 @@ Pure Python on sizes and names. They run at construction where the values are kn
 otherwise at trace time, before any work is done.
 """
 
+import math
 from numbers import Integral, Real
 from typing import Any
 
@@ -97,7 +98,9 @@ def check_heads(d_out: int, num_heads: int, num_kv_heads: int, head_dim: int | N
 
 
 def _divisors(number: int) -> str:
-    return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
+    last = min(math.isqrt(number), 10**5)  # which is all of them, unless the number is absurd
+    small = [i for i in range(1, last + 1) if number % i == 0]
+    return ", ".join(map(str, sorted({*small, *(number // i for i in small)})))
 
 
 def check_head_norm(name: str, width: int | None, head_dim: int, num_heads: int) -> None:

@@ -65,16 +65,16 @@ def _read(fields: Fields, dropout: float | None) -> BertConfig:
     fields.only(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
     return BertConfig(
         d_model=fields.integer("hidden_size"),
-        num_heads=fields.integer("num_attention_heads"),
-        num_layers=fields.integer("num_hidden_layers"),
-        context_length=fields.integer("max_position_embeddings"),
+        num_heads=fields.heads("num_attention_heads"),
+        num_layers=fields.count("num_hidden_layers"),
+        context_length=fields.length("max_position_embeddings"),
         vocab_size=fields.integer("vocab_size"),
         num_types=fields.integer("type_vocab_size", 2),
         d_hidden=fields.integer("intermediate_size"),
         activation=fields.choose("hidden_act", ACTIVATIONS, "gelu"),
-        eps=fields.number("layer_norm_eps", 1e-12),
-        dropout=fields.number("hidden_dropout_prob", 0.1) if dropout is None else dropout,
-        attention_dropout=fields.number("attention_probs_dropout_prob", 0.1) if dropout is None else dropout,
+        eps=fields.epsilon("layer_norm_eps", 1e-12),
+        dropout=fields.rate("hidden_dropout_prob", 0.1) if dropout is None else dropout,
+        attention_dropout=fields.rate("attention_probs_dropout_prob", 0.1) if dropout is None else dropout,
     )
 
 
@@ -249,6 +249,10 @@ class BertMaskedLM(Bert):
         # The head is stored a second time, tied, and the layers of the other task of the training may be there.
         _layout("bert.", r"cls\.predictions\.decoder\..*|bert\.pooler\..*|cls\.seq_relationship\..*"),
         base="bert.",
+        copies={
+            "cls.predictions.decoder.weight": "tok_emb.embedding",
+            "cls.predictions.decoder.bias": "head.bias",
+        },
         architecture="BertForMaskedLM",
     )
 

@@ -9,6 +9,7 @@ from flax_attn.functional.frequencies import YaRNScaling
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.scores import Scores
 from flax_attn.models.decoder import Decoder, DecoderConfig
+from flax_attn.models.hugging_face.bounds import COUNTS, WIDTHS
 from flax_attn.models.hugging_face.decoder import read_decoder, write_decoder
 from flax_attn.models.hugging_face.experts import fused, one_by_one
 from flax_attn.models.hugging_face.family import Family, linears, norms
@@ -87,23 +88,26 @@ _FIELDS = {
     "num_dense_layers": "first_k_dense_replace",
     **{name: name for name in _SAME},
 }
+_COUNTS = ("num_experts", "num_shared", "num_dense_layers")
 
 
 def _read(fields: Fields, dropout: float | None) -> DeepseekV3Config:
-    heads = fields.integer("num_attention_heads")
+    heads = fields.heads("num_attention_heads")
     fields.only(num_key_value_heads=heads, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    fields = fields.filled(n_routed_experts=fields.integer("num_local_experts", 256))
+    fields = fields.filled(n_routed_experts=fields.count("num_local_experts", 256))
     defaults = {name: getattr(DeepseekV3Config, name) for name in _FIELDS}
     arguments: dict[str, Any] = read_decoder(fields, dropout)
     rope = replace(_with_mscale(fields, arguments["rope"]), interleaved=fields.flag("rope_interleave", True))
     arguments |= {"rope": rope, "head_dim": None, "num_kv_heads": None}
-    arguments |= {ours: fields.integer(theirs, defaults[ours]) for ours, theirs in _FIELDS.items()}
+    for ours, theirs in _FIELDS.items():
+        within = COUNTS if ours in _COUNTS else WIDTHS
+        arguments[ours] = fields.integer(theirs, defaults[ours], within)
     return DeepseekV3Config(
         **arguments,
         q_lora_rank=fields.optional_integer("q_lora_rank", 1536),
         attention_bias=fields.flag("attention_bias", False),
         renormalize=fields.flag("norm_topk_prob", True),
-        routed_scale=float(fields.number("routed_scaling_factor", 2.5)),
+        routed_scale=float(fields.factor("routed_scaling_factor", 2.5)),
     )
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from flax_attn.convert.rules import Layout, Rule
 from flax_attn.functional.resize import resize_bicubic
 from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.models.hugging_face.bounds import PATCHES
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.models.hugging_face.images import image_layout, read_images, write_images
@@ -66,11 +67,11 @@ def _read(fields: Fields, dropout: float | None) -> DINOv2Config:
     fields.only(drop_path_rate=0.0)
     return DINOv2Config(
         **read_images(fields, dropout),
-        d_hidden=fields.integer("hidden_size") * fields.integer("mlp_ratio", 4),
-        patch_size=fields.pair("patch_size", 14),
-        eps=fields.number("layer_norm_eps", 1e-6),
+        d_hidden=fields.integer("hidden_size") * fields.count("mlp_ratio", 4),
+        patch_size=fields.pair("patch_size", 14, PATCHES),
+        eps=fields.epsilon("layer_norm_eps", 1e-6),
         swiglu=fields.flag("use_swiglu_ffn", False),
-        layer_scale=fields.number("layerscale_value", 1.0),
+        layer_scale=fields.factor("layerscale_value", 1.0),
         mask_token=fields.flag("use_mask_token", True),
     )
 

@@ -60,14 +60,14 @@ def _read(fields: Fields, dropout: float | None) -> Gemma2Config:
     fields = fields.filled(hidden_activation="gelu_pytorch_tanh", num_key_value_heads=4, head_dim=256)
     fields = fields.filled(query_pre_attn_scalar=256, tie_word_embeddings=True)
     fields.only(use_bidirectional_attention=False)
-    layers = [FULL if layer % 2 else SLIDING for layer in range(fields.integer("num_hidden_layers"))]
+    layers = [FULL if layer % 2 else SLIDING for layer in range(fields.count("num_hidden_layers"))]
     return Gemma2Config(
         **read_decoder(fields, dropout, activation="hidden_activation"),
-        **read_layer_types(fields, fields.optional_integer("sliding_window"), layers),
+        **read_layer_types(fields, fields.optional_length("sliding_window"), layers),
         attention_bias=fields.flag("attention_bias", False),
-        query_pre_attn_scalar=fields.integer("query_pre_attn_scalar"),
-        score_cap=fields.optional_number("attn_logit_softcapping"),
-        logit_cap=fields.optional_number("final_logit_softcapping"),
+        query_pre_attn_scalar=fields.length("query_pre_attn_scalar"),
+        score_cap=fields.optional_factor("attn_logit_softcapping"),
+        logit_cap=fields.optional_factor("final_logit_softcapping"),
     )
 
 

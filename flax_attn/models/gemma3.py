@@ -5,6 +5,7 @@ from typing import Any
 
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.gemma2 import Gemma2, Gemma2Config
+from flax_attn.models.hugging_face.bounds import BASES
 from flax_attn.models.hugging_face.decoder import FULL, POST_NORM_LAYOUT, SLIDING
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields
@@ -36,12 +37,12 @@ class Gemma3Config(Gemma2Config):
 def _read(fields: Fields, dropout: float | None) -> Gemma3Config:
     # Transformers reads the cap and does not apply it, and takes the positions of each kind from inside their field.
     fields.only(attn_logit_softcapping=None, original_max_position_embeddings=None)
-    every, length = fields.integer("sliding_window_pattern", 6), fields.integer("max_position_embeddings")
-    layers = [SLIDING if (layer + 1) % every else FULL for layer in range(fields.integer("num_hidden_layers"))]
+    every, length = fields.length("sliding_window_pattern", 6), fields.length("max_position_embeddings")
+    layers = [SLIDING if (layer + 1) % every else FULL for layer in range(fields.count("num_hidden_layers"))]
     rope, local = _ropes(fields.filled(rope_theta=1e6, rope_local_base_freq=1e4))
     fields = fields.filled(attn_logit_softcapping=None, final_logit_softcapping=None)
     changed = {**fields.values, "rope_parameters": rope, "rope_scaling": None}
-    changed["layer_types"] = fields.optional_list("layer_types") or layers
+    changed["layer_types"] = fields.optional_texts("layer_types") or layers
     as_gemma2 = Gemma2.family.read["gemma2"](Fields(fields.where, changed, fields.used), dropout)
     return Gemma3Config(**vars(as_gemma2), local_rope=read_rope(local, length))
 
@@ -51,8 +52,8 @@ def _ropes(fields: Fields) -> tuple[dict[str, Any], Fields]:
     kinds = Fields(f"{fields.where}: rope_parameters", fields.optional_object("rope_parameters") or {})
     full, local = ((kinds.optional_object(kind) or {}) for kind in (FULL, SLIDING))
     kinds.check_all_used()
-    full = {"rope_theta": fields.number("rope_theta"), **full, **(fields.optional_object("rope_scaling") or {})}
-    local = {"rope_theta": fields.number("rope_local_base_freq"), **local}
+    full = {"rope_theta": fields.number("rope_theta", BASES), **full, **(fields.optional_object("rope_scaling") or {})}
+    local = {"rope_theta": fields.number("rope_local_base_freq", BASES), **local}
     return full, Fields(f"{kinds.where}: {SLIDING}", {"rope_parameters": local})
 
 

@@ -75,20 +75,20 @@ def _read(fields: Fields, dropout: float | None) -> GPT2Config:
     fields.only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return GPT2Config(
         d_model=fields.integer("n_embd"),
-        num_heads=fields.integer("n_head"),
-        num_layers=fields.integer("n_layer"),
-        context_length=fields.integer("n_positions"),
+        num_heads=fields.heads("n_head"),
+        num_layers=fields.count("n_layer"),
+        context_length=fields.length("n_positions"),
         vocab_size=fields.integer("vocab_size"),
         dropout=_read_dropout(fields) if dropout is None else dropout,
         d_hidden=fields.optional_integer("n_inner", None),
         activation=fields.choose("activation_function", ACTIVATIONS, "gelu_new"),
-        eps=fields.number("layer_norm_epsilon", 1e-5),
+        eps=fields.epsilon("layer_norm_epsilon", 1e-5),
         tied=fields.flag("tie_word_embeddings", True),
     )
 
 
 def _read_dropout(fields: Fields) -> float:
-    rates = {name: fields.number(name, 0.1) for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")}
+    rates = {name: fields.rate(name, 0.1) for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")}
     if len(set(rates.values())) > 1:
         got = ", ".join(f"{name}={rate}" for name, rate in rates.items())
         raise ValueError(f"{fields.where}: a GPT2 has one probability of dropout; got {got}. Pass dropout=")

@@ -51,24 +51,25 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 
 def _read(fields: Fields, dropout: float | None) -> GptOssConfig:
-    layers = range(fields.integer("num_hidden_layers"))
-    scaled = any(fields.values.get(name) for name in ("rope_scaling", "rope_parameters"))
+    layers = range(fields.count("num_hidden_layers"))
+    ropes = [fields.values.get(name) for name in ("rope_scaling", "rope_parameters")]
+    if ropes == [None, None]:
+        fields = Fields(fields.where, {**fields.values, "rope_parameters": _ROPE}, fields.used)
     filled = fields.filled(
         head_dim=64,
         num_key_value_heads=8,
         rms_norm_eps=1e-5,
         sliding_window=128,
         rope_theta=150000.0,
-        **{} if scaled else {"rope_parameters": _ROPE},
     )
     kinds = [FULL if layer % 2 else SLIDING for layer in layers]
     return GptOssConfig(
         **read_decoder(filled, dropout),
-        **read_layer_types(filled, filled.optional_integer("sliding_window"), kinds),
+        **read_layer_types(filled, filled.optional_length("sliding_window"), kinds),
         attention_bias=fields.flag("attention_bias", True),
-        num_experts=fields.integer("num_local_experts", 128),
+        num_experts=fields.count("num_local_experts", 128),
         top_k=fields.integer("num_experts_per_tok", 4),
-        swiglu=ClampedSwiGLU(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)),
+        swiglu=ClampedSwiGLU(fields.factor("swiglu_limit", 7.0), fields.factor("swiglu_alpha", 1.702)),
     )
 
 

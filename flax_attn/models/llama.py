@@ -38,7 +38,7 @@ def _read_llama(fields: Fields, dropout: float | None) -> LlamaConfig:
 
 
 def _read_mistral(fields: Fields, dropout: float | None) -> LlamaConfig:
-    window = fields.optional_integer("sliding_window", 4096)
+    window = fields.optional_length("sliding_window", 4096)
     return LlamaConfig(**read_decoder(fields.filled(num_key_value_heads=8), dropout), window=window)
 
 

@@ -36,8 +36,8 @@ def _read(fields: Fields, dropout: float | None) -> MixtralConfig:
     filled = fields.filled(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6)
     return MixtralConfig(
         **read_decoder(filled, dropout),
-        window=fields.optional_integer("sliding_window"),
-        num_experts=fields.integer("num_local_experts", 8),
+        window=fields.optional_length("sliding_window"),
+        num_experts=fields.count("num_local_experts", 8),
         top_k=fields.integer("num_experts_per_tok", 2),
     )
 

@@ -11,6 +11,7 @@ from flax_attn.convert.rules import Layout, Rule
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder import TextEncoder
+from flax_attn.models.hugging_face.bounds import BASES
 from flax_attn.models.hugging_face.decoder import FULL, SLIDING, read_layer_types
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
@@ -93,14 +94,14 @@ class ModernBertConfig:
 def _read(fields: Fields, dropout: float | None) -> ModernBertConfig:
     # transformers drops inside the feed-forward layer, and the output of the attention beside its weights.
     fields.only(mlp_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=True)
-    layers, window = range(fields.integer("num_hidden_layers")), fields.integer("local_attention", 128)
+    layers, window = range(fields.count("num_hidden_layers")), fields.length("local_attention", 128)
     fields.only(rope_scaling=None, sliding_window=window // 2)  # transformers lets either replace what it has read
     return ModernBertConfig(
         d_model=fields.integer("hidden_size"),
         d_hidden=fields.integer("intermediate_size"),
-        num_heads=fields.integer("num_attention_heads"),
+        num_heads=fields.heads("num_attention_heads"),
         num_layers=len(layers),
-        context_length=fields.integer("max_position_embeddings"),
+        context_length=fields.length("max_position_embeddings"),
         vocab_size=fields.integer("vocab_size"),
         window=window,
         full_layers=_read_full(fields, layers, window),
@@ -108,27 +109,28 @@ def _read(fields: Fields, dropout: float | None) -> ModernBertConfig:
         local_rope=_read_rope(fields, SLIDING, "local_rope_theta", 10000.0),
         activation=fields.choose("hidden_activation", ACTIVATIONS, "gelu"),
         head_activation=fields.choose("classifier_activation", ACTIVATIONS, "gelu"),
-        eps=fields.number("norm_eps", 1e-5),
+        eps=fields.epsilon("norm_eps", 1e-5),
         norm_bias=fields.flag("norm_bias", False),
         attention_bias=fields.flag("attention_bias", False),
         ff_bias=fields.flag("mlp_bias", False),
         head_bias=fields.flag("classifier_bias", False),
         logits_bias=fields.flag("decoder_bias", True),
-        dropout=fields.number("embedding_dropout", 0.0) if dropout is None else dropout,
+        dropout=fields.rate("embedding_dropout", 0.0) if dropout is None else dropout,
     )
 
 
 def _read_full(fields: Fields, layers: range, window: int) -> tuple[int, ...]:
-    every = fields.integer("global_attn_every_n_layers", 3)
+    every = fields.length("global_attn_every_n_layers", 3)
     default = [SLIDING if layer % every else FULL for layer in layers]
     return read_layer_types(fields, window, default).get("full_layers", tuple(layers))
 
 
 def _read_rope(fields: Fields, kind: str, name: str, default: float) -> RoPE:
-    old, own = fields.number(name, default), (fields.optional_object("rope_parameters") or {}).get(kind) or {}
-    parameters = Fields(f"{fields.where}, rope_parameters of {kind!r}", own)
+    kinds = Fields(f"{fields.where}: rope_parameters", fields.optional_object("rope_parameters") or {})
+    own = kinds.optional_object(kind) or {}
+    parameters = Fields(f"{kinds.where}: {kind}", own)
     parameters.only(rope_type="default")
-    base = parameters.number("rope_theta", old)
+    base = parameters.number("rope_theta", BASES, fields.number(name, BASES, default))
     parameters.check_all_used()
     return RoPE(float(base))
 
@@ -280,6 +282,7 @@ class ModernBertMaskedLM(ModernBert):
         lambda config: _write("ModernBertForMaskedLM", config),
         _layout("model.", r"decoder\.weight"),  # tied
         architecture="ModernBertForMaskedLM",
+        copies={"decoder.weight": "tok_emb.embedding"},
     )
 
     def create_head(self, **numerics: Any) -> None:

@@ -37,7 +37,7 @@ def _read(fields: Fields, dropout: float | None) -> Phi3Config:
             f"{fields.where}: the rope_type of a Phi-3 must be 'default' or 'longrope', transformers takes no other; "
             f"got {arguments['rope'].scaling}"
         )
-    return Phi3Config(**arguments, window=fields.optional_integer("sliding_window"))
+    return Phi3Config(**arguments, window=fields.optional_length("sliding_window"))
 
 
 def _renamed(rope: dict[str, Any]) -> dict[str, Any]:

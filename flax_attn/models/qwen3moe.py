@@ -38,8 +38,9 @@ class Qwen3MoeConfig(Qwen3Config):
 
 
 def _read(fields: Fields, dropout: float | None) -> Qwen3MoeConfig:
-    used, window = fields.flag("use_sliding_window", False), fields.optional_integer("sliding_window", 4096)
-    return Qwen3MoeConfig(**read_mixture(fields, dropout), window=window if used else None)
+    used = fields.flag("use_sliding_window", False)
+    window = fields.optional_length("sliding_window", 4096) if used else None
+    return Qwen3MoeConfig(**read_mixture(fields, dropout), window=window)
 
 
 def _write(config: Qwen3MoeConfig) -> dict[str, Any]:

@@ -73,10 +73,8 @@ def _read(fields: Fields, dropout: float | None) -> Qwen3NextConfig:
 
 
 def _read_layer_types(fields: Fields) -> tuple[int, ...]:
-    layers, interval = fields.integer("num_hidden_layers"), fields.integer("full_attention_interval", 4)
-    if interval < 1:
-        raise ValueError(f"{fields.where}: full_attention_interval must be a positive integer; got {interval}")
-    kinds = fields.optional_list("layer_types") or [_LINEAR if (i + 1) % interval else FULL for i in range(layers)]
+    layers, interval = fields.count("num_hidden_layers"), fields.length("full_attention_interval", 4)
+    kinds = fields.optional_texts("layer_types") or [_LINEAR if (i + 1) % interval else FULL for i in range(layers)]
     if len(kinds) != layers or not set(kinds) <= {_LINEAR, FULL}:
         raise ValueError(
             f"{fields.where}: layer_types must name {_LINEAR!r} or {FULL!r} for each of num_hidden_layers={layers} "

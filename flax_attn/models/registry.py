@@ -89,7 +89,7 @@ def model_class(path: str | PathLike[str]) -> type[Pretrained]:
 
 def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained]:
     """Return which of the classes that read a `model_type` the file names; without a name, the first."""
-    kind, named = fields.text("model_type"), fields.optional_list("architectures")
+    kind, named = fields.text("model_type"), fields.optional_texts("architectures")
     known = {cls.family.architecture: cls for cls in FAMILIES if cls.family and kind in cls.family.read}
     if named and named[0] not in known:
         raise ValueError(

@@ -50,9 +50,9 @@ class SmolLM3Config(LlamaConfig):
 def _read(fields: Fields, dropout: float | None) -> SmolLM3Config:
     defaults = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
     fields = fields.filled(use_sliding_window=False, sliding_window=None, **defaults)
-    size = fields.optional_integer("sliding_window")
-    window = size if fields.flag("use_sliding_window") else None
-    unrotated, layers = _unrotated(fields), range(fields.integer("num_hidden_layers"))
+    used = fields.flag("use_sliding_window")
+    window = fields.optional_length("sliding_window") if used else None
+    unrotated, layers = _unrotated(fields), range(fields.count("num_hidden_layers"))
     kinds = [SLIDING if window is not None and layer in unrotated else FULL for layer in layers]
     return SmolLM3Config(
         **read_decoder(fields, dropout),
@@ -65,8 +65,8 @@ def _read(fields: Fields, dropout: float | None) -> SmolLM3Config:
 
 def _unrotated(fields: Fields) -> tuple[int, ...]:
     """Return the layers without rotary positions."""
-    layers, every = fields.integer("num_hidden_layers"), fields.integer("no_rope_layer_interval", 4)
-    rotated = fields.optional_list("no_rope_layers")
+    layers, every = fields.count("num_hidden_layers"), fields.length("no_rope_layer_interval", 4)
+    rotated = fields.optional_integers("no_rope_layers")
     if rotated is None:
         return tuple(range(every - 1, layers, every))
     if len(rotated) != layers or not set(rotated) <= {0, 1}:

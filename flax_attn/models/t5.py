@@ -14,6 +14,7 @@ from flax_attn.functional.relative import t5_bias
 from flax_attn.functional.scores import Scores
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder_decoder import EncoderDecoder
+from flax_attn.models.hugging_face.bounds import TOKENS
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.modules.block import TransformerBlock
@@ -79,24 +80,25 @@ def _read(fields: Fields, dropout: float | None) -> T5Config:
     fields.only(is_decoder=False, is_encoder_decoder=True)
     # Files without the field scale where the head is tied; of a head of its own only the weights tell.
     scaled = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
-    layers = fields.integer("num_layers")
-    decoder_layers = fields.optional_integer("num_decoder_layers")
-    start = fields.optional_integer("decoder_start_token_id")
+    layers = fields.count("num_layers")
+    decoder_layers = fields.optional_count("num_decoder_layers")
+    start = fields.optional_integer("decoder_start_token_id", within=TOKENS)
+    pad = fields.optional_integer("pad_token_id", within=TOKENS) if start is None else None
     return T5Config(
         d_model=fields.integer("d_model"),
         d_hidden=fields.integer("d_ff"),
-        num_heads=fields.integer("num_heads"),
+        num_heads=fields.heads("num_heads"),
         head_dim=fields.integer("d_kv"),
         num_layers=layers,
         num_decoder_layers=layers if decoder_layers is None else decoder_layers,
         vocab_size=fields.integer("vocab_size"),
         num_buckets=fields.integer("relative_attention_num_buckets", 32),
-        max_distance=fields.integer("relative_attention_max_distance", 128),
+        max_distance=fields.length("relative_attention_max_distance", 128),
         **_read_feed_forward(fields),
-        eps=fields.number("layer_norm_epsilon", 1e-6),
-        dropout=fields.number("dropout_rate", 0.1) if dropout is None else dropout,
+        eps=fields.epsilon("layer_norm_epsilon", 1e-6),
+        dropout=fields.rate("dropout_rate", 0.1) if dropout is None else dropout,
         scaled=scaled,
-        start_token=(fields.optional_integer("pad_token_id") or 0) if start is None else start,
+        start_token=pad or 0 if start is None else start,
     )
 
 
@@ -168,6 +170,7 @@ def _stack(ours: str, theirs: str, cross: bool) -> tuple:
     return *linears(names), *norms({f"{ours}norm{n + 1}": f"{layer}{n}.layer_norm" for n in range(last + 1)})
 
 
+_COPIES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _TABLE = "{}.block.0.layer.0.SelfAttention.relative_attention_bias"
 _LAYOUT = Layout(
     (
@@ -204,7 +207,15 @@ class T5(EncoderDecoder[T5Config]):
         Raffel et al. 2019 (arXiv:1910.10683); Shazeer 2020, gated (arXiv:2002.05202).
     """
 
-    family = Family({"t5": _read}, _write, _LAYOUT, base="", architecture="T5ForConditionalGeneration", fit=_fit)
+    family = Family(
+        {"t5": _read},
+        _write,
+        _LAYOUT,
+        base="",
+        architecture="T5ForConditionalGeneration",
+        fit=_fit,
+        copies=dict.fromkeys(_COPIES, "tok_emb.embedding"),
+    )
 
     def create_embeddings(self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any) -> None:
         """Set the table of tokens, the dropout of its vectors, and the tables of relative positions."""

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from flax_attn.convert.rules import Layout
 from flax_attn.functional.shapes import Tokens
+from flax_attn.models.hugging_face.bounds import PATCHES
 from flax_attn.models.hugging_face.family import Family, linears
 from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.models.hugging_face.images import image_layout, read_images, write_images
@@ -37,8 +38,8 @@ def _read(fields: Fields, dropout: float | None) -> ViTConfig:
     return ViTConfig(
         **read_images(fields, dropout),
         d_hidden=fields.integer("intermediate_size"),
-        patch_size=fields.pair("patch_size", 16),
-        eps=fields.number("layer_norm_eps", 1e-12),
+        patch_size=fields.pair("patch_size", 16, PATCHES),
+        eps=fields.epsilon("layer_norm_eps", 1e-12),
         d_pooled=None if pooled in (None, d_model) else pooled,
     )
 

@@ -1,5 +1,6 @@
 """Whisper: an encoder-decoder from sound to text."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,12 @@ from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from flax_attn.convert.rules import Layout, Rule
+from flax_attn.convert.headers import Stored
+from flax_attn.convert.rules import ConversionError, Layout, Rule
 from flax_attn.functional.checks import check_features
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder_decoder import EncoderDecoder
+from flax_attn.models.hugging_face.bounds import TOKENS
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.modules.block import TransformerBlock
@@ -80,25 +83,37 @@ class WhisperConfig:
 def _read(fields: Fields, dropout: float | None) -> WhisperConfig:
     fields.only(activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, is_encoder_decoder=True)
     fields.only(scale_embedding=False, tie_word_embeddings=True, apply_spec_augment=False)
-    layers = fields.integer("encoder_layers")
+    layers = fields.count("encoder_layers")
     fields.only(num_hidden_layers=layers)  # the same by another name, which wins in transformers
     return WhisperConfig(
         d_model=fields.integer("d_model"),
-        num_heads=fields.integer("encoder_attention_heads"),
+        num_heads=fields.heads("encoder_attention_heads"),
         num_layers=layers,
-        num_decoder_heads=fields.integer("decoder_attention_heads"),
-        num_decoder_layers=fields.integer("decoder_layers"),
+        num_decoder_heads=fields.heads("decoder_attention_heads"),
+        num_decoder_layers=fields.count("decoder_layers"),
         d_hidden=fields.integer("encoder_ffn_dim"),
         d_decoder_hidden=fields.integer("decoder_ffn_dim"),
         num_mel=fields.integer("num_mel_bins", 80),
-        num_positions=fields.integer("max_source_positions", 1500),
-        context_length=fields.integer("max_target_positions", 448),
+        num_positions=fields.length("max_source_positions", 1500),
+        context_length=fields.length("max_target_positions", 448),
         vocab_size=fields.integer("vocab_size"),
         activation=fields.choose("activation_function", ACTIVATIONS, "gelu"),
-        dropout=fields.number("dropout", 0.0) if dropout is None else dropout,
-        attention_dropout=fields.number("attention_dropout", 0.0) if dropout is None else dropout,
-        start_token=fields.integer("decoder_start_token_id", 50257),
+        dropout=fields.rate("dropout", 0.0) if dropout is None else dropout,
+        attention_dropout=fields.rate("attention_dropout", 0.0) if dropout is None else dropout,
+        start_token=fields.integer("decoder_start_token_id", 50257, TOKENS),
     )
+
+
+def _fit(config: WhisperConfig, stored: Mapping[str, Stored]) -> WhisperConfig:
+    """The positions of the encoder are computed where a model is made, so their number is compared before."""
+    name, wanted = "encoder.embed_positions.weight", (config.num_positions, config.d_model)
+    found = [entry.shape for key, entry in stored.items() if key.endswith(name)]
+    if found != [wanted]:
+        raise ConversionError(
+            f"{name} must have the shape (max_source_positions, d_model), {wanted}; got "
+            f"{', '.join(map(str, found)) or 'none'}. Take the config.json that came with the weights"
+        )
+    return config
 
 
 def _write(config: WhisperConfig) -> dict[str, Any]:
@@ -178,7 +193,14 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         Radford et al. 2022 (arXiv:2212.04356).
     """
 
-    family = Family({"whisper": _read}, _write, _LAYOUT, architecture="WhisperForConditionalGeneration")
+    family = Family(
+        {"whisper": _read},
+        _write,
+        _LAYOUT,
+        architecture="WhisperForConditionalGeneration",
+        fit=_fit,
+        copies={"proj_out.weight": "tok_emb.embedding"},
+    )
 
     def create_embeddings(self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any) -> None:
         """Set the convolutions, the tables of tokens and of positions, and the dropout of their sums."""

@@ -69,12 +69,12 @@ REFUSED = [
     (
         ModernBert,
         {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
-        r"rope_parameters of 'full_attention': rope_type must be \"default\", no other value",
+        r"rope_parameters: full_attention: rope_type must be \"default\", no other value",
     ),
     (
         ModernBert,
         {"rope_parameters": {"sliding_attention": {"factor": 2.0}}},
-        r"rope_parameters of 'sliding_attention': factor=2\.0 would be ignored",
+        r"rope_parameters: sliding_attention: factor=2\.0 would be ignored",
     ),
     (
         ModernBert,

@@ -179,7 +179,7 @@ def test_an_untied_head_is_missed(folder):
 
 def test_nothing_is_read_before_all_is_checked(folder, weights, monkeypatch):
     change(folder, weights, **{"transformer.wpe.weight": None})
-    monkeypatch.setattr("flax_attn.convert.files._map", lambda path, *entry: pytest.fail(f"read {path}"))
+    monkeypatch.setattr("flax_attn.convert.headers._map", lambda path, *entry: pytest.fail(f"read {path}"))
     with pytest.raises(convert.ConversionError, match="missing"):
         GPT2.from_pretrained(folder)
 
@@ -339,7 +339,7 @@ REFUSED = [
         r"layer_types must name .* each of num_hidden_layers=2 layers; got \['full",
     ),
     (QWEN3_NEXT_FIELDS, {"hidden_act": "gelu"}, r"hidden_act must be \"silu\", .*; got \"gelu\""),
-    (QWEN3_NEXT_FIELDS, {"full_attention_interval": 0}, r"full_attention_interval must be a positive integer; got 0"),
+    (QWEN3_NEXT_FIELDS, {"full_attention_interval": 0}, r"full_attention_interval must be from 1 to 2147483647; got 0"),
     (
         QWEN3_NEXT_FIELDS,
         {"layer_types": [FULL, SLIDING]},
@@ -362,7 +362,7 @@ REFUSED = [
     (
         PHI3_FIELDS,
         {"rope_scaling": {"type": "longrope", "short_factor": ["1"]}},
-        r"rope_scaling: short_factor must be a list of numbers; got \[\"1\"\]",
+        r"rope_scaling: short_factor must be a list of values of the kind int \| float; got \[\"1\"\]",
     ),
     (PHI3_FIELDS, {"partial_rotary_factor": 0.5}, r"width must be a positive even integer, .*; got width=1"),
     (GEMMA_FIELDS, {"use_bidirectional_attention": True}, r"use_bidirectional_attention must be false, .*; got true"),
@@ -530,7 +530,9 @@ def test_a_phi3_of_any_age_scales_by_longrope(tmp_path, name):
 def test_a_longrope_without_a_factor_for_each_frequency(tmp_path):
     scaling = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0, 2.0]}
     write_fields(tmp_path, PHI3_FIELDS, rope_scaling=scaling)
-    safetensors.numpy.save_file({}, tmp_path / "model.safetensors")
+    names = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)]
+    arrays = dict.fromkeys(names, np.ones(8, "float32"))
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"long_factors must be one for each of the 1 frequencies .*got 2"):
         from_pretrained(tmp_path)
 

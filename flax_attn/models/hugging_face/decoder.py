@@ -6,7 +6,9 @@ from typing import Any
 
 from flax_attn.convert.rules import Layout, Rule
 from flax_attn.functional.frequencies import DynamicNTKScaling
+from flax_attn.functional.positions import RoPE
 from flax_attn.models.decoder import DecoderConfig
+from flax_attn.models.hugging_face.bounds import HEADS, LENGTHS
 from flax_attn.models.hugging_face.family import embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.models.hugging_face.rope import dynamic_length, read_rope, write_rope
@@ -76,24 +78,36 @@ def read_decoder(
     Raises:
         ValueError: if a field is missing, of another kind, or asks for what our models do not compute.
     """
-    length, d_model = (fields.integer(name) for name in ("max_position_embeddings", "hidden_size"))
-    num_heads, head_dim = fields.integer("num_attention_heads"), fields.optional_integer("head_dim")
+    length, d_model = fields.length("max_position_embeddings"), fields.integer("hidden_size")
+    num_heads, head_dim = fields.heads("num_attention_heads"), fields.optional_integer("head_dim")
     rope = read_rope(fields, length, (head_dim or d_model // num_heads) if partial_rope else None)
     return {
         "d_model": d_model,
         "d_hidden": fields.integer("intermediate_size"),
         "num_heads": num_heads,
-        "num_layers": fields.integer("num_hidden_layers"),
-        "num_kv_heads": fields.optional_integer("num_key_value_heads"),
+        "num_layers": fields.count("num_hidden_layers"),
+        "num_kv_heads": fields.optional_integer("num_key_value_heads", within=HEADS),
         "head_dim": head_dim,
-        "context_length": dynamic_length(rope.scaling) if isinstance(rope.scaling, DynamicNTKScaling) else length,
+        "context_length": _context_length(fields, length, rope),
         "vocab_size": fields.integer("vocab_size"),
         "rope": rope,
-        "eps": fields.number("rms_norm_eps", 1e-6),
+        "eps": fields.epsilon("rms_norm_eps", 1e-6),
         "activation": fields.choose(activation, ACTIVATIONS, "silu"),
-        "dropout": fields.number("attention_dropout", 0.0) if dropout is None else dropout,
+        "dropout": fields.rate("attention_dropout", 0.0) if dropout is None else dropout,
         "tied": fields.flag("tie_word_embeddings", False),
     }
+
+
+def _context_length(fields: Fields, length: int, rope: RoPE) -> int:
+    if not isinstance(rope.scaling, DynamicNTKScaling):
+        return length
+    longest = dynamic_length(rope.scaling)
+    if not LENGTHS.hold(longest):
+        raise ValueError(
+            f"{fields.where}: the factor of dynamic scaling times max_position_embeddings must be "
+            f"{LENGTHS}; got {longest}. Take the config.json that came with the weights"
+        )
+    return longest
 
 
 def write_decoder(
@@ -151,9 +165,9 @@ def read_windows(fields: Fields) -> dict[str, Any]:
     Raises:
         ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window that is switched off.
     """
-    layers, first = range(fields.integer("num_hidden_layers")), fields.integer("max_window_layers", 28)
+    layers, first = range(fields.count("num_hidden_layers")), fields.count("max_window_layers", 28)
     fields = fields.filled(use_sliding_window=False, sliding_window=4096)
-    window = fields.optional_integer("sliding_window") if fields.flag("use_sliding_window") else None
+    window = fields.optional_length("sliding_window") if fields.flag("use_sliding_window") else None
     return read_layer_types(fields, window, [FULL if window is None or i < first else SLIDING for i in layers])
 
 
@@ -168,8 +182,8 @@ def read_layer_types(fields: Fields, window: int | None, default: Sequence[str])
     Raises:
         ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window that there is not.
     """
-    layers = range(fields.integer("num_hidden_layers"))
-    kinds = fields.optional_list("layer_types") or default
+    layers = range(fields.count("num_hidden_layers"))
+    kinds = fields.optional_texts("layer_types") or default
     if len(kinds) != len(layers) or not set(kinds) <= {SLIDING, FULL}:
         raise ValueError(
             f"{fields.where}: layer_types must name {SLIDING!r} or {FULL!r} for each of num_hidden_layers="

@@ -81,10 +81,10 @@ def _with_router(name: str, *rules: Rule) -> Layout:
 
 def read_mixture(fields: Fields, dropout: float | None, **options: Any) -> dict[str, Any]:
     """Return the arguments of a `Qwen3MoeConfig`, all but the window; `options` are those of `read_decoder`."""
-    layers, step = range(fields.integer("num_hidden_layers")), fields.integer("decoder_sparse_step", 1)
-    dense = fields.optional_list("mlp_only_layers") or []
+    layers, step = range(fields.count("num_hidden_layers")), fields.length("decoder_sparse_step", 1)
+    dense = fields.optional_integers("mlp_only_layers") or []
     fields = fields.filled(num_key_value_heads=4, norm_topk_prob=False)
-    experts = fields.integer("num_experts", fields.integer("num_local_experts", 128))
+    experts = fields.count("num_experts", fields.count("num_local_experts", 128))
     return {
         **read_decoder(fields, dropout, **options),
         "attention_bias": fields.flag("attention_bias", False),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from flax_attn.convert.headers import Stored
 from flax_attn.convert.rules import Layout, Rule
 from flax_attn.models.hugging_face.fields import Fields
 
@@ -27,8 +28,11 @@ class Family:
         anchor: one of our parameters that every file holds: by its name there the prefix is found.
         architecture: the class of transformers that computes the same, as `architectures` of `config.json` names it;
             needed where several of our classes read one `model_type`.
-        fit: the function from a config and the names of the weights in the files to the config of what is there, for
-            layers that `config.json` does not tell of.
+        fit: the function from a config and the entries of the files, by name, to the config of what is there, for
+            layers that `config.json` does not tell of. It raises `ValueError` where a model of the config would take
+            memory before its shapes are compared.
+        copies: names of weights that files may hold though they are one of our parameters, each with its name; a prefix
+            may stand before.
 
     Example:
         >>> from flax_attn.models import Llama
@@ -43,7 +47,8 @@ class Family:
     base: str = "model."
     anchor: str = "tok_emb.embedding"
     architecture: str = ""
-    fit: Callable[[Any, Collection[str]], Any] = lambda config, names: config
+    fit: Callable[[Any, Mapping[str, Stored]], Any] = lambda config, stored: config
+    copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "tok_emb.embedding"})
 
 
 def linears(names: Mapping[str, str], pattern: str = "i o -> o i") -> tuple[Rule, ...]:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-Number = int | float
+from flax_attn.convert.json_files import read_object
+from flax_attn.models.hugging_face.bounds import (
+    COUNTS,
+    EPSILONS,
+    FACTORS,
+    HEADS,
+    LENGTHS,
+    RATES,
+    WIDTHS,
+    Bounds,
+    Number,
+)
+
 K = TypeVar("K")
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -49,21 +62,58 @@ class Fields:
         """
         return Fields(self.where, {**defaults, **self.values}, self.used)
 
-    def integer(self, name: str, default: Any = REQUIRED) -> int:
+    def integer(self, name: str, default: Any = REQUIRED, within: Bounds = WIDTHS) -> int:
         """Return an integer; raise if the field holds something else, or is missing without a default."""
-        return self._get(name, int, default)
+        return self._within(within, name, self._get(name, int, default))
 
-    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+    def optional_integer(self, name: str, default: int | None = None, within: Bounds = WIDTHS) -> int | None:
         """Return an integer, or None where the field holds null."""
-        return self._get(name, int | None, default)
+        return self._within(within, name, self._get(name, int | None, default))
 
-    def number(self, name: str, default: Any = REQUIRED) -> float:
+    def heads(self, name: str, default: Any = REQUIRED) -> int:
+        """Return a number of heads."""
+        return self.integer(name, default, HEADS)
+
+    def length(self, name: str, default: Any = REQUIRED) -> int:
+        """Return a number of tokens that follow one another."""
+        return self.integer(name, default, LENGTHS)
+
+    def optional_length(self, name: str, default: int | None = None) -> int | None:
+        """Return a number of tokens that follow one another, or None where the field holds null."""
+        return self.optional_integer(name, default, LENGTHS)
+
+    def count(self, name: str, default: Any = REQUIRED) -> int:
+        """Return a number of layers or experts, which may be 0."""
+        return self.integer(name, default, COUNTS)
+
+    def optional_count(self, name: str) -> int | None:
+        """Return a number of layers, or None where the field is missing or holds null."""
+        return self.optional_integer(name, None, COUNTS)
+
+    def number(self, name: str, within: Bounds, default: Any = REQUIRED) -> float:
         """Return a number."""
-        return self._get(name, Number, default)
+        return float(self._within(within, name, self._get(name, Number, default)))
 
-    def optional_number(self, name: str, default: Any = None) -> float | None:
+    def optional_number(self, name: str, within: Bounds, default: Any = None) -> float | None:
         """Return a number, or None where the field holds null."""
-        return self._get(name, Number | None, default)
+        value = self._within(within, name, self._get(name, Number | None, default))
+        return None if value is None else float(value)
+
+    def epsilon(self, name: str, default: float) -> float:
+        """Return what is added to a variance."""
+        return self.number(name, EPSILONS, default)
+
+    def rate(self, name: str, default: float) -> float:
+        """Return a probability of dropout."""
+        return self.number(name, RATES, default)
+
+    def factor(self, name: str, default: Any = REQUIRED) -> float:
+        """Return a factor, or a number of the size of one."""
+        return self.number(name, FACTORS, default)
+
+    def optional_factor(self, name: str, default: Any = None) -> float | None:
+        """Return a factor, or None where the field holds null."""
+        return self.optional_number(name, FACTORS, default)
 
     def flag(self, name: str, default: Any = REQUIRED) -> bool:
         """Return true or false."""
@@ -73,24 +123,28 @@ class Fields:
         """Return a string."""
         return self._get(name, str, default)
 
-    def pair(self, name: str, default: int) -> tuple[int, int]:
+    def pair(self, name: str, default: int, within: Bounds = WIDTHS) -> tuple[int, int]:
         """Return two integers; one stands for both."""
         value = self._get(name, int | list, default)
-        pair = (value, value) if isinstance(value, int) else tuple(value)
-        if len(pair) != 2 or not all(isinstance(size, int) for size in pair):
-            raise ValueError(f"{self.where}: {name} must be one integer or two; got {json.dumps(value)}")
-        return pair
+        first, *others = self._each(name, value if isinstance(value, list) else [value, value], int)
+        if len(others) != 1:
+            raise ValueError(f"{self.where}: {name} must be one integer or two; got {_shown(value)}")
+        return self._within(within, name, first), self._within(within, name, others[0])
 
-    def optional_list(self, name: str) -> list[Any] | None:
-        """Return a list, or None where the field is missing or holds null."""
-        return self._get(name, list | None, None)
+    def optional_integers(self, name: str) -> list[int] | None:
+        """Return a list of integers, or None where the field is missing or holds null."""
+        values = self._get(name, list | None, None)
+        return None if values is None else self._each(name, values, int)
 
-    def numbers(self, name: str) -> list[float]:
+    def optional_texts(self, name: str) -> list[str] | None:
+        """Return a list of strings, or None where the field is missing or holds null."""
+        values = self._get(name, list | None, None)
+        return None if values is None else self._each(name, values, str)
+
+    def numbers(self, name: str, within: Bounds) -> list[float]:
         """Return a list of numbers."""
-        values = self._get(name, list, REQUIRED)
-        if not all(isinstance(value, Number) for value in values):
-            raise ValueError(f"{self.where}: {name} must be a list of numbers; got {json.dumps(values)}")
-        return [float(value) for value in values]
+        values = self._each(name, self._get(name, list, REQUIRED), Number)
+        return [float(self._within(within, name, value)) for value in values]
 
     def optional_object(self, name: str) -> dict[str, Any] | None:
         """Return an object, or None where the field is missing or holds null."""
@@ -101,24 +155,48 @@ class Fields:
         value = self.values.get(name, default)
         if value is REQUIRED:
             raise ValueError(f"{self.where} lacks the field {name}. Take the config.json that came with the weights")
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            expected = kind.__name__ if isinstance(kind, type) else kind
-            raise ValueError(f"{self.where}: {name} must be of the kind {expected}; got {json.dumps(value)}")
+        if not _is_a(value, kind):
+            raise ValueError(
+                f"{self.where}: {name} must be of the kind {_called(kind)}; got {_shown(value)}. "
+                "Take the config.json that came with the weights"
+            )
+        return value
+
+    def _each(self, name: str, values: list[Any], kind: Any) -> list[Any]:
+        wrong = [value for value in values if not _is_a(value, kind)]
+        if wrong:
+            raise ValueError(
+                f"{self.where}: {name} must be a list of values of the kind {_called(kind)}; got "
+                f"{_shown(values)}. Take the config.json that came with the weights"
+            )
+        return values
+
+    def _within(self, bounds: Bounds, name: str, value: Any) -> Any:
+        if value is not None and not bounds.hold(value):
+            raise ValueError(
+                f"{self.where}: {name} must be {bounds}; got {_shown(value)}. "
+                "Take the config.json that came with the weights"
+            )
         return value
 
     def choose(self, name: str, choices: dict[str, K], default: str | None = None) -> K:
         """Return the choice that a field names; raise if there is none of that name."""
         value = self.text(name, REQUIRED if default is None else default)
         if value not in choices:
-            raise ValueError(f"{self.where}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+            known = ", ".join(map(repr, choices))
+            raise ValueError(f"{self.where}: {name} must be one of {known}; got {reprlib.repr(value)}")
         return choices[value]
 
     def only(self, **wanted: Any) -> None:
-        """Raise if a field has another value than the only one supported; null counts as missing."""
+        """Raise if a field has another value than the only one supported.
+
+        Null counts as missing, but where true is wanted: transformers takes it for false.
+        """
         self.used.update(wanted)
         for name, value in wanted.items():
-            if self.values.get(name) not in (None, value):
-                only, got = json.dumps(value), json.dumps(self.values[name])
+            found = self.values.get(name, value)
+            if found != value and (found is not None or value is True):
+                only, got = json.dumps(value), _shown(self.values[name])
                 raise ValueError(f"{self.where}: {name} must be {only}, no other value is supported; got {got}")
 
     def check_all_used(self) -> None:
@@ -126,7 +204,7 @@ class Fields:
         for name, value in self.values.items():
             if name not in self.used and value is not None:
                 raise ValueError(
-                    f"{self.where}: {name}={json.dumps(value)} would be ignored. Remove it if it means nothing"
+                    f"{self.where}: {name}={_shown(value)} would be ignored. Remove it if it means nothing"
                 )
 
 
@@ -142,10 +220,19 @@ def read_fields(path: Path) -> Fields:
     file = path / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"no config.json in {path}, the folder of a model holds one beside the weights")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}. Copy it once more") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} must hold an object, the fields of a config by name; got {type(values).__name__}")
-    return Fields(str(file), values)
+    return Fields(str(file), read_object(file))
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind; true and false are no integers here."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _called(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it stands in the file, its middle left out where it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:100]} ... {text[-100:]}"

@@ -30,11 +30,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from flax_attn.convert.api import axes_of, parameters, tensors
-from flax_attn.convert.files import Stored, find_weights, read_headers, take_part, write_shards
+from flax_attn.convert.files import take_part, write_shards
+from flax_attn.convert.headers import Stored, find_weights, read_headers
 from flax_attn.convert.lock import locked
 from flax_attn.convert.rules import ConversionError, Entry, Layout, plan, problems
 from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import DTYPES, check_positive
+from flax_attn.models.hugging_face.copies import check_copies
+from flax_attn.models.hugging_face.counts import check_counts
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
 from flax_attn.models.hugging_face.quantized import dequantized, read_quantization
@@ -81,9 +84,11 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     weights = find_weights(folder, fields.values.get("transformers_weights"))
     stored = {_current(name): entry for name, entry in read_headers(weights).items()}
     stored = dequantized(stored, fields, dtype)
+    check_counts(config, family, stored, weights)
     config = family.fit(config, stored)
     model = _abstract(cls, config, {name: value for name, value in options.items() if name in _OF_MODELS})
     entries = _match(model, family, stored, weights)
+    check_copies(entries, family, stored, weights)
     rngs, progress = options.get("rngs"), options.get("progress")
     if dtype is None:
         _check_float64(stored[name].dtype for entry in entries for name in entry.tensors)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype
 
-from flax_attn.convert.files import Stored
+from flax_attn.convert.headers import Stored
 
 _SCALE = "_scale_inv"
 _SCALES = ("float32", "bfloat16", "float16")
@@ -55,5 +55,5 @@ def _read(weight: Stored, scales: Stored, block: tuple[int, int], dtype: Dtype) 
     packed, factors = weight.read().view(np.uint8), scales.read().astype(np.float32)
     for first, row in zip(range(0, rows, block[0]), factors, strict=True):
         part = slice(first, first + block[0])
-        numbers[part] = values[packed[part]] * np.repeat(row, block[1])[:columns]
+        numbers[part] = values[packed[part]] * np.repeat(row, min(block[1], columns))[:columns]
     return numbers

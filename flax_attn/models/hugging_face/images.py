@@ -1,8 +1,10 @@
 """What the encoders of images have in common in Hugging Face's folders: fields and names of weights."""
 
+import reprlib
 from typing import Any
 
 from flax_attn.convert.rules import Layout, Rule
+from flax_attn.models.hugging_face.bounds import IMAGES
 from flax_attn.models.hugging_face.family import linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.models.image_encoder import ImageConfig
@@ -51,14 +53,14 @@ def read_images(fields: Fields, dropout: float | None) -> dict[str, Any]:
     """
     return {
         "d_model": fields.integer("hidden_size"),
-        "num_heads": fields.integer("num_attention_heads"),
-        "num_layers": fields.integer("num_hidden_layers"),
-        "image_size": fields.pair("image_size", 224),
-        "channels": fields.integer("num_channels", 3),
+        "num_heads": fields.heads("num_attention_heads"),
+        "num_layers": fields.count("num_hidden_layers"),
+        "image_size": fields.pair("image_size", 224, IMAGES),
+        "channels": fields.heads("num_channels", 3),
         "qkv_bias": fields.flag("qkv_bias", True),
         "activation": fields.choose("hidden_act", ACTIVATIONS, "gelu"),
-        "dropout": fields.number("hidden_dropout_prob", 0.0) if dropout is None else dropout,
-        "attention_dropout": fields.number("attention_probs_dropout_prob", 0.0) if dropout is None else dropout,
+        "dropout": fields.rate("hidden_dropout_prob", 0.0) if dropout is None else dropout,
+        "attention_dropout": fields.rate("attention_probs_dropout_prob", 0.0) if dropout is None else dropout,
         "labels": _labels(fields),
     }
 
@@ -66,8 +68,14 @@ def read_images(fields: Fields, dropout: float | None) -> dict[str, Any]:
 def _labels(fields: Fields) -> tuple[str, ...]:
     names = fields.optional_object("id2label")
     if names is None:
-        return tuple(f"LABEL_{i}" for i in range(fields.integer("num_labels", 2)))
-    return tuple(str(names[key]) for key in sorted(names, key=int))
+        return tuple(f"LABEL_{i}" for i in range(fields.count("num_labels", 2)))
+    wanted = [str(i) for i in range(len(names))]
+    if names.keys() != set(wanted):
+        raise ValueError(
+            f"{fields.where}: id2label must name the labels 0 to {len(names) - 1}, one each; got "
+            f"{reprlib.repr(list(names))}. Take the config.json that came with the weights"
+        )
+    return tuple(str(names[key]) for key in wanted)
 
 
 def write_images(config: ImageConfig, model_type: str, architecture: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import cache, partial
 import jax.numpy as jnp
 import numpy as np
 
-from flax_attn.convert.files import Stored
+from flax_attn.convert.headers import Stored
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1: the fourth bit is the sign
 _BYTES = 16  # of a block, two numbers in each

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_attn.convert.files import Stored
+from flax_attn.convert.headers import Stored
 from flax_attn.models.hugging_face import fp8, mxfp4
 from flax_attn.models.hugging_face.fields import Fields
 
@@ -43,6 +43,5 @@ def read_quantization(fields: Fields) -> Fields | None:
     inner = Fields(f"{fields.where}: quantization_config", found).filled(quant_method="")
     if inner.choose("quant_method", {"mxfp4": False, "fp8": True}):
         inner.only(fmt="e4m3", activation_scheme="dynamic")
-        if min(inner.pair("weight_block_size", 128)) < 1:
-            raise ValueError(f"{inner.where}: weight_block_size must be positive; got {found['weight_block_size']}")
+        inner.pair("weight_block_size", 128)
     return inner

@@ -10,6 +10,7 @@ from typing import Any
 from flax_attn.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YaRNScaling
 from flax_attn.functional.longrope import LongRoPEScaling
 from flax_attn.functional.positions import RoPE
+from flax_attn.models.hugging_face.bounds import BASES, FACTORS, PARTS
 from flax_attn.models.hugging_face.fields import REQUIRED, Fields
 
 
@@ -35,10 +36,10 @@ def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RoPE:
     if head_dim is None:
         for part in (fields, rope):
             part.only(partial_rotary_factor=1.0)  # with another value, transformers' Llama fails or rotates whole heads
-    base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    base = rope.number("rope_theta", BASES, fields.number("rope_theta", BASES, 10000.0))
     name = "rope_type" if "rope_type" in rope.values else "type"
     read = rope.choose(name, _READERS, "default")
-    scaling = read(rope, length, fields.optional_integer("original_max_position_embeddings", None))
+    scaling = read(rope, length, fields.optional_length("original_max_position_embeddings", None))
     width = None if head_dim is None else _rotated(fields, rope, head_dim)
     rope.used.add("type")
     rope.check_all_used()
@@ -47,7 +48,8 @@ def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RoPE:
 
 def _rotated(fields: Fields, rope: Fields, head_dim: int) -> int | None:
     """Return how many features of a head are rotated, None for all."""
-    width = int(head_dim * rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)))
+    part = rope.number("partial_rotary_factor", PARTS, fields.number("partial_rotary_factor", PARTS, 1.0))
+    width = int(head_dim * part)
     return None if width == head_dim else width
 
 
@@ -56,29 +58,29 @@ def _default(rope: Fields, length: int, original: int | None) -> None:
 
 
 def _linear(rope: Fields, length: int, original: int | None) -> LinearScaling:
-    return LinearScaling(rope.number("factor"))
+    return LinearScaling(rope.factor("factor"))
 
 
 def _dynamic(rope: Fields, length: int, original: int | None) -> DynamicNTKScaling:
-    return DynamicNTKScaling(rope.number("factor"), length)
+    return DynamicNTKScaling(rope.factor("factor"), length)
 
 
 def _llama3(rope: Fields, length: int, original: int | None) -> Llama3Scaling:
     return Llama3Scaling(
-        rope.number("factor"),
+        rope.factor("factor"),
         _original(rope, length, original),
-        rope.number("low_freq_factor"),
-        rope.number("high_freq_factor"),
+        rope.factor("low_freq_factor"),
+        rope.factor("high_freq_factor"),
     )
 
 
 def _yarn(rope: Fields, length: int, original: int | None) -> YaRNScaling:
     original = _original(rope, length, original)
     optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-    fast, slow, mscale, mscale_all_dim, amplitude = (rope.optional_number(name) for name in optional)
+    fast, slow, mscale, mscale_all_dim, amplitude = (rope.optional_factor(name) for name in optional)
     scales = {"mscale": mscale, "mscale_all_dim": mscale_all_dim} if mscale and mscale_all_dim else {}
     return YaRNScaling(
-        rope.optional_number("factor", REQUIRED) or length / original,
+        rope.optional_factor("factor", REQUIRED) or length / original,
         original,
         beta_fast=fast or 32.0,
         beta_slow=slow or 1.0,
@@ -90,17 +92,17 @@ def _yarn(rope: Fields, length: int, original: int | None) -> YaRNScaling:
 
 def _longrope(rope: Fields, length: int, original: int | None) -> LongRoPEScaling:
     original = _original(rope, length, original)
-    factor = rope.optional_number("factor") or length / original
+    factor = rope.optional_factor("factor") or length / original
     return LongRoPEScaling(
         max(factor, 1.0),  # a smaller one changes nothing
         original,
-        *(tuple(rope.numbers(name)) for name in ("short_factor", "long_factor")),
-        attention_factor=rope.optional_number("attention_factor"),
+        *(tuple(rope.numbers(name, FACTORS)) for name in ("short_factor", "long_factor")),
+        attention_factor=rope.optional_factor("attention_factor"),
     )
 
 
 def _original(rope: Fields, length: int, original: int | None) -> int:
-    inside = rope.optional_integer("original_max_position_embeddings", None)
+    inside = rope.optional_length("original_max_position_embeddings", None)
     return original or inside or length
 
 

@@ -1,0 +1,50 @@
+"""JSON objects in files that may come from anywhere."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+LIMIT = 100 * 10**6  # bytes, as of the headers of safetensors
+
+
+def read_object(path: Path, limit: int = LIMIT) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Args:
+        path: of the file.
+        limit: the largest size in bytes that is read.
+
+    Raises:
+        ValueError: if the file is larger, is not JSON in UTF-8, or holds something else than an object, or an object
+            that has a name twice.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "config.json")
+        ...     file.write_text('{"n_embd": 768}'), read_object(file)
+        (15, {'n_embd': 768})
+    """
+    size = path.stat().st_size
+    if size > limit:
+        raise ValueError(f"{path} must have up to {limit} bytes; it has {size}. Copy it once more")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{path} is not JSON: {reason}. Copy it once more") from error
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        raise ValueError(f"{path} must hold an object, fields by name; got {kind}. Copy it once more")
+    return values
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return pairs of a JSON object as a dictionary, an `object_pairs_hook`; raise if a name is there twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = counts.most_common(1)[0][0]
+        raise ValueError(f"the name {twice!r} is there twice")
+    return values

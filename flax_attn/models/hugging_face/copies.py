@@ -1,0 +1,52 @@
+"""Weights that files may hold a second time, such as a head that is the table of the tokens: the two must be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from flax_attn.convert.headers import Stored
+from flax_attn.convert.rules import ConversionError, Entry
+from flax_attn.models.hugging_face.family import Family
+
+_ROWS = 4096  # compared at once
+
+
+def check_copies(entries: Collection[Entry], family: Family, stored: Mapping[str, Stored], weights: Path) -> None:
+    """Raise if files hold a weight twice, and not with the same values: transformers then reads both.
+
+    Args:
+        entries: of a model; what is one of them is no copy.
+        family: that says which names are copies of which parameter.
+        stored: what the files hold, by name.
+        weights: what errors call the files.
+
+    Raises:
+        ConversionError: if a copy differs.
+    """
+    own = {entry.ours: entry.theirs for entry in entries}
+    for copy, parameter in family.copies.items():
+        original = own.get((parameter,))
+        names = [name for name in stored if name == copy or name.endswith(f".{copy}")]
+        for name in names:
+            if original is None or name in own.values() or _equal(stored[name], stored[original]):
+                continue
+            raise ConversionError(
+                f"{weights} holds {name} beside {original}, which config.json says are one weight, "
+                "and their values differ. Set tie_word_embeddings to false in config.json, "
+                "or remove one of them"
+            )
+
+
+def _equal(copy: Stored, original: Stored) -> bool:
+    if (copy.shape, copy.dtype) != (original.shape, original.dtype):
+        return False
+    left, right = copy.read(), original.read()
+    starts = range(0, len(left), _ROWS)
+    return all(_same(left[i : i + _ROWS], right[i : i + _ROWS]) for i in starts)
+
+
+def _same(left: np.ndarray, right: np.ndarray) -> bool:
+    return left.tobytes() == right.tobytes()
