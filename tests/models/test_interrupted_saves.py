@@ -16,7 +16,7 @@ import safetensors.numpy
 from flax import nnx
 
 from flax_attn import GPT2, GPT2Config, convert
-from flax_attn.convert.files import find_weights, read_headers
+from flax_attn.convert.headers import find_weights, read_headers
 from flax_attn.models.hugging_face import folder as saving
 
 OPERATIONS = [
