@@ -87,13 +87,18 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
             "or save it as safetensors"
         ) from error
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle and zip errors of many kinds
         raise ConversionError(
             f"{path} is damaged or is not a checkpoint of weights only, and is refused: a pickle could run any code. "
             "Save the state_dict() alone, best as safetensors. "
             f"({type(error).__name__}: {str(error).partition('.')[0]})"
         ) from error
+    if not isinstance(found, dict):
+        raise ConversionError(
+            f"{path} must hold weights by name; got {type(found).__name__}. Save the state_dict() alone"
+        )
+    return found
 
 
 def write_shards(
