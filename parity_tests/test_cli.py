@@ -1,11 +1,19 @@
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import jax
 import pytest
+import safetensors.numpy
 import torch
 
-from flax_attn.cli import main
+from flax_attn.cli import main, parity
 from torch_ref.modules.linear import Linear
 
 MODULES = '''
@@ -63,6 +71,10 @@ def torch_embedding():
 
 def doubled(module, x):
     return 2 * module(x)
+
+
+def not_a_number(module, x):
+    return module(x) * float("nan")
 '''
 
 
@@ -249,3 +261,65 @@ def test_rules_for_some_parameters_pair_the_rest_as_auto_does(modules, capsys):
     assert main([*arguments, f"{modules}:RULES"]) == 0
     assert main([*arguments, f"{modules}:WRONG"]) == 2
     assert "kernel" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, reason="several processes, looked up in /proc")
+def test_an_interrupt_ends_the_processes_and_leaves_no_export(tmp_path):
+    command = [sys.executable, "-m", "flax_attn", "parity", "--variant", "CausalAttention", "--variant", "Embedding"]
+    command += ["--variant", "MultiHeadAttention", "--export", "out", "--report", "report.json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes)
+    until, children = time.monotonic() + 120, []
+    while len(children) < 3 and time.monotonic() < until:  # the workers, and what tracks their semaphores
+        time.sleep(0.2)
+        children = _children(process.pid)
+    time.sleep(2)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the workers too
+    shown, error = process.communicate(timeout=60)
+    assert (process.returncode, shown, error) == (130, "", "flax-attn: interrupted\n")
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    assert not list(tmp_path.iterdir())
+
+
+def _children(process):
+    found = []
+    for path in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            found += path.read_text().split()
+    return found
+
+
+def test_a_report_that_cannot_be_written_is_said_and_the_others_are(tmp_path, monkeypatch, capsys):
+    def full(reports, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(parity._WRITERS, ".json", full)
+    arguments = ["parity", "--variant", "rms_norm", "--report", str(tmp_path / "r.json")]
+    assert main([*arguments, "--report", str(tmp_path / "r.xml")]) == 2
+    shown = capsys.readouterr()
+    assert "1 of 1 variants equal their PyTorch twin" in shown.out
+    assert shown.err == f"flax-attn: cannot write {tmp_path / 'r.json'}: [Errno 28] No space left on device\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["r.xml"]
+
+
+def test_an_export_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch, capsys):
+    def full(*arguments):
+        raise safetensors.SafetensorError("No space left on device")
+
+    folder = tmp_path / "out"
+    arguments = ["parity", "--variant", "rms_norm", "--variant", "swiglu", "--export", str(folder)]
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors.numpy, "save_file", full)
+        assert main(arguments) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main(arguments) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path.name for path in folder.iterdir()) == ["rms_norm.safetensors", "swiglu.safetensors"]
+
+
+def test_nothing_compared_exits_with_1(modules, capsys):
+    targets = [f"{modules}:flax_linear", f"{modules}:torch_linear"]
+    nothing = ["--flax-call", f"{modules}:not_a_number", "--torch-call", f"{modules}:not_a_number"]
+    assert main(["parity", *targets, "--input", "4,3", "--check", "forward", *nothing]) == 1
+    assert "NOT PROVEN" in capsys.readouterr().out

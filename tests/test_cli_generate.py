@@ -149,3 +149,9 @@ def test_the_rate_leaves_out_the_tokens_that_wait_for_compiling():
     }
     startup.tokens = [3.0, 5.0]
     assert list(dict(startup.rows())) == ["load", "compile", "first token"]
+
+
+def test_a_prompt_that_is_no_text_is_bad_usage(folder, capsys):
+    arguments = ["generate", "--model", str(folder), "--no-compile-cache", "--prompt"]
+    assert main([*arguments, "\udcff"]) == 2
+    assert "--prompt must be text in UTF-8; " in capsys.readouterr().err

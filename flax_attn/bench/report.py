@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from flax_attn.bench import timing
 from flax_attn.bench.benchmark import Measurement
 from flax_attn.bench.figures import curve, exponent, names, ratio, summary
+from flax_attn.convert.replacing import replacing
 
 LEGEND = """\
 time         of a call, the least of its turns: others use the machine too. All take turns in one process, warm
@@ -75,7 +75,8 @@ class BenchmarkReport:
 
     def write(self, path: str) -> None:
         """Write everything as JSON."""
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        with replacing(path) as whole:
+            whole.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     def _record(self, row: Measurement) -> dict[str, Any]:
         return asdict(row) | {

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import flax_attn
-from flax_attn.cli import backends, bench, docs, faults, generate, parity, plan, show
-from flax_attn.cli.common import UsageError
+from flax_attn.cli.guard import end_on_signals, guarded
+
+if TYPE_CHECKING:
+    import argparse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 1 a check failed, 2 bad usage."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run the command line and return its exit code.
+
+    0 is done, 1 that a check failed, 2 that the command cannot run as it was called, or not on: something
+    is not installed, or cannot be written; 130 that it was interrupted, 141 that nobody reads its output.
+    """
+    if arguments is None:  # this process is the command, and not a program that calls it
+        end_on_signals()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(lambda: _run(given))
+
+
+def _run(arguments: list[str]) -> int:
+    import argparse
+
     options = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
-    try:
-        return options.run(options)
-    except UsageError as error:
-        print(f"flax-attn: {error}", file=sys.stderr)
-        return 2
+    return options.run(options)
 
 
 def _parser() -> argparse.ArgumentParser:
+    import argparse
+
+    import flax_attn
+
+    # Imported here, so that an interrupt meanwhile is one of the command.
+    from flax_attn.cli import backends, bench, docs, faults, generate, parity, plan, show
+
     parser = argparse.ArgumentParser(prog="flax-attn", description=flax_attn.__doc__)
     parser.add_argument("--version", action="version", version=f"flax-attn {flax_attn.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

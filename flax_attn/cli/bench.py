@@ -51,6 +51,8 @@ def _bench(options: argparse.Namespace) -> int:
     _check_backends(options.backend)
     common.check_writable(options.json)
     common.check_writable(options.plot)
+    if options.plot:
+        common.need("matplotlib", "viz", "--plot")
     if options.plot and options.shape:
         raise common.UsageError("--plot shows the growth over T, which --shape leaves out: give one of them")
     report = _run(options)

@@ -6,30 +6,40 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from flax_attn.cli.guard import UsageError
+from flax_attn.convert.replacing import replacing
+
 if TYPE_CHECKING:
     from jaxlib._jax import Device
     from matplotlib.figure import Figure
 
 
-class UsageError(Exception):
-    """The command cannot run as it was called; the message says how it can."""
+__all__ = ["UsageError"]
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave the error to `guarded`; rich would exit with 1, which says that a check failed."""
+        raise BrokenPipeError
 
 
 def console(width: int) -> Console:
     """Return a console on stdout, as wide as the terminal, or `width` columns where there is none."""
-    return Console(width=None if sys.stdout.isatty() else width)
+    return _Console(width=None if sys.stdout.isatty() else width)
 
 
 def progress() -> Progress:
-    """Return a progress bar on stderr that disappears when it is done."""
+    """Return a progress bar on stderr that disappears when it is done; none where there is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    disable = not sys.stderr.isatty()
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=disable)
 
 
 def check_writable(path: str | None) -> None:
@@ -41,10 +51,17 @@ def check_writable(path: str | None) -> None:
         raise UsageError(f"cannot write {path}: it must name a file in a folder that exists and can be written to")
 
 
+def need(module: str, extra: str, what: str) -> None:
+    """Raise before any work is done unless a module is there that an extra installs."""
+    if find_spec(module) is None:
+        raise UsageError(f'{what} needs {module}: pip install "flax-attn[{extra}]"')
+
+
 def save_figure(draw: Callable[[], Figure], path: str) -> None:
     """Draw a figure and write it to `path`, in the format that its suffix names."""
     try:
-        draw().savefig(path, dpi=150)
+        with replacing(path) as whole:
+            draw().savefig(whole, dpi=150)
     except (ImportError, OSError, ValueError) as error:  # no matplotlib, an unknown format, no way to write
         raise UsageError(str(error)) from None
     print(f"wrote {path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from pathlib import Path
 
 from flax_attn.bench import processor
@@ -20,7 +21,13 @@ def switch_on() -> None:
     import jax
 
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(directory()))
+        try:
+            folder = directory()
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
+            print(f"flax-attn: compiled programs are not kept: {error}. Set XDG_CACHE_HOME", file=sys.stderr)
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", _LIMIT)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

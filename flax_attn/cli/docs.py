@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flax_attn.cli import common
+from flax_attn.convert.replacing import replacing
 
 NOTE = "<!-- Written by `flax-attn docs`. Do not edit. -->\n"
 BEGIN, END = "<!-- flax-attn docs: begin -->\n", "<!-- flax-attn docs: end -->\n"
@@ -49,12 +50,13 @@ def _docs(options: argparse.Namespace) -> int:
     if not (folder / "backends.md").is_file():
         raise common.UsageError(f"--folder must hold the documentation of a clone; got {folder} without backends.md")
     pages = dict(_pages(folder))
-    outdated = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
+    outdated = [path for path, text in pages.items() if not path.is_file() or path.read_text("utf-8") != text]
     for path in outdated:
         if options.check:
             print(f"flax-attn: {path} is out of date. Run `flax-attn docs` and commit the result", file=sys.stderr)
         else:
-            path.write_text(pages[path])
+            with replacing(path) as whole:
+                whole.write_text(pages[path], encoding="utf-8")
             print(f"wrote {path}")
     return 1 if options.check and outdated else 0
 
@@ -66,7 +68,7 @@ def _pages(folder: Path) -> Iterator[tuple[Path, str]]:
     yield folder / "faults.md", faults_page(_faults(), _mesh_faults())
     path = folder / "backends.md"
     try:
-        yield path, between_markers(path.read_text(), markdown_table())
+        yield path, between_markers(path.read_text("utf-8"), markdown_table())
     except ValueError as error:
         raise common.UsageError(f"{path}: {error}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -52,13 +53,16 @@ def _generate(options: argparse.Namespace) -> int:
         compile_cache.switch_on()
     tokenizer = _tokenizer(Path(options.model))
     stops = _stop_tokens(Path(options.model))
-    prompt = _ids_of(tokenizer, options.prompt)
+    prompt = _ids_of(tokenizer, _text(options.prompt))
     startup = Startup()
     printer = _Printer(tokenizer, startup)
     try:
         began = time.monotonic()
         model = from_pretrained(options.model, param_dtype=options.dtype, dropout=0.0)
-        startup.load = time.monotonic() - began
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from None
+    startup.load = time.monotonic() - began
+    try:
         generate(
             model,
             prompt,
@@ -70,7 +74,7 @@ def _generate(options: argparse.Namespace) -> int:
             key=jnp.array([0, options.seed], jnp.uint32) if options.temperature else None,
             callback=printer,
         )
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from None
     printer.close()
     return 0
@@ -93,6 +97,14 @@ class _Printer:
         print(flush=True)
         for name, figure in self.startup.rows():
             print(f"{name:<12} {figure}", file=sys.stderr)
+
+
+def _text(prompt: str) -> str:
+    """Return a prompt of the command line as text, whatever encoding Python takes the system's for."""
+    try:
+        return os.fsencode(prompt).decode("utf-8")
+    except UnicodeError as error:
+        raise UsageError(f"--prompt must be text in UTF-8; {error}") from None
 
 
 def _tokenizer(folder: Path) -> Any:

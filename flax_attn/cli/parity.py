@@ -6,10 +6,14 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flax_attn.cli import common, targets
+from flax_attn.cli.guard import CANNOT_RUN
+from flax_attn.convert.replacing import HELD, unfinished
 
 if TYPE_CHECKING:
     from flax_attn.parity.report.report import Report
@@ -69,19 +73,43 @@ def _parity(options: argparse.Namespace) -> int:
         raise common.UsageError("--mesh runs our own table against PyTorch; got it with targets, --against or --device")
     for path in options.report:
         _check_report(path)
-    if options.export:
-        Path(options.export).mkdir(parents=True, exist_ok=True)
     from flax_attn.convert import ConversionError
     from flax_attn.parity.adapters.adapter import PairingError
 
     try:
-        reports = targets.compare(options) if options.target else _variants(options)
+        with whole_export(options):
+            reports = targets.compare(options) if options.target else _variants(options)
     except (PairingError, ConversionError) as error:
         raise common.UsageError(str(error)) from error
-    _write(reports, options)
+    unwritten = _write(reports, options)
     _show(reports, in_full=bool(options.target or options.check), full=options.full)
+    for line in unwritten:
+        print(f"flax-attn: {line}", file=sys.stderr)
     judged = _judged(reports)
-    return 0 if judged and all(report.passed for report in judged) else 1
+    if not judged or not all(report.passed for report in judged):
+        return 1
+    return CANNOT_RUN if unwritten else 0
+
+
+@contextmanager
+def whole_export(options: argparse.Namespace) -> Iterator[None]:
+    """Let files be exported to a folder of their own, from which all move to `--export` at the end."""
+    if not options.export:
+        yield
+        return
+    folder = Path(options.export).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with unfinished(folder.with_name(f".{folder.name}.{os.getpid()}")) as within:
+            within.mkdir()
+            options.export = str(within)
+            yield
+            with HELD:
+                folder.mkdir(exist_ok=True)
+                for path in within.iterdir():
+                    os.replace(path, folder / path.name)
+    finally:
+        options.export = str(folder)
 
 
 def need_torch() -> None:
@@ -147,13 +175,15 @@ def _recorded(variants: list[Variant], options: argparse.Namespace) -> list[Vari
     return found
 
 
-def _write(reports: list[Report], options: argparse.Namespace) -> None:
-    """Write the requested files; one that cannot be written is named, and the report still printed."""
+def _write(reports: list[Report], options: argparse.Namespace) -> list[str]:
+    """Write the requested files, and return a line for each that cannot be written."""
+    unwritten = []
     for path in options.report:
         try:
             _WRITERS[Path(path).suffix](reports, path)
         except (OSError, ImportError) as error:
-            print(f"flax-attn: cannot write {path}: {error}", file=sys.stderr)
+            unwritten.append(f"cannot write {path}: {error}")
+    return unwritten
 
 
 def _json(reports: list[Report], path: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flax_attn.cli import common
+from flax_attn.convert.replacing import replacing
 
 if TYPE_CHECKING:
     from flax_attn.plan.job import Job
@@ -73,7 +73,8 @@ def _plan(options: argparse.Namespace) -> int:
         raise common.UsageError(str(error)) from None
     _print(found, options.markdown)
     if options.json:
-        Path(options.json).write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
+        with replacing(options.json) as whole:
+            whole.write_text(json.dumps(found.as_dict(), indent=1) + "\n", encoding="utf-8")
     return 0
 
 

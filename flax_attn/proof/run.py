@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -71,13 +72,43 @@ class Run:
             workers: how many processes.
             watch: called after each report.
         """
-        context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork does not copy
-        with ProcessPoolExecutor(min(workers, len(names)), context, initializer=_one_thread) as pool:
-            # The last rows of the table take longest, so they start first.
-            running = {name: pool.submit(_report_in_worker, self, name) for name in reversed(names)}
+        with _pool(min(workers, len(names))) as pool:
+            with _interrupts_held():  # of the processes that start here; this one is told of them
+                # The last rows of the table take longest, so they start first.
+                running = {name: pool.submit(_report_in_worker, self, name) for name in reversed(names)}
             for _ in as_completed(running.values()):
                 watch()
             return [running[name].result() for name in names]
+
+
+@contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool whose processes end with it, after their work, or at once where an error comes in between."""
+    context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork does not copy
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, context, initializer=_one_thread)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown()
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold interrupts back, here and in the processes that start meanwhile, which keep on doing so."""
+    if not hasattr(signal, "pthread_sigmask"):  # not on Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _one_thread() -> None:

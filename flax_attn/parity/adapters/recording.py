@@ -19,6 +19,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from flax_attn.convert.replacing import replacing
 from flax_attn.convert.rules import Entry, Layout, Rule
 from flax_attn.parity.adapters.adapter import Adapter, Arrays, NotRun, PairingError, Result, RunSpec
 
@@ -79,7 +80,11 @@ class RecordingAdapter:
         arrays |= {f"inputs/{name}": array for name, array in inputs.items()}
         header = {**about, "format": FORMAT, "framework": self.framework, "accepts": sorted(self.accepts)}
         header |= {"has_cache": self.has_cache, "inputs": list(inputs), "results": self.about, "order": list(arrays)}
-        safetensors.numpy.save_file(arrays, path, {"about": json.dumps(header)})
+        try:
+            with replacing(path) as whole:
+                safetensors.numpy.save_file(arrays, whole, {"about": json.dumps(header)})
+        except safetensors.SafetensorError as error:  # what it makes of a full disk
+            raise ExportError(f"cannot write {path}: {error}. Pass a folder with space") from error
 
 
 class Recording:

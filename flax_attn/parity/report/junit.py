@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from xml.etree import ElementTree as Xml
 
+from flax_attn.convert.replacing import replacing
 from flax_attn.parity.check import Check
 from flax_attn.parity.report.findings import Findings
 
@@ -18,7 +19,8 @@ def write_junit(reports: Sequence[Findings], path: str) -> None:
     root = Xml.Element("testsuites", {"name": "flax-attn parity", **_counts(reports)})
     root.extend(_suite(report) for report in reports)
     Xml.indent(root)
-    Xml.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+    with replacing(path) as whole:
+        Xml.ElementTree(root).write(whole, encoding="utf-8", xml_declaration=True)
 
 
 def _suite(report: Findings) -> Xml.Element:

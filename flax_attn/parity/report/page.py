@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flax_attn.convert.replacing import replacing
 from flax_attn.parity import tolerance
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair
@@ -57,7 +58,9 @@ def write_page(reports: Sequence[Findings], path: str) -> None:
     Raises:
         ImportError: if jinja2 or plotly is not installed.
     """
-    Path(path).write_text(page(reports), encoding="utf-8")
+    text = page(reports)
+    with replacing(path) as whole:
+        whole.write_text(text, encoding="utf-8")
 
 
 def page(reports: Sequence[Findings], pictures: bool = True) -> str:

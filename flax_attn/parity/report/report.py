@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+from flax_attn.convert.replacing import replacing
 from flax_attn.parity.adapters import recording
 from flax_attn.parity.report import console, page, wording
 from flax_attn.parity.report.findings import Findings
@@ -106,5 +107,6 @@ def write_json(reports: Sequence[Report], path: str) -> None:
     variants = [report.as_dict() for report in reports]
     good = all(report.passed for report in reports)
     content = {"passed": good, "seed": reports[0].seed, "environment": reports[0].environment, "variants": variants}
-    with open(path, "w") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
+    text = json.dumps(content, indent=1) + "\n"
+    with replacing(path) as whole:
+        whole.write_text(text, encoding="utf-8")

@@ -1,0 +1,131 @@
+"""How every command ends: by an exit code, and where it cannot go on by one line instead of a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+CANNOT_RUN = 2
+BROKEN_PIPE = 128 + 13  # SIGPIPE, which not every system has
+_ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+
+# What installs a module that a command imports where it is used.
+_EXTRAS = {
+    "attnax": "bench",
+    "jinja2": "report",
+    "matplotlib": "viz",
+    "plotly": "report",
+    "tokenizers": "generate",
+    "torch": "torch",
+    "transformers": "bench",
+}
+
+
+class UsageError(Exception):
+    """The command cannot run as it was called; the message says how it can."""
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Return the exit code of a command, with a line on stderr where it stops before its end.
+
+    Args:
+        run: the command; it returns 0, or 1 where a check failed.
+    """
+    _open_streams()
+    try:
+        return _flushed(run)
+    except BrokenPipeError:  # nobody reads on, as behind `| head -1`
+        _drop_stdout()
+        return BROKEN_PIPE
+    except UsageError as error:
+        _say(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        extra = _EXTRAS[error.name]
+        _say(f'this needs {error.name}, which is not installed: pip install "flax-attn[{extra}]"')
+    except OSError as error:
+        if error.errno is None:  # none of the system's, which are no space, no permission
+            raise
+        _drop_stdout()
+        _say(f"cannot go on: {error}")
+    return CANNOT_RUN
+
+
+def end_on_signals() -> None:
+    """Let SIGINT and SIGTERM end this process in one line, with 128 and the number of the signal.
+
+    Python would raise `KeyboardInterrupt` wherever it is. In the middle of an import, of a callback of a
+    compiled program or of the garbage collector that is lost, or ends in a traceback or a crash, and a
+    long compilation puts it off. So a thread waits for the signal, tidies up and ends the process.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in _ENDS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` asks for
+            signal.signal(number, lambda number, frame: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_end, args=(reader,), daemon=True).start()
+
+
+def _end(reader: int) -> NoReturn:
+    number = 0
+    while number not in _ENDS:
+        number = os.read(reader, 1)[0]
+    if "multiprocessing.util" in sys.modules:  # else semaphores are left, and a warning of them
+        sys.modules["multiprocessing.util"]._run_finalizers(0)
+    for child in _children():
+        with suppress(OSError):  # it has ended by itself
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    if "flax_attn.convert.replacing" in sys.modules:
+        sys.modules["flax_attn.convert.replacing"].abandon()
+    with suppress(OSError):
+        cursor = "\x1b[?25h\n" if os.isatty(2) else ""  # a progress bar hides it
+        os.write(2, f"{cursor}flax-attn: {_ENDS[signal.Signals(number)]}\n".encode())
+    os._exit(128 + number)
+
+
+def _children() -> list[int]:
+    """Return the processes that this one has started, where the system tells."""
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # of a thread that has ended
+            found += map(int, path.read_text().split())
+    return found
+
+
+def _flushed(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    finally:
+        sys.stdout.flush()  # a full disk shows here; at the end of Python it would be a traceback
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # stderr may be closed or full as well
+        print(f"flax-attn: {text}", file=sys.stderr, flush=True)
+
+
+def _open_streams() -> None:
+    """Let all text be printed: to nowhere where a stream is closed, escaped where it cannot be encoded."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        stream: Any = getattr(sys, name)
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_stdout() -> None:
+    """Send what is left in the buffer of stdout nowhere: Python would fail to write it at its end."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

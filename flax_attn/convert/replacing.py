@@ -1,0 +1,73 @@
+"""Files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+
+_UNFINISHED: set[Path] = set()
+HELD = threading.RLock()  # while the process must not end by `abandon`
+
+
+@contextmanager
+def replacing(path: str | PathLike[str]) -> Iterator[Path]:
+    """Yield the path to write a file to that replaces the one at `path` once it is whole.
+
+    Where an exception comes in between, as of a full disk, the old file stays as it was.
+
+    Args:
+        path: of the file; written to directly if it is a device or a pipe, such as `/dev/stdout`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with replacing(Path(folder, "x.txt")) as whole:
+        ...         _ = whole.write_text("all of it")
+        ...         before = Path(folder, "x.txt").exists()
+        ...     before, os.listdir(folder)
+        (False, ['x.txt'])
+    """
+    target = Path(os.path.realpath(path))  # of a link, what it leads to
+    if target.exists() and not target.is_file():
+        yield target
+        return
+    # The suffix stays: writers choose the format by it.
+    with unfinished(target.with_name(f".{target.stem}.{secrets.token_hex(4)}{target.suffix}")) as whole:
+        try:
+            yield whole
+            if target.exists():
+                shutil.copymode(target, whole)
+            os.replace(whole, target)
+        except OSError as error:
+            error.filename = str(target)  # a full disk names none, and the other one is gone
+            raise
+
+
+@contextmanager
+def unfinished(path: Path) -> Iterator[Path]:
+    """Yield a path of which nothing is left behind: no file, and no folder."""
+    with HELD:
+        _UNFINISHED.add(path)
+    try:
+        yield path
+    finally:
+        _remove(path)
+        _UNFINISHED.discard(path)
+
+
+def abandon() -> None:
+    """Remove all that is unfinished, and let nothing else begin: for a process that ends at once."""
+    HELD.acquire()
+    for path in _UNFINISHED:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
