@@ -89,6 +89,7 @@ def misses(figures: dict[str, float]) -> list[str]:
 
 
 def main() -> None:
+    """Print the figures, and fail where asked to and a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
     check = parser.parse_args().check

@@ -7,8 +7,8 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.checks import check_ids, check_positive
-from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.functional.integers import clipped
+from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.parameters import named

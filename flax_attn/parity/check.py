@@ -122,8 +122,9 @@ def worst_of(
     worst = max(errors, key=lambda key: (np.isnan(errors[key]), errors[key]), default="")
     if not errors or (errors[worst] <= limit and reference is not None and not any_finite(reference)):
         return Check(name, np.inf, limit, nothing=NOTHING)
-    both = flax and torch and worst in flax and worst in torch
-    where = _where(flax[worst], torch[worst]) if both else {}
+    where = {}
+    if flax and torch and worst in flax and worst in torch:
+        where = _where(flax[worst], torch[worst])
     without = [key for key in errors if key in (reference or {}) and not any_finite({key: reference[key]})]
     notes = [note] if note else []
     notes += [f"without a finite number to compare: {', '.join(without)}"] if without else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def _specs(division: Division, call: Call) -> Call:
     """Return how the arrays of a call are split: as the class that holds them says in `axes`, all others not at all."""
 
     def spec(path: tuple, array: Array) -> P:
-        owner = call
+        owner: Any = call
         for step in path[:-1]:
             owner = owner[step.idx] if isinstance(step, SequenceKey) else getattr(owner, step.name)
             if isinstance(owner, Part) and owner.axes is None:  # it takes its heads of the whole by itself

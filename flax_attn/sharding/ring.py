@@ -60,9 +60,7 @@ def _forward(route: Route, over: tuple[str, ...], shard: Shard) -> tuple[Array, 
     return done.output, (shard, done)
 
 
-def _backward(
-    route: Route, over: tuple[str, ...], saved: tuple[Shard, Softmax], cotangent: Array
-) -> tuple[Shard]:
+def _backward(route: Route, over: tuple[str, ...], saved: tuple[Shard, Softmax], cotangent: Array) -> tuple[Shard]:
     shard, done = saved
     call = shard.call
     d_sinks = done.sinks_gradient(call.sinks, cotangent)
@@ -98,7 +96,9 @@ def _with_keys(shard: Shard, piece: tuple[Array, Array], cols: Places) -> Call:
 
 def _add(own: Floats, share: Floats, cols: Places) -> Floats:
     """Return the gradients that stay on their device, with the share of some keys."""
-    d_bias = None if own.bias is None else cols.put(own.bias, share.bias, 3)
+    d_bias = own.bias
+    if own.bias is not None and share.bias is not None:
+        d_bias = cols.put(own.bias, share.bias, 3)
     rest = share._replace(key=None, value=None, bias=None)
     return jax.tree.map(jnp.add, own._replace(bias=None), rest)._replace(bias=d_bias)
 
