@@ -28,6 +28,7 @@ ONE_SIDED_FILES = {
     "models/hugging_face/fields.py": "flax_attn",
     "models/hugging_face/folder.py": "flax_attn",
     "models/hugging_face/fp8.py": "flax_attn",
+    "models/hugging_face/replacement.py": "flax_attn",
     "models/hugging_face/images.py": "flax_attn",
     "models/hugging_face/mxfp4.py": "flax_attn",
     "models/hugging_face/quantized.py": "flax_attn",

@@ -153,7 +153,7 @@ def _safetensors_header(path: Path) -> dict[str, Stored]:
 
 def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> Stored:
     shape = tuple(entry["shape"])
-    dtype: str = _DTYPES.get(entry["dtype"], entry["dtype"])
+    dtype = _DTYPES.get(entry["dtype"]) or entry["dtype"]
     span = slice(*(start + offset for offset in entry["data_offsets"]))
     return Stored(path, shape, dtype, partial(_map, path, span, dtype, shape))
 

@@ -123,7 +123,7 @@ def worst_of(
     if not errors or (errors[worst] <= limit and reference is not None and not any_finite(reference)):
         return Check(name, np.inf, limit, nothing=NOTHING)
     where = {}
-    if flax and torch and worst in flax and worst in torch:
+    if flax is not None and torch is not None and worst in flax and worst in torch:
         where = _where(flax[worst], torch[worst])
     without = [key for key in errors if key in (reference or {}) and not any_finite({key: reference[key]})]
     notes = [note] if note else []

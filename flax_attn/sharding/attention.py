@@ -14,7 +14,6 @@ from jaxtyping import Array
 
 from flax_attn.backends.call import Call
 from flax_attn.functional.dropout import key_data
-from flax_attn.functional.mask_part import Part
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.placed import HeadsOf
 from flax_attn.functional.places import Places
@@ -67,7 +66,7 @@ def _specs(division: Division, call: Call) -> Call:
         owner: Any = call
         for step in path[:-1]:
             owner = owner[step.idx] if isinstance(step, SequenceKey) else getattr(owner, step.name)
-            if isinstance(owner, Part) and owner.axes is None:  # it takes its heads of the whole by itself
+            if getattr(owner, "axes", {}) is None:  # a part of a mask that takes its heads of the whole by itself
                 return P()
         axes = getattr(owner, "axes", {})
         name = getattr(path[-1], "name", None)

@@ -133,7 +133,7 @@ class Checkpoints:
                     problems = self._differences(step, wanted)
                     found = None if problems else self._read(step, wanted)
             except Exception as error:  # of many kinds, of Orbax and TensorStore
-                failure = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+                failure = _first_line(error)
             if step in self._steps():  # and was all the time: what was read is one checkpoint
                 break
         if failure:
@@ -229,6 +229,13 @@ def _check_folder(folder: Path) -> None:
 def _check_step(step: int) -> None:
     if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
         raise ValueError(f"the step of a checkpoint must be a whole number, 0 or larger; got step={step!r}")
+
+
+def _first_line(error: BaseException) -> str:
+    """Return a line on what an error comes from: those of Orbax hold a page of settings, and a cause behind it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
 @contextmanager

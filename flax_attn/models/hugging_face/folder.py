@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from secrets import token_hex
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import jax
@@ -41,13 +37,13 @@ from flax_attn.models.hugging_face.counts import check_counts
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields, read_fields
 from flax_attn.models.hugging_face.quantized import dequantized, read_quantization
+from flax_attn.models.hugging_face.replacement import named_apart, replace_model
 from flax_attn.models.hugging_face.streams import fork_streams
 from flax_attn.models.hugging_face.values import Memory, OnMesh
 from flax_attn.modules.initialisation import check_dtypes
 from flax_attn.sharding.parameters import abstract, check_mesh, shard
 
 M = TypeVar("M", bound=nnx.Module)
-_SAVING = ".saving-"  # what the names of files begin with until a save has ended
 
 
 class LoadOptions(TypedDict, total=False):
@@ -124,9 +120,9 @@ def save(model: nnx.Module, config: Any, family: Family | None, path: str | Path
         take_part(entries, params)
     else:
         target.mkdir(parents=True, exist_ok=True)
-        with locked(target) as alone, _named_apart(target, alone) as prefix:
+        with locked(target) as alone, named_apart(target, alone) as prefix:
             weights = write_shards(target, entries, params, max_shard_size, prefix)
-            _replace(target, fields, prefix, weights)
+            replace_model(target, fields, prefix, weights)
     if jax.process_count() > 1:  # none goes on before the folder is there
         multihost_utils.sync_global_devices(f"{target} is written")
 
@@ -290,56 +286,3 @@ def _by_variables(entries: list[Entry], tensors: Mapping[str, Tensor]) -> Iterab
         key = tuple(id(tensor.variable if isinstance(tensor, LayerSlice) else tensor) for tensor in own)
         groups.setdefault(key, []).append(entry)
     return groups.values()
-
-
-@contextmanager
-def _named_apart(folder: Path, alone: bool) -> Iterator[str]:
-    """Yield a prefix for files of this save; before and after, remove those of others that did not end.
-
-    Those that `config.json` names stay: they are the model. So do those of others where they may be alive.
-    """
-    prefix = f"{_SAVING}{token_hex(4)}-"
-    everything = f"{_SAVING if alone else prefix}*"
-    _remove(folder, everything, len(prefix))
-    try:
-        yield prefix
-    finally:
-        _remove(folder, everything, len(prefix))
-
-
-def _remove(folder: Path, pattern: str, size: int) -> None:
-    config = folder / "config.json"
-    named = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    for file in folder.glob(pattern):
-        if file.name[:size] not in named:
-            file.unlink()
-
-
-def _replace(folder: Path, fields: str, prefix: str, weights: Path) -> None:
-    """Make weights whose names have a prefix those of the folder, with this config."""
-    named = {**json.loads(fields), "transformers_weights": weights.name}
-    _replace_config(folder, prefix, json.dumps(named))  # at once the folder holds the new model
-    for pattern in ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"):
-        for stale in folder.glob(pattern):
-            stale.unlink()
-    for file in sorted(folder.glob(f"{prefix}*")):
-        usual = folder / file.name.removeprefix(prefix)
-        if file.suffix == ".json":
-            usual.write_text(file.read_text().replace(prefix, ""))
-        else:
-            _copy(file, usual)
-    _replace_config(folder, prefix, fields)
-
-
-def _replace_config(folder: Path, prefix: str, text: str) -> None:
-    new = folder / f"{prefix}config.json"
-    new.write_text(text, encoding="utf-8")
-    new.replace(folder / "config.json")
-
-
-def _copy(file: Path, other: Path) -> None:
-    """Give a file another name beside its own."""
-    try:
-        os.link(file, other)
-    except OSError:  # not every file system has links
-        shutil.copyfile(file, other)

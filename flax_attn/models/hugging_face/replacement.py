@@ -1,0 +1,66 @@
+"""The replacement of a model in a folder by another one, so that at every moment the folder holds one of the two."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from secrets import token_hex
+
+_SAVING = ".saving-"  # what the names of files begin with until a save has ended
+
+
+@contextmanager
+def named_apart(folder: Path, alone: bool) -> Iterator[str]:
+    """Yield a prefix for files of this save; before and after, remove those of others that did not end.
+
+    Those that `config.json` names stay: they are the model. So do those of others where they may be alive.
+    """
+    prefix = f"{_SAVING}{token_hex(4)}-"
+    everything = f"{_SAVING if alone else prefix}*"
+    _remove(folder, everything, len(prefix))
+    try:
+        yield prefix
+    finally:
+        _remove(folder, everything, len(prefix))
+
+
+def _remove(folder: Path, pattern: str, size: int) -> None:
+    config = folder / "config.json"
+    named = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    for file in folder.glob(pattern):
+        if file.name[:size] not in named:
+            file.unlink()
+
+
+def replace_model(folder: Path, fields: str, prefix: str, weights: Path) -> None:
+    """Make weights whose names have a prefix those of the folder, with this config."""
+    named = {**json.loads(fields), "transformers_weights": weights.name}
+    _replace_config(folder, prefix, json.dumps(named))  # at once the folder holds the new model
+    for pattern in ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"):
+        for stale in folder.glob(pattern):
+            stale.unlink()
+    for file in sorted(folder.glob(f"{prefix}*")):
+        usual = folder / file.name.removeprefix(prefix)
+        if file.suffix == ".json":
+            usual.write_text(file.read_text().replace(prefix, ""))
+        else:
+            _copy(file, usual)
+    _replace_config(folder, prefix, fields)
+
+
+def _replace_config(folder: Path, prefix: str, text: str) -> None:
+    new = folder / f"{prefix}config.json"
+    new.write_text(text, encoding="utf-8")
+    new.replace(folder / "config.json")
+
+
+def _copy(file: Path, other: Path) -> None:
+    """Give a file another name beside its own."""
+    try:
+        os.link(file, other)
+    except OSError:  # not every file system has links
+        shutil.copyfile(file, other)
