@@ -1,10 +1,8 @@
 """Rows of a batch: which of their tokens are real, and arrays of one row, or of none."""
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Integer
+from jaxtyping import Array, Bool, Shaped
 
 from flax_attn.functional.checks import check_lengths, check_rows_of_lengths
 from flax_attn.functional.integers import clipped
@@ -53,15 +51,13 @@ def without_padding(
     numbers: ArrayLike,
     shape: tuple[int, ...],
     lengths: ArrayLike | int | None,
-    arrange: Callable[[Array], Array] = lambda real: real,
-) -> Integer[Array, "*b t"]:
+) -> Shaped[Array, "*b t"]:
     """Return numbers of tokens, 0 in the place of those behind `lengths`: these have no effect.
 
     Args:
         numbers: of tokens, such as ids; they broadcast to `shape`.
         shape: of the tokens, `(b, t)` or `(t,)`.
         lengths: how many tokens of each row are real, `(b,)`; None is all.
-        arrange: puts tokens in the order in which these are, see `flax_attn.sharding.batches`.
 
     Raises:
         ValueError: where `check_known_lengths` does.
@@ -75,7 +71,7 @@ def without_padding(
         return numbers
     b, t = shape if len(shape) == 2 else (1, shape[-1])
     check_known_lengths(lengths, b, t)
-    real = arrange(real_tokens(b, t, lengths).reshape(shape))
+    real = real_tokens(b, t, lengths).reshape(shape)
     return jnp.where(real, numbers, jnp.zeros((), numbers.dtype))
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Integer
 
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.padding import without_padding
+from flax_attn.functional.positions import as_positions
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.models.drawing import draw
 from flax_attn.models.pretrained import Pretrained
@@ -19,7 +19,7 @@ from flax_attn.models.stack import Stack, run_blocks
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.norm import LayerNorm
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
-from flax_attn.sharding.batches import arranged
+from flax_attn.sharding.batches import arranged, without_arranged_padding
 
 
 @runtime_checkable
@@ -134,12 +134,12 @@ class TextEncoder(Encoder[C]):
         **inputs: Any,
     ) -> Tokens:
         """Return the vectors of all tokens, `(b, t, d_model)`; the arguments are those of a call."""
-        shape = tokens.shape
+        shape = tuple(tokens.shape)
 
         def real(numbers: ArrayLike) -> Array:
-            return without_padding(numbers, shape, lengths, arranged)
+            return without_arranged_padding(numbers, shape, lengths)
 
-        positions = None if positions is None else real(positions)
+        positions = None if positions is None else real(as_positions(positions, shape))
         order = arranged(jnp.arange(shape[-1])) if positions is None else positions
         inputs = {name: numbers if numbers is None else real(numbers) for name, numbers in inputs.items()}
         x = self.embed(real(tokens), order, fold_in(dropout_key, 0), **inputs)

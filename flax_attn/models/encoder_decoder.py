@@ -14,7 +14,6 @@ from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.cache_checks import check_caches
 from flax_attn.functional.dropout import fold_in
-from flax_attn.functional.padding import without_padding
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.models.drawing import draw
 from flax_attn.models.pretrained import Pretrained
@@ -26,7 +25,7 @@ from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
-from flax_attn.sharding.batches import arranged
+from flax_attn.sharding.batches import arranged, without_arranged_padding
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -162,7 +161,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
         """Return what the encoder makes of its inputs, of whose rows the first `lengths` are real."""
         key = fold_in(dropout_key, 0)
         if jnp.issubdtype(inputs.dtype, jnp.integer):
-            inputs = without_padding(inputs, inputs.shape, lengths, arranged)
+            inputs = without_arranged_padding(inputs, inputs.shape, lengths)
         x, options = self.embed_inputs(inputs, fold_in(key, 0)), {"lengths": lengths, "bias": self.biases()[0]}
         x, _ = run_blocks(self.enc_blocks, constrain(x, *RESIDUAL), None, key, self.remat, positions=None, **options)
         return constrain(self.enc_norm(x), *TOKENS)
@@ -207,7 +206,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
         check_caches("kept", kept, len(blocks))
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
         order = arranged(jnp.arange(t)) if cache is None else cached_positions(self.dec_blocks, cache, t, lengths)
-        tokens = without_padding(tokens, tokens.shape, lengths, arranged)
+        tokens = without_arranged_padding(tokens, tokens.shape, lengths)
         x, options = self.embed(tokens, order, fold_in(key, 0)), {"lengths": lengths, "bias": self.biases()[1]}
         each = [{"kept": one} for one in kept]
         x, cache = run_blocks(self.dec_blocks, constrain(x, *RESIDUAL), cache, key, self.remat, None, each, **options)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.padding import without_padding
+from flax_attn.functional.positions import as_positions
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.models.drawing import draw
 from flax_attn.models.pretrained import Pretrained
@@ -22,7 +22,7 @@ from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
-from flax_attn.sharding.batches import arranged, arranged_positions
+from flax_attn.sharding.batches import arranged_positions, without_arranged_padding
 
 ModelCache = tuple[Cache, ...]  # one for each layer
 
@@ -194,9 +194,10 @@ class LanguageModel(Pretrained, Generic[C]):
         if positions is None:
             positions = arranged_positions(t)
         else:
-            positions = without_padding(positions, tokens.shape, lengths, arranged)
+            positions = as_positions(positions, tuple(tokens.shape))
+            positions = without_arranged_padding(positions, tokens.shape, lengths)
         order = jnp.arange(t) if cache is None else cached_positions(self.trf_blocks, cache, t, lengths)
-        tokens = constrain(without_padding(tokens, tokens.shape, lengths, arranged), "batch", "tokens")
+        tokens = constrain(without_arranged_padding(tokens, tokens.shape, lengths), "batch", "tokens")
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
         x = constrain(x, *RESIDUAL)
         options = {"mask": mask, "positions": positions, "lengths": lengths}

@@ -60,14 +60,15 @@ def next_token_loss(
         >>> round(float(loss), 1), round(float(jnp.log(11)), 1)
         (2.4, 2.4)
     """
-    if tokens.shape[-1] < 2:
+    shape = tuple(tokens.shape)
+    if shape[-1] < 2:
         raise ValueError(
-            f"the loss is that of the tokens after the first, so there must be two; got shape {tokens.shape}. "
+            f"the loss is that of the tokens after the first, so there must be two; got shape {shape}. "
             "Leave out rows of one token"
         )
     check_ids(tokens.dtype.name)
     tokens = clipped(tokens, model.config.vocab_size)
-    options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, tokens.shape)}
+    options = {"lengths": lengths, "dropout_key": dropout_key, **_packed(segments, shape)}
     hidden = model.hidden(arranged(tokens), **options)
     counted = _targets(tokens, lengths, segments)
     dtype = accumulation_dtype(hidden.dtype)

@@ -9,8 +9,10 @@ import numpy as np
 from jaxtyping import Array
 
 from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.padding import without_padding
 from flax_attn.functional.placed import PlacedDropout
 from flax_attn.functional.places import Places
+from flax_attn.functional.shapes import ArrayLike
 from flax_attn.sharding.axes import constrain, mesh_axes, mesh_of
 from flax_attn.sharding.options import in_use
 from flax_attn.sharding.order import pieces, zigzag
@@ -33,6 +35,19 @@ def arranged(x: Array) -> Array:
         return x
     whole = constrain(x, *["batch", None][-x.ndim :])
     return constrain(zigzag(whole, _devices(), x.ndim - 1), "batch", "tokens")
+
+
+def without_arranged_padding(numbers: ArrayLike, shape: tuple[int, ...], lengths: ArrayLike | int | None) -> Array:
+    """Return numbers of tokens that arrive in that order, 0 in the place of padding; see `without_padding`.
+
+    Example:
+        >>> without_arranged_padding(jnp.array([7, 8, -100]), (3,), 2).tolist()
+        [7, 8, 0]
+    """
+    if lengths is None:
+        return jnp.asarray(numbers)
+    real = arranged(without_padding(jnp.ones(shape, bool), shape, lengths))
+    return jnp.where(real, jnp.asarray(numbers), 0)
 
 
 def arranged_positions(t: int) -> Array | None:

@@ -1,7 +1,7 @@
 """One step of training a language model."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from flax import nnx
@@ -44,7 +44,7 @@ def train_step(
     """
     check_known_lengths(lengths, len(tokens) if tokens.ndim == 2 else 1, tokens.shape[-1])
     options = {"lengths": lengths, "segments": segments, "dropout_key": dropout_key}
-    return compiled_step(model, optimizer, tokens, **options)
+    return compiled_step(model, optimizer, cast(Array, tokens), **options)
 
 
 @partial(nnx.jit, donate_argnames=("model", "optimizer"))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Integer
+from jaxtyping import Bool, Shaped
 from torch import Tensor
 
 from torch_ref.functional.checks import check_lengths, check_rows_of_lengths
@@ -52,7 +52,7 @@ def check_known_lengths(lengths: ArrayLike | int | None, b: int, t: int) -> None
 
 def without_padding(
     numbers: ArrayLike, shape: tuple[int, ...], lengths: ArrayLike | int | None
-) -> Integer[Tensor, "*b t"]:
+) -> Shaped[Tensor, "*b t"]:
     """Return numbers of tokens, 0 in the place of those behind `lengths`: these have no effect.
 
     Args:

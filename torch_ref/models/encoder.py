@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import without_padding
+from torch_ref.functional.positions import as_positions
 from torch_ref.functional.shapes import ArrayLike, Tokens
 from torch_ref.models.drawing import draw
 from torch_ref.modules.block import TransformerBlock
@@ -131,7 +132,7 @@ class TextEncoder(Encoder[C]):
         def real(numbers: ArrayLike) -> Tensor:
             return without_padding(numbers, shape, lengths)
 
-        positions = None if positions is None else real(positions)
+        positions = None if positions is None else real(as_positions(positions, shape))
         order = torch.arange(shape[-1], device=tokens.device) if positions is None else positions
         inputs = {name: numbers if numbers is None else real(numbers) for name, numbers in inputs.items()}
         x = self.embed(real(tokens), order, fold_in(dropout_key, 0), **inputs)

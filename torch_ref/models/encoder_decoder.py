@@ -180,14 +180,15 @@ class EncoderDecoder(TypedModule, Generic[C]):
             lengths: how many of the tokens of each row are real, `(b,)`; what follows is padding. None is all.
             dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
         """
-        check_caches("kept", kept, len(self.dec_blocks))
+        blocks = self.dec_blocks
+        check_caches("kept", kept, len(blocks))
         if cache is not None:
-            check_caches("cache", cache, len(self.dec_blocks))
+            check_caches("cache", cache, len(blocks))
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
         order = torch.arange(t, device=tokens.device) if cache is None else cache[0].positions(t, lengths)
         tokens = without_padding(tokens, tuple(tokens.shape), lengths)
         x, caches = self.embed(tokens, order, fold_in(key, 0)), []
-        for i, block in enumerate(self.dec_blocks):
+        for i, block in enumerate(blocks):
             options = {
                 "lengths": lengths,
                 "bias": self.biases()[1],

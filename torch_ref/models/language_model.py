@@ -14,6 +14,7 @@ from torch_ref.functional.cache_checks import check_caches
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import without_padding
+from torch_ref.functional.positions import as_positions
 from torch_ref.functional.shapes import ArrayLike, Tokens
 from torch_ref.models.drawing import draw
 from torch_ref.modules.block import TransformerBlock
@@ -180,6 +181,7 @@ class LanguageModel(TypedModule, Generic[C]):
         t = tokens.shape[-1]
         tokens = without_padding(tokens, tuple(tokens.shape), lengths)
         if positions is not None:
+            positions = as_positions(positions, tuple(tokens.shape))
             positions = without_padding(positions, tuple(tokens.shape), lengths)
         order = torch.arange(t, device=tokens.device) if cache is None else cache[0].positions(t, lengths)
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
