@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 
 from flax_attn.convert.layouts import LayoutLike, as_layout
-from flax_attn.convert.rules import Axes, ConversionError, no_axes, plan, problems
+from flax_attn.convert.problems import problems
+from flax_attn.convert.rules import Axes, ConversionError, no_axes, plan
 
 
 def to_layout(

@@ -152,8 +152,8 @@ def _safetensors_header(path: Path) -> dict[str, Stored]:
 
 
 def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> Stored:
-    shape = tuple(entry["shape"])
-    dtype = _DTYPES.get(entry["dtype"]) or entry["dtype"]
+    name: str = entry["dtype"]
+    shape, dtype = tuple(entry["shape"]), _DTYPES.get(name, name)
     span = slice(*(start + offset for offset in entry["data_offsets"]))
     return Stored(path, shape, dtype, partial(_map, path, span, dtype, shape))
 

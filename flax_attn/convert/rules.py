@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -267,41 +266,3 @@ def _check_distinct(entries: list[Entry]) -> None:
     clashes = [f"{name} of {', and of '.join(ours)}" for name, ours in makers.items() if len(ours) > 1]
     if clashes:
         raise ConversionError(f"an entry is made once; this layout makes {'; '.join(clashes)}. Rename one in a Layout")
-
-
-_LINES = 100  # of each kind of problem; what is left out is counted
-
-
-def problems(entries: list[Entry], theirs: Mapping[str, Shape], layout: Layout) -> list[str]:
-    """Return a line for every entry that is missing, mis-shaped or unexpected, the first hundred of each."""
-    wanted = {name: shape for entry in entries for name, shape in entry.tensors.items()}
-    extra = [name for name in theirs if name not in wanted and not re.fullmatch(layout.ignored, name)]
-    missing = [name for name in wanted if name not in theirs]
-    if missing == list(wanted) and (prefix := _common_prefix(wanted, theirs)):
-        return [f"every name has the prefix {prefix!r}: pass prefix={prefix!r}"]
-    near, far = missing[:_LINES], extra[:_LINES]
-    lines = [f"missing {name} {wanted[name]}{_nearest(name, far)}" for name in near]
-    lines += _more("missing", missing)
-    shapes = {name: tuple(theirs[name]) for name in wanted if name in theirs}
-    wrong = [name for name, shape in shapes.items() if shape != wanted[name]]
-    for name in wrong[:_LINES]:
-        lines.append(f"mis-shaped {name}: expected {wanted[name]}, got {shapes[name]}")
-    lines += _more("mis-shaped", wrong)
-    lines += [f"unexpected {name} {tuple(theirs[name])}{_nearest(name, near)}" for name in far]
-    return lines + _more("unexpected", extra)
-
-
-def _more(kind: str, names: list[str]) -> list[str]:
-    left = len(names) - _LINES
-    return [f"{kind}: {left} more"] if left > 0 else []
-
-
-def _common_prefix(wanted: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> str:
-    first = next(iter(wanted), "")
-    prefixes = [name.removesuffix(first) for name in theirs if first and name.endswith("." + first)]
-    return next((prefix for prefix in prefixes if all(prefix + name in theirs for name in wanted)), "")
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    return f" (nearest: {near[0]})" if near else ""

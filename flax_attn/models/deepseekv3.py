@@ -94,7 +94,6 @@ _COUNTS = ("num_experts", "num_shared", "num_dense_layers")
 def _read(fields: Fields, dropout: float | None) -> DeepseekV3Config:
     heads = fields.heads("num_attention_heads")
     fields.only(num_key_value_heads=heads, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    fields = fields.filled(n_routed_experts=fields.count("num_local_experts", 256))
     defaults = {name: getattr(DeepseekV3Config, name) for name in _FIELDS}
     arguments: dict[str, Any] = read_decoder(fields, dropout)
     rope = replace(_with_mscale(fields, arguments["rope"]), interleaved=fields.flag("rope_interleave", True))
@@ -197,6 +196,7 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
         _write,
         _without_61(one_by_one(f"{_LAYER}.mlp", others=_OTHERS)),
         (_without_61(fused(f"{_LAYER}.mlp", *_OTHERS)),),
+        aliases={"num_local_experts": "n_routed_experts"},
     )
 
     def attention(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -119,6 +119,12 @@ def _write(config: GPT2Config) -> dict[str, Any]:
     }
 
 
+_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 _QKV = tuple("trf_blocks.{i}.att." + name for name in ("W_query", "W_key", "W_value"))
 _LAYOUT = Layout(
     (
@@ -167,7 +173,7 @@ class GPT2(LanguageModel[GPT2Config]):
         Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
 
-    family = Family({"gpt2": _read}, _write, _LAYOUT, base="transformer.")
+    family = Family({"gpt2": _read}, _write, _LAYOUT, base="transformer.", aliases=_ALIASES)
 
     def create_embeddings(self, *, rngs: nnx.Rngs, **numerics: Any) -> None:
         """Set the tables of tokens and of positions, and the dropout of their sum."""

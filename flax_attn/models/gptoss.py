@@ -112,6 +112,7 @@ class GptOss(Decoder[GptOssConfig]):
         {"gpt_oss": _read},
         _write,
         interleaved("model.layers.{i}.mlp", Rule(("trf_blocks.{i}.att.sinks",), "model.layers.{i}.self_attn.sinks")),
+        aliases={"num_experts": "num_local_experts"},
     )
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:

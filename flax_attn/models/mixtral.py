@@ -76,6 +76,7 @@ class Mixtral(Decoder[MixtralConfig]):
         _write,
         one_by_one("model.layers.{i}.block_sparse_moe", "w1", "w3", "w2"),
         (fused("model.layers.{i}.mlp"),),
+        aliases={"num_experts": "num_local_experts"},
     )
 
     def feed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]

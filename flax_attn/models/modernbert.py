@@ -96,10 +96,12 @@ def _read(fields: Fields, dropout: float | None) -> ModernBertConfig:
     fields.only(mlp_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=True)
     layers, window = range(fields.count("num_hidden_layers")), fields.length("local_attention", 128)
     fields.only(rope_scaling=None, sliding_window=window // 2)  # transformers lets either replace what it has read
+    d_model, num_heads = fields.integer("hidden_size"), fields.heads("num_attention_heads")
+    fields.only(head_dim=d_model // num_heads)  # by another one transformers scales the scores
     return ModernBertConfig(
-        d_model=fields.integer("hidden_size"),
+        d_model=d_model,
         d_hidden=fields.integer("intermediate_size"),
-        num_heads=fields.heads("num_attention_heads"),
+        num_heads=num_heads,
         num_layers=len(layers),
         context_length=fields.length("max_position_embeddings"),
         vocab_size=fields.integer("vocab_size"),

@@ -74,7 +74,13 @@ class Qwen3Moe(Qwen3):
         Qwen Team 2025 (arXiv:2505.09388).
     """
 
-    family = Family({"qwen3_moe": _read}, _write, one_by_one("model.layers.{i}.mlp"), (fused("model.layers.{i}.mlp"),))
+    family = Family(
+        {"qwen3_moe": _read},
+        _write,
+        one_by_one("model.layers.{i}.mlp"),
+        (fused("model.layers.{i}.mlp"),),
+        aliases={"num_local_experts": "num_experts"},
+    )
     config: Qwen3MoeConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def feed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -80,8 +80,7 @@ def _read(fields: Fields, dropout: float | None) -> T5Config:
     fields.only(is_decoder=False, is_encoder_decoder=True)
     # Files without the field scale where the head is tied; of a head of its own only the weights tell.
     scaled = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
-    layers = fields.count("num_layers")
-    decoder_layers = fields.optional_count("num_decoder_layers")
+    layers, decoder_layers = fields.count("num_layers"), fields.optional_count("num_decoder_layers")
     start = fields.optional_integer("decoder_start_token_id", within=TOKENS)
     pad = fields.optional_integer("pad_token_id", within=TOKENS) if start is None else None
     return T5Config(
@@ -170,6 +169,12 @@ def _stack(ours: str, theirs: str, cross: bool) -> tuple:
     return *linears(names), *norms({f"{ours}norm{n + 1}": f"{layer}{n}.layer_norm" for n in range(last + 1)})
 
 
+_ALIASES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+}
 _COPIES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _TABLE = "{}.block.0.layer.0.SelfAttention.relative_attention_bias"
 _LAYOUT = Layout(
@@ -214,6 +219,7 @@ class T5(EncoderDecoder[T5Config]):
         base="",
         architecture="T5ForConditionalGeneration",
         fit=_fit,
+        aliases=_ALIASES,
         copies=dict.fromkeys(_COPIES, "tok_emb.embedding"),
     )
 

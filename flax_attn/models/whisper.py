@@ -84,7 +84,6 @@ def _read(fields: Fields, dropout: float | None) -> WhisperConfig:
     fields.only(activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, is_encoder_decoder=True)
     fields.only(scale_embedding=False, tie_word_embeddings=True, apply_spec_augment=False)
     layers = fields.count("encoder_layers")
-    fields.only(num_hidden_layers=layers)  # the same by another name, which wins in transformers
     return WhisperConfig(
         d_model=fields.integer("d_model"),
         num_heads=fields.heads("encoder_attention_heads"),
@@ -139,6 +138,12 @@ def _write(config: WhisperConfig) -> dict[str, Any]:
     }
 
 
+_ALIASES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "encoder_attention_heads",
+    "num_key_value_heads": "encoder_attention_heads",
+    "num_hidden_layers": "encoder_layers",
+}
 _ATTENTION = {"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "out_proj": "out_proj"}
 
 
@@ -199,6 +204,7 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         _LAYOUT,
         architecture="WhisperForConditionalGeneration",
         fit=_fit,
+        aliases=_ALIASES,
         copies={"proj_out.weight": "tok_emb.embedding"},
     )
 

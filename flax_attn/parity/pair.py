@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 
 from flax_attn.convert.api import axes_of
-from flax_attn.convert.rules import ConversionError, Entry, Layout, no_axes, plan, problems
+from flax_attn.convert.problems import problems
+from flax_attn.convert.rules import ConversionError, Entry, Layout, no_axes, plan
 from flax_attn.parity import tolerance
 from flax_attn.parity.adapters.adapter import (
     Adapter,

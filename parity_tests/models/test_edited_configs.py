@@ -58,6 +58,8 @@ ROPES = (
 FOUND = [  # that were once another function here
     ("Llama", {"is_causal": None}),
     ("Qwen2", {"tie_word_embeddings": True}),
+    ("GPT2", {"num_attention_heads": 3}),
+    ("Qwen3Moe", {"num_experts": 4, "num_local_experts": 5}),
     ("GptOss", {"rope_parameters": None}),
 ]
 

@@ -297,3 +297,15 @@ def test_null_is_false_where_true_is_wanted(name, folder):
     edit(folder, **{name: None})
     with pytest.raises(ValueError, match=rf"{name} must be true, no other value .*; got null"):
         from_pretrained(folder)
+
+
+def test_a_field_by_its_second_name(folder):
+    file = folder / "config.json"
+    fields = json.loads(file.read_text())
+    heads = fields.pop("n_head")
+    file.write_text(json.dumps({**fields, "num_attention_heads": heads}))
+    assert from_pretrained(folder).config.num_heads == 2
+    edit(folder, n_head=3)
+    match = r"n_head and num_attention_heads name one field .* got 3 and 2\. Remove the wrong one"
+    with pytest.raises(ValueError, match=match):
+        from_pretrained(folder)

@@ -84,7 +84,7 @@ def read_mixture(fields: Fields, dropout: float | None, **options: Any) -> dict[
     layers, step = range(fields.count("num_hidden_layers")), fields.length("decoder_sparse_step", 1)
     dense = fields.optional_integers("mlp_only_layers") or []
     fields = fields.filled(num_key_value_heads=4, norm_topk_prob=False)
-    experts = fields.count("num_experts", fields.count("num_local_experts", 128))
+    experts = fields.count("num_experts", 128)
     return {
         **read_decoder(fields, dropout, **options),
         "attention_bias": fields.flag("attention_bias", False),

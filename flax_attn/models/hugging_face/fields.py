@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +62,27 @@ class Fields:
             {'hidden_act': 'gelu', 'head_dim': 8}
         """
         return Fields(self.where, {**defaults, **self.values}, self.used)
+
+    def under_one_name(self, aliases: Mapping[str, str]) -> Fields:
+        """Return the fields, those that have a second name under their first; null counts as missing.
+
+        Raises:
+            ValueError: if both are there with different values, of which transformers takes one silently.
+
+        Example:
+            >>> found = Fields("config.json", {"hidden_size": 8})
+            >>> found.under_one_name({"hidden_size": "n_embd"}).values
+            {'n_embd': 8}
+        """
+        values = dict(self.values)
+        for alias, name in aliases.items():
+            found = values.pop(alias, None)
+            if found is not None and values.setdefault(name, found) != found:
+                raise ValueError(
+                    f"{self.where}: {name} and {alias} name one field and must be equal; got "
+                    f"{_shown(values[name])} and {_shown(found)}. Remove the wrong one"
+                )
+        return Fields(self.where, values, self.used)
 
     def integer(self, name: str, default: Any = REQUIRED, within: Bounds = WIDTHS) -> int:
         """Return an integer; raise if the field holds something else, or is missing without a default."""

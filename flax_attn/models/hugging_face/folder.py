@@ -29,7 +29,8 @@ from flax_attn.convert.api import axes_of, parameters, tensors
 from flax_attn.convert.files import take_part, write_shards
 from flax_attn.convert.headers import Stored, find_weights, read_headers
 from flax_attn.convert.lock import locked
-from flax_attn.convert.rules import ConversionError, Entry, Layout, plan, problems
+from flax_attn.convert.problems import problems
+from flax_attn.convert.rules import ConversionError, Entry, Layout, plan
 from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.functional.checks import DTYPES, check_positive
 from flax_attn.models.hugging_face.copies import check_copies
@@ -143,6 +144,7 @@ def read_config(cls: type, family: Family, fields: Fields, dropout: float | None
         )
     fields.only(is_causal=True)
     read_quantization(fields)
+    fields = fields.under_one_name(family.aliases)
     return family.read[found](fields, dropout)
 
 
