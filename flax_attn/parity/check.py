@@ -124,7 +124,8 @@ def worst_of(
         return Check(name, np.inf, limit, nothing=NOTHING)
     both = flax and torch and worst in flax and worst in torch
     where = _where(flax[worst], torch[worst]) if both else {}
-    without = [key for key in errors if key in (reference or {}) and not any_finite({key: reference[key]})]
+    measured_by = reference or {}
+    without = [key for key in errors if key in measured_by and not any_finite({key: measured_by[key]})]
     notes = [note] if note else []
     notes += [f"without a finite number to compare: {', '.join(without)}"] if without else []
     return Check(name, float(errors[worst]), limit, worst, "; ".join(notes), errors=errors, where=where)
