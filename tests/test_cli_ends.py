@@ -152,16 +152,21 @@ def test_faults_of_this_package_keep_their_traceback(error):
         failing(error)
 
 
+def _write_half(path, error):
+    path.write_text("ne")
+    raise error
+
+
 def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path):
     path, link = tmp_path / "x.txt", tmp_path / "link.txt"
     path.write_text("old")
     path.chmod(0o640)
     link.symlink_to(path)
+    error = OSError(ENOSPC, "No space left on device")
     with pytest.raises(OSError, match=r"No space left on device: '.*/x.txt'"), replacing(path) as whole:
-        whole.write_text("ne")
-        raise OSError(ENOSPC, "No space left on device")
+        _write_half(whole, error)
     with pytest.raises(KeyboardInterrupt), replacing(path) as whole:
-        raise KeyboardInterrupt
+        _write_half(whole, KeyboardInterrupt())
     assert path.read_text() == "old"
     with replacing(link) as whole:
         whole.write_text("new")

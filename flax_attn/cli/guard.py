@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 CANNOT_RUN = 2
 BROKEN_PIPE = 128 + 13  # SIGPIPE, which not every system has
+_ENDING = threading.Event()
 _ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 # What installs a module that a command imports where it is used.
@@ -78,6 +79,18 @@ def _end(reader: int) -> NoReturn:
     number = 0
     while number not in _ENDS:
         number = os.read(reader, 1)[0]
+    _ENDING.set()
+    try:
+        _tidy_up()
+        with suppress(OSError):
+            cursor = "\x1b[?25h\n" if os.isatty(2) else ""  # a progress bar hides it
+            os.write(2, f"{cursor}flax-attn: {_ENDS[signal.Signals(number)]}\n".encode())
+    finally:
+        os._exit(128 + number)
+
+
+def _tidy_up() -> None:
+    """End the processes that this one has started, and remove what is unfinished."""
     if "multiprocessing.util" in sys.modules:  # else semaphores are left, and a warning of them
         sys.modules["multiprocessing.util"]._run_finalizers(0)
     for child in _children():
@@ -86,16 +99,15 @@ def _end(reader: int) -> NoReturn:
             os.waitpid(child, 0)
     if "flax_attn.convert.replacing" in sys.modules:
         sys.modules["flax_attn.convert.replacing"].abandon()
-    with suppress(OSError):
-        cursor = "\x1b[?25h\n" if os.isatty(2) else ""  # a progress bar hides it
-        os.write(2, f"{cursor}flax-attn: {_ENDS[signal.Signals(number)]}\n".encode())
-    os._exit(128 + number)
 
 
 def _children() -> list[int]:
-    """Return the processes that this one has started, where the system tells."""
-    found = []
-    for path in Path("/proc/self/task").glob("*/children"):
+    """Return the processes that this one has started; where there is no /proc, its workers alone."""
+    tasks, found = Path("/proc/self/task"), []
+    if not tasks.is_dir() and "multiprocessing" in sys.modules:
+        workers = sys.modules["multiprocessing"].active_children()
+        return [worker.pid for worker in workers]
+    for path in tasks.glob("*/children"):
         with suppress(OSError):  # of a thread that has ended
             found += map(int, path.read_text().split())
     return found
@@ -105,6 +117,8 @@ def _flushed(run: Callable[[], int]) -> int:
     try:
         return run()
     finally:
+        if _ENDING.is_set():  # what fails now does so because its processes have been ended
+            threading.Event().wait()
         sys.stdout.flush()  # a full disk shows here; at the end of Python it would be a traceback
 
 
@@ -117,7 +131,7 @@ def _open_streams() -> None:
     """Let all text be printed: to nowhere where a stream is closed, escaped where it cannot be encoded."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it stays open
         stream: Any = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -57,8 +57,9 @@ def unfinished(path: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        _remove(path)
-        _UNFINISHED.discard(path)
+        with HELD:
+            _remove(path)
+            _UNFINISHED.discard(path)
 
 
 def abandon() -> None:

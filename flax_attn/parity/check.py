@@ -122,10 +122,10 @@ def worst_of(
     worst = max(errors, key=lambda key: (np.isnan(errors[key]), errors[key]), default="")
     if not errors or (errors[worst] <= limit and reference is not None and not any_finite(reference)):
         return Check(name, np.inf, limit, nothing=NOTHING)
-    where = {}
-    if flax is not None and torch is not None and worst in flax and worst in torch:
-        where = _where(flax[worst], torch[worst])
-    without = [key for key in errors if key in (reference or {}) and not any_finite({key: reference[key]})]
+    both = flax and torch and worst in flax and worst in torch
+    where = _where(flax[worst], torch[worst]) if both else {}
+    measured_by = reference or {}
+    without = [key for key in errors if key in measured_by and not any_finite({key: measured_by[key]})]
     notes = [note] if note else []
     notes += [f"without a finite number to compare: {', '.join(without)}"] if without else []
     return Check(name, float(errors[worst]), limit, worst, "; ".join(notes), errors=errors, where=where)
