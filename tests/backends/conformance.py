@@ -339,6 +339,14 @@ NUMBERS = [
         change=hidden_slots,
     ),
     Case("what is to come", lambda Mask, _: Mask.causal(-21), change=put(np.s_[:, 17:], np.nan, "key", "value")),
+    Case(
+        "nan in a query whose weights are all dropped",
+        lambda Mask, _: Mask.causal(),
+        SQUARE,
+        rate=0.999,
+        change=put(SOMEBODY, np.nan, "query"),
+        nonfinite=True,
+    ),
     Case("huge to come", lambda Mask, _: Mask.causal(-21), change=put(np.s_[:, 17:], NEAR_THE_LARGEST, "key", "value")),
     *(
         Case(

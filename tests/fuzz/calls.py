@@ -45,7 +45,9 @@ def draw(rng: np.random.Generator) -> Attention:
     caps = (1.5, 5, np.float32(30), 1e4)
     capped = rng.random() < 0.2 and not is_huge(drawn_scale)
     soft_cap = caps[rng.integers(len(caps))] if capped else None
-    data = "normal" if rate else _draw_data(rng, score, drawn_scale)
+    data = _draw_data(rng, score, drawn_scale)
+    if rate and data == LARGEST:  # what is kept is divided, and then too large
+        data = "normal"
     arrays = _draw_arrays(rng, z, dtype, data, visible(parts, z))
     plain = not rate and score is None and "bias" not in arrays and dtype != "float64"
     tiles = bool(not large and rng.random() < 0.6)

@@ -34,12 +34,14 @@ class Options:
     rate: float = 0.0
 
 
-def attention(given: Arrays, options: Options, cotangent: np.ndarray) -> Arrays:
+def attention(
+    given: Arrays, options: Options, cotangent: np.ndarray, product: Callable = np.matmul
+) -> Arrays:
     """Return output, weights and gradients, in the dtype of what is given.
 
-    Gradients that are sums over rows are given with the sums of what their terms measure.
-
-    Rows that see what is not finite are NaN in the output; their gradients stand as if it were 0.
+    Matrices are multiplied by `product`. Gradients that are sums over rows are given with the sums
+    of the sizes of their terms. Rows that see what is not finite are NaN in the output; their
+    gradients stand as if it were 0.
     """
     dtype = given["query"].dtype
     group = given["query"].shape[2] // given["key"].shape[2]
@@ -52,7 +54,8 @@ def attention(given: Arrays, options: Options, cotangent: np.ndarray) -> Arrays:
     k = np.repeat(_finite(given["key"]).transpose(0, 2, 1, 3), group, axis=1)
     v = np.repeat(_finite(given["value"]).transpose(0, 2, 1, 3), group, axis=1)
     scale = dtype.type(options.scale)
-    sums = (q @ k.swapaxes(-1, -2)) * scale + np.where(bias == -np.inf, 0, bias).astype(dtype)
+    finite_bias = np.where(bias == -np.inf, 0, bias).astype(dtype)
+    sums = product(q, k.swapaxes(-1, -2)) * scale + finite_bias
     scores, slope = _changed(sums, options)
     sinks = given.get("sinks")
     if sinks is not None:
@@ -60,19 +63,19 @@ def attention(given: Arrays, options: Options, cotangent: np.ndarray) -> Arrays:
     weights, of_sinks = _softmax(np.where(shown, scores, -np.inf), sinks)
     kept = weights if options.keep is None else weights * _dropout(options, dtype)
 
-    output = (kept @ v).transpose(0, 2, 1, 3)
+    output = product(kept, v).transpose(0, 2, 1, 3)
     found = {"output": np.where(bad.transpose(0, 2, 1, 3), np.nan, output)}
     found["weights"] = np.where(bad & shown, np.nan, kept)
     d_out = cotangent.transpose(0, 2, 1, 3)
-    d_weights = d_out @ v.swapaxes(-1, -2)
+    d_weights = product(d_out, v.swapaxes(-1, -2))
     if options.keep is not None:
         d_weights = d_weights * _dropout(options, dtype)
     mean = (d_weights * weights).sum(axis=-1, keepdims=True)
     d_scores = weights * (d_weights - mean)
     d_sums = np.where(weights > 0, d_scores * slope, 0)
-    found["query"] = (d_sums @ k * scale).transpose(0, 2, 1, 3)
-    found["key"] = _grouped(d_sums.swapaxes(-1, -2) @ q * scale, group)
-    found["value"] = _grouped(kept.swapaxes(-1, -2) @ d_out, group)
+    found["query"] = (product(d_sums, k) * scale).transpose(0, 2, 1, 3)
+    found["key"] = _grouped(product(d_sums.swapaxes(-1, -2), q) * scale, group)
+    found["value"] = _grouped(product(kept.swapaxes(-1, -2), d_out), group)
     if "bias" in given:
         found["bias"] = _summed(d_sums, given["bias"].shape)
         found["terms of bias"] = _summed(abs(d_sums), given["bias"].shape)
@@ -94,6 +97,14 @@ def not_finite(given: Arrays, options: Options) -> dict[str, np.ndarray]:
     own = {name: ~np.isfinite(given[name]).all(axis=-1) for name in ("query", "key", "value")}
     rows = bad[..., 0].transpose(0, 2, 1)
     return {"query": rows | own["query"], "key": keys | own["key"], "value": keys | own["value"]}
+
+
+def one_after_another(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the product of matrices, its terms added one after another."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
+    for i in range(a.shape[-1]):
+        total += a[..., i, None] * b[..., i, None, :]
+    return total
 
 
 def kept(rate: float, key: np.ndarray, shape: tuple[int, int, int, int]) -> np.ndarray:

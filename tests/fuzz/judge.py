@@ -90,7 +90,9 @@ class Judged:
 
     @cached_property
     def truth(self) -> Arrays:
-        return _computed(self.given, self.cotangent, self.options, np.float64)
+        wide = {name: x.astype(np.float64) for name, x in self.given.items()}
+        with np.errstate(all="ignore"):
+            return formula.attention(wide, self.options, self.cotangent.astype(np.float64))
 
     @cached_property
     def _defined(self) -> dict[str, np.ndarray]:
@@ -151,22 +153,20 @@ class Judged:
 
     @cached_property
     def _plain(self) -> list[Arrays]:
-        """The formula in the dtype of the call, of what is given and of its neighbours."""
+        """The formula in the dtype of the call, in two orders, of numbers beside those given."""
         rng = np.random.default_rng(0)
-        draws = [self.given]
-        for _ in range(1, DRAWS):
-            draws.append({name: _nudged(rng, x) for name, x in self.given.items()})
-        return [_computed(draw, self.cotangent, self.options, np.float32) for draw in draws]
-
-
-def _computed(given: Arrays, cotangent: np.ndarray, options: Options, dtype: type) -> Arrays:
-    wide = {name: x.astype(dtype) for name, x in given.items()}
-    with np.errstate(all="ignore"):
-        found = formula.attention(wide, options, cotangent.astype(dtype))
-        if dtype is np.float64:
-            return found
-        low = given["query"].dtype
-        return {name: x.astype(low).astype(np.float64) for name, x in found.items()}
+        low = self.given["query"].dtype
+        cotangent = self.cotangent.astype(np.float32)
+        draws = []
+        for number in range(DRAWS):
+            near = {name: _nudged(rng, x) if number else x for name, x in self.given.items()}
+            product = formula.one_after_another if number % 2 else np.matmul
+            wide = {name: x.astype(np.float32) for name, x in near.items()}
+            with np.errstate(all="ignore"):
+                found = formula.attention(wide, self.options, cotangent, product)
+                rounded = {name: x.astype(low).astype(np.float64) for name, x in found.items()}
+            draws.append(rounded)
+        return draws
 
 
 def _nudged(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:

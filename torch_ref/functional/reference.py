@@ -63,7 +63,9 @@ def reference_attention(
     scores = scores + torch.where(sees_nonfinite(visible, query_ok, key_ok), torch.nan, 0).to(dtype)
     weights = masked_softmax(scores, visible, sinks)
     if dropout is not None:
-        weights = drop(weights, keep_grid(dropout, shape, weights.device), dropout.rate)
+        keep = keep_grid(dropout, shape, weights.device)
+        # 0 * NaN is NaN: a row that is NaN stays so where all of its weights are dropped.
+        weights = drop(weights, keep, dropout.rate) + 0 * weights
     weights = checkpoint_name(weights, "weights")
 
     grouped = rearrange(weights, "b (k g) t s -> b k g t s", k=value.shape[2])
