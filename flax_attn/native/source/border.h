@@ -1,8 +1,9 @@
-// What is asked of the arrays that XLA hands over, before a kernel reads one of them: nothing here is trusted, neither a
-// type, a rank, a size nor an option. It costs some comparisons for each axis.
+// What is asked of the arrays that XLA hands over, before a kernel reads one of them: nothing here
+// is trusted, neither a type, a rank, a size nor an option. It costs some comparisons for each
+// axis.
 //
-// What stands in `start`, `stop` and the sizes of groups is not looked at here: the kernels cut it to the keys and rows
-// that there are.
+// What stands in `start`, `stop` and the sizes of groups is not looked at here: the kernels cut it
+// to the keys and rows that there are.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +37,9 @@ struct Given {
 
   bool empty() const { return count_of(sizes) == 0; }
   // The size of an axis counted from behind, the last being 1; 0 where there is none.
-  int64_t behind(size_t axis) const { return axis <= sizes.size() ? sizes[sizes.size() - axis] : 0; }
+  int64_t behind(size_t axis) const {
+    return axis <= sizes.size() ? sizes[sizes.size() - axis] : 0;
+  }
   // The axes before the last `count` ones.
   Sizes before(size_t count) const { return sizes.first(std::max(sizes.size(), count) - count); }
 
@@ -45,7 +48,9 @@ struct Given {
     return std::equal(leading.begin(), leading.end(), sizes.begin()) &&
            std::equal(trailing.begin(), trailing.end(), sizes.begin() + leading.size());
   }
-  bool is_number() const { return type == DataType::F32 || type == DataType::BF16 || type == DataType::F16; }
+  bool is_number() const {
+    return type == DataType::F32 || type == DataType::BF16 || type == DataType::F16;
+  }
   Type number() const {
     if (type == DataType::BF16) return Type::bfloat16;
     return type == DataType::F16 ? Type::float16 : Type::float32;
@@ -62,8 +67,8 @@ inline std::ostream& operator<<(std::ostream& to, const Given& x) {
   return to << "]";
 }
 
-// The arrays of one call by their names, taken in the order in which XLA hands them over, and the first rule that is
-// broken. Rules are asked in order: one may rest on those before.
+// The arrays of one call by their names, taken in the order in which XLA hands them over, and the
+// first rule that is broken. Rules are asked in order: one may rest on those before.
 class Border {
  public:
   Border(const char* call, ffi::RemainingArgs arguments, ffi::RemainingRets results)
@@ -78,7 +83,8 @@ class Border {
     return array.has_value() ? keep(name, **array) : Given{};
   }
 
-  // Whether this rule holds, and all before; the first is that the call has the arrays that were taken, and no others.
+  // Whether this rule holds, and all before; the first is that the call has the arrays that were
+  // taken, and no others.
   bool require(bool holds, const char* rule) {
     const bool all = taken_ == arguments_.size() && made_ == results_.size();
     if (!broken_ && !all) broken_ = "a call of this name has other arrays";

@@ -1,4 +1,5 @@
-// The calls that XLA makes: their arrays and options by name, checked, and handed to the kernels of the chosen level.
+// The calls that XLA makes: their arrays and options by name, checked, and handed to the kernels of
+// the chosen level.
 
 #include <atomic>
 #include <cstring>
@@ -60,15 +61,18 @@ struct AttentionArrays {
   Sizes batch() const { return query.before(3); }
 };
 
-constexpr int64_t MOST_TOKENS = int64_t{1} << 30;  // such that an index of a key, and of what pads it, is an int32
+constexpr int64_t MOST_TOKENS =
+    int64_t{1} << 30;  // such that an index of a key, and of what pads it, is an int32
 
-// The sizes of a call, as far as each is that of one array. All axes before the last three are one batch axis.
+// The sizes of a call, as far as each is that of one array. All axes before the last three are one
+// batch axis.
 template <typename Options>
 Attention sizes_of(const AttentionArrays& x, const Options& options) {
   Attention call{};
   call.b = count_of(x.batch());
   call.t = x.query.behind(3), call.n = x.query.behind(2), call.h = x.query.behind(1);
-  call.s = x.key.behind(options.heads_first ? 2 : 3), call.k = x.key.behind(options.heads_first ? 3 : 2);
+  call.s = x.key.behind(options.heads_first ? 2 : 3),
+  call.k = x.key.behind(options.heads_first ? 3 : 2);
   call.v = x.value.behind(1);
   call.type = x.query.number();
   call.heads_first = options.heads_first;
@@ -79,47 +83,59 @@ Attention sizes_of(const AttentionArrays& x, const Options& options) {
 void check_attention(Border& border, const AttentionArrays& x, const Attention& call) {
   const DataType type = x.query.type;
   const Sizes batch = x.batch();
-  const int64_t first = call.heads_first ? call.k : call.s, second = call.heads_first ? call.s : call.k;
+  const int64_t first = call.heads_first ? call.k : call.s,
+                second = call.heads_first ? call.s : call.k;
   const int64_t smallest = std::min({call.t, call.s, call.n, call.k, call.h, call.v});
   border.require(x.query.is_number(), "query must be float32, bfloat16 or float16");
   border.require(x.query.sizes.size() >= 4, "query must be (..., b, t, n, h)");
   border.require(x.key.is(type, batch, {first, second, call.h}),
-                 "key must have the dtype of query, and be (..., b, s, k, h), or (..., b, k, s, h) if heads_first");
+                 "key must have the dtype of query, and be (..., b, s, k, h), or (..., b, k, s, h) "
+                 "if heads_first");
   border.require(x.value.is(type, batch, {first, second, call.v}),
-                 "value must have the dtype of query, and be (..., b, s, k, v), or (..., b, k, s, v) if heads_first");
+                 "value must have the dtype of query, and be (..., b, s, k, v), or (..., b, k, s, "
+                 "v) if heads_first");
   border.require(smallest >= 1, "t, s, n, k, h and v must be at least 1");
   border.require(std::max(call.t, call.s) <= MOST_TOKENS, "t and s must be at most 2**30");
-  border.require(call.k > 0 && call.n % call.k == 0, "the heads k of key must divide the heads n of query");
+  border.require(call.k > 0 && call.n % call.k == 0,
+                 "the heads k of key must divide the heads n of query");
   const int64_t sinks = x.sinks.behind(1) == 0 ? 0 : call.n;
-  border.require(x.sinks.is(DataType::F32, batch, {sinks}), "sinks must be float32, and (..., b, n) or (..., b, 0)");
-  border.require(x.start.is(DataType::S32, batch, {call.t}), "start must be int32, and (..., b, t)");
+  border.require(x.sinks.is(DataType::F32, batch, {sinks}),
+                 "sinks must be float32, and (..., b, n) or (..., b, 0)");
+  border.require(x.start.is(DataType::S32, batch, {call.t}),
+                 "start must be int32, and (..., b, t)");
   border.require(x.stop.is(DataType::S32, batch, {call.t}), "stop must be int32, and (..., b, t)");
   const bool none = x.query_segment.behind(1) == 0 && x.key_segment.behind(1) == 0;
   border.require(x.query_segment.is(DataType::S32, batch, {none ? 0 : call.t}),
-                 "query_segment must be int32, and (..., b, t), or (..., b, 0) beside a key_segment of (..., b, 0)");
+                 "query_segment must be int32, and (..., b, t), or (..., b, 0) beside a "
+                 "key_segment of (..., b, 0)");
   border.require(x.key_segment.is(DataType::S32, batch, {none ? 0 : call.s}),
-                 "key_segment must be int32, and (..., b, s), or (..., b, 0) beside a query_segment of (..., b, 0)");
+                 "key_segment must be int32, and (..., b, s), or (..., b, 0) beside a "
+                 "query_segment of (..., b, 0)");
   border.require(call.soft_cap >= 0, "soft_cap must be positive, or 0 for none");
 }
 
 // Where the arrays of a call are, once they are checked.
 void point_to(const AttentionArrays& x, Attention& call) {
-  call.query = x.query.data<void>(), call.key = x.key.data<void>(), call.value = x.value.data<void>();
+  call.query = x.query.data<void>(), call.key = x.key.data<void>(),
+  call.value = x.value.data<void>();
   call.sinks = x.sinks.data<float>();
   call.start = x.start.data<int32_t>(), call.stop = x.stop.data<int32_t>();
-  call.query_segment = x.query_segment.data<int32_t>(), call.key_segment = x.key_segment.data<int32_t>();
+  call.query_segment = x.query_segment.data<int32_t>(),
+  call.key_segment = x.key_segment.data<int32_t>();
 }
 
-ffi::Error forward(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                   ForwardOptions options) {
+ffi::Error forward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
+                   ffi::RemainingRets results, ForwardOptions options) {
   Border border("flax_attn.attention_forward", arguments, results);
   const AttentionArrays x(border);
-  const Given output = border.result("output"), top = border.result("top"), total = border.result("total");
+  const Given output = border.result("output"), top = border.result("top"),
+              total = border.result("total");
   Forward call{sizes_of(x, options)};
   check_attention(border, x, call);
   border.require(output.is(x.query.type, x.batch(), {call.t, call.n, call.v}),
                  "output must have the dtype of query, and be (..., b, t, n, v)");
-  border.require(top.is(DataType::F32, x.batch(), {call.n, call.t}), "top must be float32, and (..., b, n, t)");
+  border.require(top.is(DataType::F32, x.batch(), {call.n, call.t}),
+                 "top must be float32, and (..., b, n, t)");
   if (!border.require(total.is(DataType::F32, x.batch(), {call.n, call.t}),
                       "total must be float32, and (..., b, n, t)"))
     return border.error();
@@ -132,13 +148,15 @@ ffi::Error forward(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::R
   return ffi::Error::Success();
 }
 
-ffi::Error backward(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                    BackwardOptions options) {
+ffi::Error backward(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
+                    ffi::RemainingRets results, BackwardOptions options) {
   Border border("flax_attn.attention_backward", arguments, results);
   const AttentionArrays x(border);
-  const Given output = border.argument("output"), top = border.argument("top"), total = border.argument("total");
+  const Given output = border.argument("output"), top = border.argument("top"),
+              total = border.argument("total");
   const Given cotangent = border.argument("cotangent");
-  const Given d_query = border.result("d_query"), d_key = border.result("d_key"), d_value = border.result("d_value");
+  const Given d_query = border.result("d_query"), d_key = border.result("d_key"),
+              d_value = border.result("d_value");
   const Given delta = border.result("delta");
   Backward call{sizes_of(x, options)};
   check_attention(border, x, call);
@@ -160,24 +178,30 @@ ffi::Error backward(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::
   point_to(x, call);
   call.output = output.data<void>(), call.cotangent = cotangent.data<void>();
   call.top = top.data<float>(), call.total = total.data<float>(), call.delta = delta.data<float>();
-  call.d_query = d_query.data<void>(), call.d_key = d_key.data<void>(), call.d_value = d_value.data<void>();
+  call.d_query = d_query.data<void>(), call.d_key = d_key.data<void>(),
+  call.d_value = d_value.data<void>();
   XlaPool pool(threads);
   chosen.load()->backward(call, pool);
   return ffi::Error::Success();
 }
 
-ffi::Error product(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                   ProductOptions options) {
+ffi::Error product(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
+                   ffi::RemainingRets results, ProductOptions options) {
   Border border("flax_attn.matrix_product", arguments, results);
-  const Given x = border.argument("x"), matrix = border.argument("matrix"), result = border.result("result");
+  const Given x = border.argument("x"), matrix = border.argument("matrix"),
+              result = border.result("result");
   MatrixProduct call{};
   call.m = x.behind(2), call.d_in = x.behind(1), call.d_out = result.behind(1);
   call.type = x.number(), call.result_type = result.number(), call.transposed = options.transposed;
-  const int64_t rows = call.transposed ? call.d_out : call.d_in, columns = call.transposed ? call.d_in : call.d_out;
-  border.require(x.is_number() && x.sizes.size() == 2, "x must be float32, bfloat16 or float16, and (m, d_in)");
-  border.require(matrix.is(x.type, {}, {rows, columns}),
-                 "matrix must have the dtype of x, and be (d_in, d_out), or (d_out, d_in) if transposed");
-  if (!border.require(result.is(x.type, {}, {call.m, call.d_out}) || result.is(DataType::F32, {}, {call.m, call.d_out}),
+  const int64_t rows = call.transposed ? call.d_out : call.d_in,
+                columns = call.transposed ? call.d_in : call.d_out;
+  border.require(x.is_number() && x.sizes.size() == 2,
+                 "x must be float32, bfloat16 or float16, and (m, d_in)");
+  border.require(
+      matrix.is(x.type, {}, {rows, columns}),
+      "matrix must have the dtype of x, and be (d_in, d_out), or (d_out, d_in) if transposed");
+  if (!border.require(result.is(x.type, {}, {call.m, call.d_out}) ||
+                          result.is(DataType::F32, {}, {call.m, call.d_out}),
                       "result must have the dtype of x or be float32, and be (m, d_out)"))
     return border.error();
   if (result.empty()) return ffi::Error::Success();
@@ -191,15 +215,17 @@ ffi::Error product(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::R
   return ffi::Error::Success();
 }
 
-ffi::Error grouped(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                   GroupedOptions options) {
+ffi::Error grouped(ffi::ThreadPool threads, ffi::RemainingArgs arguments,
+                   ffi::RemainingRets results, GroupedOptions options) {
   Border border("flax_attn.grouped_product", arguments, results);
-  const Given left = border.argument("left"), right = border.argument("right"), sizes = border.argument("sizes");
+  const Given left = border.argument("left"), right = border.argument("right"),
+              sizes = border.argument("sizes");
   const Given result = border.result("result");
   const bool known = options.form >= 0 && options.form <= static_cast<int64_t>(GroupedForm::outer);
   GroupedProduct call{};
   call.form = known ? static_cast<GroupedForm>(options.form) : GroupedForm::plain;
-  const bool outer = call.form == GroupedForm::outer, transposed = call.form == GroupedForm::transposed;
+  const bool outer = call.form == GroupedForm::outer,
+             transposed = call.form == GroupedForm::transposed;
   const Given& matrices = outer ? result : right;
   call.m = left.behind(2), call.groups = matrices.behind(3), call.d_in = matrices.behind(2);
   call.d_out = matrices.behind(1), call.type = left.number();
@@ -211,12 +237,15 @@ ffi::Error grouped(ffi::ThreadPool threads, ffi::RemainingArgs arguments, ffi::R
                  "the matrices must have the dtype of left, and be (groups, d_in, d_out)");
   const int64_t width = transposed ? call.d_in : call.d_out;
   border.require((outer ? right : result).is(left.type, {}, {call.m, width}),
-                 "right, in the outer form, or the result must have the dtype of left, and be (m, d_out), or (m, d_in) "
+                 "right, in the outer form, or the result must have the dtype of left, and be (m, "
+                 "d_out), or (m, d_in) "
                  "in the transposed form");
-  if (!border.require(sizes.is(DataType::S32, {}, {call.groups}), "sizes must be int32, and (groups,)"))
+  if (!border.require(sizes.is(DataType::S32, {}, {call.groups}),
+                      "sizes must be int32, and (groups,)"))
     return border.error();
   if (result.empty()) return ffi::Error::Success();
-  call.left = left.data<void>(), call.right = right.data<void>(), call.sizes = sizes.data<int32_t>();
+  call.left = left.data<void>(), call.right = right.data<void>(),
+  call.sizes = sizes.data<int32_t>();
   call.result = result.data<void>();
   XlaPool pool(threads);
   chosen.load()->grouped(call, pool);
@@ -231,10 +260,12 @@ auto bound() {
 
 }  // namespace
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(ForwardOptions, StructMember<float>("scale"), StructMember<float>("soft_cap"),
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(ForwardOptions, StructMember<float>("scale"),
+                                      StructMember<float>("soft_cap"),
                                       StructMember<bool>("heads_first"), StructMember<bool>("few"),
                                       StructMember<bool>("differentiated"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(BackwardOptions, StructMember<float>("scale"), StructMember<float>("soft_cap"),
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(BackwardOptions, StructMember<float>("scale"),
+                                      StructMember<float>("soft_cap"),
                                       StructMember<bool>("heads_first"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(ProductOptions, StructMember<bool>("transposed"));
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(GroupedOptions, StructMember<int64_t>("form"));
