@@ -102,7 +102,11 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def write_shards(
-    folder: Path, entries: list[Entry], params: Mapping[str, Tensor], max_shard_size: int, prefix: str = ""
+    folder: Path,
+    entries: list[Entry],
+    params: Mapping[str, Tensor],
+    max_shard_size: int,
+    prefix: str = "",
 ) -> Path:
     """Write parameters as `model.safetensors`, or as shards of up to `max_shard_size` bytes with an index.
 

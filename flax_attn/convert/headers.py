@@ -44,17 +44,20 @@ def find_weights(folder: Path, named: Any = None) -> Path:
 
     Args:
         folder: of a model.
-        named: the only file to take, as `transformers_weights` of `config.json` has it; None where it has none.
+        named: the only file to take, as `transformers_weights` of `config.json` has it; None where
+            it has none.
 
     Raises:
         FileNotFoundError: if there is none.
-        ConversionError: if the name is not that of a safetensors file in the folder, or of an index of such files.
+        ConversionError: if the name is not that of a safetensors file in the folder, or of an index
+            of such files.
     """
     names = WEIGHTS if named is None else (named,)
     if named is not None and not _is_name(named):
         raise ConversionError(
-            f"transformers_weights in {folder / 'config.json'} must be the name of a safetensors file beside it, or of "
-            f"an index of such files; got {named!r}. Remove the field if the weights have their usual names"
+            f"transformers_weights in {folder / 'config.json'} must be the name of a safetensors "
+            f"file beside it, or of an index of such files; got {named!r}. Remove the field if the "
+            "weights have their usual names"
         )
     for name in names:
         if (folder / name).is_file():

@@ -1,4 +1,4 @@
-"""A lock on a folder that falls with its owner: what was left where none holds it is of the dead."""
+"""A lock on a folder that falls with its owner: what was left where none has it is of the dead."""
 
 import os
 import warnings
@@ -12,12 +12,13 @@ from typing import IO
 def locked(folder: Path) -> Iterator[bool]:
     """Wait until no other writes into a folder, in this process or in another, and keep others out.
 
-    The operating system holds the lock, on the file `.lock`, which is removed in the end. It falls when its process
-    is killed, and it holds between the hosts of a shared folder where their file system keeps locks, as NFS does.
+    The operating system holds the lock, on the file `.lock`, which is removed in the end. It falls
+    when its process is killed, and it holds between the hosts of a shared folder where their file
+    system keeps locks, as NFS does.
 
     Yields:
-        Whether there is a lock. A file system may keep none: nothing may be removed there that another may be writing,
-        and a warning says so.
+        Whether there is a lock. A file system may keep none: nothing may be removed there that
+        another may be writing, and a warning says so.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -45,8 +46,8 @@ def _lock(file: IO[str]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX)
     except (ImportError, OSError) as error:
         warnings.warn(
-            f"there are no locks for {file.name} ({error}): what a killed save leaves stays there. Let one process "
-            "at a time save into this folder",
+            f"there are no locks for {file.name} ({error}): what a killed save leaves stays there. "
+            "Let one process at a time save into this folder",
             stacklevel=5,
         )
         return False

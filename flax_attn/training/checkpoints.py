@@ -22,7 +22,8 @@ from jaxtyping import Array
 from flax_attn.convert.lock import locked
 from flax_attn.functional.checks import check_positive
 
-_DELETED = ".deleted"  # a checkpoint moves here in one step, and is removed then: it is complete or absent
+# A checkpoint moves here in one step, and is removed then: it is complete or absent.
+_DELETED = ".deleted"
 
 
 class Checkpoints:
@@ -32,10 +33,11 @@ class Checkpoints:
     of the run, such as its position in the data. A run that is killed, even during a save, resumes from the last
     complete checkpoint to the same bits as a run without interruption.
 
-    Any number of objects and processes may read a folder while one of them saves: reading writes nothing, and sees
-    what others have saved. Saves wait for one another. A save removes what killed ones have left, where no other
-    writes, and older checkpoints only after it is complete itself. In a remote folder (`gs://bucket/run`) Orbax does
-    both, and what was left goes when the folder is opened: one run at a time may use it.
+    Any number of objects and processes may read a folder while one of them saves: reading writes
+    nothing, and sees what others have saved. Saves wait for one another. A save removes what killed
+    ones have left, where no other writes, and older checkpoints only after it is complete itself.
+    In a remote folder (`gs://bucket/run`) Orbax does both, and what was left goes when the folder
+    is opened: one run at a time may use it.
 
     Args:
         folder: made by the first save if there is none.
@@ -88,8 +90,9 @@ class Checkpoints:
             extra: other values to save, as JSON has them: numbers, strings, lists and dicts of these.
 
         Raises:
-            ValueError: if the step is negative or not whole, the folder has a checkpoint of it or of a later one, or
-                `extra` is not JSON. An earlier save that failed raises its error here.
+            ValueError: if the step is negative or not whole, the folder has a checkpoint of it or
+                of a later one, or `extra` is not JSON. An earlier save that failed raises its error
+                here.
         """
         _check_step(step)
         _check_json(extra)
@@ -114,11 +117,13 @@ class Checkpoints:
         Returns:
             Its step, and the other values saved with it.
 
-        If it is deleted while it is read, because newer ones were saved, the last one is read instead.
+        If it is deleted while it is read, because newer ones were saved, the last one is read
+        instead.
 
         Raises:
-            ValueError: if there is no checkpoint, it cannot be read, or it is of another model or optimizer, with a
-                line for each array that is missing, unexpected, or of another shape or dtype.
+            ValueError: if there is no checkpoint, it cannot be read, or it is of another model or
+                optimizer, with a line for each array that is missing, unexpected, or of another
+                shape or dtype.
         """
         wanted = jax.tree.map(_abstract, _arrays(model=model, optimizer=optimizer))
         while True:
@@ -138,8 +143,8 @@ class Checkpoints:
                 break
         if failure:
             raise ValueError(
-                f"the checkpoint of step {step} in {self.folder} cannot be read: {failure}. If it is damaged, delete "
-                "its folder: the run then resumes from the one before"
+                f"the checkpoint of step {step} in {self.folder} cannot be read: {failure}. If it "
+                "is damaged, delete its folder: the run then resumes from the one before"
             )
         if found is None:
             raise ValueError(
@@ -166,15 +171,15 @@ class Checkpoints:
         while True:
             try:
                 return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
-            except FileNotFoundError:  # a checkpoint that it has listed was deleted before it asked for its date
-                continue
+            except FileNotFoundError:
+                continue  # a checkpoint that it has listed is deleted before it asks for its date
 
     def _steps(self) -> list[int]:
         names = [path.name for path in ocp.utils.checkpoint_steps_paths(self.folder)]
         return [int(name) for name in names if name.isdecimal()]
 
     def _keep_others_out(self, held: ExitStack) -> None:
-        """Wait for the lock of the folder, and remove what those have left that were killed while they had it."""
+        """Wait for the lock of the folder, and remove what killed saves have left."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         if held.enter_context(locked(folder)):
@@ -200,8 +205,8 @@ class Checkpoints:
             )
 
     def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> Any:
-        arrays = ocp.args.StandardRestore(wanted)
-        return self._manager.restore(step, args=ocp.args.Composite(arrays=arrays, extra=ocp.args.JsonRestore()))
+        items = {"arrays": ocp.args.StandardRestore(wanted), "extra": ocp.args.JsonRestore()}
+        return self._manager.restore(step, args=ocp.args.Composite(**items))
 
     def _differences(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
         """Return a line for each array in which a checkpoint is not what is wanted."""
@@ -228,11 +233,14 @@ def _check_folder(folder: Path) -> None:
 
 def _check_step(step: int) -> None:
     if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
-        raise ValueError(f"the step of a checkpoint must be a whole number, 0 or larger; got step={step!r}")
+        raise ValueError(
+            f"the step of a checkpoint must be a whole number, 0 or larger; got step={step!r}. "
+            "Pass the number of steps that were taken"
+        )
 
 
 def _first_line(error: BaseException) -> str:
-    """Return a line on what an error comes from: those of Orbax hold a page of settings, and a cause behind it."""
+    """Return a line on what an error comes from: Orbax puts a page of settings around it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
@@ -240,11 +248,12 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _without_pages() -> Iterator[None]:
-    """Print nothing of the reads that are given up where one fails: a page each, and some of them later."""
+    """Print nothing of the reads that are given up where one fails: a page each, and some later."""
     before = sys.unraisablehook
 
     def print_others(event: Any) -> None:
-        if not any(text in str(event.exc_value) for text in ("Event loop is closed", "TensorStore")):
+        text = str(event.exc_value)
+        if "Event loop is closed" not in text and "TensorStore" not in text:
             before(event)
 
     sys.unraisablehook = print_others

@@ -101,9 +101,10 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
 def save(model: nnx.Module, config: Any, family: Family | None, path: str | PathLike[str], max_shard_size: int) -> None:
     """Write a model of this config, which `family` describes, as a folder that transformers loads.
 
-    The weights are written under names that nothing reads. Then `config.json` is replaced by the new one, which names
-    them; then they get their usual names as well; then `config.json` is replaced once more, by one that names none.
-    So whenever it is killed or fails, the folder holds the old model or the new one.
+    The weights are written under names that nothing reads. Then `config.json` is replaced by the
+    new one, which names them; then they get their usual names as well; then `config.json` is
+    replaced once more, by one that names none. So whenever it is killed or fails, the folder holds
+    the old model or the new one.
 
     Raises:
         ValueError: if transformers has no model that computes the same, `max_shard_size` is not positive or the path is

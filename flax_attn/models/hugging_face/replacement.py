@@ -1,4 +1,4 @@
-"""The replacement of a model in a folder by another one, so that at every moment the folder holds one of the two."""
+"""The replacement of a model in a folder: at every moment it holds the old one or the new one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _SAVING = ".saving-"  # what the names of files begin with until a save has ende
 
 @contextmanager
 def named_apart(folder: Path, alone: bool) -> Iterator[str]:
-    """Yield a prefix for files of this save; before and after, remove those of others that did not end.
+    """Yield a prefix for the files of a save; before and after, remove those of saves that died.
 
-    Those that `config.json` names stay: they are the model. So do those of others where they may be alive.
+    Those that `config.json` names stay: they are the model. So do those of others where they may be
+    alive.
     """
     prefix = f"{_SAVING}{token_hex(4)}-"
     everything = f"{_SAVING if alone else prefix}*"
