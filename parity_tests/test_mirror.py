@@ -76,7 +76,7 @@ ONE_SIDED = {
         *("of_rank_4", "pick"),
     },
     "functional/mask_parts.py": {
-        *("band", "bounded_position", "interval", "kv_range", "positions", "row", "shift"),
+        *("band", "ends", "interval", "kv_range", "row", "shift"),
     },
     "functional/score_function.py": {"apply", "trace"},  # called on tensors of indices, or traced on scalars
     "functional/where.py": {"row"},

@@ -4,6 +4,7 @@ A kernel that needs it calls `zero_nonfinite` on what it reads and multiplies it
 """
 
 from functools import partial
+from math import ceil, log2
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,20 @@ def all_finite(*arrays: Array) -> Bool[Array, ""]:
     0 * x is 0 or NaN: a reduction of `jnp.isfinite` would first be written to memory.
     """
     return jnp.stack([(x * 0).sum() == 0 for x in arrays]).all()
+
+
+def headroom(value: Float[Array, "*b v"], most: int | float) -> Float[Array, ""]:
+    """Return a power of two by which values are multiplied so that sums of `most` of them are finite; mostly 1.
+
+    Kernels that divide by the sum of a row at its end need it, where the formula sums what is divided already.
+
+    Example:
+        >>> headroom(jnp.array([1.0, -2.0]), 1000), headroom(jnp.array([1.0, -3e38]), 1000)
+        (Array(1., dtype=float32), Array(0.00048828, dtype=float32))
+    """
+    share = 0.5 ** ceil(log2(2 * max(most, 1)))
+    largest = jnp.abs(value).max(initial=0)
+    return jnp.where(largest > float(jnp.finfo(value.dtype).max) * share, share, 1).astype(value.dtype)
 
 
 def row_factor(call: Call, dtype) -> Float[Array, "b n t 1"]:

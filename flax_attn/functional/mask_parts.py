@@ -45,7 +45,7 @@ class Positioned(Part):
             check_offset(self.offset, t, s, left, right)
 
     def beside(self, rows: Index, distance: int) -> Array:
-        """Return the index of the key at a distance from the position of each query; far from any is `UNBOUNDED`."""
+        """Return the index of the key at a distance from the position of each query; far from any it stays so."""
         return rows + _per_row(0 if self.offset is None else self.offset, distance)
 
     def ends(self, first: Limit, last: Limit, distance: int) -> tuple[Limit, Limit]:

@@ -4,8 +4,6 @@ A weight of zero does not keep NaN out, since 0 * NaN is NaN. So the formula is 
 tokens that are not finite, and the rows that may see such a token are made NaN.
 """
 
-from math import ceil, log2
-
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float
@@ -32,20 +30,6 @@ def zero_nonfinite(x: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
                [0., 0.]], dtype=float32)
     """
     return jnp.where(finite_tokens(x)[..., None], x, 0)
-
-
-def headroom(value: Float[Array, "*b v"], most: int | float) -> Float[Array, ""]:
-    """Return a power of two by which values are multiplied so that sums of `most` of them are finite; mostly 1.
-
-    Kernels that divide by the sum of a row at its end need it, where the formula sums what is divided already.
-
-    Example:
-        >>> headroom(jnp.array([1.0, -2.0]), 1000), headroom(jnp.array([1.0, -3e38]), 1000)
-        (Array(1., dtype=float32), Array(0.00048828, dtype=float32))
-    """
-    share = 0.5 ** ceil(log2(2 * max(most, 1)))
-    largest = jnp.abs(value).max(initial=0)
-    return jnp.where(largest > float(jnp.finfo(value.dtype).max) * share, share, 1).astype(value.dtype)
 
 
 def without_nonfinite_sinks(

@@ -61,8 +61,8 @@ SAME = {
         r"in the dtype of the score, here float64; got dtype float32\. Cast what it adds or multiplies to score\.dtype",
     ),
     "offset": (
-        masked(lambda x: lambda b, n, i, j: i > j, 9),
-        r"offset must lie between -t and s.*got offset=9",
+        masked(lambda x: lambda b, n, i, j: i > j, 2**31),
+        r"positions that the function of a mask gets are integers of 32 bits; got offset=2147483648\. Count from",
     ),
     "query positions": (
         scored(lambda x: lambda s, b, n, i, j: s, query_positions=np.arange(6)),

@@ -112,7 +112,8 @@ CONSTRUCTORS = {
     ),
     "layer norm eps": (lambda side: side.build("LayerNorm", 4, -1e-5), r"eps .*must be at least 0; got eps=-1e-05"),
     "rms norm eps": (lambda side: side.build("RMSNorm", 4, NAN), r"eps .*must be at least 0; got eps=nan"),
-    "soft cap": (lambda side: side.Scores(soft_cap=0.0), r"soft_cap must be positive; got soft_cap=0\.0"),
+    "soft cap": (lambda side: side.Scores(soft_cap=0.0), r"soft_cap must be positive.*got soft_cap=0\.0"),
+    "scale": (lambda side: side.Scores(scale=NAN), r"scale is one real number for all scores.*got scale=nan"),
     "no scores": (
         lambda side: multi_head(side, scores=0.5),
         r"scores must be .*Scores.*; got float\. Pass scores=Scores\(soft_cap=50\.0\)",

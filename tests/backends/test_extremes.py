@@ -10,9 +10,9 @@ import pytest
 import flax_attn.backends.splash as splash
 from flax_attn import KeyedDropout, Mask, dot_product_attention, explain
 from flax_attn.backends.call import Unsupported
+from flax_attn.backends.nonfinite import headroom
 from flax_attn.backends.registry import load
 from flax_attn.functional.kv_range import KVRange, as_int32, bounded, plus
-from flax_attn.functional.nonfinite import headroom
 
 B, T, N, H = 1, 128, 2, 16
 BACKENDS = ("decode", "blocked", "native", "splash", "xla")

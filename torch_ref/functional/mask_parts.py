@@ -18,7 +18,7 @@ from torch_ref.functional.checks import check_broadcast
 from torch_ref.functional.mask_part import Count, Part
 from torch_ref.functional.shapes import Index
 
-UNBOUNDED = 2**61  # beyond every index; sums of a few of these still fit int64
+_UNBOUNDED = 2**61  # beyond every index; sums of a few of these still fit int64
 _INT64 = torch.iinfo(torch.int64)
 
 
@@ -45,7 +45,7 @@ class Positioned(Part):
             check_offset(self.offset, t, s, left, right)
 
     def beside(self, rows: Index, distance: int) -> Tensor:
-        """Return the index of the key at a distance from the position of each query; far from any is `UNBOUNDED`."""
+        """Return the index of the key at a distance from the position of each query; far from any it stays so."""
         return rows + _per_row(0 if self.offset is None else self.offset, rows, distance)
 
 
@@ -183,18 +183,13 @@ def _take(array: Tensor, index: Index, axis: int) -> Tensor:
 
 
 def _per_row(values: Count, rows: Index, more: int = 0) -> Tensor:
-    return torch.as_tensor(bounded(values, more), device=rows.device).reshape(-1, 1, 1, 1)
+    return torch.as_tensor(_bounded(values, more), device=rows.device).reshape(-1, 1, 1, 1)
 
 
-def bounded(values: Count, more: int = 0) -> Count:
-    """Return `values + more` within `-UNBOUNDED` and `UNBOUNDED`, clipped before they are added.
-
-    Example:
-        >>> bounded(torch.tensor([2**63 - 1, 3]), 2**62) == UNBOUNDED
-        tensor([ True,  True])
-    """
+def _bounded(values: Count, more: int) -> Count:
+    # The sum within the ends, clipped before they are added.
     if isinstance(values, int):
-        return max(-UNBOUNDED, min(values + more, UNBOUNDED))
-    ends = (max(_INT64.min, min(end - more, _INT64.max)) for end in (-UNBOUNDED, UNBOUNDED))
+        return max(-_UNBOUNDED, min(values + more, _UNBOUNDED))
+    ends = (max(_INT64.min, min(end - more, _INT64.max)) for end in (-_UNBOUNDED, _UNBOUNDED))
     low, high = ends  # the values whose sum is within
-    return values.clamp(low, high) - low + bounded(low, more)
+    return values.clamp(low, high) - low + _bounded(low, more)

@@ -12,11 +12,11 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Integer
 
 from flax_attn.backends.call import Call
-from flax_attn.backends.nonfinite import row_factor
+from flax_attn.backends.nonfinite import headroom, row_factor
 from flax_attn.backends.splash.padding import LANES, has_ids, padded
 from flax_attn.functional.mask_parts import Lengths, Segments
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.nonfinite import headroom, zero_nonfinite
+from flax_attn.functional.nonfinite import zero_nonfinite
 
 _BLOCKS = (512, 256, LANES)
 # Far below any score and far above what the kernel writes for a hidden score. As a sink it adds nothing to a row that
