@@ -1,12 +1,12 @@
 """Embeddings: of tokens, and of positions where they are learned."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.checks import check_ids, check_positive
+from flax_attn.modules.initialisation import next_key, normal, redrawn
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.parameters import named
@@ -51,7 +51,8 @@ class Embedding(nnx.Module):
     ):
         check_positive(size=size, d_model=d_model)
         self.dtype, self.precision = dtype, precision
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (size, d_model), param_dtype), **named(*axes))
+        table = redrawn(normal())(next_key(rngs.params), (size, d_model), param_dtype)
+        self.embedding = nnx.Param(table, **named(*axes))
 
     def __call__(self, ids: Integer[Array, "*shape"]) -> Float[Array, "*shape d"]:
         table = self.embedding[...]
