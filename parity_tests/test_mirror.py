@@ -50,6 +50,7 @@ ONE_SIDED_FILES = {
     "functional/called.py": "torch_ref",
     "modules/grouped_product.py": "flax_attn",  # saves work
     "modules/initialisation.py": "flax_attn",  # torch.nn.Linear draws its own
+    "modules/random_numbers.py": "flax_attn",  # those of jax.random
     "modules/matrix_product.py": "flax_attn",  # works around a limit of XLA
     "functional/tags.py": "torch_ref",  # JAX has checkpoint_name
     "modules/typed.py": "torch_ref",  # gives PyTorch's modules the types of their calls

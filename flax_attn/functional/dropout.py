@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Integer, UInt32
 from flax_attn.functional.checks import check_key_data, check_rate, check_type
 from flax_attn.functional.shapes import Index
 
+_Word = Integer[Array | np.ndarray, "..."]
+_Words = tuple[_Word, _Word]
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
@@ -65,8 +67,10 @@ def key_data(key: Array) -> UInt32[Array, "2"]:
     return data[:2].astype(jnp.uint32)
 
 
-def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tuple[Array, Array]:
+def threefry_2x32(key: _Words, counter: _Words) -> _Words:
     """Encrypt a counter of two integers with a key of two: 20 rounds of add, rotate, xor.
+
+    Arrays of NumPy are encrypted by NumPy, and nothing is compiled.
 
     Shapes:
         key, counter: two uint32 arrays each; all four broadcast together, with equal ranks or rank 0.
@@ -77,7 +81,7 @@ def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tup
         ['0x6b200159', '0x99ba4efe']
     """
     k0, k1 = key
-    schedule = (k0, k1, k0 ^ k1 ^ jnp.uint32(0x1BD11BDA))
+    schedule = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
     x0, x1 = counter[0] + schedule[0], counter[1] + schedule[1]
     for step in range(5):
         for rotation in _ROTATIONS[step % 2]:
@@ -85,7 +89,7 @@ def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tup
             x1 = (x1 << rotation) | (x1 >> (32 - rotation))
             x1 = x1 ^ x0
         x0 = x0 + schedule[(step + 1) % 3]
-        x1 = x1 + schedule[(step + 2) % 3] + jnp.uint32(step + 1)
+        x1 = x1 + schedule[(step + 2) % 3] + np.uint32(step + 1)
     return x0, x1
 
 

@@ -18,6 +18,7 @@ from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.models.hugging_face.images import image_layout, read_images, write_images
 from flax_attn.models.image_encoder import ImageConfig, ImageEncoder, Images
 from flax_attn.modules.feed_forward import FeedForward, GatedFeedForward
+from flax_attn.modules.initialisation import filled
 from flax_attn.modules.layer_scale import LayerScale
 from flax_attn.modules.linear import Linear
 from flax_attn.sharding.parameters import named
@@ -143,7 +144,7 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     def create_embeddings(self, *, param_dtype: Dtype, **numerics: Any) -> None:
         """Set the patches, the class token, the table of positions and the mask token."""
         super().create_embeddings(param_dtype=param_dtype, **numerics)
-        token = jnp.zeros(self.config.d_model, param_dtype)
+        token = filled(self.config.d_model, 0, param_dtype)
         self.mask_token = nnx.Param(token, **named(None)) if self.config.mask_token else None
 
     def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
+
+from flax_attn.modules.initialisation import filled, next_key, normal
 
 
 def draw(model: nnx.Module, rngs: nnx.Rngs, std: Callable[[tuple], float] | None = None) -> None:
@@ -29,7 +29,8 @@ def draw(model: nnx.Module, rngs: nnx.Rngs, std: Callable[[tuple], float] | None
         if not isinstance(param, nnx.Param):
             continue
         if path[-1] == "bias":
-            param.set_value(jnp.zeros_like(param[...]))
+            param.set_value(filled(param.shape, 0, param.dtype))
         elif path[-1] in ("kernel", "embedding"):
             deviation = 0.02 if std is None else std(path)
-            param.set_value(deviation * jax.random.normal(rngs.params(), param.shape, param.dtype))
+            value = normal(deviation)(next_key(rngs.params), param.shape, param.dtype)
+            param.set_value(value)

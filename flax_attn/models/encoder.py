@@ -17,6 +17,7 @@ from flax_attn.models.drawing import draw
 from flax_attn.models.pretrained import Pretrained
 from flax_attn.models.stack import Stack, run_blocks
 from flax_attn.modules.block import TransformerBlock
+from flax_attn.modules.initialisation import drawn_once
 from flax_attn.modules.norm import LayerNorm
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
 from flax_attn.sharding.batches import arranged, without_arranged_padding
@@ -73,10 +74,12 @@ class Encoder(Pretrained, Generic[C]):
     ):
         products = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         self.config, self.remat = config, remat
-        self.create_embeddings(**products)
-        self.trf_blocks = nnx.List(self.block(i, backend, **products) for i in range(config.num_layers))
-        self.create_head(**products)
-        draw(self, rngs)
+        with drawn_once(self):
+            self.create_embeddings(**products)
+            layers = range(config.num_layers)
+            self.trf_blocks = nnx.List(self.block(i, backend, **products) for i in layers)
+            self.create_head(**products)
+            draw(self, rngs)
         if scan_layers:
             self.trf_blocks = Stack(self.trf_blocks)
 

@@ -22,6 +22,7 @@ from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.calls import Bias
 from flax_attn.modules.cross_block import CrossBlock
 from flax_attn.modules.embedding import Embedding
+from flax_attn.modules.initialisation import drawn_once
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
@@ -112,14 +113,18 @@ class EncoderDecoder(Pretrained, Generic[C]):
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         products = {"precision": precision, **numerics}
         self.config, self.remat = config, remat
-        self.create_embeddings(**products)
-        self.enc_blocks = nnx.List(self.encoder_block(i, backend, **products) for i in range(config.num_layers))
-        self.enc_norm = self.norm(**numerics)
-        self.dec_blocks = nnx.List(self.decoder_block(i, backend, **products) for i in range(config.num_decoder_layers))
-        self.final_norm = self.norm(**numerics)
-        products["axes"] = ("embed", "vocab")
-        self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False, **products)
-        self.initialise(rngs)
+        with drawn_once(self):
+            self.create_embeddings(**products)
+            layers = range(config.num_layers)
+            self.enc_blocks = nnx.List(self.encoder_block(i, backend, **products) for i in layers)
+            self.enc_norm = self.norm(**numerics)
+            layers = range(config.num_decoder_layers)
+            self.dec_blocks = nnx.List(self.decoder_block(i, backend, **products) for i in layers)
+            self.final_norm = self.norm(**numerics)
+            products["axes"] = ("embed", "vocab")
+            sizes = config.d_model, config.vocab_size
+            self.out_head = None if config.tied else Linear(*sizes, bias=False, **products)
+            self.initialise(rngs)
         if scan_layers:
             self.enc_blocks, self.dec_blocks = Stack(self.enc_blocks), Stack(self.dec_blocks)
 

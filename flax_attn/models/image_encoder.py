@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import PrecisionLike
@@ -17,6 +16,7 @@ from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.feed_forward import FeedForward, GatedFeedForward
+from flax_attn.modules.initialisation import next_key, normal
 from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.modules.norm import LayerNorm
 from flax_attn.modules.patches import Patches
@@ -95,7 +95,7 @@ class ImageEncoder(Encoder[C]):
         """Set the patches, the class token and the table of positions."""
         config, numerics = self.config, {"rngs": rngs, "param_dtype": param_dtype, **numerics}
         self.patches = Patches(config.d_model, config.channels, *config.patch_size, **numerics)
-        token = 0.02 * jax.random.normal(rngs.params(), (config.d_model,), param_dtype)
+        token = normal(0.02)(next_key(rngs.params), (config.d_model,), param_dtype)
         self.cls_token = nnx.Param(token, **named(None))
         self.pos_emb = Embedding(1 + config.grid[0] * config.grid[1], config.d_model, axes=(None, "embed"), **numerics)
         self.drop_emb = Dropout(config.dropout, rngs=rngs)

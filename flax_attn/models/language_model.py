@@ -19,6 +19,7 @@ from flax_attn.models.pretrained import Pretrained
 from flax_attn.models.stack import Stack, cached_positions, init_caches, run_blocks
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.embedding import Embedding
+from flax_attn.modules.initialisation import drawn_once
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
@@ -98,12 +99,15 @@ class LanguageModel(Pretrained, Generic[C]):
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         products = {"precision": precision, **numerics}
         self.config, self.remat = config, remat
-        self.create_embeddings(**products)
-        self.trf_blocks = nnx.List(self.block(i, backend, **products) for i in range(config.num_layers))
-        self.final_norm = self.norm(**numerics)
-        products["axes"] = ("embed", "vocab")
-        self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False, **products)
-        initialise(self, rngs)
+        with drawn_once(self):
+            self.create_embeddings(**products)
+            layers = range(config.num_layers)
+            self.trf_blocks = nnx.List(self.block(i, backend, **products) for i in layers)
+            self.final_norm = self.norm(**numerics)
+            products["axes"] = ("embed", "vocab")
+            sizes = config.d_model, config.vocab_size
+            self.out_head = None if config.tied else Linear(*sizes, bias=False, **products)
+            initialise(self, rngs)
         if scan_layers:
             self.trf_blocks = Stack(self.trf_blocks)
 

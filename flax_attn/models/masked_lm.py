@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from flax_attn.functional.checks import check_choice
 from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.feed_forward import ACTIVATIONS
+from flax_attn.modules.initialisation import filled
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm
 from flax_attn.sharding.axes import constrain
@@ -63,7 +64,8 @@ class MaskedLMHead(nnx.Module):
         numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         self.dense = Linear(d_model, d_model, dense_bias, axes=("embed", None), **numerics)
         self.activation, self.norm = ACTIVATIONS[activation], norm
-        self.bias = nnx.Param(jnp.zeros(vocab_size, param_dtype), **named("vocab")) if bias else None
+        values = filled(vocab_size, 0, param_dtype) if bias else None
+        self.bias = None if values is None else nnx.Param(values, **named("vocab"))
 
     def __call__(self, x: Float[Array, "*shape d"], table: Embedding) -> Float[Array, "*shape vocab"]:
         logits = table.attend(self.norm(self.activation(self.dense(x))))

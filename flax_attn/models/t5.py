@@ -4,7 +4,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Float, Integer
@@ -24,6 +23,7 @@ from flax_attn.modules.cross_block import CrossBlock
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.feed_forward import FeedForward, GatedFeedForward
+from flax_attn.modules.initialisation import next_key, normal
 from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.modules.norm import RMSNorm
 
@@ -274,7 +274,7 @@ class T5(EncoderDecoder[T5Config]):
                 std = 1.0 if path[-2] == "tok_emb" else self.config.d_model**-0.5
                 std = param.shape[0] ** -0.5 if path[-1] == "kernel" else std
                 std *= self.config.head_dim**-0.5 if path[-2] == "W_query" else 1.0
-                param.set_value(std * jax.random.normal(rngs.params(), param.shape, param.dtype))
+                param.set_value(normal(std)(next_key(rngs.params), param.shape, param.dtype))
 
     def embed_inputs(self, inputs: Integer[Array, "*b s"], dropout_key: Array | None) -> Tokens:
         """Return the vectors of the encoder's tokens, dropped in train mode."""

@@ -74,8 +74,13 @@ def in_turns(kinds: Sequence[object]) -> tuple[tuple[int, ...], ...]:
 def stack_modules(modules: Sequence[M]) -> M:
     """Return modules of equal shape as one, whose variables have them as their first axis."""
     split = [nnx.split(module) for module in modules]
-    stacked = nnx.merge(split[0][0], jax.tree.map(lambda *arrays: jnp.stack(arrays), *(state for _, state in split)))
+    stacked = nnx.merge(split[0][0], _stack([state for _, state in split]))
     for _, variable in nnx.iter_graph(stacked):
         if isinstance(variable, nnx.Variable):
             name_first_axis(variable)
     return stacked
+
+
+@jax.jit
+def _stack(states: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *states)

@@ -1,5 +1,7 @@
 """How fast a recurrent attention forgets."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -9,7 +11,7 @@ from jaxtyping import Array, Float
 
 from flax_attn.functional.checks import check_positive
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.modules.initialisation import check_dtypes
+from flax_attn.modules.initialisation import check_dtypes, next_key, uniform
 from flax_attn.sharding.parameters import named
 
 
@@ -41,11 +43,11 @@ class DecayRate(nnx.Module):
         check_positive(num_heads=num_heads, size=size)
         check_dtypes(param_dtype=param_dtype)
         self.num_heads = num_heads
-        rate = jax.random.uniform(rngs.params(), (num_heads,), param_dtype, 1.0, 16.0)
-        span = (jnp.log(0.001), jnp.log(0.1))
-        step = jnp.exp(jax.random.uniform(rngs.params(), (num_heads * size,), param_dtype, *span))
-        self.A_log = nnx.Param(jnp.log(rate), **named("heads"))
-        self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)), **named("heads", unit=(size,)))
+        draw, sizes = uniform(1), (num_heads, num_heads * size)
+        drawn = [draw(next_key(rngs.params), (length,), param_dtype) for length in sizes]
+        rate, bias = _as_mamba(*drawn)
+        self.A_log = nnx.Param(rate, **named("heads"))
+        self.dt_bias = nnx.Param(bias, **named("heads", unit=(size,)))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape n s"]:
         x = x.astype(accumulation_dtype(x.dtype))
@@ -53,3 +55,12 @@ class DecayRate(nnx.Module):
         step = jax.nn.softplus(x + jnp.broadcast_to(bias, x.shape))
         step = rearrange(step, "... (n s) -> ... n s", n=self.num_heads)
         return step * jnp.broadcast_to(-jnp.exp(rate)[:, None], step.shape)
+
+
+@jax.jit
+def _as_mamba(rate: Float[Array, " n"], step: Float[Array, " ns"]) -> tuple[Array, Array]:
+    """Return `A_log` and `dt_bias` from numbers that are uniform in [-1, 1)."""
+    low, high = math.log(0.001), math.log(0.1)
+    rate = 1 + 15 * ((rate + 1) / 2)
+    step = jnp.exp(low + (high - low) * ((step + 1) / 2))
+    return jnp.log(rate), step + jnp.log(-jnp.expm1(-step))

@@ -14,6 +14,7 @@ from flax_attn.functional.checks import check_positive
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.explicit import split_as
 from flax_attn.functional.positions import RoPE
+from flax_attn.modules.initialisation import next_key, normal
 from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.modules.norm import rms_normed
 from flax_attn.sharding.parameters import named
@@ -107,9 +108,11 @@ class DifferentialAttention(MultiHeadAttention):
             rngs=rngs,
         )
         self.lambda_init, self.eps = lambda_init, eps
-        draw, streams = nnx.initializers.normal(0.1), cast(nnx.Rngs, rngs)  # the projections need them too
+        draw, streams = normal(0.1), cast(nnx.Rngs, rngs)  # the projections need them too
+        shape = (self.head_dim,)
+        drawn = [draw(next_key(streams.params), shape, param_dtype) for _ in range(4)]
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
-            nnx.Param(draw(streams.params(), (self.head_dim,), param_dtype), **named(None)) for _ in range(4)
+            nnx.Param(vector, **named(None)) for vector in drawn
         )
 
     def difference(self) -> Float[Array, ""]:

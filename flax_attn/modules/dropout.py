@@ -6,6 +6,7 @@ from jaxtyping import Array
 from flax_attn.functional.checks import check_rate
 from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
 from flax_attn.functional.shapes import Tokens
+from flax_attn.modules.initialisation import fork
 from flax_attn.sharding.batches import arranged_dropout
 
 
@@ -42,7 +43,7 @@ class Dropout(nnx.Module):
             )
         self.rate = rate
         self.deterministic = False
-        self.stream = nnx.data(rngs.dropout.fork() if rngs is not None and rate > 0 else None)
+        self.stream = nnx.data(fork(rngs.dropout) if rngs is not None and rate > 0 else None)
 
     def keyed(self, dropout_key: Array | None = None) -> KeyedDropout | None:
         """Return the dropout of this call, or None where nothing is dropped."""

@@ -1,6 +1,5 @@
 """Embeddings: of tokens, and of positions where they are learned."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
@@ -8,7 +7,7 @@ from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.checks import check_ids, check_positive
 from flax_attn.functional.integers import clipped
-from flax_attn.modules.initialisation import check_dtypes
+from flax_attn.modules.initialisation import check_dtypes, next_key, normal, redrawn
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.parameters import named
@@ -54,7 +53,8 @@ class Embedding(nnx.Module):
         check_positive(size=size, d_model=d_model)
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.dtype, self.precision = dtype, precision
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (size, d_model), param_dtype), **named(*axes))
+        table = redrawn(normal())(next_key(rngs.params), (size, d_model), param_dtype)
+        self.embedding = nnx.Param(table, **named(*axes))
 
     def __call__(self, ids: Integer[Array, "*shape"]) -> Float[Array, "*shape d"]:
         table = self.embedding[...]

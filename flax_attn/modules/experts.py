@@ -17,7 +17,7 @@ from flax_attn.functional.checks import check_choice, check_positive, check_type
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.modules.feed_forward import ACTIVATIONS
 from flax_attn.modules.grouped_product import grouped_product, tiled
-from flax_attn.modules.initialisation import check_dtypes, check_rngs, uniform
+from flax_attn.modules.initialisation import check_dtypes, check_rngs, next_key, redrawn, uniform
 from flax_attn.modules.router import Routing
 from flax_attn.sharding.experts import on_mesh
 from flax_attn.sharding.parameters import named
@@ -74,12 +74,13 @@ class _Linears(nnx.Module):
         param_dtype: Dtype,
         rngs: nnx.Rngs | None,
     ):
-        draw, rngs = uniform(d_in), check_rngs(rngs)
-        kernel = draw(rngs.params(), (num_experts, d_in, d_out), param_dtype)
+        draw, rngs = redrawn(uniform(d_in)), check_rngs(rngs)
+        kernel = draw(next_key(rngs.params), (num_experts, d_in, d_out), param_dtype)
         self.kernel = nnx.Param(kernel, **named("expert", *axes))
         # Split over devices that split the batch too, a bias would have to be gathered for each sum.
         of_bias = named("expert", None if axes[1] == "embed" else axes[1])
-        self.bias = nnx.Param(draw(rngs.params(), (num_experts, d_out), param_dtype), **of_bias) if bias else None
+        values = draw(next_key(rngs.params), (num_experts, d_out), param_dtype) if bias else None
+        self.bias = None if values is None else nnx.Param(values, **of_bias)
 
 
 class Experts(nnx.Module):

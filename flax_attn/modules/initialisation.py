@@ -1,14 +1,93 @@
-"""How parameters are drawn: as `torch.nn.Linear` draws its own."""
+"""How parameters are drawn: linear layers as `torch.nn.Linear` draws its own.
 
-from collections.abc import Callable
+The keys are those of the stream `params` of an `nnx.Rngs`, one after another; the numbers are those
+that `jax.random.uniform` and `jax.random.normal` draw from them. They are the same whether a module
+is built eagerly, where no program is compiled for a shape, or under a transform such as `jax.jit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
 from flax_attn.functional.checks import check_dtype
+from flax_attn.modules.random_numbers import (
+    beside,
+    can_draw,
+    constants_are_arrays,
+    draw,
+    fold_in,
+    is_threefry,
+    may_read,
+)
+
+# Gives an array, or an `_Undrawn` while a model is made that draws its parameters itself.
+Initializer = Callable[[Array, tuple[int, ...], Dtype], Any]
+_draws_later: ContextVar[bool] = ContextVar("_draws_later", default=False)
+
+
+@dataclass(frozen=True)
+class _Undrawn:
+    """Stands for the value of a parameter that a model is about to draw anew.
+
+    Args:
+        draw: returns the value that the layer alone would give it.
+        shape: of the value.
+        dtype: of the value.
+    """
+
+    draw: Callable[[], Array]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@contextmanager
+def drawn_once(model: nnx.Module) -> Iterator[None]:
+    """Let a model that is made inside draw the parameters of its layers, instead of the layers.
+
+    What it has not drawn at the end, the layers do. The layers take their keys in any case.
+
+    Example:
+        >>> from flax_attn import Linear
+        >>> model = nnx.Module()
+        >>> with drawn_once(model):
+        ...     model.layer = Linear(2, 3, rngs=nnx.Rngs(0))
+        ...     type(model.layer.kernel.get_value()).__name__
+        '_Undrawn'
+        >>> bool((model.layer.kernel[...] == Linear(2, 3, rngs=nnx.Rngs(0)).kernel[...]).all())
+        True
+    """
+    token = _draws_later.set(True)
+    try:
+        yield
+    finally:
+        _draws_later.reset(token)
+    for _, param in nnx.iter_graph(model):
+        if isinstance(param, nnx.Param) and isinstance(param.get_value(), _Undrawn):
+            param.set_value(param.get_value().draw())
+
+
+def redrawn(init: Initializer) -> Initializer:
+    """Return what draws a parameter that models draw anew, see `drawn_once`."""
+
+    def later(key: Array, shape: tuple[int, ...], dtype: Dtype) -> Any:
+        if not _draws_later.get():
+            return init(key, shape, dtype)
+        own = jax.dtypes.canonicalize_dtype(dtype)
+        return _Undrawn(partial(init, key, shape, dtype), shape, own)
+
+    return later
 
 
 def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
@@ -32,10 +111,81 @@ def check_dtypes(**dtypes: Dtype | None) -> None:
             check_dtype(name, known, remedy=f"Pass {name}=jnp.bfloat16, or another of them")
 
 
-def uniform(d_in: int) -> Callable[[Array, tuple[int, ...], Dtype], Array]:
-    """Return what draws the parameters of a linear layer from `d_in` features."""
+def next_key(stream: nnx.RngStream) -> Array:
+    """Return `stream()`, the next key of a stream, without compiling what makes it.
 
-    def draw(key: Array, shape: tuple[int, ...], dtype: Dtype) -> Array:
-        return jax.random.uniform(key, shape, dtype, -(d_in**-0.5), d_in**-0.5)
+    Example:
+        >>> one, other = nnx.Rngs(0), nnx.Rngs(0)
+        >>> bool(next_key(one.params) == other.params()), int(one.default.count[...])
+        (True, 1)
+    """
+    key, count = stream.key[...], stream.count[...]
+    known = type(stream) is nnx.RngStream and may_read(key) and may_read(count)
+    if not (known and is_threefry(key)):
+        return stream()
+    number = int(count)
+    stream.count[...] = beside(count, np.array((number + 1) % 2**32, np.uint32))
+    return fold_in(key, number)
 
-    return draw
+
+def fork(stream: nnx.RngStream) -> nnx.RngStream:
+    """Return `stream.fork()`, a stream that begins with the next key of another.
+
+    Example:
+        >>> int(fork(nnx.Rngs(0).dropout).count[...])
+        0
+    """
+    return type(stream)(next_key(stream), tag=stream.tag)
+
+
+def for_flax(rngs: nnx.Rngs) -> Any:
+    """Return what gives a layer of Flax its keys, which it asks for by `rngs.params()`.
+
+    Example:
+        >>> one, other = nnx.Rngs(0), nnx.Rngs(0)
+        >>> bool(for_flax(one).params() == other.params()), int(one.default.count[...])
+        (True, 1)
+    """
+    return _ParameterKeys(rngs)
+
+
+class _ParameterKeys:
+    def __init__(self, rngs: nnx.Rngs):
+        self._stream = rngs.params
+
+    def params(self) -> Array:
+        return next_key(self._stream)
+
+
+def uniform(d_in: int) -> Initializer:
+    """Return what draws uniform numbers in +-1 / sqrt(d_in), for a layer of `d_in` inputs."""
+    return _scaled(d_in**-0.5, normal=False)
+
+
+def normal(std: float = 1.0) -> Initializer:
+    """Return what draws normal numbers of mean 0 and deviation `std`."""
+    return _scaled(std, normal=True)
+
+
+def _scaled(scale: float, normal: bool) -> Initializer:
+    def init(key: Array, shape: tuple[int, ...], dtype: Dtype) -> Array:
+        if can_draw(key, int(np.prod(shape)), dtype):
+            return draw(key, shape, dtype, scale, normal)
+        if normal:
+            return scale * jax.random.normal(key, shape, dtype)
+        # Exact before it is scaled: what compilers fuse does not change the result.
+        return scale * jax.random.uniform(key, shape, dtype, -1.0, 1.0)
+
+    return init
+
+
+def filled(shape: int | tuple[int, ...], value: int | float, dtype: Dtype) -> Array:
+    """Return `jnp.full(shape, value, dtype)`, without compiling it.
+
+    Example:
+        >>> filled(3, 1, jnp.float32)
+        Array([1., 1., 1.], dtype=float32)
+    """
+    if not constants_are_arrays(dtype):
+        return jnp.full(shape, value, dtype)
+    return jax.device_put(np.full(shape, value, jnp.dtype(dtype)))

@@ -27,6 +27,7 @@ from flax_attn.modules.calls import Bias, CallOptions, Returned, check_self_atte
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.head_attention import HeadAttention
 from flax_attn.modules.heads import Norm
+from flax_attn.modules.initialisation import filled
 from flax_attn.modules.linear import Linear
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.parameters import named
@@ -161,7 +162,8 @@ class MultiHeadLatentAttention(HeadAttention):
         self.W_key_value = Linear(kv_lora_rank, num_heads * both, False, **of_latent)
         self.out_proj = Linear(num_heads * v_head_dim, d_out, out_bias, **of_output)
         self.q_norm, self.kv_norm, self.W_gate = q_norm, kv_norm, None
-        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype), **named("heads")) if scores.sinks else None
+        sinks = filled(num_heads, 0, param_dtype) if scores.sinks else None
+        self.sinks = None if sinks is None else nnx.Param(sinks, **named("heads"))
         self.dropout = Dropout(dropout, rngs=rngs)
 
     @overload

@@ -6,7 +6,7 @@ from flax.typing import Dtype
 from jaxtyping import Array, Float
 
 from flax_attn.functional.checks import check_positive, check_width
-from flax_attn.modules.initialisation import check_dtypes
+from flax_attn.modules.initialisation import check_dtypes, filled
 from flax_attn.sharding.parameters import named
 
 
@@ -47,7 +47,7 @@ class LayerScale(nnx.Module):
         check_positive(d_model=d_model)
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.d_model, self.dtype = d_model, dtype
-        self.scale = nnx.Param(jnp.full(d_model, initial, param_dtype), **named(None))
+        self.scale = nnx.Param(filled(d_model, initial, param_dtype), **named(None))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)

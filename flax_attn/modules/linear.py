@@ -5,13 +5,16 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 
 from flax_attn.functional.checks import check_positive
-from flax_attn.modules.initialisation import check_dtypes, check_rngs, uniform
+from flax_attn.modules.initialisation import check_dtypes, check_rngs, for_flax, redrawn, uniform
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.sharding.parameters import named
 
 
 class Linear(nnx.Linear):
     """`x @ kernel + bias`, initialised as `torch.nn.Linear` is: uniform in +-1 / sqrt(d_in), bias included.
+
+    The numbers are those of `jax.random.uniform`, whether it is built eagerly or under `jax.jit`;
+    eagerly nothing is compiled for a shape.
 
     Args:
         d_in: width of the input.
@@ -50,7 +53,7 @@ class Linear(nnx.Linear):
     ):
         check_positive(d_in=d_in, d_out=d_out)
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
-        draw = uniform(d_in)
+        draw = redrawn(uniform(d_in))
         super().__init__(
             d_in,
             d_out,
@@ -61,7 +64,7 @@ class Linear(nnx.Linear):
             kernel_init=draw,
             bias_init=draw,
             dot_general=dot_general,
-            rngs=check_rngs(rngs),
+            rngs=for_flax(check_rngs(rngs)),
             kernel_metadata=named(*axes, unit=unit),
             # Split over devices that split the batch too, it would have to be gathered for each sum.
             bias_metadata=named(None if axes[1] == "embed" else axes[1], unit=unit[1:]),

@@ -28,6 +28,7 @@ from flax_attn.modules.calls import Bias, CallOptions, Returned, check_self_atte
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.head_attention import HeadAttention
 from flax_attn.modules.heads import GATES, Norm, norm_heads
+from flax_attn.modules.initialisation import filled
 from flax_attn.modules.linear import Linear
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.parameters import named
@@ -156,7 +157,8 @@ class MultiHeadAttention(HeadAttention):
         of_gate = {**of_query, "unit": (1, gates // num_heads)}
         self.W_gate = None if output_gate is None else Linear(d_in, gates, qkv_bias, **of_gate)
         self.q_norm, self.k_norm = q_norm, k_norm
-        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype), **named("heads")) if scores.sinks else None
+        sinks = filled(num_heads, 0, param_dtype) if scores.sinks else None
+        self.sinks = None if sinks is None else nnx.Param(sinks, **named("heads"))
         self.dropout = Dropout(dropout, rngs=rngs)
 
     @overload

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from flax_attn.functional.checks import check_eps, check_positive, check_width
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.modules.initialisation import check_dtypes
+from flax_attn.modules.initialisation import check_dtypes, filled
 from flax_attn.sharding.parameters import named
 
 
@@ -55,8 +55,8 @@ class LayerNorm(nnx.Module):
         check_eps(eps)
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.d_model, self.eps, self.dtype = d_model, eps, dtype
-        self.scale = nnx.Param(jnp.ones(d_model, param_dtype), **named(None))
-        self.shift = nnx.Param(jnp.zeros(d_model, param_dtype), **named(None)) if bias else None
+        self.scale = nnx.Param(filled(d_model, 1, param_dtype), **named(None))
+        self.shift = nnx.Param(filled(d_model, 0, param_dtype), **named(None)) if bias else None
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)
@@ -112,7 +112,8 @@ class RMSNorm(nnx.Module):
         check_eps(eps)
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.d_model, self.eps, self.zero_centred, self.dtype = d_model, eps, zero_centred, dtype
-        self.scale = nnx.Param((jnp.zeros if zero_centred else jnp.ones)(d_model, param_dtype), **named(None))
+        scale = filled(d_model, 0 if zero_centred else 1, param_dtype)
+        self.scale = nnx.Param(scale, **named(None))
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Integer
 from flax_attn.functional.checks import check_choice, check_positive, check_width
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.mixture_checks import check_router
-from flax_attn.modules.initialisation import check_dtypes
+from flax_attn.modules.initialisation import check_dtypes, filled
 from flax_attn.modules.linear import Linear
 from flax_attn.sharding.axes import constrain
 from flax_attn.sharding.mapped import by_tokens
@@ -118,8 +118,8 @@ class Router(nnx.Module):
         self.groups, self.top_groups = groups, top_groups
         numerics = {"param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         self.W_router = Linear(d_model, num_experts, bias, axes=("embed", None), **numerics)
-        own = _SelectionBias(jnp.zeros(num_experts, accumulation_dtype(jnp.dtype(param_dtype))), **named(None))
-        self.selection_bias = own if selection_bias else None
+        zeros = filled(num_experts, 0, accumulation_dtype(jnp.dtype(param_dtype)))
+        self.selection_bias = _SelectionBias(zeros, **named(None)) if selection_bias else None
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Routing:
         check_width("x", x, "d_model", self.d_model)

@@ -1,6 +1,5 @@
 """The short convolution of a recurrent attention, and its activation."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
@@ -10,7 +9,7 @@ from flax_attn.functional.checks import check_positive
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.functional.short_convolution import Convolved, short_convolution
 from flax_attn.modules.feed_forward import ACTIVATIONS
-from flax_attn.modules.initialisation import check_dtypes
+from flax_attn.modules.initialisation import check_dtypes, next_key, redrawn, uniform
 from flax_attn.sharding.parameters import named
 
 
@@ -53,8 +52,8 @@ class ShortConvolution(nnx.Module):
         check_positive(d_model=d_model, kernel_size=kernel_size)
         check_dtypes(dtype=dtype, param_dtype=param_dtype)
         self.d_model, self.kernel_size, self.dtype = d_model, kernel_size, dtype
-        bound = kernel_size**-0.5
-        kernel = jax.random.uniform(rngs.params(), (kernel_size, d_model), param_dtype, -bound, bound)
+        draw = redrawn(uniform(kernel_size))
+        kernel = draw(next_key(rngs.params), (kernel_size, d_model), param_dtype)
         self.kernel = nnx.Param(kernel, **named(*axes, unit=unit))
 
     def __call__(

@@ -16,8 +16,8 @@ from flax_attn.backends.blocked.slices import add, put, take
 from flax_attn.backends.blocked.tiles import Head, Static
 from flax_attn.backends.blocked.tiling import Tiling
 from flax_attn.backends.call import Floats
-from flax_attn.backends.softmax import Softmax
 from flax_attn.backends.nonfinite import headroom
+from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.nonfinite import finite_tokens, zero_nonfinite
 from flax_attn.functional.traced_score import TracedScore

@@ -7,6 +7,7 @@ from flax import nnx
 from flax_attn.models.stack import Stack
 from flax_attn.models.turns import stack_modules
 from flax_attn.modules.dropout import Dropout
+from flax_attn.modules.initialisation import fork
 
 
 def fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
@@ -18,7 +19,7 @@ def fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
     stack_of = {id(dropout): one for one in stacks for dropout in _dropouts(one)}
     for dropout in _dropouts(model):
         if id(dropout) not in stack_of:
-            dropout.stream = nnx.data(rngs.dropout.fork())
+            dropout.stream = nnx.data(fork(rngs.dropout))
         elif (one := stack_of[id(dropout)]) in stacks:  # the layers of a stack where the first of them comes
             stacks.remove(one)
             _fork_stacked(one, rngs)
@@ -28,7 +29,7 @@ def _fork_stacked(one: Stack, rngs: nnx.Rngs) -> None:
     dropouts = [_dropouts(block) for block in one.blocks]
     forks = [[] for _ in dropouts]
     for m, _ in one.layers:
-        forks[m].append([rngs.dropout.fork() for _ in dropouts[m]])
+        forks[m].append([fork(rngs.dropout) for _ in dropouts[m]])
     for own, of_layers in zip(dropouts, forks, strict=True):
         for dropout, streams in zip(own, zip(*of_layers, strict=True), strict=True):
             dropout.stream = nnx.data(stack_modules(streams))
