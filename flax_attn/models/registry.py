@@ -149,7 +149,7 @@ def save_pretrained(model: Pretrained, path: str | PathLike[str], *, max_shard_s
     A folder that holds a model holds the old one or the new one at every moment, config and
     weights, also if the save is killed, interrupted or fails, on a full disk for example. Until a
     save has ended, files of it are named `.saving-*`, and for a moment `config.json` names them by
-    `transformers_weights`, which this package reads, and transformers from version 4.53 on. What a
+    `transformers_weights`, which this package reads, and transformers from version 4.52 on. What a
     killed save has left is removed by the next one. Processes that save into one folder wait for
     one another. This is so for killed processes; after a loss of power it depends on the file
     system. A model that is loaded while another is saved into its folder may have weights of both.
