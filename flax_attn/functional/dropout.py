@@ -80,6 +80,12 @@ def threefry_2x32(key: _Words, counter: _Words) -> _Words:
         >>> [hex(x) for x in threefry_2x32((zero, zero), (zero, zero))]
         ['0x6b200159', '0x99ba4efe']
     """
+    if all(isinstance(word, np.ndarray) for word in (*key, *counter)):
+        return _encrypt(key, counter)
+    return _encrypt_compiled(key, counter)
+
+
+def _encrypt(key: _Words, counter: _Words) -> _Words:
     k0, k1 = key
     schedule = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
     x0, x1 = counter[0] + schedule[0], counter[1] + schedule[1]
@@ -91,6 +97,10 @@ def threefry_2x32(key: _Words, counter: _Words) -> _Words:
         x0 = x0 + schedule[(step + 1) % 3]
         x1 = x1 + schedule[(step + 2) % 3] + np.uint32(step + 1)
     return x0, x1
+
+
+# Called eagerly it is one program, and not one for each operation; traced, the operations are seen.
+_encrypt_compiled = jax.jit(_encrypt, inline=True)
 
 
 def fold_in(key: Array | None, index: int | Integer[Array, ""]) -> UInt32[Array, "2"] | None:
