@@ -120,7 +120,7 @@ def _check_shard_name(index: Path, name: Any) -> None:
 
     What is a link there may lead out of it: hubs keep the files of all versions in one place.
     """
-    kinds = (".safetensors",) if index.name == WEIGHTS[1] else (".bin", ".pt", ".pth")
+    kinds = (".safetensors",) if index.name.endswith(WEIGHTS[1]) else (".bin", ".pt", ".pth")
     paths = (PurePosixPath(name), PureWindowsPath(name)) if isinstance(name, str) else ()
     outside = any(path.anchor or ".." in path.parts for path in paths)
     named = paths and name.isprintable() and paths[0].suffix in kinds
