@@ -21,6 +21,9 @@ ONE_SIDED_FILES = {
     "models/stack.py": "flax_attn",  # saves compiling
     "models/turns.py": "flax_attn",
     "models/hugging_face/__init__.py": "flax_attn",
+    "models/hugging_face/bounds.py": "flax_attn",
+    "models/hugging_face/copies.py": "flax_attn",
+    "models/hugging_face/counts.py": "flax_attn",
     "models/hugging_face/decoder.py": "flax_attn",
     "models/hugging_face/experts.py": "flax_attn",
     "models/hugging_face/delta_net.py": "flax_attn",

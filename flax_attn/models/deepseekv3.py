@@ -9,7 +9,6 @@ from flax_attn.functional.frequencies import YaRNScaling
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.scores import Scores
 from flax_attn.models.decoder import Decoder, DecoderConfig
-from flax_attn.models.hugging_face.bounds import COUNTS, WIDTHS
 from flax_attn.models.hugging_face.decoder import read_decoder, write_decoder
 from flax_attn.models.hugging_face.experts import fused, one_by_one
 from flax_attn.models.hugging_face.family import Family, linears, norms
@@ -92,15 +91,15 @@ _COUNTS = ("num_experts", "num_shared", "num_dense_layers")
 
 
 def _read(fields: Fields, dropout: float | None) -> DeepseekV3Config:
+    fields = fields.under_one_name(num_local_experts="n_routed_experts")
     heads = fields.heads("num_attention_heads")
     fields.only(num_key_value_heads=heads, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    defaults = {name: getattr(DeepseekV3Config, name) for name in _FIELDS}
     arguments: dict[str, Any] = read_decoder(fields, dropout)
     rope = replace(_with_mscale(fields, arguments["rope"]), interleaved=fields.flag("rope_interleave", True))
     arguments |= {"rope": rope, "head_dim": None, "num_kv_heads": None}
     for ours, theirs in _FIELDS.items():
-        within = COUNTS if ours in _COUNTS else WIDTHS
-        arguments[ours] = fields.integer(theirs, defaults[ours], within)
+        read = fields.count if ours in _COUNTS else fields.integer
+        arguments[ours] = read(theirs, getattr(DeepseekV3Config, ours))
     return DeepseekV3Config(
         **arguments,
         q_lora_rank=fields.optional_integer("q_lora_rank", 1536),
@@ -196,7 +195,6 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
         _write,
         _without_61(one_by_one(f"{_LAYER}.mlp", others=_OTHERS)),
         (_without_61(fused(f"{_LAYER}.mlp", *_OTHERS)),),
-        aliases={"num_local_experts": "n_routed_experts"},
     )
 
     def attention(  # pyright: ignore[reportIncompatibleMethodOverride]

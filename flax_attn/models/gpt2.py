@@ -71,6 +71,12 @@ GPT2_CONFIGS = MappingProxyType(
 
 
 def _read(fields: Fields, dropout: float | None) -> GPT2Config:
+    fields = fields.under_one_name(
+        hidden_size="n_embd",
+        max_position_embeddings="n_positions",
+        num_attention_heads="n_head",
+        num_hidden_layers="n_layer",
+    )
     # reorder_and_upcast_attn asks for a softmax in float32, and ours is in that at least.
     fields.only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return GPT2Config(
@@ -119,12 +125,6 @@ def _write(config: GPT2Config) -> dict[str, Any]:
     }
 
 
-_ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
 _QKV = tuple("trf_blocks.{i}.att." + name for name in ("W_query", "W_key", "W_value"))
 _LAYOUT = Layout(
     (
@@ -173,7 +173,7 @@ class GPT2(LanguageModel[GPT2Config]):
         Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
 
-    family = Family({"gpt2": _read}, _write, _LAYOUT, base="transformer.", aliases=_ALIASES)
+    family = Family({"gpt2": _read}, _write, _LAYOUT, base="transformer.")
 
     def create_embeddings(self, *, rngs: nnx.Rngs, **numerics: Any) -> None:
         """Set the tables of tokens and of positions, and the dropout of their sum."""

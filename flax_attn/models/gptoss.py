@@ -51,6 +51,7 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 
 def _read(fields: Fields, dropout: float | None) -> GptOssConfig:
+    fields = fields.under_one_name(num_experts="num_local_experts")
     layers = range(fields.count("num_hidden_layers"))
     ropes = [fields.values.get(name) for name in ("rope_scaling", "rope_parameters")]
     if ropes == [None, None]:
@@ -112,7 +113,6 @@ class GptOss(Decoder[GptOssConfig]):
         {"gpt_oss": _read},
         _write,
         interleaved("model.layers.{i}.mlp", Rule(("trf_blocks.{i}.att.sinks",), "model.layers.{i}.self_attn.sinks")),
-        aliases={"num_experts": "num_local_experts"},
     )
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:

@@ -32,6 +32,7 @@ class MixtralConfig(DecoderConfig):
 
 
 def _read(fields: Fields, dropout: float | None) -> MixtralConfig:
+    fields = fields.under_one_name(num_experts="num_local_experts")
     fields.only(router_jitter_noise=0.0)
     filled = fields.filled(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6)
     return MixtralConfig(
@@ -76,7 +77,6 @@ class Mixtral(Decoder[MixtralConfig]):
         _write,
         one_by_one("model.layers.{i}.block_sparse_moe", "w1", "w3", "w2"),
         (fused("model.layers.{i}.mlp"),),
-        aliases={"num_experts": "num_local_experts"},
     )
 
     def feed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]

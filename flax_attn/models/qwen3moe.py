@@ -38,6 +38,7 @@ class Qwen3MoeConfig(Qwen3Config):
 
 
 def _read(fields: Fields, dropout: float | None) -> Qwen3MoeConfig:
+    fields = fields.under_one_name(num_local_experts="num_experts")
     used = fields.flag("use_sliding_window", False)
     window = fields.optional_length("sliding_window", 4096) if used else None
     return Qwen3MoeConfig(**read_mixture(fields, dropout), window=window)
@@ -74,13 +75,7 @@ class Qwen3Moe(Qwen3):
         Qwen Team 2025 (arXiv:2505.09388).
     """
 
-    family = Family(
-        {"qwen3_moe": _read},
-        _write,
-        one_by_one("model.layers.{i}.mlp"),
-        (fused("model.layers.{i}.mlp"),),
-        aliases={"num_local_experts": "num_experts"},
-    )
+    family = Family({"qwen3_moe": _read}, _write, one_by_one("model.layers.{i}.mlp"), (fused("model.layers.{i}.mlp"),))
     config: Qwen3MoeConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def feed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -13,7 +13,6 @@ from flax_attn.functional.relative import t5_bias
 from flax_attn.functional.scores import Scores
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder_decoder import EncoderDecoder
-from flax_attn.models.hugging_face.bounds import TOKENS
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.modules.block import TransformerBlock
@@ -77,12 +76,14 @@ class T5Config:
 
 
 def _read(fields: Fields, dropout: float | None) -> T5Config:
+    fields = fields.under_one_name(
+        hidden_size="d_model", num_attention_heads="num_heads", num_hidden_layers="num_layers", head_dim="d_kv"
+    )
     fields.only(is_decoder=False, is_encoder_decoder=True)
     # Files without the field scale where the head is tied; of a head of its own only the weights tell.
     scaled = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
     layers, decoder_layers = fields.count("num_layers"), fields.optional_count("num_decoder_layers")
-    start = fields.optional_integer("decoder_start_token_id", within=TOKENS)
-    pad = fields.optional_integer("pad_token_id", within=TOKENS) if start is None else None
+    start = fields.optional_token("decoder_start_token_id")
     return T5Config(
         d_model=fields.integer("d_model"),
         d_hidden=fields.integer("d_ff"),
@@ -97,7 +98,7 @@ def _read(fields: Fields, dropout: float | None) -> T5Config:
         eps=fields.epsilon("layer_norm_epsilon", 1e-6),
         dropout=fields.rate("dropout_rate", 0.1) if dropout is None else dropout,
         scaled=scaled,
-        start_token=pad or 0 if start is None else start,
+        start_token=(fields.optional_token("pad_token_id") or 0) if start is None else start,
     )
 
 
@@ -169,12 +170,6 @@ def _stack(ours: str, theirs: str, cross: bool) -> tuple:
     return *linears(names), *norms({f"{ours}norm{n + 1}": f"{layer}{n}.layer_norm" for n in range(last + 1)})
 
 
-_ALIASES = {
-    "hidden_size": "d_model",
-    "num_attention_heads": "num_heads",
-    "num_hidden_layers": "num_layers",
-    "head_dim": "d_kv",
-}
 _COPIES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _TABLE = "{}.block.0.layer.0.SelfAttention.relative_attention_bias"
 _LAYOUT = Layout(
@@ -219,7 +214,6 @@ class T5(EncoderDecoder[T5Config]):
         base="",
         architecture="T5ForConditionalGeneration",
         fit=_fit,
-        aliases=_ALIASES,
         copies=dict.fromkeys(_COPIES, "tok_emb.embedding"),
     )
 

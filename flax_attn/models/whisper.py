@@ -16,7 +16,6 @@ from flax_attn.convert.rules import ConversionError, Layout, Rule
 from flax_attn.functional.checks import check_features
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder_decoder import EncoderDecoder
-from flax_attn.models.hugging_face.bounds import TOKENS
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.modules.block import TransformerBlock
@@ -81,13 +80,18 @@ class WhisperConfig:
 
 
 def _read(fields: Fields, dropout: float | None) -> WhisperConfig:
+    fields = fields.under_one_name(
+        hidden_size="d_model",
+        num_attention_heads="encoder_attention_heads",
+        num_key_value_heads="encoder_attention_heads",
+        num_hidden_layers="encoder_layers",
+    )
     fields.only(activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, is_encoder_decoder=True)
     fields.only(scale_embedding=False, tie_word_embeddings=True, apply_spec_augment=False)
-    layers = fields.count("encoder_layers")
     return WhisperConfig(
         d_model=fields.integer("d_model"),
         num_heads=fields.heads("encoder_attention_heads"),
-        num_layers=layers,
+        num_layers=fields.count("encoder_layers"),
         num_decoder_heads=fields.heads("decoder_attention_heads"),
         num_decoder_layers=fields.count("decoder_layers"),
         d_hidden=fields.integer("encoder_ffn_dim"),
@@ -99,7 +103,7 @@ def _read(fields: Fields, dropout: float | None) -> WhisperConfig:
         activation=fields.choose("activation_function", ACTIVATIONS, "gelu"),
         dropout=fields.rate("dropout", 0.0) if dropout is None else dropout,
         attention_dropout=fields.rate("attention_dropout", 0.0) if dropout is None else dropout,
-        start_token=fields.integer("decoder_start_token_id", 50257, TOKENS),
+        start_token=fields.token("decoder_start_token_id", 50257),
     )
 
 
@@ -109,8 +113,8 @@ def _fit(config: WhisperConfig, stored: Mapping[str, Stored]) -> WhisperConfig:
     found = [entry.shape for key, entry in stored.items() if key.endswith(name)]
     if found != [wanted]:
         raise ConversionError(
-            f"{name} must have the shape (max_source_positions, d_model), {wanted}; got "
-            f"{', '.join(map(str, found)) or 'none'}. Take the config.json that came with the weights"
+            f"{name} must have the shape (max_source_positions, d_model); got {found} for {wanted}. "
+            "Take the config.json that came with the weights"
         )
     return config
 
@@ -138,12 +142,6 @@ def _write(config: WhisperConfig) -> dict[str, Any]:
     }
 
 
-_ALIASES = {
-    "hidden_size": "d_model",
-    "num_attention_heads": "encoder_attention_heads",
-    "num_key_value_heads": "encoder_attention_heads",
-    "num_hidden_layers": "encoder_layers",
-}
 _ATTENTION = {"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "out_proj": "out_proj"}
 
 
@@ -198,15 +196,9 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         Radford et al. 2022 (arXiv:2212.04356).
     """
 
-    family = Family(
-        {"whisper": _read},
-        _write,
-        _LAYOUT,
-        architecture="WhisperForConditionalGeneration",
-        fit=_fit,
-        aliases=_ALIASES,
-        copies={"proj_out.weight": "tok_emb.embedding"},
-    )
+    _COPIES = {"proj_out.weight": "tok_emb.embedding"}
+    _NAME = "WhisperForConditionalGeneration"
+    family = Family({"whisper": _read}, _write, _LAYOUT, architecture=_NAME, fit=_fit, copies=_COPIES)
 
     def create_embeddings(self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any) -> None:
         """Set the convolutions, the tables of tokens and of positions, and the dropout of their sums."""

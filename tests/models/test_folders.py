@@ -14,6 +14,7 @@ from flax_attn.convert.json_files import read_object
 from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, from_pretrained
 from flax_attn.models.hugging_face import folder as loader
 from flax_attn.models.mixtral import Mixtral, MixtralConfig
+from flax_attn.models.whisper import Whisper, WhisperConfig
 
 FIELDS = {
     "model_type": "gpt2",
@@ -309,3 +310,12 @@ def test_a_field_by_its_second_name(folder):
     match = r"n_head and num_attention_heads name one field .* got 3 and 2\. Remove the wrong one"
     with pytest.raises(ValueError, match=match):
         from_pretrained(folder)
+
+
+def test_positions_that_would_be_computed_before_they_are_compared(tmp_path, nothing_is_made):
+    sizes = {"num_mel": 5, "num_positions": 7, "context_length": 9, "vocab_size": 11}
+    Whisper(WhisperConfig(6, 2, 1, 3, 1, 8, 10, **sizes), rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    edit(tmp_path, max_source_positions=2**31 - 1)
+    match = r"embed_positions\.weight must have the shape .* got \[\(7, 6\)\] for \(2147483647, 6\)\. T"
+    with pytest.raises(convert.ConversionError, match=match):
+        from_pretrained(tmp_path)

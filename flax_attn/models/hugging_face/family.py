@@ -31,7 +31,6 @@ class Family:
         fit: the function from a config and the entries of the files, by name, to the config of what is there, for
             layers that `config.json` does not tell of. It raises `ValueError` where a model of the config would take
             memory before its shapes are compared.
-        aliases: second names of fields that transformers takes too, each with the first.
         copies: names of weights that files may hold though they are one of our parameters, each with its name; a prefix
             may stand before.
 
@@ -49,7 +48,6 @@ class Family:
     anchor: str = "tok_emb.embedding"
     architecture: str = ""
     fit: Callable[[Any, Mapping[str, Stored]], Any] = lambda config, stored: config
-    aliases: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "tok_emb.embedding"})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from flax_attn.models.hugging_face.bounds import (
     HEADS,
     LENGTHS,
     RATES,
+    TOKENS,
     WIDTHS,
     Bounds,
     Number,
@@ -63,15 +63,18 @@ class Fields:
         """
         return Fields(self.where, {**defaults, **self.values}, self.used)
 
-    def under_one_name(self, aliases: Mapping[str, str]) -> Fields:
+    def under_one_name(self, **aliases: str) -> Fields:
         """Return the fields, those that have a second name under their first; null counts as missing.
+
+        Args:
+            aliases: the first name of each second one, both of which transformers takes.
 
         Raises:
             ValueError: if both are there with different values, of which transformers takes one silently.
 
         Example:
             >>> found = Fields("config.json", {"hidden_size": 8})
-            >>> found.under_one_name({"hidden_size": "n_embd"}).values
+            >>> found.under_one_name(hidden_size="n_embd").values
             {'n_embd': 8}
         """
         values = dict(self.values)
@@ -111,6 +114,14 @@ class Fields:
     def optional_count(self, name: str) -> int | None:
         """Return a number of layers, or None where the field is missing or holds null."""
         return self.optional_integer(name, None, COUNTS)
+
+    def token(self, name: str, default: Any = REQUIRED) -> int:
+        """Return the number of a token in a vocabulary."""
+        return self.integer(name, default, TOKENS)
+
+    def optional_token(self, name: str) -> int | None:
+        """Return the number of a token, or None where the field is missing or holds null."""
+        return self.optional_integer(name, None, TOKENS)
 
     def number(self, name: str, within: Bounds, default: Any = REQUIRED) -> float:
         """Return a number."""

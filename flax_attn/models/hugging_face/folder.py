@@ -145,7 +145,6 @@ def read_config(cls: type, family: Family, fields: Fields, dropout: float | None
         )
     fields.only(is_causal=True)
     read_quantization(fields)
-    fields = fields.under_one_name(family.aliases)
     return family.read[found](fields, dropout)
 
 
