@@ -163,7 +163,8 @@ def joined(plan, outputs):
 
 def full(side, case, module):
     options = {**case.options(side, T), **({} if case.positions is None else {"positions": side.array(case.positions)})}
-    output = module(side.array(X), lengths=side.array(TOTALS), **options)
+    call = side.jit(lambda x, lengths: module(x, lengths=lengths, **options))
+    output = call(side.array(X), side.array(TOTALS))
     return joined(((TOTALS, T),), [side.numpy(output)])
 
 
@@ -171,6 +172,7 @@ def in_calls(side, case, module):
     """Return a function that computes the outputs in the calls of a plan."""
     options, arrays = case.options(side, case.capacity), [X] if case.positions is None else [X, case.positions]
 
+    @side.jit
     def call(cache, x, *rest):
         placed = {"positions": rest[0]} if rest[1:] else {}
         return module(x, lengths=rest[-1], cache=cache, **placed, **options)
