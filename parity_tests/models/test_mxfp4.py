@@ -11,7 +11,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flax_attn.convert import ConversionError, state_dict
-from flax_attn.convert.files import read_headers
+from flax_attn.convert.headers import read_headers
 from flax_attn.models import from_pretrained
 from flax_attn.models.hugging_face.mxfp4 import dequantized
 
