@@ -119,7 +119,7 @@ def test_a_weight_without_its_scales_is_named(folder):
 
 WRONG = {
     "activation_scheme": ("static", 'activation_scheme must be "dynamic", no other value is supported; got "static"'),
-    "weight_block_size": ([0, 128], r"weight_block_size must be positive; got \[0, 128\]"),
+    "weight_block_size": ([0, 128], r"weight_block_size must be from 1 to 4194304; got 0"),
     "fmt": ("e5m2", 'fmt must be "e4m3"'),
     "quant_method": ("gptq", "quant_method must be one of 'mxfp4', 'fp8'; got 'gptq'"),
 }
