@@ -131,7 +131,7 @@ class Judged:
 
     def _double(self, ours: Arrays, truth: Arrays) -> dict[str, float]:
         errors = tolerance.relative(ours, truth)
-        limits = {name: tolerance.FORWARD for name in _LIMITS}
+        limits = dict.fromkeys(_LIMITS, tolerance.FORWARD)
         return {name: x / limits.get(name, tolerance.GRADIENT) for name, x in errors.items()}
 
     def _lower(self, ours: Arrays, truth: Arrays) -> dict[str, float]:
