@@ -39,8 +39,8 @@ def attention(
 ) -> Arrays:
     """Return output, weights and gradients, in the dtype of what is given.
 
-    Matrices are multiplied by `product`. Gradients that are sums over rows are given with the sums
-    of the sizes of their terms. Rows that see what is not finite are NaN in the output; their
+    Matrices are multiplied by `product`. Gradients by scores are given with the sums of the sizes
+    of their terms, which may cancel. Rows that see what is not finite are NaN in the output; their
     gradients stand as if it were 0.
     """
     dtype = given["query"].dtype
@@ -73,12 +73,15 @@ def attention(
     mean = (d_weights * weights).sum(axis=-1, keepdims=True)
     d_scores = weights * (d_weights - mean)
     d_sums = np.where(weights > 0, d_scores * slope, 0)
+    terms = weights * (abs(d_weights) + abs(mean)) * abs(slope)
+    found["terms of query"] = abs(terms @ abs(k) * scale)
+    found["terms of key"] = abs(terms.swapaxes(-1, -2) @ abs(q) * scale)
     found["query"] = (product(d_sums, k) * scale).transpose(0, 2, 1, 3)
     found["key"] = _grouped(product(d_sums.swapaxes(-1, -2), q) * scale, group)
     found["value"] = _grouped(product(kept.swapaxes(-1, -2), d_out), group)
     if "bias" in given:
         found["bias"] = _summed(d_sums, given["bias"].shape)
-        found["terms of bias"] = _summed(abs(d_sums), given["bias"].shape)
+        found["terms of bias"] = _summed(terms, given["bias"].shape)
     if "sinks" in given:
         found["sinks"] = -(of_sinks * mean).sum(axis=(0, 2, 3))
         found["terms of sinks"] = abs(of_sinks * mean).sum(axis=(0, 2, 3))

@@ -81,9 +81,10 @@ class Judged:
             if not np.array_equal(np.isnan(wide[name]), np.isnan(truth[name])):
                 raise Wrong(f"{name} is NaN elsewhere: {_places(wide[name], truth[name])}")
         judged = truth.keys() - (OF_SCORES if self.chooses else set())
-        errors = self._summed(wide, {name: truth[name] for name in judged & SUMS})
+        summed = {name for name in judged & OF_SCORES if self._is_by_terms(name)}
+        errors = self._by_terms(wide, {name: truth[name] for name in summed})
         rule = self._double if self.dtype == "float64" else self._lower
-        errors |= rule(wide, {name: truth[name] for name in judged - SUMS})
+        errors |= rule(wide, {name: truth[name] for name in judged - summed})
         if errors and not max(errors.values()) <= 1:
             shown = {name: f"{error:.3g}" for name, error in errors.items()}
             raise Wrong(f"errors over those allowed: {shown}")
@@ -109,46 +110,37 @@ class Judged:
         where = self._defined[name]
         return x if where.ndim == 0 else np.where(where[..., None], x, 0)
 
-    def _summed(self, ours: Arrays, truth: Arrays) -> dict[str, float]:
-        """Return the errors of gradients that are sums over rows, whose terms may cancel."""
+    def _is_by_terms(self, name: str) -> bool:
+        """Return whether a gradient is measured by its terms, of which it may be rounding."""
+        if self.dtype == "float64" or name in SUMS:
+            return True
+        return _largest(self.truth[name]) <= tolerance.NULL * self._largest_term(name)
+
+    def _largest_term(self, name: str) -> float:
+        return _largest(self.truth[f"terms of {name}"])
+
+    def _by_terms(self, ours: Arrays, truth: Arrays) -> dict[str, float]:
+        """Return the errors of gradients whose terms may cancel, over those allowed."""
         eps = float(ml_dtypes.finfo(self.dtype).eps)
         limit = tolerance.GRADIENT if self.dtype == "float64" else tolerance.REORDERED * eps
         errors = {}
         for name in truth:
-            largest = np.abs(self.truth[f"terms of {name}"]).max(initial=0.0)
-            error = tolerance.relative(ours, {name: truth[name]}, largest)[name]
-            errors[name] = error / limit
+            found = tolerance.relative(ours, {name: truth[name]}, self._largest_term(name))
+            errors[name] = found[name] / limit
         return errors
 
     def _double(self, ours: Arrays, truth: Arrays) -> dict[str, float]:
-        forward = {name for name in truth if name in _LIMITS}
-        errors = tolerance.relative(ours, {name: truth[name] for name in forward})
-        backward = tolerance.gradient_errors(
-            ours, {name: x for name, x in truth.items() if name not in forward}
-        )
-        allowed = {name: error / tolerance.FORWARD for name, error in errors.items()}
-        return allowed | {name: error / tolerance.GRADIENT for name, error in backward.items()}
+        errors = tolerance.relative(ours, truth)
+        limits = dict.fromkeys(_LIMITS, tolerance.FORWARD)
+        return {name: x / limits.get(name, tolerance.GRADIENT) for name, x in errors.items()}
 
     def _lower(self, ours: Arrays, truth: Arrays) -> dict[str, float]:
-        gradients = {name: x for name, x in truth.items() if name not in _LIMITS}
-        null = tolerance.null_directions(gradients)
         eps = float(ml_dtypes.finfo(self.dtype).eps)
-        plain = [
-            {name: self._only_defined(name, x) for name, x in draw.items() if name in truth}
-            for draw in self._plain
-        ]
+        plain = [{name: self._only_defined(name, x[name]) for name in truth} for x in self._plain]
         errors = {}
         for name, x in truth.items():
-            if name in null:
-                continue
             factor = _LIMITS.get(name, tolerance.LOW_GRADIENT)
             errors |= tolerance.lower_dtype(ours, plain, {name: x}, factor, eps)
-        if null:
-            largest = max(np.abs(x).max(initial=0.0) for x in gradients.values())
-            rounding = tolerance.relative(ours, {name: truth[name] for name in null}, largest)
-            errors |= {
-                name: error / (tolerance.REORDERED * eps) for name, error in rounding.items()
-            }
         return errors
 
     @cached_property
@@ -167,6 +159,10 @@ class Judged:
                 rounded = {name: x.astype(low).astype(np.float64) for name, x in found.items()}
             draws.append(rounded)
         return draws
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(np.abs(x).max(initial=0.0))
 
 
 def _nudged(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
