@@ -232,6 +232,13 @@ def test_longer_than_context_length(assert_same_error, build, width, name):
     assert_same_error(lambda side: build(side)(side.array(np.ones((2, 7, width)))), match)
 
 
+@pytest.mark.parametrize(("build", "width", "name"), list(MODULES.values())[1:], ids=list(MODULES)[1:])
+@pytest.mark.parametrize("given", [None, [[1.0, 2.0]], 3.0, "tokens"])
+def test_what_is_no_array(assert_same_error, build, width, name, given):
+    match = rf"^\w+ must be an array; got {type(given).__name__}\. Make it one before the call$"
+    assert_same_error(lambda side: build(side)(given), match)
+
+
 INPUTS = {
     "key width": ((2, 5, 6), (2, 5, 5), (2, 5, 3), r"last axis of key must be kdim=4; got shape \(2, 5, 5\)"),
     "value width": ((2, 5, 6), (2, 5, 4), (2, 5, 6), r"last axis of value must be vdim=3; got shape \(2, 5, 6\)"),

@@ -145,7 +145,7 @@ def check_block_widths(d_model: int, attention: dict[str, int], parts: dict[str,
 
 def check_tokens(name: str, x: Any, width_name: str, width: int, context_length: int | None) -> None:
     """Raise unless an array is `(t, width)` or `(b, t, width)` with `t <= context_length`, and of a dtype for calls."""
-    shape = tuple(x.shape)
+    shape = shape_of(name, x)
     if len(shape) not in (2, 3):
         raise ValueError(
             f"{name} must have shape (t, {width_name}) or (b, t, {width_name}); got rank {len(shape)}, shape {shape}. "
@@ -178,9 +178,16 @@ def check_image_size(got: tuple[int, ...], wanted: tuple[int, int]) -> None:
         )
 
 
+def shape_of(name: str, x: Any) -> tuple[int, ...]:
+    """Return the shape of an array, or raise where an argument is none."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise ValueError(f"{name} must be an array; got {type(x).__name__}. Make it one before the call")
+    return tuple(x.shape)
+
+
 def check_width(name: str, x: Any, width_name: str, width: int) -> None:
     """Raise unless the last axis of an array is `width` wide, and its dtype one for calls."""
-    shape = tuple(x.shape)
+    shape = shape_of(name, x)
     if not shape or shape[-1] != width:
         raise ValueError(
             f"the last axis of {name} must be {width_name}={width}; got shape {shape}. "
