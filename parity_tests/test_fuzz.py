@@ -1,4 +1,4 @@
-"""Random calls in `torch_ref`, judged by the formula in NumPy that those of `flax_attn` are judged by."""
+"""Random calls in `torch_ref`, judged by the formula in NumPy as those of `flax_attn` are."""
 
 import sys
 from pathlib import Path
@@ -50,10 +50,12 @@ def mask_of(case: Attention) -> Any:
 def results(case: Attention) -> dict[str, np.ndarray]:
     """Return what `torch_ref` computes: output, weights and gradients."""
     arrays = {name: as_tensor(x).requires_grad_() for name, x in case.rounded().items()}
-    first = {name: x[0] if case.unbatched and name in NAMES[:3] else x for name, x in arrays.items()}
+    given_arrays = dict(arrays)
+    if case.unbatched:
+        given_arrays |= {name: arrays[name][0] for name in NAMES[:3]}
     dropout = torch_ref.KeyedDropout(case.rate, torch.tensor(KEY.astype(np.int64)))
     output, weights = torch_ref.dot_product_attention(
-        **first,
+        **given_arrays,
         mask=mask_of(case),
         scale=case.scale,
         soft_cap=case.soft_cap,

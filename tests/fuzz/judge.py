@@ -114,10 +114,11 @@ class Judged:
         """Return whether a gradient is measured by its terms, of which it may be rounding."""
         if self.dtype == "float64" or name in SUMS:
             return True
-        return _largest(self.truth[name]) <= tolerance.NULL * self._largest_term(name)
+        truth = self._only_defined(name, self.truth[name])
+        return _largest(truth) <= tolerance.NULL * self._largest_term(name)
 
     def _largest_term(self, name: str) -> float:
-        return _largest(self.truth[f"terms of {name}"])
+        return _largest(self._only_defined(name, self.truth[f"terms of {name}"]))
 
     def _by_terms(self, ours: Arrays, truth: Arrays) -> dict[str, float]:
         """Return the errors of gradients whose terms may cancel, over those allowed."""
