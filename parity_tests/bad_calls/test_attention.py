@@ -86,11 +86,7 @@ SAME = {
         r"got an array of shape \(\), dtype complex64\. Pass one",
     ),
     "a scale of NumPy": (attend(scale=np.ones(2)), r"got an array of shape \(2,\), dtype float64"),
-    "boolean bias": (
-        attend(bias=zeros(5, 7, dtype="bool")),
-        r"must be floating point; got bool\. Pass a boolean mask as",
-    ),
-    "complex bias": (attend(bias=zeros(5, 7, dtype="complex64")), r"bias is added .*got complex64"),
+    "complex bias": (attend(bias=zeros(5, 7, dtype="complex64")), r"bias must be float64, .*got complex64\. Cast"),
     "rate": (lambda side: side.KeyedDropout("0.5", side.key()), r"dropout must be in \[0, 1\).*got dropout='0\.5'"),
     "bias": (attend(bias=zeros(5, 6)), r"bias must broadcast to \(b, n, t, s\) = \(2, 4, 5, 7\); got shape \(5, 6\)"),
     "bias of rank 5": (attend(bias=zeros(1, 2, 4, 5, 7)), r"bias must broadcast.*got shape \(1, 2, 4, 5, 7\)"),
