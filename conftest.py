@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import jax
 import jaxtyping
@@ -16,6 +17,9 @@ if jax.__version_info__ < (0, 11):
     # first flag, and compiles no sooner for the second.
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has background jobs ignore interrupts, and the commands that the tests interrupt would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish():

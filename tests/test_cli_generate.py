@@ -86,7 +86,7 @@ DAMAGED = {
     "cut": (lambda text: text[:-20], "a", "is not a tokenizer that the tokenizers library reads: EOF"),
     "another file": (lambda text: "[]", "a", "is not a tokenizer that the tokenizers library reads"),
     "of unknown words": (unknown_words, "q", "does not take the prompt 'q': WordLevel error: Missing"),
-    "half a character": (lambda text: text, "\udc80", "does not take the prompt '\\udc80': "),
+    "half a character": (lambda text: text, "\udc80", "--prompt must be text in UTF-8; "),
     "no words": (lambda text: text, "", "a prompt holds at least one token; prompt 0 is empty. Begin"),
 }
 

@@ -1,5 +1,6 @@
 """Integers of any dtype in one that holds all values that are looked at."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
@@ -23,4 +24,7 @@ def clipped(values: ArrayLike | int, limit: int) -> Int32[Array, "*shape"]:
     if values.dtype.itemsize < 4:
         values = values.astype(np.int32)
     least = -1 if jnp.issubdtype(values.dtype, jnp.signedinteger) else 0
-    return jnp.asarray(values.clip(least, limit), jnp.int32)
+    # An array of 64 bits may be used where they are switched off: its bounds need as many.
+    with jax.enable_x64(values.dtype.itemsize == 8 or jax.config.jax_enable_x64):  # pyright: ignore[reportAttributeAccessIssue]
+        inside = values.clip(least, limit)
+        return jnp.asarray(inside, jnp.int32)

@@ -58,7 +58,7 @@ class Tiles(NamedTuple):
         return Tiles(self.some & other.some, self.whole & other.whole)
 
 
-def bounded(values: Any, more: int = 0) -> Any:
+def bounded(values: Any, more: int = 0) -> int | Array:
     """Return `values + more` within `-UNBOUNDED` and `UNBOUNDED`: an integer of an integer, else an array of int32.
 
     Clipped before they are added, so that no sum wraps around; beyond every index nothing depends on by how much.
@@ -75,7 +75,7 @@ def bounded(values: Any, more: int = 0) -> Any:
     return steps + jnp.int32(bounded(low, more))
 
 
-def plus(values: Any, more: Any) -> Any:
+def plus(values: Any, more: Any) -> int | Array:
     """Return the sum of two counts: an integer if both are, else an array of int32, which ends where that does.
 
     Example:

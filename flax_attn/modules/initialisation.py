@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +138,7 @@ def fork(stream: nnx.RngStream) -> nnx.RngStream:
     return type(stream)(next_key(stream), tag=stream.tag)
 
 
-def for_flax(rngs: nnx.Rngs) -> Any:
+def for_flax(rngs: nnx.Rngs) -> nnx.Rngs:
     """Return what gives a layer of Flax its keys, which it asks for by `rngs.params()`.
 
     Example:
@@ -146,7 +146,7 @@ def for_flax(rngs: nnx.Rngs) -> Any:
         >>> bool(for_flax(one).params() == other.params()), int(one.default.count[...])
         (True, 1)
     """
-    return _ParameterKeys(rngs)
+    return cast(nnx.Rngs, _ParameterKeys(rngs))
 
 
 class _ParameterKeys:

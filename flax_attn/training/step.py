@@ -20,7 +20,7 @@ def train_step(
     *,
     lengths: ArrayLike | int | None = None,
     segments: ArrayLike | None = None,
-    dropout_key: Array | None = None,
+    dropout_key: Array | np.ndarray | None = None,
 ) -> Float[Array, ""]:
     """Update the model by one step of its optimizer, and return the loss before it.
 

@@ -92,12 +92,12 @@ def any_part(mask, rows, cols):
 
 MASKS = (
     fault("one_token_ahead_is_seen", "Tokens see one token ahead.", CAUSAL,
-          Patch(Causal, "allow", lambda part, rows, cols: cols <= part.position(rows) + 1)),
+          Patch(Causal, "allow", lambda part, rows, cols: cols <= part.beside(rows, 0) + 1)),
     fault("oneself_is_not_seen", "Tokens do not see themselves.", CAUSAL,
-          Patch(Causal, "allow", lambda part, rows, cols: cols < part.position(rows))),
+          Patch(Causal, "allow", lambda part, rows, cols: cols < part.beside(rows, 0))),
     fault("no_causal_mask", "The causal mask is missing.", CAUSAL, Patch("", "causal", False)),
     fault("top_left_for_an_offset", "A causal mask ignores its offset.", "multi_head_cross_causal",
-          Patch(Causal, "position", lambda part, rows: rows)),
+          Patch(Causal, "beside", lambda part, rows, distance: rows + distance)),
     fault("one_padded_key_is_seen", "One padded key is seen.", "multi_head_padding",
           Wrap(Lengths, "allow", lambda allow, part, *index: allow(replace(part, key=part.key + 1), *index))),
     fault("padded_queries_attend", "Padded queries attend, and do not give zeros.", "multi_head_padding",
@@ -107,7 +107,7 @@ MASKS = (
     fault("window_one_too_wide", "A sliding window has one key too many.", "multi_head_packed_window",
           Wrap(Window, "allow", lambda allow, part, *index: allow(replace(part, left=part.left + 1), *index))),
     fault("no_window_is_a_window_of_one", "Without a window each token sees itself alone.", CAUSAL,
-          Patch(Causal, "allow", lambda part, rows, cols: cols == part.position(rows))),
+          Patch(Causal, "allow", lambda part, rows, cols: cols == part.beside(rows, 0))),
     fault("segment_0_is_padding", "Segment 0 is taken for padding.", "multi_head_packed_window",
           Wrap(Segments, "allow", without_segment_0)),
     fault("any_mask_lets_through", "Of two masks a key needs to pass one, not both.", "multi_head_packed_window",
@@ -117,7 +117,7 @@ MASKS = (
     fault("transposed_mask", "A mask is indexed by key and query, not by query and key.", "multi_head_prefix_dense",
           Wrap(Dense, "allow", lambda allow, part, *index: allow(Dense(part.array.mT), *index))),
     fault("causal_prefix", "The prefix of a prefix-LM is causal.", "multi_head_prefix_dense",
-          Patch(Prefix, "allow", lambda part, rows, cols: cols <= part.position(rows))),
+          Patch(Prefix, "allow", lambda part, rows, cols: cols <= part.beside(rows, 0))),
 )  # fmt: skip
 
 DROPOUT = (

@@ -1,0 +1,3 @@
+"""What is here beside tests."""
+
+collect_ignore = ["border.py"]  # a program, which the tests of the sanitizers run
