@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +138,7 @@ def fork(stream: nnx.RngStream) -> nnx.RngStream:
     return type(stream)(next_key(stream), tag=stream.tag)
 
 
-def for_flax(rngs: nnx.Rngs) -> nnx.Rngs:
+def for_flax(rngs: nnx.Rngs) -> ParameterKeys:
     """Return what gives a layer of Flax its keys, which it asks for by `rngs.params()`.
 
     Example:
@@ -146,14 +146,17 @@ def for_flax(rngs: nnx.Rngs) -> nnx.Rngs:
         >>> bool(for_flax(one).params() == other.params()), int(one.default.count[...])
         (True, 1)
     """
-    return cast(nnx.Rngs, _ParameterKeys(rngs))
+    return ParameterKeys(rngs)
 
 
-class _ParameterKeys:
+class ParameterKeys:
+    """The keys of a stream of parameters, as Flax asks for them."""
+
     def __init__(self, rngs: nnx.Rngs):
         self._stream = rngs.params
 
     def params(self) -> Array:
+        """Return the next key."""
         return next_key(self._stream)
 
 

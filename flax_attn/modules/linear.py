@@ -1,5 +1,7 @@
 """The linear layer that every projection is made of."""
 
+from typing import Any, cast
+
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
@@ -64,7 +66,7 @@ class Linear(nnx.Linear):
             kernel_init=draw,
             bias_init=draw,
             dot_general=dot_general,
-            rngs=for_flax(check_rngs(rngs)),
+            rngs=cast(Any, for_flax(check_rngs(rngs))),
             kernel_metadata=named(*axes, unit=unit),
             # Split over devices that split the batch too, it would have to be gathered for each sum.
             bias_metadata=named(None if axes[1] == "embed" else axes[1], unit=unit[1:]),

@@ -66,6 +66,6 @@ FAULTS = (
     fault("slots_for_positions", "Keys in a ring buffer are at the positions of their slots.", RING,
           Patch(KVCache, "key_positions", property(slots)), check=CHECK),
     fault("ring_buffer_shows_too_few", "A ring buffer shows one key too few.", RING,
-          Wrap(KVCache, "extend", lambda extend, cache, *others: extend(replace(cache, window=1), *others)),
+          Wrap(KVCache, "_extend_ring_buffer", lambda extend, cache, *others: extend(cache, *others[:-1], 1)),
           check=CHECK),
 )  # fmt: skip
