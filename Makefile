@@ -163,7 +163,7 @@ dist: .venv-release/installed
 	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 or newer found: make test-newest NEWEST_PYTHON=/path/to/python'; exit 1; }
 	$(NEWEST_PYTHON) -m venv --clear .venv-newest
 	rm -rf build/lib*  # of which setuptools would install files that are no longer in the sources
-	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz,tokamax,generate]' beartype hypothesis pytest pytest-xdist zstandard
+	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz,tokamax,generate]' beartype flatbuffers hypothesis pytest pytest-xdist zstandard
 	@touch $@
 
 .venv-oldest/installed: pyproject.toml $(NATIVE) $(shell find flax_attn -name '*.py')

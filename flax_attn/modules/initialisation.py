@@ -138,7 +138,7 @@ def fork(stream: nnx.RngStream) -> nnx.RngStream:
     return type(stream)(next_key(stream), tag=stream.tag)
 
 
-def for_flax(rngs: nnx.Rngs) -> ParameterKeys:
+def for_flax(rngs: nnx.Rngs) -> _ParameterKeys:
     """Return what gives a layer of Flax its keys, which it asks for by `rngs.params()`.
 
     Example:
@@ -146,10 +146,10 @@ def for_flax(rngs: nnx.Rngs) -> ParameterKeys:
         >>> bool(for_flax(one).params() == other.params()), int(one.default.count[...])
         (True, 1)
     """
-    return ParameterKeys(rngs)
+    return _ParameterKeys(rngs)
 
 
-class ParameterKeys:
+class _ParameterKeys:
     """The keys of a stream of parameters, as Flax asks for them."""
 
     def __init__(self, rngs: nnx.Rngs):
