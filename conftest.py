@@ -32,7 +32,11 @@ def pytest_collection_finish():
 @pytest.fixture
 def as_a_user_has_jax():
     """Compute in float32, with JAX's own promotion: what documentation and examples run with."""
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         yield
 
 
@@ -54,8 +58,13 @@ def checkpoint_here(tmp_path, monkeypatch):
 
     words = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(words, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    config = GPT2Config(d_model=8, num_heads=2, num_layers=1, context_length=64, vocab_size=len(words))
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    config = GPT2Config(
+        d_model=8, num_heads=2, num_layers=1, context_length=64, vocab_size=len(words)
+    )
     GPT2(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path / "gpt2")
     tokenizer.save(str(tmp_path / "gpt2" / "tokenizer.json"))
     monkeypatch.chdir(tmp_path)

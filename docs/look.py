@@ -51,9 +51,14 @@ def browser() -> str | None:
 
 def look(page: Page, picture: Path) -> Iterator[str]:
     """Yield what is too wide on an open page, and save a picture of it."""
-    sizes = {"width": page.evaluate("innerWidth"), "height": page.evaluate("document.documentElement.scrollHeight")}
+    sizes = {
+        "width": page.evaluate("innerWidth"),
+        "height": page.evaluate("document.documentElement.scrollHeight"),
+    }
     page.screenshot(
-        path=picture, full_page=True, clip={"x": 0, "y": 0, **sizes, "height": min(sizes["height"], TALLEST)}
+        path=picture,
+        full_page=True,
+        clip={"x": 0, "y": 0, **sizes, "height": min(sizes["height"], TALLEST)},
     )
     yield from (f"too wide: {element}" for element in page.evaluate(TOO_WIDE))
 
@@ -71,7 +76,10 @@ def walk(address: str, names: Sequence[str], pictures: Path, width: int) -> list
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
         page = chromium.new_page(viewport={"width": width, "height": 900})
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: errors.append(message.text) if message.type == "error" else None,
+        )
         page.on("pageerror", lambda error: errors.append(str(error)))
         for name in names:
             picture = f"{name.removesuffix('.html').replace('/', '-')}-{width}-{{}}.png"
@@ -110,14 +118,21 @@ def main() -> int:
     options = parser.parse_args()
     site = options.site.resolve()
     names = options.pages or sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
-    names = [name for name in names if not name.startswith("_downloads") and Path(name).parent.name != "_static"]
+    names = [
+        name
+        for name in names
+        if not name.startswith("_downloads") and Path(name).parent.name != "_static"
+    ]
     if not names:
         parser.error(f"no page in {site}: run `make docs` first")
     options.pictures.mkdir(parents=True, exist_ok=True)
     with served(site) as address, ProcessPoolExecutor(len(WIDTHS), get_context("spawn")) as pool:
         seen = [pool.submit(walk, address, names, options.pictures, width) for width in WIDTHS]
         wrong = [what for one in seen for what in one.result()]
-    print("\n".join(wrong) or f"{len(names)} pages, wide and narrow, light and dark: pictures in {options.pictures}")
+    print(
+        "\n".join(wrong)
+        or f"{len(names)} pages, wide and narrow, light and dark: pictures in {options.pictures}"
+    )
     return 1 if wrong else 0
 
 

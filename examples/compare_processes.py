@@ -46,15 +46,29 @@ def train(mesh: str, steps: int, limit: float) -> list[float]:
     """
     count, address = processes_of(mesh), free_address()
     with TemporaryDirectory() as folder:
-        shared = ["--float64", "--mesh", mesh, "--steps", str(steps), "--checkpoints", f"{folder}/checkpoints"]
+        shared = [
+            "--float64",
+            "--mesh",
+            mesh,
+            "--steps",
+            str(steps),
+            "--checkpoints",
+            f"{folder}/checkpoints",
+        ]
         shared += ["--coordinator", address, "--processes", str(count), "--process"]
         files = [Path(folder, str(i)) for i in range(count)]
         started = [start([*shared, str(i)], file) for i, file in enumerate(files)]
         try:
             end = time.monotonic() + limit
-            failed = [i for i, process in enumerate(started) if process.wait(max(0, end - time.monotonic()))]
+            failed = [
+                i
+                for i, process in enumerate(started)
+                if process.wait(max(0, end - time.monotonic()))
+            ]
         except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"{mesh}: a process has not ended after {limit:g} seconds") from error
+            raise RuntimeError(
+                f"{mesh}: a process has not ended after {limit:g} seconds"
+            ) from error
         finally:
             for process in started:
                 process.kill()
@@ -62,7 +76,9 @@ def train(mesh: str, steps: int, limit: float) -> list[float]:
         texts = [file.read_text() for file in files]
     if failed:
         raise RuntimeError(f"{mesh}: process {failed[0]} of {count} failed:\n{texts[failed[0]]}")
-    return [json.loads(line)["loss"] for line in texts[0].splitlines() if line.startswith('{"step"')]
+    return [
+        json.loads(line)["loss"] for line in texts[0].splitlines() if line.startswith('{"step"')
+    ]
 
 
 def start(arguments: list[str], output: Path) -> subprocess.Popen:
@@ -72,7 +88,9 @@ def start(arguments: list[str], output: Path) -> subprocess.Popen:
     own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": path}
     with output.open("w") as file:
         command = [sys.executable, str(FILE), *arguments]
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | own)
+        return subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | own
+        )
 
 
 def largest_error(losses: list[float], expected: list[float]) -> float:
@@ -82,19 +100,36 @@ def largest_error(losses: list[float], expected: list[float]) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compare, print a table, and return the exit status."""
-    parser = argparse.ArgumentParser(description="Compare training on several processes with training on one.")
+    parser = argparse.ArgumentParser(
+        description="Compare training on several processes with training on one."
+    )
     parser.add_argument("--steps", type=int, default=8, help="of each run (default 8)")
-    parser.add_argument("--mesh", action="append", help=f"to train on; may be repeated (default: {' '.join(MESHES)})")
-    parser.add_argument("--limit", type=float, default=600, help="seconds that a run may take (default 600)")
+    parser.add_argument(
+        "--mesh",
+        action="append",
+        help=f"to train on; may be repeated (default: {' '.join(MESHES)})",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=600, help="seconds that a run may take (default 600)"
+    )
     options = parser.parse_args(arguments)
-    table = Table("processes", "mesh", "last loss", "largest error", title="losses beside those of one process")
+    table = Table(
+        "processes",
+        "mesh",
+        "last loss",
+        "largest error",
+        title="losses beside those of one process",
+    )
     expected, errors = train(MESHES[0], options.steps, options.limit), []
     for mesh in options.mesh or MESHES[1:]:
         losses = train(mesh, options.steps, options.limit)
         errors.append(largest_error(losses, expected))
         verdict = f"[{'green' if errors[-1] <= RULE else 'red'}]{errors[-1]:.1e}[/]"
         table.add_row(str(processes_of(mesh)), mesh, f"{losses[-1]:.12f}", verdict)
-    Console().print(table, f"rule: {RULE} of the losses on one process, {expected[0]:.12f} to {expected[-1]:.12f}")
+    Console().print(
+        table,
+        f"rule: {RULE} of the losses on one process, {expected[0]:.12f} to {expected[-1]:.12f}",
+    )
     return int(not all(error <= RULE for error in errors))
 
 

@@ -66,14 +66,21 @@ def sequences(steps: int, b: int = 20, seed: int = 0) -> Iterator[Batch]:
     for _ in range(steps):
         symbols = random.integers(0, SYMBOLS, (b, LENGTH))
         separator = np.full((b, 1), SYMBOLS)
-        yield Batch(np.hstack([symbols, separator, symbols[:, :-1]]), symbols, random.integers(0, 2**32, 2))
+        yield Batch(
+            np.hstack([symbols, separator, symbols[:, :-1]]), symbols, random.integers(0, 2**32, 2)
+        )
 
 
 def train(num_heads: int, recipe: Recipe = RECIPE, seed: int = 0) -> Curves:
     """Train a model of that many heads on both sides at once."""
     ours, theirs = twins(replace(SIZES, num_heads=num_heads), seed)
     batches = list(sequences(recipe.steps, seed=seed))
-    steps = zip(batches, train_flax(ours, recipe, batches), train_torch(theirs, recipe, batches), strict=True)
+    steps = zip(
+        batches,
+        train_flax(ours, recipe, batches),
+        train_torch(theirs, recipe, batches),
+        strict=True,
+    )
     losses, accuracies = [], []
     for batch, *sides in track(steps, f"heads: {num_heads}", total=recipe.steps, transient=True):
         losses.append([loss for loss, _ in sides])
@@ -89,9 +96,16 @@ def plot(runs: dict[int, Curves]) -> Figure:
         heads = "1 head" if num_heads == 1 else f"{num_heads} heads"
         for panel, (ours, reference) in zip(panels, (run.losses.T, run.accuracies.T), strict=True):
             steps = np.arange(1, len(ours) + 1)
-            panel.plot(steps, ours, color=COLOURS[num_heads], linewidth=4, alpha=0.6, label=f"{heads}, JAX")
             panel.plot(
-                steps, reference, color="black", linewidth=1, linestyle=STYLES[num_heads], label=f"{heads}, PyTorch"
+                steps, ours, color=COLOURS[num_heads], linewidth=4, alpha=0.6, label=f"{heads}, JAX"
+            )
+            panel.plot(
+                steps,
+                reference,
+                color="black",
+                linewidth=1,
+                linestyle=STYLES[num_heads],
+                label=f"{heads}, PyTorch",
             )
     guess = {"color": "grey", "linewidth": 1, "linestyle": "-", "label": "guessing"}
     panels[0].axhline(np.log(SYMBOLS), **guess)
@@ -101,30 +115,48 @@ def plot(runs: dict[int, Curves]) -> Figure:
     for panel in panels:
         panel.grid(alpha=0.3)
         panel.legend()
-    figure.suptitle(f"copying sequences of {LENGTH}, drawn from {SYMBOLS} symbols; width {SIZES.d_model}")
+    figure.suptitle(
+        f"copying sequences of {LENGTH}, drawn from {SYMBOLS} symbols; width {SIZES.d_model}"
+    )
     return figure
 
 
 def table(runs: dict[int, Curves]) -> Table:
     """Return when each got how far, and how far the sides are apart."""
     found = Table(box=SIMPLE_HEAD)
-    for heading in ("heads", "half are right", "99 % are right", "last 20 batches", "losses apart", "rule"):
+    for heading in (
+        "heads",
+        "half are right",
+        "99 % are right",
+        "last 20 batches",
+        "losses apart",
+        "rule",
+    ):
         found.add_column(heading, justify="right")
     for num_heads, run in runs.items():
-        reached = (f"step {step}" if (step := run.first(share)) else "never" for share in (0.5, 0.99))
+        reached = (
+            f"step {step}" if (step := run.first(share)) else "never" for share in (0.5, 0.99)
+        )
         end = f"{run.accuracies[-20:, 0].mean():.1%}"
-        found.add_row(str(num_heads), *reached, end, f"{run.apart:.1e}", f"{tolerance.TRAINING:.0e}")
+        found.add_row(
+            str(num_heads), *reached, end, f"{run.apart:.1e}", f"{tolerance.TRAINING:.0e}"
+        )
     return found
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Teach one head and eight to copy, in JAX and in PyTorch.")
+    parser = argparse.ArgumentParser(
+        description="Teach one head and eight to copy, in JAX and in PyTorch."
+    )
     parser.add_argument("--steps", type=int, default=RECIPE.steps)
     parser.add_argument("--seed", type=int, default=0, help="of the weights and sequences")
     parser.add_argument("--out", type=Path, help="where to draw it")
     options = parser.parse_args()
     with on_cpu():
-        runs = {heads: train(heads, replace(RECIPE, steps=options.steps), options.seed) for heads in COLOURS}
+        runs = {
+            heads: train(heads, replace(RECIPE, steps=options.steps), options.seed)
+            for heads in COLOURS
+        }
     Console().print(table(runs))
     if options.out:
         plot(runs).savefig(options.out, dpi=150)

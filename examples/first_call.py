@@ -12,13 +12,17 @@ from flax import nnx
 import flax_attn
 from flax_attn import Mask, MultiHeadAttention, explain
 
-layer = MultiHeadAttention(64, 64, context_length=256, dropout=0.0, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0))
+layer = MultiHeadAttention(
+    64, 64, context_length=256, dropout=0.0, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0)
+)
 x = jax.random.normal(jax.random.key(0), (2, 10, 64))
 output, weights = nnx.jit(lambda layer, x: layer(x, return_weights=True))(layer, x)
 assert output.shape == (2, 10, 64)
 assert weights.shape == (2, 4, 10, 10)
 assert jnp.allclose(weights.sum(axis=-1), 1, atol=1e-6)
-print(f"flax_attn {flax_attn.__version__}, jax {jax.__version__}, Python {sys.version.split()[0]}: {output.shape}")
+print(
+    f"flax_attn {flax_attn.__version__}, jax {jax.__version__}, Python {sys.version.split()[0]}: {output.shape}"
+)
 
 heads = jnp.ones((2, 10, 4, 16))
 print(explain(heads, heads, heads, mask=Mask.causal()))

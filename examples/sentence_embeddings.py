@@ -79,7 +79,9 @@ class SentenceEncoder(nnx.Module):
         self.positions = nnx.Embed(config["max_position_embeddings"], d_model, **numerics)
         self.types = nnx.Embed(config["type_vocab_size"], d_model, **numerics)
         self.norm = LayerNorm(d_model, config["layer_norm_eps"], **numerics)
-        self.blocks = nnx.List(self._block(config, numerics) for _ in range(config["num_hidden_layers"]))
+        self.blocks = nnx.List(
+            self._block(config, numerics) for _ in range(config["num_hidden_layers"])
+        )
 
     def _block(self, config, numerics):
         d, eps = config["hidden_size"], config["layer_norm_eps"]
@@ -106,7 +108,9 @@ class SentenceEncoder(nnx.Module):
         x = self.hidden_states(tokens, lengths)
         real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
         total = einsum(x, real.astype(x.dtype), "b t d, b t -> b d")
-        return total / jnp.linalg.norm(total, axis=-1, keepdims=True)  # the same for the mean as for the sum
+        return total / jnp.linalg.norm(
+            total, axis=-1, keepdims=True
+        )  # the same for the mean as for the sum
 
 
 def load(folder: Path, *, param_dtype=jnp.float32) -> SentenceEncoder:
@@ -120,10 +124,14 @@ def load(folder: Path, *, param_dtype=jnp.float32) -> SentenceEncoder:
 def tokenize(folder: Path, sentences: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of the sentences, padded to the longest, and how many there are in each."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.enable_truncation(json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"])
+    tokenizer.enable_truncation(
+        json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"]
+    )
     tokenizer.enable_padding()
     found = tokenizer.encode_batch(sentences)
-    return np.array([row.ids for row in found]), np.array([sum(row.attention_mask) for row in found])
+    return np.array([row.ids for row in found]), np.array(
+        [sum(row.attention_mask) for row in found]
+    )
 
 
 def similarity_table(sentences: list[str], similarity: np.ndarray) -> Table:
@@ -133,12 +141,17 @@ def similarity_table(sentences: list[str], similarity: np.ndarray) -> Table:
         table.add_column(str(number), justify="right")
     nearest = np.argmax(similarity - 2 * np.eye(len(sentences)), axis=1)
     for i, (sentence, row) in enumerate(zip(sentences, similarity, strict=True)):
-        cells = [f"[bold green]{value:.2f}[/]" if j == nearest[i] else f"{value:.2f}" for j, value in enumerate(row)]
+        cells = [
+            f"[bold green]{value:.2f}[/]" if j == nearest[i] else f"{value:.2f}"
+            for j, value in enumerate(row)
+        ]
         table.add_row(str(i + 1), sentence, *cells)
     return table
 
 
 if __name__ == "__main__":
     folder = get_model_path()
-    embeddings = np.asarray(nnx.jit(SentenceEncoder.__call__)(load(folder), *tokenize(folder, SENTENCES)))
+    embeddings = np.asarray(
+        nnx.jit(SentenceEncoder.__call__)(load(folder), *tokenize(folder, SENTENCES))
+    )
     Console().print(similarity_table(SENTENCES, embeddings @ embeddings.T))

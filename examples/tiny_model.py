@@ -25,7 +25,9 @@ from flax_attn.functional.dropout import fold_in
 from flax_attn.parity import Recipe
 from torch_ref.functional.dropout import fold_in as torch_fold_in
 
-LAYOUT = convert.Layout((convert.Rule(("embedding",), "weight"), *convert.LAYOUTS["torch_ref"].rules))
+LAYOUT = convert.Layout(
+    (convert.Rule(("embedding",), "weight"), *convert.LAYOUTS["torch_ref"].rules)
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ def twins(sizes: Sizes, seed: int = 0) -> tuple[FlaxModel, TorchModel]:
     return ours, theirs
 
 
-def train_flax(model: FlaxModel, recipe: Recipe, batches: Iterable[Batch]) -> Iterator[tuple[float, np.ndarray]]:
+def train_flax(
+    model: FlaxModel, recipe: Recipe, batches: Iterable[Batch]
+) -> Iterator[tuple[float, np.ndarray]]:
     """Change the model by a step for each batch; yield the loss before it and the logits of the targets."""
 
     def mean_loss(model, batch):
@@ -136,14 +140,18 @@ def train_flax(model: FlaxModel, recipe: Recipe, batches: Iterable[Batch]) -> It
         yield float(loss), np.asarray(logits)
 
 
-def train_torch(model: TorchModel, recipe: Recipe, batches: Iterable[Batch]) -> Iterator[tuple[float, np.ndarray]]:
+def train_torch(
+    model: TorchModel, recipe: Recipe, batches: Iterable[Batch]
+) -> Iterator[tuple[float, np.ndarray]]:
     """Change the model by a step for each batch; yield the loss before it and the logits of the targets."""
     optimizer, schedule = recipe.torch(model.parameters())
     for batch in batches:
         tokens, targets, key = map(torch.from_numpy, batch)
         optimizer.zero_grad()
         logits = model(tokens, dropout_key=key)[:, -targets.shape[1] :]
-        loss = cross_entropy(rearrange(logits, "b u v -> (b u) v"), rearrange(targets, "b u -> (b u)"))
+        loss = cross_entropy(
+            rearrange(logits, "b u v -> (b u) v"), rearrange(targets, "b u -> (b u)")
+        )
         loss.backward()
         recipe.clip(model.parameters())
         optimizer.step()

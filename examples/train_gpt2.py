@@ -33,7 +33,9 @@ from flax_attn import GPT2, GPT2Config
 from flax_attn.models import generate
 from flax_attn.training import Checkpoints, train_step
 
-CONFIG = GPT2Config(d_model=192, num_heads=6, num_layers=4, context_length=256, vocab_size=2048, dropout=0.1)
+CONFIG = GPT2Config(
+    d_model=192, num_heads=6, num_layers=4, context_length=256, vocab_size=2048, dropout=0.1
+)
 END, PROMPT, ROWS = "<|endoftext|>", "Return the", 8
 NOT_LIBRARY = {"idlelib", "lib2to3", "site-packages", "test", "tests"}
 
@@ -84,24 +86,32 @@ class Corpus:
         order = np.random.default_rng(number).permutation(len(self.documents))
         tokens = np.concatenate([self.documents[i] for i in order])
         segments = np.repeat(np.arange(len(order)), [len(self.documents[i]) for i in order])
-        return tuple(x[: self.rows * self.t].reshape(-1, self.t).astype(np.int32) for x in (tokens, segments))
+        return tuple(
+            x[: self.rows * self.t].reshape(-1, self.t).astype(np.int32) for x in (tokens, segments)
+        )
 
     def batches(self, read: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yield batches after `read` rows, each with how many rows are read after it."""
         if self.rows < ROWS:
-            raise ValueError(f"a batch has {ROWS} rows of {self.t} tokens; got {self.rows} in all. Take more text")
+            raise ValueError(
+                f"a batch has {ROWS} rows of {self.t} tokens; got {self.rows} in all. Take more text"
+            )
         while True:
             tokens, segments = self.epoch(read // self.rows)
             for start in range(read % self.rows, self.rows, ROWS):
                 batch = tokens[start : start + ROWS], segments[start : start + ROWS]
-                if len(batch[0]) == ROWS:  # what is left of an epoch is skipped: one shape, compiled once
+                if (
+                    len(batch[0]) == ROWS
+                ):  # what is left of an epoch is skipped: one shape, compiled once
                     yield read - read % self.rows + start + ROWS, *batch
             read = (read // self.rows + 1) * self.rows
 
 
 def make_optimizer(model: GPT2, steps: int) -> nnx.Optimizer:
     """Return AdamW with warm-up, cosine decay and clipping."""
-    rates = optax.warmup_cosine_decay_schedule(0.0, 2e-3, warmup_steps=steps // 10, decay_steps=steps, end_value=1e-4)
+    rates = optax.warmup_cosine_decay_schedule(
+        0.0, 2e-3, warmup_steps=steps // 10, decay_steps=steps, end_value=1e-4
+    )
     adamw = optax.adamw(rates, b2=0.95, weight_decay=0.1)
     return nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adamw), wrt=nnx.Param)
 
@@ -113,7 +123,9 @@ def sample(model: GPT2, tokenizer: Tokenizer, seed: int) -> str:
     return " ".join(tokenizer.decode([*prompt, *generate(model, prompt, 40, **options)]).split())
 
 
-def train(model: GPT2, corpus: Corpus, tokenizer: Tokenizer, folder: Path, steps: int, every: int) -> list[float]:
+def train(
+    model: GPT2, corpus: Corpus, tokenizer: Tokenizer, folder: Path, steps: int, every: int
+) -> list[float]:
     """Train to step `steps` from the last checkpoint in a folder; return the losses. Save and sample regularly."""
     optimizer, losses = make_optimizer(model, steps), []
     with Checkpoints(folder) as checkpoints, Progress(transient=True) as progress:
@@ -143,7 +155,9 @@ def resume(checkpoints: Checkpoints, model: GPT2, optimizer: nnx.Optimizer) -> t
 
 def report(console: Console, step: int, losses: list[float], speed: float, text: str) -> None:
     """Print the loss and the speed of the last steps, and a sample of the model."""
-    console.print(f"step {step:>5}   loss {np.mean(losses):.3f}   {speed:,.0f} tokens/s", highlight=False)
+    console.print(
+        f"step {step:>5}   loss {np.mean(losses):.3f}   {speed:,.0f} tokens/s", highlight=False
+    )
     console.print(f"    {text}", style="green", markup=False, highlight=False)
 
 
@@ -151,10 +165,14 @@ def write(model: GPT2, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the folder of a checkpoint, as Hugging Face has it, with the tokenizer and the token that ends a text."""
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id(END)}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": tokenizer.token_to_id(END)})
+    )
 
 
-def main(folder: Path, steps: int = 600, every: int = 100, config: GPT2Config = CONFIG) -> tuple[GPT2, list[float]]:
+def main(
+    folder: Path, steps: int = 600, every: int = 100, config: GPT2Config = CONFIG
+) -> tuple[GPT2, list[float]]:
     """Train, write the model, and return it and the loss of every step."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = docstrings(Path(sysconfig.get_path("stdlib")))
@@ -163,15 +181,29 @@ def main(folder: Path, steps: int = 600, every: int = 100, config: GPT2Config = 
     documents = [np.array([*found.ids, end]) for found in tokenizer.encode_batch(texts)]
     corpus = Corpus(documents, config.context_length)
     model = GPT2(replace(config, vocab_size=tokenizer.get_vocab_size()), rngs=nnx.Rngs(0))
-    Console().print(f"{len(texts)} documents, {sum(map(len, documents))} tokens, {corpus.rows} rows", highlight=False)
+    Console().print(
+        f"{len(texts)} documents, {sum(map(len, documents))} tokens, {corpus.rows} rows",
+        highlight=False,
+    )
     losses = train(model, corpus, tokenizer, folder / "checkpoints", steps, every)
     write(model, tokenizer, folder / "model")
     return model, losses
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train a small GPT-2 on the documentation of Python's library.")
-    parser.add_argument("--folder", type=Path, required=True, help="of checkpoints and model; a run in it goes on")
-    parser.add_argument("--steps", type=int, default=600, help="in all (default 600); the schedule ends with them")
-    parser.add_argument("--every", type=int, default=100, help="how many steps lie between checkpoints (default 100)")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT-2 on the documentation of Python's library."
+    )
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="of checkpoints and model; a run in it goes on"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=600, help="in all (default 600); the schedule ends with them"
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=100,
+        help="how many steps lie between checkpoints (default 100)",
+    )
     main(**vars(parser.parse_args()))

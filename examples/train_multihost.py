@@ -48,7 +48,9 @@ from flax_attn.sharding.axes import mesh_axes
 from flax_attn.sharding.parameters import create
 from flax_attn.training import Checkpoints, train_step
 
-CONFIG = GPT2Config(d_model=128, num_heads=4, num_layers=2, context_length=128, vocab_size=256, dropout=0.1)
+CONFIG = GPT2Config(
+    d_model=128, num_heads=4, num_layers=2, context_length=128, vocab_size=256, dropout=0.1
+)
 OWN = {"coordinator", "processes", "process"}  # arguments that processes need not have in common
 
 
@@ -59,7 +61,11 @@ def join(options: argparse.Namespace) -> None:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX ends a process for which the others do not come, and does not say what it waited for.
-    print(f"waits {options.timeout} s for {options.processes or 'all'} processes", file=sys.stderr, flush=True)
+    print(
+        f"waits {options.timeout} s for {options.processes or 'all'} processes",
+        file=sys.stderr,
+        flush=True,
+    )
     jax.distributed.initialize(
         options.coordinator,
         options.processes,
@@ -82,8 +88,12 @@ def check_processes(options: argparse.Namespace) -> None:
 def check_devices(counts: dict[int, int]) -> None:
     """Raise unless all processes have as many devices."""
     if len(set(counts.values())) > 1:
-        found = ", ".join(f"{count} on process {process}" for process, count in sorted(counts.items()))
-        raise ValueError(f"all processes must have as many devices; got {found}. Start them on hosts of one kind")
+        found = ", ".join(
+            f"{count} on process {process}" for process, count in sorted(counts.items())
+        )
+        raise ValueError(
+            f"all processes must have as many devices; got {found}. Start them on hosts of one kind"
+        )
 
 
 def check_same(settings: dict[int, dict[str, str]]) -> None:
@@ -112,7 +122,9 @@ def make_mesh(sizes: dict[str, int]) -> Mesh:
             f"the sizes of --mesh must multiply to the number of devices, {jax.device_count()} "
             f"on {jax.process_count()} process(es); got {sizes}. Change a size"
         )
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
 def load(options: argparse.Namespace, mesh: Mesh) -> tuple[LanguageModel, np.ndarray]:
@@ -129,7 +141,9 @@ def load(options: argparse.Namespace, mesh: Mesh) -> tuple[LanguageModel, np.nda
     return model, np.array(tokenizer.encode(options.text.read_text(encoding="utf-8")).ids, np.int32)
 
 
-def batch_of(tokens: np.ndarray, shape: tuple[int, int], where: NamedSharding, key: tuple[int, int]) -> jax.Array:
+def batch_of(
+    tokens: np.ndarray, shape: tuple[int, int], where: NamedSharding, key: tuple[int, int]
+) -> jax.Array:
     """Return rows of the text from places that the key decides. Each process cuts only the rows of its own devices."""
     starts = np.random.default_rng(key).integers(0, len(tokens) - shape[1] + 1, shape[0])
     within = np.arange(shape[1])
@@ -138,7 +152,9 @@ def batch_of(tokens: np.ndarray, shape: tuple[int, int], where: NamedSharding, k
     )
 
 
-def make_batches(tokens: np.ndarray, t: int, options: argparse.Namespace, mesh: Mesh, done: int) -> Iterator[Any]:
+def make_batches(
+    tokens: np.ndarray, t: int, options: argparse.Namespace, mesh: Mesh, done: int
+) -> Iterator[Any]:
     """Yield the steps after `done`, each with its batch."""
     where = NamedSharding(mesh, spec(("batch", "tokens"), mesh))
     for step in range(done + 1, options.steps + 1):
@@ -160,7 +176,9 @@ def train(options: argparse.Namespace) -> dict[int, float]:
     model, tokens = load(options, mesh)
     check_divides("batch", options.batch, "batch", mesh)
     check_divides("context_length", model.config.context_length, "tokens", mesh)
-    optimizer = create(lambda model: nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param), mesh, model)
+    optimizer = create(
+        lambda model: nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param), mesh, model
+    )
     with jax.set_mesh(mesh), Checkpoints(options.checkpoints) as checkpoints, end_at_once():
         done = 0 if checkpoints.latest is None else checkpoints.restore(model, optimizer)[0]
         for step, batch in make_batches(tokens, model.config.context_length, options, mesh, done):
@@ -195,21 +213,52 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options of a command line."""
     parser = argparse.ArgumentParser(description="Train a GPT-2 on all hosts of a pod.")
     add = parser.add_argument
-    add("--mesh", required=True, help="sizes of data, fsdp, tensor and context: data=16,tensor=4; all devices together")
-    add("--checkpoints", required=True, help="a folder that all processes share; a run in it is resumed")
-    add("--model", type=Path, help="a Hugging Face folder with tokenizer.json; left out, a small GPT-2 on bytes")
-    add("--text", type=Path, default=Path(pydoc_data.topics.__file__), help="a file (default: Python's help topics)")
+    add(
+        "--mesh",
+        required=True,
+        help="sizes of data, fsdp, tensor and context: data=16,tensor=4; all devices together",
+    )
+    add(
+        "--checkpoints",
+        required=True,
+        help="a folder that all processes share; a run in it is resumed",
+    )
+    add(
+        "--model",
+        type=Path,
+        help="a Hugging Face folder with tokenizer.json; left out, a small GPT-2 on bytes",
+    )
+    add(
+        "--text",
+        type=Path,
+        default=Path(pydoc_data.topics.__file__),
+        help="a file (default: Python's help topics)",
+    )
     add("--batch", type=int, default=8, help="rows of a step on all devices together (default 8)")
     add("--steps", type=int, default=100, help="in all (default 100)")
     add("--every", type=int, default=20, help="how many steps lie between checkpoints (default 20)")
-    add("--seed", type=int, default=0, help="of the parameters of the small GPT-2 and of the order of the data")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the parameters of the small GPT-2 and of the order of the data",
+    )
     add("--float64", action="store_true", help="compute in float64, to compare runs")
-    add("--timeout", type=int, default=100, help="seconds in which a process must start, and answer ever after (100)")
-    add("--coordinator", help="host:port of process 0; where a cluster tells, leave out these three")
+    add(
+        "--timeout",
+        type=int,
+        default=100,
+        help="seconds in which a process must start, and answer ever after (100)",
+    )
+    add(
+        "--coordinator", help="host:port of process 0; where a cluster tells, leave out these three"
+    )
     add("--processes", type=int, help="how many there are; 1 trains without others")
     add("--process", type=int, help="the index of this one")
     options = parser.parse_args(arguments)
-    check_positive(**{name: getattr(options, name) for name in ("batch", "steps", "every", "timeout")})
+    check_positive(
+        **{name: getattr(options, name) for name in ("batch", "steps", "every", "timeout")}
+    )
     return options
 
 

@@ -30,7 +30,9 @@ from flax_attn.parity import Recipe, tolerance
 from flax_attn.parity.cpu import on_cpu
 
 TEXT = (Path(__file__).parents[1] / "LICENSE").read_text()
-RECIPE = Recipe(steps=300, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0, schedule="cosine", warmup=20)
+RECIPE = Recipe(
+    steps=300, learning_rate=3e-3, weight_decay=0.1, clip_norm=1.0, schedule="cosine", warmup=20
+)
 BLUE, ORANGE, GREEN = "#0072b2", "#e69f00", "#009e73"  # told apart by the colour-blind, too
 
 
@@ -70,9 +72,15 @@ def train(ours: Recipe, theirs: Recipe, sizes: Sizes) -> Trajectory:
     """Train both sides at once, each by its recipe, and compare them after every step."""
     flax_model, torch_model = twins(sizes)
     batches = list(characters(TEXT, sizes, ours.steps))
-    steps = zip(train_flax(flax_model, ours, batches), train_torch(torch_model, theirs, batches), strict=True)
+    steps = zip(
+        train_flax(flax_model, ours, batches),
+        train_torch(torch_model, theirs, batches),
+        strict=True,
+    )
     seen = []
-    for (loss, _), (reference, _) in track(steps, "training both sides", total=ours.steps, transient=True):
+    for (loss, _), (reference, _) in track(
+        steps, "training both sides", total=ours.steps, transient=True
+    ):
         weights = {name: tensor.numpy() for name, tensor in torch_model.state_dict().items()}
         errors = tolerance.relative(convert.state_dict(flax_model, LAYOUT), weights)
         worst = max(errors, key=errors.__getitem__)
@@ -83,7 +91,9 @@ def train(ours: Recipe, theirs: Recipe, sizes: Sizes) -> Trajectory:
 
 def with_default_decay(recipe: Recipe, optimizer: Callable) -> Recipe:
     """Return the recipe with the default weight decay of an optimizer."""
-    return replace(recipe, weight_decay=inspect.signature(optimizer).parameters["weight_decay"].default)
+    return replace(
+        recipe, weight_decay=inspect.signature(optimizer).parameters["weight_decay"].default
+    )
 
 
 def plot(trajectory: Trajectory) -> Figure:
@@ -92,12 +102,31 @@ def plot(trajectory: Trajectory) -> Figure:
     left, right = figure.subplots(1, 2)
     steps = np.arange(1, len(trajectory.reference) + 1)
     left.plot(steps, trajectory.ours, color=BLUE, linewidth=4, alpha=0.5, label="JAX")
-    left.plot(steps, trajectory.reference, color="black", linewidth=1, linestyle="--", label="PyTorch")
+    left.plot(
+        steps, trajectory.reference, color="black", linewidth=1, linestyle="--", label="PyTorch"
+    )
     left.set(xlabel="step", ylabel="loss, nats a character", title="the loss, on both sides")
     right.plot(steps, trajectory.parameters, color=ORANGE, label="parameters: the largest of all")
-    right.plot(steps, trajectory.loss, ".", color=GREEN, markersize=3, label="loss, where not equal bit for bit")
-    right.axhline(tolerance.TRAINING, color="black", linestyle=":", label=f"the rule: {tolerance.TRAINING:.0e}")
-    right.set(yscale="log", xlabel="step", ylabel="relative difference", title="JAX against PyTorch, after every step")
+    right.plot(
+        steps,
+        trajectory.loss,
+        ".",
+        color=GREEN,
+        markersize=3,
+        label="loss, where not equal bit for bit",
+    )
+    right.axhline(
+        tolerance.TRAINING,
+        color="black",
+        linestyle=":",
+        label=f"the rule: {tolerance.TRAINING:.0e}",
+    )
+    right.set(
+        yscale="log",
+        xlabel="step",
+        ylabel="relative difference",
+        title="JAX against PyTorch, after every step",
+    )
     for panel in (left, right):
         panel.grid(alpha=0.3)
         panel.legend()
@@ -117,16 +146,24 @@ def report(trajectory: Trajectory) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train in JAX and in PyTorch, and compare after every step.")
+    parser = argparse.ArgumentParser(
+        description="Train in JAX and in PyTorch, and compare after every step."
+    )
     parser.add_argument("--steps", type=int, default=RECIPE.steps)
-    parser.add_argument("--defaults", action="store_true", help="each framework's own default of weight decay")
+    parser.add_argument(
+        "--defaults", action="store_true", help="each framework's own default of weight decay"
+    )
     parser.add_argument("--out", type=Path, help="where to draw it")
     options = parser.parse_args()
     ours = theirs = replace(RECIPE, steps=options.steps)
     if options.defaults:
-        ours, theirs = (with_default_decay(ours, optimizer) for optimizer in (optax.adamw, torch.optim.AdamW))
+        ours, theirs = (
+            with_default_decay(ours, optimizer) for optimizer in (optax.adamw, torch.optim.AdamW)
+        )
     with on_cpu():
-        run = train(ours, theirs, Sizes(len(set(TEXT)), context_length=40, num_layers=2, dropout=0.1))
+        run = train(
+            ours, theirs, Sizes(len(set(TEXT)), context_length=40, num_layers=2, dropout=0.1)
+        )
     Console().print(report(run), highlight=False, soft_wrap=True)
     if options.out:
         plot(run).savefig(options.out, dpi=150)

@@ -18,7 +18,15 @@ from typing import Any
 from field.by_hand import lines
 
 RESULTS = Path(__file__).with_name("results")  # a file for each library
-PRELOADED = ["jax", "torch", "transformers", "flax.linen", "flax.nnx", "flax_attn.parity", "field.judging"]
+PRELOADED = [
+    "jax",
+    "torch",
+    "transformers",
+    "flax.linen",
+    "flax.nnx",
+    "flax_attn.parity",
+    "field.judging",
+]
 
 
 def all_ports() -> dict[str, Any]:
@@ -39,7 +47,9 @@ def _modules() -> list[Any]:
     from field import ports
 
     names = sorted(module.name for module in pkgutil.iter_modules(ports.__path__))
-    return [importlib.import_module(f"field.ports.{name}") for name in names if not name.startswith("_")]
+    return [
+        importlib.import_module(f"field.ports.{name}") for name in names if not name.startswith("_")
+    ]
 
 
 def kept_results() -> dict[str, dict[str, Any]]:
@@ -55,7 +65,9 @@ def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
     """
     found = [name for name in names if not only or any(part in name for part in only)]
     if not found:
-        raise ValueError(f"no port has {' or '.join(only)} in its name; there are {', '.join(names)}")
+        raise ValueError(
+            f"no port has {' or '.join(only)} in its name; there are {', '.join(names)}"
+        )
     return found
 
 
@@ -77,7 +89,11 @@ def judged(names: Sequence[str], limit: float) -> Iterator[tuple[dict[str, Any],
             process.kill()
             process.join()
             text = Path(file.name).read_text()
-        died = f"no result within {limit:.0f} s" if late else f"its process ended with {process.exitcode}"
+        died = (
+            f"no result within {limit:.0f} s"
+            if late
+            else f"its process ended with {process.exitcode}"
+        )
         row = json.loads(text) if text else {"verdict": "does not run", "reason": died}
         port = all_ports()[name]
         yield {"port": name, **_about(port), **row}, time.monotonic() - start
@@ -104,8 +120,12 @@ def _judge(name: str, path: str) -> None:
 
 def main() -> None:
     """Judge what is asked for, and keep the results of the rest."""
-    parser = argparse.ArgumentParser(prog="python -m field.judge", description="Judge the ports of field/ports.")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="ports that have this in their name")
+    parser = argparse.ArgumentParser(
+        prog="python -m field.judge", description="Judge the ports of field/ports."
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PART", help="ports that have this in their name"
+    )
     parser.add_argument("--resume", action="store_true", help="leave out ports that have a result")
     parser.add_argument("--list", action="store_true", help="print the names, and judge nothing")
     parser.add_argument("--limit", type=float, default=300, help="seconds a port may take (300)")

@@ -46,7 +46,10 @@ def judge(port: Port) -> dict[str, Any]:
     except Exception as error:  # whatever keeps a port from running is the verdict on it
         if os.environ.get("FIELD_RAISE"):
             raise
-        return {"verdict": _refusal(error), "reason": f"{type(error).__name__}: {str(error).strip()[:600]}"}
+        return {
+            "verdict": _refusal(error),
+            "reason": f"{type(error).__name__}: {str(error).strip()[:600]}",
+        }
     failed = {check.name: check for check in report.failed}
     again = _without_empty_rows(port, failed)
     verdict, single = _verdict(port, failed | again, report.causes)
@@ -75,7 +78,9 @@ def _without_empty_rows(port: Port, failed: Mapping[str, Check]) -> dict[str, Ch
     return {PADDING: check} if check.passed or (_low(check) and not _low(failed[PADDING])) else {}
 
 
-def _verdict(port: Port, found: Mapping[str, Check], causes: Sequence[str]) -> tuple[str, list[Check]]:
+def _verdict(
+    port: Port, found: Mapping[str, Check], causes: Sequence[str]
+) -> tuple[str, list[Check]]:
     """Return the verdict, and the check in float32 if it rests on one."""
     failed = [check for check in found.values() if not check.passed]
     if not failed:
@@ -89,16 +94,26 @@ def _verdict(port: Port, found: Mapping[str, Check], causes: Sequence[str]) -> t
 
 def _low(check: Check) -> bool:
     """Whether the errors of a check are no larger than those of float32."""
-    gradients = {name for name in check.errors if check.name == "gradients" or name.startswith("gradient of ")}
+    gradients = {
+        name
+        for name in check.errors
+        if check.name == "gradients" or name.startswith("gradient of ")
+    }
     # Of stress inputs, the error is given as a multiple of the rule.
-    unit = {name: tolerance.GRADIENT if name in gradients else tolerance.FORWARD for name in check.errors}
+    unit = {
+        name: tolerance.GRADIENT if name in gradients else tolerance.FORWARD
+        for name in check.errors
+    }
     unit = unit if check.limit == 1.0 else dict.fromkeys(unit, 1.0)
     return bool(check.errors) and all(
-        error * unit[name] <= (LOW_GRADIENT if name in gradients else LOW) for name, error in check.errors.items()
+        error * unit[name] <= (LOW_GRADIENT if name in gradients else LOW)
+        for name, error in check.errors.items()
     )
 
 
-def _report(port: Port, dtype: str, checks: Sequence[str], empty: bool = True) -> tuple[Report, str]:
+def _report(
+    port: Port, dtype: str, checks: Sequence[str], empty: bool = True
+) -> tuple[Report, str]:
     """Return the report on a port, and which of its layouts it was made with."""
     built, problems = port.build(dtype), []
     masked = bool(_takes_mask(built.flax_call))
@@ -209,7 +224,9 @@ def _kept(report: Report) -> dict[str, Any]:
     first, wrong = divergence.first, divergence.locally_wrong
     return found | {
         "first": first and first.name,
-        "local": [{"node": node.name, "error": _rounded(node.local_error)} for node in wrong[:NODES]],
+        "local": [
+            {"node": node.name, "error": _rounded(node.local_error)} for node in wrong[:NODES]
+        ],
         "backward": divergence.backward and divergence.backward.name,
         "causes": report.causes,
     }

@@ -47,7 +47,9 @@ def on(backend: str) -> Keras:
 
 
 def _loaded() -> dict[str, ModuleType]:
-    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "keras"}
+    return {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] == "keras"
+    }
 
 
 def _load(modules: Mapping[str, ModuleType]) -> None:
@@ -68,7 +70,9 @@ def layers(make: Callable[[Any], Any], build: Callable[[Any], Any]) -> tuple[Any
         with on(backend).active():
             made[backend] = make(on(backend).keras)
             build(made[backend])
-    return jax.tree_util.Partial(_stateless("jax", made["jax"]), _values(made["jax"])), TorchLayer(made["torch"])
+    return jax.tree_util.Partial(_stateless("jax", made["jax"]), _values(made["jax"])), TorchLayer(
+        made["torch"]
+    )
 
 
 class TorchLayer(torch.nn.Module):
@@ -95,6 +99,8 @@ def _stateless(backend: str, layer: Any) -> Callable[..., Any]:
     def run(values: Mapping[str, Any], *inputs: Any, **options: Any) -> Any:
         with on(backend).active():
             rest = [variable.value for variable in layer.non_trainable_variables]
-            return layer.stateless_call([values[name] for name in names], rest, *inputs, **options)[0]
+            return layer.stateless_call([values[name] for name in names], rest, *inputs, **options)[
+                0
+            ]
 
     return run

@@ -16,7 +16,12 @@ from field.by_hand import lines, verdict
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "field.md"
 UNJUDGED = "does not run"
-FRONT_MATTER = ["---", "html_theme.sidebar_secondary.remove: true", "---", ""]  # the tables need the width
+FRONT_MATTER = [
+    "---",
+    "html_theme.sidebar_secondary.remove: true",
+    "---",
+    "",
+]  # the tables need the width
 KINDS = {
     "fault": "Faults, each with a reproduction that runs without this library:",
     "documented": "Other functions by default, or by documentation:",
@@ -57,7 +62,9 @@ def load_by_hand() -> dict[str, dict[str, Any]]:
     return {record["port"]: record for record in lines.read(HERE / "by_hand" / "results")}
 
 
-def reproduced(rows: Iterable[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def reproduced(
+    rows: Iterable[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
     """Return the ports whose verdict was reached without the harness too."""
     return [
         row["port"]
@@ -70,14 +77,22 @@ def load() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the verdicts, and what was found by hand; of each library a file."""
     rows = lines.read(HERE / "results")
     files = sorted((HERE / "findings").glob("*.toml"))
-    return rows, [finding for file in files for finding in tomllib.loads(file.read_text())["finding"]]
+    return rows, [
+        finding for file in files for finding in tomllib.loads(file.read_text())["finding"]
+    ]
 
 
-def findings_of(row: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def findings_of(
+    row: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
     """Return what was found by hand on a port that is not equal."""
     if row["verdict"] == "equal":
         return []
-    return [finding for finding in findings if any(fnmatch.fnmatch(row["port"], name) for name in finding["ports"])]
+    return [
+        finding
+        for finding in findings
+        if any(fnmatch.fnmatch(row["port"], name) for name in finding["ports"])
+    ]
 
 
 def text() -> str:
@@ -109,7 +124,9 @@ def _head(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield ""
     yield "| verdict | ports | meaning |"
     yield "|---|---|---|"
-    yield from (f"| {verdict} | {counts[verdict]} | {meaning} |" for verdict, meaning in MEANING.items())
+    yield from (
+        f"| {verdict} | {counts[verdict]} | {meaning} |" for verdict, meaning in MEANING.items()
+    )
     yield ""
 
 
@@ -148,8 +165,12 @@ def _by_hand(record: Mapping[str, Any]) -> str:
     words = "" if shown is plain else f"{shown['inputs']}: "
     if "raises" in shown:
         return f"{words}raises"
-    wide = [measure for measure in record.get("widened") or [] if measure["inputs"] == shown["inputs"]]
-    return words + " → ".join(_errors(measure) for measure in (shown, *wide) if "raises" not in measure)
+    wide = [
+        measure for measure in record.get("widened") or [] if measure["inputs"] == shown["inputs"]
+    ]
+    return words + " → ".join(
+        _errors(measure) for measure in (shown, *wide) if "raises" not in measure
+    )
 
 
 def _errors(measure: Mapping[str, Any]) -> str:
@@ -158,12 +179,18 @@ def _errors(measure: Mapping[str, Any]) -> str:
 
 def _contents(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for kind, head in KINDS.items():
-        found = [f"- [{finding['title']}](#{finding['id']})" for finding in findings if finding["kind"] == kind]
+        found = [
+            f"- [{finding['title']}](#{finding['id']})"
+            for finding in findings
+            if finding["kind"] == kind
+        ]
         yield from (head, "", *found, "") if found else ()
 
 
 def _tables(
-    rows: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]], records: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]],
+    findings: Sequence[Mapping[str, Any]],
+    records: Mapping[str, Any],
 ) -> Iterator[str]:
     libraries = list(dict.fromkeys(row["package"] for row in rows))
     for library in libraries:
@@ -172,11 +199,15 @@ def _tables(
         yield ""
         yield f"| {' | '.join(COLUMNS)} |"
         yield "|---" * len(COLUMNS) + "|"
-        yield from (_line(row, findings_of(row, findings), records.get(row["port"], {})) for row in own)
+        yield from (
+            _line(row, findings_of(row, findings), records.get(row["port"], {})) for row in own
+        )
         yield ""
 
 
-def _line(row: Mapping[str, Any], found: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> str:
+def _line(
+    row: Mapping[str, Any], found: Sequence[Mapping[str, Any]], record: Mapping[str, Any]
+) -> str:
     errors = {check["name"]: check for check in row.get("checks", [])}
     links = ", ".join(f"[{finding['id']}](#{finding['id']})" for finding in found)
     cells = (
@@ -217,7 +248,9 @@ def _causes(row: Mapping[str, Any]) -> str:
 
 def _raised(row: Mapping[str, Any]) -> str:
     """Return what a side raised in a check, if one did."""
-    failed = [check for check in row["checks"] if not verdict.number(check["error"]) <= check["limit"]]
+    failed = [
+        check for check in row["checks"] if not verdict.number(check["error"]) <= check["limit"]
+    ]
     notes = {check["name"]: check.get("note", "") for check in failed}
     return next((f"{name}: {note}" for name, note in notes.items() if " raised " in note), "")
 
@@ -230,7 +263,9 @@ def _cell(value: str) -> str:
     return value.replace("|", "\\|").replace("\n", " ")
 
 
-def _sections(rows: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _sections(
+    rows: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
     yield "## What was found"
     yield ""
     for finding in findings:
@@ -253,7 +288,11 @@ def _sections(rows: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str,
 def main() -> None:
     """Write the page, or say whether it is up to date."""
     parser = argparse.ArgumentParser(prog="python -m field.page", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if the page is not what follows from the verdicts")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="fail if the page is not what follows from the verdicts",
+    )
     new = text()
     if not parser.parse_args().check:
         PAGE.write_text(new)

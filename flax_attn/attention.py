@@ -135,7 +135,10 @@ def dot_product_attention(
     """
     numerics = {"scale": scale, "soft_cap": soft_cap, "dropout": dropout, "precision": precision}
     call = prepare(query, key, value, bias, mask, score=score, sinks=sinks, **numerics)
-    call = replace(call, **{name: checkpoint_name(getattr(call, name), name) for name in ("query", "key", "value")})
+    call = replace(
+        call,
+        **{name: checkpoint_name(getattr(call, name), name) for name in ("query", "key", "value")},
+    )
     output, weights = _attend(call, backend, return_weights)
     output = checkpoint_name(output, "context")
     if query.ndim == 3:
@@ -147,7 +150,11 @@ def _attend(call: Call, backend: str, return_weights: bool) -> tuple[Array, Arra
     division = divide(call, backend)
     if division is None and return_weights and choose(call, backend).name == "reference":
         return reference.with_weights(call)
-    output = choose(call, backend).attend(call) if division is None else attend(division, call, Kernel(backend))
+    output = (
+        choose(call, backend).attend(call)
+        if division is None
+        else attend(division, call, Kernel(backend))
+    )
     return output, reference.with_weights(call)[1] if return_weights else None
 
 
@@ -214,5 +221,7 @@ def single_head_attention(
     if not return_weights:
         output = dot_product_attention(query, key, value, mask=mask, **options)
         return rearrange(output, "... t 1 v -> ... t v")
-    output, weights = dot_product_attention(query, key, value, mask=mask, return_weights=True, **options)
+    output, weights = dot_product_attention(
+        query, key, value, mask=mask, return_weights=True, **options
+    )
     return rearrange(output, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")

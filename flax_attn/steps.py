@@ -46,13 +46,19 @@ def steps(module: nnx.Module, *inputs: Any, **options: Any) -> list[Step]:
         return traced(*inputs, **options)
 
     trace = jax.make_jaxpr(call)(state, inputs)
-    return [Step(name, STEPS[name][0], shape, STEPS[name][1]) for name, shape in _named(trace.jaxpr) if name in STEPS]
+    return [
+        Step(name, STEPS[name][0], shape, STEPS[name][1])
+        for name, shape in _named(trace.jaxpr)
+        if name in STEPS
+    ]
 
 
 def _named(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
             yield equation.params["name"], equation.outvars[0].aval.shape
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             if hasattr(inner, "eqns"):
                 yield from _named(inner)

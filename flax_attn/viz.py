@@ -54,14 +54,19 @@ def plot_attention(
     down = -(-n // across)
     # A cell is large enough for its number; a long text has small cells without numbers.
     cell = 0.55 if max(t, s) <= 12 else max(0.16, 6 / max(t, s))
-    figure = Figure(figsize=(across * (s * cell + 1.2) + 0.8, down * (t * cell + 1.4) + 0.4), layout="constrained")
+    figure = Figure(
+        figsize=(across * (s * cell + 1.2) + 0.8, down * (t * cell + 1.4) + 0.4),
+        layout="constrained",
+    )
     panels = np.ravel(figure.subplots(down, across, squeeze=False))
     top = max(float(np.nanmax(weights, initial=0.0)), np.finfo(float).tiny)
     image = None
     for panel, head, name in zip(panels, weights, titles, strict=False):
         image = panel.imshow(head, cmap="viridis", vmin=0.0, vmax=top)
         panel.set_title(name)
-        panel.set_xticks(range(s), key_tokens, rotation=60, ha="right", rotation_mode="anchor", parse_math=False)
+        panel.set_xticks(
+            range(s), key_tokens, rotation=60, ha="right", rotation_mode="anchor", parse_math=False
+        )
         panel.set_yticks(range(t), tokens, parse_math=False)
         if max(t, s) <= 12:
             _write_numbers(panel, head, top)
@@ -81,7 +86,9 @@ def _write_numbers(panel: Any, head: np.ndarray, top: float) -> None:
         panel.text(column, row, f"{weight:.2f}", ha="center", va="center", color=colour, fontsize=8)
 
 
-def _check(weights: np.ndarray, tokens: Sequence[str], key_tokens: Sequence[str], titles: Sequence[str]) -> None:
+def _check(
+    weights: np.ndarray, tokens: Sequence[str], key_tokens: Sequence[str], titles: Sequence[str]
+) -> None:
     if weights.ndim != 3:
         raise ValueError(
             f"weights must be (n, t, s) or (t, s), of one example; got shape {weights.shape}. "
@@ -99,5 +106,7 @@ def _figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('plot_attention needs matplotlib: pip install "flax-attn[viz]"') from error
+        raise ImportError(
+            'plot_attention needs matplotlib: pip install "flax-attn[viz]"'
+        ) from error
     return Figure

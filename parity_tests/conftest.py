@@ -96,7 +96,10 @@ class Side:
     def gradients(self, function, *arrays):
         """Return the gradients of a scalar function, as numpy arrays."""
         if self.is_flax:
-            return [np.asarray(g) for g in jax.jit(jax.grad(function, tuple(range(len(arrays)))))(*arrays)]
+            return [
+                np.asarray(g)
+                for g in jax.jit(jax.grad(function, tuple(range(len(arrays)))))(*arrays)
+            ]
         arrays = [array.detach().clone().requires_grad_() for array in arrays]
         return [g.numpy() for g in torch.autograd.grad(function(*arrays), arrays)]
 

@@ -16,14 +16,27 @@ B, T, S, N, K, H, V = 2, 5, 7, 6, 3, 4, 8
 FAST = {"xla_backend_optimization_level": 0}  # every random call is compiled, and run once
 RATE, CAP, SCALE = 0.4, 1.5, 0.7
 RANDOM = np.random.default_rng(0)
-QUERY, KEY, VALUE = (RANDOM.normal(size=shape) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, V)))
+QUERY, KEY, VALUE = (
+    RANDOM.normal(size=shape) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, V))
+)
 BIAS = RANDOM.normal(size=(B, N, T, S))
 SINKS = RANDOM.normal(size=N)
 VISIBLE = RANDOM.random((B, N, T, S)) < 0.6
 VISIBLE[1, :, 2] = False  # a row that may see nothing
 
 
-def truth(query, key, value, bias=0.0, visible=True, scale=None, soft_cap=None, sinks=None, keep=True, rate=0.0):
+def truth(
+    query,
+    key,
+    value,
+    bias=0.0,
+    visible=True,
+    scale=None,
+    soft_cap=None,
+    sinks=None,
+    keep=True,
+    rate=0.0,
+):
     """Return output and weights, one head and one row at a time, in the order of the contract."""
     (b, t, n, h), (_, s, k, v) = query.shape, value.shape
     bias, visible, keep = (np.broadcast_to(x, (b, n, t, s)) for x in (bias, visible, keep))
@@ -31,7 +44,9 @@ def truth(query, key, value, bias=0.0, visible=True, scale=None, soft_cap=None, 
     for index in np.ndindex(b, n, t):
         row, head, i = index
         reads = head // (n // k)
-        logits = (h**-0.5 if scale is None else scale) * (key[row, :, reads] @ query[row, i, head]) + bias[index]
+        logits = (h**-0.5 if scale is None else scale) * (
+            key[row, :, reads] @ query[row, i, head]
+        ) + bias[index]
         logits = logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap)
         seen = logits[visible[index]]
         exps = np.exp(seen - seen.max(initial=-1e30 if sinks is None else sinks[head]))
@@ -46,8 +61,16 @@ def truth(query, key, value, bias=0.0, visible=True, scale=None, soft_cap=None, 
 
 def attend(side, query=QUERY, key=KEY, value=VALUE, **options):
     """Return output and weights as numpy arrays; array options come as numpy."""
-    made = {n: side.array(o) if isinstance(o, np.ndarray) else o for n, o in options.items() if n != "dropout"}
-    made |= {"dropout": side.KeyedDropout(options["dropout"], side.key())} if "dropout" in options else {}
+    made = {
+        n: side.array(o) if isinstance(o, np.ndarray) else o
+        for n, o in options.items()
+        if n != "dropout"
+    }
+    made |= (
+        {"dropout": side.KeyedDropout(options["dropout"], side.key())}
+        if "dropout" in options
+        else {}
+    )
     arrays = (side.array(x) for x in (query, key, value))
     results = side.dot_product_attention(*arrays, **made, return_weights=True)
     return dict(zip(("output", "weights"), map(side.numpy, results), strict=True))
@@ -74,7 +97,14 @@ OPTIONS = {
     "sinks and mask": {"sinks": SINKS, "mask": VISIBLE},
     "dropout": {"dropout": RATE},
     "bias then cap": {"bias": 4 * BIAS, "soft_cap": CAP},
-    "all": {"scale": 3.0, "bias": BIAS, "soft_cap": CAP, "mask": VISIBLE, "sinks": SINKS, "dropout": RATE},
+    "all": {
+        "scale": 3.0,
+        "bias": BIAS,
+        "soft_cap": CAP,
+        "mask": VISIBLE,
+        "sinks": SINKS,
+        "dropout": RATE,
+    },
 }
 
 
@@ -117,9 +147,13 @@ def test_unbatched_is_a_row_of_the_batch(side):
 
 def test_single_head_attention_is_one_head(side):
     one = [side.array(x[:, :, 0]) for x in (QUERY, KEY, VALUE)]
-    output, weights = side.single_head_attention(*one, mask=side.array(VISIBLE[:, 0]), return_weights=True)
+    output, weights = side.single_head_attention(
+        *one, mask=side.array(VISIBLE[:, 0]), return_weights=True
+    )
     many = attend(side, *(x[:, :, :1] for x in (QUERY, KEY, VALUE)), mask=VISIBLE[:, :1])
-    assert_close({"output": side.numpy(output)[:, :, None], "weights": side.numpy(weights)[:, None]}, many)
+    assert_close(
+        {"output": side.numpy(output)[:, :, None], "weights": side.numpy(weights)[:, None]}, many
+    )
     again = side.single_head_attention(*one, mask=side.array(VISIBLE[:, 0]))
     assert (side.numpy(again) == side.numpy(output)).all()
 
@@ -158,7 +192,9 @@ def test_logits_of_ten_thousand(side, size):
     for shift in (size, -size):
         shifted = attend(side, bias=np.full((1, 1), shift))
         np.testing.assert_allclose(shifted["weights"], attend(side)["weights"], rtol=1e-10)
-    float32 = side.dot_product_attention(*(side.array(x, "float32") for x in (query, key, value)), scale=1.0)
+    float32 = side.dot_product_attention(
+        *(side.array(x, "float32") for x in (query, key, value)), scale=1.0
+    )
     assert np.isfinite(side.numpy(float32)).all()
 
 
@@ -174,9 +210,13 @@ MASKS = {
     "window": lambda side, b, t, s: side.Mask.window(1, 0, min(1, s)),
     "prefix": lambda side, b, t, s: side.Mask.prefix(2, 0),
     "lengths": lambda side, b, t, s: side.Mask.lengths(key=side.array(np.arange(b) * 2)),
-    "segments": lambda side, b, t, s: side.Mask.segments(side.array(np.arange(t) // 2), side.array(np.arange(s) % 3)),
+    "segments": lambda side, b, t, s: side.Mask.segments(
+        side.array(np.arange(t) // 2), side.array(np.arange(s) % 3)
+    ),
     "dense": lambda side, b, t, s: side.array(np.random.default_rng(t).random((b, 1, t, s)) < 0.5),
-    "several": lambda side, b, t, s: side.Mask.causal(0) & side.Mask.lengths(query=max(t - 1, 1), key=max(s - 1, 1)),
+    "several": lambda side, b, t, s: (
+        side.Mask.causal(0) & side.Mask.lengths(query=max(t - 1, 1), key=max(s - 1, 1))
+    ),
 }
 
 
@@ -204,15 +244,23 @@ def run(side, arrays, cotangents, options, sizes):
     dropout = side.KeyedDropout(rate, side.key()) if rate else None
 
     def weighted(arrays):
-        results = side.dot_product_attention(**arrays, mask=mask, dropout=dropout, **options, return_weights=True)
-        return sum((result * c).sum() for result, c in zip(results, cotangents, strict=True)), results
+        results = side.dot_product_attention(
+            **arrays, mask=mask, dropout=dropout, **options, return_weights=True
+        )
+        return sum(
+            (result * c).sum() for result, c in zip(results, cotangents, strict=True)
+        ), results
 
     if side.is_flax:
-        gradients, results = jax.jit(jax.grad(weighted, has_aux=True), compiler_options=FAST)(arrays)
+        gradients, results = jax.jit(jax.grad(weighted, has_aux=True), compiler_options=FAST)(
+            arrays
+        )
     else:
         arrays = {name: array.requires_grad_() for name, array in arrays.items()}
         total, results = weighted(arrays)
-        gradients = dict(zip(arrays, torch.autograd.grad(total, list(arrays.values())), strict=True))
+        gradients = dict(
+            zip(arrays, torch.autograd.grad(total, list(arrays.values())), strict=True)
+        )
     outputs = dict(zip(("output", "weights"), map(side.numpy, results), strict=True))
     return outputs, {name: side.numpy(gradient) for name, gradient in gradients.items()}
 
@@ -228,7 +276,11 @@ def test_both_sides_agree_over_random_calls(sides, call):
     cotangents = [random.normal(size=shape) for shape in ((b, t, n, v), (b, n, t, s))]
     (ours, our_gradients), (theirs, their_gradients) = (
         run(
-            side, {n: side.array(a) for n, a in arrays.items()}, [side.array(c) for c in cotangents], options, (b, t, s)
+            side,
+            {n: side.array(a) for n, a in arrays.items()},
+            [side.array(c) for c in cotangents],
+            options,
+            (b, t, s),
         )
         for side in sides
     )

@@ -89,7 +89,9 @@ def modules(tmp_path, monkeypatch):
 
 def test_parity_prints_the_table_and_writes_all_that_was_measured(tmp_path, capsys):
     path = tmp_path / "report.json"
-    assert main(["parity", "--variant", "causal", "--variant", "rms_norm", "--report", str(path)]) == 0
+    assert (
+        main(["parity", "--variant", "causal", "--variant", "rms_norm", "--report", str(path)]) == 0
+    )
     shown = capsys.readouterr().out
     assert "2 of 2 variants equal their PyTorch twin" in shown
     report = json.loads(path.read_text())
@@ -127,7 +129,9 @@ def test_rows_on_a_mesh_equal_pytorch_on_one_device(mesh, variant, tmp_path, cap
 
 
 def test_what_a_mesh_does_not_split_is_counted_apart(capsys):
-    assert main(["parity", "--mesh", "tensor=2", "--variant", "rms_norm", "--variant", "swiglu"]) == 0
+    assert (
+        main(["parity", "--mesh", "tensor=2", "--variant", "rms_norm", "--variant", "swiglu"]) == 0
+    )
     shown = capsys.readouterr().out
     assert "1 of 1 variants equal their PyTorch twin" in shown
     assert "1 cannot be split over this mesh, and were not compared" in shown
@@ -146,9 +150,18 @@ def test_a_difference_is_printed_with_its_tensor_and_exits_with_1(monkeypatch, c
 
 
 def test_rows_are_located_one_by_one(monkeypatch, capsys):
-    monkeypatch.setattr(Linear, "forward", lambda self, x: torch.nn.functional.linear(x, self.weight + 1e-3, self.bias))
+    monkeypatch.setattr(
+        Linear,
+        "forward",
+        lambda self, x: torch.nn.functional.linear(x, self.weight + 1e-3, self.bias),
+    )
     rows = ["causal", "multi_head_square", "multi_head_gqa", "block_bert"]
-    assert main(["parity", "--check", "forward", *(word for row in rows for word in ("--variant", row))]) == 1
+    assert (
+        main(
+            ["parity", "--check", "forward", *(word for row in rows for word in ("--variant", row))]
+        )
+        == 1
+    )
     printed = capsys.readouterr()
     assert "IndexError" not in printed.err
     assert printed.out.count("fault") >= len(rows)
@@ -171,7 +184,9 @@ def test_two_targets_are_compared_and_written(modules, tmp_path, capsys):
     assert main([*arguments, "--report", "r.json", "--report", "r.xml"]) == 0
     report = json.loads((tmp_path / "r.json").read_text())["variants"][0]
     assert [check["name"] for check in report["checks"]] == ["forward", "training"]
-    assert report["command"] == " ".join(["flax-attn", *arguments, "--report", "r.json", "--report", "r.xml"])
+    assert report["command"] == " ".join(
+        ["flax-attn", *arguments, "--report", "r.json", "--report", "r.xml"]
+    )
     assert 'tests="2"' in (tmp_path / "r.xml").read_text()
     assert "Linear" in capsys.readouterr().out
 
@@ -179,14 +194,32 @@ def test_two_targets_are_compared_and_written(modules, tmp_path, capsys):
 def test_targets_that_differ_exit_with_1(modules, capsys):
     targets = [f"{modules}:flax_linear", f"{modules}:torch_linear"]
     call = ["--torch-call", f"{modules}:doubled"]
-    assert main(["parity", *targets, "--input", "4,5,3", "--layout", "torch", "--check", "forward", *call]) == 1
+    assert (
+        main(
+            [
+                "parity",
+                *targets,
+                "--input",
+                "4,5,3",
+                "--layout",
+                "torch",
+                "--check",
+                "forward",
+                *call,
+            ]
+        )
+        == 1
+    )
     assert "forward" in capsys.readouterr().out
 
 
 def test_factories_are_called_with_x64_enabled_and_leave_it_as_it_was(modules):
     with jax.enable_x64(False):
         targets = [f"{modules}:Table", f"{modules}:TorchTable"]
-        assert main(["parity", *targets, "--input", "4,3", "--layout", "torch", "--check", "forward"]) == 0
+        assert (
+            main(["parity", *targets, "--input", "4,3", "--layout", "torch", "--check", "forward"])
+            == 0
+        )
         assert not jax.config.jax_enable_x64
 
 
@@ -205,14 +238,41 @@ def test_without_a_layout_the_weights_stay_as_they_are(modules, capsys):
 
 
 def test_a_pair_of_targets_is_exported_and_repeated_with_one(modules, capsys):
-    both = [f"{modules}:flax_linear", f"{modules}:torch_linear", "--input", "4,3", "--layout", "torch"]
+    both = [
+        f"{modules}:flax_linear",
+        f"{modules}:torch_linear",
+        "--input",
+        "4,3",
+        "--layout",
+        "torch",
+    ]
     assert main(["parity", *both, "--check", "forward", "--export", "out"]) == 0
-    one = ["parity", f"{modules}:flax_linear", "--layout", "torch", "--check", "forward", "--against", "out"]
+    one = [
+        "parity",
+        f"{modules}:flax_linear",
+        "--layout",
+        "torch",
+        "--check",
+        "forward",
+        "--against",
+        "out",
+    ]
     assert main(one) == 0
     assert main([*one, "--flax-call", f"{modules}:doubled"]) == 1
 
 
-WRONG_MESHES = ("data=0", "data=-1", "data=x", "data=2,data=2", "", "=2", "data=", "data=2,", "data=\u00b2", "data=1.5")
+WRONG_MESHES = (
+    "data=0",
+    "data=-1",
+    "data=x",
+    "data=2,data=2",
+    "",
+    "=2",
+    "data=",
+    "data=2,",
+    "data=\u00b2",
+    "data=1.5",
+)
 
 
 @pytest.mark.parametrize(
@@ -222,16 +282,37 @@ WRONG_MESHES = ("data=0", "data=-1", "data=x", "data=2,data=2", "", "=2", "data=
             ["--variant", "CausalAtention"],
             "no variant is called CausalAtention. Known are: Bert",
         ),
-        (["--check", "forwards"], "no check is called forwards. Known are: shapes, weights, forward, "),
+        (
+            ["--check", "forwards"],
+            "no check is called forwards. Known are: shapes, weights, forward, ",
+        ),
         (["--report", "/no/such/folder/report.json"], "in a folder that exists"),
-        (["--mesh", "model=2"], "can be divided over data and fsdp, and over tensor, context and expert where these"),
-        *((["--mesh", text], "a mesh is written as its axes and their sizes") for text in WRONG_MESHES),
-        (["--mesh", "data=99999999999999999999"], "64 devices in all at most; got {'data': 99999999999999999999}."),
-        (["--mesh", "", "{m}:flax_linear", "{m}:torch_linear"], "--mesh runs our own table against PyTorch"),
-        (["--mesh", "tensor=3"], "are 1, 2, 4 or 8, as its modules are small; got {'tensor': 3}. Use fewer devices"),
+        (
+            ["--mesh", "model=2"],
+            "can be divided over data and fsdp, and over tensor, context and expert where these",
+        ),
+        *(
+            (["--mesh", text], "a mesh is written as its axes and their sizes")
+            for text in WRONG_MESHES
+        ),
+        (
+            ["--mesh", "data=99999999999999999999"],
+            "64 devices in all at most; got {'data': 99999999999999999999}.",
+        ),
+        (
+            ["--mesh", "", "{m}:flax_linear", "{m}:torch_linear"],
+            "--mesh runs our own table against PyTorch",
+        ),
+        (
+            ["--mesh", "tensor=3"],
+            "are 1, 2, 4 or 8, as its modules are small; got {'tensor': 3}. Use fewer devices",
+        ),
         (["{m}:flax_linear"], "give pkg.mod:flax_factory pkg.mod:torch_factory; got"),
         (["{m}:flax_linear", "{m}:torch_linear"], "give the inputs: --input 3,5,6"),
-        (["{m}:flax_linear", "{m}:torch_linear", "--input", "3,x"], "an input is a shape such as 3,5,6"),
+        (
+            ["{m}:flax_linear", "{m}:torch_linear", "--input", "3,x"],
+            "an input is a shape such as 3,5,6",
+        ),
         (["{m}:nothing", "{m}:torch_linear"], "has no nothing"),
         (["no_such_module:f", "{m}:torch_linear"], "cannot import no_such_module"),
         (["flax_linear", "{m}:torch_linear"], "a target is pkg.mod:name; got flax_linear"),
@@ -239,12 +320,27 @@ WRONG_MESHES = ("data=0", "data=-1", "data=x", "data=2,data=2", "", "=2", "data=
             ["{m}:flax_linear", "{m}:torch_linear", "--input", "4,3", "--layout", "nothing"],
             "layout must be one of 'auto', ",
         ),
-        (["{m}:flax_linear", "{m}:torch_embedding", "--input", "4,3", "--layout", "torch"], "do not pair"),
         (
-            ["{m}:flax_linear", "{m}:torch_linear", "--input", "4,3", "--layout", "torch", "--rules", "{m}:RULES"],
+            ["{m}:flax_linear", "{m}:torch_embedding", "--input", "4,3", "--layout", "torch"],
+            "do not pair",
+        ),
+        (
+            [
+                "{m}:flax_linear",
+                "{m}:torch_linear",
+                "--input",
+                "4,3",
+                "--layout",
+                "torch",
+                "--rules",
+                "{m}:RULES",
+            ],
             "--rules is for what auto cannot pair, beside --layout auto, and an export holds its layout; got --rules",
         ),
-        (["{m}:flax_linear", "{m}:torch_linear", "--input", "4,5"], "the inputs do not go through the torch module"),
+        (
+            ["{m}:flax_linear", "{m}:torch_linear", "--input", "4,5"],
+            "the inputs do not go through the torch module",
+        ),
     ],
 )
 def test_bad_usage_exits_with_2(arguments, message, modules, capsys):
@@ -263,14 +359,27 @@ def test_rules_for_some_parameters_pair_the_rest_as_auto_does(modules, capsys):
     assert "kernel" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, reason="several processes, looked up in /proc")
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.cpu_count() == 1, reason="several processes, looked up in /proc"
+)
 def test_an_interrupt_ends_the_processes_and_leaves_no_export(tmp_path):
-    command = [sys.executable, "-m", "flax_attn", "parity", "--variant", "CausalAttention", "--variant", "Embedding"]
+    command = [
+        sys.executable,
+        "-m",
+        "flax_attn",
+        "parity",
+        "--variant",
+        "CausalAttention",
+        "--variant",
+        "Embedding",
+    ]
     command += ["--variant", "MultiHeadAttention", "--export", "out", "--report", "report.json"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes)
     until, children = time.monotonic() + 120, []
-    while len(children) < 3 and time.monotonic() < until:  # the workers, and what tracks their semaphores
+    while (
+        len(children) < 3 and time.monotonic() < until
+    ):  # the workers, and what tracks their semaphores
         time.sleep(0.2)
         children = _children(process.pid)
     time.sleep(2)
@@ -298,7 +407,10 @@ def test_a_report_that_cannot_be_written_is_said_and_the_others_are(tmp_path, mo
     assert main([*arguments, "--report", str(tmp_path / "r.xml")]) == 2
     shown = capsys.readouterr()
     assert "1 of 1 variants equal their PyTorch twin" in shown.out
-    assert shown.err == f"flax-attn: cannot write {tmp_path / 'r.json'}: [Errno 28] No space left on device\n"
+    assert (
+        shown.err
+        == f"flax-attn: cannot write {tmp_path / 'r.json'}: [Errno 28] No space left on device\n"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["r.xml"]
 
 
@@ -315,7 +427,10 @@ def test_an_export_is_there_as_a_whole_or_not_at_all(tmp_path, monkeypatch, caps
     assert not list(tmp_path.iterdir())
     assert main(arguments) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert sorted(path.name for path in folder.iterdir()) == ["rms_norm.safetensors", "swiglu.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "rms_norm.safetensors",
+        "swiglu.safetensors",
+    ]
 
 
 def test_nothing_compared_exits_with_1(modules, capsys):

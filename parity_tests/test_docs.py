@@ -60,11 +60,17 @@ def test_another_folder_is_bad_usage(tmp_path, capsys):
 def test_missing_or_repeated_markers_are_bad_usage(page, folder, capsys):
     (folder / "backends.md").write_text(page)
     assert run(folder) == 2
-    assert "must stand between one line <!-- flax-attn docs: begin --> and one line" in capsys.readouterr().err
+    assert (
+        "must stand between one line <!-- flax-attn docs: begin --> and one line"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("page", ["no markers", docs.BEGIN, docs.END, PAGE + PAGE])
 def test_a_table_goes_between_two_markers(page):
     with pytest.raises(ValueError, match="must stand between one line"):
         docs.between_markers(page, "table")
-    assert docs.between_markers(PAGE, "new") == f"# Backends\n\n{docs.BEGIN}\nnew\n\n{docs.END}\nThe rest.\n"
+    assert (
+        docs.between_markers(PAGE, "new")
+        == f"# Backends\n\n{docs.BEGIN}\nnew\n\n{docs.END}\nThe rest.\n"
+    )

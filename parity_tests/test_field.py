@@ -32,7 +32,10 @@ def test_the_readme_has_the_figures_of_the_study():
     verdicts = Counter(row["verdict"] for row in JUDGED)
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"judged {len(JUDGED)} ports" in text
-    assert f"{verdicts['equal']} equal PyTorch and {verdicts['equal up to float32']} do but for casts" in text
+    assert (
+        f"{verdicts['equal']} equal PyTorch and {verdicts['equal up to float32']} do but for casts"
+        in text
+    )
     assert f"{sum(finding['kind'] == 'fault' for finding in FINDINGS)} faults" in text
     assert len({row["port"] for row in ROWS}) == len(ROWS)
     assert {row["verdict"] for row in ROWS} <= set(PAGE.MEANING)
@@ -48,10 +51,14 @@ EXPLAINED_BY = {
 }
 
 
-@pytest.mark.parametrize("row", [row for row in JUDGED if row["verdict"] != "equal"], ids=lambda row: row["port"])
+@pytest.mark.parametrize(
+    "row", [row for row in JUDGED if row["verdict"] != "equal"], ids=lambda row: row["port"]
+)
 def test_what_is_not_equal_is_explained(row):
     kinds = {finding["kind"] for finding in PAGE.findings_of(row, FINDINGS)}
-    assert kinds & EXPLAINED_BY[row["verdict"]], f"{row['port']}: say in field/findings what was found by hand"
+    assert kinds & EXPLAINED_BY[row["verdict"]], (
+        f"{row['port']}: say in field/findings what was found by hand"
+    )
 
 
 def test_each_finding_has_a_name_of_its_own():
@@ -71,7 +78,13 @@ def test_findings_are_whole(finding):
 
 def test_the_page_says_what_it_was_not_told_otherwise(monkeypatch, tmp_path):
     (tmp_path / "results").mkdir()
-    row = {"port": "lib/a|b", "package": "lib", "version": "1.0", "configuration": "one", "twin": "its class"}
+    row = {
+        "port": "lib/a|b",
+        "package": "lib",
+        "version": "1.0",
+        "configuration": "one",
+        "twin": "its class",
+    }
     row |= {"verdict": "does not run", "reason": "ValueError: of\ntwo lines"}
     lines.write(tmp_path / "results", "lib", [row])
     assert (tmp_path / "results" / "lib.jsonl").read_text().count("\n") == 1
@@ -82,15 +95,28 @@ def test_the_page_says_what_it_was_not_told_otherwise(monkeypatch, tmp_path):
 
 
 def test_a_cause_of_several_places_is_shown_once_and_casts_come_last():
-    causes = ["a.0: flax has x in float32", "b.0: flax has y (also b.1)", "c.0: flax has y", "d: flax has z"]
-    assert PAGE._causes({"causes": causes}) == "b.0: flax has y (also b.1); d: flax has z; a.0: flax has x in float32"
+    causes = [
+        "a.0: flax has x in float32",
+        "b.0: flax has y (also b.1)",
+        "c.0: flax has y",
+        "d: flax has z",
+    ]
+    assert (
+        PAGE._causes({"causes": causes})
+        == "b.0: flax has y (also b.1); d: flax has z; a.0: flax has x in float32"
+    )
 
 
 def test_what_a_side_raised_in_a_check_is_shown_where_no_cause_is_known():
     row = {"port": "lib/a", "configuration": "one", "verdict": "different", "twin": "its class"}
     row["checks"] = [
         {"name": "forward", "limit": 1e-12, "error": 0.0},
-        {"name": "padded rows", "limit": 0.0, "error": None, "note": "flax raised ValueError: no mask"},
+        {
+            "name": "padded rows",
+            "limit": 0.0,
+            "error": None,
+            "note": "flax raised ValueError: no mask",
+        },
     ]
     assert "| padded rows: flax raised ValueError: no mask |" in PAGE._line(row, [], {})
     assert "raised" not in PAGE._line({**row, "causes": ["fc: flax has y"]}, [], {})

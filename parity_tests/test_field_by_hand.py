@@ -33,8 +33,14 @@ def test_every_verdict_was_reached_again_with_the_same_versions():
 
 def test_what_float32_explains_is_equal_without_it():
     low = [RECORDS[row["port"]] for row in ROWS if row["verdict"] == "equal up to float32"]
-    rest = [record["port"] for record in low if not all(map(verdict.holds, _not_empty(record.get("widened") or [{}])))]
-    assert rest == ["attnax/MultiHeadAttention/tiles"]  # which adds 1e-10, less than float32 can tell
+    rest = [
+        record["port"]
+        for record in low
+        if not all(map(verdict.holds, _not_empty(record.get("widened") or [{}])))
+    ]
+    assert rest == [
+        "attnax/MultiHeadAttention/tiles"
+    ]  # which adds 1e-10, less than float32 can tell
 
 
 def _not_empty(measures):
@@ -48,7 +54,9 @@ def test_a_port_without_a_record_is_not_claimed():
     assert page.reproduced(ROWS, wrong) == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "field" / "by_hand").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "field" / "by_hand").glob("*.py")), ids=lambda path: path.stem
+)
 def test_nothing_by_hand_rests_on_the_harness(path):
     for node in ast.walk(ast.parse(path.read_text())):
         names = [node.module] if isinstance(node, ast.ImportFrom) else []
@@ -57,7 +65,9 @@ def test_nothing_by_hand_rests_on_the_harness(path):
             assert name.partition(".")[0] not in ("flax_attn", "torch_ref")
             if name.startswith("field") and not name.startswith("field.by_hand"):
                 assert name == "field.ports"
-                assert all(alias.name.startswith("hf_") for alias in node.names), "only configurations are shared"
+                assert all(alias.name.startswith("hf_") for alias in node.names), (
+                    "only configurations are shared"
+                )
 
 
 def measure(outputs, gradients=0.0, inputs="plain", rounding=0.0):
@@ -76,13 +86,19 @@ EMPTY = measure(0.3, inputs=verdict.EMPTY)
     ("record", "expected"),
     [
         ({"measures": [measure(1e-13, 1e-12)]}, "equal"),
-        ({"measures": [measure(1e-13, 1e-10)]}, "equal up to float32"),  # less than a rounding of float32
+        (
+            {"measures": [measure(1e-13, 1e-10)]},
+            "equal up to float32",
+        ),  # less than a rounding of float32
         ({"measures": [measure(1e-10, 0.0, rounding=1e-11)]}, "equal"),
         ({"measures": [measure(1e-10, inputs="plus 1000")]}, "different"),
         ({"measures": [measure(1e-6)]}, "different"),
         ({"measures": [measure(None)]}, "different"),
         ({"measures": [measure(1e-13), EMPTY]}, "differs in empty rows"),
-        ({"measures": [measure(1e-6), EMPTY], "widened": [measure(1e-15), EMPTY]}, "equal up to float32"),
+        (
+            {"measures": [measure(1e-6), EMPTY], "widened": [measure(1e-15), EMPTY]},
+            "equal up to float32",
+        ),
         ({"measures": [measure(1e-6)], "widened": [measure(1e-9)]}, "different"),
         ({"measures": [measure(0.0), {"inputs": "padding", "raises": "TypeError"}]}, "different"),
         ({"other parameters": "lm_head"}, "other parameters"),
@@ -92,7 +108,9 @@ EMPTY = measure(0.3, inputs=verdict.EMPTY)
 )
 def test_the_verdict_follows_from_what_was_measured(record, expected):
     assert verdict.verdict(record) == expected
-    assert verdict.differs(record) == ("measures" in record and expected not in ("equal", "differs in empty rows"))
+    assert verdict.differs(record) == (
+        "measures" in record and expected not in ("equal", "differs in empty rows")
+    )
 
 
 def norm_case(epsilon, empty=0.0):
@@ -108,14 +126,21 @@ def norm_case(epsilon, empty=0.0):
         return run(x if mask is None else torch.where(mask[..., None], x, 0.0))
 
     twin = torch.nn.LayerNorm(5)
-    return both.layer_case(twin, {"x": (3, 4, 5)}, ours, theirs, padded=True, stresses=["times 1/1000"])
+    return both.layer_case(
+        twin, {"x": (3, 4, 5)}, ours, theirs, padded=True, stresses=["times 1/1000"]
+    )
 
 
 def test_both_sides_are_measured():
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         cases = [norm_case(1e-5), norm_case(1e-6), norm_case(1e-5, empty=1.0)]
         equal, other, empty = ({"measures": list(both.measures(case))} for case in cases)
-    assert [found["inputs"] for found in equal["measures"]] == ["plain", "padding", verdict.EMPTY, "times 1/1000"]
+    assert [found["inputs"] for found in equal["measures"]] == [
+        "plain",
+        "padding",
+        verdict.EMPTY,
+        "times 1/1000",
+    ]
     assert verdict.verdict(equal) == "equal"
     assert verdict.verdict(other) == "different"
     assert verdict.verdict(empty) == "differs in empty rows"
@@ -145,7 +170,9 @@ def test_arrays_of_other_names_are_refused():
 
 def test_tied_weights_stay_tied():
     embedding = torch.nn.Embedding(3, 2)
-    module = torch.nn.ModuleDict({"first": embedding, "again": embedding, "head": torch.nn.Linear(2, 3, bias=False)})
+    module = torch.nn.ModuleDict(
+        {"first": embedding, "again": embedding, "head": torch.nn.Linear(2, 3, bias=False)}
+    )
     module["head"].weight = embedding.weight
     module.forward = lambda ids: module["head"](module["again"](ids))
     values = {name: torch.full_like(weight, 2.0) for name, weight in module.named_parameters()}

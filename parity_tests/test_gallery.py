@@ -34,12 +34,18 @@ def public():
     for name in flax_attn.__all__:
         found = getattr(flax_attn, name)
         if inspect.isclass(found):
-            if issubclass(found, nnx.Module | flax_attn.Cache | Scaling) and not issubclass(found, LanguageModel):
+            if issubclass(found, nnx.Module | flax_attn.Cache | Scaling) and not issubclass(
+                found, LanguageModel
+            ):
                 yield name
         elif inspect.isfunction(found) and found.__module__.endswith(("positions", "relative")):
             yield name
     yield from ("RoPE", "Scores", "ScoreFunction", "gated_delta_rule")
-    yield from (f"Mask.{name}" for name, kind in vars(flax_attn.Mask).items() if isinstance(kind, staticmethod))
+    yield from (
+        f"Mask.{name}"
+        for name, kind in vars(flax_attn.Mask).items()
+        if isinstance(kind, staticmethod)
+    )
 
 
 def test_all_that_is_public_has_a_card():
@@ -51,7 +57,9 @@ def test_all_that_is_public_has_a_card():
 def test_a_card_is_whole(card):
     assert card.shown_formula
     assert card.references
-    assert all("arXiv:" in reference or card.name == "Causal attention" for reference in card.references)
+    assert all(
+        "arXiv:" in reference or card.name == "Causal attention" for reference in card.references
+    )
     assert len(card.alt) > 20
 
 
@@ -79,7 +87,9 @@ def test_what_is_proven_of_a_card_is_what_the_recorded_run_found(card):
     if not card.proof:
         return
     (text,) = [
-        text for name, text in page.facts_of(card, Outcome(np.ones((1, 1)), 0.0), RECORDED) if name == "Proven as"
+        text
+        for name, text in page.facts_of(card, Outcome(np.ones((1, 1)), 0.0), RECORDED)
+        if name == "Proven as"
     ]
     rows = [RECORDED[name] for name in card.proof]
     for check in ("forward", "gradients", "training"):
@@ -110,7 +120,9 @@ def test_a_card_is_run_and_compared(name):
 def test_a_card_whose_twin_differs_is_an_error():
     card = CARDS["RMS norm"]
     wrong = replace(card, example=card.example.replace("1e-6", "1e-5"))
-    with pytest.raises(ValueError, match=r"RMS norm: the output must be within 1e-12 of transformers.*LlamaRMSNorm"):
+    with pytest.raises(
+        ValueError, match=r"RMS norm: the output must be within 1e-12 of transformers.*LlamaRMSNorm"
+    ):
         run(wrong)
 
 
@@ -173,7 +185,9 @@ def test_a_variant_that_was_not_found_equal_is_an_error(name):
 
 
 def test_formulas_and_references_are_those_of_docstrings():
-    assert formula_of("One.\n\n    a = b\n      + c\n\nMore.\n\nArgs:\n    x: y.\n") == "a = b\n  + c"
+    assert (
+        formula_of("One.\n\n    a = b\n      + c\n\nMore.\n\nArgs:\n    x: y.\n") == "a = b\n  + c"
+    )
     assert formula_of("`x / y` over the last axis.\n\nArgs:\n    x: y.\n") == "x / y"
     assert formula_of("`proj` of `a + b`.\n") == "a + b"
     assert formula_of("`proj` of every `stride`-th window.\n") == ""

@@ -32,7 +32,11 @@ ARGUMENTS = ("d_in", "d_out", "context_length", "dropout", "num_heads", "qkv_bia
 
 def array(package, values, dtype="float32"):
     """Return values as an array of a package, in float32 as the example was printed unless said."""
-    return jnp.asarray(values, dtype) if package is flax_attn else torch.tensor(values, dtype=getattr(torch, dtype))
+    return (
+        jnp.asarray(values, dtype)
+        if package is flax_attn
+        else torch.tensor(values, dtype=getattr(torch, dtype))
+    )
 
 
 def assert_printed(actual, name, *path):
@@ -59,7 +63,9 @@ def module(package, name):
 
 @SIDES
 def test_simplified(package):
-    context, weights = package.SimplifiedSelfAttention()(array(package, INPUTS), return_weights=True)
+    context, weights = package.SimplifiedSelfAttention()(
+        array(package, INPUTS), return_weights=True
+    )
     query = JOURNEY["simplified"]["query_index"]
     x = array(package, INPUTS)
     assert_printed(x @ x[query], "simplified", "scores")
@@ -148,15 +154,22 @@ def test_parameters_are_drawn_in_the_order_of_plain_linear_layers(name):
 def test_gpt2_sizes(package):
     assert tuple(package.GPT2_CONFIGS) == SIZES
     for name in SIZES:
-        assert JOURNEY["gpt2"][name].items() <= dataclasses.asdict(package.GPT2_CONFIGS[name]).items()
+        assert (
+            JOURNEY["gpt2"][name].items() <= dataclasses.asdict(package.GPT2_CONFIGS[name]).items()
+        )
 
 
 def count(package, *arguments, **keywords):
     """Return the number of parameters without allocating any."""
     if package is torch_ref:
         with torch.device("meta"):
-            return sum(p.numel() for p in package.create_gpt2_attention(*arguments, **keywords).parameters())
-    layer = nnx.eval_shape(lambda: package.create_gpt2_attention(*arguments, **keywords, rngs=nnx.Rngs(0)))
+            return sum(
+                p.numel()
+                for p in package.create_gpt2_attention(*arguments, **keywords).parameters()
+            )
+    layer = nnx.eval_shape(
+        lambda: package.create_gpt2_attention(*arguments, **keywords, rngs=nnx.Rngs(0))
+    )
     return sum(int(np.prod(p.shape)) for _, p in nnx.to_flat_state(nnx.state(layer, nnx.Param)))
 
 
@@ -164,14 +177,22 @@ def count(package, *arguments, **keywords):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("qkv_bias", [True, False, None])
 def test_gpt2_attention_parameters(package, size, qkv_bias):
-    d, biased = JOURNEY["gpt2"][size]["d_model"], JOURNEY["gpt2"][size]["qkv_bias"] if qkv_bias is None else qkv_bias
+    d, biased = (
+        JOURNEY["gpt2"][size]["d_model"],
+        JOURNEY["gpt2"][size]["qkv_bias"] if qkv_bias is None else qkv_bias,
+    )
     assert count(package, size, qkv_bias=qkv_bias) == 4 * d * d + d + 3 * d * biased
-    assert count(package, size.removeprefix("gpt2-"), qkv_bias=qkv_bias) == count(package, size, qkv_bias=qkv_bias)
+    assert count(package, size.removeprefix("gpt2-"), qkv_bias=qkv_bias) == count(
+        package, size, qkv_bias=qkv_bias
+    )
 
 
 @SIDES
 def test_the_published_count_of_the_small_size(package):
-    assert count(package, "small", qkv_bias=False) == JOURNEY["gpt2"]["attention_parameters_small_qkv_bias_false"]
+    assert (
+        count(package, "small", qkv_bias=False)
+        == JOURNEY["gpt2"]["attention_parameters_small_qkv_bias_false"]
+    )
 
 
 @SIDES
@@ -183,7 +204,10 @@ def test_gpt2_attention_is_built_as_its_config_says(package, size):
             layer = package.create_gpt2_attention(size, 0.25)
     else:
         layer = nnx.eval_shape(lambda: package.create_gpt2_attention(size, 0.25, rngs=nnx.Rngs(0)))
-    assert (layer.num_heads, layer.context_length) == (config["num_heads"], config["context_length"])
+    assert (layer.num_heads, layer.context_length) == (
+        config["num_heads"],
+        config["context_length"],
+    )
     assert layer.head_dim == config["d_model"] // config["num_heads"] == 64
     assert layer.dropout.rate == 0.25
     assert layer.causal

@@ -19,7 +19,9 @@ def test_huge_values_in_hidden_slots_leave_gradients_finite(side):
     value[:, 3:] = 1e308
 
     def total(query, key):
-        return side.dot_product_attention(query, key, side.array(value), mask=side.Mask.lengths(key=3)).sum()
+        return side.dot_product_attention(
+            query, key, side.array(value), mask=side.Mask.lengths(key=3)
+        ).sum()
 
     for gradient in side.gradients(total, side.array(Q), side.array(K)):
         assert np.isfinite(gradient).all()
@@ -29,20 +31,28 @@ def test_huge_values_in_hidden_slots_leave_gradients_finite(side):
 def test_masks_and_arrays_combine_in_either_order(side):
     array = RANDOM.random((T, T)) < 0.5
     expected = array & np.tri(T, dtype=bool)
-    for mask in (side.Mask.causal() & array, array & side.Mask.causal(), side.Mask.causal() & side.array(array)):
+    for mask in (
+        side.Mask.causal() & array,
+        array & side.Mask.causal(),
+        side.Mask.causal() & side.array(array),
+    ):
         np.testing.assert_array_equal(side.numpy(mask.materialise(1, 1, T, T))[0, 0], expected)
 
 
 def test_one_head_takes_a_dense_mask_as_it_takes_the_array(side):
     layer = side.build("CausalAttention", H, 6, T, 0.0)
     x, array = side.array(V[:, :, 0]), side.array(RANDOM.random((B, T, T)) < 0.5)
-    by_array, by_mask = (side.numpy(layer(x, mask=mask)) for mask in (array, side.Mask.dense(array)))
+    by_array, by_mask = (
+        side.numpy(layer(x, mask=mask)) for mask in (array, side.Mask.dense(array))
+    )
     np.testing.assert_array_equal(by_array, by_mask)
 
 
 def test_lengths_are_named(side):
     with pytest.raises(TypeError):
-        side.Mask.lengths(np.array([5, 2]))  # of the queries or of the keys? the wrong one is silently wrong
+        side.Mask.lengths(
+            np.array([5, 2])
+        )  # of the queries or of the keys? the wrong one is silently wrong
 
 
 @pytest.mark.parametrize("offset", [3.7, np.array([3.5, 1.0]), "left"])
@@ -74,7 +84,9 @@ def test_wrong_kinds_of_dropout_are_named(side, no_shape_checks):
     layer = side.build("CausalAttention", H, 6, T, 0.5)
     with pytest.raises(ValueError, match=r"a dropout key must be .* got int"):
         layer(side.array(V[:, :, 0]), dropout_key=7)
-    with pytest.raises(ValueError, match=r"dropout must be .*KeyedDropout.* got float. Pass dropout=KeyedDropout"):
+    with pytest.raises(
+        ValueError, match=r"dropout must be .*KeyedDropout.* got float. Pass dropout=KeyedDropout"
+    ):
         side.dot_product_attention(*map(side.array, (Q, K, V)), dropout=0.1)
 
 
@@ -84,7 +96,10 @@ def test_no_key_at_all_is_refused(side, no_shape_checks):
 
 
 def test_a_state_dict_with_a_mask_buffer_loads_into_torch_ref_as_it_is():
-    twin, buffer = torch_ref.MultiHeadAttentionWrapper(3, 2, 6, 0.0, 2), torch.triu(torch.ones(6, 6), diagonal=1)
+    twin, buffer = (
+        torch_ref.MultiHeadAttentionWrapper(3, 2, 6, 0.0, 2),
+        torch.triu(torch.ones(6, 6), diagonal=1),
+    )
     published = {**twin.state_dict(), "heads.0.mask": buffer, "heads.1.mask": buffer}
     twin.load_state_dict(published)
     assert "heads.0.mask" in published
@@ -130,7 +145,10 @@ def test_jit_takes_the_key_of_dropout_as_an_argument(sides):
     flax_attn, reference = sides
     layer, twin = (side.build("MultiHeadAttention", 4, 6, T, 0.5, 2) for side in sides)
     x = V[:, :, 0]
-    outputs = [jax.jit(lambda key: layer(jnp.asarray(x), dropout_key=key))(flax_attn.key(i)) for i in (3, 3, 4)]
+    outputs = [
+        jax.jit(lambda key: layer(jnp.asarray(x), dropout_key=key))(flax_attn.key(i))
+        for i in (3, 3, 4)
+    ]
     assert (outputs[0] == outputs[1]).all()
     assert (outputs[0] != outputs[2]).any()
     assert (twin(reference.array(x), dropout_key=reference.key(3)) != 0).any()

@@ -63,7 +63,10 @@ ONE_SIDED_EXPORTS = {
     *("Unsupported", "explain", "set_backend", "from_pretrained", "save_pretrained"),
 }
 ONE_SIDED = {
-    "attention.py": {"BACKENDS", "check_backend"},  # beside the table of the backends, which only JAX has
+    "attention.py": {
+        "BACKENDS",
+        "check_backend",
+    },  # beside the table of the backends, which only JAX has
     "functional/dropout.py": {"draw_key", "indices"},
     "functional/masks.py": {
         "kv_range",
@@ -82,17 +85,33 @@ ONE_SIDED = {
     "functional/mask_parts.py": {
         *("band", "ends", "interval", "kv_range", "row", "shift"),
     },
-    "functional/score_function.py": {"apply", "trace"},  # called on tensors of indices, or traced on scalars
+    "functional/score_function.py": {
+        "apply",
+        "trace",
+    },  # called on tensors of indices, or traced on scalars
     "functional/where.py": {"row"},
 }
-FRAMEWORK_ONLY = {"dtype", "param_dtype", "precision", "rngs", "numerics", "device", "scan_layers", "axes", "unit"}
+FRAMEWORK_ONLY = {
+    "dtype",
+    "param_dtype",
+    "precision",
+    "rngs",
+    "numerics",
+    "device",
+    "scan_layers",
+    "axes",
+    "unit",
+}
 LAYERS = ("functional", "attention", "modules", "models")
 
 
 def mirrored_files(package):
     root = ROOTS[package]
     files = [path for layer in LAYERS for path in (root / layer).rglob("*.py")]
-    return sorted({str(path.relative_to(root)) for path in [*files, root / "attention.py"]} - ONE_SIDED_FILES.keys())
+    return sorted(
+        {str(path.relative_to(root)) for path in [*files, root / "attention.py"]}
+        - ONE_SIDED_FILES.keys()
+    )
 
 
 def load(package, file):
@@ -109,13 +128,22 @@ def defined(path):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            names |= {
+                name.id
+                for target in targets
+                for name in ast.walk(target)
+                if isinstance(name, ast.Name)
+            }
     return {name for name in names if not name.startswith("_")}
 
 
 def signature(function):
     parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind.name, _comparable(p.default)) for p in parameters if p.name not in FRAMEWORK_ONLY]
+    return [
+        (p.name, p.kind.name, _comparable(p.default))
+        for p in parameters
+        if p.name not in FRAMEWORK_ONLY
+    ]
 
 
 def _comparable(default):
@@ -128,7 +156,11 @@ def methods(cls, left_out=frozenset()):
     kept = {"__init__", "__call__", "__and__", "__post_init__"}
     names = {n for n in vars(cls) if not n.startswith("_") or n in kept} - left_out
     own = {n: getattr(v, "__func__", v) for n, v in vars(cls).items() if n in names}
-    found = {{"forward": "__call__"}.get(n, n): signature(f) for n, f in own.items() if inspect.isfunction(f)}
+    found = {
+        {"forward": "__call__"}.get(n, n): signature(f)
+        for n, f in own.items()
+        if inspect.isfunction(f)
+    }
     properties = sorted(n for n, value in own.items() if isinstance(value, property))
     if len(found.get("__init__", [])) == 1:  # takes nothing beside self
         del found["__init__"]
@@ -139,7 +171,11 @@ def describe(value, left_out=frozenset()):
     if hasattr(value, "dim_str"):
         return "array type", value.dim_str, value.dtypes
     if inspect.isclass(value):
-        fields = [(f.name, f.default) for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else None
+        fields = (
+            [(f.name, f.default) for f in dataclasses.fields(value)]
+            if dataclasses.is_dataclass(value)
+            else None
+        )
         return "class", methods(value, left_out), fields
     if inspect.isfunction(value):
         return "function", signature(value)
@@ -160,7 +196,12 @@ def differences(file, ours, theirs):
 def test_the_same_files_are_on_both_sides():
     files = mirrored_files("flax_attn")
     assert files == mirrored_files("torch_ref")
-    assert {"attention.py", "functional/masks.py", "modules/multi_head.py", "models/gpt2.py"} <= set(files)
+    assert {
+        "attention.py",
+        "functional/masks.py",
+        "modules/multi_head.py",
+        "models/gpt2.py",
+    } <= set(files)
 
 
 @pytest.mark.parametrize("file", mirrored_files("flax_attn"))
@@ -174,13 +215,18 @@ def test_a_file_has_the_same_interface_on_both_sides(file):
 )
 def test_a_one_sided_name_is_on_one_side(file, name):
     modules = [load(package, file) for package in ROOTS]
-    scopes = [[m, *(v for v in vars(m).values() if inspect.isclass(v) and v.__module__ == m.__name__)] for m in modules]
+    scopes = [
+        [m, *(v for v in vars(m).values() if inspect.isclass(v) and v.__module__ == m.__name__)]
+        for m in modules
+    ]
     assert sum(any(name in vars(scope) for scope in one) for one in scopes) == 1
 
 
 @pytest.mark.parametrize("file", sorted(ONE_SIDED_FILES))
 def test_a_one_sided_file_stands_on_one_side(file):
-    assert [package for package, root in ROOTS.items() if (root / file).exists()] == [ONE_SIDED_FILES[file]]
+    assert [package for package, root in ROOTS.items() if (root / file).exists()] == [
+        ONE_SIDED_FILES[file]
+    ]
 
 
 def test_the_packages_export_the_same_names():
@@ -194,17 +240,25 @@ def test_the_packages_export_the_same_names():
 
 
 def test_the_legend_of_axes_is_the_same():
-    assert load("flax_attn", "functional/shapes.py").AXES == load("torch_ref", "functional/shapes.py").AXES
+    assert (
+        load("flax_attn", "functional/shapes.py").AXES
+        == load("torch_ref", "functional/shapes.py").AXES
+    )
 
 
-@pytest.mark.parametrize("file", ["functional/checks.py", "functional/mask_text.py", "functional/recurrent_checks.py"])
+@pytest.mark.parametrize(
+    "file", ["functional/checks.py", "functional/mask_text.py", "functional/recurrent_checks.py"]
+)
 def test_what_needs_no_framework_is_the_same_text(file):
     ours, theirs = ((ROOTS[package] / file).read_text() for package in ROOTS)
     assert ours == theirs
 
 
 def test_configs_are_equal_in_values():
-    ours, theirs = ({k: dataclasses.asdict(v) for k, v in p.GPT2_CONFIGS.items()} for p in (flax_attn, torch_ref))
+    ours, theirs = (
+        {k: dataclasses.asdict(v) for k, v in p.GPT2_CONFIGS.items()}
+        for p in (flax_attn, torch_ref)
+    )
     assert ours == theirs
 
 
@@ -228,7 +282,9 @@ def test_the_mirror_sees_a_changed_signature(changed, monkeypatch):
     ours, theirs = (load(package, "attention.py") for package in ROOTS)
     monkeypatch.setattr(ours, "dot_product_attention", _default)
     monkeypatch.setattr(theirs, "dot_product_attention", changed)
-    assert any("dot_product_attention" in line for line in differences("attention.py", ours, theirs))
+    assert any(
+        "dot_product_attention" in line for line in differences("attention.py", ours, theirs)
+    )
 
 
 @pytest.mark.parametrize("method", ["__init__", "forward"])
@@ -285,15 +341,25 @@ def imported_packages(path, everywhere=True):
 
 
 def files_of(package):
-    return {str(path.relative_to(ROOTS[package])): path for path in sorted(ROOTS[package].rglob("*.py"))}
+    return {
+        str(path.relative_to(ROOTS[package])): path for path in sorted(ROOTS[package].rglob("*.py"))
+    }
 
 
 @pytest.mark.parametrize("file", files_of("torch_ref"))
 def test_torch_ref_knows_no_jax(file):
-    assert not imported_packages(files_of("torch_ref")[file]) & {"flax_attn", "jax", "flax", "optax", "jaxlib"}
+    assert not imported_packages(files_of("torch_ref")[file]) & {
+        "flax_attn",
+        "jax",
+        "flax",
+        "optax",
+        "jaxlib",
+    }
 
 
-@pytest.mark.parametrize("file", [file for file in files_of("flax_attn") if not file.startswith(("parity/", "proof/"))])
+@pytest.mark.parametrize(
+    "file", [file for file in files_of("flax_attn") if not file.startswith(("parity/", "proof/"))]
+)
 def test_flax_attn_needs_no_torch(file):
     path = files_of("flax_attn")[file]
     assert "torch_ref" not in imported_packages(path)
@@ -304,8 +370,14 @@ def layer_of(file):
     return file.removesuffix(".py").split("/")[0]
 
 
-@pytest.mark.parametrize("file", [file for file in files_of("torch_ref") if layer_of(file) in LAYERS])
+@pytest.mark.parametrize(
+    "file", [file for file in files_of("torch_ref") if layer_of(file) in LAYERS]
+)
 def test_a_layer_of_torch_ref_imports_only_layers_below(file):
     below = LAYERS[: LAYERS.index(layer_of(file)) + 1]
-    names = [name.split(".")[1] for name in imports(files_of("torch_ref")[file]) if name.startswith("torch_ref.")]
+    names = [
+        name.split(".")[1]
+        for name in imports(files_of("torch_ref")[file])
+        if name.startswith("torch_ref.")
+    ]
     assert set(names) <= set(below)

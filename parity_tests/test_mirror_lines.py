@@ -26,9 +26,19 @@ def identical(left, right):
 
 def shares():
     """Return the percentage of identical lines of each mirrored file, and their mean."""
-    files = {str(path.relative_to(ROOT / "torch_ref")) for path in (ROOT / "torch_ref").rglob("*.py")}
-    pairs = {file: (lines("flax_attn", file), lines("torch_ref", file)) for file in files if _mirrored(file)}
-    found = {file: identical(*pair) for file, pair in sorted(pairs.items()) if min(map(len, pair)) >= FEWEST_LINES}
+    files = {
+        str(path.relative_to(ROOT / "torch_ref")) for path in (ROOT / "torch_ref").rglob("*.py")
+    }
+    pairs = {
+        file: (lines("flax_attn", file), lines("torch_ref", file))
+        for file in files
+        if _mirrored(file)
+    }
+    found = {
+        file: identical(*pair)
+        for file, pair in sorted(pairs.items())
+        if min(map(len, pair)) >= FEWEST_LINES
+    }
     return found | {"mean": sum(found.values()) / len(found)}
 
 
@@ -46,7 +56,11 @@ def test_mirrored_files_have_as_many_identical_lines_as_recorded():
     for name, share in found.items():
         print(f"{share:5.1f} %  {name}")
     assert found.keys() == floors.keys(), f"run python {Path(__file__).relative_to(ROOT)}"
-    below = [f"{name}: {found[name]:.1f} %, floor {floors[name]} %" for name in floors if found[name] < floors[name]]
+    below = [
+        f"{name}: {found[name]:.1f} %, floor {floors[name]} %"
+        for name in floors
+        if found[name] < floors[name]
+    ]
     assert not below, "\n".join(below)
 
 

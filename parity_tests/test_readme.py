@@ -4,7 +4,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").glob("*.md")) if "import torch" in p.read_text())]
+PAGES = [
+    ROOT / "README.md",
+    *(p for p in sorted((ROOT / "docs").glob("*.md")) if "import torch" in p.read_text()),
+]
 
 
 @pytest.mark.usefixtures("as_a_user_has_jax", "checkpoint_here")

@@ -29,7 +29,9 @@ class AtRate(Package):
         part = super().__getattr__(name)
         if name == "Dropout":
             return lambda rate: part(self.rate["dropout"])
-        return lambda *arguments, **options: part(*arguments, **options | (self.rate if "dropout" in options else {}))
+        return lambda *arguments, **options: part(
+            *arguments, **options | (self.rate if "dropout" in options else {})
+        )
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,10 @@ class Variant:
 
     @property
     def weighs(self) -> bool:
-        return "return_weights" in inspect.signature(getattr(flax_attn, self.row.module).__call__).parameters
+        return (
+            "return_weights"
+            in inspect.signature(getattr(flax_attn, self.row.module).__call__).parameters
+        )
 
     def takes(self, name: str) -> bool:
         module = "MultiHeadAttention" if self.row.module == "TransformerBlock" else self.row.module
@@ -70,14 +75,23 @@ class Variant:
 
 
 ROWS = (  # one of each class, and of each way that classes differ under a transform
-    *("simplified", "self_attention_d_key", "causal_d_key", "multi_head_wrapper", "multi_head_gqa", "multi_head_cross"),
+    *(
+        "simplified",
+        "self_attention_d_key",
+        "causal_d_key",
+        "multi_head_wrapper",
+        "multi_head_gqa",
+        "multi_head_cross",
+    ),
     *("block_gpt2", "block_llama", "layer_norm", "rms_norm", "feed_forward_exact"),
 )
 SELECTED = tuple(Variant(row) for name in ROWS for row in VARIANTS if row.name == name)
 KINDS = {
     "variant": SELECTED,
     "learning": [variant for variant in SELECTED if variant.name != "simplified"],
-    "typical": [variant for variant in SELECTED if variant.name in ("causal_d_key", "multi_head_gqa")],
+    "typical": [
+        variant for variant in SELECTED if variant.name in ("causal_d_key", "multi_head_gqa")
+    ],
     "dropping": [variant for variant in SELECTED if variant.drops],
     "weighing": [variant for variant in SELECTED if variant.weighs],
 }
@@ -107,7 +121,10 @@ def close():
     def check(actual, expected):
         assert jax.tree.structure(actual) == jax.tree.structure(expected)
         sides = (
-            {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+            {
+                jax.tree_util.keystr(path): np.asarray(leaf)
+                for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            }
             for tree in (actual, expected)
         )
         errors = tolerance.reordered(*sides)

@@ -12,12 +12,22 @@ from flax_attn.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "api"
-PACKAGES = ("flax_attn", "flax_attn.parity", "flax_attn.convert", "flax_attn.training", "flax_attn.sharding")
+PACKAGES = (
+    "flax_attn",
+    "flax_attn.parity",
+    "flax_attn.convert",
+    "flax_attn.training",
+    "flax_attn.sharding",
+)
 
 
 def names(text):
     """The names that a page documents."""
-    return [name for block in re.findall(r"```{symbols}\n(.*?)```", text, re.DOTALL) for name in block.split()]
+    return [
+        name
+        for block in re.findall(r"```{symbols}\n(.*?)```", text, re.DOTALL)
+        for name in block.split()
+    ]
 
 
 def documented(package):
@@ -34,7 +44,9 @@ def value(name):
 def missing(package, found):
     """The public names of a package that are not among these, by that name or as the same thing by another."""
     things = [value(name) for name in found]
-    public = {name: getattr(import_module(package), name) for name in import_module(package).__all__}
+    public = {
+        name: getattr(import_module(package), name) for name in import_module(package).__all__
+    }
     return sorted(
         name
         for name, thing in public.items()
@@ -45,7 +57,11 @@ def missing(package, found):
 def undocumented(found):
     """Those of the classes and functions that have no docstring of their own."""
     things = {name: value(name) for name in found}
-    return [n for n, thing in things.items() if (inspect.isclass(thing) or callable(thing)) and not own(thing)]
+    return [
+        n
+        for n, thing in things.items()
+        if (inspect.isclass(thing) or callable(thing)) and not own(thing)
+    ]
 
 
 def own(thing):
@@ -64,12 +80,21 @@ def test_every_family_is_documented():
 
 @pytest.mark.parametrize("package", ["torch_ref", "torch_ref.models"])
 def test_every_public_name_of_the_twins_is_documented(package):
-    file = ROOT / package.replace(".", "/") / "__init__.py"  # read as text: torch may not be installed
+    file = (
+        ROOT / package.replace(".", "/") / "__init__.py"
+    )  # read as text: torch may not be installed
     stub = file.with_suffix(".pyi")
     nodes = ast.parse((stub if stub.is_file() else file).read_text()).body
-    public = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    public = {
+        alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
     assert public
-    assert sorted({f"{package}.{name}" for name in public} - {*documented("torch_ref"), *again(package)}) == []
+    assert (
+        sorted(
+            {f"{package}.{name}" for name in public} - {*documented("torch_ref"), *again(package)}
+        )
+        == []
+    )
 
 
 def again(package):
@@ -85,7 +110,9 @@ def test_no_name_stands_twice_and_each_has_a_docstring():
 
 def test_every_page_is_in_the_list():
     listed = re.findall(r"```{toctree}.*?\n\n(.*?)```", (PAGES / "index.md").read_text(), re.DOTALL)
-    assert sorted(listed[0].split()) == sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "index")
+    assert sorted(listed[0].split()) == sorted(
+        path.stem for path in PAGES.glob("*.md") if path.stem != "index"
+    )
 
 
 def test_a_name_that_is_left_out_is_missed():

@@ -13,7 +13,9 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("parity", "show", "backends", "bench", "generate", "docs"))
+    assert all(
+        command in shown for command in ("parity", "show", "backends", "bench", "generate", "docs")
+    )
 
 
 def test_no_command_is_bad_usage():
@@ -22,7 +24,9 @@ def test_no_command_is_bad_usage():
 
 
 def test_python_m_runs_the_same():
-    run = subprocess.run([sys.executable, "-m", "flax_attn", "--version"], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "flax_attn", "--version"], capture_output=True, text=True, check=True
+    )
     assert run.stdout.startswith("flax-attn 0.")
 
 
@@ -36,7 +40,23 @@ def test_parity_without_torch_says_what_to_install_in_one_line():
 
 
 def test_show_shapes_prints_the_steps_of_grouped_queries(capsys):
-    assert main(["show", "--shapes", "--text", "a b c d e", "--width", "12", "--heads", "6", "--kv-heads", "2"]) == 0
+    assert (
+        main(
+            [
+                "show",
+                "--shapes",
+                "--text",
+                "a b c d e",
+                "--width",
+                "12",
+                "--heads",
+                "6",
+                "--kv-heads",
+                "2",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     for step, axes, shape in [
         ("query", "b t n h", "(1, 5, 6, 2)"),
@@ -61,8 +81,23 @@ def test_show_writes_a_picture(tmp_path, capsys):
     ("arguments", "chosen"),
     [
         (["--platform", "cpu"], "native" if native.library() else "blocked"),
-        (["--platform", "cpu", "--shape", "2,8,3,4"], "native" if native.library() else "reference"),
-        (["--platform", "tpu", "--dtype", "bfloat16", "--shape", "1,2048,8,128", "--kv-heads", "2"], "splash"),
+        (
+            ["--platform", "cpu", "--shape", "2,8,3,4"],
+            "native" if native.library() else "reference",
+        ),
+        (
+            [
+                "--platform",
+                "tpu",
+                "--dtype",
+                "bfloat16",
+                "--shape",
+                "1,2048,8,128",
+                "--kv-heads",
+                "2",
+            ],
+            "splash",
+        ),
         (["--platform", "tpu", "--dtype", "float64", "--keys", "4096", "--no-causal"], "blocked"),
         (["--platform", "cpu", "--window", "100"], "native" if native.library() else "blocked"),
     ],
@@ -76,11 +111,15 @@ def test_backends_names_the_one_that_would_run_and_every_other(arguments, chosen
     assert next(line for line in lines if line.startswith("->")).startswith(f"-> {chosen} ")
 
 
-@pytest.mark.parametrize(("arguments", "platforms"), [([], ["CPU", "GPU", "TPU"]), (["--platform", "tpu"], ["TPU"])])
+@pytest.mark.parametrize(
+    ("arguments", "platforms"), [([], ["CPU", "GPU", "TPU"]), (["--platform", "tpu"], ["TPU"])]
+)
 def test_backends_asks_about_the_calls_of_models(arguments, platforms, capsys, no_shape_checks):
     assert main(["backends", "--models", *arguments]) == 0
     shown = capsys.readouterr().out
-    assert [line.split()[-1] for line in shown.splitlines() if "Attention of models" in line] == platforms
+    assert [
+        line.split()[-1] for line in shown.splitlines() if "Attention of models" in line
+    ] == platforms
     assert shown.count("T5 base encoder") == len(platforms)
     assert "splash takes no bias; got one of shape (1, 12, 512," in shown
 
@@ -88,10 +127,27 @@ def test_backends_asks_about_the_calls_of_models(arguments, platforms, capsys, n
 def test_bench_measures_one_shape_and_writes_all_that_was_measured(tmp_path, capsys, monkeypatch):
     from flax_attn.bench import suite
 
-    monkeypatch.setattr(suite, "functions", lambda backends, platform: [suite.ours(backend) for backend in backends])
+    monkeypatch.setattr(
+        suite, "functions", lambda backends, platform: [suite.ours(backend) for backend in backends]
+    )
     monkeypatch.setattr(suite.machine, "product_limit", lambda dtype, size: 1e11)
     path = tmp_path / "bench.json"
-    assert main(["bench", "--shape", "1,2,24,8", "--rounds", "2", "--backend", "blocked", "--json", str(path)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "--shape",
+                "1,2,24,8",
+                "--rounds",
+                "2",
+                "--backend",
+                "blocked",
+                "--json",
+                str(path),
+            ]
+        )
+        == 0
+    )
     assert "(1, 2, 24, 8) forward+backward" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]
     ours = [row for row in rows if row["implementation"] == "ours blocked"]
@@ -108,7 +164,10 @@ def test_bench_for_tpu_says_what_to_install_in_one_line(monkeypatch, capsys):
 def test_bench_for_gpu_says_what_to_install_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr("flax_attn.aot.gpu.find_spec", lambda name: None)
     assert main(["bench", "--gpu"]) == 2
-    assert "needs jax_cuda13_plugin, tokamax, nvidia.cudnn, nvidia.cu13, not a GPU: make gpu" in capsys.readouterr().err
+    assert (
+        "needs jax_cuda13_plugin, tokamax, nvidia.cudnn, nvidia.cu13, not a GPU: make gpu"
+        in capsys.readouterr().err
+    )
 
 
 def test_bench_prints_a_table_for_each_device(monkeypatch, capsys):
@@ -129,7 +188,10 @@ def test_bench_prints_a_table_for_each_device(monkeypatch, capsys):
         (["backends", "--dtype", "int32"], "or float16; got int32"),
         (["backends", "--dtype", "float31"], "float31"),
         (["backends", "--kv-heads", "5"], "must divide the query heads"),
-        (["backends", "--models", "--kv-heads", "5", "--no-causal"], "calls of its own, and --kv-heads, --no-causal"),
+        (
+            ["backends", "--models", "--kv-heads", "5", "--no-causal"],
+            "calls of its own, and --kv-heads, --no-causal",
+        ),
         (
             ["bench", "--shape", "1,2,8,8", "--backend", "blokced"],
             "backend must be one of 'auto', ",
@@ -157,7 +219,9 @@ def test_a_seed_out_of_range_is_bad_usage(seed):
         main(["show", "--shapes", "--seed", seed])
 
 
-@pytest.mark.parametrize("arguments", [["backends", "--shape", "1,8,8"], ["bench", "--shape", "1,8,0,8"]])
+@pytest.mark.parametrize(
+    "arguments", [["backends", "--shape", "1,8,8"], ["bench", "--shape", "1,8,0,8"]]
+)
 def test_a_shape_that_is_none_is_bad_usage(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)

@@ -64,12 +64,16 @@ def test_a_signal_ends_the_command_in_one_line_and_leaves_nothing(work, number, 
     assert process.returncode == code
     assert error == f"flax-attn: {'interrupted' if code == 130 else 'terminated'}\n"
     assert not alive(child)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("report.json", "the old one")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        ("report.json", "the old one")
+    ]
 
 
 def test_a_signal_while_everything_is_imported_is_one_line_too():
     for delay in (0.3, 0.6, 1.0):
-        process = subprocess.Popen([*COMMAND, "backends", "--models"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            [*COMMAND, "backends", "--models"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
@@ -81,7 +85,9 @@ def test_an_interrupt_that_is_ignored_stays_so():
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + AT_WORK.format(
         work="import os, signal; os.kill(os.getpid(), signal.SIGINT); child.kill(); return 0"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (run.returncode, run.stderr) == (0, "")
 
 
@@ -94,7 +100,9 @@ def test_main_leaves_signals_alone_where_a_program_calls_it(capsys):
 def test_nobody_reads_on():
     read, write = os.pipe()
     os.close(read)
-    run = subprocess.run([*COMMAND, "backends", "--models"], stdout=write, stderr=subprocess.PIPE, check=False)
+    run = subprocess.run(
+        [*COMMAND, "backends", "--models"], stdout=write, stderr=subprocess.PIPE, check=False
+    )
     os.close(write)
     assert (run.returncode, run.stderr) == (141, b"")
 
@@ -102,20 +110,29 @@ def test_nobody_reads_on():
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")
 def test_a_full_disk_behind_stdout_is_one_line():
     with open("/dev/full", "w") as full:
-        run = subprocess.run([*COMMAND, "backends"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (run.returncode, run.stderr) == (2, "flax-attn: cannot go on: [Errno 28] No space left on device\n")
+        run = subprocess.run(
+            [*COMMAND, "backends"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (run.returncode, run.stderr) == (
+        2,
+        "flax-attn: cannot go on: [Errno 28] No space left on device\n",
+    )
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
 def test_closed_streams_are_no_error(closed):
-    run = subprocess.run(["sh", "-c", f'"$0" -m flax_attn backends {closed}', sys.executable], check=False)
+    run = subprocess.run(
+        ["sh", "-c", f'"$0" -m flax_attn backends {closed}', sys.executable], check=False
+    )
     assert run.returncode == 0
 
 
 def test_what_a_terminal_cannot_show_is_escaped(capsys):
     code = "from flax_attn.cli.guard import guarded; guarded(lambda: print('caf\\u00e9 \\udcff'))"
     run = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
     )
     assert run.stdout.split() == [rb"caf\xe9", rb"\udcff"]
 
@@ -135,8 +152,14 @@ def failing(error):
             ModuleNotFoundError(name="tokenizers"),
             'this needs tokenizers, which is not installed: pip install "flax-attn[gen',
         ),
-        (OSError(ENOSPC, "No space left on device"), "cannot go on: [Errno 28] No space left on device"),
-        (PermissionError(13, "Permission denied", "/x"), "cannot go on: [Errno 13] Permission denied: '/x'"),
+        (
+            OSError(ENOSPC, "No space left on device"),
+            "cannot go on: [Errno 28] No space left on device",
+        ),
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            "cannot go on: [Errno 13] Permission denied: '/x'",
+        ),
     ],
 )
 def test_what_the_system_lacks_is_one_line_and_exit_code_2(error, line, capfd):
@@ -146,7 +169,9 @@ def test_what_the_system_lacks_is_one_line_and_exit_code_2(error, line, capfd):
     assert shown.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError(name="ours"), OSError("no errno"), KeyError("ours")])
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError(name="ours"), OSError("no errno"), KeyError("ours")]
+)
 def test_faults_of_this_package_keep_their_traceback(error):
     with pytest.raises(type(error)):
         failing(error)
@@ -163,7 +188,10 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path):
     path.chmod(0o640)
     link.symlink_to(path)
     error = OSError(ENOSPC, "No space left on device")
-    with pytest.raises(OSError, match=r"No space left on device: '.*/x.txt'"), replacing(path) as whole:
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*/x.txt'"),
+        replacing(path) as whole,
+    ):
         _write_half(whole, error)
     with pytest.raises(KeyboardInterrupt), replacing(path) as whole:
         _write_half(whole, KeyboardInterrupt())
@@ -214,4 +242,7 @@ def test_without_a_home_nothing_is_kept_and_it_is_said(home, monkeypatch, capsys
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch, capsys):
     monkeypatch.setattr("flax_attn.cli.common.find_spec", lambda name: None)
     assert main(["bench", "--plot", "growth.png"]) == 2
-    assert capsys.readouterr().err == 'flax-attn: --plot needs matplotlib: pip install "flax-attn[viz]"\n'
+    assert (
+        capsys.readouterr().err
+        == 'flax-attn: --plot needs matplotlib: pip install "flax-attn[viz]"\n'
+    )

@@ -23,7 +23,9 @@ def folder(tmp_path_factory):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "a"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    GPT2(GPT2Config(6, 2, 1, context_length=8, vocab_size=5), rngs=nnx.Rngs(0)).save_pretrained(folder)
+    GPT2(GPT2Config(6, 2, 1, context_length=8, vocab_size=5), rngs=nnx.Rngs(0)).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -42,8 +44,14 @@ def test_an_encoder_decoder_answers_the_prompt(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        (["--model", "nowhere"], "no folder nowhere. Nothing is downloaded: pass the path of a folder on this machine"),
-        (["--model", ".", "--max-new-tokens", "1.5"], "argument --max-new-tokens: must be an integer; got '1.5'"),
+        (
+            ["--model", "nowhere"],
+            "no folder nowhere. Nothing is downloaded: pass the path of a folder on this machine",
+        ),
+        (
+            ["--model", ".", "--max-new-tokens", "1.5"],
+            "argument --max-new-tokens: must be an integer; got '1.5'",
+        ),
         (["--model", ".", "--seed", "one"], "argument --seed: must be an integer; got 'one'"),
     ],
 )
@@ -61,10 +69,19 @@ def test_bad_usage_is_said_before_anything_is_read(options, rule, capsys):
     [
         ("[1]", "generation_config.json must hold an object, fields by name; got list. Copy"),
         ("null", "generation_config.json must hold an object, fields by name; got NoneType. Copy"),
-        ('{"a": 1, "a": 2}', "generation_config.json is not JSON: the name 'a' is there twice. Copy"),
+        (
+            '{"a": 1, "a": 2}',
+            "generation_config.json is not JSON: the name 'a' is there twice. Copy",
+        ),
         ("[" * 100_000, "generation_config.json is not JSON: it is nested too deeply. Copy"),
-        ('{"eos_token_id": "b"}', 'eos_token_id must be one integer or a list of them; got ["b"]. Correct it'),
-        ('{"eos_token_id": [true]}', "eos_token_id must be one integer or a list of them; got [true]. Correct it"),
+        (
+            '{"eos_token_id": "b"}',
+            'eos_token_id must be one integer or a list of them; got ["b"]. Correct it',
+        ),
+        (
+            '{"eos_token_id": [true]}',
+            "eos_token_id must be one integer or a list of them; got [true]. Correct it",
+        ),
     ],
 )
 def test_a_stop_that_cannot_be_read_is_bad_usage(text, rule, folder, tmp_path, capsys):
@@ -83,11 +100,27 @@ def unknown_words(tokenizer):
 DAMAGED = {
     "not there": (lambda text: None, "a", "no tokenizer at"),
     "empty": (lambda text: "", "a", "is not a tokenizer that the tokenizers library reads: EOF"),
-    "cut": (lambda text: text[:-20], "a", "is not a tokenizer that the tokenizers library reads: EOF"),
-    "another file": (lambda text: "[]", "a", "is not a tokenizer that the tokenizers library reads"),
-    "of unknown words": (unknown_words, "q", "does not take the prompt 'q': WordLevel error: Missing"),
+    "cut": (
+        lambda text: text[:-20],
+        "a",
+        "is not a tokenizer that the tokenizers library reads: EOF",
+    ),
+    "another file": (
+        lambda text: "[]",
+        "a",
+        "is not a tokenizer that the tokenizers library reads",
+    ),
+    "of unknown words": (
+        unknown_words,
+        "q",
+        "does not take the prompt 'q': WordLevel error: Missing",
+    ),
     "half a character": (lambda text: text, "\udc80", "--prompt must be text in UTF-8; "),
-    "no words": (lambda text: text, "", "a prompt holds at least one token; prompt 0 is empty. Begin"),
+    "no words": (
+        lambda text: text,
+        "",
+        "a prompt holds at least one token; prompt 0 is empty. Begin",
+    ),
 }
 
 
@@ -110,7 +143,16 @@ def test_a_tokenizer_that_gives_no_tokens_is_one_line(name, folder, tmp_path, ca
 def run(folder, cache, *arguments, **variables):
     """Return the two outputs of a process, and the programs in the user's cache after it."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    command = [sys.executable, "-m", "flax_attn", "generate", "--model", str(folder), "--prompt", "a b"]
+    command = [
+        sys.executable,
+        "-m",
+        "flax_attn",
+        "generate",
+        "--model",
+        str(folder),
+        "--prompt",
+        "a b",
+    ]
     done = subprocess.run(
         [*command, "--max-new-tokens", "4", *arguments],
         env={**environment, "XDG_CACHE_HOME": str(cache), **variables},
@@ -124,7 +166,12 @@ def run(folder, cache, *arguments, **variables):
 def test_programs_are_kept_for_the_next_start(folder, tmp_path):
     text, errors, programs = run(folder, tmp_path)
     assert len(text.split()) == 4
-    assert [line.split("  ")[0] for line in errors.splitlines()] == ["load", "compile", "first token", "rate"]
+    assert [line.split("  ")[0] for line in errors.splitlines()] == [
+        "load",
+        "compile",
+        "first token",
+        "rate",
+    ]
     assert len(programs) == 5
     assert run(folder, tmp_path)[::2] == (text, programs)
 

@@ -33,7 +33,8 @@ LAYERS = {  # lowest first, and the layers that each may import; the package is 
     "viz": set(),
     "bench": LIBRARY | {"convert", "models", "training", "parity", "aot"},
     "plan": {"functional", "sharding", "modules", "models", "training", "aot"},
-    "cli": LIBRARY | {"package", "convert", "models", "parity", "proof", "steps", "viz", "bench", "plan", "aot"},
+    "cli": LIBRARY
+    | {"package", "convert", "models", "parity", "proof", "steps", "viz", "bench", "plan", "aot"},
     "__main__": {"cli"},
 }
 OTHERS = {"torch", "torch_ref", "matplotlib"}  # imported at the top of no file below the harness
@@ -107,7 +108,9 @@ def modules_imported(tree: ast.AST) -> set[str]:
 def wrong_imports(own: str, tree: ast.AST) -> set[str]:
     """Return what a file of a layer imports and may not."""
     relative = {name for name in imported(tree) if name.startswith(".")}
-    return relative | {name for name in modules_imported(tree) if layer(name) not in LAYERS[own] | {own}}
+    return relative | {
+        name for name in modules_imported(tree) if layer(name) not in LAYERS[own] | {own}
+    }
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +120,9 @@ def trees():
 
 @pytest.fixture(scope="module")
 def loaded():
-    run = subprocess.run([sys.executable, "-c", WITHOUT_OPTIONALS], capture_output=True, text=True, cwd=ROOT)
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_OPTIONALS], capture_output=True, text=True, cwd=ROOT
+    )
     assert run.returncode == 0, run.stderr
     return run.stdout.split()
 
@@ -127,7 +132,8 @@ def test_import_works_without_optional_packages(loaded):
 
 
 @pytest.mark.parametrize(
-    "name", ["torch", "torch_ref", "matplotlib", "safetensors.torch", "tokamax", "beartype", "pytest"]
+    "name",
+    ["torch", "torch_ref", "matplotlib", "safetensors.torch", "tokamax", "beartype", "pytest"],
 )
 def test_import_leaves_optional_packages_alone(loaded, name):
     assert name not in loaded
@@ -157,7 +163,9 @@ def test_every_file_is_in_a_layer_and_imports_what_its_layer_may(trees):
 
 
 def test_no_files_import_each_other_in_a_circle(trees):
-    order = TopologicalSorter({name: modules_imported(tree) - {name} for name, tree in trees.items()})
+    order = TopologicalSorter(
+        {name: modules_imported(tree) - {name} for name, tree in trees.items()}
+    )
     assert len(list(order.static_order())) == len(FILES)
 
 
@@ -170,8 +178,16 @@ def test_no_files_import_each_other_in_a_circle(trees):
         ("modules", "from flax_attn.cli import main", "flax_attn.cli"),
         ("modules", "from flax_attn import LayerNorm", "flax_attn"),
         ("convert", "from flax_attn.functional.masks import Mask", "flax_attn.functional.masks"),
-        ("parity", "from flax_attn.backends.registry import BACKENDS", "flax_attn.backends.registry"),
-        ("parity", "from flax_attn.functional.checks import check_rate", "flax_attn.functional.checks"),
+        (
+            "parity",
+            "from flax_attn.backends.registry import BACKENDS",
+            "flax_attn.backends.registry",
+        ),
+        (
+            "parity",
+            "from flax_attn.functional.checks import check_rate",
+            "flax_attn.functional.checks",
+        ),
         ("parity", "from flax_attn.proof.variants import VARIANTS", "flax_attn.proof.variants"),
         ("parity", "from flax_attn import MultiHeadAttention", "flax_attn"),
         ("modules", "from .linear import Linear", ".linear.Linear"),
@@ -182,7 +198,12 @@ def test_a_wrong_import_is_seen(own, line, wrong):
 
 
 @pytest.mark.parametrize(
-    "line", ["import flax_attn.functional.checks", "from flax_attn.modules.linear import Linear", "import jax"]
+    "line",
+    [
+        "import flax_attn.functional.checks",
+        "from flax_attn.modules.linear import Linear",
+        "import jax",
+    ],
 )
 def test_a_right_import_is_let_through(line):
     assert wrong_imports("modules", ast.parse(line)) == set()
@@ -195,14 +216,20 @@ def packages(tree: ast.AST) -> set[str]:
 def test_no_file_below_the_harness_imports_torch_at_its_top(trees):
     for name, tree in trees.items():
         if layer(name) not in ("parity", "proof"):
-            top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+            top = ast.Module(
+                [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], []
+            )
             assert packages(top).isdisjoint(OTHERS), name
 
 
 def test_neither_package_imports_the_other(trees):
     for file in (ROOT / "torch_ref").rglob("*.py"):
-        assert packages(ast.parse(file.read_text())).isdisjoint({"jax", "jaxlib", "flax", "optax", "flax_attn"}), file
-    assert {layer(name) for name, tree in trees.items() if "torch_ref" in packages(tree)} <= {"proof"}
+        assert packages(ast.parse(file.read_text())).isdisjoint(
+            {"jax", "jaxlib", "flax", "optax", "flax_attn"}
+        ), file
+    assert {layer(name) for name, tree in trees.items() if "torch_ref" in packages(tree)} <= {
+        "proof"
+    }
 
 
 def test_public_names_are_unique():
@@ -226,7 +253,15 @@ def test_public_name_is_described_by_an_example(name):
 
 def test_every_variant_in_a_folder_of_modules_is_public():
     for file in (PACKAGE / "modules").glob("*.py"):
-        classes = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
-        data = [node for node in classes if {"TypedDict", "NamedTuple"} & set(map(ast.unparse, node.bases))]
-        names = {node.name for node in classes if node not in data and not node.name.startswith("_")}
+        classes = [
+            node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)
+        ]
+        data = [
+            node
+            for node in classes
+            if {"TypedDict", "NamedTuple"} & set(map(ast.unparse, node.bases))
+        ]
+        names = {
+            node.name for node in classes if node not in data and not node.name.startswith("_")
+        }
         assert names <= set(flax_attn.__all__)

@@ -21,12 +21,21 @@ def names(requirements):
 
 
 def test_both_packages_are_in_the_wheel(pyproject):
-    assert pyproject["tool"]["setuptools"]["packages"]["find"]["include"] == ["flax_attn*", "torch_ref*"]
+    assert pyproject["tool"]["setuptools"]["packages"]["find"]["include"] == [
+        "flax_attn*",
+        "torch_ref*",
+    ]
 
 
 def test_sources_of_the_library_are_in_the_source_distribution():
     listed = (ROOT / "MANIFEST.in").read_text().splitlines()
-    assert {"graft flax_attn", "graft torch_ref", "graft tests", "graft parity_tests", "graft docs"} <= set(listed)
+    assert {
+        "graft flax_attn",
+        "graft torch_ref",
+        "graft tests",
+        "graft parity_tests",
+        "graft docs",
+    } <= set(listed)
     assert "global-exclude *.py[cod] *.so" in listed
 
 
@@ -43,7 +52,9 @@ def test_every_folder_with_code_is_a_package(package):
 
 def test_version_is_that_of_the_package(pyproject):
     assert "version" in pyproject["project"]["dynamic"]
-    assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "flax_attn.__version__"}
+    assert pyproject["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "flax_attn.__version__"
+    }
     assert re.fullmatch(r"\d+\.\d+\.\d+", flax_attn.__version__)
 
 
@@ -53,13 +64,19 @@ def test_oldest_python(pyproject):
 
 def test_the_library_is_built_with_the_oldest_headers(pyproject):
     """A jaxlib refuses what was built with the headers of a newer one."""
-    oldest = next(x.removeprefix("jax>=") for x in pyproject["project"]["dependencies"] if x.startswith("jax>="))
+    oldest = next(
+        x.removeprefix("jax>=")
+        for x in pyproject["project"]["dependencies"]
+        if x.startswith("jax>=")
+    )
     assert any(x.startswith(f"jaxlib=={oldest};") for x in pyproject["build-system"]["requires"])
 
 
 def test_torch_and_matplotlib_are_extras(pyproject):
     project = pyproject["project"]
-    assert {"jax", "flax", "einops", "jaxtyping", "numpy", "safetensors"} <= names(project["dependencies"])
+    assert {"jax", "flax", "einops", "jaxtyping", "numpy", "safetensors"} <= names(
+        project["dependencies"]
+    )
     assert names(project["dependencies"]).isdisjoint({"torch", "matplotlib", "beartype", "pytest"})
     assert {"torch", "viz", "cuda", "tpu", "dev"} <= set(project["optional-dependencies"])
     assert names(project["optional-dependencies"]["torch"]) == {"torch"}
@@ -78,7 +95,11 @@ def test_command_line_entry_can_be_called(pyproject):
 
 def test_licence_and_readme_are_there(pyproject):
     project = pyproject["project"]
-    assert [file for file in (project["readme"], *project["license-files"]) if not (ROOT / file).is_file()] == []
+    assert [
+        file
+        for file in (project["readme"], *project["license-files"])
+        if not (ROOT / file).is_file()
+    ] == []
 
 
 def test_the_workflow_calls_targets_that_there_are():
@@ -90,7 +111,12 @@ def test_the_workflow_calls_targets_that_there_are():
 
 
 def test_the_version_stands_in_one_place():
-    files = [*ROOT.glob("*.toml"), *ROOT.glob("*.cff"), *ROOT.glob("*.py"), *(ROOT / "flax_attn").rglob("*.py")]
+    files = [
+        *ROOT.glob("*.toml"),
+        *ROOT.glob("*.cff"),
+        *ROOT.glob("*.py"),
+        *(ROOT / "flax_attn").rglob("*.py"),
+    ]
     stated = [file.name for file in files if f'"{flax_attn.__version__}"' in file.read_text()]
     assert stated == ["__init__.py"]
 

@@ -18,7 +18,9 @@ def test_the_first_example_runs_by_itself():
     exec(BLOCKS[0], {})
 
 
-@pytest.mark.skipif(find_spec("torch") is not None, reason="parity_tests/test_readme.py runs all examples")
+@pytest.mark.skipif(
+    find_spec("torch") is not None, reason="parity_tests/test_readme.py runs all examples"
+)
 @pytest.mark.usefixtures("as_a_user_has_jax", "checkpoint_here")
 def test_examples_run_in_order_without_those_for_torch():
     names = {}
@@ -27,7 +29,9 @@ def test_examples_run_in_order_without_those_for_torch():
             exec(block, names)
 
 
-PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if "import torch" not in path.read_text()]
+PAGES = [
+    path for path in sorted((ROOT / "docs").glob("*.md")) if "import torch" not in path.read_text()
+]
 
 
 @pytest.mark.usefixtures("as_a_user_has_jax", "checkpoint_here")

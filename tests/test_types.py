@@ -106,7 +106,16 @@ def problems(tmp_path_factory):
                 written[-1].write_text(text.format(package=package, array=array))
     settings = {"extraPaths": [str(ROOT)], "reportWildcardImportFromLibrary": False}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "--project", folder]
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--outputjson",
+        "--pythonpath",
+        sys.executable,
+        "--project",
+        folder,
+    ]
     output = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
     assert output["summary"]["filesAnalyzed"] == len(written)
     found = {path.stem: [] for path in written}
@@ -132,7 +141,9 @@ def public_functions(tree, prefix=""):
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from public_functions(node, f"{node.name}.")
-        elif isinstance(node, ast.FunctionDef) and (node.name == "__call__" or not node.name.startswith("_")):
+        elif isinstance(node, ast.FunctionDef) and (
+            node.name == "__call__" or not node.name.startswith("_")
+        ):
             yield prefix + node.name, node
 
 

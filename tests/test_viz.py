@@ -10,7 +10,11 @@ QUERIES, KEYS = ["one", "small", "step"], ["a", "b", "c", "d"]
 
 
 def maps(figure):
-    return [axes for axes in figure.axes if axes.images and axes.get_xlabel() == axes.get_ylabel() == "" and axes.texts]
+    return [
+        axes
+        for axes in figure.axes
+        if axes.images and axes.get_xlabel() == axes.get_ylabel() == "" and axes.texts
+    ]
 
 
 def test_draws_every_head_with_its_labels_and_weights():
@@ -43,8 +47,16 @@ def test_long_texts_are_drawn_without_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("weights", "tokens", "message"),
     [
-        (np.ones((2, 3, 4, 4)), ["a"] * 4, r"weights must be \(n, t, s\) or \(t, s\).*Of a batch pass weights\[0\]"),
-        (np.ones((2, 3, 4)), ["a"] * 3, r"\(2, 3, 4\) need as many.*got \(2, 3, 3\).*pass key_tokens"),
+        (
+            np.ones((2, 3, 4, 4)),
+            ["a"] * 4,
+            r"weights must be \(n, t, s\) or \(t, s\).*Of a batch pass weights\[0\]",
+        ),
+        (
+            np.ones((2, 3, 4)),
+            ["a"] * 3,
+            r"\(2, 3, 4\) need as many.*got \(2, 3, 3\).*pass key_tokens",
+        ),
     ],
 )
 def test_wrong_sizes_are_named(weights, tokens, message):

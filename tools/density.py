@@ -26,7 +26,9 @@ def comment_lines(text: str) -> set[int]:
     lines = text.splitlines()
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = [token for token in tokens if token.type == tokenize.COMMENT]
-    return {token.start[0] for token in comments if lines[token.start[0] - 1].lstrip().startswith("#")}
+    return {
+        token.start[0] for token in comments if lines[token.start[0] - 1].lstrip().startswith("#")
+    }
 
 
 def densities(text: str) -> list[float]:
@@ -60,7 +62,9 @@ def folder_of(path: Path) -> str:
 
 def measure() -> dict[str, dict[str, float]]:
     """Return the figures of every top folder."""
-    listed = subprocess.run(["git", "ls-files", *PACKAGES], check=True, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", *PACKAGES], check=True, capture_output=True, text=True
+    )
     paths = [Path(name) for name in listed.stdout.split() if name.endswith(".py")]
     functions, lines, comments, wide = (defaultdict(list) for _ in range(4))
     for path in paths:
@@ -93,7 +97,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
     check = parser.parse_args().check
-    print(f"{'folder':32} {'lines':>7} {'median':>7} {'90th':>7} {'comments':>9} {'wide':>6}  misses")
+    print(
+        f"{'folder':32} {'lines':>7} {'median':>7} {'90th':>7} {'comments':>9} {'wide':>6}  misses"
+    )
     failed = False
     for folder, figures in sorted(measure().items()):
         missed = misses(figures)
@@ -103,7 +109,9 @@ def main() -> None:
             f" {figures['comments']:9.1%} {figures['wide']:6.1%}  {', '.join(missed)}"
         )
     if check and failed:
-        sys.exit(f"goals: nodes a line at most {GOALS['median']} and {GOALS['90th']}, comments at least 3 %, width 100")
+        sys.exit(
+            f"goals: nodes a line at most {GOALS['median']} and {GOALS['90th']}, comments at least 3 %, width 100"
+        )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,12 @@ from torch_ref.functional.causal_softmax import causal_softmax_masked, causal_so
 from torch_ref.functional.delta_cache import DeltaCache
 from torch_ref.functional.delta_rule import gated_delta_rule
 from torch_ref.functional.dropout import KeyedDropout
-from torch_ref.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, YaRNScaling
+from torch_ref.functional.frequencies import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    YaRNScaling,
+)
 from torch_ref.functional.longrope import LongRoPEScaling
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.positions import RoPE, sinusoidal

@@ -8,7 +8,12 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from torch_ref.functional.attention_checks import check_argument, check_scale, check_sinks, check_soft_cap
+from torch_ref.functional.attention_checks import (
+    check_argument,
+    check_scale,
+    check_sinks,
+    check_soft_cap,
+)
 from torch_ref.functional.checks import check_bias, check_choice, check_inputs, check_type
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask, as_mask
@@ -140,7 +145,9 @@ def dot_product_attention(
     unbatched = query.ndim == 3
     if unbatched:
         query, key, value = query[None], key[None], value[None]
-    query, key, value = (checkpoint_name(x, n) for n, x in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (
+        checkpoint_name(x, n) for n, x in (("query", query), ("key", key), ("value", value))
+    )
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
     if bias is not None:
         check_argument("bias", bias, Tensor, "Pass torch.as_tensor(bias)")
@@ -229,7 +236,9 @@ def single_head_attention(
     if not return_weights:
         output = dot_product_attention(query, key, value, mask=mask, **options)
         return rearrange(output, "... t 1 v -> ... t v")
-    output, weights = dot_product_attention(query, key, value, mask=mask, return_weights=True, **options)
+    output, weights = dot_product_attention(
+        query, key, value, mask=mask, return_weights=True, **options
+    )
     return rearrange(output, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")
 
 

@@ -17,7 +17,13 @@ CODE = re.compile(r"(?<![`:\\])`([^`]+)`(?!`)")
 SECTION = re.compile(r"[A-Z]\w+:$")
 
 # Where a name between backticks is looked up, in this order.
-PACKAGES = ("flax_attn", "flax_attn.parity", "flax_attn.convert", "flax_attn.training", "flax_attn.sharding")
+PACKAGES = (
+    "flax_attn",
+    "flax_attn.parity",
+    "flax_attn.convert",
+    "flax_attn.training",
+    "flax_attn.sharding",
+)
 
 
 def public_name(text: str, package: str) -> str | None:
@@ -32,7 +38,10 @@ def public_name(text: str, package: str) -> str | None:
 
 def _has(package: str, first: str, rest: list[str]) -> bool:
     found = getattr(import_module(package), first)
-    return all(hasattr(found := getattr(found, part, None), "__doc__") for part in rest) and found is not None
+    return (
+        all(hasattr(found := getattr(found, part, None), "__doc__") for part in rest)
+        and found is not None
+    )
 
 
 def code(text: str, package: str, own: str) -> str:
@@ -42,7 +51,9 @@ def code(text: str, package: str, own: str) -> str:
         inner = match[1]
         target = public_name(inner, package)
         written = f":py:obj:`{inner} <{target}>`" if target and target != own else f"``{inner}``"
-        return written + ("\\ " if text[match.end() : match.end() + 1].isalpha() else "")  # as in a plural
+        return written + (
+            "\\ " if text[match.end() : match.end() + 1].isalpha() else ""
+        )  # as in a plural
 
     return CODE.sub(one, text)
 
@@ -69,7 +80,10 @@ def read(app: Any, kind: str, name: str, obj: object, options: Any, lines: list[
     # Code inside literal blocks and examples has no backticks, so the whole text can be changed at once.
     lines[:] = code(text, package, name).split("\n")
     if kind in ("attribute", "property"):
-        lines[:0] = ("..", "")  # a comment: in the first line napoleon would take all before a colon for a type
+        lines[:0] = (
+            "..",
+            "",
+        )  # a comment: in the first line napoleon would take all before a colon for a type
 
 
 def sign(kind: str, obj: Any) -> tuple[str, str] | None:

@@ -28,7 +28,11 @@ def markdown(source: Path) -> str:
 
 def _entry(name: str) -> str:
     found = symbols.find(name)
-    signature = docstrings.sign("class" if inspect.isclass(found) else "function", found) if callable(found) else None
+    signature = (
+        docstrings.sign("class" if inspect.isclass(found) else "function", found)
+        if callable(found)
+        else None
+    )
     head = name.rpartition(".")[2] + " -> ".join(part for part in signature or () if part)
     return f"### {name}\n\n```text\n{head}\n\n{symbols.docstring(name)}\n```\n"
 
@@ -41,8 +45,14 @@ def pages(env: Any, name: str) -> Iterator[str]:
 
 def about(env: Any, name: str) -> str:
     """Return the first sentence of a page's text."""
-    paragraphs = [node for node in env.get_doctree(name).findall(nodes.paragraph) if node.parent.tagname == "section"]
-    return re.split(r"(?<=[.!?])\s", " ".join(paragraphs[0].astext().split()))[0] if paragraphs else ""
+    paragraphs = [
+        node
+        for node in env.get_doctree(name).findall(nodes.paragraph)
+        if node.parent.tagname == "section"
+    ]
+    return (
+        re.split(r"(?<=[.!?])\s", " ".join(paragraphs[0].astext().split()))[0] if paragraphs else ""
+    )
 
 
 def listed(env: Any, root: str) -> Iterator[str]:
@@ -51,7 +61,9 @@ def listed(env: Any, root: str) -> Iterator[str]:
     yield from ("All pages in one file: [llms-full.txt](llms-full.txt)", "")
     for contents in env.get_doctree(root).findall(toctree):
         yield from (f"## {contents['caption']}", "")
-        for name in (inner for page in contents["includefiles"] for inner in (page, *pages(env, page))):
+        for name in (
+            inner for page in contents["includefiles"] for inner in (page, *pages(env, page))
+        ):
             yield f"- [{env.titles[name].astext()}]({name}.md): {about(env, name)}"
         yield ""
 

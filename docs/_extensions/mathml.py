@@ -16,11 +16,15 @@ def _inline(writer: Any, node: nodes.Element) -> None:
 def _block(writer: Any, node: nodes.Element) -> None:
     formula = tex2mathml(node.astext(), as_block=True)
     # A formula that is wider than its column scrolls, which a keyboard must reach.
-    writer.body.append(f'<div class="math" tabindex="0" role="group" aria-label="formula">{formula}</div>')
+    writer.body.append(
+        f'<div class="math" tabindex="0" role="group" aria-label="formula">{formula}</div>'
+    )
     raise nodes.SkipNode
 
 
 def setup(app: Any) -> dict[str, bool]:
     """Register the renderer, as Sphinx asks of an extension."""
-    app.add_html_math_renderer("mathml", inline_renderers=(_inline, None), block_renderers=(_block, None))
+    app.add_html_math_renderer(
+        "mathml", inline_renderers=(_inline, None), block_renderers=(_block, None)
+    )
     return {"parallel_read_safe": True, "parallel_write_safe": True}

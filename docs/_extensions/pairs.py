@@ -15,7 +15,11 @@ class Pairs(SphinxTransform):
 
     def apply(self, **kwargs: Any) -> None:
         """Change the document."""
-        for torch in [cell for cell in self.document.findall(nodes.container) if "tag_torch" in cell["classes"]]:
+        for torch in [
+            cell
+            for cell in self.document.findall(nodes.container)
+            if "tag_torch" in cell["classes"]
+        ]:
             flax = torch.next_node(descend=False, siblings=True)
             if flax is None or "tag_flax" not in flax.get("classes", ()):
                 raise ValueError(

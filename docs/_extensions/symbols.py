@@ -41,7 +41,9 @@ def _defined_in(module: str, attribute: str) -> str:
     stub = path.with_suffix(".pyi")
     for node in ast.parse((stub if stub.is_file() else path).read_text()).body:
         if isinstance(node, ast.ImportFrom) and attribute in {alias.name for alias in node.names}:
-            return _defined_in(f"{module}.{node.module}" if node.level else str(node.module), attribute)
+            return _defined_in(
+                f"{module}.{node.module}" if node.level else str(node.module), attribute
+            )
     return module
 
 

@@ -9,7 +9,14 @@ from docutils import nodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 NUMBER = re.compile(r"(\d[\d.]*e-\d+x?)")
-AS_IT_IS = (nodes.literal, nodes.literal_block, nodes.math, nodes.math_block, nodes.raw, nodes.title)
+AS_IT_IS = (
+    nodes.literal,
+    nodes.literal_block,
+    nodes.math,
+    nodes.math_block,
+    nodes.raw,
+    nodes.title,
+)
 
 
 class Unbroken(SphinxPostTransform):
@@ -22,7 +29,9 @@ class Unbroken(SphinxPostTransform):
         for text in [text for text in self.document.findall(nodes.Text) if NUMBER.search(text)]:
             if not isinstance(text.parent, AS_IT_IS):
                 parts = NUMBER.split(text)
-                text.parent.replace(text, [self._part(i, part) for i, part in enumerate(parts) if part])
+                text.parent.replace(
+                    text, [self._part(i, part) for i, part in enumerate(parts) if part]
+                )
 
     def _part(self, index: int, part: str) -> nodes.Node:
         return nodes.inline(part, part, classes=["unbroken"]) if index % 2 else nodes.Text(part)

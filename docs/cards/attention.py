@@ -2,7 +2,13 @@
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import DeepseekV3Config, DiffLlamaConfig, LlamaConfig, ModernBertConfig, WhisperConfig
+from transformers import (
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    LlamaConfig,
+    ModernBertConfig,
+    WhisperConfig,
+)
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -32,19 +38,28 @@ def one_head(is_causal):
 
     def twin(names):
         layer, x = names["layer"], tensor(names["x"])[None]
-        q, k, v = (x @ tensor(one.kernel[...]) for one in (layer.W_query, layer.W_key, layer.W_value))
+        q, k, v = (
+            x @ tensor(one.kernel[...]) for one in (layer.W_query, layer.W_key, layer.W_value)
+        )
         return scaled_dot_product_attention(q, k, v, is_causal=is_causal)[0]
 
     return twin
 
 
 def several(names):
-    heads = loaded(torch_ref.MultiHeadAttentionWrapper(8, 4, None, 0.0, num_heads=2), names["layer"], "torch_ref")
+    heads = loaded(
+        torch_ref.MultiHeadAttentionWrapper(8, 4, None, 0.0, num_heads=2),
+        names["layer"],
+        "torch_ref",
+    )
     return heads(tensor(names["x"]))
 
 
 def multi_head(names):
-    theirs, x = loaded(torch.nn.MultiheadAttention(8, 2, batch_first=True), names["layer"], "torch_mha"), names["x"]
+    theirs, x = (
+        loaded(torch.nn.MultiheadAttention(8, 2, batch_first=True), names["layer"], "torch_mha"),
+        names["x"],
+    )
     x = tensor(x)[None]
     return theirs(x, x, x, attn_mask=causal(10)[0, 0], need_weights=False)[0][0]
 
@@ -54,7 +69,10 @@ def llama(num_kv_heads):
 
     def twin(names):
         config = LlamaConfig(
-            hidden_size=8, num_attention_heads=4, num_key_value_heads=num_kv_heads, attn_implementation="eager"
+            hidden_size=8,
+            num_attention_heads=4,
+            num_key_value_heads=num_kv_heads,
+            attn_implementation="eager",
         )
         theirs = loaded(LlamaAttention(config, 0), names["layer"], "hf_llama")
         return theirs(tensor(names["x"])[None], angles(10, 2), causal(10))[0][0]
@@ -65,15 +83,22 @@ def llama(num_kv_heads):
 def whisper(names):
     config = WhisperConfig(d_model=8, decoder_attention_heads=2, attn_implementation="eager")
     theirs = WhisperAttention(8, 2, is_decoder=True, config=config, layer_idx=0)
-    layout = linears({"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "out_proj": "out_proj"})
+    layout = linears(
+        {"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "out_proj": "out_proj"}
+    )
     theirs = loaded(theirs, names["layer"], layout)
     return theirs(tensor(names["x"])[None], key_value_states=tensor(names["encoded"])[None])[0][0]
 
 
 def modern_bert(names):
-    config = ModernBertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=2, attn_implementation="eager")
+    config = ModernBertConfig(
+        hidden_size=8, num_attention_heads=2, num_hidden_layers=2, attn_implementation="eager"
+    )
     inputs = tuple(f"{name}.kernel" for name in ("W_query", "W_key", "W_value"))
-    layout = [Rule(inputs, "Wqkv.weight", "i o -> o i"), Rule(("out_proj.kernel",), "Wo.weight", "i o -> o i")]
+    layout = [
+        Rule(inputs, "Wqkv.weight", "i o -> o i"),
+        Rule(("out_proj.kernel",), "Wo.weight", "i o -> o i"),
+    ]
     theirs = loaded(ModernBertAttention(config, 1), names["layer"], layout)
     distance = (torch.arange(10)[:, None] - torch.arange(10)).abs()
     hidden = torch.zeros(10, 10).masked_fill(distance > 2, -torch.inf)[None, None]
@@ -93,17 +118,29 @@ def deepseek(names):
         attn_implementation="eager",
     )
     theirs = loaded_as(
-        DeepseekV3.family.layout, "att", "model.layers.0.self_attn", DeepseekV3Attention(config, 0), names["layer"]
+        DeepseekV3.family.layout,
+        "att",
+        "model.layers.0.self_attn",
+        DeepseekV3Attention(config, 0),
+        names["layer"],
     )
     return theirs(tensor(names["x"])[None], angles(10, 2), causal(10))[0][0]
 
 
 def diff_llama(names):
     config = DiffLlamaConfig(
-        hidden_size=8, num_attention_heads=4, num_key_value_heads=4, rms_norm_eps=1e-5, attn_implementation="eager"
+        hidden_size=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-5,
+        attn_implementation="eager",
     )
     theirs = loaded_as(
-        DiffLlama.family.layout, "att", "model.layers.0.self_attn", DiffLlamaAttention(config, 0), names["layer"]
+        DiffLlama.family.layout,
+        "att",
+        "model.layers.0.self_attn",
+        DiffLlamaAttention(config, 0),
+        names["layer"],
     )
     return theirs(tensor(names["x"])[None], angles(10, 2), causal(10))[0][0]
 

@@ -24,7 +24,10 @@ def llama(window=None):
 
     def twin(names):
         config = LlamaConfig(hidden_size=8, num_attention_heads=2, attn_implementation="eager")
-        theirs, cache = loaded(LlamaAttention(config, 0), names["layer"], "hf_llama"), DynamicCache()
+        theirs, cache = (
+            loaded(LlamaAttention(config, 0), names["layer"], "hf_llama"),
+            DynamicCache(),
+        )
         x, (cos, sin), found = tensor(names["x"])[None], angles(10, 4), []
         for start, stop in ((0, 6), (6, 10)):
             i, j = torch.arange(start, stop)[:, None], torch.arange(stop)[None]

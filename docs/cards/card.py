@@ -82,7 +82,9 @@ class Card:
 
 def formula_of(docstring: str) -> str:
     """Return the formula of a docstring: its first indented block, or else what its first line has in backticks."""
-    before = re.split(r"\n(?:Args|Attributes|Shapes|Raises|Returns|Example|References):\n", docstring)[0]
+    before = re.split(
+        r"\n(?:Args|Attributes|Shapes|Raises|Returns|Example|References):\n", docstring
+    )[0]
     blocks = re.findall(r"(?:^|\n\n)((?: {4}.*(?:\n|$))+)", before)
     if blocks:
         return textwrap.dedent(blocks[0]).rstrip()
@@ -92,7 +94,9 @@ def formula_of(docstring: str) -> str:
 
 def code(*parts: str) -> str:
     """Return parts of an example below one another, without their indentation in the source, and functions apart."""
-    lines = (textwrap.dedent(part).strip() + ("\n" if "def " in part else "") for part in parts if part)
+    lines = (
+        textwrap.dedent(part).strip() + ("\n" if "def " in part else "") for part in parts if part
+    )
     return "\n".join(lines).rstrip()
 
 

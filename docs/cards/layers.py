@@ -2,7 +2,14 @@
 
 import torch
 from torch.nn.functional import silu
-from transformers import Dinov2Config, GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig, ViTConfig
+from transformers import (
+    Dinov2Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    ViTConfig,
+)
 from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Block
@@ -25,7 +32,11 @@ ROUTING = """
 routing = layer.router(x)  # experts, weights
 output = layer(x)
 """
-TOKENS, FEATURES, HIDDEN = ("output token", "input token"), ("token", "feature"), ("token", "hidden feature")
+TOKENS, FEATURES, HIDDEN = (
+    ("output token", "input token"),
+    ("token", "feature"),
+    ("token", "hidden feature"),
+)
 ROUTED = "(jax.nn.one_hot(routing.experts, 4) * routing.weights[..., None]).sum(1)"
 LLAMA = {"W_gate": "gate_proj", "W_up": "up_proj", "W_down": "down_proj"}
 NEEDS_SIZES = {"hidden_size": 8, "intermediate_size": 6}
@@ -43,7 +54,9 @@ def of_x(make, layout="torch", batched=False):
 
 def gpt2_block(names):
     config = GPT2Config(n_embd=8, n_head=2, n_inner=12, attn_implementation="eager")
-    theirs = loaded_as(GPT2.family.layout, "", "transformer.h.0", GPT2Block(config, 0), names["layer"])
+    theirs = loaded_as(
+        GPT2.family.layout, "", "transformer.h.0", GPT2Block(config, 0), names["layer"]
+    )
     found = theirs(tensor(names["x"])[None], attention_mask=causal(10))
     return (found if isinstance(found, torch.Tensor) else found[0])[0]
 
@@ -57,7 +70,9 @@ def decoder_layer(names):
     }
     for i in (1, 2, 3):
         weights |= convert.state_dict(getattr(layer, f"norm{i}"), "torch", prefix=f"norm{i}.")
-    theirs = torch.nn.TransformerDecoderLayer(8, 2, 12, 0.0, "gelu", batch_first=True, norm_first=True).eval()
+    theirs = torch.nn.TransformerDecoderLayer(
+        8, 2, 12, 0.0, "gelu", batch_first=True, norm_first=True
+    ).eval()
     theirs.load_state_dict({name: tensor(array) for name, array in weights.items()})
     x, encoded = (tensor(names[name])[None] for name in ("x", "encoded"))
     return theirs(x, encoded, tgt_mask=causal(10)[0, 0])[0]
@@ -66,13 +81,17 @@ def decoder_layer(names):
 def mixtral(names):
     config = MixtralConfig(**NEEDS_SIZES, num_local_experts=4, num_experts_per_tok=2)
     layout = Mixtral.family.others[0]
-    theirs = loaded_as(layout, "ff", "model.layers.0.mlp", MixtralSparseMoeBlock(config), names["layer"])
+    theirs = loaded_as(
+        layout, "ff", "model.layers.0.mlp", MixtralSparseMoeBlock(config), names["layer"]
+    )
     return theirs(tensor(names["x"])[None])[0]
 
 
 def gpt_oss(names):
     config = GptOssConfig(**NEEDS_SIZES, num_local_experts=4, num_experts_per_tok=2)
-    theirs = loaded_as(GptOss.family.layout, "ff", "model.layers.0.mlp", GptOssMLP(config), names["layer"])
+    theirs = loaded_as(
+        GptOss.family.layout, "ff", "model.layers.0.mlp", GptOssMLP(config), names["layer"]
+    )
     return theirs(tensor(names["x"])[None])[0].reshape(10, 8)
 
 
@@ -82,7 +101,9 @@ def patches(names):
         Rule(("proj.kernel",), "projection.weight", "(c p q) d -> d c p q"),
         Rule(("proj.bias",), "projection.bias"),
     ]
-    return loaded(ViTPatchEmbeddings(config), names["layer"], layout)(tensor(names["image"])[None])[0]
+    return loaded(ViTPatchEmbeddings(config), names["layer"], layout)(tensor(names["image"])[None])[
+        0
+    ]
 
 
 def convolution(names):
@@ -97,7 +118,20 @@ def short_convolution(names):
     return silu(theirs(tensor(names["x"]).T[None])[0, :, :10]).T
 
 
-def card(name, shows, layer, take, alt, equals, twin, proof, picture="output", axes=FEATURES, call=CALL, **more):
+def card(
+    name,
+    shows,
+    layer,
+    take,
+    alt,
+    equals,
+    twin,
+    proof,
+    picture="output",
+    axes=FEATURES,
+    call=CALL,
+    **more,
+):
     """Return the card of a layer."""
     example = code(f"layer = {code(layer)}", call)
     return Card(name, shows, take, example, picture, alt, equals, twin, proof, axes=axes, **more)
@@ -156,7 +190,8 @@ LAYERS = (
         "Ten tokens with twelve hidden features each, of which GELU sets about half close to zero.",
         "transformers.models.gpt2.modeling_gpt2.GPT2MLP",
         of_x(
-            lambda: GPT2MLP(12, GPT2Config(n_embd=8)), linears({"layers.0": "c_fc", "layers.2": "c_proj"}, pattern="")
+            lambda: GPT2MLP(12, GPT2Config(n_embd=8)),
+            linears({"layers.0": "c_fc", "layers.2": "c_proj"}, pattern=""),
         ),
         ("feed_forward_tanh", "feed_forward_exact"),
         picture="jax.nn.gelu(layer.layers[0](x))",
@@ -169,7 +204,12 @@ LAYERS = (
         "Llama (SwiGLU, the default) and Gemma (GeGLU, `activation='gelu_tanh'`).",
         "Ten tokens with twelve gates each, of which SiLU sets about half close to zero.",
         "transformers.models.llama.modeling_llama.LlamaMLP",
-        of_x(lambda: LlamaMLP(LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=2)), linears(LLAMA)),
+        of_x(
+            lambda: LlamaMLP(
+                LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=2)
+            ),
+            linears(LLAMA),
+        ),
         ("swiglu", "geglu"),
         picture="jax.nn.silu(layer.W_gate(x))",
         axes=HIDDEN,

@@ -19,7 +19,20 @@ TREE = [-1, 0, 0, 1, 1, 2, 2, 3, 4, 4]  # the parent of each token
 def masked(name, shows, mask, take, alt, equals, twin, proof, formula, reference, before=""):
     """Return the card of a mask, whose picture is the weights of one call."""
     example = code(before, f"mask = {mask}", CALL)
-    return Card(name, (shows,), take, example, "weights[0]", alt, equals, twin, proof, formula, reference, eager=True)
+    return Card(
+        name,
+        (shows,),
+        take,
+        example,
+        "weights[0]",
+        alt,
+        equals,
+        twin,
+        proof,
+        formula,
+        reference,
+        eager=True,
+    )
 
 
 def flexible(function):

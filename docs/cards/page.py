@@ -55,7 +55,9 @@ def item(card: Card, outcome: Outcome, rows: dict[str, dict[str, str]]) -> str:
 """
 
 
-def facts_of(card: Card, outcome: Outcome, rows: dict[str, dict[str, str]]) -> Iterable[tuple[str, str]]:
+def facts_of(
+    card: Card, outcome: Outcome, rows: dict[str, dict[str, str]]
+) -> Iterable[tuple[str, str]]:
     """Return what is listed below an example: names and texts."""
     yield "API", ", ".join(f"{{py:obj}}`~flax_attn.{name.split('.')[0]}`" for name in card.shows)
     yield "In PyTorch", f"`{card.equals}`: error {outcome.error:.1e}, rule {tolerance.FORWARD:.0e}"
@@ -75,7 +77,9 @@ def narrow(formula: str, width: int = 48) -> str:
         a = b
             with b = 1
     """
-    lines = re.sub(r"(?<=,) {2,}", "\n", re.sub(r"(?<=\S) {3,}(?=\S)", "\n    ", formula)).split("\n")
+    lines = re.sub(r"(?<=,) {2,}", "\n", re.sub(r"(?<=\S) {3,}(?=\S)", "\n    ", formula)).split(
+        "\n"
+    )
     kept = {"subsequent_indent": "        ", "break_long_words": False, "break_on_hyphens": False}
     return "\n".join(part for line in lines for part in textwrap.wrap(line, width, **kept))
 

@@ -7,7 +7,12 @@ from html import escape
 
 import numpy as np
 
-CELL, GAP, MARGIN, LETTER = 13, 14, 16, 6  # pixels: of a cell, between panels, for an axis and a letter of its name
+CELL, GAP, MARGIN, LETTER = (
+    13,
+    14,
+    16,
+    6,
+)  # pixels: of a cell, between panels, for an axis and a letter of its name
 ACROSS = 2  # panels
 LEVELS = 8  # shades: a number that is not 0 has at least the faintest
 
@@ -24,8 +29,12 @@ def svg(numbers: np.ndarray, axes: tuple[str, str], label: str) -> str:
         ValueError: if the numbers have another rank or are not finite.
     """
     if numbers.ndim not in (1, 2, 3) or not np.isfinite(numbers).all():
-        raise ValueError(f"a picture has finite numbers and 1, 2 or 3 axes; got shape {numbers.shape}. Change the card")
-    *sizes, parts = _bars(numbers) if numbers.ndim == 1 else _panels(numbers.reshape(-1, *numbers.shape[-2:]))
+        raise ValueError(
+            f"a picture has finite numbers and 1, 2 or 3 axes; got shape {numbers.shape}. Change the card"
+        )
+    *sizes, parts = (
+        _bars(numbers) if numbers.ndim == 1 else _panels(numbers.reshape(-1, *numbers.shape[-2:]))
+    )
     height, width = (max(size, LETTER * len(name)) for size, name in zip(sizes, axes, strict=True))
     names = (
         f'<text x="{MARGIN + width / 2:g}" y="{height + MARGIN - 3}">{escape(axes[1])}</text>'
@@ -42,7 +51,10 @@ def _panels(numbers: np.ndarray) -> tuple[int, int, Iterable[str]]:
     count, rows, columns = numbers.shape
     right, down = columns * CELL + GAP, rows * CELL + GAP
     top = np.abs(numbers).max() or 1.0
-    panels = (_panel(panel / top, MARGIN + i % ACROSS * right, i // ACROSS * down) for i, panel in enumerate(numbers))
+    panels = (
+        _panel(panel / top, MARGIN + i % ACROSS * right, i // ACROSS * down)
+        for i, panel in enumerate(numbers)
+    )
     return -(-count // ACROSS) * down - GAP, min(count, ACROSS) * right - GAP, panels
 
 
@@ -60,7 +72,9 @@ def _shades(shares: np.ndarray) -> Iterator[str]:
     levels = np.ceil(np.abs(shares) * LEVELS).astype(int)
     for name, signed in (("more", shares > 0), ("less", shares < 0)):
         for level in range(1, LEVELS + 1):
-            squares = "".join(f"M{j} {i}h1v1h-1z" for i, j in np.argwhere(signed & (levels == level)))
+            squares = "".join(
+                f"M{j} {i}h1v1h-1z" for i, j in np.argwhere(signed & (levels == level))
+            )
             if squares:
                 yield f'<path class="{name}" opacity="{level / LEVELS:g}" d="{squares}"/>'
 

@@ -48,7 +48,9 @@ def by_transformers(kind, length=None, longest=TRAINED, **fields):
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", length)
         turned = torch.outer(tensor(names["positions"]).double(), frequencies).repeat(1, 2)[None]
         query = heads_first(names, "query")[0]
-        rotated = apply_rotary_pos_emb(query, query, turned.cos() * factor, turned.sin() * factor)[0]
+        rotated = apply_rotary_pos_emb(query, query, turned.cos() * factor, turned.sin() * factor)[
+            0
+        ]
         return rotated[0].transpose(0, 1)
 
     return twin
@@ -87,7 +89,11 @@ def bloom(names):
 
 def t5(names):
     config = T5Config(
-        d_model=8, d_kv=2, num_heads=HEADS, relative_attention_num_buckets=8, relative_attention_max_distance=8
+        d_model=8,
+        d_kv=2,
+        num_heads=HEADS,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=8,
     )
     attention = T5Attention(config, has_relative_attention_bias=True)
     attention.relative_attention_bias.weight.data = tensor(names["table"])

@@ -24,9 +24,13 @@ def recorded(page: Path = Path(__file__).parents[1] / "proof.md") -> dict[str, d
         ValueError: if the page has no such table.
     """
     lines = [line.strip() for line in page.read_text().splitlines()]
-    start = next((i for i, line in enumerate(lines) if re.match(r"variant +forward +gradients", line)), None)
+    start = next(
+        (i for i, line in enumerate(lines) if re.match(r"variant +forward +gradients", line)), None
+    )
     if start is None:
-        raise ValueError(f"{page} must hold the table that `make parity` prints, from `variant  forward  gradients` on")
+        raise ValueError(
+            f"{page} must hold the table that `make parity` prints, from `variant  forward  gradients` on"
+        )
     heads = [*re.split(r"\s{2,}", lines[start]), "verdict"]
     rows = {}
     for line in lines[start + 2 :]:
@@ -34,7 +38,9 @@ def recorded(page: Path = Path(__file__).parents[1] / "proof.md") -> dict[str, d
             return rows
         values = dict(zip(heads, line.split(), strict=True))
         rows[values.pop("variant")] = values
-    raise ValueError(f"the table in {page} must end with an empty line; it has none. Copy the whole output")
+    raise ValueError(
+        f"the table in {page} must end with an empty line; it has none. Copy the whole output"
+    )
 
 
 def worst(variants: Iterable[str], rows: dict[str, dict[str, str]]) -> Proven:
@@ -49,6 +55,9 @@ def worst(variants: Iterable[str], rows: dict[str, dict[str, str]]) -> Proven:
         raise ValueError(
             f"the recorded run must find {', '.join(bad)} equal. Run `make parity` and copy what it prints"
         )
-    found = {check: [float(rows[name][check]) for name in variants if rows[name][check] != "-"] for check in CHECKS}
+    found = {
+        check: [float(rows[name][check]) for name in variants if rows[name][check] != "-"]
+        for check in CHECKS
+    }
     errors = {check: max(values) for check, values in found.items() if values}
     return Proven(errors, min(float(rows[name]["margin"].rstrip("x")) for name in variants))

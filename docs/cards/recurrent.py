@@ -16,12 +16,22 @@ from flax_attn.models.qwen3next import Qwen3Next
 KIMI = (
     *linears(
         {
-            **{"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "W_beta": "b_proj", "out_proj": "o_proj"},
+            **{
+                "W_query": "q_proj",
+                "W_key": "k_proj",
+                "W_value": "v_proj",
+                "W_beta": "b_proj",
+                "out_proj": "o_proj",
+            },
             **{"W_decay_down": "forget_gate.f_a_proj", "W_decay_up": "forget_gate.f_b_proj"},
             **{"W_gate_down": "g_a_proj", "W_gate_up": "g_b_proj"},
         }
     ),
-    Rule(tuple(f"conv_{name}.kernel" for name in ("query", "key", "value")), "conv1d.weight", "w d -> d 1 w"),
+    Rule(
+        tuple(f"conv_{name}.kernel" for name in ("query", "key", "value")),
+        "conv1d.weight",
+        "w d -> d 1 w",
+    ),
     Rule(("rate.A_log",), "forget_gate.A_log", "n -> 1 1 n 1"),
     Rule(("rate.dt_bias",), "forget_gate.dt_bias"),
     Rule(("norm.scale",), "o_norm.weight"),
@@ -44,15 +54,21 @@ def qwen3_next(names):
         linear_value_head_dim=4,
     )
     name = "model.layers.0.linear_attn"
-    theirs = loaded_as(Qwen3Next.family.layout, "att", name, Qwen3NextGatedDeltaNet(config, 0), names["layer"])
+    theirs = loaded_as(
+        Qwen3Next.family.layout, "att", name, Qwen3NextGatedDeltaNet(config, 0), names["layer"]
+    )
     return theirs(tensor(names["x"])[None])[0]
 
 
 def kimi(names):
     kinds = ["linear_attention", "full_attention"]
-    config = KimiLinearConfig(hidden_size=8, num_hidden_layers=2, layer_types=kinds, rms_norm_eps=1e-6)
+    config = KimiLinearConfig(
+        hidden_size=8, num_hidden_layers=2, layer_types=kinds, rms_norm_eps=1e-6
+    )
     config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim = 2, 4, 4
-    return loaded(KimiLinearDeltaAttention(config, 0), names["layer"], KIMI)(tensor(names["x"])[None])[0]
+    return loaded(KimiLinearDeltaAttention(config, 0), names["layer"], KIMI)(
+        tensor(names["x"])[None]
+    )[0]
 
 
 RECURRENT = (

@@ -40,7 +40,9 @@ def run(card: Card) -> Outcome:
         names, picture = executed(card)
         with torch.no_grad():
             reference = np.asarray(card.twin(names))
-    error = tolerance.relative({"output": np.asarray(names["output"])}, {"output": reference})["output"]
+    error = tolerance.relative({"output": np.asarray(names["output"])}, {"output": reference})[
+        "output"
+    ]
     if not error <= tolerance.FORWARD:
         raise ValueError(
             f"{card.name}: the output must be within {tolerance.FORWARD} of {card.equals}; got {error}. "
@@ -96,7 +98,9 @@ def given() -> dict[str, Any]:
 
 def in_double(layer: nnx.Module) -> nnx.Module:
     """Return a layer whose floating parameters are float64, and which is in eval mode."""
-    wide = jax.tree.map(lambda leaf: leaf.astype(float) if leaf.dtype == jnp.float32 else leaf, nnx.state(layer))
+    wide = jax.tree.map(
+        lambda leaf: leaf.astype(float) if leaf.dtype == jnp.float32 else leaf, nnx.state(layer)
+    )
     nnx.update(layer, wide)
     layer.eval()
     return layer

@@ -35,7 +35,9 @@ def soft_capped(names):
 
 def with_sinks(names):
     arrays = heads_first(names, "query", "key", "value")
-    return modeling_gpt_oss.eager_attention_forward(grouped(names), *arrays, causal(10), scaling=WIDTH**-0.5)[0][0]
+    return modeling_gpt_oss.eager_attention_forward(
+        grouped(names), *arrays, causal(10), scaling=WIDTH**-0.5
+    )[0][0]
 
 
 def flexible(names):
@@ -46,7 +48,9 @@ def flexible(names):
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        return flex_attention(*heads_first(names, "query", "key", "value"), score_mod=falling)[0].transpose(0, 1)
+        return flex_attention(*heads_first(names, "query", "key", "value"), score_mod=falling)[
+            0
+        ].transpose(0, 1)
 
 
 def dropped(names):
@@ -59,7 +63,12 @@ def qwen(family, config, attention):
     """Return the attention of a family that norms its queries and keys."""
 
     def twin(names):
-        sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+        sizes = {
+            "hidden_size": 8,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 4,
+        }
         theirs = attention(config(**sizes, rms_norm_eps=1e-6, attn_implementation="eager"), 0)
         theirs = loaded_as(family.layout, "att", "model.layers.0.self_attn", theirs, names["layer"])
         return theirs(tensor(names["x"])[None], angles(10, 4), causal(10))[0][0]

@@ -37,7 +37,12 @@ def by_index(function: Callable, offset: int = 0) -> Callable[[Names], torch.Ten
 
     def twin(names: Names) -> torch.Tensor:
         t, s = len(names["q"]), len(names["k"])
-        seen = function(torch.tensor(0), torch.tensor(0), offset + torch.arange(t)[:, None], torch.arange(s)[None])
+        seen = function(
+            torch.tensor(0),
+            torch.tensor(0),
+            offset + torch.arange(t)[:, None],
+            torch.arange(s)[None],
+        )
         return sdpa(names, seen.expand(t, s))
 
     return twin
@@ -69,7 +74,9 @@ class _Part(nnx.Module):
         setattr(self, name, layer)
 
 
-def loaded_as(layout: LayoutLike, part: str, theirs: str, module: torch.nn.Module, layer: Any) -> torch.nn.Module:
+def loaded_as(
+    layout: LayoutLike, part: str, theirs: str, module: torch.nn.Module, layer: Any
+) -> torch.nn.Module:
     """Return a module of transformers, in eval mode, with the weights of our layer.
 
     Args:
@@ -81,5 +88,7 @@ def loaded_as(layout: LayoutLike, part: str, theirs: str, module: torch.nn.Modul
     """
     block = _Part(part, layer) if part else layer
     weights = convert.state_dict(_Part("trf_blocks", nnx.List([block])), layout)
-    module.load_state_dict({name.removeprefix(f"{theirs}."): tensor(array) for name, array in weights.items()})
+    module.load_state_dict(
+        {name.removeprefix(f"{theirs}."): tensor(array) for name, array in weights.items()}
+    )
     return module.eval()

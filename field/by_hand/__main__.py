@@ -45,7 +45,9 @@ def measured(make: Callable[[], Any]) -> dict[str, Any]:
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(part) for key, part in value.items()}
-    return value if isinstance(value, str) else float(f"{value:.3g}") if math.isfinite(value) else None
+    return (
+        value if isinstance(value, str) else float(f"{value:.3g}") if math.isfinite(value) else None
+    )
 
 
 def _late(*_: Any) -> None:
@@ -54,11 +56,17 @@ def _late(*_: Any) -> None:
 
 def main() -> None:
     """Measure what is asked for, and keep what was measured of the rest."""
-    parser = argparse.ArgumentParser(prog="python -m field.by_hand", description="Judge ports without the harness.")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="PART", help="ports that have this in their name")
+    parser = argparse.ArgumentParser(
+        prog="python -m field.by_hand", description="Judge ports without the harness."
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="PART", help="ports that have this in their name"
+    )
     parser.add_argument("--resume", action="store_true", help="leave out ports that were measured")
     parser.add_argument(
-        "--widened", action="store_true", help="measure again what is not equal, every float32 written as float64"
+        "--widened",
+        action="store_true",
+        help="measure again what is not equal, every float32 written as float64",
     )
     arguments = parser.parse_args()
     if arguments.widened:
@@ -67,7 +75,11 @@ def main() -> None:
     names = [name for name in ports if any(part in name for part in arguments.only)]
     if arguments.widened:
         names = [name for name in names if verdict.differs(rows[name])]
-    names = [name for name in names if not (arguments.resume and _done(rows.get(name), arguments.widened))]
+    names = [
+        name
+        for name in names
+        if not (arguments.resume and _done(rows.get(name), arguments.widened))
+    ]
     signal.signal(signal.SIGALRM, _late)
     for name in names:
         start = time.monotonic()
@@ -79,7 +91,10 @@ def main() -> None:
         else:
             rows[name] = {"port": name, "versions": _versions(name), **found}
         lines.write(RESULTS, name.partition("/")[0], [rows[port] for port in sorted(rows)])
-        print(f"{name:60} {verdict.verdict(rows[name]):24} {time.monotonic() - start:5.1f} s", flush=True)
+        print(
+            f"{name:60} {verdict.verdict(rows[name]):24} {time.monotonic() - start:5.1f} s",
+            flush=True,
+        )
     ours = [name for name in sys.modules if name.partition(".")[0] in ("flax_attn", "torch_ref")]
     if ours:
         raise SystemExit(f"{ours[0]} was imported: what is measured here must not rest on it")
@@ -88,13 +103,17 @@ def main() -> None:
 def _prepared() -> dict[str, Callable[[], Any]]:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Each program runs once: optimising it takes longer than running it.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+    os.environ.setdefault(
+        "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
     import jax
     import torch
 
     jax.config.update("jax_enable_x64", True)
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)  # of tables that are made with a module, and of numbers while it runs
+    torch.set_default_dtype(
+        torch.float64
+    )  # of tables that are made with a module, and of numbers while it runs
     from field.by_hand import cases
 
     return cases.all_cases()
@@ -106,7 +125,10 @@ def _done(row: Mapping[str, Any] | None, wide: bool) -> bool:
 
 def _versions(name: str) -> dict[str, str]:
     library = {"haiku": "dm-haiku"}.get(name.partition("/")[0], name.partition("/")[0])
-    return {package: importlib.metadata.version(package) for package in dict.fromkeys((library, *PACKAGES))}
+    return {
+        package: importlib.metadata.version(package)
+        for package in dict.fromkeys((library, *PACKAGES))
+    }
 
 
 if __name__ == "__main__":

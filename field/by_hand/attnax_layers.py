@@ -15,7 +15,15 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from field.by_hand.both import Case, layer_case, random_values
 from field.by_hand.equinox_layers import turned
-from field.by_hand.flax_layers import STRESSED, X, filled, hidden_keys, mha, scale_and_bias, torch_attention
+from field.by_hand.flax_layers import (
+    STRESSED,
+    X,
+    filled,
+    hidden_keys,
+    mha,
+    scale_and_bias,
+    torch_attention,
+)
 
 TILES = {"attention_type": attnax.AttentionType.MEMORY_EFFICIENT, "attention_block_size": 4}
 ENCODER = {"linear1": "ffn.dense1", "linear2": "ffn.dense2", "norm1": "ln1", "norm2": "ln2"}
@@ -44,7 +52,9 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
 
 def _projections(v, prefix="", ours=""):
     names, kinds = ("query", "key", "value"), {"weight": "kernel", "bias": "bias"}
-    found = {f"{ours}output_proj.{new}": v[f"{prefix}out_proj.{old}"].T for old, new in kinds.items()}
+    found = {
+        f"{ours}output_proj.{new}": v[f"{prefix}out_proj.{old}"].T for old, new in kinds.items()
+    }
     for old, new in kinds.items():
         parts = jnp.split(v[f"{prefix}in_proj_{old}"], 3)
         found |= {f"{ours}{name}_proj.{new}": x.T for name, x in zip(names, parts, strict=True)}
@@ -70,15 +80,21 @@ def _with_bias(layer, bias):
     def theirs(run, mask, x):
         return run(x, x, x, attn_mask=bias(x.shape[1]), need_weights=False)[0]
 
-    return layer_case(mha(), X, lambda v, mask: filled(layer, _projections(v))(v["x"]), theirs, stresses=STRESSED)
+    return layer_case(
+        mha(), X, lambda v, mask: filled(layer, _projections(v))(v["x"]), theirs, stresses=STRESSED
+    )
 
 
 def _window():
-    return _with_bias(_layer(attention_window=3), lambda t: ~torch.ones(t, t, dtype=torch.bool).tril().triu(-2))
+    return _with_bias(
+        _layer(attention_window=3), lambda t: ~torch.ones(t, t, dtype=torch.bool).tril().triu(-2)
+    )
 
 
 def _alibi():
-    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])[:, None, None]  # of three heads, as the paper's code gives them
+    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])[
+        :, None, None
+    ]  # of three heads, as the paper's code gives them
 
     def bias(t):
         distances = (torch.arange(t)[:, None] - torch.arange(t)).abs()
@@ -100,9 +116,14 @@ def _rope(**options):
         return filled(layer, params)(v["x"], mask=attnax.make_causal_mask(7))
 
     def theirs(v, mask):
-        q, k, w = (linear(v["x"], v[f"{name}.weight"], v[f"{name}.bias"]) for name in ("query", "key", "value"))
+        q, k, w = (
+            linear(v["x"], v[f"{name}.weight"], v[f"{name}.bias"])
+            for name in ("query", "key", "value")
+        )
         q, k, w = (y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (q, k, w))
-        found = scaled_dot_product_attention(turned(q, 1e4), turned(k, 1e4), w, is_causal=True, enable_gqa=True)
+        found = scaled_dot_product_attention(
+            turned(q, 1e4), turned(k, 1e4), w, is_causal=True, enable_gqa=True
+        )
         return linear(found.transpose(1, 2).flatten(2), v["output.weight"], v["output.bias"])
 
     return Case(ours, theirs, values, ("x",))
@@ -131,12 +152,16 @@ def _named(v, names):
     """Return the parameters of Linear layers and norms by their other names."""
     found = {f"{new}.bias": v[f"{old}.bias"] for old, new in names.items()}
     weights = {new: v[f"{old}.weight"] for old, new in names.items()}
-    return found | {f"{new}.kernel" if w.ndim == 2 else f"{new}.scale": w.T for new, w in weights.items()}
+    return found | {
+        f"{new}.kernel" if w.ndim == 2 else f"{new}.scale": w.T for new, w in weights.items()
+    }
 
 
 def _encoder(pre_norm, activation):
     layer = attnax.EncoderBlock(nnx.Rngs(0), 12, 3, 20, 0.0, pre_norm, ff_activation=activation)
-    twin = torch.nn.TransformerEncoderLayer(12, 3, 20, 0.0, activation, batch_first=True, norm_first=pre_norm)
+    twin = torch.nn.TransformerEncoderLayer(
+        12, 3, 20, 0.0, activation, batch_first=True, norm_first=pre_norm
+    )
 
     def ours(v, mask):
         params = _projections(v, "self_attn.", "self_attn.") | _named(v, ENCODER)
@@ -150,12 +175,18 @@ def _encoder(pre_norm, activation):
 
 def _decoder():
     layer = attnax.DecoderBlock(nnx.Rngs(0), 12, 3, 20, 0.0, True, ff_activation="relu")
-    twin = torch.nn.TransformerDecoderLayer(12, 3, 20, 0.0, "relu", batch_first=True, norm_first=True)
+    twin = torch.nn.TransformerDecoderLayer(
+        12, 3, 20, 0.0, "relu", batch_first=True, norm_first=True
+    )
 
     def ours(v, mask):
-        params = _projections(v, "self_attn.", "self_attn.") | _projections(v, "multihead_attn.", "cross_attn.")
+        params = _projections(v, "self_attn.", "self_attn.") | _projections(
+            v, "multihead_attn.", "cross_attn."
+        )
         full = filled(layer, params | _named(v, ENCODER | {"norm3": "ln3"}))
-        return full(v["x"], encoder_output=v["memory"], self_mask=attnax.make_causal_mask(v["x"].shape[1]))
+        return full(
+            v["x"], encoder_output=v["memory"], self_mask=attnax.make_causal_mask(v["x"].shape[1])
+        )
 
     def theirs(run, mask, x, memory):
         return run(x, memory, tgt_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1))

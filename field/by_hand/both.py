@@ -17,7 +17,9 @@ LONG = 101  # tokens
 UNFELT = 1e-3  # of the largest gradient: the scale of gradients that are smaller, such as those that are rounding alone
 STRESSES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "times 100": lambda x: 100 * x,
-    "times 10": lambda x: 10 * x,  # gates saturate later, where their gradients are more than rounding
+    "times 10": lambda x: (
+        10 * x
+    ),  # gates saturate later, where their gradients are more than rounding
     "times 1/1000": lambda x: x / 1000,
     "plus 1000": lambda x: x + 1000,
     "long": lambda x: np.random.default_rng(7).normal(size=(x.shape[0], LONG, *x.shape[2:])),
@@ -67,10 +69,14 @@ def placed(own: Mapping[str, Sequence[int]], values: Values) -> Values:
     Raises:
         ValueError: if its parameters have other names or shapes.
     """
-    wrong = {(name, tuple(shape)) for name, shape in own.items()} ^ {(name, x.shape) for name, x in values.items()}
+    wrong = {(name, tuple(shape)) for name, shape in own.items()} ^ {
+        (name, x.shape) for name, x in values.items()
+    }
     if wrong:
         found = ", ".join(f"{name} {shape}" for name, shape in sorted(wrong))
-        raise ValueError(f"one of the module and what is placed in it lacks {found}: place each of its parameters")
+        raise ValueError(
+            f"one of the module and what is placed in it lacks {found}: place each of its parameters"
+        )
     return values
 
 
@@ -99,7 +105,9 @@ def layer_case(
     for name in absent:
         torch.nn.init.zeros_(twin.get_parameter(name))
     random = np.random.default_rng(21)
-    values = random_values(shapes) | {name: random.normal(size=tuple(shape)) for name, shape in inputs.items()}
+    values = random_values(shapes) | {
+        name: random.normal(size=tuple(shape)) for name, shape in inputs.items()
+    }
 
     def call(v: Values, mask: Any) -> Any:
         given = [v[name] for name in inputs]
@@ -140,7 +148,9 @@ def measures(case: Case) -> Iterator[dict[str, Any]]:
         rows, tokens = case.tokens
         lengths = np.linspace(tokens, tokens // 3, rows).astype(int)
         yield _attempt(case, run, "padding", case.values, lengths)
-        yield _attempt(case, run, "a row of padding", case.values, np.where(np.arange(rows) == 1, 0, lengths))
+        yield _attempt(
+            case, run, "a row of padding", case.values, np.where(np.arange(rows) == 1, 0, lengths)
+        )
     for name in case.stresses:
         change = STRESSES[name]
         values = {key: change(x) if key in case.inputs else x for key, x in case.values.items()}
@@ -170,12 +180,16 @@ def named(outputs: Any) -> dict[str, Any]:
         parts = {str(place): named(part) for place, part in enumerate(outputs)}
     else:
         return {"": outputs}
-    return {f"{name}.{rest}".rstrip("."): x for name, part in parts.items() for rest, x in part.items()}
+    return {
+        f"{name}.{rest}".rstrip("."): x for name, part in parts.items() for rest, x in part.items()
+    }
 
 
 def _measure(case: Case, run: Callable, name: str, values: Values, lengths: Any) -> dict[str, Any]:
     mask = None if lengths is None else np.arange(case.tokens[1]) < lengths[:, None]
-    seen = None if mask is None else mask | ~mask.any(axis=1, keepdims=True)  # a row of padding is compared whole
+    seen = (
+        None if mask is None else mask | ~mask.any(axis=1, keepdims=True)
+    )  # a row of padding is compared whole
     weights = _weights(case, values, mask, seen)
     exact, gradients = _torch_side(case, values, mask, weights)
     arrays = {key: jnp.asarray(x) for key, x in values.items()}
@@ -189,7 +203,9 @@ def _measure(case: Case, run: Callable, name: str, values: Values, lengths: Any)
     }
     draws = [_torch_side(case, _perturbed(values, seed), mask, weights) for seed in range(2)]
     rounding = {
-        "outputs": max(relative(_where(outputs, seen), _where(exact, seen)) for outputs, _ in draws),
+        "outputs": max(
+            relative(_where(outputs, seen), _where(exact, seen)) for outputs, _ in draws
+        ),
         "gradients": max(relative(other, gradients, UNFELT) for _, other in draws),
     }
     return {"inputs": name, **found, "rounding": rounding}
@@ -208,7 +224,9 @@ def _call_torch(case: Case, values: Values, mask: Any) -> dict[str, torch.Tensor
         return named(case.theirs(values, None if mask is None else torch.tensor(mask)))
 
 
-def _torch_side(case: Case, values: Values, mask: Any, weights: Values) -> tuple[dict[str, Any], dict[str, Any]]:
+def _torch_side(
+    case: Case, values: Values, mask: Any, weights: Values
+) -> tuple[dict[str, Any], dict[str, Any]]:
     leaves = {name: torch.tensor(x, requires_grad=True) for name, x in values.items()}
     outputs = _call_torch(case, leaves, mask)
     loss = sum((torch.tensor(w) * outputs[name]).sum() for name, w in weights.items())
@@ -222,7 +240,9 @@ def _torch_side(case: Case, values: Values, mask: Any, weights: Values) -> tuple
 
 def _perturbed(values: Values, seed: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
-    return {name: x * (1 + 2.0**-52 * random.choice([-1, 1], x.shape)) for name, x in values.items()}
+    return {
+        name: x * (1 + 2.0**-52 * random.choice([-1, 1], x.shape)) for name, x in values.items()
+    }
 
 
 def _where(arrays: Values, seen: Any) -> dict[str, np.ndarray]:
@@ -231,7 +251,9 @@ def _where(arrays: Values, seen: Any) -> dict[str, np.ndarray]:
     if seen is None:
         return found
     return {
-        name: np.where(seen.reshape(*seen.shape, *(1,) * (x.ndim - 2)), x, 0.0) if x.shape[:2] == seen.shape else x
+        name: np.where(seen.reshape(*seen.shape, *(1,) * (x.ndim - 2)), x, 0.0)
+        if x.shape[:2] == seen.shape
+        else x
         for name, x in found.items()
     }
 
@@ -244,7 +266,9 @@ def relative(found: Values, exact: Values, floor: float = 0.0) -> float:
     """
     shapes = [{name: np.shape(x) for name, x in side.items()} for side in (found, exact)]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"JAX gives arrays of {shapes[0]}, PyTorch of {shapes[1]}: return the same from both")
+        raise ValueError(
+            f"JAX gives arrays of {shapes[0]}, PyTorch of {shapes[1]}: return the same from both"
+        )
     least = floor * max((np.abs(x).max() for x in exact.values()), default=0.0)
     errors = [_error(np.asarray(found[name]), np.asarray(x), least) for name, x in exact.items()]
     return max(errors, default=0.0)

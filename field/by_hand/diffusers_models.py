@@ -33,7 +33,12 @@ SHARED = {
     "attention_head_dim": 4,
     "cross_attention_dim": 24,
 }
-UNET = {**SHARED, "sample_size": 8, "out_channels": 4, "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
+UNET = {
+    **SHARED,
+    "sample_size": 8,
+    "out_channels": 4,
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+}
 VAE = {
     "down_block_types": ("DownEncoderBlock2D",) * 2,
     "up_block_types": ("UpDecoderBlock2D",) * 2,
@@ -62,9 +67,14 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
     yield from ((f"diffusers/{name}", make) for name, make in rows.items())
 
 
-def renamed(v: Mapping[str, Any], wanted: Mapping[tuple[str, ...], Any], names: Any) -> dict[str, Any]:
+def renamed(
+    v: Mapping[str, Any], wanted: Mapping[tuple[str, ...], Any], names: Any
+) -> dict[str, Any]:
     """Return the variables of a Flax model, of the parameters of its original."""
-    pairs = (rename_key_and_reshape_tensor(tuple(rename_key(name).split(".")), v[name], wanted) for name in names)
+    pairs = (
+        rename_key_and_reshape_tensor(tuple(rename_key(name).split(".")), v[name], wanted)
+        for name in names
+    )
     found = {".".join(path): value for path, value in pairs}
     own = {".".join(path): leaf.shape for path, leaf in wanted.items()}
     return {"params": unflatten_dict(dict(placed(own, found)), sep=".")}
@@ -92,7 +102,9 @@ def _apply(apply, *inputs):
 
 def _attention(**options):
     ours = attention_flax.FlaxAttention(32, 4, 8, dtype=jnp.float64, **options)
-    return _case(ours, attention_processor.Attention(32, heads=4, dim_head=8), {"x": TOKENS}, _apply)
+    return _case(
+        ours, attention_processor.Attention(32, heads=4, dim_head=8), {"x": TOKENS}, _apply
+    )
 
 
 def _block():
@@ -106,7 +118,9 @@ def _block():
 
 
 def _transformer(linear):
-    ours = attention_flax.FlaxTransformer2DModel(32, 4, 8, use_linear_projection=linear, dtype=jnp.float64)
+    ours = attention_flax.FlaxTransformer2DModel(
+        32, 4, 8, use_linear_projection=linear, dtype=jnp.float64
+    )
     twin = Transformer2DModel(4, 8, 32, cross_attention_dim=24, use_linear_projection=linear)
 
     def theirs(run, mask, x, context):
@@ -145,7 +159,10 @@ def _controlnet():
 
     def call(apply, sample, context, condition):
         found = apply(sample, jnp.asarray(TIMES), context, condition)
-        return [jnp.moveaxis(x, -1, 1) for x in (*found.down_block_res_samples, found.mid_block_res_sample)]
+        return [
+            jnp.moveaxis(x, -1, 1)
+            for x in (*found.down_block_res_samples, found.mid_block_res_sample)
+        ]
 
     def theirs(run, mask, sample, context, condition):
         found = run(sample, torch.tensor(TIMES), context, condition)
@@ -177,7 +194,10 @@ def _autoencoder():
 
         def run(module, image):
             latent = module.encode(image).latent_dist
-            return {"mean": jnp.moveaxis(latent.mean, -1, 1), "image": module.decode(latent.mean).sample}
+            return {
+                "mean": jnp.moveaxis(latent.mean, -1, 1),
+                "image": module.decode(latent.mean).sample,
+            }
 
         return ours.apply(params, v["image"], method=run)
 

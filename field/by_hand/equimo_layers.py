@@ -20,7 +20,11 @@ from field.by_hand.flax_layers import X, mha, torch_attention
 
 KEY = jax.random.key(0)
 KINDS = ("weight", "bias")
-PRESET = {"act_layer": "exactgelu", "init_values": 1e-5, "eps": 1e-6}  # what equimo gives its DINOv2
+PRESET = {
+    "act_layer": "exactgelu",
+    "init_values": 1e-5,
+    "eps": 1e-6,
+}  # what equimo gives its DINOv2
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
@@ -40,7 +44,9 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
 
 
 def _renamed(v, names):
-    return {f"{ours}.{kind}": v[f"{theirs}.{kind}"] for ours, theirs in names.items() for kind in KINDS}
+    return {
+        f"{ours}.{kind}": v[f"{theirs}.{kind}"] for ours, theirs in names.items() for kind in KINDS
+    }
 
 
 def _packed(v, prefix=""):
@@ -65,7 +71,9 @@ def _attention():
 
 def _block(**options):
     layer = AttentionBlock(12, 3, key=KEY, mlp_ratio=2.0, **options)
-    twin = torch.nn.TransformerEncoderLayer(12, 3, 24, 0.0, "gelu", batch_first=True, norm_first=True)
+    twin = torch.nn.TransformerEncoderLayer(
+        12, 3, 24, 0.0, "gelu", batch_first=True, norm_first=True
+    )
     names = {"prenorm": "norm1", "norm": "norm2", "mlp.fc1": "linear1", "mlp.fc2": "linear2"}
 
     def ours(v, mask):
@@ -105,16 +113,37 @@ def _rms_norm():
 
 
 def _dinov2(size, **options):
-    sizes = {"image_size": 8, "patch_size": 2, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3}
+    sizes = {
+        "image_size": 8,
+        "patch_size": 2,
+        "hidden_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    }
     twin = transformers.Dinov2Model(transformers.Dinov2Config(**sizes, mlp_ratio=2))
     model = VisionTransformer(
-        8, 3, 12, 2, 3, [2], key=KEY, mlp_ratio=2.0, reg_tokens=0, num_classes=0, use_mask_token=True, **options
+        8,
+        3,
+        12,
+        2,
+        3,
+        [2],
+        key=KEY,
+        mlp_ratio=2.0,
+        reg_tokens=0,
+        num_classes=0,
+        use_mask_token=True,
+        **options,
     )
 
     def ours(v, mask):
         full = filled(model, _vision(v))
-        found = jax.vmap(lambda image: full.forward_features(image, key=KEY, inference=True))(v["x"])
-        return jnp.concatenate([found["x_norm_cls_token"][:, None], found["x_norm_patchtokens"]], axis=1)
+        found = jax.vmap(lambda image: full.forward_features(image, key=KEY, inference=True))(
+            v["x"]
+        )
+        return jnp.concatenate(
+            [found["x_norm_cls_token"][:, None], found["x_norm_patchtokens"]], axis=1
+        )
 
     def theirs(run, mask, images):
         return run(images).last_hidden_state
@@ -137,7 +166,9 @@ def _vision(v):
         found |= _renamed(v, {f"{here}mlp.{name}": f"{there}mlp.{name}" for name in ("fc1", "fc2")})
         found |= _renamed(v, {f"{here}attn.proj": f"{there}attention.output.dense"})
         for kind in KINDS:
-            heads = [v[f"{there}attention.attention.{name}.{kind}"] for name in ("query", "key", "value")]
+            heads = [
+                v[f"{there}attention.attention.{name}.{kind}"] for name in ("query", "key", "value")
+            ]
             found[f"{here}attn.qkv.{kind}"] = jnp.concatenate(heads)
         found |= {f"{here}ls{n}.gamma": v[f"{there}layer_scale{n}.lambda1"] for n in (1, 2)}
     return found

@@ -42,10 +42,17 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
 
 def filled(module: Any, values: Values) -> Any:
     """Return a module of Equinox with these arrays, by path; lists are counted, `layers.0`."""
-    leaves = jax.tree_util.tree_flatten_with_path(equinox.filter(module, equinox.is_inexact_array))[0]
-    own = {".".join(str(getattr(key, "name", getattr(key, "idx", key))) for key in path): x.shape for path, x in leaves}
+    leaves = jax.tree_util.tree_flatten_with_path(equinox.filter(module, equinox.is_inexact_array))[
+        0
+    ]
+    own = {
+        ".".join(str(getattr(key, "name", getattr(key, "idx", key))) for key in path): x.shape
+        for path, x in leaves
+    }
     whole = placed(own, values)
-    return equinox.tree_at(lambda m: [inside(m, name) for name in whole], module, list(whole.values()))
+    return equinox.tree_at(
+        lambda m: [inside(m, name) for name in whole], module, list(whole.values())
+    )
 
 
 def inside(module: Any, path: str) -> Any:
@@ -61,10 +68,14 @@ def _projections(v: Values) -> dict[str, Any]:
         found = dict(zip(names, jnp.split(v["in_proj_weight"], 3), strict=True))
     else:
         found = {name: v[f"{name[0]}_proj_weight"] for name in names}
-    params = {f"{name}_proj.weight": w for name, w in found.items()} | {"output_proj.weight": v["out_proj.weight"]}
+    params = {f"{name}_proj.weight": w for name, w in found.items()} | {
+        "output_proj.weight": v["out_proj.weight"]
+    }
     if "in_proj_bias" in v:
         biases = zip(names, jnp.split(v["in_proj_bias"], 3), strict=True)
-        params |= {f"{name}_proj.bias": b for name, b in biases} | {"output_proj.bias": v["out_proj.bias"]}
+        params |= {f"{name}_proj.bias": b for name, b in biases} | {
+            "output_proj.bias": v["out_proj.bias"]
+        }
     return params
 
 
@@ -94,9 +105,13 @@ def _cross():
 def turned(x: torch.Tensor, theta: float) -> torch.Tensor:
     """Turn pairs `(i, i + h/2)` of `(..., tokens, h)` as complex numbers, by angles in float64."""
     half = x.shape[-1] // 2
-    frequencies = torch.tensor(theta, dtype=torch.float64) ** (-torch.arange(half, dtype=torch.float64) / half)
+    frequencies = torch.tensor(theta, dtype=torch.float64) ** (
+        -torch.arange(half, dtype=torch.float64) / half
+    )
     angles = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * frequencies
-    both = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    both = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     return torch.cat([both.real, both.imag], dim=-1)
 
 
@@ -105,7 +120,12 @@ def _rope(theta, before=None):
         equinox.nn.RotaryPositionalEmbedding(6, before)(jnp.ones((9, 6)))
     layer = equinox.nn.RotaryPositionalEmbedding(6, theta)
     values = {"x": np.random.default_rng(3).normal(size=(2, 9, 6))}
-    return Case(lambda v, mask: jax.vmap(layer)(v["x"]), lambda v, mask: turned(v["x"], theta), values, ("x",))
+    return Case(
+        lambda v, mask: jax.vmap(layer)(v["x"]),
+        lambda v, mask: turned(v["x"], theta),
+        values,
+        ("x",),
+    )
 
 
 def _over_tokens(layer, x):
@@ -150,7 +170,9 @@ def _with_image_bias(v):
 
 def _conv():
     layer = equinox.nn.Conv2d(3, 4, 3, stride=2, padding=1, key=KEY)
-    return _plain(layer, torch.nn.Conv2d(3, 4, 3, stride=2, padding=1), (2, 3, 8, 7), _with_image_bias)
+    return _plain(
+        layer, torch.nn.Conv2d(3, 4, 3, stride=2, padding=1), (2, 3, 8, 7), _with_image_bias
+    )
 
 
 def _transposed():
@@ -180,7 +202,9 @@ def _lstm():
     def ours(v, mask):
         params = {name: v[name] for name in ("weight_ih", "weight_hh")}
         full = filled(cell, params | {"bias": v["bias_ih"] + v["bias_hh"]})
-        hidden, state = jax.vmap(lambda x, *states: full(x, states))(v["x"], v["hidden"], v["state"])
+        hidden, state = jax.vmap(lambda x, *states: full(x, states))(
+            v["x"], v["hidden"], v["state"]
+        )
         return {"hidden": hidden, "state": state}
 
     return lstm_case(ours)

@@ -57,7 +57,9 @@ def _linen_lstm():
         bias = dict(zip("ifgo", jnp.split(v["bias_ih"] + v["bias_hh"], 4), strict=True))
         params = {f"i{gate}": {"kernel": w.T} for gate, w in of_input.items()}
         params |= {f"h{gate}": {"kernel": w.T, "bias": bias[gate]} for gate, w in of_hidden.items()}
-        (state, hidden), _ = linen.LSTMCell(5).apply({"params": params}, (v["state"], v["hidden"]), v["x"])
+        (state, hidden), _ = linen.LSTMCell(5).apply(
+            {"params": params}, (v["state"], v["hidden"]), v["x"]
+        )
         return {"hidden": hidden, "state": state}
 
     return lstm_case(ours)
@@ -93,8 +95,12 @@ def _nnx_gru(absent=()):
 
     def ours(v, mask):
         params = {"dense_i.kernel": v["weight_ih"].T, "dense_h.kernel": v["weight_hh"].T}
-        second = jnp.zeros(15) if absent else v["bias_hh"].at[10:].set(0.0)  # there is no place for that of n
-        return filled(cell, params | {"dense_i.bias": v["bias_ih"] + second})(v["hidden"], v["x"])[1]
+        second = (
+            jnp.zeros(15) if absent else v["bias_hh"].at[10:].set(0.0)
+        )  # there is no place for that of n
+        return filled(cell, params | {"dense_i.bias": v["bias_ih"] + second})(v["hidden"], v["x"])[
+            1
+        ]
 
     return cell_case(torch.nn.GRUCell(4, 5), ours, absent)
 
@@ -104,6 +110,8 @@ def _simple():
 
     def ours(v, mask):
         params = {"dense_i.kernel": v["weight_ih"].T, "dense_h.kernel": v["weight_hh"].T}
-        return filled(cell, params | {"dense_i.bias": v["bias_ih"] + v["bias_hh"]})(v["hidden"], v["x"])[1]
+        return filled(cell, params | {"dense_i.bias": v["bias_ih"] + v["bias_hh"]})(
+            v["hidden"], v["x"]
+        )[1]
 
     return cell_case(torch.nn.RNNCell(4, 5), ours)

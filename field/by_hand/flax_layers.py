@@ -41,7 +41,9 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
         ),
         "linen.LayerNorm/default": _linen_norm,
         "nnx.RMSNorm/default": partial(_norm, torch.nn.RMSNorm, nnx.RMSNorm),
-        "nnx.RMSNorm/epsilon": partial(_norm, partial(torch.nn.RMSNorm, eps=1e-6), nnx.RMSNorm, epsilon=1e-6),
+        "nnx.RMSNorm/epsilon": partial(
+            _norm, partial(torch.nn.RMSNorm, eps=1e-6), nnx.RMSNorm, epsilon=1e-6
+        ),
         "nnx.GroupNorm/default": _group_norm,
         "nnx.GroupNorm/epsilon": partial(_group_norm, epsilon=1e-5),
         "nnx.BatchNorm/eval": partial(_batch_norm, False),
@@ -68,12 +70,21 @@ def attention(v: Values, heads: int) -> dict[str, Any]:
     """Return the parameters of Flax's attention, of those of torch.nn.MultiheadAttention."""
     names = ("query", "key", "value")
     apart = "in_proj_weight" not in v
-    weights = [v[f"{name[0]}_proj_weight"] for name in names] if apart else jnp.split(v["in_proj_weight"], 3)
-    found = {f"{name}.kernel": w.T.reshape(w.shape[1], heads, -1) for name, w in zip(names, weights, strict=True)}
+    weights = (
+        [v[f"{name[0]}_proj_weight"] for name in names]
+        if apart
+        else jnp.split(v["in_proj_weight"], 3)
+    )
+    found = {
+        f"{name}.kernel": w.T.reshape(w.shape[1], heads, -1)
+        for name, w in zip(names, weights, strict=True)
+    }
     found["out.kernel"] = v["out_proj.weight"].T.reshape(heads, -1, len(v["out_proj.weight"]))
     if "in_proj_bias" in v:
         parts = zip(names, jnp.split(v["in_proj_bias"], 3), strict=True)
-        found |= {f"{name}.bias": b.reshape(heads, -1) for name, b in parts} | {"out.bias": v["out_proj.bias"]}
+        found |= {f"{name}.bias": b.reshape(heads, -1) for name, b in parts} | {
+            "out.bias": v["out_proj.bias"]
+        }
     return found
 
 
@@ -96,7 +107,9 @@ def _linen_self(bias=True):
     layer = linen.MultiHeadDotProductAttention(3, use_bias=bias)
 
     def ours(v, mask):
-        return layer.apply({"params": unflatten_dict(attention(v, 3), sep=".")}, v["x"], mask=hidden_keys(mask))
+        return layer.apply(
+            {"params": unflatten_dict(attention(v, 3), sep=".")}, v["x"], mask=hidden_keys(mask)
+        )
 
     return layer_case(mha(bias=bias), X, ours, torch_attention, True, STRESSED)
 
@@ -108,7 +121,9 @@ def _linen_cross():
         params = unflatten_dict(attention(v, 3), sep=".")
         return layer.apply({"params": params}, v["query"], v["key"], v["value"])
 
-    return layer_case(mha(kdim=7, vdim=9), CROSS, ours, lambda run, mask, *x: run(*x)[0], False, STRESSED)
+    return layer_case(
+        mha(kdim=7, vdim=9), CROSS, ours, lambda run, mask, *x: run(*x)[0], False, STRESSED
+    )
 
 
 def _nnx_self(stresses, **options):
@@ -140,7 +155,9 @@ def _nnx_causal():
 
 def _grouped(kv_heads, norm=False):
     """Four heads of 4, from the matrices of four Linear layers."""
-    layer = nnx.MultiHeadAttention(4, 16, num_kv_heads=kv_heads, normalize_qk=norm, decode=False, rngs=nnx.Rngs(0))
+    layer = nnx.MultiHeadAttention(
+        4, 16, num_kv_heads=kv_heads, normalize_qk=norm, decode=False, rngs=nnx.Rngs(0)
+    )
     heads = {"query": 4, "key": kv_heads, "value": kv_heads}
     shapes = {f"{name}.weight": (4 * n, 16) for name, n in heads.items()} | {"out.weight": (16, 16)}
     shapes |= {f"{name}.bias": (4 * n,) for name, n in heads.items()} | {"out.bias": (16,)}
@@ -148,17 +165,25 @@ def _grouped(kv_heads, norm=False):
     values = random_values(shapes) | {"x": np.random.default_rng(3).normal(size=(3, 7, 16))}
 
     def ours(v, mask):
-        params = {f"{name}.kernel": v[f"{name}.weight"].T.reshape(16, n, 4) for name, n in heads.items()}
+        params = {
+            f"{name}.kernel": v[f"{name}.weight"].T.reshape(16, n, 4) for name, n in heads.items()
+        }
         params |= {f"{name}.bias": v[f"{name}.bias"].reshape(n, 4) for name, n in heads.items()}
         params |= {"out.kernel": v["out.weight"].T.reshape(4, 4, 16), "out.bias": v["out.bias"]}
         params |= {f"{name}_ln.scale": v[f"{name}_ln.weight"] for name in ("query", "key") if norm}
         return filled(layer, params)(v["x"])
 
     def theirs(v, mask):
-        q, k, w = (torch.nn.functional.linear(v["x"], v[f"{name}.weight"], v[f"{name}.bias"]) for name in heads)
+        q, k, w = (
+            torch.nn.functional.linear(v["x"], v[f"{name}.weight"], v[f"{name}.bias"])
+            for name in heads
+        )
         q, k, w = (x.unflatten(-1, (-1, 4)).transpose(1, 2) for x in (q, k, w))
         if norm:
-            q, k = (layer_norm(x, (4,), v[f"{name}_ln.weight"]) for name, x in (("query", q), ("key", k)))
+            q, k = (
+                layer_norm(x, (4,), v[f"{name}_ln.weight"])
+                for name, x in (("query", q), ("key", k))
+            )
         found = scaled_dot_product_attention(q, k, w, enable_gqa=True).transpose(1, 2).flatten(2)
         return torch.nn.functional.linear(found, v["out.weight"], v["out.bias"])
 
@@ -175,7 +200,9 @@ def scale_and_bias(v: Values) -> dict[str, Any]:
 
 def _norm(twin, kind, **options):
     layer = kind(12, rngs=nnx.Rngs(0), **options)
-    return layer_case(twin(12), X, lambda v, mask: filled(layer, scale_and_bias(v))(v["x"]), stresses=STRESSED)
+    return layer_case(
+        twin(12), X, lambda v, mask: filled(layer, scale_and_bias(v))(v["x"]), stresses=STRESSED
+    )
 
 
 def _linen_norm():
@@ -196,31 +223,41 @@ def _group_norm(**options):
     def ours(v, mask):
         return filled(layer, scale_and_bias(v))(v["x"])
 
-    return layer_case(torch.nn.GroupNorm(3, 12), {"x": (2, 4, 3, 12)}, ours, channels_first, stresses=STRESSED)
+    return layer_case(
+        torch.nn.GroupNorm(3, 12), {"x": (2, 4, 3, 12)}, ours, channels_first, stresses=STRESSED
+    )
 
 
 def _batch_norm(train):
     mean, var = random_values({"running_mean": (5,), "running_var": (5,)}).values()
-    values = random_values({"weight": (5,), "bias": (5,)}) | {"x": np.random.default_rng(3).normal(size=(3, 7, 5))}
+    values = random_values({"weight": (5,), "bias": (5,)}) | {
+        "x": np.random.default_rng(3).normal(size=(3, 7, 5))
+    }
 
     def ours(v, mask):
         norm = filled(nnx.BatchNorm(5, momentum=0.9, rngs=nnx.Rngs(0)), scale_and_bias(v))
         norm.mean.set_value(jnp.asarray(mean))
         norm.var.set_value(jnp.asarray(var))
         output = norm(v["x"], use_running_average=not train)
-        kept = [jax.lax.stop_gradient(x[...]) for x in (norm.mean, norm.var)]  # which torch does not differentiate
+        kept = [
+            jax.lax.stop_gradient(x[...]) for x in (norm.mean, norm.var)
+        ]  # which torch does not differentiate
         return {"output": output, "mean": kept[0], "var": kept[1]}
 
     def theirs(v, mask):
         kept = [torch.tensor(x) for x in (mean, var)]
-        output = batch_norm(v["x"].movedim(-1, 1), *kept, v["weight"], v["bias"], train, 0.1).movedim(1, -1)
+        output = batch_norm(
+            v["x"].movedim(-1, 1), *kept, v["weight"], v["bias"], train, 0.1
+        ).movedim(1, -1)
         return {"output": output, "mean": kept[0], "var": kept[1]}
 
     return Case(ours, theirs, values, ("x",), stresses=STRESSED)
 
 
 def _gelu(**options):
-    return layer_case(torch.nn.GELU(), X, lambda v, mask: nnx.gelu(v["x"], **options), stresses=IMAGES[:2])
+    return layer_case(
+        torch.nn.GELU(), X, lambda v, mask: nnx.gelu(v["x"], **options), stresses=IMAGES[:2]
+    )
 
 
 # Convolutions, on images with the channels last.
@@ -231,17 +268,23 @@ def _conv(padding, theirs, **options):
     twin = torch.nn.Conv2d(3, 4, 3, stride=options.get("strides", 1), **theirs)
 
     def ours(v, mask):
-        return filled(layer, {"kernel": v["weight"].transpose(2, 3, 1, 0), "bias": v["bias"]})(v["x"])
+        return filled(layer, {"kernel": v["weight"].transpose(2, 3, 1, 0), "bias": v["bias"]})(
+            v["x"]
+        )
 
     return layer_case(twin, {"x": (2, 8, 6, 3)}, ours, channels_first, stresses=IMAGES)
 
 
 def _transposed():
-    layer = nnx.ConvTranspose(3, 4, (4, 4), strides=2, padding="SAME", transpose_kernel=True, rngs=nnx.Rngs(0))
+    layer = nnx.ConvTranspose(
+        3, 4, (4, 4), strides=2, padding="SAME", transpose_kernel=True, rngs=nnx.Rngs(0)
+    )
 
     def ours(v, mask):
         # PyTorch's weight (in, out, h, w) is that of the convolution whose gradient this is, and so is Flax's here.
-        return filled(layer, {"kernel": v["weight"].transpose(2, 3, 1, 0), "bias": v["bias"]})(v["x"])
+        return filled(layer, {"kernel": v["weight"].transpose(2, 3, 1, 0), "bias": v["bias"]})(
+            v["x"]
+        )
 
     twin = torch.nn.ConvTranspose2d(3, 4, 4, stride=2, padding=1)
     return layer_case(twin, {"x": (2, 5, 6, 3)}, ours, channels_first, stresses=IMAGES)

@@ -39,9 +39,15 @@ def _attention():
         return layer(x, x, x, mask=hidden_keys(mask))
 
     def ours(v, mask):
-        parts = zip(gates(v, "in_proj_weight", "qkv").values(), gates(v, "in_proj_bias", "qkv").values(), strict=True)
+        parts = zip(
+            gates(v, "in_proj_weight", "qkv").values(),
+            gates(v, "in_proj_bias", "qkv").values(),
+            strict=True,
+        )
         names = ("query", "key", "value")
-        params = {f"mha/{name}": {"w": w.T, "b": b} for name, (w, b) in zip(names, parts, strict=True)}
+        params = {
+            f"mha/{name}": {"w": w.T, "b": b} for name, (w, b) in zip(names, parts, strict=True)
+        }
         params["mha/linear"] = {"w": v["out_proj.weight"].T, "b": v["out_proj.bias"]}
         return run(params, v["x"], mask)
 
@@ -79,7 +85,9 @@ def _lstm(forget):
         return {"hidden": new.hidden, "state": new.cell}
 
     def ours(v, mask):
-        weights = gates({"w": jnp.concatenate([v["weight_ih"], v["weight_hh"]], axis=1)}, "w", "ifgo")
+        weights = gates(
+            {"w": jnp.concatenate([v["weight_ih"], v["weight_hh"]], axis=1)}, "w", "ifgo"
+        )
         biases = gates({"b": v["bias_ih"] + v["bias_hh"]}, "b", "ifgo")
         biases["f"] = biases["f"] - forget
         linear = {"w": jnp.concatenate([weights[gate].T for gate in "igfo"], axis=1)}

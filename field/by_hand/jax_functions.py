@@ -27,7 +27,10 @@ ROWS = {  # the tokens and heads of queries, of keys and values, and the options
 
 def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
     """Yield the ports by name."""
-    yield from ((f"jax/nn.dot_product_attention/{name}", partial(_case, name, *row)) for name, row in ROWS.items())
+    yield from (
+        (f"jax/nn.dot_product_attention/{name}", partial(_case, name, *row))
+        for name, row in ROWS.items()
+    )
 
 
 def _case(name, queries, heads, keys, kv_heads, options):
@@ -41,7 +44,9 @@ def _case(name, queries, heads, keys, kv_heads, options):
             hidden = {"key_value_seq_lengths": mask.sum(-1).astype(jnp.int32)}
         elif mask is not None:
             hidden = {"mask": mask[:, None, None]}
-        return jax.nn.dot_product_attention(v["q"], v["k"], v["v"], bias=v.get("bias"), **options, **hidden)
+        return jax.nn.dot_product_attention(
+            v["q"], v["k"], v["v"], bias=v.get("bias"), **options, **hidden
+        )
 
     def theirs(v, mask):
         q, k, w = (v[letter].transpose(1, 2) for letter in "qkv")
@@ -53,4 +58,6 @@ def _case(name, queries, heads, keys, kv_heads, options):
         return scaled_dot_product_attention(q, k, w, hidden, enable_gqa=True).transpose(1, 2)
 
     values = {letter: random.normal(size=shape) for letter, shape in shapes.items()}
-    return Case(ours, theirs, values, tuple(shapes), (3, keys) if name in ("lengths", "mask") else None)
+    return Case(
+        ours, theirs, values, tuple(shapes), (3, keys) if name in ("lengths", "mask") else None
+    )

@@ -22,8 +22,12 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
     heads, groups = ("MultiHeadAttention", 3, 4), ("GroupQueryAttention", 3, 4, 2)
     rows = {
         "MultiHeadAttention/self": partial(_attention, heads, {"use_bias": False}, {}),
-        "MultiHeadAttention/scores": partial(_attention, heads, {}, {"return_attention_scores": True}),
-        "MultiHeadAttention/causal": partial(_attention, heads, {"use_bias": False}, {"use_causal_mask": True}),
+        "MultiHeadAttention/scores": partial(
+            _attention, heads, {}, {"return_attention_scores": True}
+        ),
+        "MultiHeadAttention/causal": partial(
+            _attention, heads, {"use_bias": False}, {"use_causal_mask": True}
+        ),
         "GroupQueryAttention/default": partial(_attention, groups, {"use_bias": False}, {}),
         "Attention/scale": partial(_scores, "Attention", use_scale=True),
         "Attention/concat": partial(_scores, "Attention", score_mode="concat"),
@@ -31,7 +35,9 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
         "LayerNormalization/default": partial(_plain, ("LayerNormalization",)),
         "RMSNormalization/default": partial(_plain, ("RMSNormalization",)),
         "GroupNormalization/groups": partial(_plain, ("GroupNormalization",), groups=3),
-        "EinsumDense/default": partial(_plain, ("EinsumDense", "abc,cd->abd"), output_shape=(None, 5)),
+        "EinsumDense/default": partial(
+            _plain, ("EinsumDense", "abc,cd->abd"), output_shape=(None, 5)
+        ),
     }
     yield from ((f"keras/{name}", make) for name, make in rows.items())
 
@@ -66,15 +72,23 @@ def _copy(backend: str) -> Swapped:
 
 
 def _both(
-    kind: tuple, options: Mapping[str, Any], build: Callable, call: Callable, inputs: tuple, padded: bool
+    kind: tuple,
+    options: Mapping[str, Any],
+    build: Callable,
+    call: Callable,
+    inputs: tuple,
+    padded: bool,
 ) -> Case:
     layers = {}
     for backend in ("jax", "torch"):
         with _copy(backend):
-            layers[backend] = getattr(sys.modules["keras"].layers, kind[0])(*kind[1:], dtype="float64", **options)
+            layers[backend] = getattr(sys.modules["keras"].layers, kind[0])(
+                *kind[1:], dtype="float64", **options
+            )
             build(layers[backend])
     own, shapes = (
-        {variable.path: variable.shape for variable in layers[backend].trainable_variables} for backend in layers
+        {variable.path: variable.shape for variable in layers[backend].trainable_variables}
+        for backend in layers
     )
     paths = list(placed(own, random_values(shapes)))
 
@@ -82,11 +96,15 @@ def _both(
         with _copy(backend):
             rest = [variable.value for variable in layers[backend].non_trainable_variables]
             arguments, named = call([v[name] for name in inputs], mask)
-            return layers[backend].stateless_call([v[path] for path in paths], rest, *arguments, **named)[0]
+            return layers[backend].stateless_call(
+                [v[path] for path in paths], rest, *arguments, **named
+            )[0]
 
     random = np.random.default_rng(3)
     values = random_values(shapes) | {name: random.normal(size=SHAPE) for name in inputs}
-    return Case(partial(run, "jax"), partial(run, "torch"), values, inputs, SHAPE[:2] if padded else None)
+    return Case(
+        partial(run, "jax"), partial(run, "torch"), values, inputs, SHAPE[:2] if padded else None
+    )
 
 
 def _attention(kind, options, called):
@@ -94,7 +112,14 @@ def _attention(kind, options, called):
         return (inputs[0], inputs[0]), {"key_mask": mask, "value_mask": mask, **called}
 
     # With biases a gradient of the key's is rounding alone, but for weights that are returned.
-    return _both(kind, {"name": "layer", **options}, lambda layer: layer.build(SHAPE, SHAPE), call, ("x",), True)
+    return _both(
+        kind,
+        {"name": "layer", **options},
+        lambda layer: layer.build(SHAPE, SHAPE),
+        call,
+        ("x",),
+        True,
+    )
 
 
 def _scores(name, **options):
@@ -111,4 +136,6 @@ def _plain(kind, **options):
     def build(layer):
         layer.build(SHAPE)
 
-    return _both(kind, {"name": "layer", **options}, build, lambda inputs, mask: (inputs, {}), ("x",), False)
+    return _both(
+        kind, {"name": "layer", **options}, build, lambda inputs, mask: (inputs, {}), ("x",), False
+    )

@@ -24,11 +24,22 @@ from field.ports import hf_pairs, hf_senses, hf_seq2seq, hf_text
 
 PADDED = ("text", "pad tokens", "seq2seq", "waves")
 OUTPUTS = (  # that both sides return
-    *("logits", "last_hidden_state", "pooler_output", "prediction_logits", "sop_logits", "seq_relationship_logits"),
+    *(
+        "logits",
+        "last_hidden_state",
+        "pooler_output",
+        "prediction_logits",
+        "sop_logits",
+        "seq_relationship_logits",
+    ),
     *("text_embeds", "image_embeds", "logits_per_image", "logits_per_text", "extract_features"),
     "encoder_last_hidden_state",
 )
-BUFFERS = ("running_mean", "running_var", "final_logits_bias")  # variables in Flax that neither side trains
+BUFFERS = (
+    "running_mean",
+    "running_var",
+    "final_logits_bias",
+)  # variables in Flax that neither side trains
 
 
 class OtherParametersError(Exception):
@@ -65,7 +76,9 @@ def _single(
 
 
 def _pair(kind: str, first: tuple[str, Any], second: tuple[str, Any], call: str) -> Case:
-    parts = [getattr(transformers, f"{name}Config")(**settings) for name, settings in (first, second)]
+    parts = [
+        getattr(transformers, f"{name}Config")(**settings) for name, settings in (first, second)
+    ]
     config_class = getattr(transformers, kind.replace("Model", "Config"))
     if kind == "VisionTextDualEncoderModel":
         config = config_class.from_vision_text_configs(*parts, projection_dim=10)
@@ -80,34 +93,56 @@ def _case(flax: Any, twin: torch.nn.Module, call: str, alone: str) -> Case:
     _as_older_jax()
     twin = twin.double().eval()
     shapes = {name: p.shape for name, p in twin.named_parameters() if p.requires_grad}
-    shapes = {name: shape for name, shape in shapes.items() if not (alone and re.fullmatch(alone, name))}
+    shapes = {
+        name: shape for name, shape in shapes.items() if not (alone and re.fullmatch(alone, name))
+    }
     held = {name: b.shape for name, b in twin.named_buffers() if name.endswith(BUFFERS)}
-    held |= {name: p.shape for name, p in twin.named_parameters() if not p.requires_grad and _has(flax, name, p.shape)}
+    held |= {
+        name: p.shape
+        for name, p in twin.named_parameters()
+        if not p.requires_grad and _has(flax, name, p.shape)
+    }
     shapes |= held
     _check_parameters(_converted(flax, random_values(shapes)), flax.params_shape_tree)
     integers, floats = _inputs(call, twin.config)
 
     def ours(v: Mapping[str, Any], mask: Any) -> Any:
-        given = {name: jnp.asarray(x) for name, x in integers.items()} | {name: v[name] for name in floats}
+        given = {name: jnp.asarray(x) for name, x in integers.items()} | {
+            name: v[name] for name in floats
+        }
         given |= {} if mask is None else {"attention_mask": mask.astype(jnp.int32)}
-        weights = {name: jax.lax.stop_gradient(v[name]) if name in held else v[name] for name in shapes}
+        weights = {
+            name: jax.lax.stop_gradient(v[name]) if name in held else v[name] for name in shapes
+        }
         return _arrays(flax(**given, params=_converted(flax, weights)))
 
     def theirs(v: Mapping[str, Any], mask: Any) -> Any:
-        given = {name: torch.tensor(x) for name, x in integers.items()} | {name: v[name] for name in floats}
+        given = {name: torch.tensor(x) for name, x in integers.items()} | {
+            name: v[name] for name in floats
+        }
         given |= {} if mask is None else {"attention_mask": mask.long()}
         weights = {name: v[name].detach() if name in held else v[name] for name in shapes}
         return _arrays(call_with(twin, weights, **given))
 
     tokens = next(iter((integers | floats).values())).shape[:2]
-    return Case(ours, theirs, random_values(shapes) | floats, tuple(floats), tokens if call in PADDED else None)
+    return Case(
+        ours,
+        theirs,
+        random_values(shapes) | floats,
+        tuple(floats),
+        tokens if call in PADDED else None,
+    )
 
 
 def _converted(flax: Any, values: Mapping[str, Any]) -> Any:
     if "layer_0" in {part for path in flatten_dict(dict(flax.params_shape_tree)) for part in path}:
         # ResNet's basic layers, which have a name of their own in Flax that the converter does not know.
-        values = {re.sub(r"\.layer\.(\d)\.", r".layer.layer_\1.", name): x for name, x in values.items()}
-    described = SimpleNamespace(base_model_prefix=flax.base_model_prefix, params=flax.params_shape_tree)
+        values = {
+            re.sub(r"\.layer\.(\d)\.", r".layer.layer_\1.", name): x for name, x in values.items()
+        }
+    described = SimpleNamespace(
+        base_model_prefix=flax.base_model_prefix, params=flax.params_shape_tree
+    )
     try:
         return convert_pytorch_state_dict_to_flax(dict(values), described)
     except ValueError as error:
@@ -165,8 +200,14 @@ def _inputs(call: str, config: Any) -> tuple[dict[str, np.ndarray], dict[str, np
         "image as long as it is": lambda: ({}, {"pixel_values": floats(2, 3, 20, 12)}),
         "large image": lambda: ({}, {"pixel_values": floats(2, 3, 32, 24)}),
         "waves": lambda: ({}, {"input_values": floats(2, 400)}),
-        "text and image": lambda: ({"input_ids": ids(11)}, {"pixel_values": floats(3, channels, side, side)}),
-        "image to text": lambda: ({"decoder_input_ids": ids(7)}, {"pixel_values": floats(3, channels, side, side)}),
+        "text and image": lambda: (
+            {"input_ids": ids(11)},
+            {"pixel_values": floats(3, channels, side, side)},
+        ),
+        "image to text": lambda: (
+            {"decoder_input_ids": ids(7)},
+            {"pixel_values": floats(3, channels, side, side)},
+        ),
         "waves to text": lambda: ({"decoder_input_ids": ids(7)}, {"inputs": floats(3, 400)}),
     }[call]()
 

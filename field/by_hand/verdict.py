@@ -24,7 +24,9 @@ def verdict(record: Mapping[str, Any]) -> str:
         return found
     if widened and _equality(widened) != "different":
         return "equal up to float32"
-    small = all(_below(m) if m["inputs"] in ORDINARY else holds(m) for m in plain if m["inputs"] != EMPTY)
+    small = all(
+        _below(m) if m["inputs"] in ORDINARY else holds(m) for m in plain if m["inputs"] != EMPTY
+    )
     return "equal up to float32" if small else "different"
 
 

@@ -11,7 +11,9 @@ WIDENED = re.compile(
     r"|jax/_src/nn/functions|flax/nnx/nn/\w+|flax/linen/\w+|equimo/(layers|models)/\w+|attnax/[\w/]+"
     r"|keras/src/(backend/(jax|torch)/nn|layers/.*/\w+)|diffusers/models/[\w/]+)\.py$"
 )
-CLIPPED = re.compile(r"/keras/src/backend/common/dtypes\.py$")  # where Keras takes 64 bits for 32, but on TensorFlow
+CLIPPED = re.compile(
+    r"/keras/src/backend/common/dtypes\.py$"
+)  # where Keras takes 64 bits for 32, but on TensorFlow
 REPLACED = (
     (re.compile(r"\bfloat32\b"), "float64"),
     (re.compile(r"(['\"])f4\1"), r"\1f8\1"),
@@ -30,7 +32,9 @@ def widen() -> None:
         if WIDENED.search(path):
             return self.source_to_code(rewritten(self.get_data(path).decode()), path)
         if CLIPPED.search(path):
-            return self.source_to_code(self.get_data(path).decode().replace('else "float32"', 'else "float64"'), path)
+            return self.source_to_code(
+                self.get_data(path).decode().replace('else "float32"', 'else "float64"'), path
+            )
         return plain(self, fullname)
 
     SourceFileLoader.get_code = get_code

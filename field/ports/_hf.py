@@ -11,12 +11,32 @@ import numpy as np
 from field.port import CHECKS, Built, FlaxError, Port
 
 OUTPUTS = (
-    *("logits", "last_hidden_state", "pooler_output", "prediction_logits", "prediction_scores", "sop_logits"),
-    *("seq_relationship_logits", "start_logits", "end_logits", "text_embeds", "image_embeds", "extract_features"),
+    *(
+        "logits",
+        "last_hidden_state",
+        "pooler_output",
+        "prediction_logits",
+        "prediction_scores",
+        "sop_logits",
+    ),
+    *(
+        "seq_relationship_logits",
+        "start_logits",
+        "end_logits",
+        "text_embeds",
+        "image_embeds",
+        "extract_features",
+    ),
     *("encoder_last_hidden_state", "projected_states", "logits_per_image"),
 )
-AXES = {2: "i o -> o i", 3: "w i o -> o i w", 4: "h w i o -> o i h w"}  # of a kernel, to PyTorch's weight
-NORMED = "parametrizations.weight.original"  # of PyTorch's weight_norm: the lengths, and the directions
+AXES = {
+    2: "i o -> o i",
+    3: "w i o -> o i w",
+    4: "h w i o -> o i h w",
+}  # of a kernel, to PyTorch's weight
+NORMED = (
+    "parametrizations.weight.original"  # of PyTorch's weight_norm: the lengths, and the directions
+)
 NAMES = {"weight_g": f"{NORMED}0", "weight_v": f"{NORMED}1"} | {
     "kernel": "weight",
     "scale": "weight",
@@ -97,7 +117,14 @@ def row(
         renames=renames or {},
         alone=alone,
     )
-    return Port(f"transformers/{name}", "transformers", words, build, f"`transformers.{torch or model}`", tuple(checks))
+    return Port(
+        f"transformers/{name}",
+        "transformers",
+        words,
+        build,
+        f"`transformers.{torch or model}`",
+        tuple(checks),
+    )
 
 
 def _build(
@@ -136,7 +163,9 @@ def _as_older_jax() -> None:
     )
 
 
-def pair(model: Any, twin: Any, call: str, renames: Mapping[str, str] | None = None, alone: str = "") -> Built:
+def pair(
+    model: Any, twin: Any, call: str, renames: Mapping[str, str] | None = None, alone: str = ""
+) -> Built:
     """Return both sides of a model of transformers that is built."""
     import jax
     import jax.numpy as jnp
@@ -148,7 +177,11 @@ def pair(model: Any, twin: Any, call: str, renames: Mapping[str, str] | None = N
     module = model.module.bind(tree if "batch_stats" in tree else {"params": tree})
 
     def parameters(bound):
-        return dict(bound.variables) if "batch_stats" in tree else {**bound.variables["params"], **held}
+        return (
+            dict(bound.variables)
+            if "batch_stats" in tree
+            else {**bound.variables["params"], **held}
+        )
 
     inputs, arguments, takes_mask = CALLS[call]
 
@@ -198,10 +231,14 @@ def by_name(flax: Any, torch: Any, renames: Mapping[str, str], alone: str = "") 
 
     from flax_attn.convert import Layout, Rule
 
-    theirs = {name for name, _ in torch.named_parameters()} | {name for name, _ in torch.named_buffers()}
+    theirs = {name for name, _ in torch.named_parameters()} | {
+        name for name, _ in torch.named_buffers()
+    }
     rules = []
     for collection in ("params", "batch_stats"):
-        for path, leaf in traverse_util.flatten_dict(dict(flax.variables.get(collection, {})), sep=".").items():
+        for path, leaf in traverse_util.flatten_dict(
+            dict(flax.variables.get(collection, {})), sep="."
+        ).items():
             name, last = path.rpartition(".")[::2]
             for old, new in renames.items():
                 name = name.replace(old, new)
@@ -272,8 +309,16 @@ CALLS: dict[str, tuple[Callable, Callable, bool]] = {
     "pad tokens": (_padded, _text, True),
     "seq2seq": (tokens, _both, True),
     "image": (_pixels, lambda xp, pixels, mask=None: {"pixel_values": pixels}, False),
-    "image as long as it is": (lambda config: [(2, 3, 20, 12)], lambda xp, p, mask=None: {"pixel_values": p}, False),
-    "large image": (lambda config: [(2, 3, 32, 24)], lambda xp, p, mask=None: {"pixel_values": p}, False),
+    "image as long as it is": (
+        lambda config: [(2, 3, 20, 12)],
+        lambda xp, p, mask=None: {"pixel_values": p},
+        False,
+    ),
+    "large image": (
+        lambda config: [(2, 3, 32, 24)],
+        lambda xp, p, mask=None: {"pixel_values": p},
+        False,
+    ),
     "waves": (lambda config: [(2, 400)], _waves, True),
     "text and image": (
         lambda config: [*tokens(_text_config(config)), (3, *_pixels(_image_config(config))[0][1:])],

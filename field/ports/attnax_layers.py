@@ -21,7 +21,13 @@ def ports() -> list[Port]:
     mha, llama = "torch.nn.MultiheadAttention", "the attention of transformers' Llama, in float64"
     return [
         _port("MultiHeadAttention/standard", "padding", _attention, mha),
-        _port("MultiHeadAttention/tiles", "memory_efficient, tiles of 4, 7 tokens", _tiled, mha, CHECKS),
+        _port(
+            "MultiHeadAttention/tiles",
+            "memory_efficient, tiles of 4, 7 tokens",
+            _tiled,
+            mha,
+            CHECKS,
+        ),
         _port(
             "MultiHeadAttention/tiles-padding",
             "memory_efficient, tiles of 4, 7 tokens, a padding mask as make_padding_mask returns it",
@@ -30,7 +36,13 @@ def ports() -> list[Port]:
             CHECKS,
         ),
         _port("MultiHeadAttention/window", "attention_window=3", _window, mha),
-        _port("MultiHeadAttention/grouped-rope", "two key/value heads for four, RoPE, causal", _rope, llama, CHECKS),
+        _port(
+            "MultiHeadAttention/grouped-rope",
+            "two key/value heads for four, RoPE, causal",
+            _rope,
+            llama,
+            CHECKS,
+        ),
         _port(
             "MultiHeadAttention/rope-past-its-table",
             "RoPE, rope_max_positions=4, 7 tokens",
@@ -45,9 +57,24 @@ def ports() -> list[Port]:
             f"{mha}, the bias of ALiBi as its mask",
         ),
         _port("RMSNorm/default", "default arguments", partial(_rms_norm, None), "torch.nn.RMSNorm"),
-        _port("RMSNorm/epsilon", "epsilon=1e-6 on both sides", partial(_rms_norm, 1e-6), "torch.nn.RMSNorm"),
-        _port("FeedForward/gelu", "gelu", partial(_feed_forward, "gelu", torch.nn.GELU()), "Linear, GELU, Linear"),
-        _port("FeedForward/relu", "relu", partial(_feed_forward, "relu", torch.nn.ReLU()), "Linear, ReLU, Linear"),
+        _port(
+            "RMSNorm/epsilon",
+            "epsilon=1e-6 on both sides",
+            partial(_rms_norm, 1e-6),
+            "torch.nn.RMSNorm",
+        ),
+        _port(
+            "FeedForward/gelu",
+            "gelu",
+            partial(_feed_forward, "gelu", torch.nn.GELU()),
+            "Linear, GELU, Linear",
+        ),
+        _port(
+            "FeedForward/relu",
+            "relu",
+            partial(_feed_forward, "relu", torch.nn.ReLU()),
+            "Linear, ReLU, Linear",
+        ),
         _port(
             "EncoderBlock/pre-norm",
             "pre-norm, gelu",
@@ -60,7 +87,9 @@ def ports() -> list[Port]:
             partial(_encoder, False, "relu"),
             "torch.nn.TransformerEncoderLayer",
         ),
-        _port("DecoderBlock/pre-norm", "pre-norm, relu", _decoder, "torch.nn.TransformerDecoderLayer"),
+        _port(
+            "DecoderBlock/pre-norm", "pre-norm, relu", _decoder, "torch.nn.TransformerDecoderLayer"
+        ),
     ]
 
 
@@ -81,7 +110,9 @@ def _masked(layer, x, mask=None):
 
 
 def _attention(**options):
-    return Built(_layer(**options), _mha(), [(3, 7, 12)], flax_call=_masked, torch_call=torch_attention)
+    return Built(
+        _layer(**options), _mha(), [(3, 7, 12)], flax_call=_masked, torch_call=torch_attention
+    )
 
 
 def _tiled(padded=False):
@@ -106,16 +137,21 @@ class LlamaAttention(torch.nn.Module):
     def __init__(self, d, n, k):
         super().__init__()
         self.width = d // n
-        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(d, self.width * heads) for heads in (n, k, k))
+        self.q_proj, self.k_proj, self.v_proj = (
+            torch.nn.Linear(d, self.width * heads) for heads in (n, k, k)
+        )
         self.o_proj = torch.nn.Linear(d, d)
 
     def forward(self, x):
         """Return the output of the layer."""
         q, k, v = (
-            p(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+            p(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = llama_rope(q, 10000.0), llama_rope(k, 10000.0)
-        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        found = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
         return self.o_proj(found.transpose(1, 2).flatten(2))
 
 
@@ -129,7 +165,10 @@ def _rope(**options):
 
 
 def _alibi():
-    layer, slopes = _layer(score_mod=alibi_mod(num_heads=3)), torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])
+    layer, slopes = (
+        _layer(score_mod=alibi_mod(num_heads=3)),
+        torch.tensor([2.0**-4, 2.0**-8, 2.0**-2]),
+    )
 
     def theirs(layer, x):
         tokens = torch.arange(x.shape[1])
@@ -140,7 +179,9 @@ def _alibi():
 
 
 def _rms_norm(epsilon):
-    return Built(attnax.RMSNorm(12, rngs=nnx.Rngs(0)), torch.nn.RMSNorm(12, eps=epsilon), [(3, 7, 12)])
+    return Built(
+        attnax.RMSNorm(12, rngs=nnx.Rngs(0)), torch.nn.RMSNorm(12, eps=epsilon), [(3, 7, 12)]
+    )
 
 
 def _feed_forward(name, activation):
@@ -151,7 +192,9 @@ def _feed_forward(name, activation):
 
 def _encoder(pre_norm, activation):
     layer = attnax.EncoderBlock(nnx.Rngs(0), 12, 3, 20, 0.0, pre_norm, ff_activation=activation)
-    twin = torch.nn.TransformerEncoderLayer(12, 3, 20, 0.0, activation, batch_first=True, norm_first=pre_norm)
+    twin = torch.nn.TransformerEncoderLayer(
+        12, 3, 20, 0.0, activation, batch_first=True, norm_first=pre_norm
+    )
     return Built(layer, twin.eval(), [(3, 7, 12)], flax_call=_masked, torch_call=_padded)
 
 
@@ -161,7 +204,9 @@ def _padded(layer, x, mask=None):
 
 def _decoder():
     layer = attnax.DecoderBlock(nnx.Rngs(0), 12, 3, 20, 0.0, True, ff_activation="relu")
-    twin = torch.nn.TransformerDecoderLayer(12, 3, 20, 0.0, "relu", batch_first=True, norm_first=True)
+    twin = torch.nn.TransformerDecoderLayer(
+        12, 3, 20, 0.0, "relu", batch_first=True, norm_first=True
+    )
 
     def ours(layer, x, memory):
         return layer(x, encoder_output=memory, self_mask=attnax.make_causal_mask(x.shape[1]))

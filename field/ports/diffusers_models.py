@@ -48,18 +48,32 @@ def ports() -> list[Port]:
     """Return the ports of diffusers."""
     return [
         _port("FlaxAttention/self", "self-attention", _attention),
-        _port("FlaxAttention/split-head-dim", "split_head_dim", partial(_attention, split_head_dim=True)),
+        _port(
+            "FlaxAttention/split-head-dim",
+            "split_head_dim",
+            partial(_attention, split_head_dim=True),
+        ),
         _port(
             "FlaxAttention/memory-efficient",
             "use_memory_efficient_attention",
             partial(_attention, use_memory_efficient_attention=True),
         ),
         _port("FlaxBasicTransformerBlock/default", "cross-attention", _block),
-        _port("FlaxTransformer2DModel/conv", "one block, projections by convolutions", _transformer),
-        _port("FlaxTransformer2DModel/linear", "one block, linear projections", partial(_transformer, linear=True)),
+        _port(
+            "FlaxTransformer2DModel/conv", "one block, projections by convolutions", _transformer
+        ),
+        _port(
+            "FlaxTransformer2DModel/linear",
+            "one block, linear projections",
+            partial(_transformer, linear=True),
+        ),
         _port("FlaxResnetBlock2D/default", "default arguments", _resnet),
         _port("FlaxUNet2DConditionModel/default", "two levels, cross-attention", _unet),
-        _port("FlaxUNet2DConditionModel/linear", "use_linear_projection", partial(_unet, use_linear_projection=True)),
+        _port(
+            "FlaxUNet2DConditionModel/linear",
+            "use_linear_projection",
+            partial(_unet, use_linear_projection=True),
+        ),
         _port("FlaxControlNetModel/default", "two levels", _controlnet),
         _port("FlaxAutoencoderKL/default", "two levels, encoded and decoded", _autoencoder),
     ]
@@ -95,7 +109,9 @@ def _block(dtype):
 
 
 def _transformer(dtype, linear=False):
-    ours = attention_flax.FlaxTransformer2DModel(32, 4, 8, use_linear_projection=linear, dtype=dtype)
+    ours = attention_flax.FlaxTransformer2DModel(
+        32, 4, 8, use_linear_projection=linear, dtype=dtype
+    )
     theirs = Transformer2DModel(4, 8, 32, cross_attention_dim=24, use_linear_projection=linear)
 
     def call(module, x, context):
@@ -144,7 +160,10 @@ def _controlnet(dtype):
 
     def ours_call(module, *inputs):
         found = call(module, *inputs)  # Flax has the channels last
-        return {"down": tuple(jnp.moveaxis(x, -1, 1) for x in found["down"]), "mid": jnp.moveaxis(found["mid"], -1, 1)}
+        return {
+            "down": tuple(jnp.moveaxis(x, -1, 1) for x in found["down"]),
+            "mid": jnp.moveaxis(found["mid"], -1, 1),
+        }
 
     inputs = [(2, 4, 8, 8), np.array([3, 700]), CONTEXT, (2, 3, 64, 64)]
     return _model(ours, theirs, inputs, ours_call, call)
@@ -155,7 +174,10 @@ def _autoencoder(dtype):
 
     def ours_call(module, image):
         latent = module.encode(image).latent_dist
-        return {"mean": jnp.moveaxis(latent.mean, -1, 1), "image": module.decode(latent.mean).sample}
+        return {
+            "mean": jnp.moveaxis(latent.mean, -1, 1),
+            "image": module.decode(latent.mean).sample,
+        }
 
     def theirs_call(module, image):
         latent = module.encode(image).latent_dist
@@ -167,7 +189,10 @@ def _autoencoder(dtype):
 def _paired(ours, theirs):
     """Pair the attention of the autoencoder by hand: its names are of an earlier release of the original."""
     names = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-    places = [(f"{side}.mid_block.attentions_0.", f"{side}.mid_block.attentions.0.") for side in ("encoder", "decoder")]
+    places = [
+        (f"{side}.mid_block.attentions_0.", f"{side}.mid_block.attentions.0.")
+        for side in ("encoder", "decoder")
+    ]
     rules = []
     for (here, there), (name, original) in product(places, names.items()):
         rules.append(Rule((f"{here}{name}.kernel",), f"{there}{original}.weight", "i o -> o i"))

@@ -20,7 +20,9 @@ def ports() -> list[Port]:
     """Return the ports of Equinox."""
     mha = "torch.nn.MultiheadAttention"
     return [
-        _port("nn.MultiheadAttention/default", "no biases, padding", partial(_attention, False), mha),
+        _port(
+            "nn.MultiheadAttention/default", "no biases, padding", partial(_attention, False), mha
+        ),
         _port("nn.MultiheadAttention/biases", "biases, padding", partial(_attention, True), mha),
         _port("nn.MultiheadAttention/cross", "widths of query, key and value differ", _cross, mha),
         _port(
@@ -38,10 +40,22 @@ def ports() -> list[Port]:
             ("forward", "gradients"),
         ),
         _port("nn.LayerNorm/default", "default arguments", _layer_norm, "torch.nn.LayerNorm"),
-        _port("nn.RMSNorm/default", "default arguments", partial(_rms_norm, None), "torch.nn.RMSNorm", CHECKS),
-        _port("nn.RMSNorm/epsilon", "eps=1e-5, no bias", partial(_rms_norm, 1e-5), "torch.nn.RMSNorm"),
-        _port("nn.GroupNorm/default", "default arguments", _group_norm, "torch.nn.GroupNorm", IMAGES),
-        _port("nn.Conv2d/same-stride-2", "3x3, stride 2, padding 1", _conv, "torch.nn.Conv2d", IMAGES),
+        _port(
+            "nn.RMSNorm/default",
+            "default arguments",
+            partial(_rms_norm, None),
+            "torch.nn.RMSNorm",
+            CHECKS,
+        ),
+        _port(
+            "nn.RMSNorm/epsilon", "eps=1e-5, no bias", partial(_rms_norm, 1e-5), "torch.nn.RMSNorm"
+        ),
+        _port(
+            "nn.GroupNorm/default", "default arguments", _group_norm, "torch.nn.GroupNorm", IMAGES
+        ),
+        _port(
+            "nn.Conv2d/same-stride-2", "3x3, stride 2, padding 1", _conv, "torch.nn.Conv2d", IMAGES
+        ),
         _port(
             "nn.ConvTranspose2d/stride-2",
             "4x4, stride 2, padding 1",
@@ -101,7 +115,9 @@ def _cross():
     def theirs(layer, query, key, value):
         return layer(query, key, value, need_weights=False)[0]
 
-    return Built(layer, twin, [(2, 5, 12), (2, 4, 7), (2, 4, 9)], flax_call=_mapped, torch_call=theirs)
+    return Built(
+        layer, twin, [(2, 5, 12), (2, 4, 7), (2, 4, 9)], flax_call=_mapped, torch_call=theirs
+    )
 
 
 def _rope(theta, before=None):
@@ -109,7 +125,9 @@ def _rope(theta, before=None):
     if before is not None:
         equinox.nn.RotaryPositionalEmbedding(6, before)(jnp.ones((9, 6)))
     layer = equinox.nn.RotaryPositionalEmbedding(6, theta)
-    return Built(lambda x: jax.vmap(layer)(x), partial(llama_rope, theta=theta), [(2, 9, 6)], [None])
+    return Built(
+        lambda x: jax.vmap(layer)(x), partial(llama_rope, theta=theta), [(2, 9, 6)], [None]
+    )
 
 
 def llama_rope(x, theta):
@@ -117,7 +135,9 @@ def llama_rope(x, theta):
     frequencies = theta ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
     angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequencies).repeat(1, 2)
     first, second = x.chunk(2, dim=-1)
-    return x * angles.cos().to(x.dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(x.dtype)
+    return x * angles.cos().to(x.dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(
+        x.dtype
+    )
 
 
 def _over_tokens(layer, x):
@@ -125,7 +145,9 @@ def _over_tokens(layer, x):
 
 
 def _layer_norm():
-    return Built(equinox.nn.LayerNorm(12), torch.nn.LayerNorm(12), [(3, 7, 12)], flax_call=_over_tokens)
+    return Built(
+        equinox.nn.LayerNorm(12), torch.nn.LayerNorm(12), [(3, 7, 12)], flax_call=_over_tokens
+    )
 
 
 def _rms_norm(epsilon):
@@ -134,7 +156,9 @@ def _rms_norm(epsilon):
     layouts = [Layout((Rule(("weight",), "weight"),)), "auto"]
     if epsilon is None:
         twin, layouts = _ShiftedNorm(twin), ["auto"]
-    return Built(equinox.nn.RMSNorm(12, **options), twin, [(3, 7, 12)], layouts, flax_call=_over_tokens)
+    return Built(
+        equinox.nn.RMSNorm(12, **options), twin, [(3, 7, 12)], layouts, flax_call=_over_tokens
+    )
 
 
 class _ShiftedNorm(torch.nn.Module):
@@ -156,13 +180,18 @@ def _group_norm():
 
 def _conv():
     layer = equinox.nn.Conv2d(3, 4, 3, stride=2, padding=1, key=KEY)
-    return Built(layer, torch.nn.Conv2d(3, 4, 3, stride=2, padding=1), [(2, 3, 8, 7)], flax_call=_mapped)
+    return Built(
+        layer, torch.nn.Conv2d(3, 4, 3, stride=2, padding=1), [(2, 3, 8, 7)], flax_call=_mapped
+    )
 
 
 def _conv_transpose():
     layer = equinox.nn.ConvTranspose2d(3, 4, 4, stride=2, padding=1, key=KEY)
     twin = torch.nn.ConvTranspose2d(3, 4, 4, stride=2, padding=1)
-    rules = (Rule(("weight",), "weight", "o i h w -> i o h w"), Rule(("bias",), "bias", "o 1 1 -> o"))
+    rules = (
+        Rule(("weight",), "weight", "o i h w -> i o h w"),
+        Rule(("bias",), "bias", "o 1 1 -> o"),
+    )
     return Built(layer, twin, [(2, 3, 5, 6)], [Layout(rules)], flax_call=_mapped)
 
 
@@ -176,7 +205,10 @@ def _gru():
 def _lstm():
     cell, twin = equinox.nn.LSTMCell(4, 5, key=KEY), torch.nn.LSTMCell(4, 5)
     torch.nn.init.zeros_(twin.bias_ih)
-    rules = [*(Rule((name,), name) for name in ("weight_ih", "weight_hh")), Rule(("bias",), "bias_hh")]
+    rules = [
+        *(Rule((name,), name) for name in ("weight_ih", "weight_hh")),
+        Rule(("bias",), "bias_hh"),
+    ]
 
     def ours(cell, x, hidden, state):
         return jax.vmap(lambda x, h, c: cell(x, (h, c)))(x, hidden, state)
@@ -190,4 +222,6 @@ def _lstm():
 
 def _pool():
     layer = equinox.nn.AdaptiveAvgPool2d((3, 4))
-    return Built(lambda x: jax.vmap(layer)(x), torch.nn.AdaptiveAvgPool2d((3, 4)), [(2, 3, 8, 7)], [None])
+    return Built(
+        lambda x: jax.vmap(layer)(x), torch.nn.AdaptiveAvgPool2d((3, 4)), [(2, 3, 8, 7)], [None]
+    )

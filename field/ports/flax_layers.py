@@ -13,7 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from field.port import CHECKS, Built, Port
 from flax_attn.convert import Layout, Rule
 
-STRESSED = (*CHECKS, "huge logits", "small activations", "mean offset", "long sequence")  # of what has tokens
+STRESSED = (
+    *CHECKS,
+    "huge logits",
+    "small activations",
+    "mean offset",
+    "long sequence",
+)  # of what has tokens
 CELL = ("weights", "forward", "gradients", "huge logits", "small activations")
 IMAGES = (*CELL, "mean offset")
 FUNCTION = ("forward", "gradients", "huge logits", "small activations")  # of what has no parameters
@@ -32,16 +38,36 @@ def _port(name, configuration, build, twin, checks=STRESSED):
 
 
 def _attention():
-    mha, sdpa = "torch.nn.MultiheadAttention", "torch's scaled_dot_product_attention between Linear layers"
+    mha, sdpa = (
+        "torch.nn.MultiheadAttention",
+        "torch's scaled_dot_product_attention between Linear layers",
+    )
     linen_name, nnx_name = "linen.MultiHeadDotProductAttention", "nnx.MultiHeadAttention"
     return [
         _port(f"{linen_name}/self", "self-attention, padding", _linen_self, mha),
         _port(f"{linen_name}/no-bias", "no biases", partial(_linen_self, use_bias=False), mha),
         _port(f"{linen_name}/cross", "widths of query, key and value differ", _linen_cross, mha),
         _port(f"{nnx_name}/self", "self-attention, padding", _nnx_self, mha, CHECKS),
-        _port(f"{nnx_name}/weights", "self-attention, weights asked for", partial(_nnx_self, sow_weights=True), mha),
-        _port(f"{nnx_name}/causal", "causal, and decoded with its cache", _nnx_causal, mha, (*CHECKS, "cache = full")),
-        _port(f"{nnx_name}/grouped", "two key/value heads for four query heads", _nnx_grouped, sdpa, CHECKS),
+        _port(
+            f"{nnx_name}/weights",
+            "self-attention, weights asked for",
+            partial(_nnx_self, sow_weights=True),
+            mha,
+        ),
+        _port(
+            f"{nnx_name}/causal",
+            "causal, and decoded with its cache",
+            _nnx_causal,
+            mha,
+            (*CHECKS, "cache = full"),
+        ),
+        _port(
+            f"{nnx_name}/grouped",
+            "two key/value heads for four query heads",
+            _nnx_grouped,
+            sdpa,
+            CHECKS,
+        ),
         _port(f"{nnx_name}/qk-norm", "query and key normalised", _nnx_normalised, sdpa, CHECKS),
     ]
 
@@ -98,7 +124,9 @@ def _nnx_causal():
 
     def in_steps(layer, x):
         layer.init_cache(x.shape, x.dtype)
-        return jnp.concatenate([layer(x[:, i : i + 1], decode=True) for i in range(x.shape[1])], axis=1)
+        return jnp.concatenate(
+            [layer(x[:, i : i + 1], decode=True) for i in range(x.shape[1])], axis=1
+        )
 
     def theirs(layer, x):
         hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
@@ -114,18 +142,27 @@ class GroupedAttention(torch.nn.Module):
     def __init__(self, d, n, k, norm=False, bias=True):
         super().__init__()
         self.width = d // n
-        self.query, self.key, self.value = (torch.nn.Linear(d, self.width * heads, bias) for heads in (n, k, k))
+        self.query, self.key, self.value = (
+            torch.nn.Linear(d, self.width * heads, bias) for heads in (n, k, k)
+        )
         self.out = torch.nn.Linear(d, d, bias)
         self.norms = torch.nn.ModuleDict()
         if norm:
-            self.norms = torch.nn.ModuleDict({name: torch.nn.LayerNorm(self.width, bias=False) for name in "qk"})
+            self.norms = torch.nn.ModuleDict(
+                {name: torch.nn.LayerNorm(self.width, bias=False) for name in "qk"}
+            )
 
     def forward(self, x):
         """Return the output of the layer."""
-        q, k, v = (linear(x).unflatten(-1, (-1, self.width)) for linear in (self.query, self.key, self.value))
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, self.width))
+            for linear in (self.query, self.key, self.value)
+        )
         if self.norms:
             q, k = self.norms["q"](q), self.norms["k"](k)
-        found = scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), enable_gqa=True)
+        found = scaled_dot_product_attention(
+            *(y.transpose(1, 2) for y in (q, k, v)), enable_gqa=True
+        )
         return self.out(found.transpose(1, 2).flatten(2))
 
 
@@ -140,10 +177,14 @@ def _nnx_normalised():
     def paired(ours, theirs):
         from flax_attn.convert import auto
 
-        rules = [Rule((f"{name}_ln.scale",), f"norms.{name[0]}.weight") for name in ("query", "key")]
+        rules = [
+            Rule((f"{name}_ln.scale",), f"norms.{name[0]}.weight") for name in ("query", "key")
+        ]
         return auto(ours, theirs, rules=rules)
 
-    return Built(layer, GroupedAttention(16, 4, 4, norm=True).eval(), [(3, 7, 16)], layouts=[paired])
+    return Built(
+        layer, GroupedAttention(16, 4, 4, norm=True).eval(), [(3, 7, 16)], layouts=[paired]
+    )
 
 
 # Norms and activations.
@@ -154,8 +195,18 @@ def _norms():
     matched = {"epsilon": 1e-5, "rngs": nnx.Rngs(0)}
     two_passes = {**matched, "use_fast_variance": False}
     return [
-        _port("nnx.LayerNorm/default", "default arguments", lambda: _norm(nnx.LayerNorm(12, rngs=nnx.Rngs(0))), layer),
-        _port("nnx.LayerNorm/epsilon", "epsilon=1e-5", lambda: _norm(nnx.LayerNorm(12, **matched)), layer),
+        _port(
+            "nnx.LayerNorm/default",
+            "default arguments",
+            lambda: _norm(nnx.LayerNorm(12, rngs=nnx.Rngs(0))),
+            layer,
+        ),
+        _port(
+            "nnx.LayerNorm/epsilon",
+            "epsilon=1e-5",
+            lambda: _norm(nnx.LayerNorm(12, **matched)),
+            layer,
+        ),
         _port(
             "nnx.LayerNorm/two-passes",
             "epsilon=1e-5, use_fast_variance=False",
@@ -169,11 +220,26 @@ def _norms():
             layer,
         ),
         _port("nnx.RMSNorm/default", "default arguments", partial(_rms_norm, 1e-6, None), rms),
-        _port("nnx.RMSNorm/epsilon", "epsilon=1e-6 on both sides", partial(_rms_norm, 1e-6, 1e-6), rms),
-        _port("nnx.GroupNorm/default", "default arguments", partial(_group_norm, 1e-6), "torch.nn.GroupNorm"),
-        _port("nnx.GroupNorm/epsilon", "epsilon=1e-5", partial(_group_norm, 1e-5), "torch.nn.GroupNorm"),
         _port(
-            "nnx.BatchNorm/eval", "default arguments, eval mode", partial(_batch_norm, False), "torch.nn.BatchNorm1d"
+            "nnx.RMSNorm/epsilon", "epsilon=1e-6 on both sides", partial(_rms_norm, 1e-6, 1e-6), rms
+        ),
+        _port(
+            "nnx.GroupNorm/default",
+            "default arguments",
+            partial(_group_norm, 1e-6),
+            "torch.nn.GroupNorm",
+        ),
+        _port(
+            "nnx.GroupNorm/epsilon",
+            "epsilon=1e-5",
+            partial(_group_norm, 1e-5),
+            "torch.nn.GroupNorm",
+        ),
+        _port(
+            "nnx.BatchNorm/eval",
+            "default arguments, eval mode",
+            partial(_batch_norm, False),
+            "torch.nn.BatchNorm1d",
         ),
         _port(
             "nnx.BatchNorm/train",
@@ -181,7 +247,13 @@ def _norms():
             partial(_batch_norm, True),
             "torch.nn.BatchNorm1d",
         ),
-        _port("nnx.gelu/default", "default arguments", lambda: _activation(nnx.gelu), "torch.nn.GELU", FUNCTION),
+        _port(
+            "nnx.gelu/default",
+            "default arguments",
+            lambda: _activation(nnx.gelu),
+            "torch.nn.GELU",
+            FUNCTION,
+        ),
         _port(
             "nnx.gelu/exact",
             "approximate=False",
@@ -222,10 +294,16 @@ def _batch_norm(train):
     def theirs(layer, x):
         layer.train(train)
         output = layer(x.movedim(-1, 1)).movedim(1, -1)
-        return {"output": output, "mean": layer.running_mean.clone(), "var": layer.running_var.clone()}
+        return {
+            "output": output,
+            "mean": layer.running_mean.clone(),
+            "var": layer.running_var.clone(),
+        }
 
     layer = nnx.BatchNorm(5, momentum=0.9, rngs=nnx.Rngs(0))
-    return Built(layer, torch.nn.BatchNorm1d(5).eval(), [(3, 7, 5)], flax_call=ours, torch_call=theirs)
+    return Built(
+        layer, torch.nn.BatchNorm1d(5).eval(), [(3, 7, 5)], flax_call=ours, torch_call=theirs
+    )
 
 
 # Convolutions, on images with the channels last.
@@ -235,9 +313,27 @@ def _convolutions():
     conv, transposed = "torch.nn.Conv2d", "torch.nn.ConvTranspose2d"
     return [
         _port("nnx.Conv/valid", "3x3, padding=VALID", partial(_conv, "VALID", 1, 0), conv, IMAGES),
-        _port("nnx.Conv/same-stride-2", "3x3, stride 2, padding=SAME", partial(_conv, "SAME", 2, 1), conv, IMAGES),
-        _port("nnx.Conv/circular", "3x3, padding=CIRCULAR", partial(_conv, "CIRCULAR", 1, 1, "circular"), conv, IMAGES),
-        _port("nnx.ConvTranspose/same-stride-2", "4x4, stride 2, SAME", _conv_transpose, transposed, IMAGES),
+        _port(
+            "nnx.Conv/same-stride-2",
+            "3x3, stride 2, padding=SAME",
+            partial(_conv, "SAME", 2, 1),
+            conv,
+            IMAGES,
+        ),
+        _port(
+            "nnx.Conv/circular",
+            "3x3, padding=CIRCULAR",
+            partial(_conv, "CIRCULAR", 1, 1, "circular"),
+            conv,
+            IMAGES,
+        ),
+        _port(
+            "nnx.ConvTranspose/same-stride-2",
+            "4x4, stride 2, SAME",
+            _conv_transpose,
+            transposed,
+            IMAGES,
+        ),
     ]
 
 
@@ -248,7 +344,9 @@ def _conv(padding, stride, theirs, mode="zeros"):
 
 
 def _conv_transpose():
-    layer = nnx.ConvTranspose(3, 4, (4, 4), strides=2, padding="SAME", transpose_kernel=True, rngs=nnx.Rngs(0))
+    layer = nnx.ConvTranspose(
+        3, 4, (4, 4), strides=2, padding="SAME", transpose_kernel=True, rngs=nnx.Rngs(0)
+    )
     twin = torch.nn.ConvTranspose2d(3, 4, 4, stride=2, padding=1)
     return Built(layer, twin, [(2, 5, 6, 3)], torch_call=channels_first)
 
@@ -262,16 +360,42 @@ def _cells():
     return [
         _port("linen.LSTMCell/step", one, _linen_lstm, lstm, CELL),
         _port("nnx.OptimizedLSTMCell/step", one, _nnx_lstm, lstm, CELL),
-        _port("linen.GRUCell/step", "one step; of torch's bias_hh the part of n alone is there", _linen_gru, gru, CELL),
-        _port("nnx.GRUCell/step", "one step, with the bias b_hn that its formula has", _nnx_gru, gru, CELL),
-        _port("nnx.GRUCell/no-bias-of-n", "one step; torch's b_hn is 0", partial(_nnx_gru, 0.0), gru, CELL),
-        _port("nnx.SimpleCell/step", "one step; torch's bias_hh is 0", _nnx_rnn, "torch.nn.RNNCell", CELL),
+        _port(
+            "linen.GRUCell/step",
+            "one step; of torch's bias_hh the part of n alone is there",
+            _linen_gru,
+            gru,
+            CELL,
+        ),
+        _port(
+            "nnx.GRUCell/step",
+            "one step, with the bias b_hn that its formula has",
+            _nnx_gru,
+            gru,
+            CELL,
+        ),
+        _port(
+            "nnx.GRUCell/no-bias-of-n",
+            "one step; torch's b_hn is 0",
+            partial(_nnx_gru, 0.0),
+            gru,
+            CELL,
+        ),
+        _port(
+            "nnx.SimpleCell/step",
+            "one step; torch's bias_hh is 0",
+            _nnx_rnn,
+            "torch.nn.RNNCell",
+            CELL,
+        ),
     ]
 
 
 def _cell(layer, twin, rules, ignored, ours, theirs=None, states=1):
     inputs = [(3, 4), *[(3, 5)] * states]
-    return Built(layer, twin, inputs, [Layout(tuple(rules), ignored)], flax_call=ours, torch_call=theirs)
+    return Built(
+        layer, twin, inputs, [Layout(tuple(rules), ignored)], flax_call=ours, torch_call=theirs
+    )
 
 
 def _without(cell, bias):
@@ -301,12 +425,27 @@ def _torch_lstm(cell, x, hidden, state):
 
 def _linen_lstm():
     bound = _linen(linen.LSTMCell(5), (jnp.ones((3, 5)), jnp.ones((3, 5))), jnp.ones((3, 4)))
-    rules = [_gates("ifgo", "i"), _gates("ifgo", "h"), Rule(tuple(f"h{gate}.bias" for gate in "ifgo"), "bias_hh")]
-    return _cell(bound, _without(torch.nn.LSTMCell(4, 5), "bias_ih"), rules, "bias_ih", _lstm_call, _torch_lstm, 2)
+    rules = [
+        _gates("ifgo", "i"),
+        _gates("ifgo", "h"),
+        Rule(tuple(f"h{gate}.bias" for gate in "ifgo"), "bias_hh"),
+    ]
+    return _cell(
+        bound,
+        _without(torch.nn.LSTMCell(4, 5), "bias_ih"),
+        rules,
+        "bias_ih",
+        _lstm_call,
+        _torch_lstm,
+        2,
+    )
 
 
 def _nnx_lstm():
-    cell, twin = nnx.OptimizedLSTMCell(4, 5, rngs=nnx.Rngs(0)), _without(torch.nn.LSTMCell(4, 5), "bias_ih")
+    cell, twin = (
+        nnx.OptimizedLSTMCell(4, 5, rngs=nnx.Rngs(0)),
+        _without(torch.nn.LSTMCell(4, 5), "bias_ih"),
+    )
     return _cell(cell, twin, _packed("h"), "bias_ih", _lstm_call, _torch_lstm, 2)
 
 
@@ -331,14 +470,21 @@ class TorchGRU(torch.nn.Module):
 
 def _linen_gru():
     bound = _linen(linen.GRUCell(5), jnp.ones((3, 5)), jnp.ones((3, 4)))
-    biases = [Rule(tuple(f"i{gate}.bias" for gate in "rzn"), "bias_ih"), Rule(("hn.bias",), "bias_hn")]
-    return _cell(bound, TorchGRU(), [_gates("rzn", "i"), _gates("rzn", "h"), *biases], "", _recurrent_call)
+    biases = [
+        Rule(tuple(f"i{gate}.bias" for gate in "rzn"), "bias_ih"),
+        Rule(("hn.bias",), "bias_hn"),
+    ]
+    return _cell(
+        bound, TorchGRU(), [_gates("rzn", "i"), _gates("rzn", "h"), *biases], "", _recurrent_call
+    )
 
 
 def _nnx_gru(bias=0.5):
     twin = TorchGRU()
     torch.nn.init.constant_(twin.bias_hn, bias)
-    return _cell(nnx.GRUCell(4, 5, rngs=nnx.Rngs(0)), twin, _packed("i"), "bias_hn", _recurrent_call)
+    return _cell(
+        nnx.GRUCell(4, 5, rngs=nnx.Rngs(0)), twin, _packed("i"), "bias_hn", _recurrent_call
+    )
 
 
 def _nnx_rnn():

@@ -17,13 +17,30 @@ from flax_attn.convert import Layout, Rule
 def ports() -> list[Port]:
     """Return the ports of Haiku."""
     return [
-        _port("MultiHeadAttention/default", "biases, padding", _attention, "torch.nn.MultiheadAttention"),
+        _port(
+            "MultiHeadAttention/default",
+            "biases, padding",
+            _attention,
+            "torch.nn.MultiheadAttention",
+        ),
         _port("LayerNorm/default", "default arguments", _layer_norm, "torch.nn.LayerNorm"),
         _port("RMSNorm/default", "default arguments", partial(_rms_norm, None), "torch.nn.RMSNorm"),
         _port("RMSNorm/epsilon", "eps=1e-5", partial(_rms_norm, 1e-5), "torch.nn.RMSNorm"),
         _port("LSTM/step", "one step, one bias", partial(_lstm, 0.0), "torch.nn.LSTMCell", CELL),
-        _port("LSTM/forget", "one step, torch's forget bias 1 larger", partial(_lstm, 1.0), "torch.nn.LSTMCell", CELL),
-        _port("GRU/step", "one step, without biases of the hidden state", _gru, "torch.nn.GRUCell", CELL),
+        _port(
+            "LSTM/forget",
+            "one step, torch's forget bias 1 larger",
+            partial(_lstm, 1.0),
+            "torch.nn.LSTMCell",
+            CELL,
+        ),
+        _port(
+            "GRU/step",
+            "one step, without biases of the hidden state",
+            _gru,
+            "torch.nn.GRUCell",
+            CELL,
+        ),
     ]
 
 
@@ -43,7 +60,9 @@ def _rules(module, pairs):
 
 def _attention():
     def run(x, mask=None):
-        layer = haiku.MultiHeadAttention(3, 4, w_init=haiku.initializers.VarianceScaling(), name="mha")
+        layer = haiku.MultiHeadAttention(
+            3, 4, w_init=haiku.initializers.VarianceScaling(), name="mha"
+        )
         return layer(x, x, x, mask=None if mask is None else mask[:, None, None])
 
     def ours(layer, x, mask=None):
@@ -58,7 +77,14 @@ def _attention():
     ]
     twin = torch.nn.MultiheadAttention(12, 3, batch_first=True).eval()
     bound = _bound(run, jnp.ones((2, 5, 12)))
-    return Built(bound, twin, [(3, 7, 12)], [Layout(tuple(rules))], flax_call=ours, torch_call=torch_attention)
+    return Built(
+        bound,
+        twin,
+        [(3, 7, 12)],
+        [Layout(tuple(rules))],
+        flax_call=ours,
+        torch_call=torch_attention,
+    )
 
 
 def _layer_norm():
@@ -76,7 +102,9 @@ def _rms_norm(epsilon):
         return haiku.RMSNorm(-1, name="norm", **options)(x)
 
     twin = torch.nn.RMSNorm(12, eps=epsilon)
-    return Built(_bound(run, jnp.ones((2, 12))), twin, [(3, 7, 12)], [_rules("norm", [("scale", "weight")])])
+    return Built(
+        _bound(run, jnp.ones((2, 12))), twin, [(3, 7, 12)], [_rules("norm", [("scale", "weight")])]
+    )
 
 
 def _lstm(forget):
@@ -118,16 +146,29 @@ def _gru():
         def __init__(self):
             super().__init__()
             cell = torch.nn.GRUCell(4, 5)
-            self.weight_ih, self.weight_hh, self.bias_ih = cell.weight_ih, cell.weight_hh, cell.bias_ih
+            self.weight_ih, self.weight_hh, self.bias_ih = (
+                cell.weight_ih,
+                cell.weight_hh,
+                cell.bias_ih,
+            )
 
         def forward(self, x, hidden):
             sign = torch.tensor([1.0, -1.0, 1.0], dtype=x.dtype).repeat_interleave(5)
             order = torch.arange(15).reshape(3, 5)[[1, 0, 2]].flatten()
             ih, hh, bias = (p[order] for p in (self.weight_ih, self.weight_hh, self.bias_ih))
             return torch.gru_cell(
-                x, hidden, ih * sign[:, None], hh * sign[:, None], bias * sign, torch.zeros_like(bias)
+                x,
+                hidden,
+                ih * sign[:, None],
+                hh * sign[:, None],
+                bias * sign,
+                torch.zeros_like(bias),
             )
 
-    pairs = [("w_i", "weight_ih", "i o -> o i"), ("w_h", "weight_hh", "i o -> o i"), ("b", "bias_ih")]
+    pairs = [
+        ("w_i", "weight_ih", "i o -> o i"),
+        ("w_h", "weight_hh", "i o -> o i"),
+        ("b", "bias_ih"),
+    ]
     bound = _bound(run, jnp.ones((3, 4)), jnp.ones((3, 5)))
     return Built(bound, Reordered(), [(3, 4), (3, 5)], [_rules("cell", pairs)])

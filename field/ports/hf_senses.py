@@ -72,7 +72,12 @@ def _transformers() -> Iterator[Port]:
         use_absolute_position_embeddings=True,
         use_mean_pooling=False,
     )
-    yield image("beit/relative", "BeitModel", "relative positions in each layer", use_relative_position_bias=True)
+    yield image(
+        "beit/relative",
+        "BeitModel",
+        "relative positions in each layer",
+        use_relative_position_bias=True,
+    )
     yield image(
         "beit/shared",
         "BeitForImageClassification",
@@ -90,11 +95,19 @@ def _transformers() -> Iterator[Port]:
         DINO,
         "image as long as it is",
     )
-    yield image("dinov2/classes", "Dinov2ForImageClassification", "three classes", DINO, num_labels=3)
+    yield image(
+        "dinov2/classes", "Dinov2ForImageClassification", "three classes", DINO, num_labels=3
+    )
 
 
 def _clip() -> Iterator[Port]:
-    yield row("clip/text", "CLIPTextModel", "causal, sigmoid GELU, pooled at the largest id", CLIP_TEXT, eos_token_id=2)
+    yield row(
+        "clip/text",
+        "CLIPTextModel",
+        "causal, sigmoid GELU, pooled at the largest id",
+        CLIP_TEXT,
+        eos_token_id=2,
+    )
     yield row(
         "clip/text, end token",
         "CLIPTextModel",
@@ -103,7 +116,13 @@ def _clip() -> Iterator[Port]:
         eos_token_id=9,
         hidden_act="gelu",
     )
-    yield row("clip/projection", "CLIPTextModelWithProjection", "text, projected", CLIP_TEXT, eos_token_id=2)
+    yield row(
+        "clip/projection",
+        "CLIPTextModelWithProjection",
+        "text, projected",
+        CLIP_TEXT,
+        eos_token_id=2,
+    )
     yield row("clip/images", "CLIPVisionModel", "images", CLIP_IMAGE, "image")
     yield row(
         "clip/both",
@@ -118,7 +137,13 @@ def _clip() -> Iterator[Port]:
 
 
 def _convolutions() -> Iterator[Port]:
-    yield row("resnet/bottleneck", "ResNetModel", "bottleneck layers, batch norm", CONVOLUTIONS, "large image")
+    yield row(
+        "resnet/bottleneck",
+        "ResNetModel",
+        "bottleneck layers, batch norm",
+        CONVOLUTIONS,
+        "large image",
+    )
     yield row(
         "resnet/basic",
         "ResNetForImageClassification",
@@ -128,7 +153,14 @@ def _convolutions() -> Iterator[Port]:
         layer_type="basic",
         num_labels=3,
     )
-    yield row("regnet/y", "RegNetModel", "squeeze and excitation", CONVOLUTIONS, "large image", groups_width=4)
+    yield row(
+        "regnet/y",
+        "RegNetModel",
+        "squeeze and excitation",
+        CONVOLUTIONS,
+        "large image",
+        groups_width=4,
+    )
     yield row(
         "regnet/x",
         "RegNetForImageClassification",

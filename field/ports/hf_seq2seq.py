@@ -20,8 +20,15 @@ T5 = {
     "decoder_start_token_id": 0,
 }
 LONG = T5 | {"local_radius": 3, "global_block_size": 4}
-SINUSOIDS = {"alone": r".*embed_positions.weight"}  # which PyTorch keeps as parameters that it does not train
-SHARED = SINUSOIDS | {"decoder_start_token_id": 1, "pad_token_id": 1, "eos_token_id": 0, "forced_eos_token_id": 0}
+SINUSOIDS = {
+    "alone": r".*embed_positions.weight"
+}  # which PyTorch keeps as parameters that it does not train
+SHARED = SINUSOIDS | {
+    "decoder_start_token_id": 1,
+    "pad_token_id": 1,
+    "eos_token_id": 0,
+    "forced_eos_token_id": 0,
+}
 
 
 def ports() -> list[Port]:
@@ -42,10 +49,18 @@ def _barts() -> Iterator[Port]:
         activation_function="relu",
     )
     yield seq2seq("mbart/base", "MBartModel", "norms before the layers")
-    yield seq2seq("mbart/head", "MBartForConditionalGeneration", "tied head, embeddings scaled", scale_embedding=True)
+    yield seq2seq(
+        "mbart/head",
+        "MBartForConditionalGeneration",
+        "tied head, embeddings scaled",
+        scale_embedding=True,
+    )
     yield seq2seq("blenderbot/base", "BlenderbotModel", "norms before the layers")
     yield seq2seq(
-        "blenderbot/head", "BlenderbotForConditionalGeneration", "tied head, embeddings scaled", scale_embedding=True
+        "blenderbot/head",
+        "BlenderbotForConditionalGeneration",
+        "tied head, embeddings scaled",
+        scale_embedding=True,
     )
     yield seq2seq("blenderbot_small/base", "BlenderbotSmallModel", "norms after the layers")
     yield seq2seq(
@@ -54,8 +69,20 @@ def _barts() -> Iterator[Port]:
         "tied head, tanh GELU",
         activation_function="gelu_new",
     )
-    yield seq2seq("marian/base", "MarianModel", "sinusoidal positions, swish", activation_function="swish", **SHARED)
-    yield seq2seq("marian/head", "MarianMTModel", "tied head, embeddings scaled", scale_embedding=True, **SHARED)
+    yield seq2seq(
+        "marian/base",
+        "MarianModel",
+        "sinusoidal positions, swish",
+        activation_function="swish",
+        **SHARED,
+    )
+    yield seq2seq(
+        "marian/head",
+        "MarianMTModel",
+        "tied head, embeddings scaled",
+        scale_embedding=True,
+        **SHARED,
+    )
     yield seq2seq(
         "marian/two vocabularies",
         "MarianMTModel",
@@ -64,7 +91,9 @@ def _barts() -> Iterator[Port]:
         decoder_vocab_size=37,
         **SHARED,
     )
-    yield seq2seq("pegasus/base", "PegasusModel", "sinusoidal positions, norms before the layers", **SINUSOIDS)
+    yield seq2seq(
+        "pegasus/base", "PegasusModel", "sinusoidal positions, norms before the layers", **SINUSOIDS
+    )
     yield seq2seq(
         "pegasus/head",
         "PegasusForConditionalGeneration",
@@ -73,7 +102,14 @@ def _barts() -> Iterator[Port]:
         activation_function="relu",
         **SINUSOIDS,
     )
-    yield row("bart/causal", "BartForCausalLM", "the decoder alone", SEQ2SEQ, is_decoder=True, is_encoder_decoder=False)
+    yield row(
+        "bart/causal",
+        "BartForCausalLM",
+        "the decoder alone",
+        SEQ2SEQ,
+        is_decoder=True,
+        is_encoder_decoder=False,
+    )
 
 
 def _t5() -> Iterator[Port]:
@@ -97,7 +133,9 @@ def _t5() -> Iterator[Port]:
         is_encoder_decoder=False,
         use_cache=False,
     )
-    yield row("mt5/base", "MT5Model", "gated tanh GELU", T5, "seq2seq", feed_forward_proj="gated-gelu")
+    yield row(
+        "mt5/base", "MT5Model", "gated tanh GELU", T5, "seq2seq", feed_forward_proj="gated-gelu"
+    )
     yield row(
         "mt5/head",
         "MT5ForConditionalGeneration",
@@ -111,7 +149,12 @@ def _t5() -> Iterator[Port]:
 
 def _long() -> Iterator[Port]:
     yield row(
-        "longt5/local", "LongT5Model", "local attention, radius 3", LONG, "seq2seq", encoder_attention_type="local"
+        "longt5/local",
+        "LongT5Model",
+        "local attention, radius 3",
+        LONG,
+        "seq2seq",
+        encoder_attention_type="local",
     )
     yield row(
         "longt5/global",

@@ -27,9 +27,19 @@ def ports() -> list[Port]:
             _with(attend, **causal),
             _with(sdpa, **causal),
         ),
-        "grouped": ("two key/value heads for four query heads", GROUPED, attend, _with(sdpa, enable_gqa=True)),
+        "grouped": (
+            "two key/value heads for four query heads",
+            GROUPED,
+            attend,
+            _with(sdpa, enable_gqa=True),
+        ),
         "bias": ("an additive bias", [*SAME, (2, 4, 6, 6)], attend, sdpa),
-        "window": ("local_window_size=(2, 1)", SAME, _with(attend, local_window_size=(2, 1)), _windowed),
+        "window": (
+            "local_window_size=(2, 1)",
+            SAME,
+            _with(attend, local_window_size=(2, 1)),
+            _windowed,
+        ),
         "lengths": ("key_value_seq_lengths, padding", SAME, _lengths, _visible),
         "mask": ("a boolean mask, padding", SAME, _masked, _visible),
     }
@@ -38,7 +48,10 @@ def ports() -> list[Port]:
 
 def _port(name, configuration, inputs, ours, theirs):
     padded = "padding" in configuration
-    twin, checks = "torch's scaled_dot_product_attention", ("forward", "gradients", *["padded rows"] * padded)
+    twin, checks = (
+        "torch's scaled_dot_product_attention",
+        ("forward", "gradients", *["padded rows"] * padded),
+    )
     name = f"jax/nn.dot_product_attention/{name}"
     calls = dict.fromkeys(("flax_call", "torch_call"), _padded if padded else _plain)
 
@@ -61,7 +74,9 @@ def _with(function, **options):
 
 
 def _heads_first(function):
-    return lambda q, k, v, *rest: function(*(x.transpose(1, 2) for x in (q, k, v)), *rest).transpose(1, 2)
+    return lambda q, k, v, *rest: function(
+        *(x.transpose(1, 2) for x in (q, k, v)), *rest
+    ).transpose(1, 2)
 
 
 def _windowed(query, key, value):
@@ -70,7 +85,9 @@ def _windowed(query, key, value):
 
 
 def _visible(query, key, value, mask):
-    return scaled_dot_product_attention(query, key, value, None if mask is None else mask[:, None, None])
+    return scaled_dot_product_attention(
+        query, key, value, None if mask is None else mask[:, None, None]
+    )
 
 
 def _masked(query, key, value, mask):

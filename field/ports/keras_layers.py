@@ -15,21 +15,44 @@ LAYER = "the same layer on Keras's PyTorch backend"
 def ports() -> list[Port]:
     """Return the ports of Keras."""
     attention, grouped = "MultiHeadAttention", "GroupQueryAttention"
-    plain = {"use_bias": False}  # with biases and in float32 the gradient of the key's is rounding alone
+    plain = {
+        "use_bias": False
+    }  # with biases and in float32 the gradient of the key's is rounding alone
     rows = {
         f"{attention}/self": ("no biases, padding", partial(_multi_head, plain)),
-        f"{attention}/scores": ("padding, weights returned", partial(_multi_head, {}, return_attention_scores=True)),
-        f"{attention}/causal": ("no biases, use_causal_mask", partial(_multi_head, plain, use_causal_mask=True)),
-        f"{grouped}/default": ("four query heads, two key/value heads, no biases, padding", _grouped),
+        f"{attention}/scores": (
+            "padding, weights returned",
+            partial(_multi_head, {}, return_attention_scores=True),
+        ),
+        f"{attention}/causal": (
+            "no biases, use_causal_mask",
+            partial(_multi_head, plain, use_causal_mask=True),
+        ),
+        f"{grouped}/default": (
+            "four query heads, two key/value heads, no biases, padding",
+            _grouped,
+        ),
         "Attention/scale": ("use_scale, padding", partial(_single, "Attention", use_scale=True)),
-        "Attention/concat": ("score_mode=concat, padding", partial(_single, "Attention", score_mode="concat")),
+        "Attention/concat": (
+            "score_mode=concat, padding",
+            partial(_single, "Attention", score_mode="concat"),
+        ),
         "AdditiveAttention/default": ("padding", partial(_single, "AdditiveAttention")),
         "LayerNormalization/default": ("default arguments", partial(_plain, "LayerNormalization")),
         "RMSNormalization/default": ("default arguments", partial(_plain, "RMSNormalization")),
-        "GroupNormalization/groups": ("three groups", partial(_plain, "GroupNormalization", groups=3)),
-        "EinsumDense/default": ("abc,cd->abd", partial(_plain, "EinsumDense", "abc,cd->abd", output_shape=(None, 5))),
+        "GroupNormalization/groups": (
+            "three groups",
+            partial(_plain, "GroupNormalization", groups=3),
+        ),
+        "EinsumDense/default": (
+            "abc,cd->abd",
+            partial(_plain, "EinsumDense", "abc,cd->abd", output_shape=(None, 5)),
+        ),
     }
-    return [Port(f"keras/{name}", "keras", text, build, LAYER, CHECKS) for name, (text, build) in rows.items()]
+    return [
+        Port(f"keras/{name}", "keras", text, build, LAYER, CHECKS)
+        for name, (text, build) in rows.items()
+    ]
 
 
 def _built(made, inputs, call):

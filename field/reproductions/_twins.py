@@ -25,4 +25,6 @@ def difference(ours, theirs):
     ours, theirs = np.asarray(ours), theirs.detach().numpy()
     at = np.unravel_index(np.abs(ours - theirs).argmax(), ours.shape)
     error = np.abs(ours - theirs).max() / np.abs(theirs).max()
-    return f"{error:.1e}, at {tuple(map(int, at))} Flax has {ours[at]:.6f}, PyTorch {theirs[at]:.6f}"
+    return (
+        f"{error:.1e}, at {tuple(map(int, at))} Flax has {ours[at]:.6f}, PyTorch {theirs[at]:.6f}"
+    )

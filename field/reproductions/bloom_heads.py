@@ -4,7 +4,9 @@ from transformers import BloomConfig, BloomModel, FlaxBloomModel
 
 for heads in (2, 3):
     config = BloomConfig(vocab_size=37, hidden_size=24, n_layer=1, n_head=heads)
-    print(f"PyTorch, {heads} heads: {sum(p.numel() for p in BloomModel(config).parameters())} parameters")
+    print(
+        f"PyTorch, {heads} heads: {sum(p.numel() for p in BloomModel(config).parameters())} parameters"
+    )
     try:
         FlaxBloomModel(config)
         print(f"Flax, {heads} heads: built")

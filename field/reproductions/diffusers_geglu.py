@@ -17,8 +17,15 @@ with torch.no_grad():
 port = FlaxGEGLU(4).apply({"params": {"proj": {"kernel": weight, "bias": jnp.zeros(32)}}}, x)
 hidden, gate = np.split(x @ weight, 2, axis=-1)
 print(f"GEGLU differs by {np.abs(port - original).max():.1e}")
-print(f"  from its formula with the tanh GELU by {np.abs(port - hidden * jax.nn.gelu(gate)).max():.1e}")
-print(f"  and PyTorch from that with the exact one by {np.abs(original - hidden * jax.nn.gelu(gate, False)).max():.1e}")
-print("GroupNorm of Transformer2DModel: eps =", Transformer2DModel(4, 8, 32, cross_attention_dim=24).norm.eps)
+print(
+    f"  from its formula with the tanh GELU by {np.abs(port - hidden * jax.nn.gelu(gate)).max():.1e}"
+)
+print(
+    f"  and PyTorch from that with the exact one by {np.abs(original - hidden * jax.nn.gelu(gate, False)).max():.1e}"
+)
+print(
+    "GroupNorm of Transformer2DModel: eps =",
+    Transformer2DModel(4, 8, 32, cross_attention_dim=24).norm.eps,
+)
 bound = FlaxTransformer2DModel(32, 4, 8).bind({"params": {}})
 print("GroupNorm of FlaxTransformer2DModel: epsilon =", bound.norm.epsilon)

@@ -6,7 +6,13 @@ import torch
 import transformers
 from transformers.models.gemma.modeling_flax_gemma import FlaxGemmaMLP
 
-SIZES = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 12}
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 12,
+}
 SIZES |= {"intermediate_size": 40, "num_key_value_heads": 2}
 x = np.linspace(-3, 3, 7, dtype=np.float32)
 for name in ("gelu_pytorch_tanh", "gelu"):
@@ -15,6 +21,11 @@ for name in ("gelu_pytorch_tanh", "gelu"):
     ours = FlaxGemmaMLP(config).bind({}).act
     tanh = torch.nn.functional.gelu(torch.tensor(x), approximate="tanh").numpy()
     exact = torch.nn.functional.gelu(torch.tensor(x)).numpy()
-    for side, got in (("Flax", np.asarray(ours(jnp.asarray(x)))), ("PyTorch", theirs(torch.tensor(x)).numpy())):
+    for side, got in (
+        ("Flax", np.asarray(ours(jnp.asarray(x)))),
+        ("PyTorch", theirs(torch.tensor(x)).numpy()),
+    ):
         far = {"tanh": abs(got - tanh).max(), "exact": abs(got - exact).max()}
-        print(f"hidden_activation={name!r}, {side}: {min(far, key=far.get)} GELU, {min(far.values()):.0e} off")
+        print(
+            f"hidden_activation={name!r}, {side}: {min(far, key=far.get)} GELU, {min(far.values()):.0e} off"
+        )

@@ -12,7 +12,11 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 MARIAN = {"d_model": 24, "decoder_vocab_size": 37, "pad_token_id": 1, "decoder_start_token_id": 1}
-MARIAN |= {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("layers", 1), ("ffn_dim", 40))}
+MARIAN |= {
+    f"{side}_{name}": n
+    for side in ("encoder", "decoder")
+    for name, n in (("layers", 1), ("ffn_dim", 40))
+}
 MARIAN |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
 OPTIONS = {
     "BertModel": {"position_embedding_type": "relative_key"},
@@ -34,5 +38,7 @@ for name, option in OPTIONS.items():
         for made in (plain_config, config)
     ]
     print(f"{name}, {option}")
-    print(f"  PyTorch: {len(plain)} tensors by default, {len(theirs)} with it; shapes differ: {plain != theirs}")
+    print(
+        f"  PyTorch: {len(plain)} tensors by default, {len(theirs)} with it; shapes differ: {plain != theirs}"
+    )
     print(f"  Flax: {counts[0]} numbers by default, {counts[1]} with it")

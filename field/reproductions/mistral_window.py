@@ -5,7 +5,12 @@ import torch
 from _twins import difference, twins
 
 SIZES = {"vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIZES |= {"num_key_value_heads": 2, "intermediate_size": 40, "max_position_embeddings": 32, "initializer_range": 0.3}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+}
 ids = np.arange(5, 16)[None]
 
 
@@ -15,7 +20,9 @@ def seen(weights):
 
 
 for window in (4, 3, None):
-    flax, twin = twins("MistralModel", SIZES | {"sliding_window": window, "attn_implementation": "eager"})
+    flax, twin = twins(
+        "MistralModel", SIZES | {"sliding_window": window, "attn_implementation": "eager"}
+    )
     with torch.no_grad():
         theirs = twin(torch.tensor(ids), output_attentions=True)
     ours = flax(ids, output_attentions=True)

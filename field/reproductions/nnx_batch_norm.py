@@ -6,7 +6,10 @@ import torch
 from flax import nnx
 
 x = np.random.default_rng(0).normal(size=(8, 1)).astype(np.float32)
-ours, theirs = nnx.BatchNorm(1, momentum=0.0, rngs=nnx.Rngs(0)), torch.nn.BatchNorm1d(1, momentum=1.0)
+ours, theirs = (
+    nnx.BatchNorm(1, momentum=0.0, rngs=nnx.Rngs(0)),
+    torch.nn.BatchNorm1d(1, momentum=1.0),
+)
 ours(jnp.asarray(x), use_running_average=False)
 theirs(torch.tensor(x))
 print(f"Flax {float(ours.var[0]):.6f}, PyTorch {float(theirs.running_var):.6f}")

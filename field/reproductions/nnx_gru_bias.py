@@ -9,9 +9,15 @@ torch.manual_seed(0)
 theirs, ours = torch.nn.GRUCell(4, 5), nnx.GRUCell(4, 5, rngs=nnx.Rngs(0))
 with torch.no_grad():
     theirs.bias_hh[:10] = 0  # in both formulas r and z have one bias, that of the input
-ours.dense_i.kernel[...], ours.dense_i.bias[...] = theirs.weight_ih.detach().numpy().T, theirs.bias_ih.detach().numpy()
+ours.dense_i.kernel[...], ours.dense_i.bias[...] = (
+    theirs.weight_ih.detach().numpy().T,
+    theirs.bias_ih.detach().numpy(),
+)
 ours.dense_h.kernel[...] = theirs.weight_hh.detach().numpy().T
-x, hidden = (np.random.default_rng(seed).normal(size=(1, size)).astype(np.float32) for seed, size in ((0, 4), (1, 5)))
+x, hidden = (
+    np.random.default_rng(seed).normal(size=(1, size)).astype(np.float32)
+    for seed, size in ((0, 4), (1, 5))
+)
 
 
 def difference():

@@ -44,7 +44,9 @@ def described(count: int = 8) -> Iterator[Target]:
     jax.config.update("jax_platforms", "cpu")
     load_driver()
     description = files(aot).joinpath("h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology=f"1x1x{count}")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=description, topology=f"1x1x{count}"
+    )
     size = re.search(r"device_memory_size: (\d+)", description)
     assert size is not None, "the description names it"
     with pretend(topology.devices[0]):  # in all threads
@@ -66,9 +68,13 @@ def load_driver() -> None:
     with suppress(OSError):
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
         return
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+    compiler = next(
+        filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None
+    )
     if compiler is None:
-        raise ImportError(_NEEDED.format(missing="a C compiler (cc, gcc or clang, or the one that CC names)"))
+        raise ImportError(
+            _NEEDED.format(missing="a C compiler (cc, gcc or clang, or the one that CC names)")
+        )
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "libcuda.c", Path(folder) / "libcuda.so.1"
         source.write_text(files(aot).joinpath("libcuda.c").read_text())
@@ -80,6 +86,8 @@ def load_driver() -> None:
 @contextmanager
 def pretend(device: Any) -> Iterator[None]:
     """Tell jax and tokamax, which ask the device at hand for its capability, that of the one compiled for."""
-    at_least = mock.patch.object(fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= 9)
+    at_least = mock.patch.object(
+        fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= 9
+    )
     with at_least, mock.patch.object(backend, "get_default_device", return_value=device):
         yield

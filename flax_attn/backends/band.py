@@ -32,7 +32,10 @@ def sides(call: Call) -> tuple[int | None, int | None]:
     """Return how many keys a query sees to its left and to its right; None where that hides nothing."""
     _, _, t, s = call.shape
     (low, high), _ = call.mask.split_band()
-    return None if low is None or -low >= t - 1 else -low, None if high is None or high >= s - 1 else high
+    return (
+        None if low is None or -low >= t - 1 else -low,
+        None if high is None or high >= s - 1 else high,
+    )
 
 
 def has_lengths(call: Call) -> bool:

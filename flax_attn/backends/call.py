@@ -14,7 +14,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from flax_attn.backends.platform import platform_of
-from flax_attn.functional.attention_checks import check_argument, check_scale, check_sinks, check_soft_cap
+from flax_attn.functional.attention_checks import (
+    check_argument,
+    check_scale,
+    check_sinks,
+    check_soft_cap,
+)
 from flax_attn.functional.checks import check_bias, check_inputs, check_type
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.dtypes import accumulation_dtype
@@ -117,7 +122,9 @@ class Call:
 
     def cotangent(self, gradients: Floats) -> Call:
         """Return gradients in the form of this call and in the dtypes of its arrays, None for what has no gradient."""
-        gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), gradients, self.floats)
+        gradients = jax.tree.map(
+            lambda gradient, x: gradient.astype(x.dtype), gradients, self.floats
+        )
         found = gradients._asdict()
         found["score"] = None if self.score is None else self.score.cotangent(gradients.captured)
         found["scale"] = None if isinstance(self.scale, Real) else gradients.scale
@@ -149,7 +156,9 @@ def _unflatten(known: tuple, arrays: Any) -> Call:
     values = dict(zip(_ARRAYS, arrays, strict=True)) | dict(zip(_OPTIONS, options, strict=True))
     if scale is not None:
         values["scale"] = scale
-    call = object.__new__(Call)  # JAX's transforms put other objects in the place of arrays: nothing is checked again
+    call = object.__new__(
+        Call
+    )  # JAX's transforms put other objects in the place of arrays: nothing is checked again
     vars(call).update(values)
     return call
 
@@ -173,9 +182,13 @@ def prepare(
     platform: str | None = None,
 ) -> Call:
     """Return the arguments of `dot_product_attention` as a call, or raise `ValueError`."""
-    query, key, value = (as_argument(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (
+        as_argument(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
     _check_known(query.shape, key.shape, value.shape)
-    check_inputs(query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name))
+    check_inputs(
+        query.shape, key.shape, value.shape, (query.dtype.name, key.dtype.name, value.dtype.name)
+    )
     check_soft_cap(soft_cap)
     check_precision(precision)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
@@ -196,7 +209,9 @@ def prepare(
         sinks = as_argument("sinks", sinks)
         check_sinks(query.shape[2], sinks.shape, sinks.dtype.name)
         query, sinks = without_nonfinite_sinks(query, sinks)
-    return Call(query, key, value, bias, mask, scale, soft_cap, sinks, dropout, precision, platform, traced)
+    return Call(
+        query, key, value, bias, mask, scale, soft_cap, sinks, dropout, precision, platform, traced
+    )
 
 
 def as_argument(name: str, value: Any) -> Array:

@@ -50,12 +50,19 @@ def contain(call: Call, kernel: Kernel) -> Array:
     def forward(arrays: Arrays, traced: list[Array]) -> tuple[Array, tuple]:
         call, finite = rebuilt(arrays, traced), _finite(*arrays)
         output, pullback = jax.vjp(lambda *arrays: kernel(_with_arrays(call, arrays)), *arrays)
-        return _if_finite(finite, output, lambda: _output(call, kernel)), (finite, pullback, arrays, traced)
+        return _if_finite(finite, output, lambda: _output(call, kernel)), (
+            finite,
+            pullback,
+            arrays,
+            traced,
+        )
 
     def backward(saved: tuple, cotangent: Array) -> tuple[Arrays, None]:
         finite, pullback, arrays, traced = saved
         call = rebuilt(arrays, traced)
-        return _if_finite(finite, pullback(cotangent), lambda: _gradients(call, kernel, cotangent)), None
+        return _if_finite(
+            finite, pullback(cotangent), lambda: _gradients(call, kernel, cotangent)
+        ), None
 
     attend.defvjp(forward, backward)
     return attend((call.query, call.key, call.value), traced)
@@ -108,7 +115,9 @@ def _gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
         heads = kv * group, kv, kv
         part = take(cotangent, (row, 0, kv * group, 0), (1, t, group, v))
         found = _cleaned_gradients(_heads(call, row, kv * group, group), kernel, part)
-        return tuple(put(x, d, (row, 0, head, 0)) for x, d, head in zip(gradients, found, heads, strict=True))
+        return tuple(
+            put(x, d, (row, 0, head, 0)) for x, d, head in zip(gradients, found, heads, strict=True)
+        )
 
     return lax.fori_loop(0, b * k, step, tuple(jnp.zeros_like(x) for x in _arrays(call)))
 
@@ -121,16 +130,22 @@ def _heads(call: Call, row: Array, first: Array, width: int) -> Call:
     """Return the call of one row of the batch and `width` heads that share a key/value head."""
     (_, n, t, s), k = call.shape, call.key.shape[2]
     query = take(call.query, (row, 0, first, 0), (1, t, width, call.query.shape[3]))
-    key, value = (take(x, (row, 0, first * k // n, 0), (1, s, 1, x.shape[3])) for x in (call.key, call.value))
+    key, value = (
+        take(x, (row, 0, first * k // n, 0), (1, s, 1, x.shape[3])) for x in (call.key, call.value)
+    )
     return replace(call, query=query, key=key, value=value, mask=call.mask.row(row, None))
 
 
 def _cleaned(call: Call, kernel: Kernel) -> Array:
     output = kernel(_with_arrays(call, tuple(map(zero_nonfinite, _arrays(call)))))
     spoilt = rearrange(rows_that_see_nonfinite(call), "b n t 1 -> b t n 1")
-    return output * jnp.where(spoilt, jnp.nan, 1).astype(output.dtype)  # a factor, so that gradients become NaN too
+    return output * jnp.where(spoilt, jnp.nan, 1).astype(
+        output.dtype
+    )  # a factor, so that gradients become NaN too
 
 
 def _cleaned_gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
-    _, pullback = jax.vjp(lambda *arrays: _cleaned(_with_arrays(call, arrays), kernel), *_arrays(call))
+    _, pullback = jax.vjp(
+        lambda *arrays: _cleaned(_with_arrays(call, arrays), kernel), *_arrays(call)
+    )
     return pullback(cotangent)

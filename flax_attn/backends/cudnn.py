@@ -61,7 +61,12 @@ class CuDNN(Backend):
     def memory(self, call: Call) -> int:
         """Return the bytes of clean copies and of the raw output: of one head; of all if padded or by an array."""
         (b, n, t, s), (rows, cols, width), k = call.shape, _sizes(call), call.key.shape[2]
-        if _keeps(call) and (rows, cols, width, width) == (t, s, call.query.shape[-1], call.value.shape[-1]):
+        if _keeps(call) and (rows, cols, width, width) == (
+            t,
+            s,
+            call.query.shape[-1],
+            call.value.shape[-1],
+        ):
             return containment.memory(call)
         copies = 2 * b * width * (rows * n + cols * k)
         return (copies + (0 if _keeps(call) else array_size(call))) * call.query.dtype.itemsize
@@ -83,7 +88,10 @@ def _keeps(call: Call) -> bool:
 
 
 def _kernel(call: Call, band: Band, query: Array, key: Array, value: Array) -> Array:
-    structure = {"is_causal": band.right == 0, "local_window_size": None if band.left is None else (band.left, 0)}
+    structure = {
+        "is_causal": band.right == 0,
+        "local_window_size": None if band.left is None else (band.left, 0),
+    }
     return _attention(call, query, key, value, lengths=(band.query, band.key), **structure)
 
 
@@ -92,17 +100,33 @@ def _array_kernel(call: Call, *arrays: Array | None) -> Array:
     return _attention(call, *arrays, lengths=(jnp.full(b, t, jnp.int32), jnp.full(b, s, jnp.int32)))
 
 
-def _attention(call: Call, query, key, value, bias=None, visible=None, *, lengths: tuple[Array, Array], **structure):
+def _attention(
+    call: Call,
+    query,
+    key,
+    value,
+    bias=None,
+    visible=None,
+    *,
+    lengths: tuple[Array, Array],
+    **structure,
+):
     (_, _, t, s), (rows, cols, width) = call.shape, _sizes(call)
     # Lengths even where nothing is padded: without them cuDNN's gradients count slots past a last tile that is not full
     if has_lengths(call) or t % 128 or s % 128:
         structure |= {"query_seq_lengths": lengths[0], "key_value_seq_lengths": lengths[1]}
-    query, key, value = (_pad(x, {1: size, 3: width}) for x, size in ((query, rows), (key, cols), (value, cols)))
+    query, key, value = (
+        _pad(x, {1: size, 3: width}) for x, size in ((query, rows), (key, cols), (value, cols))
+    )
     if bias is not None:  # of which jax broadcasts the axes of size 1
-        bias = _pad(bias, {axis: size for axis, size in ((2, rows), (3, cols)) if bias.shape[axis] > 1})
+        bias = _pad(
+            bias, {axis: size for axis, size in ((2, rows), (3, cols)) if bias.shape[axis] > 1}
+        )
     visible = None if visible is None else _pad(visible, {2: rows, 3: cols})
     options = {"scale": float(call.scale), "implementation": "cudnn", **structure}
-    return jax.nn.dot_product_attention(query, key, value, bias, visible, **options)[:, :t, :, : call.value.shape[-1]]
+    return jax.nn.dot_product_attention(query, key, value, bias, visible, **options)[
+        :, :t, :, : call.value.shape[-1]
+    ]
 
 
 def _sizes(call: Call) -> tuple[int, int, int]:

@@ -20,7 +20,9 @@ def refuse_options(name: str, call: Call) -> str | None:
     if call.sinks is not None:
         return f'{name} has no attention sinks; got sinks of shape {call.sinks.shape}. Pass backend="auto"'
     if call.score is not None:
-        return f'{name} takes no function of scores; got score={call.score.name}. Pass backend="auto"'
+        return (
+            f'{name} takes no function of scores; got score={call.score.name}. Pass backend="auto"'
+        )
     if call.dropout is not None:
         return f'{name} cannot drop by key and index; got dropout at rate {call.dropout.rate}. Pass backend="auto"'
     if call.precision is not None:
@@ -33,7 +35,9 @@ def refuse_widths(name: str, call: Call) -> str | None:
     (*_, h), (*_, v) = call.query.shape, call.value.shape
     if h == v:
         return None
-    return f'{name} needs queries and values of one head width; got h={h}, v={v}. Pass backend="auto"'
+    return (
+        f'{name} needs queries and values of one head width; got h={h}, v={v}. Pass backend="auto"'
+    )
 
 
 def attend_dense(call: Call, kernel: Callable[..., Array], fill: float) -> Array:
@@ -46,7 +50,10 @@ def attend_dense(call: Call, kernel: Callable[..., Array], fill: float) -> Array
     visible, bias = hide(_array(call), call.bias)
     sees = visible.any(axis=-1, keepdims=True)
     bias = None if bias is None else _above(bias, fill / 2)
-    seeing, seen = rearrange(sees, "b n t 1 -> b t n 1"), rearrange(visible.any(axis=(1, 2)), "b s -> b s 1 1")
+    seeing, seen = (
+        rearrange(sees, "b n t 1 -> b t n 1"),
+        rearrange(visible.any(axis=(1, 2)), "b s -> b s 1 1"),
+    )
     query = jnp.where(seeing, zero_nonfinite(call.query), 0)
     key, value = (jnp.where(seen, zero_nonfinite(x), 0) for x in (call.key, call.value))
     output = jnp.where(seeing, kernel(query, key, value, bias, visible | ~sees), 0)

@@ -38,7 +38,9 @@ def headroom(value: Float[Array, "*b v"], most: int | float) -> Float[Array, ""]
     """
     share = 0.5 ** ceil(log2(2 * max(most, 1)))
     largest = jnp.abs(value).max(initial=0)
-    return jnp.where(largest > float(jnp.finfo(value.dtype).max) * share, share, 1).astype(value.dtype)
+    return jnp.where(largest > float(jnp.finfo(value.dtype).max) * share, share, 1).astype(
+        value.dtype
+    )
 
 
 def row_factor(call: Call, dtype) -> Float[Array, "b n t 1"]:
@@ -49,8 +51,12 @@ def row_factor(call: Call, dtype) -> Float[Array, "b n t 1"]:
     return _row_factor(dtype, call.mask, call.bias, call.query, call.key, call.value)
 
 
-@partial(jax.jit, static_argnums=0, inline=True)  # an eager call would compile the branches each time
-def _row_factor(dtype, mask: Mask, bias: Array | None, query: Array, key: Array, value: Array) -> Array:
+@partial(
+    jax.jit, static_argnums=0, inline=True
+)  # an eager call would compile the branches each time
+def _row_factor(
+    dtype, mask: Mask, bias: Array | None, query: Array, key: Array, value: Array
+) -> Array:
     b, t, n, _ = query.shape
     return lax.cond(
         all_finite(query, key, value),
@@ -76,5 +82,7 @@ def _rows(mask: Mask, bias: Array | None, query: Array, key: Array, value: Array
 
     b, t, n, _ = query.shape
     pairs = b * n * max(len(cols), 1)
-    at_once = max(_SEEN // pairs, 1) if isinstance(pairs, int) else 1  # a symbol has no order among numbers
+    at_once = (
+        max(_SEEN // pairs, 1) if isinstance(pairs, int) else 1
+    )  # a symbol has no order among numbers
     return rearrange(lax.map(one, jnp.arange(t), batch_size=at_once), "t b n -> b n t 1")

@@ -45,7 +45,10 @@ def may_be_partitioned() -> bool:
     if mesh.empty:
         return jax.device_count() > 1
     manual = jax.sharding.AxisType.Manual
-    return any(size > 1 and kind != manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True))
+    return any(
+        size > 1 and kind != manual
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
 
 
 def compute_capability() -> float:
@@ -58,4 +61,6 @@ def compute_capability() -> float:
     device, mesh = jax.local_devices()[0], jax.sharding.get_abstract_mesh().abstract_device
     if mesh is None or mesh.device_kind == getattr(device, "device_kind", None):
         return float(getattr(device, "compute_capability", 0))
-    return next((capability for name, capability in _CAPABILITIES.items() if name in mesh.device_kind), 0.0)
+    return next(
+        (capability for name, capability in _CAPABILITIES.items() if name in mesh.device_kind), 0.0
+    )

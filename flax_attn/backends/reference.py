@@ -37,7 +37,9 @@ class Reference(Backend):
 
 def with_weights(call: Call) -> tuple[Array, Array]:
     """Return the output, and the weights `(b, n, t, s)` that were applied to the values."""
-    arguments = {one.name: getattr(call, one.name) for one in fields(call) if one.name != "platform"}
+    arguments = {
+        one.name: getattr(call, one.name) for one in fields(call) if one.name != "platform"
+    }
     return reference_attention(**arguments)
 
 

@@ -46,7 +46,11 @@ def markdown_table() -> str:
 
 
 def _row(backend: Backend) -> tuple[str, ...]:
-    where = "everywhere" if backend.platforms is None else ", ".join(p.upper() for p in backend.platforms)
+    where = (
+        "everywhere"
+        if backend.platforms is None
+        else ", ".join(p.upper() for p in backend.platforms)
+    )
     summary = (import_module(type(backend).__module__).__doc__ or "").partition("\n")[0].rstrip(".")
     refused = [dtype for dtype in DTYPES if dtype not in backend.dtypes]
     limits = ", ".join([*refused, backend.limits]).removesuffix(", ") or "nothing"

@@ -51,7 +51,10 @@ class Tokamax(Backend):
         """Return the bytes of clean copies and of the raw output: of one head, or of all beside arrays."""
         if _keeps(call):
             return containment.memory(call)
-        copies = sum(x.size for x in (call.query, call.query, call.key, call.value)) * call.query.dtype.itemsize
+        copies = (
+            sum(x.size for x in (call.query, call.query, call.key, call.value))
+            * call.query.dtype.itemsize
+        )
         bias = 0 if call.bias is None else call.bias.dtype.itemsize
         return copies + array_size(call) * (1 + bias)
 
@@ -67,7 +70,10 @@ def attend_with(call: Call, name: str) -> Array:
 
     def attention(*arrays, **options):
         options |= {"scale": call.scale, "logits_soft_cap": call.soft_cap, "implementation": name}
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # tokamax relies on both
+        with (
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):  # tokamax relies on both
             return attend(*arrays, **options)
 
     def kernel(call: Call, band: Band, query, key, value):

@@ -18,6 +18,8 @@ def split(tree: Any, kind: type) -> tuple[list, Callable[[list], Any]]:
 
     def rebuild(found: list) -> Any:
         remaining = iter(found)
-        return structure.unflatten(next(remaining) if isinstance(leaf, kind) else leaf for leaf in leaves)
+        return structure.unflatten(
+            next(remaining) if isinstance(leaf, kind) else leaf for leaf in leaves
+        )
 
     return [leaf for leaf in leaves if isinstance(leaf, kind)], rebuild

@@ -45,8 +45,14 @@ def excess_error(found: Arrays, exact: Arrays, plain: Sequence[Arrays], dtype: s
         dtype: of the workload.
     """
     gradients = {name: array for name, array in exact.items() if name != "output"}
-    nonzero = {name: array for name, array in gradients.items() if name not in tolerance.null_directions(gradients)}
+    nonzero = {
+        name: array
+        for name, array in gradients.items()
+        if name not in tolerance.null_directions(gradients)
+    }
     eps = float(jnp.finfo(dtype).eps)
-    errors = tolerance.lower_dtype(found, plain, {"output": exact["output"]}, tolerance.LOW_FORWARD, eps)
+    errors = tolerance.lower_dtype(
+        found, plain, {"output": exact["output"]}, tolerance.LOW_FORWARD, eps
+    )
     errors |= tolerance.lower_dtype(found, plain, nonzero, tolerance.LOW_GRADIENT, eps)
     return float(np.max(list(errors.values())))

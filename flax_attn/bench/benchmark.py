@@ -87,7 +87,9 @@ class NotTimed(Exception):  # noqa: N818 (a finding, not an error)
         self.found = {"status": status, "note": note, **found}
 
 
-def measure(benchmark: Benchmark, rounds: int, history: Sequence[Measurement] = ()) -> list[Measurement]:
+def measure(
+    benchmark: Benchmark, rounds: int, history: Sequence[Measurement] = ()
+) -> list[Measurement]:
     """Return a measurement for every entry, in order.
 
     Args:
@@ -109,10 +111,14 @@ def measure(benchmark: Benchmark, rounds: int, history: Sequence[Measurement] = 
             row = replace(row, **reason.found)
         rows.append(row)
     taken = timing.interleave(runs, warm, rounds)
-    return [replace(row, seconds=tuple(taken[i])) if i in taken else row for i, row in enumerate(rows)]
+    return [
+        replace(row, seconds=tuple(taken[i])) if i in taken else row for i, row in enumerate(rows)
+    ]
 
 
-def _prepare(implementation: Implementation, row: Measurement, benchmark: Benchmark) -> tuple[Prepared, Measurement]:
+def _prepare(
+    implementation: Implementation, row: Measurement, benchmark: Benchmark
+) -> tuple[Prepared, Measurement]:
     if importlib.util.find_spec(implementation.package) is None:
         raise NotTimed("not installed", f"pip install {implementation.package}")
     prepared = _guarded(lambda: implementation.prepare(row.work))
@@ -127,21 +133,30 @@ def _prepare(implementation: Implementation, row: Measurement, benchmark: Benchm
 def _compare(prepared: Prepared, row: Measurement) -> tuple[Measurement, float]:
     """Return the measurement with its error, and the seconds of a warm call."""
     results = []
-    seconds = _guarded(lambda: timing.seconds_per_call(lambda repeats: results.append(prepared.run(repeats))))
+    seconds = _guarded(
+        lambda: timing.seconds_per_call(lambda repeats: results.append(prepared.run(repeats)))
+    )
     exact, plain = reference(row.work)
     error = excess_error(prepared.named(results.pop()), exact, plain, row.work.dtype)
     row = replace(row, error=error)
     if not error <= 1:
         known = {"compile_seconds": row.compile_seconds, "temporaries": row.temporaries}
-        raise NotTimed("disagrees", f"its error is {error:.3g} times the allowed one", error=error, **known)
+        raise NotTimed(
+            "disagrees", f"its error is {error:.3g} times the allowed one", error=error, **known
+        )
     return row, seconds if seconds > 10 * timing.TURN else timing.seconds_per_call(prepared.run)
 
 
 def _check_growth(row: Measurement, history: Sequence[Measurement]) -> None:
     """Raise where a smaller size predicts too long a time: times, and unrolled programs, grow with the pairs."""
     for past in history:
-        one, other = (replace(work, b=1, n=1, t=1, h=1, window=None) for work in (past.work, row.work))
-        growth = {"compile": row.work.pairs / past.work.pairs, "run": row.work.flops / past.work.flops}
+        one, other = (
+            replace(work, b=1, n=1, t=1, h=1, window=None) for work in (past.work, row.work)
+        )
+        growth = {
+            "compile": row.work.pairs / past.work.pairs,
+            "run": row.work.flops / past.work.flops,
+        }
         if past.implementation != row.implementation or one != other or growth["compile"] <= 1:
             continue
         for step, seconds in (("compile", past.compile_seconds or 0.0), ("run", past.best or 0.0)):

@@ -63,7 +63,9 @@ def forward(call: ModelCall, backend: str = "auto") -> Callable[[dict[str, Any]]
     return lambda arrays: dot_product_attention(**arrays, **call.options, backend=backend)
 
 
-def forward_and_backward(call: ModelCall, backend: str = "auto") -> Callable[[dict[str, Any], Array], tuple]:
+def forward_and_backward(
+    call: ModelCall, backend: str = "auto"
+) -> Callable[[dict[str, Any], Array], tuple]:
     """Return the function of `call.arrays` and `call.cotangent` that computes the output and the gradients.
 
     Example:
@@ -75,7 +77,9 @@ def forward_and_backward(call: ModelCall, backend: str = "auto") -> Callable[[di
     return with_gradients(call, forward(call, backend))
 
 
-def with_gradients(call: ModelCall, function: Callable[[dict[str, Any]], Array]) -> Callable[..., tuple]:
+def with_gradients(
+    call: ModelCall, function: Callable[[dict[str, Any]], Array]
+) -> Callable[..., tuple]:
     """Return the function of `call.arrays` and `call.cotangent` that computes `function` and its gradients."""
 
     def run(arrays: dict[str, Any], cotangent: Array) -> tuple[Array, dict[str, Array]]:
@@ -90,10 +94,23 @@ def _bfloat16(*shape: int) -> ShapeDtypeStruct:
     return ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
-def _arrays(t: int, n: int, h: int, *, b: int = 1, s: int | None = None, k: int | None = None, v: int | None = None):
+def _arrays(
+    t: int,
+    n: int,
+    h: int,
+    *,
+    b: int = 1,
+    s: int | None = None,
+    k: int | None = None,
+    v: int | None = None,
+):
     # Where not given: as many keys as queries, as many key/value heads as heads, values as wide as queries.
     s, k, v = s or t, k or n, v or h
-    return {"query": _bfloat16(b, t, n, h), "key": _bfloat16(b, s, k, h), "value": _bfloat16(b, s, k, v)}
+    return {
+        "query": _bfloat16(b, t, n, h),
+        "key": _bfloat16(b, s, k, h),
+        "value": _bfloat16(b, s, k, v),
+    }
 
 
 def _integers(make: Callable[[Any], Mask], *shape: int) -> Mask:
@@ -107,9 +124,14 @@ _PACKED = _integers(lambda ids: Mask.causal() & Mask.segments(ids), 2, 4096)
 _PADDED = _integers(lambda rows: Mask.causal() & Mask.lengths(key=rows), 8)
 
 MODEL_CALLS = (
-    ModelCall("GPT-2 small, training with dropout", _arrays(1024, 12, 64, b=8) | _CAUSAL | {"dropout": _DROPOUT}),
+    ModelCall(
+        "GPT-2 small, training with dropout",
+        _arrays(1024, 12, 64, b=8) | _CAUSAL | {"dropout": _DROPOUT},
+    ),
     ModelCall("Llama 3.1 8B, 8192 tokens", _arrays(8192, 32, 128, k=8) | _CAUSAL),
-    ModelCall("Llama 3.1 8B, packed documents", _arrays(4096, 32, 128, b=2, k=8) | {"mask": _PACKED}),
+    ModelCall(
+        "Llama 3.1 8B, packed documents", _arrays(4096, 32, 128, b=2, k=8) | {"mask": _PACKED}
+    ),
     ModelCall("Llama 3.1 8B, padded batch", _arrays(1024, 32, 128, b=8, k=8) | {"mask": _PADDED}),
     ModelCall("Llama 3.1 8B, 5000 tokens", _arrays(5000, 32, 128, k=8) | _CAUSAL),
     ModelCall(
@@ -117,11 +139,16 @@ MODEL_CALLS = (
         _arrays(1, 32, 128, b=8, s=8192, k=8)
         | {"mask": _integers(lambda rows: Mask.causal(rows) & Mask.lengths(key=rows + 1), 8)},
     ),
-    ModelCall("Mistral 7B, window 4096", _arrays(8192, 32, 128, k=8) | {"mask": Mask.sliding_window(4096)}),
-    ModelCall("Gemma 2 9B, width 256, soft cap", _arrays(8192, 16, 256, k=8) | _CAUSAL, {"soft_cap": 50.0}),
+    ModelCall(
+        "Mistral 7B, window 4096", _arrays(8192, 32, 128, k=8) | {"mask": Mask.sliding_window(4096)}
+    ),
+    ModelCall(
+        "Gemma 2 9B, width 256, soft cap", _arrays(8192, 16, 256, k=8) | _CAUSAL, {"soft_cap": 50.0}
+    ),
     ModelCall(
         "gpt-oss 20B, float32 sinks, window 128",
-        _arrays(8192, 64, 64, k=8) | {"mask": Mask.sliding_window(128), "sinks": ShapeDtypeStruct((64,), jnp.float32)},
+        _arrays(8192, 64, 64, k=8)
+        | {"mask": Mask.sliding_window(128), "sinks": ShapeDtypeStruct((64,), jnp.float32)},
         learned=("query", "key", "value", "sinks"),
     ),
     ModelCall(
@@ -130,7 +157,9 @@ MODEL_CALLS = (
         {"scale": 1.0},
         learned=("query", "key", "value", "bias"),
     ),
-    ModelCall("BLOOM 7B, ALiBi", _arrays(2048, 32, 128) | _CAUSAL | {"bias": _bfloat16(1, 32, 2048, 2048)}),
+    ModelCall(
+        "BLOOM 7B, ALiBi", _arrays(2048, 32, 128) | _CAUSAL | {"bias": _bfloat16(1, 32, 2048, 2048)}
+    ),
     ModelCall(
         "BERT base, 512 tokens, padded",
         _arrays(512, 12, 64, b=32) | {"mask": _integers(lambda rows: Mask.lengths(key=rows), 32)},
@@ -143,7 +172,9 @@ MODEL_CALLS = (
 
 def table(platform: str) -> Table:
     """Return which backend runs each call on a platform, its memory, and why not one that `"auto"` prefers to it."""
-    rows = Table("call", "b t n h", "s k v", "backend", title=f"Attention of models on {platform.upper()}")
+    rows = Table(
+        "call", "b t n h", "s k v", "backend", title=f"Attention of models on {platform.upper()}"
+    )
     rows.add_column("memory", justify="right")
     rows.add_column("why not another", overflow="fold")
     for call in MODEL_CALLS:

@@ -25,7 +25,12 @@ _SIZES: dict[str, Any] = {
 }
 _SMALL: dict[str, Any] = {"hidden_size": 64, "vocab_size": 256}  # for --quick
 CONFIGS: dict[str, dict[str, Any]] = {
-    "Mixtral": {"intermediate_size": 768, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "Mixtral": {
+        "intermediate_size": 768,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
     "DeepseekV3": {
         "intermediate_size": 1408,
         "num_key_value_heads": 8,
@@ -48,7 +53,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(rounds: int, quick: bool, progress: Callable[[str], None] = lambda task: None) -> Iterator[TaskResult]:
+def run(
+    rounds: int, quick: bool, progress: Callable[[str], None] = lambda task: None
+) -> Iterator[TaskResult]:
     """Measure family after family; each task first checks that both compute the same."""
     contexts = (32, 64) if quick else CONTEXTS
     for name in CONFIGS:
@@ -66,7 +73,9 @@ def run(rounds: int, quick: bool, progress: Callable[[str], None] = lambda task:
 def _config(name: str, quick: bool) -> Any:
     import transformers
 
-    return getattr(transformers, f"{name}Config")(**_SIZES | CONFIGS[name] | (_SMALL if quick else {}))
+    return getattr(transformers, f"{name}Config")(
+        **_SIZES | CONFIGS[name] | (_SMALL if quick else {})
+    )
 
 
 def _cache(ours: Any, theirs: Any, context: int) -> TaskResult:

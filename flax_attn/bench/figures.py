@@ -15,7 +15,11 @@ MIB = 2**20
 
 def ratio(rows: Iterable[Measurement], ours: str, row: Measurement) -> float | None:
     """Return the time of `ours` over that of the row, both for the same workload; None where one was not timed."""
-    mine = (r.best for r in rows if (r.section, r.work, r.implementation) == (row.section, row.work, ours))
+    mine = (
+        r.best
+        for r in rows
+        if (r.section, r.work, r.implementation) == (row.section, row.work, ours)
+    )
     seconds = next(mine, None)
     return seconds / row.best if seconds and row.best else None
 
@@ -32,9 +36,15 @@ def exponent(sizes: Sequence[float | int], costs: Sequence[float | int]) -> floa
     return round(float(np.polyfit(x, y, 1)[0]), 12) if len(x) > 1 else None
 
 
-def curve(rows: Iterable[Measurement], section: str, name: str, cost: str) -> tuple[list[int], list[float]]:
+def curve(
+    rows: Iterable[Measurement], section: str, name: str, cost: str
+) -> tuple[list[int], list[float]]:
     """Return the sizes, tokens or heads, and costs, `"best"` or `"temporaries"`, of one implementation."""
-    mine = [row for row in rows if (row.section, row.implementation) == (section, name) and row.status == "timed"]
+    mine = [
+        row
+        for row in rows
+        if (row.section, row.implementation) == (section, name) and row.status == "timed"
+    ]
     known = [row for row in mine if getattr(row, cost)]
     sizes = [row.work.n if section == "heads" else row.work.t for row in known]
     return sizes, [float(getattr(row, cost)) for row in known]
@@ -48,18 +58,31 @@ def names(rows: Sequence[Measurement], section: str) -> list[str]:
 def summary(rows: Sequence[Measurement], ours: str) -> dict[str, float]:
     """Return the figures that say most about ours, those that were measured."""
 
-    def ratios(section: str, name: str, where: Callable[[Workload], bool] = lambda work: True) -> list[float]:
-        others = (row for row in rows if (row.section, row.implementation) == (section, name) and where(row.work))
+    def ratios(
+        section: str, name: str, where: Callable[[Workload], bool] = lambda work: True
+    ) -> list[float]:
+        others = (
+            row
+            for row in rows
+            if (row.section, row.implementation) == (section, name) and where(row.work)
+        )
         return [r for r in (ratio(rows, ours, row) for row in others) if r is not None]
 
     mine = [row for row in rows if row.implementation == ours]
     long = [row.compile_seconds for row in mine if row.section == "attention" and _long(row.work)]
-    memory = [row.temporaries / MIB for row in mine if row.section == "memory" and row.temporaries is not None]
+    memory = [
+        row.temporaries / MIB
+        for row in mine
+        if row.section == "memory" and row.temporaries is not None
+    ]
     forward = ratios("attention", "torch SDPA", lambda work: not work.backward)
     both = ratios("attention", "torch SDPA", lambda work: work.backward and 512 <= work.t <= 4096)
     jax_nn = ratios("attention", "jax.nn", lambda work: work.t >= 1024)
     half = ratios("bfloat16", "torch SDPA")
-    steps = {t: ratios("step", "torch SDPA", lambda work, t=t: work.dtype == t) for t in ("float32", "bfloat16")}
+    steps = {
+        t: ratios("step", "torch SDPA", lambda work, t=t: work.dtype == t)
+        for t in ("float32", "bfloat16")
+    }
     found = {
         "forward / torch SDPA, geometric mean": _mean(forward),
         "forward / torch SDPA, largest": _largest(forward),
@@ -67,13 +90,17 @@ def summary(rows: Sequence[Measurement], ours: str) -> dict[str, float]:
         "forward, forward+backward / jax.nn, T from 1024, largest": _largest(jax_nn),
         "window / full causal, largest": _largest(_second_over_first(mine, "window")),
         "temporaries of forward+backward, MiB": _largest(memory),
-        "layer / torch.nn.MultiheadAttention": _largest(ratios("layer", "torch.nn.MultiheadAttention")),
+        "layer / torch.nn.MultiheadAttention": _largest(
+            ratios("layer", "torch.nn.MultiheadAttention")
+        ),
         "layer / nnx.MultiHeadAttention": _largest(ratios("layer", "nnx.MultiHeadAttention")),
         "seconds to compile forward+backward, T 8192": _largest(long),
         "bfloat16 forward / torch SDPA": _largest(half),
         "decoding step / torch SDPA, float32": _largest(steps["float32"]),
         "decoding step / torch SDPA, bfloat16": _largest(steps["bfloat16"]),
-        "forward+backward / torch SDPA, largest": _largest(ratios("attention", "torch SDPA", lambda w: w.backward)),
+        "forward+backward / torch SDPA, largest": _largest(
+            ratios("attention", "torch SDPA", lambda w: w.backward)
+        ),
         "bfloat16 / float32, largest": _largest(_second_over_first(mine, "dtype")),
     }
     return {name: figure for name, figure in found.items() if figure is not None}
@@ -86,7 +113,11 @@ def _long(work: Workload) -> bool:
 def _second_over_first(mine: Iterable[Measurement], section: str) -> list[float]:
     """Return the time of the second row over the first, of the pairs in a section: each direction is one."""
     found = [row.best for row in mine if row.section == section]
-    return [second / first for first, second in zip(found[::2], found[1::2], strict=True) if first and second]
+    return [
+        second / first
+        for first, second in zip(found[::2], found[1::2], strict=True)
+        if first and second
+    ]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -53,7 +53,9 @@ def over_cache(backend: str) -> Implementation:
     """Return `dot_product_attention` of keys and values that are stored heads first."""
 
     def attend(work: Workload, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        query, key, value = (rearrange(x, f"{TORCH_LAYOUT} -> {JAX_LAYOUT}") for x in (query, key, value))
+        query, key, value = (
+            rearrange(x, f"{TORCH_LAYOUT} -> {JAX_LAYOUT}") for x in (query, key, value)
+        )
         output = dot_product_attention(query, key, value, mask=work.mask(), backend=backend)
         return rearrange(output, f"{JAX_LAYOUT} -> {TORCH_LAYOUT}")
 
@@ -81,7 +83,9 @@ def formula(work: Workload, dtype: str) -> Arrays:
     return {name: np.asarray(x[0], np.float64) for name, x in zip(NAMES, found, strict=False)}
 
 
-def _in_blocks(work: Workload, rows: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _in_blocks(
+    work: Workload, rows: int, query: jax.Array, key: jax.Array, value: jax.Array
+) -> jax.Array:
     if work.step:
         return dot_product_attention(query, key, value, mask=work.mask(), backend="reference")
 
@@ -115,13 +119,18 @@ def _at_probe(work: Workload, layout: str) -> Callable[[Any], Arrays]:
     row, heads = probe(work)
 
     def named(result: tuple) -> Arrays:
-        found = (x[row][:, heads] if layout == JAX_LAYOUT else x[row][heads].swapaxes(0, 1) for x in result)
+        found = (
+            x[row][:, heads] if layout == JAX_LAYOUT else x[row][heads].swapaxes(0, 1)
+            for x in result
+        )
         return {name: as_float64(x) for name, x in zip(NAMES, found, strict=False)}
 
     return named
 
 
-def _in_jax(name: str, attend: Callable[..., Any], layout: str = JAX_LAYOUT, package: str = "jax") -> Implementation:
+def _in_jax(
+    name: str, attend: Callable[..., Any], layout: str = JAX_LAYOUT, package: str = "jax"
+) -> Implementation:
     def prepare(work: Workload) -> Prepared:
         arguments = tuple(rearrange(x, f"{JAX_LAYOUT} -> {layout}") for x in inputs(work))
         return prepare_jax(lambda *x: attend(work, *x), arguments, work, _at_probe(work, layout))
@@ -130,7 +139,9 @@ def _in_jax(name: str, attend: Callable[..., Any], layout: str = JAX_LAYOUT, pac
 
 
 def _jax_nn(implementation: Literal["cudnn"] | None) -> Callable[..., jax.Array]:
-    return lambda work, q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+    return lambda work, q, k, v: jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, implementation=implementation
+    )
 
 
 def _attnax(work: Workload, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -145,12 +156,16 @@ def _torch_sdpa(kernel: str | None = None) -> Callable[[Workload], Prepared]:
         from torch.nn.functional import scaled_dot_product_attention
 
         def attend(query, key, value):
-            if kernel is None:  # with one query, the last, is_causal would mean that it sees key 0 alone
+            if (
+                kernel is None
+            ):  # with one query, the last, is_causal would mean that it sees key 0 alone
                 return scaled_dot_product_attention(query, key, value, is_causal=not work.step)
             with sdpa_kernel(getattr(SDPBackend, kernel)):
                 return scaled_dot_product_attention(query, key, value, is_causal=True)
 
-        tensors = [torch_tensor(rearrange(x, f"{JAX_LAYOUT} -> {TORCH_LAYOUT}")) for x in inputs(work)]
+        tensors = [
+            torch_tensor(rearrange(x, f"{JAX_LAYOUT} -> {TORCH_LAYOUT}")) for x in inputs(work)
+        ]
         return prepare_torch(attend, tensors, tensors[:3], work, _at_probe(work, TORCH_LAYOUT))
 
     return prepare

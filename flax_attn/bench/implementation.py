@@ -52,7 +52,9 @@ class Implementation:
     package: str = "jax"
 
 
-def prepare_jax(compute: Callable[..., Any], arguments: tuple, work: Workload, named: Callable[[Any], Any]) -> Prepared:
+def prepare_jax(
+    compute: Callable[..., Any], arguments: tuple, work: Workload, named: Callable[[Any], Any]
+) -> Prepared:
     """Compile `compute(*arguments[:-1])`, and its gradients under the cotangent `arguments[-1]`, ahead of time."""
     arguments = jax.device_put(arguments)
     start = time.perf_counter()
@@ -71,7 +73,9 @@ def prepare_jax(compute: Callable[..., Any], arguments: tuple, work: Workload, n
     return Prepared(run, named, seconds, None if memory is None else memory.temp_size_in_bytes)
 
 
-def prepare_torch(compute: Callable[..., Any], inputs: list, leaves: list, work: Workload, named: Callable) -> Prepared:
+def prepare_torch(
+    compute: Callable[..., Any], inputs: list, leaves: list, work: Workload, named: Callable
+) -> Prepared:
     """Prepare `compute(*inputs[:-1])`, with the gradients of `leaves` under the cotangent `inputs[-1]`."""
     import torch
 
@@ -81,7 +85,11 @@ def prepare_torch(compute: Callable[..., Any], inputs: list, leaves: list, work:
 
     def once() -> tuple:
         output = compute(*inputs[:-1])
-        return (output, *torch.autograd.grad(output, leaves, inputs[-1])) if work.backward else (output,)
+        return (
+            (output, *torch.autograd.grad(output, leaves, inputs[-1]))
+            if work.backward
+            else (output,)
+        )
 
     def run(repeats: int) -> Any:
         result = None

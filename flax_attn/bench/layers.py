@@ -26,22 +26,37 @@ from flax_attn.convert.rules import Layout, Rule
 from flax_attn.modules.multi_head import MultiHeadAttention
 
 COMMON = "torch_mha"  # the layout in which weights are exchanged and gradients compared
-_NAMES = {"W_query": "query_proj", "W_key": "key_proj", "W_value": "value_proj", "out_proj": "output_proj"}
+_NAMES = {
+    "W_query": "query_proj",
+    "W_key": "key_proj",
+    "W_value": "value_proj",
+    "out_proj": "output_proj",
+}
 ATTNAX = Layout(
     tuple(
-        Rule((f"{ours}.{part}",), f"{theirs}.{part}") for ours, theirs in _NAMES.items() for part in ("kernel", "bias")
+        Rule((f"{ours}.{part}",), f"{theirs}.{part}")
+        for ours, theirs in _NAMES.items()
+        for part in ("kernel", "bias")
     )
 )
 
 
 def layers(backends: Sequence[str]) -> list[Implementation]:
     """Return our layer with each backend, and then the other implementations."""
-    return [*(Implementation(f"ours {backend}", partial(_prepare_ours, backend)) for backend in backends), *_OTHERS]
+    return [
+        *(
+            Implementation(f"ours {backend}", partial(_prepare_ours, backend))
+            for backend in backends
+        ),
+        *_OTHERS,
+    ]
 
 
 def formula(work: Workload, dtype: str) -> Arrays:
     """Return output and gradients of the layer, computed by the reference backend in `dtype`."""
-    compute, params, named = _as_function(_ours(work, "reference"), lambda layer, x: layer(x), dtype)
+    compute, params, named = _as_function(
+        _ours(work, "reference"), lambda layer, x: layer(x), dtype
+    )
     arguments = [jnp.asarray(x.astype(dtype)) for x in inputs(work)]
     return named(jax.jit(with_gradients(compute, work.backward))(params, *arguments))
 
@@ -54,13 +69,18 @@ def _weights(n: int, h: int) -> dict[str, np.ndarray]:
 
 def _ours(work: Workload, backend: str) -> MultiHeadAttention:
     d = work.n * work.h
-    layer = MultiHeadAttention(d, d, None, 0.0, work.n, qkv_bias=True, backend=backend, rngs=nnx.Rngs(0))
+    layer = MultiHeadAttention(
+        d, d, None, 0.0, work.n, qkv_bias=True, backend=backend, rngs=nnx.Rngs(0)
+    )
     convert.load_state_dict(layer, _weights(work.n, work.h), COMMON)
     return layer
 
 
 def _as_function(
-    layer: nnx.Module, call: Callable[..., Any], dtype: str, common: Callable[..., Arrays] | None = None
+    layer: nnx.Module,
+    call: Callable[..., Any],
+    dtype: str,
+    common: Callable[..., Arrays] | None = None,
 ) -> tuple[Callable[..., Any], Any, Callable[[Any], Arrays]]:
     """Return a function of `(params, x)`, the parameters in `dtype`, and what names the arrays of a result."""
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
@@ -76,7 +96,9 @@ def _as_function(
     return compute, jax.tree.map(lambda x: x.astype(dtype), params), named
 
 
-def _prepare(work: Workload, layer: nnx.Module, call: Callable[..., Any], common: Callable | None = None) -> Prepared:
+def _prepare(
+    work: Workload, layer: nnx.Module, call: Callable[..., Any], common: Callable | None = None
+) -> Prepared:
     compute, params, named = _as_function(layer, call, work.dtype, common)
     return prepare_jax(compute, (params, *inputs(work)), work, named)
 
@@ -85,13 +107,17 @@ def _prepare_ours(backend: str, work: Workload) -> Prepared:
     return _prepare(work, _ours(work, backend), lambda layer, x: layer(x))
 
 
-def _prepare_like(work: Workload, layer: nnx.Module, layout: str | Layout, call: Callable[..., Any]) -> Prepared:
+def _prepare_like(
+    work: Workload, layer: nnx.Module, layout: str | Layout, call: Callable[..., Any]
+) -> Prepared:
     """Prepare a layer whose parameters are those of ours in a layout."""
     for name, array in convert.state_dict(_ours(work, "auto"), layout).items():
         _parameters(layer)[name][...] = jnp.asarray(array)
 
     def common(gradients: nnx.Module) -> Arrays:
-        named = {name: as_float64(gradient[...]) for name, gradient in _parameters(gradients).items()}
+        named = {
+            name: as_float64(gradient[...]) for name, gradient in _parameters(gradients).items()
+        }
         layer = _ours(work, "auto")
         convert.load_state_dict(layer, named, layout)
         return convert.state_dict(layer, COMMON)
@@ -113,16 +139,24 @@ def _prepare_attnax(work: Workload) -> Prepared:
     import attnax  # pyright: ignore[reportMissingImports]
 
     layer = attnax.MultiHeadAttention(nnx.Rngs(0), num_heads=work.n, in_features=work.n * work.h)
-    return _prepare_like(work, layer, ATTNAX, lambda layer, x: layer(x, mask=attnax.make_causal_mask(work.t)))
+    return _prepare_like(
+        work, layer, ATTNAX, lambda layer, x: layer(x, mask=attnax.make_causal_mask(work.t))
+    )
 
 
 def _prepare_torch(work: Workload) -> Prepared:
     import torch
 
     x, cotangent = (torch_tensor(x) for x in inputs(work))
-    layer = torch.nn.MultiheadAttention(work.n * work.h, work.n, batch_first=True).to(x.device, x.dtype)
-    layer.load_state_dict({name: torch.from_numpy(array) for name, array in _weights(work.n, work.h).items()})
-    hidden = torch.nn.Transformer.generate_square_subsequent_mask(work.t, device=x.device, dtype=x.dtype)
+    layer = torch.nn.MultiheadAttention(work.n * work.h, work.n, batch_first=True).to(
+        x.device, x.dtype
+    )
+    layer.load_state_dict(
+        {name: torch.from_numpy(array) for name, array in _weights(work.n, work.h).items()}
+    )
+    hidden = torch.nn.Transformer.generate_square_subsequent_mask(
+        work.t, device=x.device, dtype=x.dtype
+    )
     names = ["output", "input", *dict(layer.named_parameters())]
 
     def compute(x):

@@ -47,7 +47,9 @@ def read_limit() -> float:
     array = jnp.ones(2**28, jnp.float32)
     total = jax.jit(jnp.sum)
     total(array).block_until_ready()
-    seconds = interleave({"sum": lambda n: [total(array).block_until_ready() for _ in range(n)]}, {"sum": 0.1}, 5)
+    seconds = interleave(
+        {"sum": lambda n: [total(array).block_until_ready() for _ in range(n)]}, {"sum": 0.1}, 5
+    )
     return array.nbytes / min(seconds["sum"]) / 1e9
 
 

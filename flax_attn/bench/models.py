@@ -27,7 +27,9 @@ SMALL: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 
 TOLERANCE = 1e-3  # of the largest logit: both sum in float32, through all layers
 
 
-def run(rounds: int, quick: bool, progress: Callable[[str], None] = lambda task: None) -> Iterator[TaskResult]:
+def run(
+    rounds: int, quick: bool, progress: Callable[[str], None] = lambda task: None
+) -> Iterator[TaskResult]:
     """Measure task after task; each first checks that both compute the same."""
     from transformers import GPT2Config
 
@@ -62,7 +64,9 @@ def make_checkpoint(config: Any, folder: str) -> Any:
     return model
 
 
-def decode(ours: Any, theirs: Any, b: int, rounds: int, context: int = PROMPT, read: int | None = None) -> TaskResult:
+def decode(
+    ours: Any, theirs: Any, b: int, rounds: int, context: int = PROMPT, read: int | None = None
+) -> TaskResult:
     """Measure greedy decoding behind prompts of `context` tokens, what the prompts take left out.
 
     `read` is how many bytes a step has to read, where that is known.
@@ -73,7 +77,11 @@ def decode(ours: Any, theirs: Any, b: int, rounds: int, context: int = PROMPT, r
     tensor = torch.from_numpy(prompts)
 
     def their_tokens(new: int) -> Any:
-        options = {"attention_mask": torch.ones_like(tensor), "max_new_tokens": new, "min_new_tokens": new}
+        options = {
+            "attention_mask": torch.ones_like(tensor),
+            "max_new_tokens": new,
+            "min_new_tokens": new,
+        }
         return theirs.generate(tensor, do_sample=False, **options)[:, context:]
 
     start = time.perf_counter()
@@ -81,8 +89,12 @@ def decode(ours: Any, theirs: Any, b: int, rounds: int, context: int = PROMPT, r
     first = time.perf_counter() - start
     same = np.mean(np.asarray(mine) == their_tokens(NEW).numpy())
     generate(ours, prompts, 1)  # compiles the prompt with the smaller cache
-    runs = {("ours", new): lambda n, new=new: [generate(ours, prompts, new) for _ in range(n)] for new in (1, NEW)} | {
-        ("theirs", new): lambda n, new=new: [their_tokens(new) for _ in range(n)] for new in (1, NEW)
+    runs = {
+        ("ours", new): lambda n, new=new: [generate(ours, prompts, new) for _ in range(n)]
+        for new in (1, NEW)
+    } | {
+        ("theirs", new): lambda n, new=new: [their_tokens(new) for _ in range(n)]
+        for new in (1, NEW)
     }
     taken = least(runs, rounds)
     speed = {who: b * (NEW - 1) / (taken[who, NEW] - taken[who, 1]) for who in ("ours", "theirs")}
@@ -126,7 +138,9 @@ def prefill(ours: Any, theirs: Any, t: int, rounds: int) -> TaskResult:
     return TaskResult(f"prefill {t}", "s", taken["ours"], taken["theirs"], first - taken["ours"])
 
 
-def _train(folder: str, dropout: float, shape: tuple[int, int], rounds: int) -> Iterator[TaskResult]:
+def _train(
+    folder: str, dropout: float, shape: tuple[int, int], rounds: int
+) -> Iterator[TaskResult]:
     import torch
     from transformers import GPT2LMHeadModel
 
@@ -160,7 +174,9 @@ def _train(folder: str, dropout: float, shape: tuple[int, int], rounds: int) -> 
         yield TaskResult(task, "s", taken[form], taken["theirs"], seconds - taken[form])
 
 
-def _training(folder: str, dropout: float, tokens: np.ndarray, scan_layers: bool) -> Callable[[], float]:
+def _training(
+    folder: str, dropout: float, tokens: np.ndarray, scan_layers: bool
+) -> Callable[[], float]:
     """Return a function that takes a step and returns its loss."""
     model: Any = GPT2.from_pretrained(folder, dropout=dropout, scan_layers=scan_layers)
     model.train()
@@ -177,4 +193,6 @@ def _bytes(model: GPT2) -> int:
 def _check_equal(what: str, ours: np.ndarray, theirs: np.ndarray) -> None:
     error = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
     if not error < TOLERANCE:
-        raise ValueError(f"{what} must agree with transformers within {TOLERANCE:.0e} of the largest; got {error:.1e}")
+        raise ValueError(
+            f"{what} must agree with transformers within {TOLERANCE:.0e} of the largest; got {error:.1e}"
+        )

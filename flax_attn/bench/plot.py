@@ -12,7 +12,10 @@ from flax_attn.bench.report import BenchmarkReport
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PANELS = (("best", "time of forward+backward, ms", 1e3, 2), ("temporaries", "temporaries, MiB", 1 / MIB, 1))
+PANELS = (
+    ("best", "time of forward+backward, ms", 1e3, 2),
+    ("temporaries", "temporaries, MiB", 1 / MIB, 1),
+)
 
 
 def plot_growth(report: BenchmarkReport) -> Figure:
@@ -29,7 +32,9 @@ def plot_growth(report: BenchmarkReport) -> Figure:
     except ImportError as error:
         raise ImportError('a plot needs matplotlib: pip install "flax-attn[bench]"') from error
     if not names(report.rows, "tokens"):
-        raise ValueError("a plot shows the growth over tokens, which this run did not measure. Leave out --shape")
+        raise ValueError(
+            "a plot shows the growth over tokens, which this run did not measure. Leave out --shape"
+        )
     figure = Figure(figsize=(12, 5), layout="constrained")
     for panel, (cost, label, unit, textbook) in zip(figure.subplots(1, 2), PANELS, strict=True):
         for i, name in enumerate(names(report.rows, "tokens")):
@@ -44,12 +49,16 @@ def plot_growth(report: BenchmarkReport) -> Figure:
     return figure
 
 
-def _draw(panel: Any, report: BenchmarkReport, name: str, cost: str, unit: float, color: str) -> None:
+def _draw(
+    panel: Any, report: BenchmarkReport, name: str, cost: str, unit: float, color: str
+) -> None:
     sizes, costs = curve(report.rows, "tokens", name, cost)
     if sizes:
         fitted = exponent(sizes, costs)
         label = name if fitted is None else f"{name}: T^{fitted:.2f}"
-        panel.plot(sizes, unit * np.asarray(costs), marker="o", markersize=4, color=color, label=label)
+        panel.plot(
+            sizes, unit * np.asarray(costs), marker="o", markersize=4, color=color, label=label
+        )
 
 
 def _textbook(panel: Any, report: BenchmarkReport, cost: str, unit: float, power: int) -> None:
@@ -57,4 +66,6 @@ def _textbook(panel: Any, report: BenchmarkReport, cost: str, unit: float, power
     sizes, costs = curve(report.rows, "tokens", report.ours, cost)
     if sizes:
         line = unit * costs[-1] * (np.asarray(sizes) / sizes[-1]) ** power
-        panel.plot(sizes, line, color="grey", linestyle="--", linewidth=1, label=f"textbook: T^{power}")
+        panel.plot(
+            sizes, line, color="grey", linestyle="--", linewidth=1, label=f"textbook: T^{power}"
+        )

@@ -67,17 +67,27 @@ model.generate(torch.arange(prompt)[None], attention_mask=torch.ones(1, prompt),
 def measure(folder: str) -> Iterator[TaskResult]:
     """Measure our first and second start and that of transformers, each from the process to the last token."""
     rounds = [_round(folder) for _ in range(ROUNDS)]
-    ours = {name: least_disturbed([one[name] for one in rounds]) for name in ("cold", "second start")}
+    ours = {
+        name: least_disturbed([one[name] for one in rounds]) for name in ("cold", "second start")
+    }
     theirs, cold = least_disturbed([one["theirs"] for one in rounds]), ours["cold"]
     yield TaskResult("load", "s", cold["load"], theirs["load"])
     for name, one in ours.items():
-        note = f"{one['compile']:.1f} s of it compile" if name == "cold" else "programs are loaded from JAX's cache"
-        yield TaskResult(f"first token, {name}", "s", one["first"], theirs["first"], one["compile"], note)
+        note = (
+            f"{one['compile']:.1f} s of it compile"
+            if name == "cold"
+            else "programs are loaded from JAX's cache"
+        )
+        yield TaskResult(
+            f"first token, {name}", "s", one["first"], theirs["first"], one["compile"], note
+        )
     yield TaskResult("rate after the second token", "tokens/s", cold["rate"], theirs["rate"])
     if cold["peak"]:
         weights = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**30
         note = f"the weights are {weights:.2f} GiB"
-        yield TaskResult("load and generate", "GiB at peak", cold["peak"], theirs["peak"], note=note)
+        yield TaskResult(
+            "load and generate", "GiB at peak", cold["peak"], theirs["peak"], note=note
+        )
 
 
 def least_disturbed(runs: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -99,16 +109,24 @@ def _round(folder: str) -> dict[str, dict[str, float]]:
 def _run(code: str, folder: str, cache: str) -> dict[str, float]:
     """Return what a process measured, and after how many seconds its first token was there."""
     start = time.perf_counter()
-    command = [sys.executable, "-c", f"folder, prompt, new = {folder!r}, {PROMPT}, {NEW}\n{code}{_TAIL}"]
+    command = [
+        sys.executable,
+        "-c",
+        f"folder, prompt, new = {folder!r}, {PROMPT}, {NEW}\n{code}{_TAIL}",
+    ]
     # Errors go to a file: a pipe that nobody reads while the other one is waited for could fill up.
     with TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, env=_environment(cache), text=True, stdout=subprocess.PIPE, stderr=errors)
+        process = subprocess.Popen(
+            command, env=_environment(cache), text=True, stdout=subprocess.PIPE, stderr=errors
+        )
         with process:
             first, seconds = process.stdout.readline(), time.perf_counter() - start  # pyright: ignore[reportOptionalMemberAccess]
             rest, _ = process.communicate()
         errors.seek(0)
         if process.returncode or first != "first\n":
-            raise RuntimeError(f"a process that loads {folder} and makes tokens failed:\n{errors.read()}")
+            raise RuntimeError(
+                f"a process that loads {folder} and makes tokens failed:\n{errors.read()}"
+            )
     return {**json.loads(rest.splitlines()[-1]), "first": seconds}
 
 

@@ -22,7 +22,11 @@ from flax_attn.bench.workload import Workload
 Shape = tuple[int, int, int, int]
 
 DTYPES = {"cpu": "float32", "gpu": "bfloat16", "tpu": "bfloat16"}
-PRODUCT = {"cpu": 2048, "gpu": 8192, "tpu": 8192}  # width of a matrix product that takes a few milliseconds at least
+PRODUCT = {
+    "cpu": 2048,
+    "gpu": 8192,
+    "tpu": 8192,
+}  # width of a matrix product that takes a few milliseconds at least
 STEP_DTYPES = ("float32", "bfloat16")
 
 
@@ -60,7 +64,13 @@ class Sizes:
 
 
 FULL = Sizes(
-    shapes=((4, 12, 256, 64), (8, 12, 1024, 64), (1, 32, 2048, 128), (1, 12, 4096, 64), (1, 12, 8192, 64)),
+    shapes=(
+        (4, 12, 256, 64),
+        (8, 12, 1024, 64),
+        (1, 32, 2048, 128),
+        (1, 12, 4096, 64),
+        (1, 12, 8192, 64),
+    ),
     long=(1, 12, 8192, 64),
     low=(8, 12, 1024, 64),
     half=(4, 12, 512, 64),
@@ -69,7 +79,8 @@ FULL = Sizes(
     layer=(2, 12, 1024, 64),  # GPT-2 small
     growth=(256, 512, 1024, 2048, 4096),
     heads=(1, 8, 16),
-    limit=2 * GIB,  # what holds all scores takes most of the time of a run, and shows how it grows before this
+    limit=2
+    * GIB,  # what holds all scores takes most of the time of a run, and shows how it grows before this
 )
 QUICK = Sizes(
     shapes=((3, 4, 192, 32),),
@@ -136,10 +147,16 @@ def default_backends(platform: str) -> tuple[str, ...]:
 def benchmarks(sizes: Sizes, backends: Sequence[str], platform: str) -> list[Benchmark]:
     """Return all benchmarks, smaller sizes first, so that times that are too long are predicted."""
     everyone, dtype = functions(backends, platform), DTYPES[platform]
-    growing = functions(dict.fromkeys((*backends, "reference")), platform)  # what the formula costs, its growth shows
+    growing = functions(
+        dict.fromkeys((*backends, "reference")), platform
+    )  # what the formula costs, its growth shows
     make = partial(_benchmark, limit=min(machine.memory_limit(), sizes.limit or sys.maxsize))
     best, in_jax = [ours(backends[0])], [one for one in growing if one.package == "jax"]
-    suite = [make("attention", everyone, shape, dtype, b) for shape in sizes.shapes for b in (False, True)]
+    suite = [
+        make("attention", everyone, shape, dtype, b)
+        for shape in sizes.shapes
+        for b in (False, True)
+    ]
     if sizes.long:
         widths = ({}, {"window": sizes.window})
         suite += [make("window", best, sizes.long, dtype, b, widths) for b in (False, True)]
@@ -150,7 +167,10 @@ def benchmarks(sizes: Sizes, backends: Sequence[str], platform: str) -> list[Ben
         rivals = [one for one in everyone if one.package == "torch"]
         suite += [make("bfloat16", best + rivals, sizes.half, "bfloat16", backward=False)]
     if sizes.step:
-        suite += [make("step", steps(platform), sizes.step, t, False, ({"step": True},)) for t in STEP_DTYPES]
+        suite += [
+            make("step", steps(platform), sizes.step, t, False, ({"step": True},))
+            for t in STEP_DTYPES
+        ]
     if sizes.memory:
         suite += [make("memory", in_jax, sizes.memory, dtype, timed=False)]
     if sizes.layer:
@@ -173,6 +193,9 @@ def _benchmark(
     *,
     limit: int,
 ) -> Benchmark:
-    works = [Workload(*shape, **{"backward": backward, "dtype": dtype, **variant}) for variant in variants]
+    works = [
+        Workload(*shape, **{"backward": backward, "dtype": dtype, **variant})
+        for variant in variants
+    ]
     entries = tuple((implementation, work) for implementation in implementations for work in works)
     return Benchmark(section, entries, limit, timed)

@@ -14,7 +14,17 @@ from flax_attn.bench.benchmark import Measurement
 from flax_attn.bench.figures import MIB, curve, exponent, names, ratio
 from flax_attn.bench.report import BenchmarkReport
 
-COLUMNS = ("time ms", "spread", "turns", "ours / it", "GFLOP/s", "of limit", "temp MiB", "jit s", "error")
+COLUMNS = (
+    "time ms",
+    "spread",
+    "turns",
+    "ours / it",
+    "GFLOP/s",
+    "of limit",
+    "temp MiB",
+    "jit s",
+    "error",
+)
 TEXTBOOK = {  # the exponents of naive time, and of memory that does not hold the scores
     ("tokens", "best"): "O(T^2 d)  2",
     ("tokens", "temporaries"): "O(T d)  1",
@@ -37,12 +47,16 @@ def notes(report: BenchmarkReport) -> list[str]:
 
 
 def _note(row: Measurement) -> str:
-    name = row.implementation if row.status == "not installed" else f"{row.implementation}, {row.work}"
+    name = (
+        row.implementation if row.status == "not installed" else f"{row.implementation}, {row.work}"
+    )
     return f"{name}: {row.status}: {row.note}"
 
 
 def _table(first: str, columns: Sequence[str], title: str | None = None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left"
+    )
     table.add_column(first, no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -61,11 +75,19 @@ def _benchmarks(report: BenchmarkReport, rows: Sequence[Measurement]) -> Table:
 
 def _label(row: Measurement) -> str:
     window = f", window {row.work.window}" if row.work.window else ""
-    return row.implementation + window + (f", {row.work.dtype}" if row.section in ("dtype", "bfloat16", "step") else "")
+    return (
+        row.implementation
+        + window
+        + (f", {row.work.dtype}" if row.section in ("dtype", "bfloat16", "step") else "")
+    )
 
 
 def _cells(report: BenchmarkReport, row: Measurement) -> list[str | Text]:
-    time = _number(row.best, lambda x: f"{1000 * x:.4g}") if row.best else Text(row.status, style="yellow")
+    time = (
+        _number(row.best, lambda x: f"{1000 * x:.4g}")
+        if row.best
+        else Text(row.status, style="yellow")
+    )
     return [
         time,
         _number(timing.spread(list(row.seconds)) if row.seconds else None, "{:.0%}".format),
@@ -92,8 +114,12 @@ def _growth(report: BenchmarkReport, over: str, cost: str) -> Table:
     for name in names(rows, over):
         cells = {axis(row): _cost(row, cost) for row in rows if row.implementation == name}
         fitted = exponent(*curve(rows, over, name, cost))
-        table.add_row(name, *(cells.get(size, "-") for size in sizes), _number(fitted, "{:.2f}".format))
-    table.add_row(Text("textbook", style="dim"), *[""] * len(sizes), Text(TEXTBOOK[over, cost], style="dim"))
+        table.add_row(
+            name, *(cells.get(size, "-") for size in sizes), _number(fitted, "{:.2f}".format)
+        )
+    table.add_row(
+        Text("textbook", style="dim"), *[""] * len(sizes), Text(TEXTBOOK[over, cost], style="dim")
+    )
     return table
 
 

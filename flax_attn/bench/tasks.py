@@ -39,5 +39,13 @@ def table(results: Sequence[TaskResult], title: str) -> Table:
     rows = Table("task", "unit", "ours", "transformers", "gain", "compiles in", "", title=title)
     for one in results:
         compiled = "" if one.compile_seconds is None else f"{one.compile_seconds:.1f} s"
-        rows.add_row(one.task, one.unit, f"{one.ours:.4g}", f"{one.theirs:.4g}", f"{one.gain:.2f}x", compiled, one.note)
+        rows.add_row(
+            one.task,
+            one.unit,
+            f"{one.ours:.4g}",
+            f"{one.theirs:.4g}",
+            f"{one.gain:.2f}x",
+            compiled,
+            one.note,
+        )
     return rows

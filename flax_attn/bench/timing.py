@@ -17,7 +17,10 @@ Run = Callable[[int], object]  # computes the given number of times, and waits f
 
 
 def interleave(
-    runs: Mapping[Name, Run], first: Mapping[Name, float], rounds: int, clock: Callable[[], float] = time.perf_counter
+    runs: Mapping[Name, Run],
+    first: Mapping[Name, float],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Name, list[float]]:
     """Return the seconds of a call, one figure a turn, of implementations that take turns in one process.
 
@@ -44,10 +47,15 @@ def interleave(
 
 def least(runs: Mapping[Name, Run], rounds: int) -> dict[Name, float]:
     """Return the seconds of a call of each in the turn that was disturbed least, where one call fills a turn."""
-    return {name: min(seconds) for name, seconds in interleave(runs, dict.fromkeys(runs, 1.0), rounds).items()}
+    return {
+        name: min(seconds)
+        for name, seconds in interleave(runs, dict.fromkeys(runs, 1.0), rounds).items()
+    }
 
 
-def seconds_per_call(run: Run, repeats: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:
+def seconds_per_call(
+    run: Run, repeats: int = 1, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Return the seconds that one of `repeats` calls takes."""
     start = clock()
     run(repeats)

@@ -67,16 +67,22 @@ class Workload:
     @property
     def size(self) -> str:
         """The shape of the input, and the direction."""
-        shape = (self.b, self.t, self.n * self.h) if self.layer else (self.b, self.n, self.t, self.h)
+        shape = (
+            (self.b, self.t, self.n * self.h) if self.layer else (self.b, self.n, self.t, self.h)
+        )
         return f"{shape} {'decoding step' if self.step else 'forward+backward' if self.backward else 'forward'}"
 
     def mask(self, offset: Count | None = None) -> Mask:
         """Return the mask; `offset` is the position of the first query where the queries are only some of the rows."""
         offset = self.t - 1 if self.step else offset
-        return Mask.causal(offset) if self.window is None else Mask.sliding_window(self.window, offset)
+        return (
+            Mask.causal(offset) if self.window is None else Mask.sliding_window(self.window, offset)
+        )
 
     def __str__(self) -> str:
-        return ", ".join([self.size, *([f"window {self.window}"] if self.window else []), self.dtype])
+        return ", ".join(
+            [self.size, *([f"window {self.window}"] if self.window else []), self.dtype]
+        )
 
 
 @lru_cache(maxsize=2)

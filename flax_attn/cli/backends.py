@@ -18,17 +18,34 @@ def add(commands: Any) -> None:
         description="Nothing is computed. The defaults are the attention of GPT-2 small.",
     )
     shape = {"type": common.sizes("b,t,n,h"), "metavar": "B,T,N,H"}
-    backends.add_argument("--shape", default=(1, 1024, 12, 64), help="of the query (default 1,1024,12,64)", **shape)
-    backends.add_argument("--keys", type=common.count, metavar="S", help="number of keys (default: as many as queries)")
-    backends.add_argument("--kv-heads", type=common.count, help="number of key/value heads (default: as many as heads)")
+    backends.add_argument(
+        "--shape", default=(1, 1024, 12, 64), help="of the query (default 1,1024,12,64)", **shape
+    )
+    backends.add_argument(
+        "--keys",
+        type=common.count,
+        metavar="S",
+        help="number of keys (default: as many as queries)",
+    )
+    backends.add_argument(
+        "--kv-heads",
+        type=common.count,
+        help="number of key/value heads (default: as many as heads)",
+    )
     backends.add_argument("--dtype", default="float32", help="of the inputs (default float32)")
-    backends.add_argument("--platform", choices=PLATFORMS, help="where it would run (default: here)")
+    backends.add_argument(
+        "--platform", choices=PLATFORMS, help="where it would run (default: here)"
+    )
     backends.add_argument("--no-causal", action="store_true", help="let every query see every key")
     backends.add_argument("--window", type=common.count, help="causal, and so many keys in all")
     backends.add_argument(
-        "--models", action="store_true", help="ask about the attention of well-known models (default: on all platforms)"
+        "--models",
+        action="store_true",
+        help="ask about the attention of well-known models (default: on all platforms)",
     )
-    backends.set_defaults(run=_backends, of_one_call={name: backends.get_default(name) for name in _OF_ONE_CALL})
+    backends.set_defaults(
+        run=_backends, of_one_call={name: backends.get_default(name) for name in _OF_ONE_CALL}
+    )
 
 
 _OF_ONE_CALL = ("shape", "keys", "kv_heads", "dtype", "no_causal", "window")
@@ -58,10 +75,14 @@ def _backends(options: argparse.Namespace) -> int:
 def _models(options: argparse.Namespace) -> int:
     from flax_attn.bench import calls
 
-    given = [name for name, default in options.of_one_call.items() if getattr(options, name) != default]
+    given = [
+        name for name, default in options.of_one_call.items() if getattr(options, name) != default
+    ]
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise common.UsageError(f"--models asks about calls of its own, and {names} about another: give one of them")
+        raise common.UsageError(
+            f"--models asks about calls of its own, and {names} about another: give one of them"
+        )
     for platform in [options.platform] if options.platform else PLATFORMS:
         common.console(150).print(calls.table(platform))
     return 0

@@ -19,9 +19,13 @@ def add(commands: Any) -> None:
         help="measure time, memory and growth beside PyTorch, jax.nn, Flax and attnax",
         description="Time implementations on the same inputs, in turns, after a check that their results agree.",
     )
-    bench.add_argument("--quick", action="store_true", help="small shapes, or with --gpu few calls: in a minute")
+    bench.add_argument(
+        "--quick", action="store_true", help="small shapes, or with --gpu few calls: in a minute"
+    )
     shape = {"action": "append", "default": [], "metavar": "B,N,T,H"}
-    bench.add_argument("--shape", type=common.sizes("b,n,t,h"), help="only this one; may be repeated", **shape)
+    bench.add_argument(
+        "--shape", type=common.sizes("b,n,t,h"), help="only this one; may be repeated", **shape
+    )
     bench.add_argument(
         "--backend",
         action="append",
@@ -29,16 +33,28 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="only this one of ours; may be repeated, and ratios are about the first",
     )
-    bench.add_argument("--rounds", type=common.count, default=7, help="turns of each implementation (default 7)")
-    bench.add_argument("--json", metavar="FILE", help="write all that was measured to FILE")
-    bench.add_argument("--plot", metavar="FILE", help="draw time and memory over T to FILE (.png, .svg, .pdf)")
-    bench.add_argument("--models", action="store_true", help="measure GPT-2 small beside transformers instead")
     bench.add_argument(
-        "--families", action="store_true", help="measure models with experts, latents or states instead, likewise"
+        "--rounds", type=common.count, default=7, help="turns of each implementation (default 7)"
     )
-    bench.add_argument("--tpu", action="store_true", help="compile for TPU chips instead, without one")
+    bench.add_argument("--json", metavar="FILE", help="write all that was measured to FILE")
     bench.add_argument(
-        "--gpu", action="store_true", help="compile the attention of models for an H200 instead, without one"
+        "--plot", metavar="FILE", help="draw time and memory over T to FILE (.png, .svg, .pdf)"
+    )
+    bench.add_argument(
+        "--models", action="store_true", help="measure GPT-2 small beside transformers instead"
+    )
+    bench.add_argument(
+        "--families",
+        action="store_true",
+        help="measure models with experts, latents or states instead, likewise",
+    )
+    bench.add_argument(
+        "--tpu", action="store_true", help="compile for TPU chips instead, without one"
+    )
+    bench.add_argument(
+        "--gpu",
+        action="store_true",
+        help="compile the attention of models for an H200 instead, without one",
     )
     bench.set_defaults(run=_bench)
 
@@ -54,7 +70,9 @@ def _bench(options: argparse.Namespace) -> int:
     if options.plot:
         common.need("matplotlib", "viz", "--plot")
     if options.plot and options.shape:
-        raise common.UsageError("--plot shows the growth over T, which --shape leaves out: give one of them")
+        raise common.UsageError(
+            "--plot shows the growth over T, which --shape leaves out: give one of them"
+        )
     report = _run(options)
     _print(report)
     if options.json:
@@ -82,9 +100,13 @@ def _run(options: argparse.Namespace) -> BenchmarkReport:
 
         def show(benchmarks, benchmark):
             done = benchmarks.index(benchmark)
-            progress.update(task, total=len(benchmarks), completed=done, description=benchmark.title)
+            progress.update(
+                task, total=len(benchmarks), completed=done, description=benchmark.title
+            )
             if not sys.stderr.isatty():  # where no bar is drawn
-                print(f"{done + 1}/{len(benchmarks)} {benchmark.title}", file=sys.stderr, flush=True)
+                print(
+                    f"{done + 1}/{len(benchmarks)} {benchmark.title}", file=sys.stderr, flush=True
+                )
 
         return suite.run(options.shape, options.backend, options.rounds, options.quick, show)
 

@@ -37,7 +37,12 @@ def console(width: int) -> Console:
 
 def progress() -> Progress:
     """Return a progress bar on stderr that disappears when it is done; none where there is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     disable = not sys.stderr.isatty()
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=disable)
 
@@ -48,7 +53,9 @@ def check_writable(path: str | None) -> None:
         return
     folder = Path(path).absolute().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"cannot write {path}: it must name a file in a folder that exists and can be written to")
+        raise UsageError(
+            f"cannot write {path}: it must name a file in a folder that exists and can be written to"
+        )
 
 
 def need(module: str, extra: str, what: str) -> None:
@@ -62,7 +69,11 @@ def save_figure(draw: Callable[[], Figure], path: str) -> None:
     try:
         with replacing(path) as whole:
             draw().savefig(whole, dpi=150)
-    except (ImportError, OSError, ValueError) as error:  # no matplotlib, an unknown format, no way to write
+    except (
+        ImportError,
+        OSError,
+        ValueError,
+    ) as error:  # no matplotlib, an unknown format, no way to write
         raise UsageError(str(error)) from None
     print(f"wrote {path}")
 

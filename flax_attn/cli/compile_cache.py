@@ -25,7 +25,10 @@ def switch_on() -> None:
             folder = directory()
             folder.mkdir(parents=True, exist_ok=True)
         except (OSError, RuntimeError) as error:  # no home, or one that cannot be written to
-            print(f"flax-attn: compiled programs are not kept: {error}. Set XDG_CACHE_HOME", file=sys.stderr)
+            print(
+                f"flax-attn: compiled programs are not kept: {error}. Set XDG_CACHE_HOME",
+                file=sys.stderr,
+            )
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", _LIMIT)

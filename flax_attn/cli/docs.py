@@ -40,20 +40,35 @@ def add(commands: Any) -> None:
         help="write the generated tables of the documentation",
         description="Write the tables of variants, faults and backends into the documentation of a clone.",
     )
-    docs.add_argument("--check", action="store_true", help="write nothing, and exit with 1 if a file is out of date")
-    docs.add_argument("--folder", default="docs", metavar="DIR", help="of the documentation (default docs)")
+    docs.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing, and exit with 1 if a file is out of date",
+    )
+    docs.add_argument(
+        "--folder", default="docs", metavar="DIR", help="of the documentation (default docs)"
+    )
     docs.set_defaults(run=_docs)
 
 
 def _docs(options: argparse.Namespace) -> int:
     folder = Path(options.folder)
     if not (folder / "backends.md").is_file():
-        raise common.UsageError(f"--folder must hold the documentation of a clone; got {folder} without backends.md")
+        raise common.UsageError(
+            f"--folder must hold the documentation of a clone; got {folder} without backends.md"
+        )
     pages = dict(_pages(folder))
-    outdated = [path for path, text in pages.items() if not path.is_file() or path.read_text("utf-8") != text]
+    outdated = [
+        path
+        for path, text in pages.items()
+        if not path.is_file() or path.read_text("utf-8") != text
+    ]
     for path in outdated:
         if options.check:
-            print(f"flax-attn: {path} is out of date. Run `flax-attn docs` and commit the result", file=sys.stderr)
+            print(
+                f"flax-attn: {path} is out of date. Run `flax-attn docs` and commit the result",
+                file=sys.stderr,
+            )
         else:
             with replacing(path) as whole:
                 whole.write_text(pages[path], encoding="utf-8")
@@ -122,7 +137,9 @@ def between_markers(page: str, table: str) -> str:
         ValueError: if a marker is missing or repeated.
     """
     if (page.count(BEGIN), page.count(END)) != (1, 1):
-        raise ValueError(f"the table must stand between one line {BEGIN.strip()} and one line {END.strip()}")
+        raise ValueError(
+            f"the table must stand between one line {BEGIN.strip()} and one line {END.strip()}"
+        )
     head, rest = page.split(BEGIN)
     return f"{head}{BEGIN}\n{table}\n\n{END}{rest.split(END)[1]}"
 
@@ -171,13 +188,20 @@ def _variants() -> list[VariantRow]:
 
 
 def _call(options: Mapping[str, Any]) -> str:
-    return f"`{', '.join(f'{name}={_value(value)}' for name, value in options.items())}`" if options else ""
+    return (
+        f"`{', '.join(f'{name}={_value(value)}' for name, value in options.items())}`"
+        if options
+        else ""
+    )
 
 
 def _faults() -> list[FaultRow]:
     from flax_attn.proof.faults import FAULTS
 
-    return [FaultRow(fault.what.removesuffix("."), f"`{fault.variant.name}`", fault.check) for fault in FAULTS]
+    return [
+        FaultRow(fault.what.removesuffix("."), f"`{fault.variant.name}`", fault.check)
+        for fault in FAULTS
+    ]
 
 
 def _mesh_faults() -> list[tuple[str, str]]:

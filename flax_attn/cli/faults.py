@@ -16,8 +16,12 @@ all are detected, 1 if one is not or a check fails without a fault."""
 
 def add(commands: Any) -> None:
     """Add the command."""
-    faults = commands.add_parser("faults", help="show that known porting faults are detected", description=DESCRIPTION)
-    faults.add_argument("--seed", type=common.seed, default=0, help="of the weights and inputs (default 0)")
+    faults = commands.add_parser(
+        "faults", help="show that known porting faults are detected", description=DESCRIPTION
+    )
+    faults.add_argument(
+        "--seed", type=common.seed, default=0, help="of the weights and inputs (default 0)"
+    )
     faults.set_defaults(run=_faults)
 
 

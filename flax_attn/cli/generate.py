@@ -23,17 +23,31 @@ def add(commands: Any) -> None:
         description="Continue a text with a checkpoint from a local Hugging Face folder: config.json of any family "
         "that flax_attn has, safetensors and tokenizer.json. The text is written as it is made; nothing is downloaded.",
     )
-    generate.add_argument("--model", metavar="DIR", required=True, help="the folder of the checkpoint")
-    generate.add_argument("--prompt", required=True, help="the text to continue")
-    generate.add_argument("--max-new-tokens", type=common.count, default=100, help="at most (default 100)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (default 0)")
-    generate.add_argument("--top-k", type=common.count, help="draw from this many of the most likely tokens")
     generate.add_argument(
-        "--top-p", type=float, help="draw from the most likely tokens that have this probability together"
+        "--model", metavar="DIR", required=True, help="the folder of the checkpoint"
     )
-    generate.add_argument("--seed", type=common.seed, default=0, help="of what is drawn (default 0)")
+    generate.add_argument("--prompt", required=True, help="the text to continue")
     generate.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as stored"
+        "--max-new-tokens", type=common.count, default=100, help="at most (default 100)"
+    )
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the most likely token (default 0)"
+    )
+    generate.add_argument(
+        "--top-k", type=common.count, help="draw from this many of the most likely tokens"
+    )
+    generate.add_argument(
+        "--top-p",
+        type=float,
+        help="draw from the most likely tokens that have this probability together",
+    )
+    generate.add_argument(
+        "--seed", type=common.seed, default=0, help="of what is drawn (default 0)"
+    )
+    generate.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights; default: as stored",
     )
     generate.add_argument(
         "--no-compile-cache",
@@ -86,7 +100,11 @@ class _Printer:
     def __init__(self, tokenizer: Any, startup: Startup):
         from tokenizers.decoders import DecodeStream
 
-        self.tokenizer, self.stream, self.startup = tokenizer, DecodeStream(skip_special_tokens=True), startup
+        self.tokenizer, self.stream, self.startup = (
+            tokenizer,
+            DecodeStream(skip_special_tokens=True),
+            startup,
+        )
 
     def __call__(self, row: int, token: int) -> None:
         sys.stdout.write(self.stream.step(self.tokenizer, token) or "")
@@ -111,16 +129,24 @@ def _tokenizer(folder: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise UsageError('text needs the tokenizers library: pip install "flax-attn[generate]"') from None
+        raise UsageError(
+            'text needs the tokenizers library: pip install "flax-attn[generate]"'
+        ) from None
     if not folder.is_dir():
-        raise UsageError(f"no folder {folder}. Nothing is downloaded: pass the path of a folder on this machine")
+        raise UsageError(
+            f"no folder {folder}. Nothing is downloaded: pass the path of a folder on this machine"
+        )
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise UsageError(f"no tokenizer at {path}: text needs the tokenizer.json that the model was trained with")
+        raise UsageError(
+            f"no tokenizer at {path}: text needs the tokenizer.json that the model was trained with"
+        )
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise UsageError(f"{path} is not a tokenizer that the tokenizers library reads: {error}") from None
+        raise UsageError(
+            f"{path} is not a tokenizer that the tokenizers library reads: {error}"
+        ) from None
 
 
 def _ids_of(tokenizer: Any, prompt: str) -> list[int]:

@@ -29,17 +29,27 @@ apart."""
 
 def add(commands: Any) -> None:
     """Add the command."""
-    parity = commands.add_parser("parity", help="prove that modules equal their PyTorch twins", description=DESCRIPTION)
-    parity.add_argument("target", nargs="*", metavar="TARGET", help="pkg.mod:flax_factory pkg.mod:torch_factory")
+    parity = commands.add_parser(
+        "parity", help="prove that modules equal their PyTorch twins", description=DESCRIPTION
+    )
+    parity.add_argument(
+        "target", nargs="*", metavar="TARGET", help="pkg.mod:flax_factory pkg.mod:torch_factory"
+    )
     parity.add_argument(
         "--variant",
         action="append",
         metavar="NAME",
         help="only this variant or class, such as causal or CausalAttention; may be repeated",
     )
-    parity.add_argument("--check", action="append", metavar="NAME", help="only this check; may be repeated")
-    parity.add_argument("--full", action="store_true", help="compare eager with compiled, and training runs, too")
-    parity.add_argument("--seed", type=common.seed, default=0, help="of the weights and inputs (default 0)")
+    parity.add_argument(
+        "--check", action="append", metavar="NAME", help="only this check; may be repeated"
+    )
+    parity.add_argument(
+        "--full", action="store_true", help="compare eager with compiled, and training runs, too"
+    )
+    parity.add_argument(
+        "--seed", type=common.seed, default=0, help="of the weights and inputs (default 0)"
+    )
     parity.add_argument(
         "--mesh",
         metavar="AXIS=SIZE,...",
@@ -57,11 +67,17 @@ def add(commands: Any) -> None:
         "flax-attn[report]); may be repeated",
     )
     written.add_argument(
-        "--export", metavar="DIR", help="write the PyTorch results, to compare with where torch is not"
+        "--export",
+        metavar="DIR",
+        help="write the PyTorch results, to compare with where torch is not",
     )
-    parity.add_argument("--against", metavar="DIR", help="compare with an export instead of PyTorch")
     parity.add_argument(
-        "--device", metavar="PLATFORM", help="with --against: run dtypes below float64 there: gpu, tpu (default cpu)"
+        "--against", metavar="DIR", help="compare with an export instead of PyTorch"
+    )
+    parity.add_argument(
+        "--device",
+        metavar="PLATFORM",
+        help="with --against: run dtypes below float64 there: gpu, tpu (default cpu)",
     )
     parity.set_defaults(run=_parity)
 
@@ -70,7 +86,9 @@ def _parity(options: argparse.Namespace) -> int:
     if not options.against:
         need_torch()
     if options.mesh is not None and (options.target or options.against or options.device):
-        raise common.UsageError("--mesh runs our own table against PyTorch; got it with targets, --against or --device")
+        raise common.UsageError(
+            "--mesh runs our own table against PyTorch; got it with targets, --against or --device"
+        )
     for path in options.report:
         _check_report(path)
     from flax_attn.convert import ConversionError
@@ -126,7 +144,9 @@ def need_torch() -> None:
 def _check_report(path: str) -> None:
     common.check_writable(path)
     if Path(path).suffix not in _WRITERS:
-        raise common.UsageError(f"cannot write {path}: its suffix must be one of {', '.join(_WRITERS)}")
+        raise common.UsageError(
+            f"cannot write {path}: its suffix must be one of {', '.join(_WRITERS)}"
+        )
     if Path(path).suffix == ".html":
         from flax_attn.parity.report import page
 
@@ -156,9 +176,14 @@ def _variants(options: argparse.Namespace) -> list[Report]:
     alone = run.checks or device or workers == 1 or len(variants) <= workers
     with common.progress() as progress:
         if alone or any(Path(path).suffix == ".html" for path in options.report):
-            return [run.report(variant, device) for variant in progress.track(variants, description="comparing")]
+            return [
+                run.report(variant, device)
+                for variant in progress.track(variants, description="comparing")
+            ]
         task = progress.add_task("comparing", total=len(variants))
-        return run.reports([variant.name for variant in variants], workers, lambda: progress.advance(task))
+        return run.reports(
+            [variant.name for variant in variants], workers, lambda: progress.advance(task)
+        )
 
 
 _WORKERS = 4  # the most processes, of about 1 GB each
@@ -168,10 +193,14 @@ def _recorded(variants: list[Variant], options: argparse.Namespace) -> list[Vari
     """Return those of the variants that an export holds; one that was asked for by name must be there."""
     from flax_attn.parity.adapters import recording
 
-    recordings = recording.load(options.against, [v.name for v in variants] if options.variant else None)
+    recordings = recording.load(
+        options.against, [v.name for v in variants] if options.variant else None
+    )
     found = [variant for variant in variants if variant.name in recordings]
     if not found:
-        raise common.UsageError(f"{options.against} holds no variant of the table; it holds {', '.join(recordings)}")
+        raise common.UsageError(
+            f"{options.against} holds no variant of the table; it holds {', '.join(recordings)}"
+        )
     return found
 
 
@@ -228,11 +257,23 @@ def _show(reports: list[Report], in_full: bool, full: bool) -> None:
         console.print(line, style="bold red", highlight=False, soft_wrap=True)
     judged = _judged(reports)
     good = sum(report.passed for report in judged)
-    console.print(f"\n{good} of {len(judged)} variants equal their PyTorch twin", style="bold", highlight=False)
+    console.print(
+        f"\n{good} of {len(judged)} variants equal their PyTorch twin",
+        style="bold",
+        highlight=False,
+    )
     if len(judged) < len(reports):
-        console.print(f"{len(reports) - len(judged)} cannot be split over this mesh, and were not compared:")
+        console.print(
+            f"{len(reports) - len(judged)} cannot be split over this mesh, and were not compared:"
+        )
     for report in reports:
         if report not in judged:
-            console.print(f"  {report.name}: {report.checks[0].skipped}", highlight=False, soft_wrap=True)
+            console.print(
+                f"  {report.name}: {report.checks[0].skipped}", highlight=False, soft_wrap=True
+            )
     if not full:
-        console.print("Training, and eager against compiled: flax-attn parity --full", style="dim", highlight=False)
+        console.print(
+            "Training, and eager against compiled: flax-attn parity --full",
+            style="dim",
+            highlight=False,
+        )

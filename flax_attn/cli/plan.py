@@ -37,17 +37,39 @@ def add(commands: Any) -> None:
         help="v5e:16x16, v6e:16x16, v5p:4x4x4, tpu7x:4x4x4, h200:8, cpu:8",
     )
     plan.add_argument(
-        "--mesh", required=True, metavar="AXIS=SIZE,...", help="of data, fsdp, tensor, context, expert: data=4,fsdp=64"
+        "--mesh",
+        required=True,
+        metavar="AXIS=SIZE,...",
+        help="of data, fsdp, tensor, context, expert: data=4,fsdp=64",
     )
-    plan.add_argument("--batch", required=True, type=common.count, metavar="B", help="sequences of all chips together")
-    plan.add_argument("--tokens", required=True, type=common.count, metavar="T", help="of each sequence")
-    what = plan.add_mutually_exclusive_group(required=True)
-    what.add_argument("--train", action="store_true", help="a step of training with AdamW, its state in float32")
-    what.add_argument("--generate", action="store_true", help="the prompt, and one more token behind it")
-    plan.add_argument("--layers", type=common.count, metavar="N", help="the first N layers of the model alone")
-    plan.add_argument("--remat", action="store_true", help="recompute each block in the backward pass")
     plan.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the parameters (default bfloat16)"
+        "--batch",
+        required=True,
+        type=common.count,
+        metavar="B",
+        help="sequences of all chips together",
+    )
+    plan.add_argument(
+        "--tokens", required=True, type=common.count, metavar="T", help="of each sequence"
+    )
+    what = plan.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--train", action="store_true", help="a step of training with AdamW, its state in float32"
+    )
+    what.add_argument(
+        "--generate", action="store_true", help="the prompt, and one more token behind it"
+    )
+    plan.add_argument(
+        "--layers", type=common.count, metavar="N", help="the first N layers of the model alone"
+    )
+    plan.add_argument(
+        "--remat", action="store_true", help="recompute each block in the backward pass"
+    )
+    plan.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of the parameters (default bfloat16)",
     )
     plan.add_argument(
         "--rule",
@@ -56,10 +78,19 @@ def add(commands: Any) -> None:
         metavar="NAME=AXIS,...",
         help="split the axes of this name over these of the mesh: embed=fsdp,context; may be repeated",
     )
-    plan.add_argument("--backend", default="auto", metavar="NAME", help="of the attention calls (default auto)")
-    plan.add_argument("--memory", type=float, metavar="GIB", help="of a device, if not what is published for the chip")
+    plan.add_argument(
+        "--backend", default="auto", metavar="NAME", help="of the attention calls (default auto)"
+    )
+    plan.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="of a device, if not what is published for the chip",
+    )
     plan.add_argument("--json", metavar="FILE", help="write all of it to FILE")
-    plan.add_argument("--markdown", action="store_true", help="print it as one line of a table in Markdown")
+    plan.add_argument(
+        "--markdown", action="store_true", help="print it as one line of a table in Markdown"
+    )
     plan.set_defaults(run=_plan)
 
 

@@ -22,22 +22,36 @@ def add(commands: Any) -> None:
         description="Run the words of a text through one attention layer with random weights.",
     )
     show.add_argument("--text", default=EXAMPLE, help=f"words, a token each (default {EXAMPLE!r})")
-    show.add_argument("--out", metavar="FILE", help="write the attention maps to FILE (.png, .svg, .pdf)")
-    show.add_argument("--shapes", action="store_true", help="print every intermediate of the layer with its shape")
+    show.add_argument(
+        "--out", metavar="FILE", help="write the attention maps to FILE (.png, .svg, .pdf)"
+    )
+    show.add_argument(
+        "--shapes", action="store_true", help="print every intermediate of the layer with its shape"
+    )
     show.add_argument("--heads", type=int, default=4, help="number of heads (default 4)")
-    show.add_argument("--kv-heads", type=int, help="number of key/value heads (default: as many as heads)")
+    show.add_argument(
+        "--kv-heads", type=int, help="number of key/value heads (default: as many as heads)"
+    )
     show.add_argument("--width", type=int, default=32, help="model width (default 32)")
-    show.add_argument("--no-causal", action="store_true", help="let every token attend to every other")
-    show.add_argument("--seed", type=common.seed, default=0, help="of the weights and embeddings (default 0)")
+    show.add_argument(
+        "--no-causal", action="store_true", help="let every token attend to every other"
+    )
+    show.add_argument(
+        "--seed", type=common.seed, default=0, help="of the weights and embeddings (default 0)"
+    )
     show.set_defaults(run=_show)
 
 
 def _show(options: argparse.Namespace) -> int:
     if not (options.out or options.shapes):
-        raise common.UsageError("say what to show: --out FILE for the attention maps, --shapes for the shapes, or both")
+        raise common.UsageError(
+            "say what to show: --out FILE for the attention maps, --shapes for the shapes, or both"
+        )
     common.check_writable(options.out)
     if options.out and not Path(options.out).suffix:
-        raise common.UsageError(f"cannot write {options.out}: its suffix says the format, such as .png, .svg or .pdf")
+        raise common.UsageError(
+            f"cannot write {options.out}: its suffix says the format, such as .png, .svg or .pdf"
+        )
     try:
         layer, tokens, embeddings = _example(options)
     except ValueError as error:
@@ -75,7 +89,9 @@ def _print_steps(layer: Any, tokens: list[str], embeddings: Any) -> None:
     from flax_attn.functional.shapes import AXES
     from flax_attn.steps import steps
 
-    rows = Table("step", "axes", "shape", "meaning", title=f"{type(layer).__name__} on {len(tokens)} tokens")
+    rows = Table(
+        "step", "axes", "shape", "meaning", title=f"{type(layer).__name__} on {len(tokens)} tokens"
+    )
     rows.add_row("input", "b t d", str((1, *embeddings.shape)), "one vector per token")
     for step in steps(layer, embeddings[None]):
         rows.add_row(step.name, step.axes, str(step.shape), step.meaning)

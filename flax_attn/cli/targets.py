@@ -56,7 +56,9 @@ def checks(options: argparse.Namespace) -> list[str] | None:
 
     unknown = [name for name in options.check or () if name not in CHECKS]
     if unknown:
-        raise common.UsageError(f"no check is called {', '.join(unknown)}. Known are: {', '.join(CHECKS)}")
+        raise common.UsageError(
+            f"no check is called {', '.join(unknown)}. Known are: {', '.join(CHECKS)}"
+        )
     return options.check
 
 
@@ -69,7 +71,10 @@ def compare(options: argparse.Namespace) -> list[Report]:
     if len(options.target) != len(frameworks):
         wanted = " ".join(f"pkg.mod:{framework}_factory" for framework in frameworks)
         raise common.UsageError(f"give {wanted}; got {' '.join(options.target)}")
-    with on_cpu(), common.progress() as progress:  # x64 is on before a factory builds any table or constant
+    with (
+        on_cpu(),
+        common.progress() as progress,
+    ):  # x64 is on before a factory builds any table or constant
         task = progress.add_task("comparing", total=len(options.check or CHECKS))
 
         def watch(name: str) -> None:
@@ -88,7 +93,9 @@ def _compared(options: argparse.Namespace, watch: Callable[[str], None]) -> Repo
     torch_module, inputs = _recorded(options, name) if options.against else _built(options)
     if options.rules:
         layout = _paired(options, flax_module, torch_module)
-    flax_call, torch_call = (call and _load(call) for call in (options.flax_call, options.torch_call))
+    flax_call, torch_call = (
+        call and _load(call) for call in (options.flax_call, options.torch_call)
+    )
     pair = pair_modules(
         *(flax_module, torch_module, inputs),
         layout=layout,
@@ -120,7 +127,9 @@ def _built(options: argparse.Namespace) -> tuple[Any, list[Any]]:
     if hasattr(module, "eval"):
         module.eval()  # a module is built in train mode
     if not options.input:
-        raise common.UsageError("give the inputs: --input 3,5,6 for floats, --input int:50:3,5 for integers below 50")
+        raise common.UsageError(
+            "give the inputs: --input 3,5,6 for floats, --input int:50:3,5 for integers below 50"
+        )
     random = np.random.default_rng(options.seed)
     return module, [_input(text, random) for text in options.input]
 
@@ -141,7 +150,9 @@ def _input(text: str, random: np.random.Generator) -> Any:
         sizes = tuple(common.count(size) for size in shape.split(","))
         return random.integers(0, common.count(below), sizes) if text.startswith("int:") else sizes
     except (ValueError, argparse.ArgumentTypeError):
-        raise common.UsageError(f"an input is a shape such as 3,5,6, or int:50:3,5; got {text}") from None
+        raise common.UsageError(
+            f"an input is a shape such as 3,5,6, or int:50:3,5; got {text}"
+        ) from None
 
 
 def _layout(text: str) -> Any:
@@ -151,7 +162,9 @@ def _layout(text: str) -> Any:
         return _load(text)
     names = ("auto", "none", *LAYOUTS)
     if text not in names:
-        raise common.UsageError(f"layout must be one of {', '.join(map(repr, names))}, or pkg.mod:TABLE; got {text!r}")
+        raise common.UsageError(
+            f"layout must be one of {', '.join(map(repr, names))}, or pkg.mod:TABLE; got {text!r}"
+        )
     return None if text == "none" else text
 
 

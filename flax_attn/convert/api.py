@@ -13,7 +13,9 @@ from flax_attn.convert.rules import Axes, ConversionError
 from flax_attn.convert.stacked import LayerSlice, Tensor, layers_of, stacked_layers, whole
 
 
-def state_dict(module: nnx.Module, layout: LayoutLike = "torch_ref", *, prefix: str = "") -> dict[str, np.ndarray]:
+def state_dict(
+    module: nnx.Module, layout: LayoutLike = "torch_ref", *, prefix: str = ""
+) -> dict[str, np.ndarray]:
     """Return the parameters and running statistics of `module` as flat arrays in a layout.
 
     Args:
@@ -39,7 +41,11 @@ def state_dict(module: nnx.Module, layout: LayoutLike = "torch_ref", *, prefix: 
 
 
 def load_state_dict(
-    module: nnx.Module, weights: Mapping[str, Any], layout: LayoutLike = "torch_ref", *, prefix: str = ""
+    module: nnx.Module,
+    weights: Mapping[str, Any],
+    layout: LayoutLike = "torch_ref",
+    *,
+    prefix: str = "",
 ) -> None:
     """Write the weights of a state dict into `module`, all of them or none.
 
@@ -115,11 +121,17 @@ def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
     The value of a name is its layer.
     """
     modules = dict(nnx.iter_modules(module))
-    sequences = {path for path, submodule in modules.items() if isinstance(submodule, nnx.Sequential)}
-    stacks = {path: layers for path, submodule in modules.items() if (layers := stacked_layers(submodule))}
+    sequences = {
+        path for path, submodule in modules.items() if isinstance(submodule, nnx.Sequential)
+    }
+    stacks = {
+        path: layers for path, submodule in modules.items() if (layers := stacked_layers(submodule))
+    }
 
     def dotted(path: tuple, kept: tuple) -> str:
-        parts = [part for i, part in enumerate(path) if part != "layers" or kept[:i] not in sequences]
+        parts = [
+            part for i, part in enumerate(path) if part != "layers" or kept[:i] not in sequences
+        ]
         return ".".join(map(str, parts))
 
     def names(path: tuple) -> dict[str, int | None]:
@@ -139,11 +151,15 @@ def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
             f"weights go into and out of NNX modules; got {type(module)}. Pass the Flax side as the module"
         )
     names, table = naming(module), as_layout(layout)
-    modules = {name: submodule for path, submodule in nnx.iter_modules(module) for name in names(path)}
+    modules = {
+        name: submodule for path, submodule in nnx.iter_modules(module) for name in names(path)
+    }
     for where, submodule in modules.items():
         if reason := table.refuse(submodule):
             which = f"{where} ({type(submodule).__name__})" if where else type(submodule).__name__
-            raise ConversionError(f"{which} cannot be stored in the layout {layout_name(layout)}: {reason}")
+            raise ConversionError(
+                f"{which} cannot be stored in the layout {layout_name(layout)}: {reason}"
+            )
 
     def axes(prefix: str) -> dict[str, int]:
         own = modules.get(prefix.rstrip("."))

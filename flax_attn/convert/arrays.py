@@ -35,7 +35,10 @@ def to_layout(
     """
     arrays = {name: as_numbers(name, value) for name, value in flatten(weights).items()}
     entries = plan({name: array.shape for name, array in arrays.items()}, as_layout(layout), axes)
-    pieces = (entry.pieces(entry.join(arrays)) for entry in sorted(entries, key=lambda entry: entry.theirs))
+    pieces = (
+        entry.pieces(entry.join(arrays))
+        for entry in sorted(entries, key=lambda entry: entry.theirs)
+    )
     return {prefix + name: array for own in pieces for name, array in own.items()}
 
 
@@ -70,15 +73,21 @@ def from_layout(
         {'kernel': (3, 2)}
     """
     table = as_layout(layout)
-    entries = plan({name: as_shape(name, value) for name, value in flatten(like).items()}, table, axes)
+    entries = plan(
+        {name: as_shape(name, value) for name, value in flatten(like).items()}, table, axes
+    )
     theirs = _under(prefix, flatten(weights))
-    wrong = problems(entries, {name: as_shape(name, value) for name, value in theirs.items()}, table)
+    wrong = problems(
+        entries, {name: as_shape(name, value) for name, value in theirs.items()}, table
+    )
     if wrong:
         heading = f"these weights do not fit {what} in the layout {layout_name(layout)}:"
         raise ConversionError("\n  ".join([heading, *wrong]))
     ours = {}
     for entry in entries:
-        ours |= entry.split(entry.whole({name: as_numbers(name, theirs[name]) for name in entry.tensors}))
+        ours |= entry.split(
+            entry.whole({name: as_numbers(name, theirs[name]) for name in entry.tensors})
+        )
     return ours
 
 
@@ -98,7 +107,9 @@ def as_numbers(name: str, value: Any) -> np.ndarray:
         array = to_numpy(value)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConversionError(f"{name} is not an array that numpy can hold: {error}") from error
-    if not jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(array.dtype, jnp.integer):
+    if not jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(
+        array.dtype, jnp.integer
+    ):
         raise ConversionError(f"{name} must hold real numbers; got dtype {array.dtype}")
     return array
 
@@ -114,9 +125,15 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
         raise ConversionError(f"weights are arrays by name; got {type(tree)}. Pass a state dict")
     flat = {}
     for name, value in tree.items():
-        inner = flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        inner = (
+            flatten(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{name}": value}
+        )
         if twice := flat.keys() & inner.keys():
-            raise ConversionError(f"these weights hold {', '.join(sorted(twice))} twice, once flat and once nested")
+            raise ConversionError(
+                f"these weights hold {', '.join(sorted(twice))} twice, once flat and once nested"
+            )
         flat |= inner
     return flat
 
@@ -130,7 +147,11 @@ def as_shape(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _under(prefix: str, weights: dict[str, Any]) -> dict[str, Any]:
-    found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    found = {
+        name.removeprefix(prefix): value
+        for name, value in weights.items()
+        if name.startswith(prefix)
+    }
     if prefix and not found:
         raise ConversionError(
             f"no entry starts with the prefix {prefix!r}; the first are {', '.join(list(weights)[:3])}"

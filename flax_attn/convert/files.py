@@ -19,7 +19,13 @@ from flax_attn.convert.rules import ConversionError, Entry
 from flax_attn.convert.stacked import Tensor
 
 
-def save(module: nnx.Module, path: str | PathLike[str], layout: LayoutLike = "torch_ref", *, prefix: str = "") -> None:
+def save(
+    module: nnx.Module,
+    path: str | PathLike[str],
+    layout: LayoutLike = "torch_ref",
+    *,
+    prefix: str = "",
+) -> None:
     """Write the parameters of `module` to a safetensors file, in a layout.
 
     Args:
@@ -40,13 +46,21 @@ def save(module: nnx.Module, path: str | PathLike[str], layout: LayoutLike = "to
         ['bias', 'weight']
     """
     if Path(path).suffix != ".safetensors":
-        raise ConversionError(f"weights are written as safetensors; got {path}. Name the file *.safetensors")
+        raise ConversionError(
+            f"weights are written as safetensors; got {path}. Name the file *.safetensors"
+        )
     if not Path(path).absolute().parent.is_dir():
         raise ConversionError(f"weights are written into a folder that exists; got {path}")
     safetensors.numpy.save_file(state_dict(module, layout, prefix=prefix), path)
 
 
-def load(module: nnx.Module, path: str | PathLike[str], layout: LayoutLike = "torch_ref", *, prefix: str = "") -> None:
+def load(
+    module: nnx.Module,
+    path: str | PathLike[str],
+    layout: LayoutLike = "torch_ref",
+    *,
+    prefix: str = "",
+) -> None:
     """Write the weights of a file into `module`: `load_state_dict(module, read_file(path), layout)`."""
     load_state_dict(module, read_file(path), layout, prefix=prefix)
 
@@ -68,7 +82,9 @@ def read_file(path: str | PathLike[str]) -> dict[str, Any]:
         return _read_safetensors(path)
     if path.suffix in (".pt", ".pth", ".bin"):
         return _read_checkpoint(path)
-    raise ConversionError(f"weights are read from .safetensors, .pt, .pth or .bin files; got {path}")
+    raise ConversionError(
+        f"weights are read from .safetensors, .pt, .pth or .bin files; got {path}"
+    )
 
 
 def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
@@ -123,7 +139,9 @@ def write_shards(
         The file, or the index.
     """
     shards = _packed(entries, params, max_shard_size)
-    names = [f"{prefix}model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    names = [
+        f"{prefix}model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
+    ]
     names = names if len(shards) > 1 else [f"{prefix}model.safetensors"]
     for name, shard in zip(names, shards, strict=True):
         _write_shard(folder / name, shard, params)
@@ -162,7 +180,9 @@ def _to_host(array: Array) -> np.ndarray:
     return multihost_utils.process_allgather(array, tiled=True)
 
 
-def _packed(entries: list[Entry], params: Mapping[str, Tensor], max_shard_size: int) -> list[list[Entry]]:
+def _packed(
+    entries: list[Entry], params: Mapping[str, Tensor], max_shard_size: int
+) -> list[list[Entry]]:
     shards, room = [[]], max_shard_size
     for entry in entries:
         size = _size(entry, params)

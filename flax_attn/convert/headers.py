@@ -17,7 +17,12 @@ from flax_attn.convert.files import read_file
 from flax_attn.convert.json_files import distinct, read_object
 from flax_attn.convert.rules import ConversionError, Shape
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 _LONGEST = 255  # characters of the name of a shard
 _DTYPES = {
     "F64": "float64",
@@ -82,9 +87,13 @@ def read_headers(path: Path) -> dict[str, Stored]:
     """
     stored = {}
     for file in _shards(path):
-        entries = _safetensors_header(file) if file.suffix == ".safetensors" else _checkpoint_header(file)
+        entries = (
+            _safetensors_header(file) if file.suffix == ".safetensors" else _checkpoint_header(file)
+        )
         if twice := stored.keys() & entries.keys():
-            raise ConversionError(f"{file} holds {min(twice)}, and {stored[min(twice)].file} does too. Remove one")
+            raise ConversionError(
+                f"{file} holds {min(twice)}, and {stored[min(twice)].file} does too. Remove one"
+            )
         stored |= entries
     return stored
 
@@ -96,7 +105,9 @@ def _shards(path: Path) -> list[Path]:
     files = [path.parent / name for name in _shard_names(path)]
     for file in files:
         if not _is_file(file):
-            raise FileNotFoundError(f"{path} names the shard {file.name}, and there is no such file. Copy all of them")
+            raise FileNotFoundError(
+                f"{path} names the shard {file.name}, and there is no such file. Copy all of them"
+            )
     return files
 
 

@@ -36,7 +36,9 @@ def read_object(path: Path, limit: int = LIMIT) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {reason}. Copy it once more") from error
     if not isinstance(values, dict):
         kind = type(values).__name__
-        raise ValueError(f"{path} must hold an object, fields by name; got {kind}. Copy it once more")
+        raise ValueError(
+            f"{path} must hold an object, fields by name; got {kind}. Copy it once more"
+        )
     return values
 
 

@@ -55,7 +55,9 @@ def _linears(*theirs: str) -> tuple[Rule, ...]:
 
 def _layer(ours: str, theirs: str, pattern: str = "") -> tuple[Rule, Rule]:
     """Return the rules of one linear layer."""
-    return Rule((f"{ours}.kernel",), f"{theirs}.weight", pattern), Rule((f"{ours}.bias",), f"{theirs}.bias")
+    return Rule((f"{ours}.kernel",), f"{theirs}.weight", pattern), Rule(
+        (f"{ours}.bias",), f"{theirs}.bias"
+    )
 
 
 def _split_heads(ours: str, theirs: str) -> tuple[Rule, Rule]:
@@ -65,7 +67,9 @@ def _split_heads(ours: str, theirs: str) -> tuple[Rule, Rule]:
     )
 
 
-def _packed(names: tuple[str, str, str], part: str, weight: str = "", bias: str = "") -> tuple[Rule, ...]:
+def _packed(
+    names: tuple[str, str, str], part: str, weight: str = "", bias: str = ""
+) -> tuple[Rule, ...]:
     """Return the rules of query, key and value into torch.nn.MultiheadAttention: packed, or where widths differ not."""
     return (
         Rule(tuple(f"{name}.{part}" for name in names), "in_proj_weight", weight),
@@ -80,7 +84,11 @@ def _packed(names: tuple[str, str, str], part: str, weight: str = "", bias: str 
 def _within(ours: str, theirs: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """Return the rules of a module as those of one that has it under a name, which is another on either side."""
     return tuple(
-        replace(rule, ours=tuple(f"{ours}.{name}" for name in rule.ours), theirs=f"{theirs}.{rule.theirs}")
+        replace(
+            rule,
+            ours=tuple(f"{ours}.{name}" for name in rule.ours),
+            theirs=f"{theirs}.{rule.theirs}",
+        )
         for rule in rules
     )
 
@@ -94,7 +102,10 @@ _TORCH = (
     *_STATISTICS,
     _SAME,
 )
-_TORCH_MHA = (*_packed(_INPUTS, "kernel", "i o -> o i"), *_layer("out_proj", "out_proj", "i o -> o i"))
+_TORCH_MHA = (
+    *_packed(_INPUTS, "kernel", "i o -> o i"),
+    *_layer("out_proj", "out_proj", "i o -> o i"),
+)
 _GPT2_ATTENTION = (
     Rule(_KERNELS, "c_attn.weight", axis=1),  # Conv1D: (in, out), columns [query, key, value]
     Rule(_BIASES, "c_attn.bias"),
@@ -162,7 +173,9 @@ LAYOUTS = {
     "hf_llama": Layout(
         _linears("q_proj", "k_proj", "v_proj", "o_proj"),
         ignored=r"(.*\.)?rotary_emb\.inv_freq",
-        refuse=ours_unless(has_output, *_PLAIN_HEADS, scores_plain, biases_alike, width_kept, self_attention),
+        refuse=ours_unless(
+            has_output, *_PLAIN_HEADS, scores_plain, biases_alike, width_kept, self_attention
+        ),
     ),
     # The attention of Hugging Face's BERT; the norm after its output is not part of ours.
     "hf_bert": Layout(
@@ -175,7 +188,16 @@ LAYOUTS = {
         _linears("q", "k", "v", "o"),
         ignored=r"(.*\.)?relative_attention_bias\.weight",
         refuse=ours_unless(
-            *(has_output, *_PLAIN_HEADS, no_rope, scores_unscaled, biases_none, heads_alike, width_kept, self_attention)
+            *(
+                has_output,
+                *_PLAIN_HEADS,
+                no_rope,
+                scores_unscaled,
+                biases_none,
+                heads_alike,
+                width_kept,
+                self_attention,
+            )
         ),
     ),
     # flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention: the head axis is separate.
@@ -210,4 +232,6 @@ def as_layout(layout: LayoutLike) -> Layout:
     elif isinstance(layout, Sequence) and all(isinstance(rule, Rule) for rule in layout):
         return Layout(tuple(layout))
     known = ", ".join(map(repr, LAYOUTS))
-    raise ConversionError(f"layout must be one of {known}, a Layout or a sequence of Rules; got {layout!r}")
+    raise ConversionError(
+        f"layout must be one of {known}, a Layout or a sequence of Rules; got {layout!r}"
+    )

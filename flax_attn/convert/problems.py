@@ -12,7 +12,9 @@ _LINES = 100  # of each kind of problem; what is left out is counted
 def problems(entries: list[Entry], theirs: Mapping[str, Shape], layout: Layout) -> list[str]:
     """Return a line for every entry that is missing, mis-shaped or unexpected, the first hundred of each."""
     wanted = {name: shape for entry in entries for name, shape in entry.tensors.items()}
-    extra = [name for name in theirs if name not in wanted and not re.fullmatch(layout.ignored, name)]
+    extra = [
+        name for name in theirs if name not in wanted and not re.fullmatch(layout.ignored, name)
+    ]
     missing = [name for name in wanted if name not in theirs]
     if missing == list(wanted) and (prefix := _common_prefix(wanted, theirs)):
         return [f"every name has the prefix {prefix!r}: pass prefix={prefix!r}"]
@@ -35,7 +37,9 @@ def _more(kind: str, names: list[str]) -> list[str]:
 def _common_prefix(wanted: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> str:
     first = next(iter(wanted), "")
     prefixes = [name.removesuffix(first) for name in theirs if first and name.endswith("." + first)]
-    return next((prefix for prefix in prefixes if all(prefix + name in theirs for name in wanted)), "")
+    return next(
+        (prefix for prefix in prefixes if all(prefix + name in theirs for name in wanted)), ""
+    )
 
 
 def _nearest(name: str, names: list[str]) -> str:

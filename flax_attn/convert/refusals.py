@@ -10,12 +10,16 @@ Check = Callable[[Any], str | None]
 
 def ours_unless(*checks: Check) -> Check:
     """Refuse one of our attention modules unless the checks hold; accept any other module."""
-    return lambda module: _first((no_latents, no_state, *checks), module) if hasattr(module, "W_query") else None
+    return lambda module: (
+        _first((no_latents, no_state, *checks), module) if hasattr(module, "W_query") else None
+    )
 
 
 def nnx_unless(*checks: Check) -> Check:
     """Refuse a `flax.nnx.MultiHeadAttention` unless the checks hold; accept any other module."""
-    return lambda module: _first(checks, module) if isinstance(module, nnx.MultiHeadAttention) else None
+    return lambda module: (
+        _first(checks, module) if isinstance(module, nnx.MultiHeadAttention) else None
+    )
 
 
 def _first(checks: tuple[Check, ...], module: Any) -> str | None:
@@ -24,7 +28,11 @@ def _first(checks: tuple[Check, ...], module: Any) -> str | None:
 
 def no_state(module: Any) -> str | None:
     """Refuse a recurrent attention."""
-    return "it holds attention by softmax, and this module has a state" if hasattr(module, "conv_query") else None
+    return (
+        "it holds attention by softmax, and this module has a state"
+        if hasattr(module, "conv_query")
+        else None
+    )
 
 
 def no_latents(module: Any) -> str | None:
@@ -36,24 +44,38 @@ def no_latents(module: Any) -> str | None:
 
 def has_output(module: Any) -> str | None:
     """Refuse heads without an output projection."""
-    return None if hasattr(module, "out_proj") else "it holds heads with an output projection, and this module has none"
+    return (
+        None
+        if hasattr(module, "out_proj")
+        else "it holds heads with an output projection, and this module has none"
+    )
 
 
 def biases_alike(module: Any) -> str | None:
     """Refuse a bias in some projections only."""
     qkv, out = (getattr(module, name).bias is not None for name in ("W_query", "out_proj"))
-    return None if qkv == out else f"its projections all have a bias or none has; got qkv_bias={qkv}, out_bias={out}"
+    return (
+        None
+        if qkv == out
+        else f"its projections all have a bias or none has; got qkv_bias={qkv}, out_bias={out}"
+    )
 
 
 def biases_all(module: Any) -> str | None:
     """Refuse projections without a bias."""
-    return "its projections have a bias; got qkv_bias=False, out_bias=False" if module.W_query.bias is None else None
+    return (
+        "its projections have a bias; got qkv_bias=False, out_bias=False"
+        if module.W_query.bias is None
+        else None
+    )
 
 
 def biases_none(module: Any) -> str | None:
     """Refuse projections with a bias."""
     qkv, out = (getattr(module, name).bias is not None for name in ("W_query", "out_proj"))
-    return f"its projections have no bias; got qkv_bias={qkv}, out_bias={out}" if qkv or out else None
+    return (
+        f"its projections have no bias; got qkv_bias={qkv}, out_bias={out}" if qkv or out else None
+    )
 
 
 def heads_alike(module: Any) -> str | None:
@@ -72,7 +94,11 @@ def width_kept(module: Any) -> str | None:
 def heads_share_width(module: Any) -> str | None:
     """Refuse heads that are together wider or narrower than the output."""
     n, h, d = module.num_heads, module.head_dim, module.d_out
-    return None if n * h == d else f"its heads share its width; got num_heads={n}, head_dim={h}, d_out={d}"
+    return (
+        None
+        if n * h == d
+        else f"its heads share its width; got num_heads={n}, head_dim={h}, d_out={d}"
+    )
 
 
 def no_qk_norm(module: Any) -> str | None:
@@ -85,12 +111,20 @@ def no_qk_norm(module: Any) -> str | None:
 def no_gate(module: Any) -> str | None:
     """Refuse a gate of what the heads return."""
     gate = getattr(module, "output_gate", None)
-    return None if gate is None else f"it has no place for a gate of the heads; got output_gate={gate!r}"
+    return (
+        None
+        if gate is None
+        else f"it has no place for a gate of the heads; got output_gate={gate!r}"
+    )
 
 
 def no_lambda(module: Any) -> str | None:
     """Refuse differential attention."""
-    return f"it has no place for lambda; got a {type(module).__name__}" if hasattr(module, "lambda_init") else None
+    return (
+        f"it has no place for lambda; got a {type(module).__name__}"
+        if hasattr(module, "lambda_init")
+        else None
+    )
 
 
 def no_rope(module: Any) -> str | None:
@@ -132,7 +166,11 @@ def self_attention(module: Any) -> str | None:
 def inputs_alike(module: Any) -> str | None:
     """Refuse query, key and value inputs that are not equally wide."""
     widths = [getattr(module, name).kernel.shape[0] for name in ("W_query", "W_key", "W_value")]
-    return None if len(set(widths)) == 1 else f"query, key and value inputs are equally wide; got widths {widths}"
+    return (
+        None
+        if len(set(widths)) == 1
+        else f"query, key and value inputs are equally wide; got widths {widths}"
+    )
 
 
 def features_alike(module: Any) -> str | None:

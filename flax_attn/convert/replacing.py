@@ -38,7 +38,9 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
         yield target
         return
     # The suffix stays: writers choose the format by it.
-    with unfinished(target.with_name(f".{target.stem}.{secrets.token_hex(4)}{target.suffix}")) as whole:
+    with unfinished(
+        target.with_name(f".{target.stem}.{secrets.token_hex(4)}{target.suffix}")
+    ) as whole:
         try:
             yield whole
             if target.exists():

@@ -13,7 +13,9 @@ from einops import EinopsError, rearrange
 
 Shape = tuple[int, ...]
 Arrays = Mapping[str, np.ndarray]
-Axes = Callable[[str], Mapping[str, int]]  # the sizes of einops axes that a shape alone does not give, at a prefix
+Axes = Callable[
+    [str], Mapping[str, int]
+]  # the sizes of einops axes that a shape alone does not give, at a prefix
 
 
 class ConversionError(ValueError):
@@ -99,7 +101,10 @@ class Entry:
 
     def join(self, arrays: Arrays) -> np.ndarray:
         """Return the entry made from our parameters, as an array of its own."""
-        parts = [self._arrange(arrays[name], shape) for name, shape in zip(self.ours, self.shapes, strict=True)]
+        parts = [
+            self._arrange(arrays[name], shape)
+            for name, shape in zip(self.ours, self.shapes, strict=True)
+        ]
         if self.rule.interleaved:
             return np.stack(parts, self.rule.axis + 1).reshape(self.shape)
         joined = np.concatenate(parts, self.rule.axis) if len(parts) > 1 else parts[0]
@@ -124,7 +129,11 @@ class Entry:
 
     def pieces(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """Return what is stored of the entry, by its name."""
-        return dict(zip(self.tensors, array, strict=True)) if "*" in self.theirs else {self.theirs: array}
+        return (
+            dict(zip(self.tensors, array, strict=True))
+            if "*" in self.theirs
+            else {self.theirs: array}
+        )
 
     def whole(self, stored: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the entry made from what is stored of it: the inverse of `pieces`."""
@@ -148,7 +157,9 @@ class Entry:
 
     def fits_together(self) -> bool:
         """Whether the parts agree on all axes but the one they are joined along."""
-        rests = {shape[: self.rule.axis] + shape[self.rule.axis + 1 :] for shape in self.their_shapes}
+        rests = {
+            shape[: self.rule.axis] + shape[self.rule.axis + 1 :] for shape in self.their_shapes
+        }
         return len(self.ours) == 1 or len(rests) == 1
 
     def _cut(self, array: np.ndarray) -> list[np.ndarray]:
@@ -158,7 +169,10 @@ class Entry:
             return [array]
         if self.rule.interleaved:
             turns = np.moveaxis(array, self.rule.axis, 0)
-            return [np.moveaxis(turns[i :: len(self.ours)], 0, self.rule.axis) for i in range(len(self.ours))]
+            return [
+                np.moveaxis(turns[i :: len(self.ours)], 0, self.rule.axis)
+                for i in range(len(self.ours))
+            ]
         widths = [shape[self.rule.axis] for shape in self.their_shapes]
         return np.split(array, np.cumsum(widths)[:-1], self.rule.axis)
 
@@ -170,7 +184,9 @@ class Entry:
         sizes = {axis: size for axis, size in self.axes.items() if axis in re.findall(r"\w+", left)}
         try:
             return rearrange(
-                array, f"{right} -> {left}" if back else f"{left} -> {right}", **sizes | _named(left, shape)
+                array,
+                f"{right} -> {left}" if back else f"{left} -> {right}",
+                **sizes | _named(left, shape),
             )
         except EinopsError as error:
             raise ConversionError(
@@ -194,7 +210,10 @@ def no_axes(prefix: str) -> Mapping[str, int]:
 
 
 def plan(
-    shapes: Mapping[str, Shape], layout: Layout, axes: Axes = no_axes, statistics: Collection[str] = ()
+    shapes: Mapping[str, Shape],
+    layout: Layout,
+    axes: Axes = no_axes,
+    statistics: Collection[str] = (),
 ) -> list[Entry]:
     """Return one entry for each name of the layout, every parameter belonging to exactly one.
 
@@ -232,13 +251,17 @@ def apply_rules(
     return entries, free
 
 
-def _apply(rule: Rule, name: str, free: Mapping[str, Shape], every: Mapping[str, Shape], axes: Axes) -> Entry | None:
+def _apply(
+    rule: Rule, name: str, free: Mapping[str, Shape], every: Mapping[str, Shape], axes: Axes
+) -> Entry | None:
     found = _expression(rule.ours[0]).fullmatch(name)
     if found is None:
         return None
     prefix, parts = found[1] or "", found.groupdict()
     ours = tuple(prefix + own.format(**parts) for own in rule.ours)
-    if not all(own in free for own in ours) or (rule.beside and prefix + rule.beside.format(**parts) not in every):
+    if not all(own in free for own in ours) or (
+        rule.beside and prefix + rule.beside.format(**parts) not in every
+    ):
         return None
     shapes = tuple(free[own] for own in ours)
     return Entry(rule, ours, prefix + rule.theirs.format(**parts), shapes, _enclosing(name, axes))
@@ -263,6 +286,10 @@ def _check_distinct(entries: list[Entry]) -> None:
     makers = defaultdict(list)
     for entry in entries:
         makers[entry.theirs].append(" and ".join(entry.ours))
-    clashes = [f"{name} of {', and of '.join(ours)}" for name, ours in makers.items() if len(ours) > 1]
+    clashes = [
+        f"{name} of {', and of '.join(ours)}" for name, ours in makers.items() if len(ours) > 1
+    ]
     if clashes:
-        raise ConversionError(f"an entry is made once; this layout makes {'; '.join(clashes)}. Rename one in a Layout")
+        raise ConversionError(
+            f"an entry is made once; this layout makes {'; '.join(clashes)}. Rename one in a Layout"
+        )

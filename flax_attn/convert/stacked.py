@@ -87,7 +87,9 @@ def layers_of(path: tuple, stacks: Mapping[tuple, Layers]) -> Iterator[tuple[tup
     yield path, None
 
 
-def whole(tensors: Mapping[str, Tensor], arrays: Mapping[str, Any]) -> Iterator[tuple[nnx.Variable, list[Any]]]:
+def whole(
+    tensors: Mapping[str, Tensor], arrays: Mapping[str, Any]
+) -> Iterator[tuple[nnx.Variable, list[Any]]]:
     """Return each variable with its arrays: its only one, or those of all its layers in order."""
     stacked: dict[int, dict[int, str]] = {}
     for name, array in arrays.items():

@@ -106,7 +106,9 @@ class KVCache(Cache):
         check_cache_dtype(jnp.dtype(dtype).name)
         batch = () if b is None else (b,)
         widths = head_dim, head_dim if value_dim is None else value_dim
-        keys, values = (jnp.zeros((*batch, num_kv_heads, capacity, width), dtype) for width in widths)
+        keys, values = (
+            jnp.zeros((*batch, num_kv_heads, capacity, width), dtype) for width in widths
+        )
         return KVCache(keys, values, jnp.zeros(batch, jnp.int32), window)
 
     @property
@@ -123,12 +125,18 @@ class KVCache(Cache):
     def key_positions(self) -> Integer[Array, "*b s"]:
         """The position in its sequence of the key in each slot; -1 where there is none."""
         lengths = self.row_lengths[..., None]
-        slots = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32), (*lengths.shape[:-1], self.capacity))
+        slots = jnp.broadcast_to(
+            jnp.arange(self.capacity, dtype=jnp.int32), (*lengths.shape[:-1], self.capacity)
+        )
         # Of the positions that share a slot of a ring buffer, the last one is cached.
-        positions = slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
+        positions = (
+            slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
+        )
         return jnp.where((positions >= 0) & (positions < lengths), positions, -1)
 
-    def check_heads(self, batch: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int) -> None:
+    def check_heads(
+        self, batch: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int
+    ) -> None:
         """Raise unless the cache is one of floating point for these rows, heads and widths of keys and values."""
         heads = (*batch, num_kv_heads, self.capacity)
         self.check_shapes({"key": (*heads, head_dim), "value": (*heads, value_dim)})
@@ -146,11 +154,17 @@ class KVCache(Cache):
         if key.ndim == 3:
             return self._batched().append(key[None], value[None], lengths)._unbatched()
         length, stored = self._count(key.shape[1], lengths)
-        keys, values = (self._write(cached, x, stored) for cached, x in ((self.key, key), (self.value, value)))
+        keys, values = (
+            self._write(cached, x, stored) for cached, x in ((self.key, key), (self.value, value))
+        )
         return KVCache(keys, values, length, self.window)
 
     def extend(
-        self, key: Key, value: Value, mask: Mask | Array | None = None, lengths: ArrayLike | int | None = None
+        self,
+        key: Key,
+        value: Value,
+        mask: Mask | Array | None = None,
+        lengths: ArrayLike | int | None = None,
     ) -> Extended:
         """Return the keys, the values and the mask that the queries of new tokens attend with, and the cache after.
 
@@ -172,7 +186,9 @@ class KVCache(Cache):
             extended = self._extend_ring_buffer(key, value, as_mask(mask), lengths, self.window)
         return extended._replace(mask=extended.mask & Mask.lengths(query=lengths))
 
-    def _extend(self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None) -> Extended:
+    def _extend(
+        self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None
+    ) -> Extended:
         mask.check_whole(self.capacity)
         t, after = key.shape[1], self.append(key, value, lengths)
         # Where it is known how many tokens there are, the slots behind them cost nothing.
@@ -186,9 +202,13 @@ class KVCache(Cache):
     ) -> Extended:
         t, after = key.shape[1], self.append(key, value, lengths)
         mask = mask & Mask.sliding_window(window)
-        if isinstance(self.length, int) and self.length == 0:  # no older keys: the structure of the mask is kept
+        if (
+            isinstance(self.length, int) and self.length == 0
+        ):  # no older keys: the structure of the mask is kept
             positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), key.shape[:2])
-            return Extended(key, value, mask.shift(0, t, t) & Mask.lengths(key=lengths), positions, after)
+            return Extended(
+                key, value, mask.shift(0, t, t) & Mask.lengths(key=lengths), positions, after
+            )
         if t <= self.capacity - window + 1:
             (keys, values), positions = after._tokens_first(key.dtype), after.key_positions
         else:  # the last of the new tokens overwrite keys that the first of the new queries attend to
@@ -197,7 +217,9 @@ class KVCache(Cache):
             new = self.positions(t)
             new = jnp.where(new < rearrange(after.row_lengths, "b -> b 1"), new, -1)
             positions = jnp.concatenate([self.key_positions, new], axis=1)
-        visible = mask.at(self.positions(t), positions) & rearrange(positions >= 0, "b s -> b 1 1 s")
+        visible = mask.at(self.positions(t), positions) & rearrange(
+            positions >= 0, "b s -> b 1 1 s"
+        )
         return Extended(keys, values, Mask.dense(visible), positions, after)
 
     def _count(self, t: int, lengths: ArrayLike | int | None) -> tuple[Count, Count]:
@@ -228,10 +250,16 @@ class KVCache(Cache):
             slots = jnp.where(i >= count - self.capacity, slots % self.capacity, self.capacity)
         slots = jnp.where(i < count, slots, self.capacity)
         write = _to_one_row if len(new) == 1 else _to_rows
-        return _as_bits(write, cached, new, slots) if cached.dtype.itemsize == 2 else write(cached, new, slots)
+        return (
+            _as_bits(write, cached, new, slots)
+            if cached.dtype.itemsize == 2
+            else write(cached, new, slots)
+        )
 
     def _tokens_first(self, dtype: Dtype) -> tuple[Array, Array]:
-        key, value = (rearrange(x.astype(dtype), "b k s h -> b s k h") for x in (self.key, self.value))
+        key, value = (
+            rearrange(x.astype(dtype), "b k s h -> b s k h") for x in (self.key, self.value)
+        )
         return key, value
 
     def _batched(self) -> KVCache:

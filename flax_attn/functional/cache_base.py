@@ -44,7 +44,9 @@ class Cache:
     static: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls):
-        jax.tree_util.register_pytree_node(cls, _flatten, lambda names, children: _unflatten(cls, names, children))
+        jax.tree_util.register_pytree_node(
+            cls, _flatten, lambda names, children: _unflatten(cls, names, children)
+        )
 
     @property
     def batch(self) -> tuple[int, ...]:

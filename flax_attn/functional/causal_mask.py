@@ -5,7 +5,9 @@ from jaxtyping import Array, Bool
 from flax_attn.functional.masks import Mask
 
 
-def create_causal_mask(t: int, s: int | None = None, offset: int | None = None) -> Bool[Array, "t s"]:
+def create_causal_mask(
+    t: int, s: int | None = None, offset: int | None = None
+) -> Bool[Array, "t s"]:
     """Return the causal mask as an array, `True` = attend: `mask[i, j] = (j <= offset + i)`.
 
     Raises:

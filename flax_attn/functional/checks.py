@@ -22,7 +22,9 @@ def check_number(**numbers: float) -> None:
     """Raise unless every value is one real number of Python or NumPy."""
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, Real):
-            raise ValueError(f"{name} must be one real number; got {name}={number!r}. Pass a float of Python")
+            raise ValueError(
+                f"{name} must be one real number; got {name}={number!r}. Pass a float of Python"
+            )
 
 
 def check_odd(**sizes: int) -> None:
@@ -30,7 +32,9 @@ def check_odd(**sizes: int) -> None:
     check_positive(**sizes)
     for name, size in sizes.items():
         if size % 2 == 0:
-            raise ValueError(f"{name} must be odd, so that a window has a middle; got {name}={size}. Use {size + 1}")
+            raise ValueError(
+                f"{name} must be odd, so that a window has a middle; got {name}={size}. Use {size + 1}"
+            )
 
 
 def check_features(shape: tuple[int, ...], channels: int, frames: int) -> None:
@@ -59,7 +63,9 @@ def check_type(name: str, value: object, kind: Any, remedy: str) -> None:
 def check_eps(eps: float) -> None:
     """Raise unless `eps` is at least 0."""
     if not eps >= 0:
-        raise ValueError(f"eps is added to a variance and must be at least 0; got eps={eps!r}. Usual is 1e-5")
+        raise ValueError(
+            f"eps is added to a variance and must be at least 0; got eps={eps!r}. Usual is 1e-5"
+        )
 
 
 def check_rate(dropout: float) -> None:
@@ -120,7 +126,9 @@ def check_layers(name: str, layers: tuple[int, ...], num_layers: int) -> None:
         )
 
 
-def check_block_norms(norm_first: bool, norm1: object, norm2: object, post_norm1: object, post_norm2: object) -> None:
+def check_block_norms(
+    norm_first: bool, norm1: object, norm2: object, post_norm1: object, post_norm2: object
+) -> None:
     """Raise unless a block that normalises the sums has a norm for each, and no others."""
     norms = {"norm1": norm1, "norm2": norm2, "post_norm1": post_norm1, "post_norm2": post_norm2}
     given = [name for name, norm in norms.items() if norm is not None]
@@ -132,10 +140,14 @@ def check_block_norms(norm_first: bool, norm1: object, norm2: object, post_norm1
     )
 
 
-def check_block_widths(d_model: int, attention: dict[str, int], parts: dict[str, int | None]) -> None:
+def check_block_widths(
+    d_model: int, attention: dict[str, int], parts: dict[str, int | None]
+) -> None:
     """Raise unless all parts of a block are as wide as the input of its attention; None is not known."""
     wrong = {f"att.{name}": width for name, width in attention.items() if width != d_model}
-    wrong |= {f"{name}.d_model": width for name, width in parts.items() if width not in (None, d_model)}
+    wrong |= {
+        f"{name}.d_model": width for name, width in parts.items() if width not in (None, d_model)
+    }
     if wrong:
         raise ValueError(
             f"all parts of a block have one width; got att.d_in={d_model}, "
@@ -143,7 +155,9 @@ def check_block_widths(d_model: int, attention: dict[str, int], parts: dict[str,
         )
 
 
-def check_tokens(name: str, x: Any, width_name: str, width: int, context_length: int | None) -> None:
+def check_tokens(
+    name: str, x: Any, width_name: str, width: int, context_length: int | None
+) -> None:
     """Raise unless an array is `(t, width)` or `(b, t, width)` with `t <= context_length`, and of a dtype for calls."""
     shape = shape_of(name, x)
     if len(shape) not in (2, 3):
@@ -161,7 +175,13 @@ def check_tokens(name: str, x: Any, width_name: str, width: int, context_length:
 
 def check_image(shape: tuple[int, ...], channels: int, height: int, width: int) -> None:
     """Raise unless `shape` is `(channels, rows, columns)`, or a batch of them, that patches of this size fill."""
-    if len(shape) not in (3, 4) or shape[-3] != channels or shape[-2] % height or shape[-1] % width or 0 in shape[-2:]:
+    if (
+        len(shape) not in (3, 4)
+        or shape[-3] != channels
+        or shape[-2] % height
+        or shape[-1] % width
+        or 0 in shape[-2:]
+    ):
         raise ValueError(
             f"images must have shape (c, rows, columns) or (b, c, rows, columns), with c={channels} channels, and "
             f"patches of {height} x {width} pixels must fill them; got shape {shape}. Resize them first; of images "
@@ -181,7 +201,9 @@ def check_image_size(got: tuple[int, ...], wanted: tuple[int, int]) -> None:
 def shape_of(name: str, x: Any) -> tuple[int, ...]:
     """Return the shape of an array, or raise where an argument is none."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise ValueError(f"{name} must be an array; got {type(x).__name__}. Make it one before the call")
+        raise ValueError(
+            f"{name} must be an array; got {type(x).__name__}. Make it one before the call"
+        )
     return tuple(x.shape)
 
 
@@ -196,12 +218,16 @@ def check_width(name: str, x: Any, width_name: str, width: int) -> None:
     check_dtype(name, x)
 
 
-def check_dtype(names: str, *arrays: Any, remedy: str = "Cast to one of them before the call") -> None:
+def check_dtype(
+    names: str, *arrays: Any, remedy: str = "Cast to one of them before the call"
+) -> None:
     """Raise unless all arrays, or names of dtypes, are of one that a call may have."""
     found = [str(getattr(x, "dtype", x)).removeprefix("torch.") for x in arrays]
     wrong = [dtype for dtype in found if dtype not in DTYPES]
     if wrong:
-        raise ValueError(f"{names} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {wrong[0]}. {remedy}")
+        raise ValueError(
+            f"{names} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {wrong[0]}. {remedy}"
+        )
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -210,7 +236,9 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
 
 
-def check_inputs(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+def check_inputs(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], dtypes: tuple[str, ...]
+) -> None:
     """Raise unless the three shapes belong to one attention call, and the dtypes are one that a call may have."""
     shapes = f"got query {query}, key {key}, value {value}"
     if len(query) not in (3, 4) or not len(query) == len(key) == len(value):
@@ -219,11 +247,17 @@ def check_inputs(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int,
             f"{shapes}"
         )
     if 0 in key[-3:] or 0 in query[-2:] or value[-1] == 0:
-        raise ValueError(f"there must be at least one key token, one head and a head width of at least 1; {shapes}")
+        raise ValueError(
+            f"there must be at least one key token, one head and a head width of at least 1; {shapes}"
+        )
     if len(query) == 4 and not query[0] == key[0] == value[0]:
-        raise ValueError(f"query, key and value must have one batch size; {shapes}. Repeat the smaller batch first")
+        raise ValueError(
+            f"query, key and value must have one batch size; {shapes}. Repeat the smaller batch first"
+        )
     if key[-3] != value[-3] or key[-2] != value[-2]:
-        raise ValueError(f"key and value must have the same number of tokens s and of heads k; {shapes}")
+        raise ValueError(
+            f"key and value must have the same number of tokens s and of heads k; {shapes}"
+        )
     if query[-1] != key[-1]:
         raise ValueError(f"query and key must have one head width h; {shapes}")
     if query[-2] % key[-2]:
@@ -240,7 +274,9 @@ def check_inputs(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int,
 def check_bias(shape: tuple[int, ...], dtype: str, to: tuple[int, ...]) -> None:
     """Raise unless the bias is made of numbers to add, and broadcasts to `to`."""
     if dtype == "bool":
-        raise ValueError("bias is added to the scores; got dtype bool. Pass a boolean mask as mask=")
+        raise ValueError(
+            "bias is added to the scores; got dtype bool. Pass a boolean mask as mask="
+        )
     check_dtype("bias", dtype)
     check_broadcast("bias", shape, to)
 
@@ -248,7 +284,9 @@ def check_bias(shape: tuple[int, ...], dtype: str, to: tuple[int, ...]) -> None:
 def check_broadcast(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
     """Raise unless `shape` broadcasts to `to`, the sizes of (b, n, t, s)."""
     padded = (1,) * (len(to) - len(shape)) + shape
-    if len(shape) > len(to) or any(size not in (1, full) for size, full in zip(padded, to, strict=True)):
+    if len(shape) > len(to) or any(
+        size not in (1, full) for size, full in zip(padded, to, strict=True)
+    ):
         raise ValueError(
             f"{name} must broadcast to (b, n, t, s) = {to}; got shape {shape}. "
             "Over (t, s) it is used as it is; from (b, s) write [:, None, None, :], from (b, t, s) write [:, None]"
@@ -340,14 +378,18 @@ def check_prompt(
 ) -> None:
     """Raise unless prompt `i`, of which the smallest and the largest id are known, fits a model and its cache."""
     if ends is None:
-        raise ValueError(f"a prompt holds at least one token; prompt {i} is empty. Begin with the model's start token")
+        raise ValueError(
+            f"a prompt holds at least one token; prompt {i} is empty. Begin with the model's start token"
+        )
     if ends[0] < 0 or ends[1] >= vocab_size:
         raise ValueError(
             f"token ids lie in the vocabulary, 0 to {vocab_size - 1}; got {ends[0] if ends[0] < 0 else ends[1]} in "
             f"prompt {i}. Encode text with the tokenizer of this model"
         )
     if length > context_length:
-        raise ValueError(f"a prompt is at most context_length={context_length} tokens; prompt {i} has {length}. Cut it")
+        raise ValueError(
+            f"a prompt is at most context_length={context_length} tokens; prompt {i} has {length}. Cut it"
+        )
     for name, limit in (("context_length", context_length), ("capacity", capacity)):
         if limit is not None and length + max_new_tokens > limit:
             raise ValueError(

@@ -54,12 +54,16 @@ def _by_halves(x: Array, y: Array, decay: Array, precision: PrecisionLike) -> Pa
     products = rearrange((x * y[:, None]).sum(-1), "r p m -> r m p 1 1")
     before, after = decay[:, :, None], jnp.zeros_like(decay)[:, :, None]
     while products.shape[1] > 1:
-        (start, late), (early, end) = (rearrange(z, "r (m two) s h -> two r m s h", two=2) for z in (before, after))
+        (start, late), (early, end) = (
+            rearrange(z, "r (m two) s h -> two r m s h", two=2) for z in (before, after)
+        )
         first, last = rearrange(products, "r (m two) p i j -> two r m p i j", two=2)
         size = products.shape[-1]
         rows = rearrange(x, "r p (m two s) h -> two r m p s h", two=2, s=size)[1]
         columns = rearrange(y, "r (m two s) h -> two r m s h", two=2, s=size)[0]
-        low = _rows_with_columns(rows * jnp.exp(late)[:, :, None], columns * jnp.exp(early), precision)
+        low = _rows_with_columns(
+            rows * jnp.exp(late)[:, :, None], columns * jnp.exp(early), precision
+        )
         products = _stack_lower(first, low, last)
         before = jnp.concatenate([start, late + start[:, :, -1:]], axis=2)
         after = jnp.concatenate([early + late[:, :, -1:], end], axis=2)

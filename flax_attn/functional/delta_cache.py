@@ -86,7 +86,10 @@ class DeltaCache(Cache):
         check_positive(head_dim=head_dim, value_dim=value_dim)
         batch, before = () if b is None else (b,), kernel_size - 1
         keys = (*batch, before, num_key_heads * head_dim)
-        values, state = (*batch, before, num_heads * value_dim), (*batch, num_heads, value_dim, head_dim)
+        values, state = (
+            (*batch, before, num_heads * value_dim),
+            (*batch, num_heads, value_dim, head_dim),
+        )
         return {"query": keys, "key": keys, "value": values, "state": state}
 
     @property
@@ -138,7 +141,9 @@ def documents_of(
         elif isinstance(part, Lengths):
             for count in (part.query, part.key):
                 lengths = lengths if count is None else _fewer(lengths, count, positions)
-        elif not (isinstance(part, Causal) and isinstance(part.offset, int | None) and not part.offset):
+        elif not (
+            isinstance(part, Causal) and isinstance(part.offset, int | None) and not part.offset
+        ):
             raise ValueError(
                 "a recurrent attention takes causal masks, segments and lengths, as its state holds all tokens before; "
                 f"got {Mask((part,))}. Use MultiHeadAttention for other masks"
@@ -150,4 +155,7 @@ def _fewer(lengths: ArrayLike | int | None, count: Count, positions: Array) -> A
     """Return how many of the tokens that are real stand before the `count` of their sequence."""
     b, t = positions.shape
     inside = positions < jnp.broadcast_to(jnp.asarray(count, jnp.int32), (b,))[:, None]
-    return jnp.minimum(inside.sum(axis=1, dtype=jnp.int32), jnp.asarray(t if lengths is None else lengths, jnp.int32))
+    return jnp.minimum(
+        inside.sum(axis=1, dtype=jnp.int32),
+        jnp.asarray(t if lengths is None else lengths, jnp.int32),
+    )

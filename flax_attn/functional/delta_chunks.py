@@ -122,13 +122,19 @@ class _Chunk(NamedTuple):
 
 
 def _split(x: Array, size: int) -> Array:
-    return rearrange(jnp.pad(x, [(0, 0), (0, -x.shape[1] % size), (0, 0)]), "r (c s) h -> (c r) s h", s=size)
+    return rearrange(
+        jnp.pad(x, [(0, 0), (0, -x.shape[1] % size), (0, 0)]), "r (c s) h -> (c r) s h", s=size
+    )
 
 
 def _prepare(chunk: Steps, precision: PrecisionLike) -> _Chunk:
-    document = jnp.cumsum(chunk.starts, axis=1)  # of each token, counted in its chunk; the state before has 0
+    document = jnp.cumsum(
+        chunk.starts, axis=1
+    )  # of each token, counted in its chunk; the state before has 0
     carried, to_the_end, same = document == 0, document == document[:, -1:], document == document.mT
-    pairs = decayed_products(jnp.stack([chunk.query, chunk.key], axis=1), chunk.key, chunk.decay, precision)
+    pairs = decayed_products(
+        jnp.stack([chunk.query, chunk.key], axis=1), chunk.key, chunk.decay, precision
+    )
     within, between = (jnp.where(same, pairs.products[:, i], 0) for i in range(2))
     since = jnp.where(carried, jnp.exp(pairs.before), 0)
     new, removed = chunk.value, None

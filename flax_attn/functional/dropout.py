@@ -61,8 +61,14 @@ def key_data(key: Array) -> UInt32[Array, "2"]:
         >>> key_data(jax.random.key(7))
         Array([0, 7], dtype=uint32)
     """
-    check_type("a dropout key", key, jax.Array | np.ndarray, "jax.random.key(0), or its data, two uint32")
-    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jnp.asarray(key)
+    check_type(
+        "a dropout key", key, jax.Array | np.ndarray, "jax.random.key(0), or its data, two uint32"
+    )
+    data = (
+        jax.random.key_data(key)
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        else jnp.asarray(key)
+    )
     check_key_data(data.shape, data.dtype.name)
     return data[:2].astype(jnp.uint32)
 
@@ -137,7 +143,10 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
 
 def keep_grid(dropout: KeyedDropout, shape: tuple[int, ...]) -> Array:
     """Return the whole `(b, n, t, s)` mask of `keep_mask`, for arrays that are materialised anyway."""
-    index = [jnp.arange(size).reshape([-1 if i == axis else 1 for i in range(4)]) for axis, size in enumerate(shape)]
+    index = [
+        jnp.arange(size).reshape([-1 if i == axis else 1 for i in range(4)])
+        for axis, size in enumerate(shape)
+    ]
     return keep_mask(dropout, *index)
 
 

@@ -22,7 +22,9 @@ def split_as(x: Array, *axes: int | None) -> NamedSharding | None:
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    return NamedSharding(sharding.mesh, PartitionSpec(*(None if i is None else sharding.spec[i] for i in axes)))
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*(None if i is None else sharding.spec[i] for i in axes))
+    )
 
 
 def join(first: Array, second: Array, axis: int) -> Array:

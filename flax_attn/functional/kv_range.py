@@ -34,7 +34,12 @@ class KVRange(NamedTuple):
         if self.needs_mask or other.needs_mask:
             return KVRange(start, stop, 0, 0)
         inner_start, inner_stop = self.inner_start, self.inner_stop
-        return KVRange(start, stop, maximum(inner_start, other.inner_start), minimum(inner_stop, other.inner_stop))
+        return KVRange(
+            start,
+            stop,
+            maximum(inner_start, other.inner_start),
+            minimum(inner_stop, other.inner_stop),
+        )
 
     @property
     def needs_mask(self) -> bool:

@@ -87,7 +87,9 @@ def _as_known_ids(name: str, ids: Any) -> Array:
 def _integer_array(name: str, values: Any) -> Array | np.ndarray:
     array = as_array(name, values)
     if not jnp.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} must be integers; got dtype {array.dtype}. Cast them before the call")
+        raise ValueError(
+            f"{name} must be integers; got dtype {array.dtype}. Cast them before the call"
+        )
     return array
 
 
@@ -105,4 +107,6 @@ def as_array(name: str, values: Any) -> Array | np.ndarray:
         traced = any(isinstance(x, jax.Array) for x in jax.tree.leaves(values))
         return jnp.asarray(values) if traced else np.asarray(values)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} must be one array; got {error}. Pass rows of one length, of numbers") from error
+        raise ValueError(
+            f"{name} must be one array; got {error}. Pass rows of one length, of numbers"
+        ) from error

@@ -30,7 +30,9 @@ class Part:
     axes: ClassVar[dict[str, tuple[str | None, ...]] | None] = None
 
     def __init_subclass__(cls):
-        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, partial(_unflatten, cls), _flatten)
+        jax.tree_util.register_pytree_with_keys(
+            cls, _flatten_with_keys, partial(_unflatten, cls), _flatten
+        )
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Part:
         """Return the part for a call of this size, its defaults filled in, or raise `ValueError`."""

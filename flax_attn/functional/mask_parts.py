@@ -16,7 +16,16 @@ from jaxtyping import Array, Bool, Integer
 
 from flax_attn.functional.attention_checks import check_offset
 from flax_attn.functional.checks import check_broadcast
-from flax_attn.functional.kv_range import UNBOUNDED, KVRange, Limit, bounded, limits, maximum, plus, where
+from flax_attn.functional.kv_range import (
+    UNBOUNDED,
+    KVRange,
+    Limit,
+    bounded,
+    limits,
+    maximum,
+    plus,
+    where,
+)
 from flax_attn.functional.mask_part import Count, Part, of_rank_4, pick
 from flax_attn.functional.shapes import Index
 
@@ -57,7 +66,9 @@ class Positioned(Part):
         return dataclasses.replace(self, offset=_count_of_row(self.offset, b))
 
     def shift(self, start, t, s):
-        return dataclasses.replace(self, offset=plus(0 if self.offset is None else self.offset, start))
+        return dataclasses.replace(
+            self, offset=plus(0 if self.offset is None else self.offset, start)
+        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,9 @@ class Window(Positioned):
 
     def kv_range(self, first, last, s):
         start, inner_start = (0, 0) if self.left is None else self.ends(first, last, -self.left)
-        inner_last, end = (UNBOUNDED,) * 2 if self.right is None else self.ends(first, last, self.right)
+        inner_last, end = (
+            (UNBOUNDED,) * 2 if self.right is None else self.ends(first, last, self.right)
+        )
         return KVRange(start, end + 1, inner_start, inner_last + 1)
 
     def band(self):
@@ -156,7 +169,9 @@ class Lengths(Part):
         return inside
 
     def kv_range(self, first, last, s):
-        query, key = (limits(UNBOUNDED if count is None else count) for count in (self.query, self.key))
+        query, key = (
+            limits(UNBOUNDED if count is None else count) for count in (self.query, self.key)
+        )
         return KVRange(0, where(first < query[1], key[1], 0), 0, where(last < query[0], key[0], 0))
 
     def interval(self, rows):
@@ -205,13 +220,19 @@ class Segments(Part):
         return KVRange(start, jnp.where(near.any(), s - after, 0), 0, 0)
 
     def row(self, b, n):
-        return Segments(pick(jnp.atleast_2d(self.query), b, 0), pick(jnp.atleast_2d(self.key), b, 0))
+        return Segments(
+            pick(jnp.atleast_2d(self.query), b, 0), pick(jnp.atleast_2d(self.key), b, 0)
+        )
 
     def shift(self, start, t, s):
         (query, key), rows = map(jnp.atleast_2d, (self.query, self.key)), _rows_from(start, t)
-        query, rows = (jnp.broadcast_to(x, (max(len(query), len(rows)), x.shape[1])) for x in (query, rows))
+        query, rows = (
+            jnp.broadcast_to(x, (max(len(query), len(rows)), x.shape[1])) for x in (query, rows)
+        )
         query = jnp.take_along_axis(query, rows, axis=1, mode="clip")
-        return Segments(query, jnp.broadcast_to(key, (max(len(query), len(key)), key.shape[1]))[:, :s])
+        return Segments(
+            query, jnp.broadcast_to(key, (max(len(query), len(key)), key.shape[1]))[:, :s]
+        )
 
     def check_whole(self, s):
         _check_whole("segments", self.query.shape[-1:], s)
@@ -243,7 +264,11 @@ class Dense(Part):
         if array.shape[2] > 1:
             # One row of the batch has one start, and so one set of rows; a single start serves all.
             array = jnp.broadcast_to(array, (max(len(array), len(rows)), *array.shape[1:]))
-            array = array[:, :, rows[0]] if len(rows) == 1 else jax.vmap(lambda a, r: a[:, r])(array, rows)
+            array = (
+                array[:, :, rows[0]]
+                if len(rows) == 1
+                else jax.vmap(lambda a, r: a[:, r])(array, rows)
+            )
         return Dense(array)
 
     def check_whole(self, s):
@@ -253,7 +278,9 @@ class Dense(Part):
 def _check_rows(name: str, values: Count | None, b: int) -> None:
     shape = tuple(getattr(values, "shape", ()))
     if shape not in ((), (1,), (b,)):
-        raise ValueError(f"{name} must be one integer or one a row, shape ({b},); got shape {shape}")
+        raise ValueError(
+            f"{name} must be one integer or one a row, shape ({b},); got shape {shape}"
+        )
 
 
 def _check_whole(name: str, sizes: Sequence[int], s: int) -> None:
@@ -266,7 +293,9 @@ def _check_whole(name: str, sizes: Sequence[int], s: int) -> None:
 
 
 def _rows_from(start: Count, t: int) -> Integer[Array, "#b t"]:
-    return jnp.asarray(bounded(start), jnp.int32).reshape(-1, 1) + jnp.arange(t, dtype=jnp.int32)[None]
+    return (
+        jnp.asarray(bounded(start), jnp.int32).reshape(-1, 1) + jnp.arange(t, dtype=jnp.int32)[None]
+    )
 
 
 def _count_of_row(values: Any, b: int | Index) -> Any:

@@ -33,7 +33,11 @@ def _call(part: Any) -> str:
         return f"Mask(({part!r},))"
     values = [(field, getattr(part, field.name)) for field in fields(part) if field.repr]
     arguments = [_literal(value) for field, value in values if field.default is not None]
-    arguments += [f"{f.name}={_literal(value)}" for f, value in values if f.default is None and value is not None]
+    arguments += [
+        f"{f.name}={_literal(value)}"
+        for f, value in values
+        if f.default is None and value is not None
+    ]
     return f"Mask.{type(part).__name__.lower()}({', '.join(arguments)})"
 
 
@@ -76,7 +80,11 @@ def _label(**indices: int | None) -> list[str]:
 
 def _lines(table: list) -> list[str]:
     margin, keys = len(str(len(table) - 1)), range(len(table[0]))
-    tens = [" ".join(str(j // 10) if j and j % 10 == 0 else " " for j in keys).rstrip()] if len(keys) > 10 else []
+    tens = (
+        [" ".join(str(j // 10) if j and j % 10 == 0 else " " for j in keys).rstrip()]
+        if len(keys) > 10
+        else []
+    )
     heading = [f"{'':{margin}} {digits}" for digits in (*tens, " ".join(str(j % 10) for j in keys))]
     marks = (" ".join("■" if seen else "·" for seen in row) for row in table)
     return heading + [f"{i:{margin}} {row}" for i, row in enumerate(marks)]

@@ -52,15 +52,21 @@ class Mask:
         return Mask((Causal(offset=as_integers("offset", offset)),))
 
     @staticmethod
-    def window(left: int | None, right: int | None, offset: Count | ArrayLike | None = None) -> Mask:
+    def window(
+        left: int | None, right: int | None, offset: Count | ArrayLike | None = None
+    ) -> Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
         for name, size in (("left", left), ("right", right)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 0):
+            if size is not None and (
+                isinstance(size, bool) or not isinstance(size, Integral) or size < 0
+            ):
                 raise ValueError(
                     f"a window's {name} is a number of keys, at least 0, known before tracing; got {name}={size}. "
                     "For an unbounded side pass None"
                 )
-        sizes = (None if size is None else int(size) for size in (left, right))  # of numpy's integers, too
+        sizes = (
+            None if size is None else int(size) for size in (left, right)
+        )  # of numpy's integers, too
         return Mask((Window(*sizes, offset=as_integers("offset", offset)),))
 
     @staticmethod
@@ -70,9 +76,13 @@ class Mask:
         return Mask.window(width - 1, 0, offset)
 
     @staticmethod
-    def lengths(*, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None) -> Mask:
+    def lengths(
+        *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
+    ) -> Mask:
         """Hide padding at the end: of row `b` only the first `query[b]` queries and `key[b]` keys are real."""
-        return Mask((Lengths(as_integers("query lengths", query), as_integers("key lengths", key)),))
+        return Mask(
+            (Lengths(as_integers("query lengths", query), as_integers("key lengths", key)),)
+        )
 
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
@@ -82,7 +92,9 @@ class Mask:
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
-        return Mask((Prefix(as_integers("prefix length", length), offset=as_integers("offset", offset)),))
+        return Mask(
+            (Prefix(as_integers("prefix length", length), offset=as_integers("offset", offset)),)
+        )
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
@@ -129,7 +141,9 @@ class Mask:
         """Return the mask for `b` rows and `n` heads, which its functions may read, as a call does; None is unknown."""
         return Mask(tuple(part.sized(b, n) for part in self.parts))
 
-    def block(self, rows: Integer[Array, " t"], cols: Integer[Array, " s"]) -> Bool[Array, "#b #n #t #s"]:
+    def block(
+        self, rows: Integer[Array, " t"], cols: Integer[Array, " s"]
+    ) -> Bool[Array, "#b #n #t #s"]:
         """Return the mask at the query indices `rows` and key indices `cols`, axes that do not matter being 1."""
         rows = rows.astype(jnp.int32)[None, None, :, None]
         cols = cols.astype(jnp.int32)[None, None, None, :]
@@ -177,7 +191,11 @@ class Mask:
             >>> Mask.sliding_window(5).kv_range(8, 11, s=16)
             KVRange(start=4, stop=12, inner_start=7, inner_stop=9)
         """
-        return reduce(KVRange.__and__, (part.kv_range(first, last, s) for part in self.parts), KVRange(0, s, 0, s))
+        return reduce(
+            KVRange.__and__,
+            (part.kv_range(first, last, s) for part in self.parts),
+            KVRange(0, s, 0, s),
+        )
 
     @property
     def summarised(self) -> bool:
@@ -204,7 +222,9 @@ class Mask:
     def tiles(self, first: Limit, last: Limit, starts: Index, stops: Index, s: int) -> Tiles:
         """Return what the queries `first` to `last` see of the keys from each of `starts` to before each of `stops`."""
         every = Tiles(starts < s, stops <= s)
-        return reduce(Tiles.__and__, (part.tiles(first, last, starts, stops, s) for part in self.parts), every)
+        return reduce(
+            Tiles.__and__, (part.tiles(first, last, starts, stops, s) for part in self.parts), every
+        )
 
     def split_band(self) -> tuple[tuple[int | None, int | None], Mask]:
         """Return `(low, high)` and a mask of the rest: the parts that are `low <= key - query <= high`, and the others.
@@ -253,7 +273,9 @@ class Mask:
         """
         return Mask(tuple(part.row(b, n) for part in self.parts))
 
-    def at(self, rows: Integer[Array, "#b t"], cols: Integer[Array, "#b s"]) -> Bool[Array, "#b #n #t #s"]:
+    def at(
+        self, rows: Integer[Array, "#b t"], cols: Integer[Array, "#b s"]
+    ) -> Bool[Array, "#b #n #t #s"]:
         """Return the mask at query indices and key indices that each row of the batch has of its own.
 
         Example:

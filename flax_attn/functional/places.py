@@ -54,7 +54,9 @@ class Places:
         """Return the tokens of the part, of an array of the whole sequence; an axis of one serves all tokens."""
         if array.shape[axis] == 1:
             return array
-        runs = [jax.lax.dynamic_slice_in_dim(array, start, self.size, axis) for start in self.starts]
+        runs = [
+            jax.lax.dynamic_slice_in_dim(array, start, self.size, axis) for start in self.starts
+        ]
         return runs[0] if len(runs) == 1 else jnp.concatenate(runs, axis)
 
     def put(self, array: Array, part: Array, axis: int) -> Array:
@@ -63,5 +65,7 @@ class Places:
             return array + part
         for start, run in zip(self.starts, jnp.split(part, len(self.starts), axis), strict=True):
             old = jax.lax.dynamic_slice_in_dim(array, start, self.size, axis)
-            array = jax.lax.dynamic_update_slice_in_dim(array, old + run.astype(array.dtype), start, axis)
+            array = jax.lax.dynamic_update_slice_in_dim(
+                array, old + run.astype(array.dtype), start, axis
+            )
         return array

@@ -15,7 +15,13 @@ from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.checks import check_type
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.frequencies import DynamicNTKScaling, Scaling, check_base, check_pairs, plain_frequencies
+from flax_attn.functional.frequencies import (
+    DynamicNTKScaling,
+    Scaling,
+    check_base,
+    check_pairs,
+    plain_frequencies,
+)
 from flax_attn.functional.longrope import LongRoPEScaling
 from flax_attn.functional.shapes import ArrayLike
 
@@ -63,7 +69,12 @@ class RoPE:
         check_base(self.base)
         if self.width is not None:
             check_pairs("width", self.width)
-        check_type("scaling", self.scaling, Scaling | None, "scaling=LinearScaling(8.0), or another one, or None")
+        check_type(
+            "scaling",
+            self.scaling,
+            Scaling | None,
+            "scaling=LinearScaling(8.0), or another one, or None",
+        )
 
     def check_head_dim(self, head_dim: int) -> None:
         """Raise unless heads of this width can be rotated."""
@@ -77,9 +88,13 @@ class RoPE:
         if self.scaling is not None:
             self.scaling.check_width(head_dim if self.width is None else self.width)
 
-    def __call__(self, x: Float[Array, "*b t n h"], positions: ArrayLike | None = None) -> Float[Array, "*b t n h"]:
+    def __call__(
+        self, x: Float[Array, "*b t n h"], positions: ArrayLike | None = None
+    ) -> Float[Array, "*b t n h"]:
         self.check_head_dim(x.shape[-1])
-        positions = jnp.arange(x.shape[-3]) if positions is None else as_positions(positions, x.shape[:-2])
+        positions = (
+            jnp.arange(x.shape[-3]) if positions is None else as_positions(positions, x.shape[:-2])
+        )
         if x.ndim == 3:
             return self(x[None], positions)[0]
         width = x.shape[-1] if self.width is None else self.width
@@ -87,23 +102,34 @@ class RoPE:
         cos, sin = self._cos_sin(width, positions, x.dtype)
         pairs = "(i two)" if self.interleaved else "(two i)"
         both = rearrange(x[..., :width].astype(cos.dtype), f"b t n {pairs} -> two b t n i", two=2)
-        first, second = both[0], both[1]  # to unpack an array outside of jit is to gather it from all devices
+        first, second = (
+            both[0],
+            both[1],
+        )  # to unpack an array outside of jit is to gather it from all devices
         rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin])
         rotated = rearrange(rotated, f"two b t n i -> b t n {pairs}").astype(x.dtype)
         return jnp.concatenate([rotated, x[..., width:]], axis=-1)
 
-    def _cos_sin(self, width: int, positions: Integer[Array, "#b t"], dtype: jnp.dtype) -> list[Array]:
+    def _cos_sin(
+        self, width: int, positions: Integer[Array, "#b t"], dtype: jnp.dtype
+    ) -> list[Array]:
         dtype = accumulation_dtype(dtype)
-        frequencies = (plain_frequencies if self.scaling is None else self.scaling.frequencies)(self.base, width)
+        frequencies = (plain_frequencies if self.scaling is None else self.scaling.frequencies)(
+            self.base, width
+        )
         frequencies = jnp.asarray(frequencies, dtype)[None]
         if isinstance(self.scaling, DynamicNTKScaling):
             stretch = self.scaling.stretch(1 + positions.max(axis=1, keepdims=True).astype(dtype))
-            frequencies = frequencies * stretch ** jnp.asarray(self.scaling.exponents(width), dtype)[None]
+            frequencies = (
+                frequencies * stretch ** jnp.asarray(self.scaling.exponents(width), dtype)[None]
+            )
         if isinstance(self.scaling, LongRoPEScaling):
             long = jnp.asarray(self.scaling.long_frequencies(self.base, width), dtype)[None]
             is_long = positions.max(axis=1, keepdims=True) >= self.scaling.original_context_length
             frequencies = jnp.where(is_long, long, frequencies)
-        angles = rearrange(positions, "b t -> b t 1 1").astype(dtype) * rearrange(frequencies, "b i -> b 1 1 i")
+        angles = rearrange(positions, "b t -> b t 1 1").astype(dtype) * rearrange(
+            frequencies, "b i -> b 1 1 i"
+        )
         amplitude = 1.0 if self.scaling is None else self.scaling.amplitude()
         return [amplitude * jnp.cos(angles), amplitude * jnp.sin(angles)]
 
@@ -141,10 +167,14 @@ def sinusoidal(
     wide = accumulation_dtype(dtype)
     frequencies = jnp.asarray(plain_frequencies(base, width), wide)
     angles = jnp.multiply.outer(as_positions(positions).astype(wide), frequencies)
-    return rearrange(jnp.stack([jnp.sin(angles), jnp.cos(angles)]), "two ... i -> ... (i two)").astype(dtype)
+    return rearrange(
+        jnp.stack([jnp.sin(angles), jnp.cos(angles)]), "two ... i -> ... (i two)"
+    ).astype(dtype)
 
 
-def as_positions(positions: ArrayLike, tokens: tuple[int, ...] | None = None) -> Integer[Array, "*b t"]:
+def as_positions(
+    positions: ArrayLike, tokens: tuple[int, ...] | None = None
+) -> Integer[Array, "*b t"]:
     """Return positions as signed integers, for an input whose tokens have shape `(t,)` or `(b, t)` if it is known.
 
     Raises:
@@ -160,7 +190,9 @@ def as_positions(positions: ArrayLike, tokens: tuple[int, ...] | None = None) ->
     if not jnp.issubdtype(positions.dtype, np.integer) or positions.ndim not in (1, 2):
         raise ValueError(f"{rule}; {got}. Cast and reshape them before the call")
     if tokens is not None and positions.shape not in (tokens, tokens[-1:]):
-        raise ValueError(f"{rule}, one for each of the tokens {tokens}; {got}. Without b they serve every row")
+        raise ValueError(
+            f"{rule}, one for each of the tokens {tokens}; {got}. Without b they serve every row"
+        )
     return positions.astype(int)
 
 

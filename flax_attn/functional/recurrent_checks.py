@@ -34,10 +34,14 @@ def check_delta_rule(
     wanted = {"beta": heads, "state": (*query[:-3], n, v, h), "starts": query[:-2]}
     for (name, shape), got in zip(wanted.items(), (beta, state, starts), strict=True):
         if got not in (None, shape):
-            raise ValueError(f"{name} must have shape {shape} beside query {query} and value {value}; got {got}")
+            raise ValueError(
+                f"{name} must have shape {shape} beside query {query} and value {value}; got {got}"
+            )
 
 
-def check_short_convolution(x: Shape, kernel: Shape, state: Shape | None, starts: Shape | None) -> None:
+def check_short_convolution(
+    x: Shape, kernel: Shape, state: Shape | None, starts: Shape | None
+) -> None:
     """Raise unless these are the shapes of one call of a short convolution."""
     if len(x) not in (2, 3) or 0 in x[-2:]:
         raise ValueError(f"x must have shape (t, d) or (b, t, d), with at least one token; got {x}")
@@ -48,7 +52,9 @@ def check_short_convolution(x: Shape, kernel: Shape, state: Shape | None, starts
     wanted = {"state": (*x[:-2], kernel[0] - 1, x[-1]), "starts": x[:-1]}
     for (name, shape), got in zip(wanted.items(), (state, starts), strict=True):
         if got not in (None, shape):
-            raise ValueError(f"{name} must have shape {shape} beside x {x} and kernel {kernel}; got {got}")
+            raise ValueError(
+                f"{name} must have shape {shape} beside x {x} and kernel {kernel}; got {got}"
+            )
 
 
 def check_recurrent_heads(num_heads: int, num_key_heads: int) -> None:

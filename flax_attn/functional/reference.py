@@ -75,7 +75,9 @@ def reference_attention(
     return output.astype(low), weights.astype(low)
 
 
-def capped_scores(scores: Weights, bias: Float[Array, "#b #n #t #s"] | None, soft_cap: float | None) -> Weights:
+def capped_scores(
+    scores: Weights, bias: Float[Array, "#b #n #t #s"] | None, soft_cap: float | None
+) -> Weights:
     """Return `soft_cap * tanh((scores + bias) / soft_cap)`, each step where it is given.
 
     Example:
@@ -89,7 +91,9 @@ def capped_scores(scores: Weights, bias: Float[Array, "#b #n #t #s"] | None, sof
     return scores
 
 
-def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Array, " n"] | None = None) -> Weights:
+def masked_softmax(
+    scores: Weights, visible: Visible, sinks: Float[Array, " n"] | None = None
+) -> Weights:
     """Return `exp(x_j) / (exp(sink) + sum_j exp(x_j))` over the visible j, and zeros where nothing is visible.
 
     Example:
@@ -99,7 +103,9 @@ def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Array, " n"] 
                [0. , 0. ]], dtype=float32)
     """
     masked = checkpoint_name(jnp.where(visible, scores, -jnp.inf), "masked")
-    visible = masked != -jnp.inf  # read back, so that a value substituted for "masked" decides what is hidden
+    visible = (
+        masked != -jnp.inf
+    )  # read back, so that a value substituted for "masked" decides what is hidden
     top = masked.max(axis=-1, keepdims=True)
     if sinks is not None:
         sinks = sinks.astype(scores.dtype)[None, :, None, None]
@@ -113,7 +119,9 @@ def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Array, " n"] 
     return jnp.where(visible, exps / jnp.where(total == 0, 1, total), 0)
 
 
-def hide(visible: Visible, bias: Float[Array, "#b #n #t #s"] | None) -> tuple[Visible, Array | None]:
+def hide(
+    visible: Visible, bias: Float[Array, "#b #n #t #s"] | None
+) -> tuple[Visible, Array | None]:
     """Return what is visible beside a bias of -inf, and the bias without it.
 
     It hides like a mask: kept in the sum it would turn gradients, and empty rows, into NaN.

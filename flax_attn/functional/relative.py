@@ -36,7 +36,11 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def alibi(
-    num_heads: int, query_positions: ArrayLike, key_positions: ArrayLike, *, dtype: Dtype | None = None
+    num_heads: int,
+    query_positions: ArrayLike,
+    key_positions: ArrayLike,
+    *,
+    dtype: Dtype | None = None,
 ) -> Float[Array, "*b n t s"]:
     """Attention with linear biases: the farther a key, the lower its score.
 
@@ -102,8 +106,14 @@ def t5_bias(
     References:
         Raffel et al. 2019 (arXiv:1910.10683).
     """
-    options = {"bidirectional": bidirectional, "num_buckets": table.shape[0], "max_distance": max_distance}
-    return rearrange(table[t5_buckets(query_positions, key_positions, **options)], "... t s n -> ... n t s")
+    options = {
+        "bidirectional": bidirectional,
+        "num_buckets": table.shape[0],
+        "max_distance": max_distance,
+    }
+    return rearrange(
+        table[t5_buckets(query_positions, key_positions, **options)], "... t s n -> ... n t s"
+    )
 
 
 def t5_buckets(
@@ -135,7 +145,9 @@ def t5_buckets(
     one_way = num_buckets // 2 if bidirectional else num_buckets
     starts = jnp.asarray(_bucket_starts(one_way, max_distance), offsets.dtype)
     distances = jnp.abs(offsets) if bidirectional else jnp.maximum(-offsets, 0)
-    buckets = jnp.searchsorted(starts, distances, side="right", method="compare_all").astype(offsets.dtype)
+    buckets = jnp.searchsorted(starts, distances, side="right", method="compare_all").astype(
+        offsets.dtype
+    )
     return jnp.where(offsets > 0, buckets + one_way, buckets) if bidirectional else buckets
 
 
@@ -149,7 +161,10 @@ def _bucket_starts(buckets: int, max_distance: int) -> list[int]:
             f"distance each; got {buckets} buckets a direction, max_distance={max_distance}. Usual are 32 and 128"
         )
     powers = (max_distance**j * exact ** (wide - j) for j in range(wide))
-    return [*range(1, exact), *(bisect_left(range(max_distance), power, key=lambda d: d**wide) for power in powers)]
+    return [
+        *range(1, exact),
+        *(bisect_left(range(max_distance), power, key=lambda d: d**wide) for power in powers),
+    ]
 
 
 def _offsets(query_positions: ArrayLike, key_positions: ArrayLike) -> Integer[Array, "*b t s"]:

@@ -7,7 +7,9 @@ from jaxtyping import Array, Float
 _SHARPNESS = -0.75  # of the cubic kernel, as in torch
 
 
-def resize_bicubic(table: Float[Array, "rows columns d"], rows: int, columns: int) -> Float[Array, "rows2 columns2 d"]:
+def resize_bicubic(
+    table: Float[Array, "rows columns d"], rows: int, columns: int
+) -> Float[Array, "rows2 columns2 d"]:
     """Return a table at the centres of `rows x columns` cells, by cubic interpolation along both axes.
 
         out[i, j] = sum_{m, n} w(i, m) w(j, n) table[m, n]    w cubic in the distance (Keys 1981, a = -0.75)
@@ -26,7 +28,10 @@ def resize_bicubic(table: Float[Array, "rows columns d"], rows: int, columns: in
     References:
         Keys 1981, "Cubic Convolution Interpolation for Digital Image Processing".
     """
-    along = [jnp.asarray(_weights(*sizes), table.dtype) for sizes in zip(table.shape, (rows, columns), strict=False)]
+    along = [
+        jnp.asarray(_weights(*sizes), table.dtype)
+        for sizes in zip(table.shape, (rows, columns), strict=False)
+    ]
     return jnp.einsum("im,jn,mnd->ijd", *along, table, precision="highest")
 
 

@@ -58,13 +58,17 @@ class ScoreFunction:
         traced, result = trace("score", self.function, SCORES, (jax.ShapeDtypeStruct((), dtype),))
         check_scored(result.dtype.name, result.shape, jnp.dtype(dtype).name, ())
         rows, cols = self._positions("query", b, t), self._positions("key", b, s)
-        return TracedScore(traced, jnp.arange(b, dtype=jnp.int32), jnp.arange(n, dtype=jnp.int32), rows, cols)
+        return TracedScore(
+            traced, jnp.arange(b, dtype=jnp.int32), jnp.arange(n, dtype=jnp.int32), rows, cols
+        )
 
     def _positions(self, name: str, b: int, tokens: int) -> Array:
         given = getattr(self, f"{name}_positions")
         if given is None:
             return jnp.arange(tokens, dtype=jnp.int32)[None]
         given = jnp.asarray(given)
-        check_token_positions(name, given.shape, bool(jnp.issubdtype(given.dtype, jnp.integer)), b, tokens)
+        check_token_positions(
+            name, given.shape, bool(jnp.issubdtype(given.dtype, jnp.integer)), b, tokens
+        )
         # A slot without a key is at -1.
         return jnp.maximum(jnp.atleast_2d(given).astype(jnp.int32), 0)

@@ -59,7 +59,9 @@ def short_convolution(
     """
     check_short_convolution(x.shape, kernel.shape, shape_of(state), shape_of(starts))
     if x.ndim == 2:
-        found = short_convolution(x[None], kernel, batched(state), starts=batched(starts), lengths=lengths)
+        found = short_convolution(
+            x[None], kernel, batched(state), starts=batched(starts), lengths=lengths
+        )
         return Convolved(found.output[0], found.state[0])
     (b, t, d), w, dtype = x.shape, len(kernel), accumulation_dtype(x.dtype)
     real = real_tokens(b, t, lengths)
@@ -73,7 +75,9 @@ def short_convolution(
         same = documents[:, i : i + t] == documents[:, w - 1 :]
         seen = jnp.where(same[..., None], inputs[:, i : i + t], 0).astype(dtype)
         output = output + kernel[i].astype(dtype)[None, None] * seen
-    last = real.sum(axis=1, keepdims=True, dtype=jnp.int32) + jnp.arange(w - 1, dtype=jnp.int32)[None]
+    last = (
+        real.sum(axis=1, keepdims=True, dtype=jnp.int32) + jnp.arange(w - 1, dtype=jnp.int32)[None]
+    )
     state = jnp.take_along_axis(inputs, last[..., None], axis=1, mode="clip")
     same = jnp.take_along_axis(documents, last, axis=1, mode="clip") == documents[:, -1:]
     return Convolved(output.astype(x.dtype), jnp.where(same[..., None], state, 0))

@@ -39,13 +39,18 @@ class Summary:
     def row(self, b: Any, n: Any) -> Summary:
         """Return the summary for one row of the batch and one head; None is all heads."""
         some, whole = (_pick(x, b, 0) for x in (self.some, self.whole))
-        return self if n is None else replace(self, some=_pick(some, n, 1), whole=_pick(whole, n, 1))
+        return (
+            self if n is None else replace(self, some=_pick(some, n, 1), whole=_pick(whole, n, 1))
+        )
 
     def columns(self, first: Any, last: Any) -> Tiles:
         """Return what the queries `first` to `last` see of every run of `size` keys, over the batch and the heads."""
         index = jnp.arange(self.some.shape[2], dtype=jnp.int32)
         asking = ((index >= first // self.size) & (index <= last // self.size))[:, None]
-        some, whole = reduce(self.some, "b n t s -> t s", "max"), reduce(self.whole, "b n t s -> t s", "min")
+        some, whole = (
+            reduce(self.some, "b n t s -> t s", "max"),
+            reduce(self.whole, "b n t s -> t s", "min"),
+        )
         return Tiles((some & asking).any(axis=0), (whole | ~asking).all(axis=0))
 
 
@@ -100,10 +105,14 @@ class Summarised(Part):
         columns, size = self.summary.columns(first, last), self.summary.size
         left = jnp.arange(len(columns.some), dtype=jnp.int32)[None] * size
         met = (left < stops[:, None]) & (left + size > starts[:, None])
-        return Tiles((met & columns.some[None]).any(axis=1), (~met | columns.whole[None]).all(axis=1))
+        return Tiles(
+            (met & columns.some[None]).any(axis=1), (~met | columns.whole[None]).all(axis=1)
+        )
 
     def row(self, b, n):
-        return Summarised(self.mask.row(b, n), None if self.summary is None else self.summary.row(b, n))
+        return Summarised(
+            self.mask.row(b, n), None if self.summary is None else self.summary.row(b, n)
+        )
 
     def shift(self, start, t, s):
         return Summarised(self.mask.shift(start, t, s))

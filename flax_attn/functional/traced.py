@@ -71,7 +71,10 @@ class IndexFunction:
         `x` is what it takes before the indices: nothing, or an array `(b, n, t, s)`.
         """
         lead = (0,) * len(x)
-        i, j = (index[0] if len(index) == 1 else jnp.broadcast_to(index, (len(b), index.shape[1])) for index in (i, j))
+        i, j = (
+            index[0] if len(index) == 1 else jnp.broadcast_to(index, (len(b), index.shape[1]))
+            for index in (i, j)
+        )
         function: Callable = jax.vmap(self, (*lead, None, None, None, 0))
         function = jax.vmap(function, (*lead, None, None, 0, None))
         function = jax.vmap(function, (*lead, None, 0, None, None))
@@ -91,10 +94,15 @@ class IndexFunction:
         """Return the function with other arrays that have gradients, and if given, all others replaced by `rest`."""
         new = iter(floats)
         arrays = zip(self.arrays, self._floats, strict=True)
-        return IndexFunction(tuple(next(new) if has else x if rest is ... else rest for x, has in arrays), self.program)
+        return IndexFunction(
+            tuple(next(new) if has else x if rest is ... else rest for x, has in arrays),
+            self.program,
+        )
 
 
-def trace(what: str, function: Callable, arguments: Sequence[str], first: tuple[Any, ...] = ()) -> tuple:
+def trace(
+    what: str, function: Callable, arguments: Sequence[str], first: tuple[Any, ...] = ()
+) -> tuple:
     """Return an `IndexFunction` and the dtype and shape of its result.
 
     Args:
@@ -114,7 +122,9 @@ def trace(what: str, function: Callable, arguments: Sequence[str], first: tuple[
     """
     check_function(what, function, arguments)
     try:
-        with jax.sharding.use_abstract_mesh(_NO_MESH):  # scalars lie on none, and each device evaluates its own
+        with jax.sharding.use_abstract_mesh(
+            _NO_MESH
+        ):  # scalars lie on none, and each device evaluates its own
             # Wrapped anew: JAX keeps the trace of a function that it knows, and with it arrays that were captured then.
             wrapped = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
             closed, result = wrapped(*first, *(INDEX,) * 4)
@@ -128,7 +138,12 @@ def trace(what: str, function: Callable, arguments: Sequence[str], first: tuple[
     jaxpr = closed.jaxpr
     name = getattr(function, "__name__", type(function).__name__)
     reads = _read(jaxpr)
-    program = Program(jaxpr, name, _operations(jaxpr, _reference(function)), tuple(x in reads for x in jaxpr.invars))
+    program = Program(
+        jaxpr,
+        name,
+        _operations(jaxpr, _reference(function)),
+        tuple(x in reads for x in jaxpr.invars),
+    )
     return IndexFunction(tuple(map(jnp.asarray, closed.consts)), program), result
 
 
@@ -158,12 +173,21 @@ def _operations(jaxpr: Any, origin: Any) -> tuple:
 
     def atom(x: Any) -> tuple:
         kind = str(x.aval)
-        value = _comparable(x.val, origin) if isinstance(x, Literal) else numbers.setdefault(x, len(numbers))
+        value = (
+            _comparable(x.val, origin)
+            if isinstance(x, Literal)
+            else numbers.setdefault(x, len(numbers))
+        )
         return kind, value
 
     inputs = tuple(atom(x) for x in (*jaxpr.constvars, *jaxpr.invars))
     equations = tuple(
-        (eqn.primitive, tuple(map(atom, eqn.invars)), _parameters(eqn, origin), tuple(map(atom, eqn.outvars)))
+        (
+            eqn.primitive,
+            tuple(map(atom, eqn.invars)),
+            _parameters(eqn, origin),
+            tuple(map(atom, eqn.outvars)),
+        )
         for eqn in jaxpr.eqns
     )
     return inputs, equations, tuple(map(atom, jaxpr.outvars))
@@ -173,13 +197,17 @@ def _parameters(eqn: Any, origin: Any) -> Any:
     if not eqn.primitive.name.startswith("custom_"):
         return _comparable(eqn.params, origin)
     plain = int | str | tuple | None
-    known = {name: x for name, x in eqn.params.items() if isinstance(x, plain) or hasattr(x, "eqns")}
+    known = {
+        name: x for name, x in eqn.params.items() if isinstance(x, plain) or hasattr(x, "eqns")
+    }
     return _comparable(known, origin), origin
 
 
 def _comparable(value: Any, origin: Any) -> Any:
     if hasattr(value, "eqns"):
-        return _operations(getattr(value, "jaxpr", value), origin), _comparable([*getattr(value, "consts", ())], origin)
+        return _operations(getattr(value, "jaxpr", value), origin), _comparable(
+            [*getattr(value, "consts", ())], origin
+        )
     if isinstance(value, dict):
         return tuple((key, _comparable(x, origin)) for key, x in sorted(value.items()))
     if isinstance(value, tuple | list):

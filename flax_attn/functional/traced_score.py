@@ -56,7 +56,9 @@ class TracedScore:
         """Return the new scores of a tile of one head, given the indices of its tokens."""
         return self._at(rows, cols).apply(scores[None, None])[0, 0]
 
-    def pull(self, indices: tuple[Index, Index], scores: Array, cotangent: Array) -> tuple[Array, tuple[Array, ...]]:
+    def pull(
+        self, indices: tuple[Index, Index], scores: Array, cotangent: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
         """Return the gradients of the scores of a tile and of the captured arrays, given that of the new scores."""
         part = self._at(*indices)
 

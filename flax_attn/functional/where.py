@@ -34,33 +34,51 @@ class Where(Positioned):
             check_position(self.offset)
 
     def resolve(self, b, n, t, s):
-        placed = replace(self, offset=0) if self.offset is None else self  # a function of indices, unless it is said
+        placed = (
+            replace(self, offset=0) if self.offset is None else self
+        )  # a function of indices, unless it is said
         return super(Where, placed).resolve(b, n, t, s)._for_call(b, n)
 
     def _for_call(self, b, n):
         reads_b, reads_n, _, _ = self.function.program.reads
-        known = {"b": self.b if reads_b else None, "n": self.n if reads_n else None}  # those not read may be any
+        known = {
+            "b": self.b if reads_b else None,
+            "n": self.n if reads_n else None,
+        }  # those not read may be any
         for (name, index), size in zip(known.items(), (b, n), strict=True):
             check_same_size(name, None if index is None else len(index), size)
         return replace(self, **known).sized(b, n)
 
     def sized(self, b, n):
         given = {"b": (self.b, b), "n": (self.n, n)}
-        unknown = {name: size for name, (index, size) in given.items() if index is None and size is not None}
-        return replace(self, **{name: jnp.arange(size, dtype=jnp.int32) for name, size in unknown.items()})
+        unknown = {
+            name: size
+            for name, (index, size) in given.items()
+            if index is None and size is not None
+        }
+        return replace(
+            self, **{name: jnp.arange(size, dtype=jnp.int32) for name, size in unknown.items()}
+        )
 
     def allow(self, rows, cols):
         i, j = self._positions(rows)[:, 0, :, 0], cols.reshape(1, -1)
         reads = self.function.program.reads
-        i, j = (index if read else index[:1, :1] for index, read in zip((i, j), reads[2:], strict=True))
-        b, n = (x if read else jnp.zeros(1, jnp.int32) for x, read in zip((self.b, self.n), reads[:2], strict=True))
+        i, j = (
+            index if read else index[:1, :1] for index, read in zip((i, j), reads[2:], strict=True)
+        )
+        b, n = (
+            x if read else jnp.zeros(1, jnp.int32)
+            for x, read in zip((self.b, self.n), reads[:2], strict=True)
+        )
         check_known(*(None if index is None else len(index) for index in (b, n)))
         b = b if len(i) == 1 else jnp.broadcast_to(b, len(i))
         return self.function.over((), b, n, i, j)
 
     def _positions(self, rows):
         offset = as_int32(0 if self.offset is None else self.offset).reshape(-1, 1, 1, 1)
-        return rows + jnp.minimum(offset, jnp.iinfo(jnp.int32).max - jnp.maximum(rows, 0))  # to the end, not around it
+        return rows + jnp.minimum(
+            offset, jnp.iinfo(jnp.int32).max - jnp.maximum(rows, 0)
+        )  # to the end, not around it
 
     def row(self, b, n):
         one = {"b": _pick(self.b, b), "n": self.n if n is None else _pick(self.n, n)}
@@ -68,4 +86,8 @@ class Where(Positioned):
 
 
 def _pick(indices: Any, at: Any) -> Any:
-    return jnp.asarray(at, jnp.int32).reshape(1) if indices is None else lax.dynamic_slice_in_dim(indices, at, 1)
+    return (
+        jnp.asarray(at, jnp.int32).reshape(1)
+        if indices is None
+        else lax.dynamic_slice_in_dim(indices, at, 1)
+    )

@@ -74,7 +74,9 @@ def _read(fields: Fields, dropout: float | None) -> BertConfig:
         activation=fields.choose("hidden_act", ACTIVATIONS, "gelu"),
         eps=fields.epsilon("layer_norm_eps", 1e-12),
         dropout=fields.rate("hidden_dropout_prob", 0.1) if dropout is None else dropout,
-        attention_dropout=fields.rate("attention_probs_dropout_prob", 0.1) if dropout is None else dropout,
+        attention_dropout=fields.rate("attention_probs_dropout_prob", 0.1)
+        if dropout is None
+        else dropout,
     )
 
 
@@ -111,7 +113,11 @@ _LAYER = "encoder.layer.{i}."
 
 def _layout(base: str, ignored: str) -> Layout:
     """Return the names of the weights, those of the encoder behind a prefix."""
-    tables = {"tok_emb": "word_embeddings", "type_emb": "token_type_embeddings", "pos_emb": "position_embeddings"}
+    tables = {
+        "tok_emb": "word_embeddings",
+        "type_emb": "token_type_embeddings",
+        "pos_emb": "position_embeddings",
+    }
     layers = {
         "att.W_query": "attention.self.query",
         "att.W_key": "attention.self.key",
@@ -124,10 +130,27 @@ def _layout(base: str, ignored: str) -> Layout:
     return Layout(
         (
             *embeddings({ours: f"{base}embeddings.{theirs}" for ours, theirs in tables.items()}),
-            *linears({f"trf_blocks.{{i}}.{ours}": f"{base}{_LAYER}{theirs}" for ours, theirs in layers.items()}),
-            *norms({f"trf_blocks.{{i}}.{ours}": f"{base}{_LAYER}{theirs}" for ours, theirs in of_layers.items()}),
-            *norms({"emb_norm": f"{base}embeddings.LayerNorm", "head.norm": "cls.predictions.transform.LayerNorm"}),
-            *linears({"pooler": f"{base}pooler.dense", "head.dense": "cls.predictions.transform.dense"}),
+            *linears(
+                {
+                    f"trf_blocks.{{i}}.{ours}": f"{base}{_LAYER}{theirs}"
+                    for ours, theirs in layers.items()
+                }
+            ),
+            *norms(
+                {
+                    f"trf_blocks.{{i}}.{ours}": f"{base}{_LAYER}{theirs}"
+                    for ours, theirs in of_layers.items()
+                }
+            ),
+            *norms(
+                {
+                    "emb_norm": f"{base}embeddings.LayerNorm",
+                    "head.norm": "cls.predictions.transform.LayerNorm",
+                }
+            ),
+            *linears(
+                {"pooler": f"{base}pooler.dense", "head.dense": "cls.predictions.transform.dense"}
+            ),
             Rule(("head.bias",), "cls.predictions.bias"),
         ),
         ignored=rf"(.*\.)?embeddings\.position_ids|{ignored}",
@@ -165,7 +188,9 @@ class Bert(TextEncoder[BertConfig]):
     )
     pooler: Linear | None
 
-    def create_embeddings(self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any) -> None:
+    def create_embeddings(
+        self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
+    ) -> None:
         """Set the tables of tokens, types and positions, and the norm and the dropout of their sum."""
         config, d_model = self.config, self.config.d_model
         numerics = {"rngs": rngs, **numerics}
@@ -176,13 +201,27 @@ class Bert(TextEncoder[BertConfig]):
         self.drop_emb = Dropout(config.dropout, rngs=rngs)
 
     def block(
-        self, layer: int, backend: str, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
+        self,
+        layer: int,
+        backend: str,
+        *,
+        precision: PrecisionLike = None,
+        rngs: nnx.Rngs,
+        **numerics: Any,
     ) -> TransformerBlock:
         """Return a block: norms after the sums, dropout on what is added."""
         config, d, numerics = self.config, self.config.d_model, {"rngs": rngs, **numerics}
-        options = {"qkv_bias": True, "causal": False, "backend": backend, "precision": precision, **numerics}
+        options = {
+            "qkv_bias": True,
+            "causal": False,
+            "backend": backend,
+            "precision": precision,
+            **numerics,
+        }
         return TransformerBlock(
-            MultiHeadAttention(d, d, config.context_length, config.attention_dropout, config.num_heads, **options),
+            MultiHeadAttention(
+                d, d, config.context_length, config.attention_dropout, config.num_heads, **options
+            ),
             FeedForward(d, config.d_hidden, config.activation, precision=precision, **numerics),
             LayerNorm(d, config.eps, **numerics),
             LayerNorm(d, config.eps, **numerics),
@@ -247,7 +286,9 @@ class BertMaskedLM(Bert):
         {"bert": _read_tied},
         lambda config: _write("BertForMaskedLM", config),
         # The head is stored a second time, tied, and the layers of the other task of the training may be there.
-        _layout("bert.", r"cls\.predictions\.decoder\..*|bert\.pooler\..*|cls\.seq_relationship\..*"),
+        _layout(
+            "bert.", r"cls\.predictions\.decoder\..*|bert\.pooler\..*|cls\.seq_relationship\..*"
+        ),
         base="bert.",
         copies={
             "cls.predictions.decoder.weight": "tok_emb.embedding",
@@ -259,9 +300,13 @@ class BertMaskedLM(Bert):
     def create_head(self, **numerics: Any) -> None:
         """Set the head."""
         config = self.config
-        norm = LayerNorm(config.d_model, config.eps, param_dtype=numerics["param_dtype"], dtype=numerics["dtype"])
+        norm = LayerNorm(
+            config.d_model, config.eps, param_dtype=numerics["param_dtype"], dtype=numerics["dtype"]
+        )
         self.pooler = None
-        self.head = MaskedLMHead(config.d_model, config.vocab_size, norm, config.activation, **numerics)
+        self.head = MaskedLMHead(
+            config.d_model, config.vocab_size, norm, config.activation, **numerics
+        )
 
     def predict(self, hidden: Tokens) -> Array:
         """Return the logits of every token, `(b, t, vocab_size)`."""

@@ -62,7 +62,9 @@ class _Split(NamedTuple):
     vocab: tuple[str, ...] = ()
 
 
-def _on_mesh(gradients: bool, logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array) -> Any:
+def _on_mesh(
+    gradients: bool, logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array
+) -> Any:
     """Return the loss, and the gradients of head and hidden states if asked for, each device having its part."""
     compute = _loss_and_gradients if gradients else _loss
     mesh = mesh_in_use(hidden)
@@ -79,8 +81,14 @@ def _on_mesh(gradients: bool, logits: Callable, head: Any, hidden: Array, target
         axis_names=free_axes(mesh),
         check_vma=False,  # sums over devices are taken by hand
     )
-    results = local(*jax.tree.map(lambda x, to: place(x, mesh, to), (head, hidden, targets, weights), where))
-    return (results[0], *jax.tree.map(place_like, results[1:], (head, hidden))) if gradients else results
+    results = local(
+        *jax.tree.map(lambda x, to: place(x, mesh, to), (head, hidden, targets, weights), where)
+    )
+    return (
+        (results[0], *jax.tree.map(place_like, results[1:], (head, hidden)))
+        if gradients
+        else results
+    )
 
 
 def _split(head: Any, rows: PartitionSpec, mesh: Any) -> tuple[_Split, Any]:
@@ -102,7 +110,9 @@ def _loss(logits: Callable, split: _Split, head: Any, *rows: Array) -> Float[Arr
     return _sum(jax.lax.scan(add, jnp.zeros((), chunks[-1].dtype), chunks)[0], split.tokens)
 
 
-def _loss_and_gradients(logits: Callable, split: _Split, head: Any, *rows: Array) -> tuple[Array, Any, Array]:
+def _loss_and_gradients(
+    logits: Callable, split: _Split, head: Any, *rows: Array
+) -> tuple[Array, Any, Array]:
     """Return the loss of all chunks, and the gradients of the head and of the hidden states."""
 
     def add(sums, chunk):
@@ -110,14 +120,20 @@ def _loss_and_gradients(logits: Callable, split: _Split, head: Any, *rows: Array
         scores, pull = jax.vjp(logits, head, hidden)
         loss, slope = _of_chunk(scores, targets, weights, split.vocab)
         of_head, of_hidden = pull(slope)
-        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, (loss, of_head)), of_hidden
+        return jax.tree.map(
+            lambda total, x: total + x.astype(total.dtype), sums, (loss, of_head)
+        ), of_hidden
 
     chunks = _chunks(*rows)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), head)
     (loss, of_head), of_hidden = jax.lax.scan(add, (jnp.zeros((), chunks[-1].dtype), zeros), chunks)
     of_hidden = rearrange(of_hidden, "count b chunk d -> b (count chunk) d")[:, : rows[0].shape[1]]
     loss, of_head = _sum((loss, of_head), split.tokens)
-    return loss, jax.tree.map(lambda total, x: total.astype(x.dtype), of_head, head), _sum(of_hidden, split.vocab)
+    return (
+        loss,
+        jax.tree.map(lambda total, x: total.astype(x.dtype), of_head, head),
+        _sum(of_hidden, split.vocab),
+    )
 
 
 def _chunks(*arrays: Array) -> list[Array]:
@@ -129,7 +145,9 @@ def _chunks(*arrays: Array) -> list[Array]:
     return [rearrange(x, "b (count chunk) ... -> count b chunk ...", chunk=chunk) for x in padded]
 
 
-def _of_chunk(scores: Array, targets: Array, weights: Array, vocab: tuple[str, ...]) -> tuple[Array, Array]:
+def _of_chunk(
+    scores: Array, targets: Array, weights: Array, vocab: tuple[str, ...]
+) -> tuple[Array, Array]:
     """Return the loss, and its gradient by the scores, of which each device has a part of the vocabulary."""
     wide, size = scores.astype(weights.dtype), scores.shape[-1]
     first = (jax.lax.axis_index(vocab) * size).astype(targets.dtype) if vocab else 0

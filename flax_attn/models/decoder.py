@@ -65,7 +65,9 @@ class DecoderConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer, None where it has none."""
-        return tuple(None if layer in self.full_layers else self.window for layer in range(self.num_layers))
+        return tuple(
+            None if layer in self.full_layers else self.window for layer in range(self.num_layers)
+        )
 
     @property
     def head_width(self) -> int:
@@ -86,7 +88,9 @@ class Decoder(LanguageModel[C]):
 
     attention_type: ClassVar[type[MultiHeadAttention]] = MultiHeadAttention
 
-    def block(self, layer: int, backend: str, *, precision: PrecisionLike = None, **numerics: Any) -> TransformerBlock:
+    def block(
+        self, layer: int, backend: str, *, precision: PrecisionLike = None, **numerics: Any
+    ) -> TransformerBlock:
         """Return the block of a layer, without dropout on what its parts return."""
         products = {"precision": precision, **numerics}
         return TransformerBlock(
@@ -95,7 +99,9 @@ class Decoder(LanguageModel[C]):
             **self.block_norms(**numerics),
         )
 
-    def attention(self, layer: int, *, out_bias: bool = False, **options: Any) -> MultiHeadAttention:
+    def attention(
+        self, layer: int, *, out_bias: bool = False, **options: Any
+    ) -> MultiHeadAttention:
         """Return the attention of a layer; `options` are arguments of its class, `attention_type`."""
         config = self.config
         return self.attention_type(
@@ -114,7 +120,9 @@ class Decoder(LanguageModel[C]):
 
     def feed_forward(self, layer: int, *, bias: bool = False, **options: Any) -> GatedFeedForward:
         """Return the feed-forward part of a layer; `options` are arguments of `GatedFeedForward`."""
-        return GatedFeedForward(self.config.d_model, self.config.d_hidden, self.config.activation, bias, **options)
+        return GatedFeedForward(
+            self.config.d_model, self.config.d_hidden, self.config.activation, bias, **options
+        )
 
     def rope(self, layer: int) -> RoPE | None:
         """Return the rotary positions of a layer, None where it has none."""

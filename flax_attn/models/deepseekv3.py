@@ -93,9 +93,13 @@ _COUNTS = ("num_experts", "num_shared", "num_dense_layers")
 def _read(fields: Fields, dropout: float | None) -> DeepseekV3Config:
     fields = fields.under_one_name(num_local_experts="n_routed_experts")
     heads = fields.heads("num_attention_heads")
-    fields.only(num_key_value_heads=heads, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    fields.only(
+        num_key_value_heads=heads, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1
+    )
     arguments: dict[str, Any] = read_decoder(fields, dropout)
-    rope = replace(_with_mscale(fields, arguments["rope"]), interleaved=fields.flag("rope_interleave", True))
+    rope = replace(
+        _with_mscale(fields, arguments["rope"]), interleaved=fields.flag("rope_interleave", True)
+    )
     arguments |= {"rope": rope, "head_dim": None, "num_kv_heads": None}
     for ours, theirs in _FIELDS.items():
         read = fields.count if ours in _COUNTS else fields.integer
@@ -111,17 +115,25 @@ def _read(fields: Fields, dropout: float | None) -> DeepseekV3Config:
 
 def _with_mscale(fields: Fields, rope: RoPE) -> RoPE:
     """Return the positions with the `mscale_all_dim` of the file, which counts here also where there is no `mscale`."""
-    given = fields.optional_object("rope_scaling") or fields.optional_object("rope_parameters") or {}
+    given = (
+        fields.optional_object("rope_scaling") or fields.optional_object("rope_parameters") or {}
+    )
     yarn, mscale = rope.scaling, given.get("mscale_all_dim")
     if not isinstance(yarn, YaRNScaling) or not mscale or yarn.mscale_all_dim:
         return rope
-    return replace(rope, scaling=replace(yarn, attention_factor=yarn.amplitude(), mscale_all_dim=mscale))
+    return replace(
+        rope, scaling=replace(yarn, attention_factor=yarn.amplitude(), mscale_all_dim=mscale)
+    )
 
 
 def _write(config: DeepseekV3Config) -> dict[str, Any]:
     if config.window is not None:
-        raise ValueError(f"DeepseekV3 has no window in transformers; got {config.window}. Save with convert.save")
-    plain = replace(config, head_dim=config.qk_rope_head_dim, rope=replace(config.rope, interleaved=False))
+        raise ValueError(
+            f"DeepseekV3 has no window in transformers; got {config.window}. Save with convert.save"
+        )
+    plain = replace(
+        config, head_dim=config.qk_rope_head_dim, rope=replace(config.rope, interleaved=False)
+    )
     written = write_decoder(
         "DeepseekV3",
         plain,
@@ -224,7 +236,11 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
     def head_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of the latents; their epsilon is that of V3, whatever that of the other norms is."""
         ranks = {"q_norm": self.config.q_lora_rank, "kv_norm": self.config.kv_lora_rank}
-        return {name: RMSNorm(rank, 1e-6, **numerics) for name, rank in ranks.items() if rank is not None}
+        return {
+            name: RMSNorm(rank, 1e-6, **numerics)
+            for name, rank in ranks.items()
+            if rank is not None
+        }
 
     def feed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, layer: int, **options: Any
@@ -245,6 +261,10 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
             top_groups=config.top_groups,
             **options,
         )
-        experts = Experts(config.num_experts, config.d_model, config.d_expert, config.activation, **options)
-        shared = GatedFeedForward(config.d_model, config.num_shared * config.d_expert, config.activation, **options)
+        experts = Experts(
+            config.num_experts, config.d_model, config.d_expert, config.activation, **options
+        )
+        shared = GatedFeedForward(
+            config.d_model, config.num_shared * config.d_expert, config.activation, **options
+        )
         return MixtureOfExperts(router, experts, shared)

@@ -5,7 +5,12 @@ from typing import Any
 
 from flax_attn.convert.rules import Rule
 from flax_attn.models.decoder import Decoder, DecoderConfig
-from flax_attn.models.hugging_face.decoder import check_no_window, decoder_layout, read_decoder, write_decoder
+from flax_attn.models.hugging_face.decoder import (
+    check_no_window,
+    decoder_layout,
+    read_decoder,
+    write_decoder,
+)
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.modules.differential import DifferentialAttention, differential_lambda

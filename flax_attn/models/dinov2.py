@@ -96,13 +96,17 @@ def _write(architecture: str, config: DINOv2Config) -> dict[str, Any]:
 def _layout(base: str, ignored: str = "") -> Layout:
     layer = f"{base}encoder.layer.{{i}}."
     gate_up = [
-        tuple(f"trf_blocks.{{i}}.ff.{name}.{part}" for name in ("W_gate", "W_up")) for part in ("kernel", "bias")
+        tuple(f"trf_blocks.{{i}}.ff.{name}.{part}" for name in ("W_gate", "W_up"))
+        for part in ("kernel", "bias")
     ]
     linear = {"ff.layers.0": "mlp.fc1", "ff.layers.2": "mlp.fc2", "ff.W_down": "mlp.weights_out"}
     rules = (
         Rule(gate_up[0], f"{layer}mlp.weights_in.weight", "i o -> o i"),
         Rule(gate_up[1], f"{layer}mlp.weights_in.bias"),
-        *(Rule((f"trf_blocks.{{i}}.post_norm{n}.scale",), f"{layer}layer_scale{n}.lambda1") for n in (1, 2)),
+        *(
+            Rule((f"trf_blocks.{{i}}.post_norm{n}.scale",), f"{layer}layer_scale{n}.lambda1")
+            for n in (1, 2)
+        ),
         Rule(("mask_token",), f"{base}embeddings.mask_token", "d -> 1 d"),
     )
     return image_layout(base, linear, {"norm1": "norm1", "norm2": "norm2"}, *rules, ignored=ignored)
@@ -157,7 +161,10 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     def behind(self, *, precision: PrecisionLike = None, **numerics: Any) -> dict[str, Any]:
         """Return what a block does with what its layers return: it multiplies it by learned factors."""
         config = self.config
-        return {f"post_norm{i}": LayerScale(config.d_model, config.layer_scale, **numerics) for i in (1, 2)}
+        return {
+            f"post_norm{i}": LayerScale(config.d_model, config.layer_scale, **numerics)
+            for i in (1, 2)
+        }
 
     def tokens(self, images: Images, masked: ArrayLike | None = None) -> Tokens:
         """Return the vectors of the patches, the mask token where they are masked."""
@@ -165,7 +172,9 @@ class DINOv2(ImageEncoder[DINOv2Config]):
         if masked is None:
             return x
         if self.mask_token is None:
-            raise ValueError("masked patches need a mask token; got mask_token=False. Construct the model with one")
+            raise ValueError(
+                "masked patches need a mask token; got mask_token=False. Construct the model with one"
+            )
         hidden = jnp.broadcast_to(jnp.asarray(masked)[..., None], x.shape)
         return jnp.where(hidden, jnp.broadcast_to(self.mask_token[...].astype(x.dtype), x.shape), x)
 
@@ -208,8 +217,12 @@ class DINOv2Classifier(DINOv2):
     def create_head(self, **numerics: Any) -> None:
         """Set the norm behind the blocks and the classifier."""
         super().create_head(**numerics)
-        self.classifier = Linear(2 * self.config.d_model, len(self.config.labels), axes=("embed", None), **numerics)
+        self.classifier = Linear(
+            2 * self.config.d_model, len(self.config.labels), axes=("embed", None), **numerics
+        )
 
     def predict(self, hidden: Tokens) -> Array:
         """Return the logits of the labels."""
-        return self.classifier(jnp.concatenate([hidden[..., 0, :], hidden[..., 1:, :].mean(axis=-2)], axis=-1))
+        return self.classifier(
+            jnp.concatenate([hidden[..., 0, :], hidden[..., 1:, :].mean(axis=-2)], axis=-1)
+        )

@@ -72,7 +72,12 @@ class Encoder(Pretrained, Generic[C]):
         precision: PrecisionLike = None,
         rngs: nnx.Rngs,
     ):
-        products = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        products = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
         self.config, self.remat = config, remat
         with drawn_once(self):
             self.create_embeddings(**products)
@@ -109,7 +114,9 @@ class Encoder(Pretrained, Generic[C]):
     ) -> Tokens:
         """Return embedded tokens after the blocks and the final norm; see the call of a family for the arguments."""
         options = {"mask": mask, "positions": positions, "lengths": lengths}
-        x, _ = run_blocks(self.trf_blocks, constrain(x, *RESIDUAL), None, dropout_key, self.remat, **options)
+        x, _ = run_blocks(
+            self.trf_blocks, constrain(x, *RESIDUAL), None, dropout_key, self.remat, **options
+        )
         return constrain(x if self.final_norm is None else self.final_norm(x), *TOKENS)
 
 
@@ -121,7 +128,11 @@ class TextEncoder(Encoder[C]):
     """
 
     def embed(
-        self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None, **inputs: Any
+        self,
+        tokens: Integer[Array, "*b t"],
+        positions: Array,
+        dropout_key: Array | None,
+        **inputs: Any,
     ) -> Tokens:
         """Return the vectors of tokens at these positions; `inputs` are what a family takes beside."""
         raise NotImplementedError
@@ -144,7 +155,9 @@ class TextEncoder(Encoder[C]):
 
         positions = None if positions is None else real(as_positions(positions, shape))
         order = arranged(jnp.arange(shape[-1])) if positions is None else positions
-        inputs = {name: numbers if numbers is None else real(numbers) for name, numbers in inputs.items()}
+        inputs = {
+            name: numbers if numbers is None else real(numbers) for name, numbers in inputs.items()
+        }
         x = self.embed(real(tokens), order, fold_in(dropout_key, 0), **inputs)
         return self.run(x, mask=mask, positions=positions, lengths=lengths, dropout_key=dropout_key)
 
@@ -171,5 +184,10 @@ class TextEncoder(Encoder[C]):
         Raises:
             ValueError: if there are more than `context_length` tokens, or mask or positions do not fit.
         """
-        options: dict[str, Any] = {"mask": mask, "positions": positions, "lengths": lengths, "dropout_key": dropout_key}
+        options: dict[str, Any] = {
+            "mask": mask,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
         return self.predict(self.hidden(tokens, **options, **inputs))

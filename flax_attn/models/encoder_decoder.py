@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, cast, overload, runtime_checkable
+from typing import (
+    Any,
+    Generic,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+    runtime_checkable,
+)
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +162,9 @@ class EncoderDecoder(Pretrained, Generic[C]):
         """Return the vectors of what is encoded."""
         raise NotImplementedError
 
-    def embed(self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None
+    ) -> Tokens:
         """Return the vectors of the decoder's tokens at these positions."""
         raise NotImplementedError
 
@@ -161,14 +173,29 @@ class EncoderDecoder(Pretrained, Generic[C]):
         return None, None
 
     def encode(
-        self, inputs: Array, *, lengths: ArrayLike | int | None = None, dropout_key: Array | None = None
+        self,
+        inputs: Array,
+        *,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Array | None = None,
     ) -> Tokens:
         """Return what the encoder makes of its inputs, of whose rows the first `lengths` are real."""
         key = fold_in(dropout_key, 0)
         if jnp.issubdtype(inputs.dtype, jnp.integer):
             inputs = without_arranged_padding(inputs, inputs.shape, lengths)
-        x, options = self.embed_inputs(inputs, fold_in(key, 0)), {"lengths": lengths, "bias": self.biases()[0]}
-        x, _ = run_blocks(self.enc_blocks, constrain(x, *RESIDUAL), None, key, self.remat, positions=None, **options)
+        x, options = (
+            self.embed_inputs(inputs, fold_in(key, 0)),
+            {"lengths": lengths, "bias": self.biases()[0]},
+        )
+        x, _ = run_blocks(
+            self.enc_blocks,
+            constrain(x, *RESIDUAL),
+            None,
+            key,
+            self.remat,
+            positions=None,
+            **options,
+        )
         return constrain(self.enc_norm(x), *TOKENS)
 
     def keep(self, encoded: Tokens, lengths: ArrayLike | int | None = None) -> Kept:
@@ -177,17 +204,29 @@ class EncoderDecoder(Pretrained, Generic[C]):
             return tuple(block.cross.keep(encoded, lengths) for block in self.dec_blocks)
         parts = [nnx.split(cast(CrossBlock, block).cross) for block in self.dec_blocks.blocks]
         return tuple(
-            jax.lax.map(lambda state, graph=graph: nnx.merge(graph, state).keep(encoded, lengths), state)
+            jax.lax.map(
+                lambda state, graph=graph: nnx.merge(graph, state).keep(encoded, lengths), state
+            )
             for graph, state in parts
         )
 
     @overload
     def hidden(
-        self, tokens: Integer[Array, "*b t"], kept: Kept, *, cache: None = None, **options: Unpack[DecodeOptions]
+        self,
+        tokens: Integer[Array, "*b t"],
+        kept: Kept,
+        *,
+        cache: None = None,
+        **options: Unpack[DecodeOptions],
     ) -> Tokens: ...
     @overload
     def hidden(
-        self, tokens: Integer[Array, "*b t"], kept: Kept, *, cache: Caches, **options: Unpack[DecodeOptions]
+        self,
+        tokens: Integer[Array, "*b t"],
+        kept: Kept,
+        *,
+        cache: Caches,
+        **options: Unpack[DecodeOptions],
     ) -> tuple[Tokens, Caches]: ...
     def hidden(
         self,
@@ -210,11 +249,20 @@ class EncoderDecoder(Pretrained, Generic[C]):
         blocks = self.dec_blocks.blocks if isinstance(self.dec_blocks, Stack) else self.dec_blocks
         check_caches("kept", kept, len(blocks))
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
-        order = arranged(jnp.arange(t)) if cache is None else cached_positions(self.dec_blocks, cache, t, lengths)
+        order = (
+            arranged(jnp.arange(t))
+            if cache is None
+            else cached_positions(self.dec_blocks, cache, t, lengths)
+        )
         tokens = without_arranged_padding(tokens, tokens.shape, lengths)
-        x, options = self.embed(tokens, order, fold_in(key, 0)), {"lengths": lengths, "bias": self.biases()[1]}
+        x, options = (
+            self.embed(tokens, order, fold_in(key, 0)),
+            {"lengths": lengths, "bias": self.biases()[1]},
+        )
         each = [{"kept": one} for one in kept]
-        x, cache = run_blocks(self.dec_blocks, constrain(x, *RESIDUAL), cache, key, self.remat, None, each, **options)
+        x, cache = run_blocks(
+            self.dec_blocks, constrain(x, *RESIDUAL), cache, key, self.remat, None, each, **options
+        )
         x = constrain(self.final_norm(x), *TOKENS)
         return x if cache is None else (x, cache)
 
@@ -240,7 +288,9 @@ class EncoderDecoder(Pretrained, Generic[C]):
             dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
         """
         encoded = self.encode(inputs, lengths=lengths, dropout_key=dropout_key)
-        return self.logits(self.hidden(tokens, self.keep(encoded, lengths), dropout_key=dropout_key))
+        return self.logits(
+            self.hidden(tokens, self.keep(encoded, lengths), dropout_key=dropout_key)
+        )
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Caches:
         """Return an empty cache for `b` sequences of up to `capacity` tokens of the decoder."""

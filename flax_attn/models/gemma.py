@@ -8,7 +8,12 @@ from jaxtyping import Array, Integer
 
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.decoder import Decoder, DecoderConfig
-from flax_attn.models.hugging_face.decoder import DECODER_LAYOUT, check_no_window, read_decoder, write_decoder
+from flax_attn.models.hugging_face.decoder import (
+    DECODER_LAYOUT,
+    check_no_window,
+    read_decoder,
+    write_decoder,
+)
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import GEMMA_ACTIVATIONS, Fields
 from flax_attn.modules.multi_head import MultiHeadAttention
@@ -39,7 +44,9 @@ def _read(fields: Fields, dropout: float | None) -> GemmaConfig:
     fields = fields.filled(tie_word_embeddings=True)
     fields.only(use_bidirectional_attention=False)
     arguments = read_decoder(fields, dropout)
-    if arguments["activation"] == "gelu_exact":  # what the first files said, and transformers reads as the tanh form
+    if (
+        arguments["activation"] == "gelu_exact"
+    ):  # what the first files said, and transformers reads as the tanh form
         arguments["activation"] = "gelu_tanh"
     return GemmaConfig(**arguments, attention_bias=fields.flag("attention_bias", False))
 
@@ -52,7 +59,9 @@ def _write(config: GemmaConfig) -> dict[str, Any]:
             "Save with flax_attn.convert.save"
         )
     activation = GEMMA_ACTIVATIONS[config.activation]
-    return write_decoder("Gemma", config, hidden_act=activation, attention_bias=config.attention_bias)
+    return write_decoder(
+        "Gemma", config, hidden_act=activation, attention_bias=config.attention_bias
+    )
 
 
 C = TypeVar("C", bound=GemmaConfig)
@@ -79,7 +88,9 @@ class Gemma(Decoder[C]):
 
     family = Family({"gemma": _read}, _write, DECODER_LAYOUT)
 
-    def embed(self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None
+    ) -> Tokens:
         """Return the vectors of tokens, times the square root of their width."""
         x = super().embed(tokens, positions, dropout_key)
         return x * jnp.asarray(self.config.d_model**0.5, x.dtype)  # rounded, as in training

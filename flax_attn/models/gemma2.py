@@ -56,8 +56,12 @@ class Gemma2Config(GemmaConfig):
 
 
 def _read(fields: Fields, dropout: float | None) -> Gemma2Config:
-    fields = fields.filled(sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
-    fields = fields.filled(hidden_activation="gelu_pytorch_tanh", num_key_value_heads=4, head_dim=256)
+    fields = fields.filled(
+        sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
+    )
+    fields = fields.filled(
+        hidden_activation="gelu_pytorch_tanh", num_key_value_heads=4, head_dim=256
+    )
     fields = fields.filled(query_pre_attn_scalar=256, tie_word_embeddings=True)
     fields.only(use_bidirectional_attention=False)
     layers = [FULL if layer % 2 else SLIDING for layer in range(fields.count("num_hidden_layers"))]
@@ -120,11 +124,15 @@ class Gemma2(Gemma[C]):
 
     def block_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of a block, before and after both of its parts."""
-        return {name: self.norm(**numerics) for name in ("norm1", "norm2", "post_norm1", "post_norm2")}
+        return {
+            name: self.norm(**numerics) for name in ("norm1", "norm2", "post_norm1", "post_norm2")
+        }
 
     def logits(self, hidden: Float[Array, "*b d"]) -> Float[Array, "*b vocab"]:
         """Return the logits of what `hidden` returned, capped in at least float32."""
         found, cap = super().logits(hidden), self.config.logit_cap
         if cap is None:
             return found
-        return (cap * jnp.tanh(found.astype(accumulation_dtype(found.dtype)) / cap)).astype(found.dtype)
+        return (cap * jnp.tanh(found.astype(accumulation_dtype(found.dtype)) / cap)).astype(
+            found.dtype
+        )

@@ -37,8 +37,14 @@ class Gemma3Config(Gemma2Config):
 def _read(fields: Fields, dropout: float | None) -> Gemma3Config:
     # Transformers reads the cap and does not apply it, and takes the positions of each kind from inside their field.
     fields.only(attn_logit_softcapping=None, original_max_position_embeddings=None)
-    every, length = fields.length("sliding_window_pattern", 6), fields.length("max_position_embeddings")
-    layers = [SLIDING if (layer + 1) % every else FULL for layer in range(fields.count("num_hidden_layers"))]
+    every, length = (
+        fields.length("sliding_window_pattern", 6),
+        fields.length("max_position_embeddings"),
+    )
+    layers = [
+        SLIDING if (layer + 1) % every else FULL
+        for layer in range(fields.count("num_hidden_layers"))
+    ]
     rope, local = _ropes(fields.filled(rope_theta=1e6, rope_local_base_freq=1e4))
     fields = fields.filled(attn_logit_softcapping=None, final_logit_softcapping=None)
     changed = {**fields.values, "rope_parameters": rope, "rope_scaling": None}
@@ -49,10 +55,16 @@ def _read(fields: Fields, dropout: float | None) -> Gemma3Config:
 
 def _ropes(fields: Fields) -> tuple[dict[str, Any], Fields]:
     """Return the fields of the rotary positions in layers without a window, and in those with one."""
-    kinds = Fields(f"{fields.where}: rope_parameters", fields.optional_object("rope_parameters") or {})
+    kinds = Fields(
+        f"{fields.where}: rope_parameters", fields.optional_object("rope_parameters") or {}
+    )
     full, local = ((kinds.optional_object(kind) or {}) for kind in (FULL, SLIDING))
     kinds.check_all_used()
-    full = {"rope_theta": fields.number("rope_theta", BASES), **full, **(fields.optional_object("rope_scaling") or {})}
+    full = {
+        "rope_theta": fields.number("rope_theta", BASES),
+        **full,
+        **(fields.optional_object("rope_scaling") or {}),
+    }
     local = {"rope_theta": fields.number("rope_local_base_freq", BASES), **local}
     return full, Fields(f"{kinds.where}: {SLIDING}", {"rope_parameters": local})
 
@@ -100,4 +112,6 @@ class Gemma3(Gemma2[Gemma3Config]):
 
     def head_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of queries and keys, each head by itself."""
-        return {name: self.norm(self.config.head_width, **numerics) for name in ("q_norm", "k_norm")}
+        return {
+            name: self.norm(self.config.head_width, **numerics) for name in ("q_norm", "k_norm")
+        }

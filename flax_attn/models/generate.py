@@ -24,7 +24,9 @@ from flax_attn.models.turns import Block
 
 _M = TypeVar("_M", bound=Pretrained)
 Callback = Callable[[int, int], object]
-_BUCKET = 64  # prompts and caches are as long as a multiple of it, so that one compilation serves many
+_BUCKET = (
+    64  # prompts and caches are as long as a multiple of it, so that one compilation serves many
+)
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -42,19 +44,28 @@ class GenerateOptions(TypedDict, total=False):
 
 @overload
 def generate(
-    model: Pretrained, tokens: Sequence[int], max_new_tokens: int, **options: Unpack[GenerateOptions]
+    model: Pretrained,
+    tokens: Sequence[int],
+    max_new_tokens: int,
+    **options: Unpack[GenerateOptions],
 ) -> list[int]: ...
 
 
 @overload
 def generate(
-    model: Pretrained, tokens: Sequence[Sequence[int]], max_new_tokens: int, **options: Unpack[GenerateOptions]
+    model: Pretrained,
+    tokens: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    **options: Unpack[GenerateOptions],
 ) -> list[list[int]]: ...
 
 
 @overload
 def generate(
-    model: Pretrained, tokens: np.ndarray | Array, max_new_tokens: int, **options: Unpack[GenerateOptions]
+    model: Pretrained,
+    tokens: np.ndarray | Array,
+    max_new_tokens: int,
+    **options: Unpack[GenerateOptions],
 ) -> list[int] | list[list[int]]: ...
 
 
@@ -129,18 +140,33 @@ def generate(
     return rows[0] if single else rows
 
 
-_Made = tuple[Iterator[Array], int, bool]  # new tokens, of how many rows, and whether the prompt had no batch axis
+_Made = tuple[
+    Iterator[Array], int, bool
+]  # new tokens, of how many rows, and whether the prompt had no batch axis
 
 
 def _continue(
-    model: LanguageModel, tokens: Prompts, max_new_tokens: int, capacity: int | None, sampling: Sampling, seed: Any
+    model: LanguageModel,
+    tokens: Prompts,
+    max_new_tokens: int,
+    capacity: int | None,
+    sampling: Sampling,
+    seed: Any,
 ) -> _Made:
     prompts, single = as_prompts(tokens)
     _check_prompts(model, prompts, max_new_tokens, capacity)
     limit = model.config.context_length
     capacity = capacity or _bucket(max(map(len, prompts)) + max_new_tokens, limit)
     rereads = _rereads(model, prompts, max_new_tokens)
-    made = rereading(_in_eval_mode(model), prompts, rereads, lambda rows: _pad(rows, limit), capacity, sampling, seed)
+    made = rereading(
+        _in_eval_mode(model),
+        prompts,
+        rereads,
+        lambda rows: _pad(rows, limit),
+        capacity,
+        sampling,
+        seed,
+    )
     return made, len(prompts), single
 
 
@@ -192,10 +218,14 @@ def _start(model: EncoderDecoder, start: Sequence[int] | None) -> np.ndarray:
 
 
 def _is_floating(inputs: Any) -> bool:
-    return isinstance(inputs, np.ndarray | Array) and bool(jnp.issubdtype(inputs.dtype, np.floating))
+    return isinstance(inputs, np.ndarray | Array) and bool(
+        jnp.issubdtype(inputs.dtype, np.floating)
+    )
 
 
-def _collect(made: Iterable[Array], b: int, stops: frozenset[int], callback: Callback | None) -> list[list[int]]:
+def _collect(
+    made: Iterable[Array], b: int, stops: frozenset[int], callback: Callback | None
+) -> list[list[int]]:
     """Return the tokens of each row, up to the first that stops it."""
     rows = [[] for _ in range(b)]
     # Tokens are read one by one only where something depends on them: else the device need not wait for Python.
@@ -210,11 +240,18 @@ def _collect(made: Iterable[Array], b: int, stops: frozenset[int], callback: Cal
     return rows
 
 
-def _check_prompts(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None) -> None:
+def _check_prompts(
+    model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None
+) -> None:
     full = any(block.att.window is None for block in _blocks(model))
     for i, prompt in enumerate(prompts):
         ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
-        sizes = model.config.vocab_size, model.config.context_length, max_new_tokens, capacity if full else None
+        sizes = (
+            model.config.vocab_size,
+            model.config.context_length,
+            max_new_tokens,
+            capacity if full else None,
+        )
         check_prompt(i, len(prompt), ends, *sizes)
 
 

@@ -78,7 +78,9 @@ def _read(fields: Fields, dropout: float | None) -> GPT2Config:
         num_hidden_layers="n_layer",
     )
     # reorder_and_upcast_attn asks for a softmax in float32, and ours is in that at least.
-    fields.only(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    fields.only(
+        scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
+    )
     return GPT2Config(
         d_model=fields.integer("n_embd"),
         num_heads=fields.heads("n_head"),
@@ -97,7 +99,9 @@ def _read_dropout(fields: Fields) -> float:
     rates = {name: fields.rate(name, 0.1) for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")}
     if len(set(rates.values())) > 1:
         got = ", ".join(f"{name}={rate}" for name, rate in rates.items())
-        raise ValueError(f"{fields.where}: a GPT2 has one probability of dropout; got {got}. Pass dropout=")
+        raise ValueError(
+            f"{fields.where}: a GPT2 has one probability of dropout; got {got}. Pass dropout="
+        )
     return rates["attn_pdrop"]
 
 
@@ -130,7 +134,9 @@ _LAYOUT = Layout(
     (
         *embeddings({"tok_emb": "transformer.wte", "pos_emb": "transformer.wpe"}),
         # Conv1D keeps its weight as (in, out); the columns of c_attn are [query, key, value].
-        Rule(tuple(f"{name}.kernel" for name in _QKV), "transformer.h.{i}.attn.c_attn.weight", axis=1),
+        Rule(
+            tuple(f"{name}.kernel" for name in _QKV), "transformer.h.{i}.attn.c_attn.weight", axis=1
+        ),
         Rule(tuple(f"{name}.bias" for name in _QKV), "transformer.h.{i}.attn.c_attn.bias"),
         *linears(
             {
@@ -183,7 +189,13 @@ class GPT2(LanguageModel[GPT2Config]):
         self.drop_emb = Dropout(self.config.dropout, rngs=rngs)
 
     def block(
-        self, layer: int, backend: str, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
+        self,
+        layer: int,
+        backend: str,
+        *,
+        precision: PrecisionLike = None,
+        rngs: nnx.Rngs,
+        **numerics: Any,
     ) -> TransformerBlock:
         """Return a block: norms before attention and feed-forward, dropout on their outputs."""
         config, numerics = self.config, {"rngs": rngs, **numerics}
@@ -200,19 +212,30 @@ class GPT2(LanguageModel[GPT2Config]):
         """Return a norm."""
         return LayerNorm(self.config.d_model, self.config.eps, **numerics)
 
-    def embed(self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None
+    ) -> Tokens:
         """Return the vectors of tokens and of their positions, summed, and dropped in train mode."""
         x = self.tok_emb(tokens)
-        return self.drop_emb(x + jnp.broadcast_to(self.pos_emb(positions), x.shape), dropout_key=dropout_key)
+        return self.drop_emb(
+            x + jnp.broadcast_to(self.pos_emb(positions), x.shape), dropout_key=dropout_key
+        )
 
 
 def _attention(config: GPT2Config, **options: Any) -> MultiHeadAttention:
     d, length = config.d_model, config.context_length
-    return MultiHeadAttention(d, d, length, config.dropout, config.num_heads, config.qkv_bias, **options)
+    return MultiHeadAttention(
+        d, d, length, config.dropout, config.num_heads, config.qkv_bias, **options
+    )
 
 
 def create_gpt2_attention(
-    size: str, dropout: float = 0.1, *, qkv_bias: bool | None = None, rngs: nnx.Rngs | None = None, **options: Any
+    size: str,
+    dropout: float = 0.1,
+    *,
+    qkv_bias: bool | None = None,
+    rngs: nnx.Rngs | None = None,
+    **options: Any,
 ) -> MultiHeadAttention:
     """Return one attention layer of a published GPT-2 size.
 

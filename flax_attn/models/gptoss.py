@@ -47,7 +47,12 @@ class GptOssConfig(DecoderConfig):
     swiglu: ClampedSwiGLU = field(default_factory=ClampedSwiGLU)
 
 
-_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 def _read(fields: Fields, dropout: float | None) -> GptOssConfig:
@@ -70,7 +75,9 @@ def _read(fields: Fields, dropout: float | None) -> GptOssConfig:
         attention_bias=fields.flag("attention_bias", True),
         num_experts=fields.count("num_local_experts", 128),
         top_k=fields.integer("num_experts_per_tok", 4),
-        swiglu=ClampedSwiGLU(fields.factor("swiglu_limit", 7.0), fields.factor("swiglu_alpha", 1.702)),
+        swiglu=ClampedSwiGLU(
+            fields.factor("swiglu_limit", 7.0), fields.factor("swiglu_alpha", 1.702)
+        ),
     )
 
 
@@ -112,13 +119,18 @@ class GptOss(Decoder[GptOssConfig]):
     family = Family(
         {"gpt_oss": _read},
         _write,
-        interleaved("model.layers.{i}.mlp", Rule(("trf_blocks.{i}.att.sinks",), "model.layers.{i}.self_attn.sinks")),
+        interleaved(
+            "model.layers.{i}.mlp",
+            Rule(("trf_blocks.{i}.att.sinks",), "model.layers.{i}.self_attn.sinks"),
+        ),
     )
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, with a sink for each head."""
         bias = self.config.attention_bias
-        return super().attention(layer, qkv_bias=bias, out_bias=bias, scores=Scores(sinks=True), **options)
+        return super().attention(
+            layer, qkv_bias=bias, out_bias=bias, scores=Scores(sinks=True), **options
+        )
 
     def feed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, layer: int, **options: Any
@@ -127,5 +139,12 @@ class GptOss(Decoder[GptOssConfig]):
         config = self.config
         return MixtureOfExperts(
             Router(config.d_model, config.num_experts, config.top_k, bias=True, **options),
-            Experts(config.num_experts, config.d_model, config.d_hidden, config.swiglu, bias=True, **options),
+            Experts(
+                config.num_experts,
+                config.d_model,
+                config.d_hidden,
+                config.swiglu,
+                bias=True,
+                **options,
+            ),
         )

@@ -97,7 +97,9 @@ class ImageEncoder(Encoder[C]):
         self.patches = Patches(config.d_model, config.channels, *config.patch_size, **numerics)
         token = normal(0.02)(next_key(rngs.params), (config.d_model,), param_dtype)
         self.cls_token = nnx.Param(token, **named(None))
-        self.pos_emb = Embedding(1 + config.grid[0] * config.grid[1], config.d_model, axes=(None, "embed"), **numerics)
+        self.pos_emb = Embedding(
+            1 + config.grid[0] * config.grid[1], config.d_model, axes=(None, "embed"), **numerics
+        )
         self.drop_emb = Dropout(config.dropout, rngs=rngs)
 
     def create_head(self, **numerics: Any) -> None:
@@ -108,17 +110,23 @@ class ImageEncoder(Encoder[C]):
         """Return a block: norms before attention and feed-forward."""
         attention = self.attention(backend=backend, **numerics)
         norms = self.norm(**numerics), self.norm(**numerics)
-        return TransformerBlock(attention, self.feed_forward(**numerics), *norms, **self.behind(**numerics))
+        return TransformerBlock(
+            attention, self.feed_forward(**numerics), *norms, **self.behind(**numerics)
+        )
 
     def attention(self, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer; `options` are arguments of `MultiHeadAttention`."""
         config, d = self.config, self.config.d_model
         biases = {"qkv_bias": config.qkv_bias, "causal": False}
-        return MultiHeadAttention(d, d, None, config.attention_dropout, config.num_heads, **biases, **options)
+        return MultiHeadAttention(
+            d, d, None, config.attention_dropout, config.num_heads, **biases, **options
+        )
 
     def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
         """Return the feed-forward part of a layer."""
-        return FeedForward(self.config.d_model, self.config.d_hidden, self.config.activation, **options)
+        return FeedForward(
+            self.config.d_model, self.config.d_hidden, self.config.activation, **options
+        )
 
     def norm(self, *, precision: PrecisionLike = None, **numerics: Any) -> LayerNorm:
         """Return a norm."""
@@ -140,7 +148,9 @@ class ImageEncoder(Encoder[C]):
     def hidden(self, images: Images, *, dropout_key: Array | None = None, **inputs: Any) -> Tokens:
         """Return the vectors of the class token and of all patches; the arguments are those of a call."""
         x = self.tokens(images, **inputs)
-        first = jnp.broadcast_to(self.cls_token[...].astype(x.dtype), (*x.shape[:-2], 1, x.shape[-1]))
+        first = jnp.broadcast_to(
+            self.cls_token[...].astype(x.dtype), (*x.shape[:-2], 1, x.shape[-1])
+        )
         x = jnp.concatenate([first, x], axis=-2)
         x = x + jnp.broadcast_to(self.positions(*images.shape[-2:]).astype(x.dtype), x.shape)
         x = self.drop_emb(x, dropout_key=fold_in(dropout_key, 0))

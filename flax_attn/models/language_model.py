@@ -115,7 +115,9 @@ class LanguageModel(Pretrained, Generic[C]):
         """Set `tok_emb`, and what else `embed` reads."""
         self.tok_emb = Embedding(self.config.vocab_size, self.config.d_model, **numerics)
 
-    def block(self, layer: int, backend: str, *, precision: PrecisionLike = None, **numerics: Any) -> TransformerBlock:
+    def block(
+        self, layer: int, backend: str, *, precision: PrecisionLike = None, **numerics: Any
+    ) -> TransformerBlock:
         """Return the block of a layer, the first being 0."""
         raise NotImplementedError
 
@@ -123,7 +125,9 @@ class LanguageModel(Pretrained, Generic[C]):
         """Return a norm of the family."""
         raise NotImplementedError
 
-    def embed(self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None
+    ) -> Tokens:
         """Return the vectors of tokens at these positions."""
         return self.tok_emb(tokens)
 
@@ -162,7 +166,12 @@ class LanguageModel(Pretrained, Generic[C]):
             ValueError: if there are more than `context_length` tokens, or mask, positions or cache do not fit. Values
                 are not read: a token outside the vocabulary, or one that the cache has no space for, gives NaN.
         """
-        options: ModelOptions = {"mask": mask, "positions": positions, "lengths": lengths, "dropout_key": dropout_key}
+        options: ModelOptions = {
+            "mask": mask,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
         hidden, cache = self._run(tokens, cache, **options)
         logits = self.logits(hidden)
         return logits if cache is None else (logits, cache)
@@ -178,7 +187,11 @@ class LanguageModel(Pretrained, Generic[C]):
     ) -> tuple[Array, ModelCache]: ...
 
     def hidden(
-        self, tokens: Integer[Array, "*b t"], *, cache: ModelCache | None = None, **options: Unpack[ModelOptions]
+        self,
+        tokens: Integer[Array, "*b t"],
+        *,
+        cache: ModelCache | None = None,
+        **options: Unpack[ModelOptions],
     ) -> Array | tuple[Array, ModelCache]:
         """Return the input of the head, `(b, t, d_model)`; arguments, and the cache behind it, are those of a call."""
         hidden, cache = self._run(tokens, cache, **options)
@@ -200,8 +213,12 @@ class LanguageModel(Pretrained, Generic[C]):
         else:
             positions = as_positions(positions, tuple(tokens.shape))
             positions = without_arranged_padding(positions, tokens.shape, lengths)
-        order = jnp.arange(t) if cache is None else cached_positions(self.trf_blocks, cache, t, lengths)
-        tokens = constrain(without_arranged_padding(tokens, tokens.shape, lengths), "batch", "tokens")
+        order = (
+            jnp.arange(t) if cache is None else cached_positions(self.trf_blocks, cache, t, lengths)
+        )
+        tokens = constrain(
+            without_arranged_padding(tokens, tokens.shape, lengths), "batch", "tokens"
+        )
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
         x = constrain(x, *RESIDUAL)
         options = {"mask": mask, "positions": positions, "lengths": lengths}

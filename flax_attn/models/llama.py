@@ -29,7 +29,9 @@ class LlamaConfig(DecoderConfig):
 
 
 def _read_llama(fields: Fields, dropout: float | None) -> LlamaConfig:
-    fields.only(sliding_window=None)  # transformers' Llama applies it to the cache but not to the mask
+    fields.only(
+        sliding_window=None
+    )  # transformers' Llama applies it to the cache but not to the mask
     return LlamaConfig(
         **read_decoder(fields, dropout),
         attention_bias=fields.flag("attention_bias", False),
@@ -52,7 +54,9 @@ def _write_llama(config: LlamaConfig) -> dict[str, Any]:
             "in transformers' Llama num_heads must divide d_model, whatever head_dim is; got "
             f"d_model={config.d_model}, num_heads={config.num_heads}. Save with flax_attn.convert.save"
         )
-    return write_decoder("Llama", config, attention_bias=config.attention_bias, mlp_bias=config.ff_bias)
+    return write_decoder(
+        "Llama", config, attention_bias=config.attention_bias, mlp_bias=config.ff_bias
+    )
 
 
 def _write_mistral(config: LlamaConfig) -> dict[str, Any]:

@@ -89,7 +89,9 @@ def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
     return {"mask": Mask.segments(segments), "positions": arranged(positions)}
 
 
-def _targets(tokens: Array, lengths: ArrayLike | int | None, segments: ArrayLike | None) -> Bool[Array, "*b t"]:
+def _targets(
+    tokens: Array, lengths: ArrayLike | int | None, segments: ArrayLike | None
+) -> Bool[Array, "*b t"]:
     """Return which tokens are followed by a target."""
     b, t = tokens.shape if tokens.ndim == 2 else (1, len(tokens))
     real = real_tokens(b, t, lengths).reshape(tokens.shape)

@@ -61,13 +61,20 @@ class MaskedLMHead(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_choice("activation", activation, tuple(ACTIVATIONS))
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        numerics = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
         self.dense = Linear(d_model, d_model, dense_bias, axes=("embed", None), **numerics)
         self.activation, self.norm = ACTIVATIONS[activation], norm
         values = filled(vocab_size, 0, param_dtype) if bias else None
         self.bias = None if values is None else nnx.Param(values, **named("vocab"))
 
-    def __call__(self, x: Float[Array, "*shape d"], table: Embedding) -> Float[Array, "*shape vocab"]:
+    def __call__(
+        self, x: Float[Array, "*shape d"], table: Embedding
+    ) -> Float[Array, "*shape vocab"]:
         logits = table.attend(self.norm(self.activation(self.dense(x))))
         if self.bias is not None:
             logits = logits + jnp.broadcast_to(self.bias[...].astype(logits.dtype), logits.shape)

@@ -86,5 +86,7 @@ class Mixtral(Decoder[MixtralConfig]):
         config = self.config
         return MixtureOfExperts(
             Router(config.d_model, config.num_experts, config.top_k, **options),
-            Experts(config.num_experts, config.d_model, config.d_hidden, config.activation, **options),
+            Experts(
+                config.num_experts, config.d_model, config.d_hidden, config.activation, **options
+            ),
         )

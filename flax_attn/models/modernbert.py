@@ -95,7 +95,9 @@ def _read(fields: Fields, dropout: float | None) -> ModernBertConfig:
     # transformers drops inside the feed-forward layer, and the output of the attention beside its weights.
     fields.only(mlp_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=True)
     layers, window = range(fields.count("num_hidden_layers")), fields.length("local_attention", 128)
-    fields.only(rope_scaling=None, sliding_window=window // 2)  # transformers lets either replace what it has read
+    fields.only(
+        rope_scaling=None, sliding_window=window // 2
+    )  # transformers lets either replace what it has read
     d_model, num_heads = fields.integer("hidden_size"), fields.heads("num_attention_heads")
     fields.only(head_dim=d_model // num_heads)  # by another one transformers scales the scores
     return ModernBertConfig(
@@ -128,7 +130,9 @@ def _read_full(fields: Fields, layers: range, window: int) -> tuple[int, ...]:
 
 
 def _read_rope(fields: Fields, kind: str, name: str, default: float) -> RoPE:
-    kinds = Fields(f"{fields.where}: rope_parameters", fields.optional_object("rope_parameters") or {})
+    kinds = Fields(
+        f"{fields.where}: rope_parameters", fields.optional_object("rope_parameters") or {}
+    )
     own = kinds.optional_object(kind) or {}
     parameters = Fields(f"{kinds.where}: {kind}", own)
     parameters.only(rope_type="default")
@@ -155,8 +159,12 @@ def _write(architecture: str, config: ModernBertConfig) -> dict[str, Any]:
         "max_position_embeddings": config.context_length,
         "vocab_size": config.vocab_size,
         "local_attention": config.window,
-        "layer_types": [FULL if layer in config.full else SLIDING for layer in range(config.num_layers)],
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": r.base} for kind, r in ropes.items()},
+        "layer_types": [
+            FULL if layer in config.full else SLIDING for layer in range(config.num_layers)
+        ],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": r.base} for kind, r in ropes.items()
+        },
         "hidden_activation": THEIR_ACTIVATIONS[config.activation],
         "classifier_activation": THEIR_ACTIVATIONS[config.head_activation],
         "norm_eps": config.eps,
@@ -182,11 +190,30 @@ def _layout(base: str, ignored: str) -> Layout:
     return Layout(
         (
             *embeddings({"tok_emb": f"{base}embeddings.tok_embeddings"}),
-            *(_fused("kernel", names, f"{theirs}.weight", "i o -> o i") for names, theirs in fused.items()),
+            *(
+                _fused("kernel", names, f"{theirs}.weight", "i o -> o i")
+                for names, theirs in fused.items()
+            ),
             *(_fused("bias", names, f"{theirs}.bias", "") for names, theirs in fused.items()),
-            *linears({"trf_blocks.{i}.att.out_proj": f"{layer}attn.Wo", "trf_blocks.{i}.ff.W_down": f"{layer}mlp.Wo"}),
-            *norms({"trf_blocks.{i}.norm1": f"{layer}attn_norm", "trf_blocks.{i}.norm2": f"{layer}mlp_norm"}),
-            *norms({"emb_norm": f"{base}embeddings.norm", "final_norm": f"{base}final_norm", "head.norm": "head.norm"}),
+            *linears(
+                {
+                    "trf_blocks.{i}.att.out_proj": f"{layer}attn.Wo",
+                    "trf_blocks.{i}.ff.W_down": f"{layer}mlp.Wo",
+                }
+            ),
+            *norms(
+                {
+                    "trf_blocks.{i}.norm1": f"{layer}attn_norm",
+                    "trf_blocks.{i}.norm2": f"{layer}mlp_norm",
+                }
+            ),
+            *norms(
+                {
+                    "emb_norm": f"{base}embeddings.norm",
+                    "final_norm": f"{base}final_norm",
+                    "head.norm": "head.norm",
+                }
+            ),
             *linears({"head.dense": "head.dense"}),
             Rule(("head.bias",), "decoder.bias"),
         ),
@@ -223,7 +250,9 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         architecture="ModernBertModel",
     )
 
-    def create_embeddings(self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any) -> None:
+    def create_embeddings(
+        self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
+    ) -> None:
         """Set the table of tokens, and the norm and the dropout of its vectors."""
         config, numerics = self.config, {"rngs": rngs, **numerics}
         self.tok_emb = Embedding(config.vocab_size, config.d_model, precision=precision, **numerics)
@@ -233,7 +262,9 @@ class ModernBert(TextEncoder[ModernBertConfig]):
     def block(self, layer: int, backend: str, **numerics: Any) -> TransformerBlock:
         """Return a block: norms before attention and feed-forward, but for the first attention."""
         config = self.config
-        feed_forward = GatedFeedForward(config.d_model, config.d_hidden, config.activation, config.ff_bias, **numerics)
+        feed_forward = GatedFeedForward(
+            config.d_model, config.d_hidden, config.activation, config.ff_bias, **numerics
+        )
         norm1 = self.norm(**numerics) if layer else None
         attention = self.attention(layer, backend=backend, **numerics)
         return TransformerBlock(attention, feed_forward, norm1, self.norm(**numerics))
@@ -243,8 +274,12 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         config, bias = self.config, self.config.attention_bias
         sizes = config.d_model, config.d_model, config.context_length, 0.0, config.num_heads, bias
         if layer in config.full:
-            return MultiHeadAttention(*sizes, out_bias=bias, causal=False, rope=config.rope, **options)
-        return LocalAttention(*sizes, out_bias=bias, reach=config.window // 2, rope=config.local_rope, **options)
+            return MultiHeadAttention(
+                *sizes, out_bias=bias, causal=False, rope=config.rope, **options
+            )
+        return LocalAttention(
+            *sizes, out_bias=bias, reach=config.window // 2, rope=config.local_rope, **options
+        )
 
     def norm(self, *, precision: PrecisionLike = None, **numerics: Any) -> LayerNorm:
         """Return a norm."""
@@ -254,7 +289,9 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         """Set the norm behind the blocks."""
         self.final_norm = self.norm(**numerics)
 
-    def embed(self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None
+    ) -> Tokens:
         """Return the normed vectors of tokens; positions are in the attention."""
         return self.drop_emb(self.emb_norm(self.tok_emb(tokens)), dropout_key=dropout_key)
 
@@ -295,7 +332,9 @@ class ModernBertMaskedLM(ModernBert):
             {"dense_bias": self.config.head_bias, "bias": self.config.logits_bias, **numerics},
         )
         norm = self.norm(**numerics)
-        self.head = MaskedLMHead(config.d_model, config.vocab_size, norm, config.head_activation, **options)
+        self.head = MaskedLMHead(
+            config.d_model, config.vocab_size, norm, config.head_activation, **options
+        )
 
     def predict(self, hidden: Tokens) -> Array:
         """Return the logits of every token, `(b, t, vocab_size)`."""

@@ -4,7 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax_attn.models.decoder import Decoder, DecoderConfig
-from flax_attn.models.hugging_face.decoder import POST_NORM_LAYOUT, check_no_window, read_decoder, write_decoder
+from flax_attn.models.hugging_face.decoder import (
+    POST_NORM_LAYOUT,
+    check_no_window,
+    read_decoder,
+    write_decoder,
+)
 from flax_attn.models.hugging_face.family import Family
 from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.modules.multi_head import MultiHeadAttention
@@ -67,10 +72,17 @@ class Olmo2(Decoder[Olmo2Config]):
 
     def block_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of a block, after both of its parts."""
-        return {"norm1": None, "norm2": None, **{name: self.norm(**numerics) for name in ("post_norm1", "post_norm2")}}
+        return {
+            "norm1": None,
+            "norm2": None,
+            **{name: self.norm(**numerics) for name in ("post_norm1", "post_norm2")},
+        }
 
     def head_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of queries and keys, all heads together."""
         config = self.config
         heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads or config.num_heads}
-        return {name: self.norm(number * config.head_width, **numerics) for name, number in heads.items()}
+        return {
+            name: self.norm(number * config.head_width, **numerics)
+            for name, number in heads.items()
+        }

@@ -42,7 +42,9 @@ def _read(fields: Fields, dropout: float | None) -> Phi3Config:
 
 def _renamed(rope: dict[str, Any]) -> dict[str, Any]:
     """Return rotary positions, LongRoPE under the name that it has by now."""
-    return rope | {name: "longrope" for name in ("type", "rope_type") if rope.get(name) in ("su", "yarn")}
+    return rope | {
+        name: "longrope" for name in ("type", "rope_type") if rope.get(name) in ("su", "yarn")
+    }
 
 
 def _write(config: Phi3Config) -> dict[str, Any]:
@@ -53,14 +55,22 @@ def _write(config: Phi3Config) -> dict[str, Any]:
             f"rope.scaling={scaling}, full_layers={config.full_layers}. Save with flax_attn.convert.save"
         )
     original: dict[str, Any] = (
-        {} if scaling is None else {"original_max_position_embeddings": scaling.original_context_length}
+        {}
+        if scaling is None
+        else {"original_max_position_embeddings": scaling.original_context_length}
     )
-    return write_decoder("Phi3", config, partial_rope=True, sliding_window=config.window, **original)
+    return write_decoder(
+        "Phi3", config, partial_rope=True, sliding_window=config.window, **original
+    )
 
 
 def _fused(ours: tuple[str, ...], theirs: str) -> Rule:
     block = "trf_blocks.{i}"
-    return Rule(tuple(f"{block}.{name}.kernel" for name in ours), f"model.layers.{{i}}.{theirs}.weight", "i o -> o i")
+    return Rule(
+        tuple(f"{block}.{name}.kernel" for name in ours),
+        f"model.layers.{{i}}.{theirs}.weight",
+        "i o -> o i",
+    )
 
 
 class Phi3(Decoder[Phi3Config]):

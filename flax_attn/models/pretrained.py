@@ -28,7 +28,9 @@ class Pretrained(nnx.Module):
     config: Any
 
     @classmethod
-    def from_pretrained(cls: type[M], path: str | PathLike[str], **options: Unpack[LoadOptions]) -> M:
+    def from_pretrained(
+        cls: type[M], path: str | PathLike[str], **options: Unpack[LoadOptions]
+    ) -> M:
         """Return the model of a local Hugging Face folder, in eval mode; see `flax_attn.models.from_pretrained`.
 
         Raises:
@@ -36,6 +38,8 @@ class Pretrained(nnx.Module):
         """
         return load(cls, cls.family, path, **options)
 
-    def save_pretrained(self, path: str | PathLike[str], *, max_shard_size: int = 4 * 10**9) -> None:
+    def save_pretrained(
+        self, path: str | PathLike[str], *, max_shard_size: int = 4 * 10**9
+    ) -> None:
         """Write a Hugging Face folder that transformers loads; see `flax_attn.models.save_pretrained`."""
         save(self, self.config, self.family, path, max_shard_size)

@@ -81,10 +81,14 @@ def rereading(
     rows, made = list(prompts), 0
     for end in (*rereads, None):
         tokens = []
-        for token in islice(new_tokens(model, *pad(rows), *options, first=made), None if end is None else end - made):
+        for token in islice(
+            new_tokens(model, *pad(rows), *options, first=made), None if end is None else end - made
+        ):
             tokens.append(token)
             yield token
-        rows = [np.append(row, new) for row, new in zip(rows, np.stack(tokens, axis=1), strict=True)]
+        rows = [
+            np.append(row, new) for row, new in zip(rows, np.stack(tokens, axis=1), strict=True)
+        ]
         made += len(tokens)
 
 
@@ -166,7 +170,9 @@ def _embed(graph: Any) -> Callable:
     @jax.jit
     def embed(state, tokens, lengths):
         order = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=lengths.dtype), tokens.shape)
-        positions = jnp.where(order < lengths[:, None], order, 0)  # of padding they could lie beyond the table
+        positions = jnp.where(
+            order < lengths[:, None], order, 0
+        )  # of padding they could lie beyond the table
         return nnx.merge(graph, state).embed(tokens, positions, None)
 
     return embed

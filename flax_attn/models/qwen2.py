@@ -30,7 +30,9 @@ class Qwen2Config(DecoderConfig):
 
 
 def _read(fields: Fields, dropout: float | None) -> Qwen2Config:
-    return Qwen2Config(**read_decoder(fields.filled(num_key_value_heads=32), dropout), **read_windows(fields))
+    return Qwen2Config(
+        **read_decoder(fields.filled(num_key_value_heads=32), dropout), **read_windows(fields)
+    )
 
 
 def _write(config: Qwen2Config) -> dict[str, Any]:

@@ -35,11 +35,15 @@ class Qwen3Config(DecoderConfig):
 
 def _read(fields: Fields, dropout: float | None) -> Qwen3Config:
     arguments = read_decoder(fields.filled(num_key_value_heads=32, head_dim=128), dropout)
-    return Qwen3Config(**arguments, **read_windows(fields), attention_bias=fields.flag("attention_bias", False))
+    return Qwen3Config(
+        **arguments, **read_windows(fields), attention_bias=fields.flag("attention_bias", False)
+    )
 
 
 def _write(config: Qwen3Config) -> dict[str, Any]:
-    return write_decoder("Qwen3", config, **write_windows(config), attention_bias=config.attention_bias)
+    return write_decoder(
+        "Qwen3", config, **write_windows(config), attention_bias=config.attention_bias
+    )
 
 
 class Qwen3(Decoder[Qwen3Config]):
@@ -70,4 +74,6 @@ class Qwen3(Decoder[Qwen3Config]):
 
     def head_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of queries and keys, each head by itself."""
-        return {name: self.norm(self.config.head_width, **numerics) for name in ("q_norm", "k_norm")}
+        return {
+            name: self.norm(self.config.head_width, **numerics) for name in ("q_norm", "k_norm")
+        }

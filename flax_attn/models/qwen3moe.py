@@ -75,7 +75,12 @@ class Qwen3Moe(Qwen3):
         Qwen Team 2025 (arXiv:2505.09388).
     """
 
-    family = Family({"qwen3_moe": _read}, _write, one_by_one("model.layers.{i}.mlp"), (fused("model.layers.{i}.mlp"),))
+    family = Family(
+        {"qwen3_moe": _read},
+        _write,
+        one_by_one("model.layers.{i}.mlp"),
+        (fused("model.layers.{i}.mlp"),),
+    )
     config: Qwen3MoeConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def feed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -85,6 +90,14 @@ class Qwen3Moe(Qwen3):
         config = self.config
         if layer in config.dense_layers:
             return super().feed_forward(layer, **options)
-        router = Router(config.d_model, config.num_experts, config.top_k, renormalize=config.renormalize, **options)
-        experts = Experts(config.num_experts, config.d_model, config.d_expert, config.activation, **options)
+        router = Router(
+            config.d_model,
+            config.num_experts,
+            config.top_k,
+            renormalize=config.renormalize,
+            **options,
+        )
+        experts = Experts(
+            config.num_experts, config.d_model, config.d_expert, config.activation, **options
+        )
         return MixtureOfExperts(router, experts)

@@ -62,8 +62,15 @@ _SIZES = {  # our names, theirs, and what transformers takes where they are miss
 
 def _read(fields: Fields, dropout: float | None) -> Qwen3NextConfig:
     fields.only(hidden_act="silu")  # of the convolutions too
-    sizes: dict[str, Any] = {ours: fields.integer(theirs, default) for ours, (theirs, default) in _SIZES.items()}
-    defaults = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "norm_topk_prob": True}
+    sizes: dict[str, Any] = {
+        ours: fields.integer(theirs, default) for ours, (theirs, default) in _SIZES.items()
+    }
+    defaults = {
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "norm_topk_prob": True,
+    }
     defaults |= {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
     return Qwen3NextConfig(
         **read_mixture(fields.filled(**defaults), dropout, partial_rope=True),
@@ -73,8 +80,13 @@ def _read(fields: Fields, dropout: float | None) -> Qwen3NextConfig:
 
 
 def _read_layer_types(fields: Fields) -> tuple[int, ...]:
-    layers, interval = fields.count("num_hidden_layers"), fields.length("full_attention_interval", 4)
-    kinds = fields.optional_texts("layer_types") or [_LINEAR if (i + 1) % interval else FULL for i in range(layers)]
+    layers, interval = (
+        fields.count("num_hidden_layers"),
+        fields.length("full_attention_interval", 4),
+    )
+    kinds = fields.optional_texts("layer_types") or [
+        _LINEAR if (i + 1) % interval else FULL for i in range(layers)
+    ]
     if len(kinds) != layers or not set(kinds) <= {_LINEAR, FULL}:
         raise ValueError(
             f"{fields.where}: layer_types must name {_LINEAR!r} or {FULL!r} for each of num_hidden_layers={layers} "
@@ -96,7 +108,12 @@ def _layout(experts: Layout) -> Layout:
         *delta_net(f"{layer}.linear_attn"),
         *gated_queries(f"{layer}.self_attn.q_proj"),
         *linears({f"{shared}_gate": f"{layer}.mlp.shared_expert_gate"}),
-        *linears({f"{shared}.W_{name}": f"{layer}.mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}),
+        *linears(
+            {
+                f"{shared}.W_{name}": f"{layer}.mlp.shared_expert.{name}_proj"
+                for name in ("gate", "up", "down")
+            }
+        ),
     )
     # Heads that predict further tokens are left out, as transformers does.
     return Layout((*rules, *experts.rules), ignored=rf"{experts.ignored}|(.*\.)?mtp\..*")
@@ -124,7 +141,9 @@ class Qwen3Next(Qwen3Moe):
     """
 
     _MIXTURE = "model.layers.{i}.mlp"
-    family = Family({"qwen3_next": _read}, _write, _layout(one_by_one(_MIXTURE)), (_layout(fused(_MIXTURE)),))
+    family = Family(
+        {"qwen3_next": _read}, _write, _layout(one_by_one(_MIXTURE)), (_layout(fused(_MIXTURE)),)
+    )
     config: Qwen3NextConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def attention(self, layer: int, **options: Any) -> Attention:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -141,7 +160,11 @@ class Qwen3Next(Qwen3Moe):
             value_dim=config.linear_value_dim,
             kernel_size=config.kernel_size,
             eps=config.eps,
-            **{name: value for name, value in options.items() if name not in ("backend", "q_norm", "k_norm")},
+            **{
+                name: value
+                for name, value in options.items()
+                if name not in ("backend", "q_norm", "k_norm")
+            },
         )
 
     def feed_forward(self, layer: int, **options: Any) -> GatedFeedForward | MixtureOfExperts:
@@ -150,7 +173,9 @@ class Qwen3Next(Qwen3Moe):
         if not isinstance(mixture, MixtureOfExperts):
             return mixture
         shared = GatedFeedForward(config.d_model, config.d_shared, config.activation, **options)
-        return MixtureOfExperts(mixture.router, mixture.experts, shared, Linear(config.d_model, 1, False, **options))
+        return MixtureOfExperts(
+            mixture.router, mixture.experts, shared, Linear(config.d_model, 1, False, **options)
+        )
 
     def norm(self, width: int | None = None, **options: Any) -> RMSNorm:
         """Return a norm whose factor is `1 + scale`."""

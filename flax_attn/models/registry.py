@@ -90,7 +90,9 @@ def model_class(path: str | PathLike[str]) -> type[Pretrained]:
 def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained]:
     """Return which of the classes that read a `model_type` the file names; without a name, the first."""
     kind, named = fields.text("model_type"), fields.optional_texts("architectures")
-    known = {cls.family.architecture: cls for cls in FAMILIES if cls.family and kind in cls.family.read}
+    known = {
+        cls.family.architecture: cls for cls in FAMILIES if cls.family and kind in cls.family.read
+    }
     if named and named[0] not in known:
         raise ValueError(
             f"{fields.where}: architectures must name one of {', '.join(map(repr, known))}; got {named}. For a head "
@@ -139,7 +141,9 @@ def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -
     return model_class(path).from_pretrained(path, **options)
 
 
-def save_pretrained(model: Pretrained, path: str | PathLike[str], *, max_shard_size: int = 4 * 10**9) -> None:
+def save_pretrained(
+    model: Pretrained, path: str | PathLike[str], *, max_shard_size: int = 4 * 10**9
+) -> None:
     """Write a model as a Hugging Face folder that transformers loads, bit for bit; `model.save_pretrained(path)`.
 
     A `Llama` with a window is stored as Mistral. Other files of the folder stay, such as those of a

@@ -44,7 +44,9 @@ class Sampling:
     def __post_init__(self):
         check_number(temperature=self.temperature)
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be at least 0, and finite; got {self.temperature}. For greedy pass 0")
+            raise ValueError(
+                f"temperature must be at least 0, and finite; got {self.temperature}. For greedy pass 0"
+            )
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError(
                 "temperature=0 takes the most likely token, and top_k and top_p choose among several; got "
@@ -55,7 +57,9 @@ class Sampling:
         if self.top_p is not None:
             check_number(top_p=self.top_p)
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is a probability in (0, 1]; got top_p={self.top_p}. For all tokens pass None")
+            raise ValueError(
+                f"top_p is a probability in (0, 1]; got top_p={self.top_p}. For all tokens pass None"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -83,14 +87,21 @@ def keep_most_likely(logits: Float[Array, "b v"], sampling: Sampling) -> Float[A
     if sampling.top_p is not None:
         ordered = -jnp.sort(-logits, axis=-1)
         chances = jax.nn.softmax(ordered, axis=-1)
-        inside = jnp.cumsum(chances, axis=-1) - chances < sampling.top_p  # the more likely ones have less together
-        inside = inside | (jnp.arange(inside.shape[-1]) == 0)[None]  # a top_p below float32's numbers is 0
+        inside = (
+            jnp.cumsum(chances, axis=-1) - chances < sampling.top_p
+        )  # the more likely ones have less together
+        inside = (
+            inside | (jnp.arange(inside.shape[-1]) == 0)[None]
+        )  # a top_p below float32's numbers is 0
         logits = _from(logits, jnp.where(inside, ordered, jnp.inf).min(axis=-1, keepdims=True))
     return logits
 
 
 def sample(
-    logits: Float[Array, "b v"], sampling: Sampling, key: UInt32[Array, "2"], step: Integer[Array, ""] | int
+    logits: Float[Array, "b v"],
+    sampling: Sampling,
+    key: UInt32[Array, "2"],
+    step: Integer[Array, ""] | int,
 ) -> Integer[Array, " b"]:
     """Return a token for every row, decided by (key, step, row) alone: the same in both frameworks.
 

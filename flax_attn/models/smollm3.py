@@ -86,7 +86,9 @@ def _write(config: SmolLM3Config) -> dict[str, Any]:
         use_sliding_window=any(config.windows),
         sliding_window=config.window,
         layer_types=write_layer_types(config),
-        no_rope_layers=[int(layer not in config.unrotated_layers) for layer in range(config.num_layers)],
+        no_rope_layers=[
+            int(layer not in config.unrotated_layers) for layer in range(config.num_layers)
+        ],
     )
 
 

@@ -16,7 +16,14 @@ from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.cache_checks import check_caches, check_stacked_cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.models.turns import Block, give_numbers, in_turns, kind_of, stack_modules, take_numbers
+from flax_attn.models.turns import (
+    Block,
+    give_numbers,
+    in_turns,
+    kind_of,
+    stack_modules,
+    take_numbers,
+)
 from flax_attn.sharding.parameters import unname_first_axis
 
 
@@ -47,9 +54,13 @@ class Stack(nnx.Module):
 
     def __init__(self, blocks: Sequence[Block]):
         if not blocks:
-            raise ValueError("scan_layers=True stacks one layer at least; got num_layers=0. Pass scan_layers=False")
+            raise ValueError(
+                "scan_layers=True stacks one layer at least; got num_layers=0. Pass scan_layers=False"
+            )
         numbers = [take_numbers(block) for block in blocks]
-        self.stacked_layers = in_turns([kind_of(block) for block in blocks])  # flax_attn.convert names layers by it
+        self.stacked_layers = in_turns(
+            [kind_of(block) for block in blocks]
+        )  # flax_attn.convert names layers by it
         self.numbers = tuple(tuple(numbers[i] for i in layers) for layers in self.stacked_layers)
         stacked = [stack_modules([blocks[i] for i in layers]) for layers in self.stacked_layers]
         self.block: Any = stacked[0] if len(stacked) == 1 else nnx.List(stacked)
@@ -75,7 +86,9 @@ class Stack(nnx.Module):
                 unname_first_axis(variable)
         return give_numbers(block, self.numbers[m][i])
 
-    def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> tuple[Cache, ...]:
+    def init_cache(
+        self, b: int | None, capacity: int, dtype: Dtype | None = None
+    ) -> tuple[Cache, ...]:
         """Return an empty cache for each stacked block: what is stored has its layers as a first axis."""
         caches = [_init_cache(block, b, capacity, dtype) for block in self.blocks]
         counts = map(len, self.stacked_layers)
@@ -101,7 +114,9 @@ class Stack(nnx.Module):
         caches = []
         for members in (*([m] for m in first), *([turn] if turn else [])):
             own = None if cache is None else [cache[m] for m in members]
-            x, after = self._scan(members, x, own, key, remat, [each[m] for m in members] if each else [], **options)
+            x, after = self._scan(
+                members, x, own, key, remat, [each[m] for m in members] if each else [], **options
+            )
             caches += after or []
         return x, None if cache is None else tuple(caches)
 
@@ -127,14 +142,22 @@ class Stack(nnx.Module):
             i, layers, states, numbers, each = inputs
             stored, kept = list(stored), []
             for m, (block, (graph, _)) in enumerate(zip(blocks, split, strict=True)):
-                own = {**options, **(each[m] if each else {}), "dropout_key": fold_in(key, 1 + layers[m])}
+                own = {
+                    **options,
+                    **(each[m] if each else {}),
+                    "dropout_key": fold_in(key, 1 + layers[m]),
+                }
                 own["positions"] = None if block.att.rope is None else positions
                 run = pure(graph, own, numbers[m])
                 if caches is None:
-                    x, changed = (jax.checkpoint(run, prevent_cse=False) if remat else run)(states[m], x)
+                    x, changed = (jax.checkpoint(run, prevent_cse=False) if remat else run)(
+                        states[m], x
+                    )
                     kept.append((changed, None))
                     continue
-                mine = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, i, keepdims=False), stored[m])
+                mine = jax.tree.map(
+                    lambda array: jax.lax.dynamic_index_in_dim(array, i, keepdims=False), stored[m]
+                )
                 (x, after), changed = run(states[m], x, cache=caches[m].replace(**mine))
                 # Carried and written in place, the caches are in memory once.
                 stored[m] = {
@@ -154,7 +177,9 @@ class Stack(nnx.Module):
             return x, None
         afters = [after for _, after in kept if after is not None]
         pairs = zip(afters, stored, strict=True)
-        return x, [after.replace(**arrays, length=_of_first_layer(after.length)) for after, arrays in pairs]
+        return x, [
+            after.replace(**arrays, length=_of_first_layer(after.length)) for after, arrays in pairs
+        ]
 
 
 def _output_dtype(block: Block, x: Tokens) -> Dtype:
@@ -218,11 +243,16 @@ def pure(graph: Any, options: Any, numbers: Sequence[Any] = ()) -> Callable:
         copy = nnx.merge(graph, state)
         if numbers:
             give_numbers(copy, numbers)
-        before = {path: count.get_value() for path, count in nnx.to_flat_state(nnx.state(copy, nnx.RngCount))}
+        before = {
+            path: count.get_value()
+            for path, count in nnx.to_flat_state(nnx.state(copy, nnx.RngCount))
+        }
         y = copy(x, **options, **cache)
         after = nnx.to_flat_state(nnx.state(copy, nnx.RngCount))
         # Only what the block changed: a model that was closed over cannot be written to.
-        return y, nnx.from_flat_state([(path, c) for path, c in after if c.get_value() is not before[path]])
+        return y, nnx.from_flat_state(
+            [(path, c) for path, c in after if c.get_value() is not before[path]]
+        )
 
     return run
 
@@ -236,14 +266,19 @@ def recompute(block: Callable, x: Tokens, options: dict[str, Any]) -> Tokens:
 
 
 def cached_positions(
-    blocks: Sequence[Block] | Stack, cache: tuple[Cache, ...], t: int, lengths: ArrayLike | int | None
+    blocks: Sequence[Block] | Stack,
+    cache: tuple[Cache, ...],
+    t: int,
+    lengths: ArrayLike | int | None,
 ) -> Array:
     """Return the positions of the next `t` tokens, see `Cache.positions`.
 
     Raises:
         ValueError: unless there is a cache for each block, as many layers long as it has.
     """
-    check_caches("cache", cache, len(blocks.stacked_layers if isinstance(blocks, Stack) else blocks))
+    check_caches(
+        "cache", cache, len(blocks.stacked_layers if isinstance(blocks, Stack) else blocks)
+    )
     if isinstance(blocks, Stack):
         for one, layers in zip(cache, blocks.stacked_layers, strict=True):
             check_stacked_cache({name: x.shape for name, x in one.arrays.items()}, len(layers))

@@ -77,7 +77,10 @@ class T5Config:
 
 def _read(fields: Fields, dropout: float | None) -> T5Config:
     fields = fields.under_one_name(
-        hidden_size="d_model", num_attention_heads="num_heads", num_hidden_layers="num_layers", head_dim="d_kv"
+        hidden_size="d_model",
+        num_attention_heads="num_heads",
+        num_hidden_layers="num_layers",
+        head_dim="d_kv",
     )
     fields.only(is_decoder=False, is_encoder_decoder=True)
     # Files without the field scale where the head is tied; of a head of its own only the weights tell.
@@ -166,15 +169,25 @@ def _stack(ours: str, theirs: str, cross: bool) -> tuple:
     names = {f"{ours}att.{a}": f"{layer}0.SelfAttention.{b}" for a, b in _ATTENTION.items()}
     names |= {f"{ours}ff.{a}": f"{layer}{last}.DenseReluDense.{b}" for a, b in _FF.items()}
     if cross:
-        names |= {f"{ours}cross.{a}": f"{layer}1.EncDecAttention.{b}" for a, b in _ATTENTION.items()}
-    return *linears(names), *norms({f"{ours}norm{n + 1}": f"{layer}{n}.layer_norm" for n in range(last + 1)})
+        names |= {
+            f"{ours}cross.{a}": f"{layer}1.EncDecAttention.{b}" for a, b in _ATTENTION.items()
+        }
+    return *linears(names), *norms(
+        {f"{ours}norm{n + 1}": f"{layer}{n}.layer_norm" for n in range(last + 1)}
+    )
 
 
 _COPIES = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _TABLE = "{}.block.0.layer.0.SelfAttention.relative_attention_bias"
 _LAYOUT = Layout(
     (
-        *embeddings({"tok_emb": "shared", "enc_bias": _TABLE.format("encoder"), "dec_bias": _TABLE.format("decoder")}),
+        *embeddings(
+            {
+                "tok_emb": "shared",
+                "enc_bias": _TABLE.format("encoder"),
+                "dec_bias": _TABLE.format("decoder"),
+            }
+        ),
         *_stack("enc_blocks", "encoder", cross=False),
         *_stack("dec_blocks", "decoder", cross=True),
         *norms({"enc_norm": "encoder.final_layer_norm", "final_norm": "decoder.final_layer_norm"}),
@@ -217,33 +230,62 @@ class T5(EncoderDecoder[T5Config]):
         copies=dict.fromkeys(_COPIES, "tok_emb.embedding"),
     )
 
-    def create_embeddings(self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any) -> None:
+    def create_embeddings(
+        self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
+    ) -> None:
         """Set the table of tokens, the dropout of its vectors, and the tables of relative positions."""
         super().create_embeddings(precision=precision, rngs=rngs, **numerics)
-        sizes, numerics = (self.config.num_buckets, self.config.num_heads), {"rngs": rngs, **numerics}
-        self.enc_bias, self.dec_bias = (Embedding(*sizes, axes=(None, "heads"), **numerics) for _ in range(2))
+        sizes, numerics = (
+            (self.config.num_buckets, self.config.num_heads),
+            {"rngs": rngs, **numerics},
+        )
+        self.enc_bias, self.dec_bias = (
+            Embedding(*sizes, axes=(None, "heads"), **numerics) for _ in range(2)
+        )
         self.drop_emb = Dropout(self.config.dropout, rngs=rngs)
 
-    def encoder_block(self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any) -> TransformerBlock:
+    def encoder_block(
+        self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any
+    ) -> TransformerBlock:
         """Return a block of the encoder."""
         numerics = {"rngs": rngs, **numerics}
         attention = self.attention(causal=False, backend=backend, **numerics)
         norms = self.norm(**numerics), self.norm(**numerics)
-        return TransformerBlock(attention, self.feed_forward(**numerics), *norms, drop_shortcut=self.drop(rngs))
+        return TransformerBlock(
+            attention, self.feed_forward(**numerics), *norms, drop_shortcut=self.drop(rngs)
+        )
 
-    def decoder_block(self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any) -> CrossBlock:
+    def decoder_block(
+        self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any
+    ) -> CrossBlock:
         """Return a block of the decoder."""
         config, numerics = self.config, {"rngs": rngs, **numerics}
         sizes = config.d_model, config.d_model, config.dropout, config.num_heads
-        options = {"head_dim": config.head_dim, "out_bias": False, "scores": Scores(scale=1.0), "backend": backend}
-        attention, cross = self.attention(backend=backend, **numerics), CrossAttention(*sizes, **options, **numerics)
+        options = {
+            "head_dim": config.head_dim,
+            "out_bias": False,
+            "scores": Scores(scale=1.0),
+            "backend": backend,
+        }
+        attention, cross = (
+            self.attention(backend=backend, **numerics),
+            CrossAttention(*sizes, **options, **numerics),
+        )
         norms = (self.norm(**numerics) for _ in range(3))
-        return CrossBlock(attention, cross, self.feed_forward(**numerics), *norms, drop_shortcut=self.drop(rngs))
+        return CrossBlock(
+            attention, cross, self.feed_forward(**numerics), *norms, drop_shortcut=self.drop(rngs)
+        )
 
     def attention(self, **options: Any) -> MultiHeadAttention:
         """Return the self-attention of a layer: its scores are not scaled."""
         config = self.config
-        sizes = config.d_model, config.d_model, config.context_length, config.dropout, config.num_heads
+        sizes = (
+            config.d_model,
+            config.d_model,
+            config.context_length,
+            config.dropout,
+            config.num_heads,
+        )
         own = {"head_dim": config.head_dim, "out_bias": False, "scores": Scores(scale=1.0)}
         return MultiHeadAttention(*sizes, **own, **options)
 
@@ -274,13 +316,18 @@ class T5(EncoderDecoder[T5Config]):
         """Return the vectors of the encoder's tokens, dropped in train mode."""
         return self.drop_emb(self.tok_emb(inputs), dropout_key=dropout_key)
 
-    def embed(self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None
+    ) -> Tokens:
         """Return the vectors of the decoder's tokens, from the same table; positions are in the scores."""
         return self.embed_inputs(tokens, dropout_key)
 
     def biases(self) -> tuple[Bias, Bias]:
         """Return the bias of the encoder, in both directions, and that of the decoder."""
-        tables, distance = (self.enc_bias.embedding[...], self.dec_bias.embedding[...]), self.config.max_distance
+        tables, distance = (
+            (self.enc_bias.embedding[...], self.dec_bias.embedding[...]),
+            self.config.max_distance,
+        )
 
         def both(query: Array, key: Array) -> Array:
             return t5_bias(tables[0], query, key, max_distance=distance)

@@ -59,8 +59,13 @@ def in_turns(kinds: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     for count in range(1, n):
         for first in range(count):
             size = count - first
-            if (n - first) % size == 0 and all(kinds[i] == kinds[i - size] for i in range(first + size, n)):
-                return (*((i,) for i in range(first)), *(tuple(range(first + m, n, size)) for m in range(size)))
+            if (n - first) % size == 0 and all(
+                kinds[i] == kinds[i - size] for i in range(first + size, n)
+            ):
+                return (
+                    *((i,) for i in range(first)),
+                    *(tuple(range(first + m, n, size)) for m in range(size)),
+                )
     if n == 1:
         return ((0,),)
     other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])

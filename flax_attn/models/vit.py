@@ -46,7 +46,11 @@ def _read(fields: Fields, dropout: float | None) -> ViTConfig:
 
 def _fit(config: ViTConfig, names: Collection[str]) -> ViTConfig:
     """Some models are stored without the pooler: `config.json` does not say."""
-    return config if any(name.endswith("pooler.dense.weight") for name in names) else replace(config, d_pooled=0)
+    return (
+        config
+        if any(name.endswith("pooler.dense.weight") for name in names)
+        else replace(config, d_pooled=0)
+    )
 
 
 def _write(architecture: str, config: ViTConfig) -> dict[str, Any]:
@@ -58,7 +62,9 @@ def _write(architecture: str, config: ViTConfig) -> dict[str, Any]:
 def _layout(base: str, ignored: str = "") -> Layout:
     linear = {"ff.layers.0": "intermediate.dense", "ff.layers.2": "output.dense"}
     norm = {"norm1": "layernorm_before", "norm2": "layernorm_after"}
-    return image_layout(base, linear, norm, *linears({"pooler": f"{base}pooler.dense"}), ignored=ignored)
+    return image_layout(
+        base, linear, norm, *linears({"pooler": f"{base}pooler.dense"}), ignored=ignored
+    )
 
 
 class ViT(ImageEncoder[ViTConfig]):
@@ -144,7 +150,9 @@ class ViTClassifier(ViT):
     def create_head(self, **numerics: Any) -> None:
         """Set the norm behind the blocks and the classifier."""
         self.final_norm, self.pooler = self.norm(**numerics), None
-        self.classifier = Linear(self.config.d_model, len(self.config.labels), axes=("embed", None), **numerics)
+        self.classifier = Linear(
+            self.config.d_model, len(self.config.labels), axes=("embed", None), **numerics
+        )
 
     def predict(self, hidden: Tokens) -> Array:
         """Return the logits of the labels."""

@@ -86,7 +86,12 @@ def _read(fields: Fields, dropout: float | None) -> WhisperConfig:
         num_key_value_heads="encoder_attention_heads",
         num_hidden_layers="encoder_layers",
     )
-    fields.only(activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, is_encoder_decoder=True)
+    fields.only(
+        activation_dropout=0.0,
+        encoder_layerdrop=0.0,
+        decoder_layerdrop=0.0,
+        is_encoder_decoder=True,
+    )
     fields.only(scale_embedding=False, tie_word_embeddings=True, apply_spec_augment=False)
     return WhisperConfig(
         d_model=fields.integer("d_model"),
@@ -148,7 +153,11 @@ _ATTENTION = {"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "out_
 def _stack(ours: str, theirs: str, last: int, **attentions: str) -> tuple:
     """Return the rules of the blocks of a stack: theirs by our names of the attentions, and the number of its norms."""
     ours, layer = f"{ours}.{{i}}.", f"model.{theirs}.layers.{{i}}."
-    names = {f"{ours}{own}.{a}": f"{layer}{n}.{b}" for own, n in attentions.items() for a, b in _ATTENTION.items()}
+    names = {
+        f"{ours}{own}.{a}": f"{layer}{n}.{b}"
+        for own, n in attentions.items()
+        for a, b in _ATTENTION.items()
+    }
     names |= {f"{ours}ff.layers.0": f"{layer}fc1", f"{ours}ff.layers.2": f"{layer}fc2"}
     before = [f"{layer}{name}_layer_norm" for name in (*attentions.values(), "final")]
     return *linears(names), *norms({f"{ours}norm{i + 1}": before[i] for i in range(last)})
@@ -162,7 +171,9 @@ def _convolution(name: str) -> tuple[Rule, Rule]:
 
 _LAYOUT = Layout(
     (
-        *embeddings({"tok_emb": "model.decoder.embed_tokens", "pos_emb": "model.decoder.embed_positions"}),
+        *embeddings(
+            {"tok_emb": "model.decoder.embed_tokens", "pos_emb": "model.decoder.embed_positions"}
+        ),
         *embeddings({"enc_pos": "model.encoder.embed_positions"}),
         *_convolution("conv1"),
         *_convolution("conv2"),
@@ -198,26 +209,45 @@ class Whisper(EncoderDecoder[WhisperConfig]):
 
     _COPIES = {"proj_out.weight": "tok_emb.embedding"}
     _NAME = "WhisperForConditionalGeneration"
-    family = Family({"whisper": _read}, _write, _LAYOUT, architecture=_NAME, fit=_fit, copies=_COPIES)
+    family = Family(
+        {"whisper": _read}, _write, _LAYOUT, architecture=_NAME, fit=_fit, copies=_COPIES
+    )
 
-    def create_embeddings(self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any) -> None:
+    def create_embeddings(
+        self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
+    ) -> None:
         """Set the convolutions, the tables of tokens and of positions, and the dropout of their sums."""
         config, numerics = self.config, {"rngs": rngs, **numerics}
         super().create_embeddings(precision=precision, **numerics)
         self.conv1 = Convolution(config.num_mel, config.d_model, 3, precision=precision, **numerics)
-        self.conv2 = Convolution(config.d_model, config.d_model, 3, 2, precision=precision, **numerics)
-        self.enc_pos = Embedding(config.num_positions, config.d_model, axes=(None, "embed"), **numerics)
-        self.pos_emb = Embedding(config.context_length, config.d_model, axes=(None, "embed"), **numerics)
+        self.conv2 = Convolution(
+            config.d_model, config.d_model, 3, 2, precision=precision, **numerics
+        )
+        self.enc_pos = Embedding(
+            config.num_positions, config.d_model, axes=(None, "embed"), **numerics
+        )
+        self.pos_emb = Embedding(
+            config.context_length, config.d_model, axes=(None, "embed"), **numerics
+        )
         self.drop_emb = Dropout(config.dropout, rngs=rngs)
 
-    def encoder_block(self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any) -> TransformerBlock:
+    def encoder_block(
+        self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any
+    ) -> TransformerBlock:
         """Return a block of the encoder."""
         config, numerics = self.config, {"rngs": rngs, **numerics}
         attention = self.attention(config.num_heads, causal=False, backend=backend, **numerics)
-        feed_forward, norms = self.feed_forward(config.d_hidden, **numerics), (self.norm(**numerics) for _ in range(2))
-        return TransformerBlock(attention, feed_forward, *norms, drop_shortcut=Dropout(config.dropout, rngs=rngs))
+        feed_forward, norms = (
+            self.feed_forward(config.d_hidden, **numerics),
+            (self.norm(**numerics) for _ in range(2)),
+        )
+        return TransformerBlock(
+            attention, feed_forward, *norms, drop_shortcut=Dropout(config.dropout, rngs=rngs)
+        )
 
-    def decoder_block(self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any) -> CrossBlock:
+    def decoder_block(
+        self, layer: int, backend: str, *, rngs: nnx.Rngs, **numerics: Any
+    ) -> CrossBlock:
         """Return a block of the decoder."""
         config, numerics = self.config, {"rngs": rngs, **numerics}
         attention = self.attention(config.num_decoder_heads, backend=backend, **numerics)
@@ -225,13 +255,19 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         cross = CrossAttention(*sizes, qkv_bias=True, backend=backend, **numerics)
         norms = (self.norm(**numerics) for _ in range(3))
         feed_forward = self.feed_forward(config.d_decoder_hidden, **numerics)
-        return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=Dropout(config.dropout, rngs=rngs))
+        return CrossBlock(
+            attention, cross, feed_forward, *norms, drop_shortcut=Dropout(config.dropout, rngs=rngs)
+        )
 
-    def attention(self, num_heads: int, *, backend: str, causal: bool = True, **numerics: Any) -> MultiHeadAttention:
+    def attention(
+        self, num_heads: int, *, backend: str, causal: bool = True, **numerics: Any
+    ) -> MultiHeadAttention:
         """Return the self-attention of a layer: its keys have no bias, which a softmax would not feel."""
         d, length = self.config.d_model, self.config.context_length if causal else None
         options = {"qkv_bias": True, "causal": causal, "backend": backend}
-        attention = MultiHeadAttention(d, d, length, self.config.attention_dropout, num_heads, **options, **numerics)
+        attention = MultiHeadAttention(
+            d, d, length, self.config.attention_dropout, num_heads, **options, **numerics
+        )
         axes = {"axes": ("embed", "kv_heads"), "unit": (1, d // num_heads)}
         attention.W_key = Linear(d, d, False, **axes, **numerics)
         return attention
@@ -250,7 +286,9 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         table = self.enc_pos.embedding
         table.set_value(jnp.asarray(sinusoids(*table.shape), table.dtype))
 
-    def embed_inputs(self, inputs: Float[Array, "*b mel frames"], dropout_key: Array | None) -> Tokens:
+    def embed_inputs(
+        self, inputs: Float[Array, "*b mel frames"], dropout_key: Array | None
+    ) -> Tokens:
         """Return the vectors of sound, half as many as there are frames."""
         check_features(inputs.shape, self.config.num_mel, 2 * self.config.num_positions)
         gelu, x = FUNCTIONS["gelu_exact"], rearrange(inputs, "... mel frames -> ... frames mel")
@@ -258,10 +296,14 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         x = x + jnp.broadcast_to(self.enc_pos.embedding[...].astype(x.dtype), x.shape)
         return self.drop_emb(x, dropout_key=dropout_key)
 
-    def embed(self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None
+    ) -> Tokens:
         """Return the vectors of the decoder's tokens and of their positions, summed."""
         x = self.tok_emb(tokens)
-        return self.drop_emb(x + jnp.broadcast_to(self.pos_emb(positions), x.shape), dropout_key=dropout_key)
+        return self.drop_emb(
+            x + jnp.broadcast_to(self.pos_emb(positions), x.shape), dropout_key=dropout_key
+        )
 
 
 def sinusoids(num_positions: int, width: int) -> np.ndarray:

@@ -8,7 +8,12 @@ from flax.typing import Dtype
 from jaxtyping import Array
 
 from flax_attn.functional.cache_base import Cache
-from flax_attn.functional.checks import check_block_norms, check_block_widths, check_tokens, check_type
+from flax_attn.functional.checks import (
+    check_block_norms,
+    check_block_widths,
+    check_tokens,
+    check_type,
+)
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import ArrayLike, Tokens
@@ -73,9 +78,17 @@ class TransformerBlock(nnx.Module):
         drop_shortcut: Dropout | None = None,
     ):
         check_type("att", att, Attention, "att=MultiHeadAttention(...)")
-        check_type("drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None")
+        check_type(
+            "drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None"
+        )
         check_block_norms(norm_first, norm1, norm2, post_norm1, post_norm2)
-        parts = {"ff": ff, "norm1": norm1, "norm2": norm2, "post_norm1": post_norm1, "post_norm2": post_norm2}
+        parts = {
+            "ff": ff,
+            "norm1": norm1,
+            "norm2": norm2,
+            "post_norm1": post_norm1,
+            "post_norm2": post_norm2,
+        }
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         inputs = {
             name: getattr(att, name, att.d_in) for name in ("d_out", "kdim", "vdim")
@@ -151,7 +164,9 @@ class TransformerBlock(nnx.Module):
     def _before(self, norm: _Part | None, x: Array) -> Array:
         return constrain(norm(x) if self.norm_first and norm is not None else x, *TOKENS)
 
-    def _add(self, x: Array, y: Array, norm: _Part | None, post_norm: _Part | None, key: Array | None) -> Array:
+    def _add(
+        self, x: Array, y: Array, norm: _Part | None, post_norm: _Part | None, key: Array | None
+    ) -> Array:
         y = constrain(y, *RESIDUAL)
         y = y if post_norm is None else post_norm(y)
         y = y if self.drop_shortcut is None else self.drop_shortcut(y, dropout_key=key)

@@ -67,7 +67,12 @@ class CausalAttention(SelfAttention):
         rngs: nnx.Rngs | None = None,
     ):
         check_context_length(context_length)
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        numerics = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
         super().__init__(d_in, d_out, qkv_bias, d_key=d_key, backend=backend, **numerics)
         self.context_length = context_length
         self.dropout = Dropout(dropout, rngs=rngs)

@@ -54,7 +54,12 @@ class Convolution(nnx.Module):
     ):
         check_positive(channels=channels, stride=stride)
         check_odd(width=width)
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        numerics = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
         self.channels, self.width, self.stride = channels, width, stride
         self.proj = Linear(channels * width, d_model, axes=(None, "embed"), **numerics)
 

@@ -91,7 +91,12 @@ class CrossAttention(nnx.Module):
         self.num_heads = self.num_kv_heads = num_heads
         self.head_dim = d_in // num_heads if head_dim is None else head_dim
         self.scores, self.dtype, self.precision, self.backend = scores, dtype, precision, backend
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        numerics = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
         into = {"axes": ("embed", "heads"), "unit": (1, self.head_dim), **numerics}
         out_of = {"axes": ("heads", "embed"), "unit": (self.head_dim, 1), **numerics}
         width = num_heads * self.head_dim
@@ -101,15 +106,22 @@ class CrossAttention(nnx.Module):
         self.out_proj = Linear(width, d_in, out_bias, **out_of)
         self.dropout = Dropout(dropout, rngs=rngs)
 
-    def keep(self, encoded: Float[Array, "*b s d"], lengths: ArrayLike | int | None = None) -> KVCache:
+    def keep(
+        self, encoded: Float[Array, "*b s d"], lengths: ArrayLike | int | None = None
+    ) -> KVCache:
         """Return the keys and values of the other sequence, of whose rows the first `lengths` tokens are real."""
         check_tokens("encoded", encoded, "kdim", self.kdim, None)
         check_known_lengths(lengths, len(encoded) if encoded.ndim == 3 else 1, encoded.shape[-2])
         pattern = "... s (k h) -> ... k s h"
-        key, value = (rearrange(layer(encoded), pattern, k=self.num_heads) for layer in (self.W_key, self.W_value))
+        key, value = (
+            rearrange(layer(encoded), pattern, k=self.num_heads)
+            for layer in (self.W_key, self.W_value)
+        )
         key, value = (constrain(x, "batch", "kv_heads", "tokens", None) for x in (key, value))
         given = encoded.shape[-2] if lengths is None else lengths
-        return KVCache(key, value, given if isinstance(given, int) else jnp.asarray(given, jnp.int32))
+        return KVCache(
+            key, value, given if isinstance(given, int) else jnp.asarray(given, jnp.int32)
+        )
 
     def __call__(
         self, x: Float[Array, "*b t d"], kept: KVCache, *, dropout_key: Array | None = None
@@ -121,7 +133,10 @@ class CrossAttention(nnx.Module):
         check_cache_window(kept.window, None)
         query = rearrange(self.W_query(x), "... t (n h) -> ... t n h", n=self.num_heads)
         query = constrain(query, "batch", "tokens", "heads", None)
-        key, value = (rearrange(a, "... k s h -> ... s k h").astype(query.dtype) for a in (kept.key, kept.value))
+        key, value = (
+            rearrange(a, "... k s h -> ... s k h").astype(query.dtype)
+            for a in (kept.key, kept.value)
+        )
         context = dot_product_attention(
             query,
             key,

@@ -39,7 +39,9 @@ class DecayRate(nnx.Module):
         Gu and Dao 2023 (arXiv:2312.00752).
     """
 
-    def __init__(self, num_heads: int, size: int = 1, *, param_dtype: Dtype = jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self, num_heads: int, size: int = 1, *, param_dtype: Dtype = jnp.float32, rngs: nnx.Rngs
+    ):
         check_positive(num_heads=num_heads, size=size)
         check_dtypes(param_dtype=param_dtype)
         self.num_heads = num_heads

@@ -115,7 +115,9 @@ class DeltaAttention(Attention):
         self.conv_key = ShortConvolution(keys, kernel_size, **of_key, **numerics)
         self.conv_value = ShortConvolution(values, kernel_size, **of_value, **numerics)
         self.norm = RMSNorm(value_dim, eps, dtype=dtype, param_dtype=param_dtype)
-        self.out_proj = Linear(values, d_out, False, axes=("heads", "embed"), unit=(value_dim, 1), **products)
+        self.out_proj = Linear(
+            values, d_out, False, axes=("heads", "embed"), unit=(value_dim, 1), **products
+        )
         self.create_parts(**products)
 
     def create_parts(self, **numerics: Any) -> None:
@@ -168,11 +170,15 @@ class DeltaAttention(Attention):
         check_recurrent_options(options)
         if cache is not None:
             check_type("cache", cache, DeltaCache, "what init_cache of this layer returns")
-            cache.check_shapes(DeltaCache.shapes(len(query) if query.ndim == 3 else None, **self._cached))
+            cache.check_shapes(
+                DeltaCache.shapes(len(query) if query.ndim == 3 else None, **self._cached)
+            )
         if query.ndim == 2:
             batched = None if cache is None else jax.tree.map(lambda x: x[None], cache)
             output, after = self._attend(query[None], as_mask(mask), lengths, batched)
-            return Outputs(output[0], cache=None if after is None else jax.tree.map(lambda x: x[0], after)).pack()
+            return Outputs(
+                output[0], cache=None if after is None else jax.tree.map(lambda x: x[0], after)
+            ).pack()
         output, after = self._attend(query, as_mask(mask), lengths, cache)
         return Outputs(output, cache=after).pack()
 
@@ -194,7 +200,11 @@ class DeltaAttention(Attention):
         self, x: Array, mask: Mask, lengths: ArrayLike | int | None, cache: DeltaCache | None
     ) -> tuple[Array, DeltaCache | None]:
         b, t, _ = x.shape
-        order = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)) if cache is None else cache.positions(t)
+        order = (
+            jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
+            if cache is None
+            else cache.positions(t)
+        )
         starts, lengths = documents_of(mask, order, lengths)
         after, lengths = (0, lengths) if cache is None else cache.count(t, lengths)
         x = x if lengths is None else jnp.where(real_tokens(b, t, lengths)[..., None], x, 0)
@@ -206,9 +216,14 @@ class DeltaAttention(Attention):
             "convolutions": convolutions,
             "cache": None if cache is None else tuple(cache.arrays.values()),
             "starts": starts,
-            "lengths": None if lengths is None else jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), (b,)),
+            "lengths": None
+            if lengths is None
+            else jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), (b,)),
         }
-        names = {name: jax.tree.map(lambda x, own=own: own[: x.ndim], arrays[name]) for name, own in _AXES.items()}
+        names = {
+            name: jax.tree.map(lambda x, own=own: own[: x.ndim], arrays[name])
+            for name, own in _AXES.items()
+        }
         names |= {"cache": None if cache is None else _CACHED}
         run = partial(_recur, graph, self.head_dim, self.value_dim, self.precision)
         heads = (self.num_heads, self.num_key_heads)
@@ -235,9 +250,14 @@ _AXES = {
 _CACHED = (*(("batch", None, "heads"),) * 3, ("batch", "heads", None, None))  # last inputs, state
 
 
-def _recur(graph: Any, head_dim: int, value_dim: int, precision: PrecisionLike, arrays: Any) -> tuple[Array, ...]:
+def _recur(
+    graph: Any, head_dim: int, value_dim: int, precision: PrecisionLike, arrays: Any
+) -> tuple[Array, ...]:
     """Return what the heads read, the last inputs of the three convolutions, and the state."""
-    convolutions, own = nnx.merge(graph, arrays["convolutions"]), {name: arrays[name] for name in ("starts", "lengths")}
+    convolutions, own = (
+        nnx.merge(graph, arrays["convolutions"]),
+        {name: arrays[name] for name in ("starts", "lengths")},
+    )
     *before, state = (None,) * 4 if arrays["cache"] is None else arrays["cache"]
     calls = zip(convolutions, arrays["inputs"], before, strict=True)
     found = [convolution(x, inputs, **own) for convolution, x, inputs in calls]

@@ -127,10 +127,16 @@ class DifferentialAttention(MultiHeadAttention):
         # The key/value heads of both halves get the values of both: then query heads are grouped as always.
         of_both = rearrange(v, "... s (two k) h -> ... s k (two h)", two=2)
         values = repeat(of_both, "... s k h -> ... s (two k) h", two=2)
-        heads, weights = super()._attend(q, k, values, *others, return_weights=return_weights, **options)
-        whole = split_as(heads, *range(heads.ndim - 2), None, heads.ndim - 1)  # both halves of the heads on one device
+        heads, weights = super()._attend(
+            q, k, values, *others, return_weights=return_weights, **options
+        )
+        whole = split_as(
+            heads, *range(heads.ndim - 2), None, heads.ndim - 1
+        )  # both halves of the heads on one device
         heads = heads if whole is None else jax.sharding.reshard(heads, whole)
-        first, second = rearrange(heads.astype(accumulation_dtype(heads.dtype)), "... (two n) h -> two ... n h", two=2)
+        first, second = rearrange(
+            heads.astype(accumulation_dtype(heads.dtype)), "... (two n) h -> two ... n h", two=2
+        )
         normed = rms_normed(first - self.difference().astype(first.dtype) * second, self.eps)
         return ((1 - self._start(normed.dtype)) * normed).astype(heads.dtype), weights
 

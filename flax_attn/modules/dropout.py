@@ -56,5 +56,7 @@ class Dropout(nnx.Module):
         if dropout is None:
             return x
         b = x.shape[0] if x.ndim == 3 else 1
-        keep = keep_grid(arranged_dropout(dropout, x.shape[-2]), (b, 1, *x.shape[-2:])).reshape(x.shape)
+        keep = keep_grid(arranged_dropout(dropout, x.shape[-2]), (b, 1, *x.shape[-2:])).reshape(
+            x.shape
+        )
         return drop(x, keep, self.rate)

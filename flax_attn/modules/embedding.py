@@ -60,9 +60,14 @@ class Embedding(nnx.Module):
         table = self.embedding[...]
         check_ids(ids.dtype.name)
         ids = clipped(ids, table.shape[0])
-        table = constrain(table, self.embedding.out_sharding[0], None)  # XLA would gather more than the table is wide
+        table = constrain(
+            table, self.embedding.out_sharding[0], None
+        )  # XLA would gather more than the table is wide
         found = table.at[ids].get(
-            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=sharding_of_rows(ids, table)
+            mode="fill",
+            fill_value=jnp.nan,
+            wrap_negative_indices=False,
+            out_sharding=sharding_of_rows(ids, table),
         )
         return found if self.dtype is None else found.astype(self.dtype)
 
@@ -71,4 +76,6 @@ class Embedding(nnx.Module):
         table = self.embedding[...]
         dtype = jnp.result_type(x, table) if self.dtype is None else self.dtype
         contract_last = (((x.ndim - 1,), (1,)), ((), ()))
-        return dot_general(x.astype(dtype), table.astype(dtype), contract_last, precision=self.precision)
+        return dot_general(
+            x.astype(dtype), table.astype(dtype), contract_last, precision=self.precision
+        )

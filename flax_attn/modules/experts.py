@@ -51,12 +51,19 @@ class ClampedSwiGLU:
 
     def __post_init__(self):
         if not self.limit > 0:
-            raise ValueError(f"limit bounds the branches of a SwiGLU and must be positive; got {self.limit!r}")
+            raise ValueError(
+                f"limit bounds the branches of a SwiGLU and must be positive; got {self.limit!r}"
+            )
 
-    def __call__(self, gate: Float[Array, "*shape h"], up: Float[Array, "*shape h"]) -> Float[Array, "*shape h"]:
+    def __call__(
+        self, gate: Float[Array, "*shape h"], up: Float[Array, "*shape h"]
+    ) -> Float[Array, "*shape h"]:
         dtype = accumulation_dtype(gate.dtype)
         low, high = jnp.asarray(-self.limit, dtype), jnp.asarray(self.limit, dtype)
-        bounded, other = jnp.minimum(gate.astype(dtype), high), jnp.clip(up.astype(dtype), low, high)
+        bounded, other = (
+            jnp.minimum(gate.astype(dtype), high),
+            jnp.clip(up.astype(dtype), low, high),
+        )
         return (bounded * jax.nn.sigmoid(self.alpha * bounded) * (other + 1)).astype(gate.dtype)
 
 
@@ -149,19 +156,38 @@ class Experts(nnx.Module):
         self.num_experts, self.d_model, self.form = num_experts, d_model, form
         self.activation = gated(activation)
         self.dtype, self.precision = dtype, precision
-        self.W_gate = _Linears(num_experts, d_model, d_hidden, bias, ("embed", "hidden"), **numerics)
+        self.W_gate = _Linears(
+            num_experts, d_model, d_hidden, bias, ("embed", "hidden"), **numerics
+        )
         self.W_up = _Linears(num_experts, d_model, d_hidden, bias, ("embed", "hidden"), **numerics)
-        self.W_down = _Linears(num_experts, d_hidden, d_model, bias, ("hidden", "embed"), **numerics)
+        self.W_down = _Linears(
+            num_experts, d_hidden, d_model, bias, ("hidden", "embed"), **numerics
+        )
 
     def __call__(self, x: Float[Array, "*shape d"], routing: Routing) -> Float[Array, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)
         layers = {"gate": self.W_gate, "up": self.W_up, "down": self.W_down}
         variables = {name: layer.kernel for name, layer in layers.items()}
-        variables |= {f"{name} bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
+        variables |= {
+            f"{name} bias": layer.bias for name, layer in layers.items() if layer.bias is not None
+        }
         dtype = jnp.result_type(x, self.W_gate.kernel[...]) if self.dtype is None else self.dtype
-        form = self.form if self.form != "auto" else "dense" if platform_of(x) == "cpu" and not tiled(x) else "sorted"
+        form = (
+            self.form
+            if self.form != "auto"
+            else "dense"
+            if platform_of(x) == "cpu" and not tiled(x)
+            else "sorted"
+        )
         compute = partial(_FORMS[form], self.activation, self.precision)
-        return on_mesh(compute, x.astype(dtype), routing.weights.astype(dtype), routing.experts, variables, dtype)
+        return on_mesh(
+            compute,
+            x.astype(dtype),
+            routing.weights.astype(dtype),
+            routing.experts,
+            variables,
+            dtype,
+        )
 
 
 def gated(activation: str | Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
@@ -175,7 +201,9 @@ def gated(activation: str | Callable[[Array, Array], Array]) -> Callable[[Array,
         Array([0.], dtype=float32)
     """
     if not isinstance(activation, str):
-        check_type("activation", activation, Callable, 'activation="silu", or a function of gate and up')
+        check_type(
+            "activation", activation, Callable, 'activation="silu", or a function of gate and up'
+        )
         return activation
     check_choice("activation", activation, tuple(ACTIVATIONS))
     return _Gated(ACTIVATIONS[activation])
@@ -196,21 +224,34 @@ def _dense(activation, precision, x: Array, weights: Array, experts: Array, own:
 
     def linear(name: str, form: str, x: Array) -> Array:
         y = jnp.einsum(form, x, own[name], precision=precision)
-        return y + jnp.broadcast_to(own[f"{name} bias"][:, None], y.shape) if f"{name} bias" in own else y
+        return (
+            y + jnp.broadcast_to(own[f"{name} bias"][:, None], y.shape)
+            if f"{name} bias" in own
+            else y
+        )
 
     hidden = activation(linear("gate", "td,edh->eth", x), linear("up", "td,edh->eth", x))
     chosen = jax.nn.one_hot(experts, len(own["gate"]), dtype=weights.dtype)
     weights = jnp.einsum("tk,tke->te", weights, chosen, precision=precision)
-    return jnp.einsum("te,etd->td", weights, linear("down", "eth,ehd->etd", hidden), precision=precision)
+    return jnp.einsum(
+        "te,etd->td", weights, linear("down", "eth,ehd->etd", hidden), precision=precision
+    )
 
 
-def _sorted(activation, precision, x: Array, weights: Array, experts: Array, own: _Weights) -> Array:
+def _sorted(
+    activation, precision, x: Array, weights: Array, experts: Array, own: _Weights
+) -> Array:
     """Return the sum over the experts here, each of which computes its own tokens."""
     count, (t, k) = len(own["gate"]), experts.shape
     here = (experts >= 0) & (experts < count)
-    flat = jnp.where(here, experts, count).reshape(-1)  # those of other devices come last, in no group
+    flat = jnp.where(here, experts, count).reshape(
+        -1
+    )  # those of other devices come last, in no group
     order = jnp.argsort(flat)
-    sizes, of_row = jnp.bincount(flat, length=count).astype(jnp.int32), jnp.minimum(flat[order], count - 1)
+    sizes, of_row = (
+        jnp.bincount(flat, length=count).astype(jnp.int32),
+        jnp.minimum(flat[order], count - 1),
+    )
 
     def linear(name: str, x: Array) -> Array:
         y = grouped_product(x, own[name], sizes, precision)
@@ -218,7 +259,9 @@ def _sorted(activation, precision, x: Array, weights: Array, experts: Array, own
 
     rows = x[order // k]
     rows = linear("down", activation(linear("gate", rows), linear("up", rows)))
-    rows = rows[jnp.argsort(order)].reshape(t, k, rows.shape[-1])  # einops divides by t, which may be 0
+    rows = rows[jnp.argsort(order)].reshape(
+        t, k, rows.shape[-1]
+    )  # einops divides by t, which may be 0
     return jnp.einsum("tk,tkd->td", jnp.where(here, weights, 0), rows, precision=precision)
 
 

@@ -27,7 +27,12 @@ def _silu(x: Array) -> Array:
     return jax.nn.silu(x.astype(accumulation_dtype(x.dtype))).astype(x.dtype)
 
 
-ACTIVATIONS = {"gelu_tanh": _gelu_tanh, "gelu_exact": _gelu_exact, "silu": _silu, "relu": jax.nn.relu}
+ACTIVATIONS = {
+    "gelu_tanh": _gelu_tanh,
+    "gelu_exact": _gelu_exact,
+    "silu": _silu,
+    "relu": jax.nn.relu,
+}
 
 
 class FeedForward(nnx.Module):
@@ -73,7 +78,12 @@ class FeedForward(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         check_choice("activation", activation, tuple(ACTIVATIONS))
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        numerics = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
         check_positive(d_model=d_model, d_hidden=d_hidden)
         self.d_model = d_model
@@ -132,7 +142,12 @@ class GatedFeedForward(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         check_choice("activation", activation, tuple(ACTIVATIONS))
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        numerics = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
         check_positive(d_model=d_model, d_hidden=d_hidden)
         self.d_model, self.activation = d_model, ACTIVATIONS[activation]
@@ -142,5 +157,7 @@ class GatedFeedForward(nnx.Module):
 
     def __call__(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape d"]:
         check_width("x", x, "d_model", self.d_model)
-        gate, up = (constrain(layer(x), "batch", "tokens", "hidden") for layer in (self.W_gate, self.W_up))
+        gate, up = (
+            constrain(layer(x), "batch", "tokens", "hidden") for layer in (self.W_gate, self.W_up)
+        )
         return self.W_down(self.activation(gate) * up)

@@ -40,7 +40,9 @@ class GatedDeltaNet(DeltaAttention):
         of_rate = {name: numerics[name] for name in ("param_dtype", "rngs")}
         width, axes = self.num_heads * self.value_dim, ("embed", "heads")
         self.W_decay = Linear(self.d_in, self.num_heads, False, axes=axes, **numerics)
-        self.W_gate = Linear(self.d_in, width, False, axes=axes, unit=(1, self.value_dim), **numerics)
+        self.W_gate = Linear(
+            self.d_in, width, False, axes=axes, unit=(1, self.value_dim), **numerics
+        )
         self.rate = DecayRate(self.num_heads, **of_rate)
 
     def decay(self, x: Tokens) -> Float[Array, "b t n"]:
@@ -49,4 +51,6 @@ class GatedDeltaNet(DeltaAttention):
 
     def gate(self, x: Tokens) -> Float[Array, "b t n v"]:
         """Return `silu(x W_gate)`."""
-        return ACTIVATIONS["silu"](rearrange(self.W_gate(x), "b t (n v) -> b t n v", n=self.num_heads))
+        return ACTIVATIONS["silu"](
+            rearrange(self.W_gate(x), "b t (n v) -> b t n v", n=self.num_heads)
+        )

@@ -86,7 +86,9 @@ def _by_tiles(rows: Array, matrices: Array, sizes: Array, multiply) -> Array:
         # Rows of the group behind are written too, and by its own tile after.
         return lax.dynamic_update_slice_in_dim(product, own, starts[i], 0)
 
-    product = lax.fori_loop(0, number, step, jnp.zeros((len(padded), width), rows.dtype))[: len(rows)]
+    product = lax.fori_loop(0, number, step, jnp.zeros((len(padded), width), rows.dtype))[
+        : len(rows)
+    ]
     real = jnp.arange(len(rows), dtype=sizes.dtype)[:, None] < sizes.sum(dtype=sizes.dtype)
     return jnp.where(real, product, 0)
 

@@ -97,8 +97,13 @@ class HeadAttention(Attention):
         else:
             k, v, mask, key_positions, cache = cache.extend(k, v, mask, lengths)
             cache = _divided(cache)
-        bias = bias(arrived, key_positions) if callable(bias) else bias  # keys in their own order, as those of a mask
-        score, dropout = self.scores.placed(query_positions, key_positions), self.dropout.keyed(dropout_key)
+        bias = (
+            bias(arrived, key_positions) if callable(bias) else bias
+        )  # keys in their own order, as those of a mask
+        score, dropout = (
+            self.scores.placed(query_positions, key_positions),
+            self.dropout.keyed(dropout_key),
+        )
         options = {"score": score, "dropout": dropout, "return_weights": return_weights}
         context, weights = self._attend(q, k, v, bias, mask, **options)
         if cache is not None:
@@ -106,7 +111,9 @@ class HeadAttention(Attention):
         context = constrain(context, "batch", "tokens", "heads", None)
         if self.W_gate is not None:
             context = gate_heads(self.W_gate(query), context)
-        output = checkpoint_name(self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output")
+        output = checkpoint_name(
+            self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output"
+        )
         return Outputs(output, weights, cache).pack()
 
     def _attend(
@@ -135,10 +142,14 @@ class HeadAttention(Attention):
         *sizes, value_dim = self._cached
         own = layer.kernel.dtype if layer.dtype is None else layer.dtype
         numerics = {"dtype": own if dtype is None else dtype}
-        return _divided(KVCache.zeros(b, capacity, *sizes, value_dim=value_dim, window=self.window, **numerics))
+        return _divided(
+            KVCache.zeros(b, capacity, *sizes, value_dim=value_dim, window=self.window, **numerics)
+        )
 
 
 def _divided(cache: KVCache) -> KVCache:
     """Return a cache that is split over the mesh in use, its capacity as tokens are."""
-    key, value = (constrain(x, "batch", "kv_heads", "tokens", None) for x in (cache.key, cache.value))
+    key, value = (
+        constrain(x, "batch", "kv_heads", "tokens", None) for x in (cache.key, cache.value)
+    )
     return cache.replace(key=key, value=value)

@@ -31,10 +31,14 @@ def norm_heads(norm: Norm | None, x: Float[Array, "*b t n h"]) -> Float[Array, "
         return x
     if getattr(norm, "d_model", None) == x.shape[-1]:
         return norm(x)
-    return rearrange(norm(rearrange(x, "... n h -> ... (n h)")), "... (n h) -> ... n h", n=x.shape[-2])
+    return rearrange(
+        norm(rearrange(x, "... n h -> ... (n h)")), "... (n h) -> ... n h", n=x.shape[-2]
+    )
 
 
-def gate_heads(gate: Float[Array, "*b t gates"], x: Float[Array, "*b t n h"]) -> Float[Array, "*b t n h"]:
+def gate_heads(
+    gate: Float[Array, "*b t gates"], x: Float[Array, "*b t n h"]
+) -> Float[Array, "*b t n h"]:
     """Return `sigmoid(gate) * x`, the sigmoid in at least float32.
 
     Args:

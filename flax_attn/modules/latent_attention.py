@@ -130,8 +130,14 @@ class MultiHeadLatentAttention(HeadAttention):
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
-        widths = {"qk_nope_head_dim": qk_nope_head_dim, "qk_rope_head_dim": qk_rope_head_dim, "v_head_dim": v_head_dim}
-        check_positive(d_in=d_in, d_out=d_out, num_heads=num_heads, kv_lora_rank=kv_lora_rank, **widths)
+        widths = {
+            "qk_nope_head_dim": qk_nope_head_dim,
+            "qk_rope_head_dim": qk_rope_head_dim,
+            "v_head_dim": v_head_dim,
+        }
+        check_positive(
+            d_in=d_in, d_out=d_out, num_heads=num_heads, kv_lora_rank=kv_lora_rank, **widths
+        )
         check_context_length(context_length)
         check_causal_window(window, causal)
         check_choice("form", form, FORMS)
@@ -149,12 +155,24 @@ class MultiHeadLatentAttention(HeadAttention):
         self.context_length, self.causal, self.window = context_length, causal, window
         self.rope, self.scores, self.form, self.backend = rope, scores, form, backend
         self.dtype, self.precision = dtype, precision
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
-        down, first = {"axes": ("embed", None), **numerics}, "embed" if q_lora_rank is None else None
+        numerics = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
+        down, first = (
+            {"axes": ("embed", None), **numerics},
+            "embed" if q_lora_rank is None else None,
+        )
         of_query = {"axes": (first, "heads"), "unit": (1, self.head_dim), **numerics}
-        self.W_query_down = None if q_lora_rank is None else Linear(d_in, q_lora_rank, qkv_bias, **down)
+        self.W_query_down = (
+            None if q_lora_rank is None else Linear(d_in, q_lora_rank, qkv_bias, **down)
+        )
         to_heads = Linear(q_lora_rank or d_in, num_heads * self.head_dim, False, **of_query)
-        self.W_query, self.W_query_up = (to_heads, None) if q_lora_rank is None else (None, to_heads)
+        self.W_query, self.W_query_up = (
+            (to_heads, None) if q_lora_rank is None else (None, to_heads)
+        )
         self.W_latent = Linear(d_in, kv_lora_rank + qk_rope_head_dim, qkv_bias, **down)
         both = qk_nope_head_dim + v_head_dim
         of_latent = {"axes": (None, "heads"), "unit": (1, both), **numerics}
@@ -200,7 +218,13 @@ class MultiHeadLatentAttention(HeadAttention):
     ) -> Returned:
         """Return the output, and weights and cache where asked for; the arguments are those of `MultiHeadAttention`."""
         check_self_attention(self.rope, query, None, positions, cache)
-        options = {"mask": mask, "bias": bias, "positions": positions, "lengths": lengths, "cache": cache}
+        options = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "cache": cache,
+        }
         return self._run(query, return_weights=return_weights, dropout_key=dropout_key, **options)
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> KVCache:
@@ -215,14 +239,22 @@ class MultiHeadLatentAttention(HeadAttention):
 
     @property
     def _cached(self) -> tuple[int, int, int]:
-        return 1, self.kv_lora_rank + self.qk_rope_head_dim, 0  # [latent, rotated] is all that is cached
+        return (
+            1,
+            self.kv_lora_rank + self.qk_rope_head_dim,
+            0,
+        )  # [latent, rotated] is all that is cached
 
     def _project(self, query: Array, positions: ArrayLike) -> tuple[Array, Array, Array]:
         latents = self._latents(query, positions)
         return self._queries(query, positions), latents, latents[..., :0]
 
-    def _attend(self, q: Array, k: Array, v: Array, *others: Any, **options: Any) -> tuple[Array, Array | None]:
-        alone = q.shape[-3] == k.shape[-3]  # else the keys of all that a cache can hold would be made
+    def _attend(
+        self, q: Array, k: Array, v: Array, *others: Any, **options: Any
+    ) -> tuple[Array, Array | None]:
+        alone = (
+            q.shape[-3] == k.shape[-3]
+        )  # else the keys of all that a cache can hold would be made
         if self.form == "plain" or (self.form == "auto" and alone):
             return super()._attend(q, *self._keys_and_values(k), *others, **options)
         latent = k[..., : self.kv_lora_rank]

@@ -45,7 +45,9 @@ def dot_general(x: Array, matrix: Array, dimension_numbers: Any, **options: Any)
         product = native.product(tokens, matrix, *contracted, **options)
     elif divisible:
         rows = matrix.reshape(_PARTS, d // _PARTS, -1)
-        parts = jax.lax.dot_general(tokens.reshape(_PARTS, 1, -1), rows, (((2,), (1,)), ((0,), (0,))), **options)
+        parts = jax.lax.dot_general(
+            tokens.reshape(_PARTS, 1, -1), rows, (((2,), (1,)), ((0,), (0,))), **options
+        )
         product = parts.sum(axis=0)
     else:
         product = jax.lax.dot_general(tokens, matrix, (((1,), contracted), batch), **options)

@@ -59,7 +59,9 @@ class MixtureOfExperts(nnx.Module):
         check_type("router", router, Router, "router=Router(...)")
         check_type("experts", experts, Experts, "experts=Experts(...)")
         sizes = (router.num_experts, router.d_model), (experts.num_experts, experts.d_model)
-        check_experts(*sizes, getattr(shared, "d_model", None), shared is None and shared_gate is not None)
+        check_experts(
+            *sizes, getattr(shared, "d_model", None), shared is None and shared_gate is not None
+        )
         self.d_model = router.d_model
         self.router, self.experts = router, experts
         self.shared, self.shared_gate = shared, shared_gate
@@ -71,5 +73,8 @@ class MixtureOfExperts(nnx.Module):
         shared = self.shared(x)
         if self.shared_gate is not None:
             gate = self.shared_gate(x)
-            shared = jax.nn.sigmoid(gate.astype(accumulation_dtype(gate.dtype))).astype(gate.dtype) * shared
+            shared = (
+                jax.nn.sigmoid(gate.astype(accumulation_dtype(gate.dtype))).astype(gate.dtype)
+                * shared
+            )
         return y + shared

@@ -145,7 +145,12 @@ class MultiHeadAttention(HeadAttention):
         self.context_length, self.causal, self.window = context_length, causal, window
         self.rope, self.scores, self.output_gate = rope, scores, output_gate
         self.dtype, self.precision, self.backend = dtype, precision, backend
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        numerics = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
         of_query = {"axes": ("embed", "heads"), "unit": (1, head_dim), **numerics}
         of_key = {**of_query, "axes": ("embed", "kv_heads")}
         of_output = {**of_query, "axes": ("heads", "embed"), "unit": (head_dim, 1)}
@@ -214,8 +219,16 @@ class MultiHeadAttention(HeadAttention):
             dropout_key: decides what is dropped in train mode; None draws a key from the `dropout` stream.
         """
         check_self_attention(self.rope, query, key, positions, cache)
-        options = {"mask": mask, "bias": bias, "positions": positions, "lengths": lengths, "cache": cache}
-        return self._run(query, key, value, return_weights=return_weights, dropout_key=dropout_key, **options)
+        options = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "cache": cache,
+        }
+        return self._run(
+            query, key, value, return_weights=return_weights, dropout_key=dropout_key, **options
+        )
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> KVCache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.

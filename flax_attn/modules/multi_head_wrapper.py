@@ -63,9 +63,18 @@ class MultiHeadAttentionWrapper(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(num_heads=num_heads)
-        options = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "backend": backend, "rngs": rngs}
+        options = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "backend": backend,
+            "rngs": rngs,
+        }
         self.heads = nnx.List(
-            [CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, **options) for _ in range(num_heads)]
+            [
+                CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, **options)
+                for _ in range(num_heads)
+            ]
         )
 
     @overload
@@ -92,7 +101,10 @@ class MultiHeadAttentionWrapper(nnx.Module):
         """
         results = [
             unpack(
-                head(x, return_weights=return_weights, mask=mask, dropout_key=fold_in(dropout_key, i)), return_weights
+                head(
+                    x, return_weights=return_weights, mask=mask, dropout_key=fold_in(dropout_key, i)
+                ),
+                return_weights,
             )
             for i, head in enumerate(self.heads)
         ]

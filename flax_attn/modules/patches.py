@@ -54,7 +54,12 @@ class Patches(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         check_positive(channels=channels, height=height, width=width)
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        numerics = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
         self.channels, self.height, self.width = channels, height, width
         self.proj = Linear(channels * height * width, d_model, axes=(None, "embed"), **numerics)
 

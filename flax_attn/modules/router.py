@@ -135,7 +135,9 @@ class Router(nnx.Module):
         scores = jax.lax.stop_gradient(scores)
         if self.selection_bias is None:
             return scores
-        return scores + jnp.broadcast_to(self.selection_bias[...].astype(scores.dtype), scores.shape)
+        return scores + jnp.broadcast_to(
+            self.selection_bias[...].astype(scores.dtype), scores.shape
+        )
 
     def _chosen(self, scores: Array, preferred: Array) -> tuple[Array, Array]:
         """Return the scores and the numbers of the experts of each token."""
@@ -150,7 +152,9 @@ class Router(nnx.Module):
         best_two = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
         chosen = jax.lax.top_k(best_two, self.top_groups)[1]
         open_groups = jax.nn.one_hot(chosen, self.groups, dtype=bool).any(axis=-2)
-        return rearrange(jnp.where(open_groups[..., None], grouped, -jnp.inf), "... g e -> ... (g e)")
+        return rearrange(
+            jnp.where(open_groups[..., None], grouped, -jnp.inf), "... g e -> ... (g e)"
+        )
 
 
 def load_balancing_loss(routings: Sequence[Routing], mask: Array | None = None) -> Float[Array, ""]:
@@ -176,9 +180,13 @@ def load_balancing_loss(routings: Sequence[Routing], mask: Array | None = None) 
         Fedus et al. 2021, equations 4 to 6 (arXiv:2101.03961).
     """
     if not routings:
-        raise ValueError("the load is that of the routers of one layer at least; got no routing. Pass those of a model")
+        raise ValueError(
+            "the load is that of the routers of one layer at least; got no routing. Pass those of a model"
+        )
     count = routings[0].logits.shape[-1]
-    real = jnp.ones(routings[0].logits.shape[:-1], bool) if mask is None else jnp.asarray(mask, bool)
+    real = (
+        jnp.ones(routings[0].logits.shape[:-1], bool) if mask is None else jnp.asarray(mask, bool)
+    )
     loads, probabilities = zip(*(_load(routing, count, real) for routing in routings), strict=True)
     tokens = len(routings) * real.sum().astype(routings[0].logits.dtype)
     return count * (sum(loads) / tokens * (sum(probabilities) / tokens)).sum()
@@ -189,5 +197,8 @@ def _load(routing: Routing, count: int, real: Array) -> tuple[Array, Array]:
     dtype = routing.logits.dtype
     given = jax.nn.one_hot(routing.experts, count, dtype=dtype).sum(axis=-2)
     tokens = tuple(range(real.ndim))
-    load, probability = (jnp.where(real[..., None], x, 0).sum(tokens) for x in (given, jax.nn.softmax(routing.logits)))
+    load, probability = (
+        jnp.where(real[..., None], x, 0).sum(tokens)
+        for x in (given, jax.nn.softmax(routing.logits))
+    )
     return load, probability

@@ -60,7 +60,12 @@ class SelfAttention(nnx.Module):
         backend: str = "auto",
         rngs: nnx.Rngs | None = None,
     ):
-        numerics = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        numerics = {
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
         numerics["axes"] = ("embed", None)
         d_key = d_out if d_key is None else d_key
         check_positive(d_in=d_in, d_out=d_out, d_key=d_key)

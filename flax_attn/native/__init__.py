@@ -17,7 +17,10 @@ MISSING = (
     "and then flax_attn again with pip install --force-reinstall --no-deps"
 )
 DTYPES = ("float32", "bfloat16", "float16")  # that its functions take; all sums are in float32
-_ATTENTION = ("attention_forward", "attention_backward")  # all of whose arrays begin with a batch axis
+_ATTENTION = (
+    "attention_forward",
+    "attention_backward",
+)  # all of whose arrays begin with a batch axis
 _FUNCTIONS = (*_ATTENTION, "matrix_product", "grouped_product")
 
 
@@ -29,7 +32,9 @@ def library() -> ctypes.CDLL | None:
         return None
     loaded = ctypes.cdll.LoadLibrary(found.origin)
     for name in _FUNCTIONS:
-        jax.ffi.register_ffi_target(target(name), jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+        jax.ffi.register_ffi_target(
+            target(name), jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu"
+        )
     for name in _ATTENTION:
         jax.ffi.register_ffi_target_as_batch_partitionable(target(name))
     loaded.level_name.restype = ctypes.c_char_p
@@ -86,5 +91,7 @@ def choose_level(name: str) -> None:
     """
     loaded = library()
     if loaded is None or name not in levels():
-        raise ValueError(f"instruction level must be one of {levels()} on this machine; got {name!r}")
+        raise ValueError(
+            f"instruction level must be one of {levels()} on this machine; got {name!r}"
+        )
     loaded.choose_level(levels().index(name))

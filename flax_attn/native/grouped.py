@@ -18,7 +18,9 @@ from flax_attn.native.primitive import primitive
 from flax_attn.native.product import is_algorithm
 
 _PLAIN, _TRANSPOSED, _OUTER = range(3)  # as in calls.h
-_OF_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())  # what the outer form sums over
+_OF_ROWS = jax.lax.RaggedDotDimensionNumbers(
+    (((0,), (0,)), ((), ())), (0,), ()
+)  # what the outer form sums over
 # The forms of the gradients of the left and the right factor, and whether the cotangent is their left factor.
 _GRADIENTS = {
     _PLAIN: ((_TRANSPOSED, True), (_OUTER, False)),
@@ -30,7 +32,13 @@ _GRADIENTS = {
 def takes(rows: Array, matrices: Array, precision: Any = None) -> bool:
     """Return whether `grouped` computes the product; sums are in float32, as in `native.product.takes`."""
     same = rows.dtype == matrices.dtype and rows.dtype.name in DTYPES
-    return same and rows.size > 0 and matrices.size > 0 and library() is not None and not is_algorithm(precision)
+    return (
+        same
+        and rows.size > 0
+        and matrices.size > 0
+        and library() is not None
+        and not is_algorithm(precision)
+    )
 
 
 def grouped(rows: Array, matrices: Array, sizes: Array) -> Array:
@@ -59,7 +67,11 @@ def _call(left: Array, right: Array, sizes: Array, *, form: int) -> Array:
 
 def _jvp(primals, tangents, *, form):
     (left, right, sizes), (d_left, d_right, _) = primals, tangents
-    pairs = [pair for pair in ((d_left, right), (left, d_right)) if not any(type(one) is ad.Zero for one in pair)]
+    pairs = [
+        pair
+        for pair in ((d_left, right), (left, d_right))
+        if not any(type(one) is ad.Zero for one in pair)
+    ]
     change, *others = (_grouped.bind(*pair, sizes, form=form) for pair in pairs)
     return _grouped.bind(left, right, sizes, form=form), sum(others, change)
 
@@ -73,12 +85,15 @@ def _transpose(cotangent, left, right, sizes, *, form):
 
 
 def _batch(factors, dims, *, form):
-    mapped = [jnp.moveaxis(x, dim, 0) for x, dim in zip(factors, dims, strict=True) if dim is not None]
+    mapped = [
+        jnp.moveaxis(x, dim, 0) for x, dim in zip(factors, dims, strict=True) if dim is not None
+    ]
 
     def one(own):
         own = iter(own)
         return _grouped.bind(
-            *(x if dim is None else next(own) for x, dim in zip(factors, dims, strict=True)), form=form
+            *(x if dim is None else next(own) for x, dim in zip(factors, dims, strict=True)),
+            form=form,
         )
 
     return jax.lax.map(one, mapped), 0

@@ -19,12 +19,23 @@ from flax_attn.native.primitive import primitive
 FEW = 16  # rows at most: beyond, multiplying takes longer than reading, and XLA multiplies well
 
 
-def takes(x: Array, matrix: Array, *, precision: Any = None, preferred_element_type: Any = None, **others: Any) -> bool:
+def takes(
+    x: Array,
+    matrix: Array,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **others: Any,
+) -> bool:
     """Return whether `product` computes `x (m, d_in) @ matrix`; options are those of `jax.lax.dot_general`.
 
     Sums are in float32: more than any precision asks for, but not what an algorithm asks for.
     """
-    if library() is None or any(option is not None for option in others.values()) or is_algorithm(precision):
+    if (
+        library() is None
+        or any(option is not None for option in others.values())
+        or is_algorithm(precision)
+    ):
         return False
     if x.dtype.name not in DTYPES or preferred_element_type not in (None, x.dtype, jnp.float32):
         return False
@@ -34,7 +45,13 @@ def takes(x: Array, matrix: Array, *, precision: Any = None, preferred_element_t
 
 
 def product(
-    x: Array, matrix: Array, contracted: int, *, precision: Any = None, preferred_element_type: Any = None, **none: None
+    x: Array,
+    matrix: Array,
+    contracted: int,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **none: None,
 ) -> Array:
     """Return `x @ matrix`, or `x @ matrix^T` where axis 1 of the matrix is contracted; options are those of `takes`.
 
@@ -67,7 +84,9 @@ def is_algorithm(precision: Any) -> bool:
 
 def _plain(x: Array, matrix: Array, *, contracted: int, precision: Any, dtype: Any) -> Array:
     numbers = ((1,), (contracted,)), ((), ())
-    return jax.lax.dot_general(x, matrix, numbers, precision=precision, preferred_element_type=dtype)
+    return jax.lax.dot_general(
+        x, matrix, numbers, precision=precision, preferred_element_type=dtype
+    )
 
 
 def _call(x: Array, matrix: Array, *, contracted: int, precision: Any, dtype: Any) -> Array:
@@ -78,7 +97,11 @@ def _call(x: Array, matrix: Array, *, contracted: int, precision: Any, dtype: An
 
 def _jvp(primals, tangents, **params):
     (x, matrix), (dx, d_matrix) = primals, tangents
-    pairs = [pair for pair in ((dx, matrix), (x, d_matrix)) if not any(type(one) is ad.Zero for one in pair)]
+    pairs = [
+        pair
+        for pair in ((dx, matrix), (x, d_matrix))
+        if not any(type(one) is ad.Zero for one in pair)
+    ]
     change, *others = (_product.bind(*pair, **params) for pair in pairs)
     return _product.bind(x, matrix, **params), sum(others, change)
 

@@ -70,7 +70,9 @@ class Check:
         """Return one line: the worst tensor, its error, the rule, and its worst element."""
         if not self.ran:
             return f"{self.name}: {self.missing}"
-        line = f"{self.name}: error {self.error:.3g} at {self.worst!r}, the rule is {self.limit:.0e}"
+        line = (
+            f"{self.name}: error {self.error:.3g} at {self.worst!r}, the rule is {self.limit:.0e}"
+        )
         if self.where:
             index, flax, torch = (self.where[key] for key in ("index", "flax", "torch"))
             line += f"; worst element {tuple(index)}: flax {flax:.9g}, torch {torch:.9g}"
@@ -120,15 +122,21 @@ def worst_of(
     """
     reference = torch if reference is None else reference
     worst = max(errors, key=lambda key: (np.isnan(errors[key]), errors[key]), default="")
-    if not errors or (errors[worst] <= limit and reference is not None and not any_finite(reference)):
+    if not errors or (
+        errors[worst] <= limit and reference is not None and not any_finite(reference)
+    ):
         return Check(name, np.inf, limit, nothing=NOTHING)
     both = flax and torch and worst in flax and worst in torch
     where = _where(flax[worst], torch[worst]) if both else {}
     measured_by = reference or {}
-    without = [key for key in errors if key in measured_by and not any_finite({key: measured_by[key]})]
+    without = [
+        key for key in errors if key in measured_by and not any_finite({key: measured_by[key]})
+    ]
     notes = [note] if note else []
     notes += [f"without a finite number to compare: {', '.join(without)}"] if without else []
-    return Check(name, float(errors[worst]), limit, worst, "; ".join(notes), errors=errors, where=where)
+    return Check(
+        name, float(errors[worst]), limit, worst, "; ".join(notes), errors=errors, where=where
+    )
 
 
 def any_finite(arrays: Mapping[str, np.ndarray]) -> bool:
@@ -146,4 +154,8 @@ def _where(flax: np.ndarray, torch: np.ndarray) -> dict[str, Any]:
     alike = (flax == torch) | (np.isnan(flax) & np.isnan(torch))
     distance = np.where(np.isnan(distance), np.where(alike, 0, np.inf), distance)
     index = np.unravel_index(int(np.argmax(distance)), flax.shape)
-    return {"index": [int(i) for i in index], "flax": flax[index].item(), "torch": torch[index].item()}
+    return {
+        "index": [int(i) for i in index],
+        "flax": flax[index].item(),
+        "torch": torch[index].item(),
+    }

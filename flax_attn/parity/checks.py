@@ -34,7 +34,10 @@ def shapes(pair: Pair) -> Check:
     ours, theirs = pair.run("flax", pair.uncompiled), pair.plain
     names = [*theirs.outputs, *(name for name in ours.outputs if name not in theirs.outputs)]
     seen = {name: (_described(ours, name), _described(theirs, name)) for name in names}
-    errors = {f"{name}: flax {left}, torch {right}": float(left != right) for name, (left, right) in seen.items()}
+    errors = {
+        f"{name}: flax {left}, torch {right}": float(left != right)
+        for name, (left, right) in seen.items()
+    }
     return worst_of("shapes", errors, 0.0)
 
 
@@ -54,11 +57,17 @@ def _probe(pair: Pair) -> Iterator[tuple[str, float]]:
         numbers = np.arange(start, start + size).reshape(entry.shape)
         parts = entry.split(numbers)
         again = entry.join(parts)
-        yield entry.theirs, float((again != numbers).sum()) if again.shape == numbers.shape else np.inf
+        yield (
+            entry.theirs,
+            float((again != numbers).sum()) if again.shape == numbers.shape else np.inf,
+        )
         elements += [np.ravel(part) for part in parts.values()]
         start += size
     found = np.sort(np.concatenate(elements)) if elements else np.arange(0)
-    yield "every element once", float((found != np.arange(1, start)).sum()) if len(found) == start - 1 else np.inf
+    yield (
+        "every element once",
+        float((found != np.arange(1, start)).sum()) if len(found) == start - 1 else np.inf,
+    )
 
 
 def forward(pair: Pair) -> Check:
@@ -104,9 +113,20 @@ def gradients(pair: Pair) -> Check:
         raise NotRun("no parameter is shared and no input is floating")
     null = _without_effect(ours.gradients, reference)
     notes = [f"no effect on the outputs: {', '.join(null)}"] if null else []
-    notes += ["parameters are not shared: inputs only"] if pair.has_parameters and not pair.shares_weights else []
+    notes += (
+        ["parameters are not shared: inputs only"]
+        if pair.has_parameters and not pair.shares_weights
+        else []
+    )
     errors = tolerance.gradient_errors(ours.gradients, reference)
-    return worst_of("gradients", errors, tolerance.GRADIENT, "; ".join(notes), flax=ours.gradients, torch=reference)
+    return worst_of(
+        "gradients",
+        errors,
+        tolerance.GRADIENT,
+        "; ".join(notes),
+        flax=ours.gradients,
+        torch=reference,
+    )
 
 
 def _check_numbers(pair: Pair, names: Iterable[str]) -> None:
@@ -115,10 +135,20 @@ def _check_numbers(pair: Pair, names: Iterable[str]) -> None:
         raise NothingCompared(NOTHING)
 
 
-def _without_effect(ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[str]:
+def _without_effect(
+    ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]
+) -> list[str]:
     null = tolerance.null_directions(reference)
-    masks = {name: m for name, m in tolerance.nonzero_gradient(ours, reference).items() if name not in null}
-    partly = [f"{(~mask).sum()} of {mask.size} elements of {name}" for name, mask in masks.items() if not mask.all()]
+    masks = {
+        name: m
+        for name, m in tolerance.nonzero_gradient(ours, reference).items()
+        if name not in null
+    }
+    partly = [
+        f"{(~mask).sum()} of {mask.size} elements of {name}"
+        for name, mask in masks.items()
+        if not mask.all()
+    ]
     return sorted(null) + partly
 
 
@@ -144,17 +174,25 @@ def lower(dtype: str, pair: Pair) -> Check:
     ours = _in_lower_dtype(pair, spec)
     reference, eps = pair.reference, float(ml_dtypes.finfo(dtype).eps)
     outputs = {name: output for name, output in reference.outputs.items() if is_floating(output)}
-    gradients = {name: g for name, g in pair.shared(reference.gradients).items() if name not in pair.null}
-    forward, backward = ([getattr(draw, kind) for draw in theirs] for kind in ("outputs", "gradients"))
+    gradients = {
+        name: g for name, g in pair.shared(reference.gradients).items() if name not in pair.null
+    }
+    forward, backward = (
+        [getattr(draw, kind) for draw in theirs] for kind in ("outputs", "gradients")
+    )
     measured = _measured(forward, outputs) | _measured(backward, gradients)
     if not any_finite({**outputs, **gradients}):
         raise NothingCompared(NOTHING)
     if not any_finite(measured):
-        raise NotRun(f"the rule is PyTorch's own error, and nothing that it returns in {dtype} is finite")
+        raise NotRun(
+            f"the rule is PyTorch's own error, and nothing that it returns in {dtype} is finite"
+        )
 
     def errors_of(ours: Result) -> dict[str, float]:
         errors = tolerance.lower_dtype(ours.outputs, forward, outputs, tolerance.LOW_FORWARD, eps)
-        return errors | tolerance.lower_dtype(ours.gradients, backward, gradients, tolerance.LOW_GRADIENT, eps)
+        return errors | tolerance.lower_dtype(
+            ours.gradients, backward, gradients, tolerance.LOW_GRADIENT, eps
+        )
 
     errors = errors_of(ours)
     if not max(errors.values(), default=0.0) <= 1:  # which one rounding alone may do
@@ -165,7 +203,9 @@ def lower(dtype: str, pair: Pair) -> Check:
     return worst_of(dtype, errors, 1.0, note, flax=flax, torch=torch, reference=measured)
 
 
-def _measured(theirs: Sequence[Mapping[str, np.ndarray]], reference: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _measured(
+    theirs: Sequence[Mapping[str, np.ndarray]], reference: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Return the reference, NaN where PyTorch overflows in the lower dtype."""
     asked = tolerance.finite_in_all(theirs, reference)
     return {name: np.where(asked[name], array, np.nan) for name, array in reference.items()}
@@ -201,9 +241,14 @@ def eager(pair: Pair) -> Check:
 def dropout(pair: Pair) -> Check:
     """Outputs and gradients in train mode, with the same dropout key in both."""
     if not pair.takes("dropout_key"):
-        raise NotRun("the calls take no dropout_key, so they cannot be made to drop the same elements")
+        raise NotRun(
+            "the calls take no dropout_key, so they cannot be made to drop the same elements"
+        )
     ours, theirs = pair.both(pair.training())
-    if all(np.array_equal(theirs.outputs[name], pair.plain.outputs[name], equal_nan=True) for name in theirs.outputs):
+    if all(
+        np.array_equal(theirs.outputs[name], pair.plain.outputs[name], equal_nan=True)
+        for name in theirs.outputs
+    ):
         raise NotRun("nothing is dropped: train mode returns what eval mode does")
     errors = tolerance.relative(ours.outputs, theirs.outputs)
     errors |= tolerance.gradient_errors(ours.gradients, pair.shared(theirs.gradients))
@@ -219,10 +264,14 @@ def unbatched(pair: Pair) -> Check:
     if sizes == {0}:
         raise NothingCompared(NOTHING)
     try:
-        ours, theirs = pair.both(pair.run_spec("unbatched", inputs={name: x[0] for name, x in pair.inputs.items()}))
+        ours, theirs = pair.both(
+            pair.run_spec("unbatched", inputs={name: x[0] for name, x in pair.inputs.items()})
+        )
     except AdapterError as error:
         raise NotRun(f"one of the calls takes batches only: {error}") from None
-    with_rows = {name: output for name, output in pair.plain.outputs.items() if output.ndim and len(output)}
+    with_rows = {
+        name: output for name, output in pair.plain.outputs.items() if output.ndim and len(output)
+    }
     rows = {name: np.asarray(output[0]) for name, output in with_rows.items()}
     if max(tolerance.relative(theirs.outputs, rows).values(), default=np.inf) > tolerance.FORWARD:
         raise NotRun("PyTorch takes the first axis of any input as a batch")
@@ -238,7 +287,10 @@ def cache(pair: Pair) -> Check:
     reference, errors = pair.plain.outputs, {}
     for framework in cached:
         outputs = pair.run(framework, pair.run_spec("cached", cached=True)).outputs
-        errors |= {f"{framework}: {name}": error for name, error in tolerance.relative(outputs, reference).items()}
+        errors |= {
+            f"{framework}: {name}": error
+            for name, error in tolerance.relative(outputs, reference).items()
+        }
     return worst_of("cache = full", errors, tolerance.FORWARD, reference=reference)
 
 
@@ -250,9 +302,14 @@ def training(pair: Pair) -> Check:
         raise NotRun("without a layout it is not known which parameter is which")
     _check_numbers(pair, [pair.training_spec().output])
     # A parameter without effect moves by rounding only, which Adam scales up to a full step.
-    nonzero_gradient = tolerance.nonzero_gradient(pair.flax64.gradients, pair.shared(pair.reference.gradients))
+    nonzero_gradient = tolerance.nonzero_gradient(
+        pair.flax64.gradients, pair.shared(pair.reference.gradients)
+    )
     ours, reference = (
-        {name: np.where(nonzero_gradient.get(name, True), value, 0.0) for name, value in arrays.items()}
+        {
+            name: np.where(nonzero_gradient.get(name, True), value, 0.0)
+            for name, value in arrays.items()
+        }
         for arrays in pair.trained
     )
     reference = {name: value for name, value in reference.items() if name not in pair.null}
@@ -261,7 +318,11 @@ def training(pair: Pair) -> Check:
 
 
 def _described(result: Result, name: str) -> str:
-    return f"{result.dtypes[name]}{list(result.outputs[name].shape)}" if name in result.outputs else "nothing"
+    return (
+        f"{result.dtypes[name]}{list(result.outputs[name].shape)}"
+        if name in result.outputs
+        else "nothing"
+    )
 
 
 #: The checks of a comparison by name, in the order in which they run.
@@ -304,7 +365,9 @@ def run_checks(
     return _run_checks(pair, names, wanted, watch)
 
 
-def _run_checks(pair: Pair, names: Sequence[str] | None, wanted: bool, watch: Callable[[str], None]) -> Iterator[Check]:
+def _run_checks(
+    pair: Pair, names: Sequence[str] | None, wanted: bool, watch: Callable[[str], None]
+) -> Iterator[Check]:
     for name in CHECKS if names is None else names:
         watch(name)
         try:

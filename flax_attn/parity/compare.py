@@ -163,16 +163,24 @@ def pair_modules(
     """
     recorded = isinstance(torch_module, Recording)
     values = torch_module.inputs if recorded else named_inputs(inputs, options.get("seed", 0))
-    positional = not isinstance(inputs, Mapping) or all(name.startswith("input ") for name in inputs)
+    positional = not isinstance(inputs, Mapping) or all(
+        name.startswith("input ") for name in inputs
+    )
     with on_cpu():
         flax = JaxAdapter(flax_module, *calls["flax"], positional, device=device)
-        torch = torch_module if recorded else _torch_adapter(torch_module, *calls["torch"], positional)
+        torch = (
+            torch_module if recorded else _torch_adapter(torch_module, *calls["torch"], positional)
+        )
         layout = _layout(layout, flax_module, torch_module) if flax.shapes or torch.shapes else None
         if layout is not None:
             entries = weight_map(flax_module, flax.shapes, torch.shapes, layout, flax.statistics)
             frozen = getattr(torch, "frozen", set())
-            flax.entries = [replace(e, trainable=e.trainable and e.theirs not in frozen) for e in entries]
-        options["extras"] = {key: np.asarray(value) for key, value in options.get("extras", {}).items()}
+            flax.entries = [
+                replace(e, trainable=e.trainable and e.theirs not in frozen) for e in entries
+            ]
+        options["extras"] = {
+            key: np.asarray(value) for key, value in options.get("extras", {}).items()
+        }
         options["redraw"] = options.get("redraw", True) and not recorded
         torch = RecordingAdapter(torch) if record else torch
         pair = Pair(flax, torch, values, flax.entries, layout=layout, **options)
@@ -229,21 +237,41 @@ def report_on(
         found, notes = list(running), _notes(pair)
         differs = any(check.ran and not check.passed for check in found)
         divergence = _located(pair, notes, found) if locate and differs else None
-        return Report(name, found, list(pair.entries), notes, pair.seed, environment(), command, divergence, pair)
+        return Report(
+            name,
+            found,
+            list(pair.entries),
+            notes,
+            pair.seed,
+            environment(),
+            command,
+            divergence,
+            pair,
+        )
 
 
 def _located(pair: Pair, notes: list[str], checks: Sequence[Check]) -> Divergence | None:
     if isinstance(pair.torch, Recording):
-        notes.append("a recording holds no intermediate values: where the modules differ was not located")
+        notes.append(
+            "a recording holds no intermediate values: where the modules differ was not located"
+        )
         return None
     from flax_attn.parity.trace.localise import localise
 
     offset = any(check.name == "mean offset" and not check.passed for check in checks)
     try:
-        located = pair.with_torch(pair.torch.adapter) if isinstance(pair.torch, RecordingAdapter) else pair
+        located = (
+            pair.with_torch(pair.torch.adapter)
+            if isinstance(pair.torch, RecordingAdapter)
+            else pair
+        )
         return localise(located, norms=offset)
-    except Exception as error:  # hooks in other people's modules: the verdict does not depend on them
-        notes.append(f"where the modules differ could not be located: {type(error).__name__}: {error}")
+    except (
+        Exception
+    ) as error:  # hooks in other people's modules: the verdict does not depend on them
+        notes.append(
+            f"where the modules differ could not be located: {type(error).__name__}: {error}"
+        )
         return None
 
 
@@ -289,7 +317,9 @@ def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:
 
 
 def _torch_adapter(*arguments: Any) -> Adapter:
-    from flax_attn.parity.adapters.torch_adapter import TorchAdapter  # torch is imported where it is used
+    from flax_attn.parity.adapters.torch_adapter import (
+        TorchAdapter,
+    )  # torch is imported where it is used
 
     return TorchAdapter(*arguments)
 
@@ -298,5 +328,7 @@ def _notes(pair: Pair) -> list[str]:
     recorded = isinstance(pair.torch, Recording)  # perhaps where torch is not
     notes = pair.recipe.notes() if pair.has_parameters and not recorded else []
     if pair.has_parameters and not pair.entries:
-        notes.append("layout=None: both modules keep their weights, and one that is 0 or 1 may hide a difference")
+        notes.append(
+            "layout=None: both modules keep their weights, and one that is 0 or 1 may hide a difference"
+        )
     return notes + note_on_variance(getattr(pair.flax, "module", None))

@@ -21,16 +21,26 @@ def named_inputs(inputs: Inputs, seed: int) -> Arrays:
         >>> {name: array.shape for name, array in named_inputs([(3, 2), [1, 0]], seed=0).items()}
         {'input 0': (3, 2), 'input 1': (2,)}
     """
-    if hasattr(inputs, "shape") or (isinstance(inputs, tuple) and all(isinstance(size, int) for size in inputs)):
+    if hasattr(inputs, "shape") or (
+        isinstance(inputs, tuple) and all(isinstance(size, int) for size in inputs)
+    ):
         inputs = [inputs]  # one array, or one shape
     if not isinstance(inputs, Mapping | Sequence) or isinstance(inputs, str) or not inputs:
-        got = type(inputs).__name__ if inputs or not isinstance(inputs, Sequence) else f"an empty {inputs!r}"
+        got = (
+            type(inputs).__name__
+            if inputs or not isinstance(inputs, Sequence)
+            else f"an empty {inputs!r}"
+        )
         raise PairingError(
             f"inputs are a list of arrays or of shapes, or a mapping of them by name; got {got}. Pass [x] for one "
             "array x"
         )
     random = np.random.default_rng(seed + 1000)
-    named = inputs.items() if isinstance(inputs, Mapping) else ((f"input {i}", x) for i, x in enumerate(inputs))
+    named = (
+        inputs.items()
+        if isinstance(inputs, Mapping)
+        else ((f"input {i}", x) for i, x in enumerate(inputs))
+    )
     return {name: _array(name, value, random) for name, value in named}
 
 
@@ -44,7 +54,9 @@ def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
     try:
         array = convert.to_numpy(value)
     except (TypeError, ValueError) as error:
-        raise PairingError(f"{name} is no array of numbers: {error}. Pass an array, or a shape as a tuple") from error
+        raise PairingError(
+            f"{name} is no array of numbers: {error}. Pass an array, or a shape as a tuple"
+        ) from error
     if is_floating(array):
         return array.astype(np.float64)
     if array.dtype.kind not in "biu":

@@ -96,7 +96,11 @@ class Pair:
 
     def shared(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
         """Return those of the shared parameters and of the inputs."""
-        return {name: array for name, array in arrays.items() if name in self.trainable or name in self.inputs}
+        return {
+            name: array
+            for name, array in arrays.items()
+            if name in self.trainable or name in self.inputs
+        }
 
     def takes(self, extra: str) -> bool:
         """Whether the calls of both take an extra."""
@@ -166,7 +170,11 @@ class Pair:
     def cotangents_for(self, outputs: Arrays) -> Arrays:
         """Return a random cotangent for each floating output."""
         random = np.random.default_rng(self.seed + COTANGENT)
-        drawn = {name: random.normal(size=array.shape) for name, array in outputs.items() if is_floating(array)}
+        drawn = {
+            name: random.normal(size=array.shape)
+            for name, array in outputs.items()
+            if is_floating(array)
+        }
         if not drawn:
             raise NotRun("no output is floating")
         return drawn
@@ -254,7 +262,11 @@ class Pair:
 
 
 def weight_map(
-    flax: Any, shapes: Mapping[str, Any], theirs: Mapping[str, Any], layout: Layout, statistics: Sequence[str] = ()
+    flax: Any,
+    shapes: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    layout: Layout,
+    statistics: Sequence[str] = (),
 ) -> list[Entry]:
     """Return which parameter is which.
 
@@ -269,10 +281,17 @@ def weight_map(
         PairingError: with a line for every parameter that is missing, unexpected or mis-shaped, or claimed twice.
     """
     try:
-        entries = plan(shapes, layout, axes_of(flax, layout) if isinstance(flax, nnx.Module) else no_axes, statistics)
+        entries = plan(
+            shapes,
+            layout,
+            axes_of(flax, layout) if isinstance(flax, nnx.Module) else no_axes,
+            statistics,
+        )
     except ConversionError as error:
         raise PairingError(f"the parameters of the two modules do not pair: {error}") from error
     wrong = problems(entries, theirs, layout)
     if wrong:
-        raise PairingError("\n  ".join(["the parameters of the two modules do not pair in this layout:", *wrong]))
+        raise PairingError(
+            "\n  ".join(["the parameters of the two modules do not pair in this layout:", *wrong])
+        )
     return entries

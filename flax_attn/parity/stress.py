@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flax_attn.parity import tolerance
-from flax_attn.parity.adapters.adapter import AdapterError, Arrays, NotRun, Result, RunSpec, is_floating
+from flax_attn.parity.adapters.adapter import (
+    AdapterError,
+    Arrays,
+    NotRun,
+    Result,
+    RunSpec,
+    is_floating,
+)
 from flax_attn.parity.check import Check, any_finite, worst_of
 from flax_attn.parity.pair import Pair
 from flax_attn.parity.trace.norms import offset_errors
@@ -55,7 +62,11 @@ def long_sequence(pair: Pair) -> StressInput:
 
     def lengthen(x):
         more = (x.shape[0], LONG, *x.shape[2:])
-        return random.normal(size=more) if is_floating(x) else random.integers(x.min(), x.max() + 1, more)
+        return (
+            random.normal(size=more)
+            if is_floating(x)
+            else random.integers(x.min(), x.max() + 1, more)
+        )
 
     return _tokens(pair, lengthen)
 
@@ -118,22 +129,33 @@ def stress(name: str, pair: Pair) -> Check:
     # gradients in both, since where a softmax saturates either may be exactly 0 and show none. One draw of it may
     # be a lucky one.
     low = replace(spec, name=f"{name}: float32", dtype="float32")
-    singles = [_with_gradients(pair, result) for result in (pair.run("flax", low), *draws(pair, "torch", low))]
+    singles = [
+        _with_gradients(pair, result)
+        for result in (pair.run("flax", low), *draws(pair, "torch", low))
+    ]
     rounding = tolerance.relative(singles[1].outputs, theirs.outputs)
-    errors = tolerance.conditioned(tolerance.relative(ours.outputs, theirs.outputs), rounding, tolerance.FORWARD)
-    rounding = _largest(tolerance.gradient_errors(single.gradients, theirs.gradients) for single in singles)
+    errors = tolerance.conditioned(
+        tolerance.relative(ours.outputs, theirs.outputs), rounding, tolerance.FORWARD
+    )
+    rounding = _largest(
+        tolerance.gradient_errors(single.gradients, theirs.gradients) for single in singles
+    )
     most = tolerance.excesses(theirs.gradients)
     found = tolerance.gradient_errors(ours.gradients, theirs.gradients)
     errors |= tolerance.conditioned(found, rounding, tolerance.GRADIENT, most)
     errors |= within
     flax, torch = ({**result.outputs, **result.gradients} for result in (ours, theirs))
-    return worst_of(name, errors, 1.0, _nonfinite_outputs(theirs, hard.extras), flax=flax, torch=torch)
+    return worst_of(
+        name, errors, 1.0, _nonfinite_outputs(theirs, hard.extras), flax=flax, torch=torch
+    )
 
 
 def draws(pair: Pair, framework: str, spec: RunSpec) -> list[Result]:
     """Return the results of a framework in a lower dtype: rounded to nearest, then several times stochastically."""
     seeds = range(1, tolerance.DRAWS)
-    others = [replace(spec, name=f"{spec.name}, rounding {seed}", rounding_seed=seed) for seed in seeds]
+    others = [
+        replace(spec, name=f"{spec.name}, rounding {seed}", rounding_seed=seed) for seed in seeds
+    ]
     return [pair.run(framework, draw) for draw in (spec, *others)]
 
 
@@ -143,7 +165,9 @@ def _largest(errors: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def _with_gradients(pair: Pair, result: Result) -> Result:
-    named = {f"gradient of {name}": gradient for name, gradient in pair.shared(result.gradients).items()}
+    named = {
+        f"gradient of {name}": gradient for name, gradient in pair.shared(result.gradients).items()
+    }
     return replace(result, gradients=named)
 
 
@@ -156,7 +180,10 @@ def _nonfinite_outputs(reference: Result, extras: Arrays) -> str:
         for name, output in reference.outputs.items()
         if output.ndim > 1 and output.shape[0] == len(extras["lengths"])
         for row, length in enumerate(extras["lengths"])
-        if length and not np.isfinite(output[row, :length] if output.shape[1] >= length else output[row]).all()
+        if length
+        and not np.isfinite(
+            output[row, :length] if output.shape[1] >= length else output[row]
+        ).all()
     ]
     return f"PyTorch lets padding reach real tokens of {', '.join(sorted(set(bad)))}" if bad else ""
 
@@ -170,7 +197,9 @@ def _each(pair: Pair, change: Callable[[np.ndarray], np.ndarray]) -> StressInput
 
 def _tokens(pair: Pair, change: Callable[[np.ndarray], np.ndarray]) -> StressInput:
     if any(x.ndim < (3 if is_floating(x) else 2) for x in pair.inputs.values()):
-        raise NotRun("tokens are the second axis of floats of rank 3, or of integers of rank 2; an input has neither")
+        raise NotRun(
+            "tokens are the second axis of floats of rank 3, or of integers of rank 2; an input has neither"
+        )
     return StressInput({name: change(x) for name, x in pair.inputs.items()}, dict(pair.extras))
 
 
@@ -181,4 +210,6 @@ def _lengths(pair: Pair) -> np.ndarray:
     if len(shapes) != 1:
         raise NotRun(f"lengths are those of one sequence; the inputs have {sorted(shapes)}")
     (batch, tokens) = shapes.pop()
-    return np.array([(row * tokens) // max(batch - 1, 1) if batch > 1 else tokens - 1 for row in range(batch)])
+    return np.array(
+        [(row * tokens) // max(batch - 1, 1) if batch > 1 else tokens - 1 for row in range(batch)]
+    )

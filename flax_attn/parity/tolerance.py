@@ -12,7 +12,9 @@ FORWARD = 1e-12  # float64: largest error over the largest value of the referenc
 GRADIENT = 1e-11
 SECOND = 1e-10  # derivatives of the gradients
 TRAINING = 1e-10  # 100 steps of AdamW
-LOW_FORWARD = 2.0  # lower dtypes: error over that of plain PyTorch in the same dtype, both against float64
+LOW_FORWARD = (
+    2.0  # lower dtypes: error over that of plain PyTorch in the same dtype, both against float64
+)
 LOW_GRADIENT = 3.0
 DRAWS = 4  # of an error in a lower dtype
 REORDERED = 64  # one function evaluated in another order, such as compiled: roundings (eps) of the largest value
@@ -28,7 +30,10 @@ def relative(ours: Arrays, reference: Arrays, scale: float = 0.0) -> dict[str, f
     NaN and infinities must be at the same indices in both; otherwise the error is infinite. Where
     nothing is finite the error is 0, which `worst_of` does not take for a measurement.
     """
-    return {name: _relative(ours[name], reference[name], scale) if name in ours else np.inf for name in reference}
+    return {
+        name: _relative(ours[name], reference[name], scale) if name in ours else np.inf
+        for name in reference
+    }
 
 
 def _relative(ours: np.ndarray, reference: np.ndarray, scale: float) -> float:
@@ -41,9 +46,15 @@ def _relative(ours: np.ndarray, reference: np.ndarray, scale: float) -> float:
         return error / size if error and size else np.inf  # 2**60 and 2**60 + 1 are one float64
     ours, reference = numbers(ours), numbers(reference)
     finite = np.isfinite(reference)
-    if not np.array_equal(ours[~finite], reference[~finite], equal_nan=True) or not np.isfinite(ours[finite]).all():
+    if (
+        not np.array_equal(ours[~finite], reference[~finite], equal_nan=True)
+        or not np.isfinite(ours[finite]).all()
+    ):
         return np.inf
-    error, size = _largest(ours[finite] - reference[finite]), max(_largest(reference[finite]), scale)
+    error, size = (
+        _largest(ours[finite] - reference[finite]),
+        max(_largest(reference[finite]), scale),
+    )
     return error / size if size else (0.0 if error == 0 else np.inf)
 
 
@@ -71,7 +82,10 @@ def reordered(ours: Arrays, reference: Arrays) -> dict[str, float]:
     def excess(name: str) -> float:
         allowed = REORDERED * float(np.finfo(reference[name].dtype).eps)
         scale = largest if _largest(reference[name]) <= allowed * largest else 0.0
-        return _relative(ours[name].astype(np.float64), reference[name].astype(np.float64), scale) / allowed
+        return (
+            _relative(ours[name].astype(np.float64), reference[name].astype(np.float64), scale)
+            / allowed
+        )
 
     return {name: excess(name) for name in reference}
 
@@ -131,12 +145,17 @@ def conditioned(
     """
     ratio = float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
     worst = {name: min(float32.get(name, 0.0), (most or {}).get(name, 1.0)) for name in errors}
-    return {name: error / max(limit, REORDERED * ratio * worst[name]) for name, error in errors.items()}
+    return {
+        name: error / max(limit, REORDERED * ratio * worst[name]) for name, error in errors.items()
+    }
 
 
 def excesses(reference: Arrays) -> dict[str, float]:
     """Return by how much the largest value of all exceeds what the error of each is measured by."""
-    sizes, null = {name: _largest(value) for name, value in reference.items()}, null_directions(reference)
+    sizes, null = (
+        {name: _largest(value) for name, value in reference.items()},
+        null_directions(reference),
+    )
     largest = max(sizes.values(), default=0.0)
     return {name: 1.0 if name in null else largest / size for name, size in sizes.items()}
 
@@ -157,14 +176,23 @@ def lower_dtype(
 
     def excess(name: str) -> float:
         finite = asked[name]
-        if name not in ours or ours[name].shape != reference[name].shape or not np.isfinite(ours[name][finite]).all():
+        if (
+            name not in ours
+            or ours[name].shape != reference[name].shape
+            or not np.isfinite(ours[name][finite]).all()
+        ):
             return np.inf
         if not finite.any():
             return 0.0
         own, *others = (np.abs(x[name] - reference[name])[finite] for x in (ours, *theirs))
         size = np.abs(reference[name][finite])
         allowed = (factor * max(s(other) for other in others) + eps * s(size) for s in statistics)
-        return float(max(s(own) / max(most, np.finfo(float).tiny) for s, most in zip(statistics, allowed, strict=True)))
+        return float(
+            max(
+                s(own) / max(most, np.finfo(float).tiny)
+                for s, most in zip(statistics, allowed, strict=True)
+            )
+        )
 
     return {name: excess(name) for name in reference}
 

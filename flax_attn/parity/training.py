@@ -81,7 +81,11 @@ class Recipe:
         if step < self.warmup:
             return (step + 1) / self.warmup
         done = (step - self.warmup) / max(self.steps - self.warmup, 1)
-        return {"constant": 1.0, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done}[self.schedule]
+        return {
+            "constant": 1.0,
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+            "linear": 1 - done,
+        }[self.schedule]
 
     def optax(self) -> optax.GradientTransformation:
         """Return the optimizer of optax; its count starts at 0."""
@@ -94,14 +98,20 @@ class Recipe:
             "adamw": [moments, decay],
         }[self.optimizer]
         rates = self.rates()
-        return optax.chain(*steps, optax.scale_by_learning_rate(lambda count: jnp.asarray(rates)[count]))
+        return optax.chain(
+            *steps, optax.scale_by_learning_rate(lambda count: jnp.asarray(rates)[count])
+        )
 
     def torch(self, parameters: Iterable[torch.nn.Parameter]) -> tuple[torch.optim.Optimizer, Any]:
         """Return the optimizer and the schedule of torch.optim."""
         import torch
 
         options = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
-        options |= {"momentum": self.momentum} if self.optimizer == "sgd" else {"betas": self.betas, "eps": self.eps}
+        options |= (
+            {"momentum": self.momentum}
+            if self.optimizer == "sgd"
+            else {"betas": self.betas, "eps": self.eps}
+        )
         optimizer = getattr(torch.optim, OPTIMIZERS[self.optimizer])(parameters, **options)
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, self._factor)
 

@@ -12,7 +12,14 @@ import numpy as np
 
 from flax_attn.plan.hlo import Hlo, Run, Shape
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,9 @@ def collectives(program: Hlo, mesh: Mapping[str, int]) -> list[Collective]:
         group = _group(run.instruction.attributes, _kind(run), prod(mesh.values()))
         total = found[_kind(run), _axes(group, mesh)]
         total[0] += run.times
-        total[1] += run.times * _sent(_kind(run), len(group), sum(shape.bytes for shape in _operands(run)))
+        total[1] += run.times * _sent(
+            _kind(run), len(group), sum(shape.bytes for shape in _operands(run))
+        )
     rows = [Collective(kind, axes, *total) for (kind, axes), total in found.items() if axes]
     return sorted(rows, key=lambda row: -row.bytes)
 
@@ -86,17 +95,30 @@ def _sent(kind: str, size: int, operand: int) -> int:
 def _axes(group: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Return the axes of the mesh along which the devices of a group differ."""
     places = np.unravel_index(group, tuple(mesh.values()))
-    return tuple(axis for axis, place in zip(mesh, places, strict=True) if len(set(place.tolist())) > 1)
+    return tuple(
+        axis for axis, place in zip(mesh, places, strict=True) if len(set(place.tolist())) > 1
+    )
 
 
 def _group(attributes: str, kind: str, count: int) -> np.ndarray:
     """Return the devices that exchange with the first, itself included, as XLA writes groups: in one of four ways."""
     if kind == "collective-permute":
         return _numbers(re.search(r"source_target_pairs=\{\{([\d,]+)\}", attributes), count)
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        sizes, order = ([int(x) for x in text.split(",")] if text else None for text in found.groups()[1:])
-        return np.arange(prod(sizes or [])).reshape(sizes).transpose(order).reshape(-1, int(found[1]))[0]
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\S+)? ?\{([^}]*)\}", attributes):
+    if found := re.search(
+        r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+    ):
+        sizes, order = (
+            [int(x) for x in text.split(",")] if text else None for text in found.groups()[1:]
+        )
+        return (
+            np.arange(prod(sizes or []))
+            .reshape(sizes)
+            .transpose(order)
+            .reshape(-1, int(found[1]))[0]
+        )
+    if found := re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\S+)? ?\{([^}]*)\}", attributes
+    ):
         return _of_mesh(dict(re.findall(r"'([^']+)'=(\d+)", found[1])), found[2])
     return _numbers(re.search(r"replica_groups=\{\{([\d,]+)\}", attributes), count)
 

@@ -13,8 +13,26 @@ from flax_attn.plan.hlo import CALLS, Computation, Hlo, Instruction, Run, Shape
 
 # These move nothing, or what they call does. The data of an asynchronous pair is counted where it starts.
 _FREE = (
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", *CALLS, "after-all"),
-    *("partition-id", "replica-id", "iota", "optimization-barrier", "async-start", "opt-barrier", "domain"),
+    *(
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "while",
+        "conditional",
+        *CALLS,
+        "after-all",
+    ),
+    *(
+        "partition-id",
+        "replica-id",
+        "iota",
+        "optimization-barrier",
+        "async-start",
+        "opt-barrier",
+        "domain",
+    ),
 )
 _PARTS = ("dynamic-slice", "slice", "gather")  # read as much as they return
 
@@ -36,7 +54,8 @@ def has_kernels(program: Hlo) -> bool:
     """Return whether a program runs kernels of attention that XLA did not write, and so does not know."""
     calls = (run.instruction for run in program.runs() if run.instruction.opcode == "custom-call")
     return any(
-        re.search(r'custom_call_target="(tpu_custom_call|__cudnn|mosaic_gpu|triton)', x.attributes) for x in calls
+        re.search(r'custom_call_target="(tpu_custom_call|__cudnn|mosaic_gpu|triton)', x.attributes)
+        for x in calls
     )
 
 
@@ -47,19 +66,25 @@ def moved(program: Hlo) -> int:
     memories is left out.
     """
     return sum(
-        run.times * _moved(run, program) for run in program.runs() if not run.fused and not _is_free(run.instruction)
+        run.times * _moved(run, program)
+        for run in program.runs()
+        if not run.fused and not _is_free(run.instruction)
     )
 
 
 def _is_free(instruction: Instruction) -> bool:
-    reserves = "AllocateBuffer" in instruction.attributes or "ConcatBitcast" in instruction.attributes
+    reserves = (
+        "AllocateBuffer" in instruction.attributes or "ConcatBitcast" in instruction.attributes
+    )
     return instruction.opcode in _FREE or instruction.opcode.endswith("-done") or reserves
 
 
 def _products(instruction: Instruction, computation: Computation) -> int:
     if instruction.opcode == "convolution":
         return _convolution(instruction, computation)
-    if instruction.opcode == "dot" or (instruction.opcode == "custom-call" and "__cublas" in instruction.attributes):
+    if instruction.opcode == "dot" or (
+        instruction.opcode == "custom-call" and "__cublas" in instruction.attributes
+    ):
         return _dot(instruction, computation)
     return 0
 
@@ -75,11 +100,17 @@ def _convolution(convolution: Instruction, computation: Computation) -> int:
     """Return the operations: XLA for TPU writes products as convolutions, whose windows mostly lie on padding."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     assert labels is not None, "XLA names the axes of a convolution"
-    shapes = [computation[name].shapes[0].sizes for name in convolution.operands[:2]] + [convolution.shapes[0].sizes]
-    left, right, result = (dict(zip(x, sizes, strict=True)) for x, sizes in zip(labels.groups(), shapes, strict=True))
+    shapes = [computation[name].shapes[0].sizes for name in convolution.operands[:2]] + [
+        convolution.shapes[0].sizes
+    ]
+    left, right, result = (
+        dict(zip(x, sizes, strict=True)) for x, sizes in zip(labels.groups(), shapes, strict=True)
+    )
     axes = sorted(label for label in left if label.isdigit())
     window = [_window(convolution.attributes, i) for i in range(len(axes))]
-    pairs = (_pairs(left[x], right[x], result[x], **part) for x, part in zip(axes, window, strict=True))
+    pairs = (
+        _pairs(left[x], right[x], result[x], **part) for x, part in zip(axes, window, strict=True)
+    )
     return 2 * result["b"] * result["f"] * right["i"] * prod(pairs)
 
 
@@ -88,11 +119,22 @@ def _window(attributes: str, axis: int) -> dict[str, int]:
     given = re.search(r"window=\{([^}]*)\}", attributes)
     parts = dict(part.split("=") for part in given[1].split()) if given else {}
     names = {"stride": "stride", "pad": "pad", "lhs_dilate": "left", "rhs_dilate": "right"}
-    return {ours: int(parts[name].split("x")[axis].split("_")[0]) for name, ours in names.items() if name in parts}
+    return {
+        ours: int(parts[name].split("x")[axis].split("_")[0])
+        for name, ours in names.items()
+        if name in parts
+    }
 
 
 def _pairs(
-    taken: int, kernel: int, result: int, *, stride: int = 1, pad: int = 0, left: int = 1, right: int = 1
+    taken: int,
+    kernel: int,
+    result: int,
+    *,
+    stride: int = 1,
+    pad: int = 0,
+    left: int = 1,
+    right: int = 1,
 ) -> int:
     """Return for how many pairs of a result and an element of the window the input is there, not padding or a gap."""
     place = np.arange(result)[:, None] * stride + np.arange(kernel) * right - pad
@@ -106,7 +148,10 @@ def _numbers(pattern: str, text: str) -> tuple[int, ...]:
 
 def _moved(run: Run, program: Hlo) -> int:
     instruction, computation = run.instruction, run.computation
-    if instruction.opcode in ("copy-start", "slice-start"):  # returns where it writes, where it reads, and a flag
+    if instruction.opcode in (
+        "copy-start",
+        "slice-start",
+    ):  # returns where it writes, where it reads, and a flag
         first, second, _ = instruction.shapes
         size = min(first.bytes, second.bytes)
         return size * ((first.space == 0) + (second.space == 0))
@@ -119,8 +164,12 @@ def _moved(run: Run, program: Hlo) -> int:
         return sum(map(_bytes, operands)) + _bytes(instruction.shapes)
     fused = program.computations[instruction.called[0]]
     results, passed = _passed(instruction, fused)
-    read = sum(_read(shapes, i, fused, program) for i, shapes in enumerate(operands) if i not in passed)
-    return read + sum(size for i, size in enumerate(_written(instruction.shapes, fused)) if i not in results)
+    read = sum(
+        _read(shapes, i, fused, program) for i, shapes in enumerate(operands) if i not in passed
+    )
+    return read + sum(
+        size for i, size in enumerate(_written(instruction.shapes, fused)) if i not in results
+    )
 
 
 def _passed(fusion: Instruction, fused: Computation) -> tuple[set[int], set[int]]:
@@ -133,18 +182,26 @@ def _passed(fusion: Instruction, fused: Computation) -> tuple[set[int], set[int]
 
 def _read(shapes: Sequence[Shape], index: int, fused: Computation, program: Hlo) -> int:
     """Return the bytes that a fusion reads of an operand."""
-    parameter = next((x for x in fused.values() if x.opcode == "parameter" and x.literal == str(index)), None)
+    parameter = next(
+        (x for x in fused.values() if x.opcode == "parameter" and x.literal == str(index)), None
+    )
     if parameter is None or not _bytes(shapes):
         return _bytes(shapes)
     users = [x for x in fused.values() if parameter.name in x.operands]
-    return min(_bytes(shapes), sum(_read_by(user, parameter.name, shapes, program) for user in users))
+    return min(
+        _bytes(shapes), sum(_read_by(user, parameter.name, shapes, program) for user in users)
+    )
 
 
 def _read_by(user: Instruction, name: str, shapes: Sequence[Shape], program: Hlo) -> int:
     """Return the bytes that an instruction in a fusion reads of an operand; XLA for TPU puts fusions into fusions."""
     if user.opcode == "fusion":
         inner = program.computations[user.called[0]]
-        return sum(_read(shapes, i, inner, program) for i, operand in enumerate(user.operands) if operand == name)
+        return sum(
+            _read(shapes, i, inner, program)
+            for i, operand in enumerate(user.operands)
+            if operand == name
+        )
     if not _takes_part(user, name):
         return _bytes(shapes)
     return _bytes(user.shapes) if user.opcode in _PARTS else 0
@@ -153,8 +210,12 @@ def _read_by(user: Instruction, name: str, shapes: Sequence[Shape], program: Hlo
 def _written(shapes: Sequence[Shape], fused: Computation) -> list[int]:
     """Return the bytes that a fusion writes to each of its results."""
     root = next(x for x in fused.values() if x.root)
-    results = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root] * len(shapes)
-    updates = [fused[x.operands[1]].shapes if x.opcode == "dynamic-update-slice" else None for x in results]
+    results = (
+        [fused[name] for name in root.operands] if root.opcode == "tuple" else [root] * len(shapes)
+    )
+    updates = [
+        fused[x.operands[1]].shapes if x.opcode == "dynamic-update-slice" else None for x in results
+    ]
     return [
         min(_bytes([shape]), _bytes(update) if update else _bytes([shape]))
         for shape, update in zip(shapes, updates, strict=False)

@@ -47,7 +47,9 @@ def changes(job: Job, now: Held, phase: Phase, memory: int) -> list[Change]:
     """
     found, least, current = [], phase.peak, job
     for what, change in _CHANGES:
-        while (changed := change(current)) is not None and (peak := _peak(job, now, phase, changed)) < least:
+        while (changed := change(current)) is not None and (
+            peak := _peak(job, now, phase, changed)
+        ) < least:
             found.append(Change(what, changed, peak, peak <= memory))
             if found[-1].fits:
                 return found
@@ -98,7 +100,9 @@ def _peak(job: Job, now: Held, phase: Phase, changed: Job) -> int:
     """Return the bytes of the changed job: what it holds is exact, and the rest grows as activations do."""
     then = held(changed)
     activations = max(0, phase.peak - now.total - now.gradients)
-    return then.total + then.gradients + round(activations * _activations(changed) / _activations(job))
+    return (
+        then.total + then.gradients + round(activations * _activations(changed) / _activations(job))
+    )
 
 
 def _activations(job: Job) -> float:

@@ -62,7 +62,11 @@ class Instruction:
     def called(self) -> tuple[str, ...]:
         """The computations that it runs, apart from functions of single elements."""
         found = _CALLED.finditer(self.attributes)
-        texts = (match[1] for match in found if self.opcode in CALLS or not match[0].startswith(_OF_ELEMENTS))
+        texts = (
+            match[1]
+            for match in found
+            if self.opcode in CALLS or not match[0].startswith(_OF_ELEMENTS)
+        )
         return tuple(name for text in texts for name in _OPERAND.findall(text))
 
 
@@ -108,7 +112,10 @@ class Hlo:
     @property
     def endless(self) -> int:
         """How many loops there are of which XLA does not know how often they run."""
-        return sum(run.instruction.opcode == "while" and self._trips(run.instruction) is None for run in self.runs())
+        return sum(
+            run.instruction.opcode == "while" and self._trips(run.instruction) is None
+            for run in self.runs()
+        )
 
     def _trips(self, loop: Instruction) -> int | None:
         """Return how often a loop runs: as XLA says, or where it counts from 0 up to below a constant, as JAX's do."""
@@ -134,7 +141,9 @@ class Hlo:
         computation = self.computations[name]
         for instruction in computation.values():
             yield Run(instruction, computation, times, fused)
-            inner = times * (self._trips(instruction) or 1) if instruction.opcode == "while" else times
+            inner = (
+                times * (self._trips(instruction) or 1) if instruction.opcode == "while" else times
+            )
             for called in instruction.called:
                 yield from self._runs(called, inner, fused or instruction.opcode == "fusion")
 
@@ -155,7 +164,9 @@ def read(text: str) -> Hlo:
             current = computations[header[2]] = {}
             entry = header[2] if header[1] else entry
         elif name := _NAME.match(line):
-            current[name[1]] = _instruction(name[1], line[name.end() :], line.lstrip().startswith("ROOT "))
+            current[name[1]] = _instruction(
+                name[1], line[name.end() :], line.lstrip().startswith("ROOT ")
+            )
     return Hlo(computations, entry)
 
 
@@ -208,4 +219,6 @@ def _closing(text: str, start: int) -> int:
         depth += (text[i] == "(") - (text[i] == ")")
         if depth == 0:
             return i + 1
-    raise ValueError(f"XLA's text has a parenthesis that is not closed; got {text[:80]!r}. Pass a whole program")
+    raise ValueError(
+        f"XLA's text has a parenthesis that is not closed; got {text[:80]!r}. Pass a whole program"
+    )

@@ -25,7 +25,13 @@ from flax_attn.models.turns import UnequalLayersError
 from flax_attn.plan.topology import Topology
 from flax_attn.sharding.axes import rules, table
 
-_LLAMA3 = {"num_kv_heads": 8, "context_length": 8192, "vocab_size": 128256, "rope": RoPE(500000.0), "eps": 1e-5}
+_LLAMA3 = {
+    "num_kv_heads": 8,
+    "context_length": 8192,
+    "vocab_size": 128256,
+    "rope": RoPE(500000.0),
+    "eps": 1e-5,
+}
 _MIXTRAL = {"num_kv_heads": 8, "context_length": 32768, "rope": RoPE(1e6)}
 _YARN = YaRNScaling(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
 _DEEPSEEK = {"context_length": 163840, "rope": RoPE(interleaved=True, scaling=_YARN)}
@@ -37,8 +43,14 @@ MODELS: Mapping[str, tuple[type[LanguageModel], Any]] = MappingProxyType(
         "gpt2-xl": (GPT2, GPT2_CONFIGS["gpt2-xl"]),
         "llama3-8b": (Llama, LlamaConfig(4096, 14336, num_heads=32, num_layers=32, **_LLAMA3)),
         "llama3-70b": (Llama, LlamaConfig(8192, 28672, num_heads=64, num_layers=80, **_LLAMA3)),
-        "mixtral-8x7b": (Mixtral, MixtralConfig(4096, 14336, num_heads=32, num_layers=32, **_MIXTRAL)),
-        "deepseek-v3": (DeepseekV3, DeepseekV3Config(7168, 18432, num_heads=128, num_layers=61, **_DEEPSEEK)),
+        "mixtral-8x7b": (
+            Mixtral,
+            MixtralConfig(4096, 14336, num_heads=32, num_layers=32, **_MIXTRAL),
+        ),
+        "deepseek-v3": (
+            DeepseekV3,
+            DeepseekV3Config(7168, 18432, num_heads=128, num_layers=61, **_DEEPSEEK),
+        ),
     }
 )
 
@@ -172,8 +184,12 @@ def model_of(name: str) -> tuple[str, type[LanguageModel], Any]:
         )
     cls = model_class(folder)
     if not issubclass(cls, LanguageModel):
-        known = ", ".join(family.__name__ for family in FAMILIES if issubclass(family, LanguageModel))
-        raise ValueError(f"plans are made for decoders; {folder} holds a {cls.__name__}. Pass one of {known}")
+        known = ", ".join(
+            family.__name__ for family in FAMILIES if issubclass(family, LanguageModel)
+        )
+        raise ValueError(
+            f"plans are made for decoders; {folder} holds a {cls.__name__}. Pass one of {known}"
+        )
     assert cls.family is not None, "models are registered with their family"
     return folder.absolute().name, cls, read_config(cls, cls.family, read_fields(folder))
 
@@ -191,8 +207,14 @@ def first_layers(config: Any, count: int | None) -> Any:
     if count is None:
         return config
     if count > config.num_layers:
-        raise ValueError(f"the model has {config.num_layers} layers; got layers={count}. Pass as many at most")
-    kept = {name: tuple(i for i in getattr(config, name) if i < count) for name in _LAYERS if hasattr(config, name)}
+        raise ValueError(
+            f"the model has {config.num_layers} layers; got layers={count}. Pass as many at most"
+        )
+    kept = {
+        name: tuple(i for i in getattr(config, name) if i < count)
+        for name in _LAYERS
+        if hasattr(config, name)
+    }
     return replace(config, num_layers=count, **kept)
 
 
@@ -228,7 +250,9 @@ def mesh_of(text: str) -> dict[str, int]:
     """
     pairs = [part.strip().split("=") for part in text.split(",")]
     names = [pair[0] for pair in pairs]
-    written = all(len(pair) == 2 and pair[0] and pair[1].isdecimal() and int(pair[1]) for pair in pairs)
+    written = all(
+        len(pair) == 2 and pair[0] and pair[1].isdecimal() and int(pair[1]) for pair in pairs
+    )
     if not written or len(set(names)) < len(names):
         raise ValueError(
             f"a mesh is written as its axes and their sizes, each axis once; got {text!r}. "

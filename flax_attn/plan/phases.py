@@ -19,7 +19,15 @@ from flax_attn.plan.chips import Chip
 from flax_attn.plan.collectives import Collective, collectives
 from flax_attn.plan.hlo import read
 from flax_attn.plan.job import Job
-from flax_attn.plan.placement import Held, cache_on, mesh_for, model_on, optimizer_on, place_cache, tokens_on
+from flax_attn.plan.placement import (
+    Held,
+    cache_on,
+    mesh_for,
+    model_on,
+    optimizer_on,
+    place_cache,
+    tokens_on,
+)
 from flax_attn.plan.work import Work
 from flax_attn.training.step import compiled_step
 
@@ -70,7 +78,9 @@ class Phase:
         sent = sum(row.bytes for row in self.collectives)
         parts = {"compute": (self.computed, chip.flops), "memory": (self.moved, chip.bandwidth)}
         parts["links"] = (sent, chip.links)
-        return {name: amount / rate for name, (amount, rate) in parts.items() if rate and self.compiled}
+        return {
+            name: amount / rate for name, (amount, rate) in parts.items() if rate and self.compiled
+        }
 
 
 def compiled(job: Job, held: Held) -> list[Phase]:
@@ -124,7 +134,9 @@ def _lower(function: Callable, mesh: Mesh, *inputs: Any) -> Callable[[], jax.sta
     def lower() -> jax.stages.Lowered:
         _, cache = jax.eval_shape(function, *inputs)
         placed = (None, jax.tree.map(lambda x: x.sharding, place_cache(cache, mesh)))
-        return jax.jit(function, out_shardings=placed, donate_argnums=range(2, len(inputs))).lower(*inputs)
+        return jax.jit(function, out_shardings=placed, donate_argnums=range(2, len(inputs))).lower(
+            *inputs
+        )
 
     return lower
 
@@ -143,7 +155,9 @@ def _phase(name: str, lower: Callable[[], Any], job: Job, asked: Work, held: int
     with suppress(AttributeError):
         program = program.compiled  # of Flax
     attention = asked.attention * (4 if job.train and job.remat else 3) // 3 // job.topology.size
-    return _read(Phase(name, each, kernels=attention, seconds=time.perf_counter() - start), program, job)
+    return _read(
+        Phase(name, each, kernels=attention, seconds=time.perf_counter() - start), program, job
+    )
 
 
 def _refused(message: str, held: int) -> int | None:

@@ -26,7 +26,9 @@ from flax_attn.training.precision import float32_state
 
 N = TypeVar("N")
 # The axes of what a cache stores; the layers of a stack come before these.
-_OF_TOKENS: dict[str, tuple[str | None, ...]] = dict.fromkeys(("key", "value"), ("batch", "kv_heads", "tokens", None))
+_OF_TOKENS: dict[str, tuple[str | None, ...]] = dict.fromkeys(
+    ("key", "value"), ("batch", "kv_heads", "tokens", None)
+)
 _OF_A_STATE: dict[str, tuple[str | None, ...]] = {
     **dict.fromkeys(("query", "key", "value"), ("batch", None, "heads")),
     "state": ("batch", "heads", None, None),
@@ -61,7 +63,9 @@ def held(job: Job) -> Held:
     """Return what a device holds of a job; no devices are needed."""
     mesh = AbstractMesh(tuple(job.mesh.values()), tuple(job.mesh))
     model = model_on(job, mesh)
-    experts = sum(bytes_on_device(part) for _, part in nnx.iter_modules(model) if isinstance(part, Experts))
+    experts = sum(
+        bytes_on_device(part) for _, part in nnx.iter_modules(model) if isinstance(part, Experts)
+    )
     found = Held(bytes_on_device(model), experts=experts)
     if not job.train:
         return replace(found, cache=bytes_on_device(cache_on(job, model, mesh)))
@@ -89,7 +93,9 @@ def optimizer_on(model: LanguageModel, mesh: Mesh | AbstractMesh) -> nnx.Optimiz
     """Return AdamW in float32 for such a model; its state lies as the parameters do."""
     graph, state = nnx.split(model)
     adamw = float32_state(optax.adamw(1e-4))
-    return _placed(abstract(lambda x: nnx.Optimizer(nnx.merge(graph, x), adamw, wrt=nnx.Param), state), mesh)
+    return _placed(
+        abstract(lambda x: nnx.Optimizer(nnx.merge(graph, x), adamw, wrt=nnx.Param), state), mesh
+    )
 
 
 def tokens_on(job: Job, mesh: Mesh, tokens: int) -> jax.ShapeDtypeStruct:
@@ -115,9 +121,14 @@ def place_cache(cache: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 def _place_layer(cache: Cache, mesh: Any) -> Cache:
     names = _OF_A_STATE if isinstance(cache, DeltaCache) else _OF_TOKENS
-    leaves = [place(x, (*[None] * (x.ndim - len(names[name])), *names[name]), mesh) for name, x in cache.arrays.items()]
+    leaves = [
+        place(x, (*[None] * (x.ndim - len(names[name])), *names[name]), mesh)
+        for name, x in cache.arrays.items()
+    ]
     leaves += [] if isinstance(cache.length, int) else [place(cache.length, (), mesh)]
-    return jax.tree.unflatten(jax.tree.structure(cache), leaves)  # the length is the last of what it stores
+    return jax.tree.unflatten(
+        jax.tree.structure(cache), leaves
+    )  # the length is the last of what it stores
 
 
 def bytes_on_device(tree: Any) -> int:

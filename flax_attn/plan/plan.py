@@ -44,7 +44,9 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as JSON has it."""
         job, chip = self.job, self.job.topology.chip
-        asked = {name: getattr(job, name) for name in ("batch", "tokens", "train", "remat", "dtype")}
+        asked = {
+            name: getattr(job, name) for name in ("batch", "tokens", "train", "remat", "dtype")
+        }
         return {
             "model": job.name,
             "topology": job.topology.name,
@@ -55,9 +57,18 @@ class Plan:
             "memory": chip.memory,
             "fits": self.fits,
             "held": asdict(self.held),
-            "phases": [asdict(phase) | {"seconds_at_most_rates": phase.times(chip)} for phase in self.phases],
+            "phases": [
+                asdict(phase) | {"seconds_at_most_rates": phase.times(chip)}
+                for phase in self.phases
+            ],
             "changes": [
-                {"what": x.what, "mesh": dict(x.job.mesh), "remat": x.job.remat, "peak": x.peak, "fits": x.fits}
+                {
+                    "what": x.what,
+                    "mesh": dict(x.job.mesh),
+                    "remat": x.job.remat,
+                    "peak": x.peak,
+                    "fits": x.fits,
+                }
                 for x in self.changes
             ],
         }

@@ -18,7 +18,16 @@ At most: what compute, memory and links would each take alone at the published r
 than the longest of them. Links: all of a chip's links together, which a collective over one axis may not reach."""
 
 COLUMNS = (
-    *("model", "tokens", "batch", "chips", "mesh", "remat", "parameters and optimizer", "temporaries"),
+    *(
+        "model",
+        "tokens",
+        "batch",
+        "chips",
+        "mesh",
+        "remat",
+        "parameters and optimizer",
+        "temporaries",
+    ),
     *("peak of memory", "fits", "compute, s", "memory, s", "links, s"),
 )
 
@@ -60,13 +69,19 @@ def memory(plan: Plan) -> Table:
         table.add_row(f"peak, {phase.name}", size(phase.peak))
     table.add_row("the device has", "unknown" if chip.memory is None else size(chip.memory))
     table.add_section()
-    table.add_row(verdict(plan), "" if chip.memory is None else size(abs(chip.memory - plan.largest.peak)))
+    table.add_row(
+        verdict(plan), "" if chip.memory is None else size(abs(chip.memory - plan.largest.peak))
+    )
     return table
 
 
 def verdict(plan: Plan) -> str:
     """Return whether it fits, in words."""
-    return {None: "whether it fits is unknown", True: "fits, free", False: "does not fit, too much by"}[plan.fits]
+    return {
+        None: "whether it fits is unknown",
+        True: "fits, free",
+        False: "does not fit, too much by",
+    }[plan.fits]
 
 
 def sent(plan: Plan, phase: Phase) -> Table:
@@ -90,25 +105,39 @@ def times(plan: Plan, phase: Phase) -> Table:
     rows = {
         "compute": (f"{phase.computed / 1e12:.3g} TFLOP", chip.flops, "TFLOP/s", 1e12),
         "memory": (f"{phase.moved / 1e9:.3g} GB", chip.bandwidth, "GB/s", 1e9),
-        "links": (f"{sum(row.bytes for row in phase.collectives) / 1e9:.3g} GB", chip.links, "GB/s", 1e9),
+        "links": (
+            f"{sum(row.bytes for row in phase.collectives) / 1e9:.3g} GB",
+            chip.links,
+            "GB/s",
+            1e9,
+        ),
     }
     for name, (amount, rate, unit, scale) in rows.items():
         shown = f"{rate / scale:.4g} {unit}" if rate else "unknown"
         table.add_row(name, amount, shown, f"{1000 * found[name]:.3g}" if name in found else "")
     table.add_row("the model asks for", f"{phase.work / 1e12:.3g} TFLOP")
     if phase.endless:
-        table.caption = f"At least: {phase.endless} loops run an unknown number of times, and are counted once."
+        table.caption = (
+            f"At least: {phase.endless} loops run an unknown number of times, and are counted once."
+        )
     return table
 
 
 def would_fit(plan: Plan) -> Table:
     """Return what was tried so that it fits."""
-    table = Table("change", "devices", "mesh", title="What would fit, estimated; each change with those above it")
+    table = Table(
+        "change",
+        "devices",
+        "mesh",
+        title="What would fit, estimated; each change with those above it",
+    )
     for name in ("peak", "fits"):
         table.add_column(name, justify="right")
     for row in plan.changes:
         mesh = _mesh(row.job.mesh)
-        table.add_row(row.what, str(row.job.topology.size), mesh, size(row.peak), "yes" if row.fits else "no")
+        table.add_row(
+            row.what, str(row.job.topology.size), mesh, size(row.peak), "yes" if row.fits else "no"
+        )
     return table
 
 
@@ -146,11 +175,17 @@ def size(count: int) -> str:
         ('1.50 GiB', '1000 B')
     """
     unit = min(int(math.log2(max(count, 1)) // 10), 4)
-    return f"{count / 2 ** (10 * unit):.2f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{count} B"
+    return (
+        f"{count / 2 ** (10 * unit):.2f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+        if unit
+        else f"{count} B"
+    )
 
 
 def _rules(job: Job) -> str:
-    return "".join(f"; {name} over {', '.join(axes) or 'nothing'}" for name, axes in job.rules.items())
+    return "".join(
+        f"; {name} over {', '.join(axes) or 'nothing'}" for name, axes in job.rules.items()
+    )
 
 
 def _mesh(mesh: Mapping[str, int]) -> str:

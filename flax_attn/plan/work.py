@@ -58,14 +58,18 @@ def training(job: Job, model: LanguageModel) -> Work:
 def prefill(job: Job, model: LanguageModel) -> Work:
     """Return the operations of a forward pass over all tokens."""
     counts = [(att, each(att)) for att in _attentions(model)]
-    seen = sum(_pairs(job.tokens, att.window) * one.pair + job.tokens * one.token for att, one in counts)
+    seen = sum(
+        _pairs(job.tokens, att.window) * one.pair + job.tokens * one.token for att, one in counts
+    )
     return Work(2 * job.batch * job.tokens * _weights(model), job.batch * seen)
 
 
 def decoding(job: Job, model: LanguageModel) -> Work:
     """Return the operations of one more token for each sequence, behind a cache of all tokens."""
     counts = [(att, each(att)) for att in _attentions(model)]
-    seen = sum(min(job.tokens, att.window or job.tokens) * one.step + one.token for att, one in counts)
+    seen = sum(
+        min(job.tokens, att.window or job.tokens) * one.step + one.token for att, one in counts
+    )
     return Work(2 * job.batch * _weights(model), job.batch * seen)
 
 
@@ -80,14 +84,22 @@ def each(att: Attention) -> Each:
         >>> each(GatedDeltaNet(6, 6, num_heads=4, head_dim=3, value_dim=5, rngs=nnx.Rngs(0)))
         Each(pair=0, step=0, token=360)
     """
-    if isinstance(att, DeltaAttention):  # reads the state for what it knows of a key, adds the rest, and reads it again
+    if isinstance(
+        att, DeltaAttention
+    ):  # reads the state for what it knows of a key, adds the rest, and reads it again
         return Each(token=3 * 2 * att.num_heads * att.head_dim * att.value_dim)
     if isinstance(att, MultiHeadLatentAttention):
         value = att.out_proj.kernel.shape[-2] // att.num_heads
-        latent = 2 * att.kv_lora_rank + att.qk_rope_head_dim  # absorbed: queries meet latents, and weights do
+        latent = (
+            2 * att.kv_lora_rank + att.qk_rope_head_dim
+        )  # absorbed: queries meet latents, and weights do
         return Each(2 * att.num_heads * (att.head_dim + value), 2 * att.num_heads * latent)
-    if isinstance(att, MultiHeadAttention):  # of differential attention the values are those of two heads
-        both = 2 * att.num_heads * (3 if isinstance(att, DifferentialAttention) else 2) * att.head_dim
+    if isinstance(
+        att, MultiHeadAttention
+    ):  # of differential attention the values are those of two heads
+        both = (
+            2 * att.num_heads * (3 if isinstance(att, DifferentialAttention) else 2) * att.head_dim
+        )
         return Each(both, both)
     raise ValueError(
         "the operations of MultiHeadAttention, MultiHeadLatentAttention, DifferentialAttention and DeltaAttention are "
@@ -102,14 +114,20 @@ def _weights(model: LanguageModel) -> int:
     """
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     kernels = sum(prod(param.shape) for path, param in params if path[-1] == "kernel")
-    idle = sum(_idle(module) for _, module in nnx.iter_modules(model) if isinstance(module, MixtureOfExperts))
+    idle = sum(
+        _idle(module)
+        for _, module in nnx.iter_modules(model)
+        if isinstance(module, MixtureOfExperts)
+    )
     return kernels - idle + (prod(model.tok_emb.embedding.shape) if model.out_head is None else 0)
 
 
 def _idle(mixture: MixtureOfExperts) -> int:
     """Return how many numbers of the experts a token is not multiplied by."""
     experts, router = mixture.experts, mixture.router
-    kernels = sum(prod(layer.kernel.shape) for layer in (experts.W_gate, experts.W_up, experts.W_down))
+    kernels = sum(
+        prod(layer.kernel.shape) for layer in (experts.W_gate, experts.W_up, experts.W_down)
+    )
     return kernels * (router.num_experts - router.top_k) // router.num_experts
 
 

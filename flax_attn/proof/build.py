@@ -13,7 +13,13 @@ from flax import nnx
 from flax_attn.sharding.parameters import abstract
 
 
-def build(package: ModuleType, module: str, *arguments: Any, numerics: Mapping[str, Any] | None = None, **options: Any):
+def build(
+    package: ModuleType,
+    module: str,
+    *arguments: Any,
+    numerics: Mapping[str, Any] | None = None,
+    **options: Any,
+):
     """Return a module of a package; every part takes of `numerics` what its constructor accepts.
 
     Args:
@@ -100,7 +106,9 @@ def drawn(make: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
     for i, (_, leaf) in enumerate(nnx.to_flat_state(state)):
         if isinstance(leaf, nnx.RngKey):
             key = jax.random.key(1000 * seed + i)
-            leaf.set_value(jax.random.split(key, leaf.shape) if leaf.shape else key)  # many where layers are stacked
+            leaf.set_value(
+                jax.random.split(key, leaf.shape) if leaf.shape else key
+            )  # many where layers are stacked
         elif isinstance(leaf, nnx.RngCount):
             leaf.set_value(jnp.zeros(leaf.shape, jnp.uint32))
         else:

@@ -36,7 +36,11 @@ def prove_on_mesh(variant: Variant, pair: Pair, seed: int = 0, **options: Any) -
     except IndivisibleError as error:
         return _refused(variant, seed, str(error))
     if not axes:
-        return _refused(variant, seed, "nothing of it is split over this mesh, so that every device computes all of it")
+        return _refused(
+            variant,
+            seed,
+            "nothing of it is split over this mesh, so that every device computes all of it",
+        )
     report = prove(variant, seed, pair=pair, **options)
     report.notes.append(f"split over {', '.join(axes)}")
     return report
@@ -74,4 +78,9 @@ def _is_program(value: Any) -> bool:
 
 
 def _refused(variant: Variant, seed: int, reason: str) -> Report:
-    return Report(variant.name, [Check("mesh", np.nan, 0.0, skipped=reason)], seed=seed, environment=environment())
+    return Report(
+        variant.name,
+        [Check("mesh", np.nan, 0.0, skipped=reason)],
+        seed=seed,
+        environment=environment(),
+    )

@@ -28,7 +28,11 @@ from flax_attn.proof.placement import placement
 from flax_attn.proof.variants import Variant
 
 QUICK_CHECKS = ("forward", "gradients", "float32", "dropout", "unbatched", "cache = full")
-FULL_CHECKS = (*QUICK_CHECKS, "jit = eager", "training")  # these two take as long as all the others together
+FULL_CHECKS = (
+    *QUICK_CHECKS,
+    "jit = eager",
+    "training",
+)  # these two take as long as all the others together
 
 
 def pair_of(variant: Variant, seed: int = 0, *, record: bool = False) -> Pair:
@@ -48,19 +52,37 @@ def pair_with(variant: Variant, recording: Recording, device: Any = None) -> Pai
     return _paired(variant, recording, recording.inputs, recording.about["seed"], device)
 
 
-def pair_from(variant: Variant, seed: int, export: str | None, against: str | None, device: Any = None) -> Pair:
+def pair_from(
+    variant: Variant, seed: int, export: str | None, against: str | None, device: Any = None
+) -> Pair:
     """Return the pair of a variant with PyTorch, recorded if there is a folder to export to, or with an export."""
     if against:
-        return pair_with(variant, Recording(Path(against) / f"{file_name(variant.name)}.safetensors"), device)
+        return pair_with(
+            variant, Recording(Path(against) / f"{file_name(variant.name)}.safetensors"), device
+        )
     return pair_of(variant, seed, record=bool(export))
 
 
-def _paired(variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: Any = None) -> Pair:
+def _paired(
+    variant: Variant, torch: Adapter, inputs: Arrays, seed: int, device: Any = None
+) -> Pair:
     module, layout = _flax_module(variant), convert.LAYOUTS["torch_ref"]
     calls = _call(variant, flax_attn, module), _cached_call(variant, flax_attn, jnp)
     flax = JaxAdapter(module, *calls, device=device, place=placement(variant, module))
-    flax.entries = weight_map(module, flax.shapes, torch.shapes, layout, flax.statistics) if flax.shapes else []
-    return Pair(flax, torch, inputs, flax.entries, seed, redraw=not isinstance(torch, Recording), layout=layout)
+    flax.entries = (
+        weight_map(module, flax.shapes, torch.shapes, layout, flax.statistics)
+        if flax.shapes
+        else []
+    )
+    return Pair(
+        flax,
+        torch,
+        inputs,
+        flax.entries,
+        seed,
+        redraw=not isinstance(torch, Recording),
+        layout=layout,
+    )
 
 
 def prove(
@@ -84,7 +106,9 @@ def prove(
         pair = pair_of(variant, seed) if pair is None else pair
         names = (FULL_CHECKS if full else QUICK_CHECKS) if checks is None else checks
         wanted = checks is not None
-        report = report_on(pair, variant.name, names, wanted=wanted, locate=wanted, call_first=False)
+        report = report_on(
+            pair, variant.name, names, wanted=wanted, locate=wanted, call_first=False
+        )
         if checks is None and pair.has_parameters:
             report.checks.append(layouts(_flax_module(variant)))
         return report
@@ -103,7 +127,9 @@ def layouts(module: nnx.Module) -> Check:
     return worst_of("layouts", errors, 0.0, ", ".join(names))
 
 
-def _probe(module: nnx.Module, layout: str, weights: dict[str, np.ndarray]) -> Iterator[tuple[str, float]]:
+def _probe(
+    module: nnx.Module, layout: str, weights: dict[str, np.ndarray]
+) -> Iterator[tuple[str, float]]:
     # Number every element of every entry, load, and store again: a lost, doubled or moved element comes back changed.
     # Then the numbers inside the module: each must be there once.
     numbers, start = {}, 1
@@ -116,7 +142,9 @@ def _probe(module: nnx.Module, layout: str, weights: dict[str, np.ndarray]) -> I
         again = convert.state_dict(copy, layout)
         for name, array in entries.items():
             yield name, float((again[name] != array).sum())
-    found = np.sort(np.concatenate([np.ravel(tensor[...]) for tensor in convert.tensors(copy).values()]))
+    found = np.sort(
+        np.concatenate([np.ravel(tensor[...]) for tensor in convert.tensors(copy).values()])
+    )
     yield "every element once", float((found != np.arange(1, start)).sum())
 
 
@@ -131,7 +159,9 @@ def _torch_adapter(variant: Variant) -> Adapter:
     from flax_attn.parity.adapters.torch_adapter import TorchAdapter
 
     module = variant.build(torch_ref)
-    return TorchAdapter(module, _call(variant, torch_ref, module), _cached_call(variant, torch_ref, torch))
+    return TorchAdapter(
+        module, _call(variant, torch_ref, module), _cached_call(variant, torch_ref, torch)
+    )
 
 
 def _call(variant: Variant, package: ModuleType, module: Any) -> Callable:
@@ -142,9 +172,15 @@ def _call(variant: Variant, package: ModuleType, module: Any) -> Callable:
         if dropout_key is not None and "dropout_key" in accepted:
             options["dropout_key"] = dropout_key
         if lengths is not None:
-            options["mask"] = package.Mask.lengths(query=lengths, key=lengths) & options.get("mask", package.Mask())
+            options["mask"] = package.Mask.lengths(query=lengths, key=lengths) & options.get(
+                "mask", package.Mask()
+            )
         result = module(*inputs, **options)
-        return dict(zip(_NAMES, result, strict=True)) if "return_weights" in options else {"output": result}
+        return (
+            dict(zip(_NAMES, result, strict=True))
+            if "return_weights" in options
+            else {"output": result}
+        )
 
     def without_lengths(module, *inputs, dropout_key=None):
         return call(module, *inputs, dropout_key=dropout_key)
@@ -169,18 +205,33 @@ def _cached_call(variant: Variant, package: ModuleType, arrays: Any) -> Callable
         return None
 
     def call(module, x):
-        options, rows, total, found = dict(variant.call(package)), np.arange(len(x))[:, None], x.shape[1], []
+        options, rows, total, found = (
+            dict(variant.call(package)),
+            np.arange(len(x))[:, None],
+            x.shape[1],
+            [],
+        )
         positions, chunks = options.pop("positions", None), _chunks(variant, *x.shape[:2])
         cache = module.init_cache(len(x), total if variant.capacity is None else variant.capacity)
         for tokens, lengths in chunks:
             before, now = cache, (rows, np.minimum(tokens, total - 1))
             own = {} if positions is None else {"positions": positions[now]}
             own |= {} if (tokens < total).all() else {"lengths": lengths}
-            *outputs, cache = module(x[now], cache=cache, **options, **own, **_weights_option(module))
-            found.append((outputs[0], *(_in_order(w, before, cache, total, arrays) for w in outputs[1:])))
-        order = np.argsort(np.concatenate([tokens for tokens, _ in chunks], 1), stable=True)[:, :total]
-        output, *weights = (arrays.concatenate(parts, 1)[rows, order] for parts in zip(*found, strict=True))
-        return {"output": output} | ({"weights": rearrange(weights[0], "b t n s -> b n t s")} if weights else {})
+            *outputs, cache = module(
+                x[now], cache=cache, **options, **own, **_weights_option(module)
+            )
+            found.append(
+                (outputs[0], *(_in_order(w, before, cache, total, arrays) for w in outputs[1:]))
+            )
+        order = np.argsort(np.concatenate([tokens for tokens, _ in chunks], 1), stable=True)[
+            :, :total
+        ]
+        output, *weights = (
+            arrays.concatenate(parts, 1)[rows, order] for parts in zip(*found, strict=True)
+        )
+        return {"output": output} | (
+            {"weights": rearrange(weights[0], "b t n s -> b n t s")} if weights else {}
+        )
 
     return call
 
@@ -201,5 +252,8 @@ def _in_order(weights: Any, before: Any, after: Any, total: int, arrays: Any) ->
     positions = after.key_positions
     if weights.shape[-1] != after.capacity:
         positions = pack([before.key_positions, before.positions(weights.shape[-2])], "b *")[0]
-    here = positions[:, None, None, :, None] == arrays.arange(total, dtype=positions.dtype)[None, None, None, None]
+    here = (
+        positions[:, None, None, :, None]
+        == arrays.arange(total, dtype=positions.dtype)[None, None, None, None]
+    )
     return rearrange(arrays.where(here, weights[..., None], 0).sum(-2), "b n t s -> b t n s")

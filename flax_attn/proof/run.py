@@ -64,7 +64,9 @@ class Run:
         jax.clear_caches()
         return report
 
-    def reports(self, names: Sequence[str], workers: int, watch: Callable[[], None] = lambda: None) -> list[Report]:
+    def reports(
+        self, names: Sequence[str], workers: int, watch: Callable[[], None] = lambda: None
+    ) -> list[Report]:
         """Return the reports of several rows, from as many processes as there are workers.
 
         Args:
@@ -75,7 +77,9 @@ class Run:
         with _pool(min(workers, len(names))) as pool:
             with _interrupts_held():  # of the processes that start here; this one is told of them
                 # The last rows of the table take longest, so they start first.
-                running = {name: pool.submit(_report_in_worker, self, name) for name in reversed(names)}
+                running = {
+                    name: pool.submit(_report_in_worker, self, name) for name in reversed(names)
+                }
             for _ in as_completed(running.values()):
                 watch()
             return [running[name].result() for name in names]

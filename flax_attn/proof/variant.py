@@ -38,12 +38,16 @@ class Package:
     def __getattr__(self, name: str) -> Callable:
         made = getattr(self.module, name, None) or getattr(_family(self.module, name), name)
         accepted = inspect.signature(made.__init__ if isinstance(made, type) else made).parameters
-        return partial(made, **{name: value for name, value in self.numerics.items() if name in accepted})
+        return partial(
+            made, **{name: value for name, value in self.numerics.items() if name in accepted}
+        )
 
 
 def _family(package: ModuleType, name: str) -> ModuleType:
     """Return the file of a family of models, for `Qwen2` and `BertMaskedLM`, which a package does not export."""
-    files = [file.stem for file in Path(str(package.__file__)).parent.joinpath("models").glob("*.py")]
+    files = [
+        file.stem for file in Path(str(package.__file__)).parent.joinpath("models").glob("*.py")
+    ]
     fitting = [file for file in files if name.lower().startswith(file.replace("_", ""))]
     return import_module(f"{package.__name__}.models.{max(fitting, key=len)}")
 
@@ -139,7 +143,9 @@ def sizes_for(mesh: Mapping[str, int]) -> Sizes:
             f"the devices of a mesh are simulated, each axis of 1 at least, {MOST_DEVICES} devices in "
             f"all at most; got {dict(mesh)}. Change these sizes"
         )
-    rows, heads, tokens, experts = (mesh.get(name, 1) for name in ("data", "tensor", "context", "expert"))
+    rows, heads, tokens, experts = (
+        mesh.get(name, 1) for name in ("data", "tensor", "context", "expert")
+    )
     rows *= mesh.get("fsdp", 1) * experts
     unknown = mesh.keys() - {"data", "fsdp", "tensor", "context", "expert"}
     if unknown or not {heads, tokens, experts} <= {1, 2, 4, 8}:
@@ -147,4 +153,11 @@ def sizes_for(mesh: Mapping[str, int]) -> Sizes:
             "the table of variants can be divided over data and fsdp, and over tensor, context and expert where these "
             f"are 1, 2, 4 or 8, as its modules are small; got {dict(mesh)}. Use fewer devices"
         )
-    return Sizes(-(-4 // rows) * rows, {1: 5, 2: 6, 4: 4, 8: 8}[tokens], 8, 2 * max(1, heads // 2), heads, experts)
+    return Sizes(
+        -(-4 // rows) * rows,
+        {1: 5, 2: 6, 4: 4, 8: 8}[tokens],
+        8,
+        2 * max(1, heads // 2),
+        heads,
+        experts,
+    )

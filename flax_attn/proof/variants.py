@@ -12,7 +12,9 @@ __all__ = ["VARIANTS", "Package", "Sizes", "Variant", "select", "sizes_for", "ta
 
 def table(sizes: Sizes = Sizes()) -> tuple[Variant, ...]:  # noqa: B008 (frozen)
     """Return all rows."""
-    return tuple(row for kind in (attention, layers, decoders, encoders) for row in kind.rows(sizes))
+    return tuple(
+        row for kind in (attention, layers, decoders, encoders) for row in kind.rows(sizes)
+    )
 
 
 VARIANTS = table()
@@ -33,5 +35,7 @@ def select(names: list[str] | None, variants: tuple[Variant, ...] = VARIANTS) ->
     known = {name for variant in variants for name in (variant.name, variant.module)}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ValueError(f"no variant is called {', '.join(unknown)}. Known are: {', '.join(sorted(known))}")
+        raise ValueError(
+            f"no variant is called {', '.join(unknown)}. Known are: {', '.join(sorted(known))}"
+        )
     return [variant for variant in variants if variant.name in names or variant.module in names]

@@ -47,7 +47,9 @@ def _divisible(division: Division, call: Call) -> Call:
     return replace(call, bias=bias, dropout=dropout)
 
 
-@partial(jax.jit, static_argnums=(0, 1), inline=True)  # an eager call would compile its parts each time
+@partial(
+    jax.jit, static_argnums=(0, 1), inline=True
+)  # an eager call would compile its parts each time
 def _compiled(division: Division, kernel: Kernel, call: Call) -> Array:
     return on_devices(
         lambda call: attend_shard(division, kernel, _shard(division, call)),
@@ -66,7 +68,9 @@ def _specs(division: Division, call: Call) -> Call:
         owner: Any = call
         for step in path[:-1]:
             owner = owner[step.idx] if isinstance(step, SequenceKey) else getattr(owner, step.name)
-            if getattr(owner, "axes", {}) is None:  # a part of a mask that takes its heads of the whole by itself
+            if (
+                getattr(owner, "axes", {}) is None
+            ):  # a part of a mask that takes its heads of the whole by itself
                 return P()
         axes = getattr(owner, "axes", {})
         name = getattr(path[-1], "name", None)
@@ -92,7 +96,9 @@ def _spec(division: Division, names: tuple[str | None, ...], array: Array) -> P:
 def _shard(division: Division, call: Call) -> Shard:
     b, n, t, s = call.shape
     rows, heads = _places(division.batch, b), _places(division.heads, n)
-    parts = (part if part.axes is not None else HeadsOf(part, rows, heads) for part in call.mask.parts)
+    parts = (
+        part if part.axes is not None else HeadsOf(part, rows, heads) for part in call.mask.parts
+    )
     return Shard(
         call=replace(call, mask=Mask(tuple(parts))),
         b=rows,

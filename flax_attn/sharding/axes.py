@@ -20,7 +20,11 @@ Rules = Mapping[str, tuple[str, ...]]
 RULES: Rules = MappingProxyType(
     {
         # of activations
-        "batch": ("data", "fsdp", "expert"),  # each device of an expert axis has tokens, and experts
+        "batch": (
+            "data",
+            "fsdp",
+            "expert",
+        ),  # each device of an expert axis has tokens, and experts
         "tokens": ("context",),  # where attention and feed-forward layers compute
         "residual": ("context",),  # tokens in norms and sums; add "tensor" for sequence parallelism
         # of activations and parameters
@@ -55,8 +59,13 @@ def rules(**changes: str | Sequence[str] | None) -> Iterator[None]:
     """
     unknown = sorted(changes.keys() - RULES.keys())
     if unknown:
-        raise ValueError(f"the names of axes are {', '.join(RULES)}; got {', '.join(unknown)}. Pass one of these")
-    lines = {name: (axes,) if isinstance(axes, str) else tuple(axes or ()) for name, axes in changes.items()}
+        raise ValueError(
+            f"the names of axes are {', '.join(RULES)}; got {', '.join(unknown)}. Pass one of these"
+        )
+    lines = {
+        name: (axes,) if isinstance(axes, str) else tuple(axes or ())
+        for name, axes in changes.items()
+    }
     with _in_use(tuple(sorted({**table(), **lines}.items()))):
         yield
 
@@ -116,7 +125,9 @@ def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
     return tuple(axis for axis in wanted if axis in usable and mesh.shape[axis] > 1)
 
 
-def spec(names: Sequence[str | None], mesh: Any, shape: Sequence[int] | None = None) -> PartitionSpec:
+def spec(
+    names: Sequence[str | None], mesh: Any, shape: Sequence[int] | None = None
+) -> PartitionSpec:
     """Return how an array with axes of these names lies on a mesh; None is an axis that is not split.
 
     With a `shape`, axes that their mesh axes do not divide are not split either.
@@ -166,7 +177,9 @@ def place(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
         return jax.device_put(x, NamedSharding(own if devices.empty else devices, wanted))
     x = place_by_type(x, mesh, wanted)
     if AxisType.Auto in mesh.axis_types:
-        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Auto)))
+        x = jax.lax.with_sharding_constraint(
+            x, NamedSharding(mesh, _only(wanted, mesh, AxisType.Auto))
+        )
     return x
 
 
@@ -201,7 +214,11 @@ def place_like(x: Array, other: Array) -> Array:
         (3,)
     """
     mesh = mesh_of(other)
-    return place(x, mesh, jax.typeof(other).sharding.spec) if AxisType.Explicit in mesh.axis_types else x
+    return (
+        place(x, mesh, jax.typeof(other).sharding.spec)
+        if AxisType.Explicit in mesh.axis_types
+        else x
+    )
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:
@@ -216,4 +233,6 @@ def axes_in(entry: Any) -> tuple[str, ...]:
 
 def _only(wanted: PartitionSpec, mesh: Any, kind: AxisType) -> PartitionSpec:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return PartitionSpec(*(tuple(axis for axis in axes_in(entry) if kinds[axis] == kind) or None for entry in wanted))
+    return PartitionSpec(
+        *(tuple(axis for axis in axes_in(entry) if kinds[axis] == kind) or None for entry in wanted)
+    )

@@ -37,7 +37,9 @@ def arranged(x: Array) -> Array:
     return constrain(zigzag(whole, _devices(), x.ndim - 1), "batch", "tokens")
 
 
-def without_arranged_padding(numbers: ArrayLike, shape: tuple[int, ...], lengths: ArrayLike | int | None) -> Array:
+def without_arranged_padding(
+    numbers: ArrayLike, shape: tuple[int, ...], lengths: ArrayLike | int | None
+) -> Array:
     """Return numbers of tokens that arrive in that order, 0 in the place of padding; see `without_padding`.
 
     Example:

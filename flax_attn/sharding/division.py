@@ -114,7 +114,9 @@ def _changed(division: Division, strategy: str, reason: str, **changes: Any) -> 
     return replace(division, strategy=strategy, reason=reason, **changes)
 
 
-def _with_strategy(division: Division, call: Call, backend: str, options: ContextOptions, n: int, k: int) -> Division:
+def _with_strategy(
+    division: Division, call: Call, backend: str, options: ContextOptions, n: int, k: int
+) -> Division:
     devices = division.size(division.keys)
     strategy, reason = options.strategy, "asked for"
     if strategy == "auto":
@@ -143,12 +145,21 @@ def _chosen(call: Call, backend: str, devices: int, n: int, k: int) -> tuple[str
     share = t // devices
     if backend not in ("auto", "blocked"):
         if n % devices == 0:
-            return "ulysses", f"{backend} needs whole sequences, and {devices} devices divide the {n} heads"
+            return (
+                "ulysses",
+                f"{backend} needs whole sequences, and {devices} devices divide the {n} heads",
+            )
         return "all_gather", f"{backend} needs all keys"
     if low is not None and high is not None and high - low <= share:
-        return "ring", f"the mask shows {high - low + 1} keys, so only pieces of neighbours of {share} tokens are sent"
+        return (
+            "ring",
+            f"the mask shows {high - low + 1} keys, so only pieces of neighbours of {share} tokens are sent",
+        )
     if n % devices == 0:
-        return "ulysses", f"{devices} devices divide the {n} heads, so that each runs the backend of one device"
+        return (
+            "ulysses",
+            f"{devices} devices divide the {n} heads, so that each runs the backend of one device",
+        )
     if within > 1:
         return "ulysses+ring", f"{within} neighbours divide the {n} query and {k} key/value heads"
     return "ring", f"{devices} devices and {k} key/value heads have no common divisor"
@@ -158,7 +169,9 @@ def _balanced(call: Call, options: ContextOptions, strategy: str, devices: int) 
     _, _, t, s = call.shape
     if options.order == "zigzag" or (options.balance == "zigzag" and strategy != "ulysses"):
         if t != s:
-            raise ValueError(f"the zigzag order is that of one sequence; got t={t}, s={s}. Pass balance='none'")
+            raise ValueError(
+                f"the zigzag order is that of one sequence; got t={t}, s={s}. Pass balance='none'"
+            )
         check_pieces(t, devices)
         return True
     (low, high), _ = call.mask.split_band()

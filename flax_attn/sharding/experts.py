@@ -21,7 +21,12 @@ Compute = Callable[[Array, Array, Array, Mapping[str, Array]], Array]
 
 
 def on_mesh(
-    compute: Compute, x: Array, weights: Array, experts: Array, variables: Mapping[str, nnx.Variable], dtype: Dtype
+    compute: Compute,
+    x: Array,
+    weights: Array,
+    experts: Array,
+    variables: Mapping[str, nnx.Variable],
+    dtype: Dtype,
 ) -> Array:
     """Return `compute(x, weights, experts, arrays)` of tokens in one axis, over the mesh in use.
 
@@ -51,13 +56,17 @@ def on_mesh(
     specs = {name: _spec(variable, mesh, taken) for name, variable in variables.items()}
     over, hidden = axes_in(specs["gate"][0]), axes_in(specs["gate"][2])
     embed = {
-        name: _names(variable).index("embed") for name, variable in variables.items() if "embed" in _names(variable)
+        name: _names(variable).index("embed")
+        for name, variable in variables.items()
+        if "embed" in _names(variable)
     }
     gathered = {name: (axis, axes_in(specs[name][axis])) for name, axis in embed.items()}
     own = _Split(over, hidden, tuple(axis for axis in over if axis in taken), rows, gathered)
     tokens = PartitionSpec(*rows, None)
     given, where = (x, weights, experts, arrays), (tokens, tokens, tokens, specs)
-    return on_devices(lambda given: _of_device(compute, own, *given), mesh, given, where, tokens, typed=True)
+    return on_devices(
+        lambda given: _of_device(compute, own, *given), mesh, given, where, tokens, typed=True
+    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,9 @@ class _Split:
     @property
     def axis(self) -> int:
         """The axis of the tokens that is split over `shared`."""
-        return next(i for i, entry in enumerate(self.rows) if set(self.shared) & set(axes_in(entry)))
+        return next(
+            i for i, entry in enumerate(self.rows) if set(self.shared) & set(axes_in(entry))
+        )
 
 
 def _names(variable: nnx.Variable) -> tuple[str | None, ...]:
@@ -101,11 +112,16 @@ def _spec(variable: nnx.Variable, mesh: Any, taken: set[str]) -> PartitionSpec:
         return axes <= taken if name == "embed" else name == "expert" or not axes & taken
 
     return PartitionSpec(
-        *(entry if kept(name, set(axes_in(entry))) else None for name, entry in zip(names, entries, strict=True))
+        *(
+            entry if kept(name, set(axes_in(entry))) else None
+            for name, entry in zip(names, entries, strict=True)
+        )
     )
 
 
-def _of_device(compute: Compute, split: _Split, x: Array, weights: Array, experts: Array, arrays: Any) -> Array:
+def _of_device(
+    compute: Compute, split: _Split, x: Array, weights: Array, experts: Array, arrays: Any
+) -> Array:
     """Return the sum over all experts, of one device's tokens."""
     # Gathered here, their gradients are summed and split again by one collective.
     arrays = arrays | {
@@ -123,7 +139,9 @@ def _of_device(compute: Compute, split: _Split, x: Array, weights: Array, expert
         x, weights, experts = varying(x), varying(weights), varying(experts)
     if split.experts:
         experts = experts - jax.lax.axis_index(split.experts) * len(arrays["gate"])
-    if split.hidden and "down bias" in arrays:  # is added once, not on each device that has a part of the sum
+    if (
+        split.hidden and "down bias" in arrays
+    ):  # is added once, not on each device that has a part of the sum
         first = jax.lax.axis_index(split.hidden) == 0
         arrays = {**arrays, "down bias": jnp.where(first, arrays["down bias"], 0)}
     y = _by_token(compute, x, weights, experts, arrays)
@@ -133,6 +151,10 @@ def _of_device(compute: Compute, split: _Split, x: Array, weights: Array, expert
     return y
 
 
-def _by_token(compute: Compute, x: Array, weights: Array, experts: Array, arrays: Mapping[str, Array]) -> Array:
-    tokens, weights, experts = (array.reshape(-1, array.shape[-1]) for array in (x, weights, experts))
+def _by_token(
+    compute: Compute, x: Array, weights: Array, experts: Array, arrays: Mapping[str, Array]
+) -> Array:
+    tokens, weights, experts = (
+        array.reshape(-1, array.shape[-1]) for array in (x, weights, experts)
+    )
     return compute(tokens, weights, experts, arrays).reshape(x.shape)

@@ -46,12 +46,17 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.backend or 'nothing'} runs on {self.platform}", *_lines(self.division)]
         for name, reason in self.refusals.items():
-            note = reason or f"can run, in about {self.memory[name] / 2**20:.1f} MiB beside inputs and output"
+            note = (
+                reason
+                or f"can run, in about {self.memory[name] / 2**20:.1f} MiB beside inputs and output"
+            )
             lines.append(f"{'->' if name == self.backend else '  '} {name:9}  {note}")
         return "\n".join(lines)
 
 
-def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Explanation:
+def explain(
+    query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
+) -> Explanation:
     """Return which backend `dot_product_attention` with these arguments would run, and why not another.
 
     Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also inside a mask. Options are those of
@@ -70,7 +75,13 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
         >>> found.backend, found.refusals["splash"]
         ('blocked', 'splash runs on TPU; got platform "gpu". Pass backend="auto"')
     """
-    arrays = {"query": query, "key": key, "value": value, "bias": bias, "sinks": options.pop("sinks", None)}
+    arrays = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "bias": bias,
+        "sinks": options.pop("sinks", None),
+    }
     arrays = {name: _known(name, x) for name, x in arrays.items()}
     backend = options.pop("backend", "auto")
     options.pop("return_weights", None)
@@ -78,12 +89,16 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
     check_choice("platform", options["platform"], PLATFORMS)
     found = []
 
-    abstract, mask_of = split(mask, jax.ShapeDtypeStruct)  # the rest of a mask stays known, as kernels may need it
+    abstract, mask_of = split(
+        mask, jax.ShapeDtypeStruct
+    )  # the rest of a mask stays known, as kernels may need it
 
     def trace(arrays: dict[str, Array | None], abstract: list[Array]) -> None:
         call = prepare(**arrays, mask=mask_of(abstract), **options)
         division = divide(call, backend)
-        found.append(_explain(call, backend) if division is None else _of_one_device(division, call, backend))
+        found.append(
+            _explain(call, backend) if division is None else _of_one_device(division, call, backend)
+        )
 
     jax.eval_shape(trace, arrays, abstract)
     return found[0]
@@ -91,13 +106,22 @@ def explain(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None
 
 def _known(name: str, x: Any) -> Any:
     optional = name in ("bias", "sinks")
-    return x if isinstance(x, jax.ShapeDtypeStruct) or (optional and x is None) else as_argument(name, x)
+    return (
+        x
+        if isinstance(x, jax.ShapeDtypeStruct) or (optional and x is None)
+        else as_argument(name, x)
+    )
 
 
 def _lines(division: Division | None) -> list[str]:
     if division is None:
         return []
-    names = {"rows": division.batch, "heads": division.heads, "queries": division.queries, "keys": division.keys}
+    names = {
+        "rows": division.batch,
+        "heads": division.heads,
+        "queries": division.queries,
+        "keys": division.keys,
+    }
     split = [f"{name} over {' x '.join(axes)}" for name, axes in names.items() if axes]
     balance = ", balanced in zigzag order" if division.balanced else ""
     return [f"on each device: {', '.join(split)}; {division.strategy}{balance}: {division.reason}"]
@@ -123,7 +147,9 @@ class _Explainer(Kernel):
         call = shard.as_call()
         reason = "attends to all keys at once, and here they lie on several devices"
         refusals = {name: None if name == "blocked" else f"{name} {reason}" for name in BACKENDS}
-        found = Explanation("blocked", call.platform, refusals, {"blocked": load("blocked").memory(call)}, ())
+        found = Explanation(
+            "blocked", call.platform, refusals, {"blocked": load("blocked").memory(call)}, ()
+        )
         self.found.append(found)
         return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
 
@@ -136,5 +162,9 @@ def _explain(call: Call, backend: str) -> Explanation:
     except Unsupported:
         chosen = None
     before = takewhile(lambda name: name != chosen, BACKENDS)
-    wanted = (name for name in before if runs_on(load(name), call.platform) and load(name).preferred(call))
-    return Explanation(chosen, call.platform, refusals, memory, tuple(name for name in wanted if refusals[name]))
+    wanted = (
+        name for name in before if runs_on(load(name), call.platform) and load(name).preferred(call)
+    )
+    return Explanation(
+        chosen, call.platform, refusals, memory, tuple(name for name in wanted if refusals[name])
+    )

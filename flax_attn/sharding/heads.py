@@ -18,7 +18,12 @@ Names = tuple[str | None, ...]
 
 
 def by_rows_and_heads(
-    function: Callable[[Any], R], arrays: Any, names: Any, outputs: Any, rows: int, heads: Sequence[int]
+    function: Callable[[Any], R],
+    arrays: Any,
+    names: Any,
+    outputs: Any,
+    rows: int,
+    heads: Sequence[int],
 ) -> R:
     """Return `function(arrays)`, of which each device of the mesh in use computes its rows and heads.
 
@@ -50,7 +55,11 @@ def by_rows_and_heads(
     mesh = mesh_in_use(*jax.tree.leaves(arrays))
     if mesh is None:
         return function(arrays)
-    split = {"batch": _divided("batch", [rows], mesh), "heads": _divided("heads", heads, mesh), None: None}
+    split = {
+        "batch": _divided("batch", [rows], mesh),
+        "heads": _divided("heads", heads, mesh),
+        None: None,
+    }
 
     def specs(names: Any) -> Any:
         return jax.tree.map(lambda own: P(*(split[name] for name in own)), names, is_leaf=_is_names)

@@ -66,7 +66,9 @@ def by_tokens(function: Callable[..., R], *arrays: Array) -> R:
     if mesh is None:
         return function(*arrays)
     tokens = PartitionSpec(*rows_of(arrays[0], mesh), None)
-    return on_devices(lambda arrays: function(*arrays), mesh, arrays, (tokens,) * len(arrays), tokens)
+    return on_devices(
+        lambda arrays: function(*arrays), mesh, arrays, (tokens,) * len(arrays), tokens
+    )
 
 
 def rows_of(x: Array, mesh: Any) -> PartitionSpec:

@@ -59,11 +59,15 @@ def context_parallel(
         Fang and Zhao 2024, both together (arXiv:2405.07719); Brandon et al. 2023, balance (arXiv:2311.09431).
     """
     given = {"strategy": strategy, "balance": balance, "order": order}
-    options = replace(in_use(), **{name: value for name, value in given.items() if value is not None})
+    options = replace(
+        in_use(), **{name: value for name, value in given.items() if value is not None}
+    )
     for name, choices in (("strategy", STRATEGIES), ("balance", BALANCES), ("order", ORDERS)):
         check_choice(name, getattr(options, name), choices)
     if options.order == "zigzag" and options.balance == "none":
-        raise ValueError('order="zigzag" is balanced; got balance="none". Pass balance="auto", or order="natural"')
+        raise ValueError(
+            'order="zigzag" is balanced; got balance="none". Pass balance="auto", or order="natural"'
+        )
     with _in_use(options):
         yield options
 

@@ -82,7 +82,9 @@ def exchange(x: Array, axis_name: tuple[str, ...], axis: int = 1) -> Array:
     devices = jax.lax.axis_size(axis_name)
     parts = jnp.split(x, 2, axis)
     even, odd = (
-        jax.lax.ppermute(part, axis_name, [(i, _device_of(2 * i + parity, devices)) for i in range(devices)])
+        jax.lax.ppermute(
+            part, axis_name, [(i, _device_of(2 * i + parity, devices)) for i in range(devices)]
+        )
         for parity, part in enumerate(parts)
     )
     return jnp.concatenate(_swapped_if_odd(even, odd, axis_name), axis)
@@ -94,7 +96,9 @@ def exchange_back(x: Array, axis_name: tuple[str, ...], axis: int = 1) -> Array:
     early, late = jnp.split(x, 2, axis)
     parts = _swapped_if_odd(early, late, axis_name)
     parts = (
-        jax.lax.ppermute(part, axis_name, [(_device_of(2 * i + parity, devices), i) for i in range(devices)])
+        jax.lax.ppermute(
+            part, axis_name, [(_device_of(2 * i + parity, devices), i) for i in range(devices)]
+        )
         for parity, part in enumerate(parts)
     )
     return jnp.concatenate(list(parts), axis)

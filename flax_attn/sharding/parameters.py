@@ -33,7 +33,11 @@ def named(*axes: str | None, unit: tuple[int, ...] = ()) -> dict[str, Any]:
         >>> nnx.Param(jnp.ones((3, 4)), **named("embed", "hidden")).out_sharding
         ('embed', 'hidden')
     """
-    return {"out_sharding": axes, "eager_sharding": False, **({_UNIT: unit} if max(unit, default=1) > 1 else {})}
+    return {
+        "out_sharding": axes,
+        "eager_sharding": False,
+        **({_UNIT: unit} if max(unit, default=1) > 1 else {}),
+    }
 
 
 def name_first_axis(variable: nnx.Variable) -> None:
@@ -193,7 +197,9 @@ def specs(state: S, mesh: Any, only: str | None = None, but: Collection[str] = (
 
     def of_one(x: nnx.Variable) -> nnx.Variable:
         names, shape = x.get_metadata().get("out_sharding"), x.shape
-        if not names or len(names) != len(shape):  # some optimizers keep sums over axes of a parameter
+        if not names or len(names) != len(
+            shape
+        ):  # some optimizers keep sums over axes of a parameter
             return x.replace(PartitionSpec())
         unit = x.get_metadata().get(_UNIT, (1,) * len(shape))
         found = spec(names, mesh, [size // each for size, each in zip(shape, unit, strict=True)])
@@ -201,6 +207,10 @@ def specs(state: S, mesh: Any, only: str | None = None, but: Collection[str] = (
             only in (None, name) and not set(axes_in(entry)) & set(but)
             for name, entry in zip(names, found, strict=True)
         )
-        return x.replace(PartitionSpec(*(entry if keep else None for keep, entry in zip(wanted, found, strict=True))))
+        return x.replace(
+            PartitionSpec(
+                *(entry if keep else None for keep, entry in zip(wanted, found, strict=True))
+            )
+        )
 
     return jax.tree.map(of_one, state, is_leaf=lambda x: isinstance(x, nnx.Variable))

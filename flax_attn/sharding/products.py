@@ -27,7 +27,10 @@ def sharded_dot_general(x: Array, matrix: Array, dimension_numbers: Any, **optio
     (_, (contracted,)), _ = dimension_numbers
     *tokens, summed = _entries(x)
     taken = {axis for entry in (*tokens, summed) for axis in axes_in(entry)}
-    kept = tuple(axis for axis in axes_in(_entries(matrix)[1 - contracted]) if axis not in taken) or None
+    kept = (
+        tuple(axis for axis in axes_in(_entries(matrix)[1 - contracted]) if axis not in taken)
+        or None
+    )
     of_matrix = (summed, kept) if contracted == 0 else (kept, summed)
     matrix = jax.sharding.reshard(matrix, NamedSharding(mesh, PartitionSpec(*of_matrix)))
     options["out_sharding"] = NamedSharding(mesh, PartitionSpec(*tokens, kept))

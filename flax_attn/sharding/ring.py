@@ -54,13 +54,17 @@ def _forward(route: Route, over: tuple[str, ...], shard: Shard) -> tuple[Array, 
 
         return sums, route.where_needed(j, with_piece, done)
 
-    nothing = Softmax.over_nothing(call.query, call.value.shape[3], accumulation_dtype(call.query.dtype))
+    nothing = Softmax.over_nothing(
+        call.query, call.value.shape[3], accumulation_dtype(call.query.dtype)
+    )
     _, done = _over_pieces(route, (call.key, call.value), step, (), nothing)
     done = done.fold_over(over).with_sinks(call.sinks)
     return done.output, (shard, done)
 
 
-def _backward(route: Route, over: tuple[str, ...], saved: tuple[Shard, Softmax], cotangent: Array) -> tuple[Shard]:
+def _backward(
+    route: Route, over: tuple[str, ...], saved: tuple[Shard, Softmax], cotangent: Array
+) -> tuple[Shard]:
     shard, done = saved
     call = shard.call
     d_sinks = done.sinks_gradient(call.sinks, cotangent)
@@ -78,7 +82,9 @@ def _backward(route: Route, over: tuple[str, ...], saved: tuple[Shard, Softmax],
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, done.output.dtype), call.floats)
     own = zeros._replace(key=None, value=None, sinks=None)
-    (d_key, d_value), own = _over_pieces(route, (call.key, call.value), step, (zeros.key, zeros.value), own)
+    (d_key, d_value), own = _over_pieces(
+        route, (call.key, call.value), step, (zeros.key, zeros.value), own
+    )
     d_call = call.cotangent(own._replace(key=d_key, value=d_value, sinks=d_sinks))
     without_gradients = jax.tree.map(lambda x: None, shard)
     return (replace(without_gradients, call=d_call),)

@@ -41,8 +41,16 @@ class Route:
     @property
     def hops(self) -> tuple[int, int]:
         """How far a piece must travel, up and down the ring, to meet every device that needs it."""
-        everywhere = {(i - j) % self.size for i in range(self.size) for j in range(self.size) if self.needed[i][j]}
-        ways = [(max((d for d in everywhere if d < self.size - down), default=0), down) for down in range(self.size)]
+        everywhere = {
+            (i - j) % self.size
+            for i in range(self.size)
+            for j in range(self.size)
+            if self.needed[i][j]
+        }
+        ways = [
+            (max((d for d in everywhere if d < self.size - down), default=0), down)
+            for down in range(self.size)
+        ]
         return min(ways, key=lambda way: (sum(way), way[1]))
 
     @property
@@ -52,7 +60,9 @@ class Route:
 
     def keys_of(self, place: Any) -> Places:
         """Return where the keys of the piece of a place stand."""
-        return Places(jnp.stack(starts(place, self.size, self.runs, self.keys)), self.keys // self.runs)
+        return Places(
+            jnp.stack(starts(place, self.size, self.runs, self.keys)), self.keys // self.runs
+        )
 
     def send(self, pieces: T, hops: int, last: int | None = None) -> T:
         """Return pieces after so many hops up the ring, or down if negative.
@@ -62,7 +72,11 @@ class Route:
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, self._pairs(hops, last)), pieces)
 
     def _pairs(self, hops: int, last: int | None) -> list[tuple[int, int]]:
-        places = [i for i in range(self.size) if last is None or self._wanted((i + hops) % self.size, hops, last)]
+        places = [
+            i
+            for i in range(self.size)
+            if last is None or self._wanted((i + hops) % self.size, hops, last)
+        ]
         return [
             (i * self.within + member, (i + hops) % self.size * self.within + member)
             for i in places
@@ -72,12 +86,16 @@ class Route:
     def _wanted(self, place: int, direction: int, last: int) -> bool:
         # Whether a piece that reaches this place after some hops is needed here or further on.
         return any(
-            self.needed[(place + direction * more) % self.size][(place - direction * hop) % self.size]
+            self.needed[(place + direction * more) % self.size][
+                (place - direction * hop) % self.size
+            ]
             for hop in range(1, last + 1)
             for more in range(last - hop + 1)
         )
 
-    def travel(self, direction: int, pieces: Any, step: Callable, sums: Any, carry: Any, own: bool) -> tuple[Any, Any]:
+    def travel(
+        self, direction: int, pieces: Any, step: Callable, sums: Any, carry: Any, own: bool
+    ) -> tuple[Any, Any]:
         """Return `sums` and `carry` after `sums, carry = step(j, pieces, sums, carry)` for each piece that passes by.
 
         `sums` travel with their piece, and are home again in the end. The next piece is sent before the present one is
@@ -110,10 +128,14 @@ class Route:
         """Return `compute()` if this device needs the piece of place `j`, else `otherwise`."""
         if all(map(all, self.needed)):
             return compute()
-        return lax.cond(jnp.asarray(np.array(self.needed))[self.place, j], compute, lambda: otherwise)
+        return lax.cond(
+            jnp.asarray(np.array(self.needed))[self.place, j], compute, lambda: otherwise
+        )
 
 
-def make_route(axes: tuple[str, ...], size: int, within: int, ordered: bool, mask: Mask, t: int, s: int) -> Route:
+def make_route(
+    axes: tuple[str, ...], size: int, within: int, ordered: bool, mask: Mask, t: int, s: int
+) -> Route:
     """Return the route for pieces of `s` keys, past devices with `t` queries that see them by the band of the mask."""
     runs = 2 if ordered else 1
     (low, high), _ = mask.split_band()
@@ -124,7 +146,11 @@ def make_route(axes: tuple[str, ...], size: int, within: int, ordered: bool, mas
 
     needed = tuple(
         tuple(
-            any(sees(row, col) for row in starts(i, size, runs, t) for col in starts(j, size, runs, s))
+            any(
+                sees(row, col)
+                for row in starts(i, size, runs, t)
+                for col in starts(j, size, runs, s)
+            )
             for j in range(size)
         )
         for i in range(size)

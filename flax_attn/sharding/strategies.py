@@ -76,7 +76,9 @@ def _over_tokens(division: Division, kernel: Kernel, shard: Shard) -> Array:
 def _around_the_ring(division: Division, kernel: Kernel, shard: Shard) -> Array:
     _, _, t, s = shard.call.shape
     size = division.size(division.keys) // division.within
-    route = make_route(division.keys, size, division.within, division.ordered, shard.call.mask, t, s)
+    route = make_route(
+        division.keys, size, division.within, division.ordered, shard.call.mask, t, s
+    )
     return kernel.attend_pieces(route, shard)
 
 
@@ -92,7 +94,9 @@ def _whole(division: Division) -> bool:
 
 def _with_all_keys(division: Division, shard: Shard) -> Shard:
     axes = division.keys
-    key, value = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (shard.call.key, shard.call.value))
+    key, value = (
+        jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (shard.call.key, shard.call.value)
+    )
     if division.ordered:
         key, value = (joined(x, division.size(axes)) for x in (key, value))
     return replace(shard, call=replace(shard.call, key=key, value=value), cols=None)
@@ -102,11 +106,16 @@ def _with_all_tokens(division: Division, shard: Shard) -> Shard:
     """Return the tokens of all of `within` neighbours and a share of their heads, of one device's tokens and heads."""
     call, within = shard.call, division.within
     copies = within // gcd(call.key.shape[2], within)
-    key, value = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (call.key, call.value))
+    key, value = (
+        jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (call.key, call.value)
+    )
     query, key, value = (_to_heads(division, x, 2, 1) for x in (call.query, key, value))
     b, _, n, _ = query.shape
     heads = Places((jax.lax.axis_index(division.keys) % within * n)[None], n)
-    parts = (HeadsOf(part, whole(b), heads) if _differs_by_head(part) else part for part in call.mask.parts)
+    parts = (
+        HeadsOf(part, whole(b), heads) if _differs_by_head(part) else part
+        for part in call.mask.parts
+    )
     bias = None if call.bias is None else _bias_of_heads(division, call.bias, call.shape[2], heads)
     call = replace(
         call,
@@ -118,7 +127,9 @@ def _with_all_tokens(division: Division, shard: Shard) -> Shard:
         mask=Mask(tuple(parts)),
         **_of_heads(call, heads),
     )
-    rows, cols = (None if _whole(division) else _group_places(division, x.shape[1]) for x in (query, key))
+    rows, cols = (
+        None if _whole(division) else _group_places(division, x.shape[1]) for x in (query, key)
+    )
     own = {"n": Places(shard.n.starts + heads.starts, n), "rows": rows, "cols": cols}
     return replace(shard, call=call, **own)
 
@@ -156,14 +167,22 @@ def _group_places(division: Division, size: int) -> Places:
 
 def _groups(division: Division) -> list[list[int]] | None:
     devices, within = division.size(division.keys), division.within
-    return None if _whole(division) else [[*range(first, first + within)] for first in range(0, devices, within)]
+    return (
+        None
+        if _whole(division)
+        else [[*range(first, first + within)] for first in range(0, devices, within)]
+    )
 
 
 def _to_heads(division: Division, x: Array, heads: int, tokens: int) -> Array:
-    x = jax.lax.all_to_all(x, division.keys, heads, tokens, tiled=True, axis_index_groups=_groups(division))
+    x = jax.lax.all_to_all(
+        x, division.keys, heads, tokens, tiled=True, axis_index_groups=_groups(division)
+    )
     return joined(x, division.within, tokens) if division.ordered else x
 
 
 def _to_tokens(division: Division, x: Array) -> Array:
     x = unjoined(x, division.within) if division.ordered else x
-    return jax.lax.all_to_all(x, division.keys, 1, 2, tiled=True, axis_index_groups=_groups(division))
+    return jax.lax.all_to_all(
+        x, division.keys, 1, 2, tiled=True, axis_index_groups=_groups(division)
+    )

@@ -210,7 +210,10 @@ class Checkpoints:
 
     def _differences(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> list[str]:
         """Return a line for each array in which a checkpoint is not what is wanted."""
-        saved = {name: _text(array) for name, array in self._manager.item_metadata(step).arrays.tree.items()}
+        saved = {
+            name: _text(array)
+            for name, array in self._manager.item_metadata(step).arrays.tree.items()
+        }
         ours = {name: _text(array) for name, array in wanted.items()}
         return [
             f"{name}: {saved.get(name, 'nothing')} is saved, {ours.get(name, 'nothing')} is wanted"
@@ -228,7 +231,9 @@ class Checkpoints:
 def _check_folder(folder: Path) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
-        raise ValueError(f"checkpoints are stored in a folder; got {folder}, and {there} is a file. Pass another path")
+        raise ValueError(
+            f"checkpoints are stored in a folder; got {folder}, and {there} is a file. Pass another path"
+        )
 
 
 def _check_step(step: int) -> None:
@@ -288,7 +293,11 @@ def _write(arrays: dict[str, Array], **nodes: Any) -> None:
         state = nnx.state(module)
         for path, variable in nnx.to_flat_state(state):
             array, old = arrays[".".join(map(str, (node, *path)))], variable.get_value()
-            array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if _is_key(old) else array
+            array = (
+                jax.random.wrap_key_data(array, impl=jax.random.key_impl(old))
+                if _is_key(old)
+                else array
+            )
             variable.set_value(array)
         nnx.update(module, state)
 

@@ -64,18 +64,24 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
         master = tuple(jax.tree.map(_widen, p) for p in leaves if _is_low(p))
         return Float32State(master, inner.init(_with_master(params, master)))
 
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any):
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
+    ):
         if params is None:
             raise ValueError(
                 "float32_state needs the parameters, to move them to where their float32 copies are; got params=None. "
                 "Call update(gradients, state, params)"
             )
         wide = _with_master(params, state.master)
-        wide_updates, new_inner = inner.update(jax.tree.map(_widen, updates), state.inner, wide, **extra)
+        wide_updates, new_inner = inner.update(
+            jax.tree.map(_widen, updates), state.inner, wide, **extra
+        )
         moved = optax.apply_updates(wide, wide_updates)
         leaves, tree = jax.tree.flatten(params)
         steps, master = [], []
-        for p, step, new in zip(leaves, jax.tree.leaves(wide_updates), jax.tree.leaves(moved), strict=True):
+        for p, step, new in zip(
+            leaves, jax.tree.leaves(wide_updates), jax.tree.leaves(moved), strict=True
+        ):
             if _is_low(p):
                 step, copy = _follow(p, new)
                 master.append(copy)

@@ -44,11 +44,15 @@ def blocked(case):
 
     def both(given, cotangent, key, mask):
         keywords = options(case, flax_attn, key, mask) | {"backend": "blocked"}
-        output, pull = jax.vjp(lambda given: flax_attn.dot_product_attention(**given, **keywords), given)
+        output, pull = jax.vjp(
+            lambda given: flax_attn.dot_product_attention(**given, **keywords), given
+        )
         return {"output": output, **pull(cotangent)[0]}
 
     mask = case.masked(flax_attn.Mask, jnp.asarray)
-    found = jax.jit(both, compiler_options=TABLE.FAST)(given, jnp.asarray(case.cotangent), TABLE.KEY, mask)
+    found = jax.jit(both, compiler_options=TABLE.FAST)(
+        given, jnp.asarray(case.cotangent), TABLE.KEY, mask
+    )
     return {name: np.array(x) for name, x in found.items()}
 
 
@@ -56,9 +60,16 @@ def in_torch(case):
     """Return the output and all gradients of the PyTorch side."""
     given = {name: torch.tensor(x, requires_grad=True) for name, x in case.arrays.items()}
     mask = case.masked(torch_ref.Mask, torch.tensor)
-    output = torch_ref.dot_product_attention(**given, **options(case, torch_ref, torch.tensor([3, 14]), mask))
-    gradients = torch.autograd.grad(output, list(given.values()), torch.tensor(case.cotangent), materialize_grads=True)
-    return {name: x.detach().numpy() for name, x in zip(("output", *given), (output, *gradients), strict=True)}
+    output = torch_ref.dot_product_attention(
+        **given, **options(case, torch_ref, torch.tensor([3, 14]), mask)
+    )
+    gradients = torch.autograd.grad(
+        output, list(given.values()), torch.tensor(case.cotangent), materialize_grads=True
+    )
+    return {
+        name: x.detach().numpy()
+        for name, x in zip(("output", *given), (output, *gradients), strict=True)
+    }
 
 
 def check(case, ours):
@@ -79,12 +90,16 @@ def test_the_reference_equals_pytorch(case):
 
 def offsets(draw, t, s):
     each = st.integers(-t, s)
-    return draw(st.one_of(each, st.lists(each, min_size=2, max_size=2).map(lambda x: np.array(x, np.int32))))
+    return draw(
+        st.one_of(each, st.lists(each, min_size=2, max_size=2).map(lambda x: np.array(x, np.int32)))
+    )
 
 
 def counts(draw, most):
     each = st.integers(0, most)
-    return draw(st.one_of(each, st.lists(each, min_size=2, max_size=2).map(lambda x: np.array(x, np.int32))))
+    return draw(
+        st.one_of(each, st.lists(each, min_size=2, max_size=2).map(lambda x: np.array(x, np.int32)))
+    )
 
 
 @st.composite
@@ -98,12 +113,17 @@ def parts(draw, t, s):
     offset, query, key = offsets(draw, t, s), counts(draw, t), counts(draw, s)
     left, right = (draw(st.none() | st.integers(0, s)) for _ in range(2))
     random = np.random.default_rng(draw(st.integers(0, 2**16)))
-    ids, dense = (random.integers(0, 4, t), random.integers(0, 4, s)), random.random((2, 1, t, s)) < 0.6
+    ids, dense = (
+        (random.integers(0, 4, t), random.integers(0, 4, s)),
+        random.random((2, 1, t, s)) < 0.6,
+    )
     return {
         "causal": lambda Mask, array: Mask.causal(as_array(offset, array)),
         "window": lambda Mask, array: Mask.window(left, right, as_array(offset, array)),
         "prefix": lambda Mask, array: Mask.prefix(as_array(key, array), as_array(offset, array)),
-        "lengths": lambda Mask, array: Mask.lengths(query=as_array(query, array), key=as_array(key, array)),
+        "lengths": lambda Mask, array: Mask.lengths(
+            query=as_array(query, array), key=as_array(key, array)
+        ),
         "segments": lambda Mask, array: Mask.segments(*map(array, ids)),
         "dense": lambda Mask, array: Mask.dense(array(dense)),
     }[kind]

@@ -20,7 +20,10 @@ def attend(query=QUERY, key=KEY, value=VALUE, dtypes=("float64",) * 3, **options
     """Return an action that calls attention; options are made by functions of the side."""
 
     def act(side):
-        arrays = [side.array(np.ones(shape), dtype) for shape, dtype in zip((query, key, value), dtypes, strict=True)]
+        arrays = [
+            side.array(np.ones(shape), dtype)
+            for shape, dtype in zip((query, key, value), dtypes, strict=True)
+        ]
         made = {name: make(side) if callable(make) else make for name, make in options.items()}
         return side.dot_product_attention(*arrays, **made)
 
@@ -44,27 +47,57 @@ def zeros(*shape, dtype="float64"):
 
 
 SAME = {
-    "rank 2": (attend((5, 4), (7, 4), (7, 3)), r"shape \(b, t, n, h\).*or all three without b; got query \(5, 4\)"),
+    "rank 2": (
+        attend((5, 4), (7, 4), (7, 3)),
+        r"shape \(b, t, n, h\).*or all three without b; got query \(5, 4\)",
+    ),
     "rank 5": (attend((1, *QUERY), (1, *KEY), (1, *VALUE)), r"must have shape \(b, t, n, h\)"),
     "mixed ranks": (attend(QUERY, KEY[1:], VALUE[1:]), r"or all three without b"),
-    "batch sizes": (attend((3, 5, 4, 6)), r"one batch size; got query \(3, 5, 4, 6\).*Repeat the smaller"),
+    "batch sizes": (
+        attend((3, 5, 4, 6)),
+        r"one batch size; got query \(3, 5, 4, 6\).*Repeat the smaller",
+    ),
     "batch of one": (attend((1, 5, 4, 6)), r"one batch size"),
-    "key tokens": (attend(value=(2, 8, 2, 3)), r"same number of tokens s and of heads k; .*value \(2, 8, 2, 3\)"),
+    "key tokens": (
+        attend(value=(2, 8, 2, 3)),
+        r"same number of tokens s and of heads k; .*value \(2, 8, 2, 3\)",
+    ),
     "value heads": (attend(value=(2, 7, 4, 3)), r"same number of tokens s and of heads k"),
     "head widths": (attend((2, 5, 4, 8)), r"one head width h; got query \(2, 5, 4, 8\)"),
     "head counts": (attend((2, 5, 3, 6)), r"must divide the query heads.*i // \(n / k\)"),
-    "mixed dtypes": (attend(dtypes=("float32", "float64", "float32")), r"one dtype; got float32, float64, float32\. C"),
+    "mixed dtypes": (
+        attend(dtypes=("float32", "float64", "float32")),
+        r"one dtype; got float32, float64, float32\. C",
+    ),
     **{
-        dtype: (attend(dtypes=(dtype,) * 3), rf"be float64, .* or float16; got {dtype}\. Cast to one of them before")
+        dtype: (
+            attend(dtypes=(dtype,) * 3),
+            rf"be float64, .* or float16; got {dtype}\. Cast to one of them before",
+        )
         for dtype in ("bool", "int32", "uint8", "complex64", "float8_e4m3fn", "float8_e5m2")
     },
-    "an integer bias": (attend(bias=zeros(7, dtype="int32")), r"bias must be float64, .* or float16; got int32\. Cast"),
-    "a boolean bias": (attend(bias=zeros(7, dtype="bool")), r"bias is added .*got dtype bool\. Pass a boolean mask as"),
-    "sinks": (attend(sinks=zeros(2)), r"sinks must be one logit a query head, shape \(4,\); got shape \(2,\)"),
+    "an integer bias": (
+        attend(bias=zeros(7, dtype="int32")),
+        r"bias must be float64, .* or float16; got int32\. Cast",
+    ),
+    "a boolean bias": (
+        attend(bias=zeros(7, dtype="bool")),
+        r"bias is added .*got dtype bool\. Pass a boolean mask as",
+    ),
+    "sinks": (
+        attend(sinks=zeros(2)),
+        r"sinks must be one logit a query head, shape \(4,\); got shape \(2,\)",
+    ),
     "sinks of rank 2": (attend(sinks=zeros(1, 4)), r"sinks .*shape \(4,\); got shape \(1, 4\)"),
-    "integer sinks": (attend(sinks=zeros(4, dtype="int32")), r"sinks are logits .*floating point; got int32\. Cast"),
+    "integer sinks": (
+        attend(sinks=zeros(4, dtype="int32")),
+        r"sinks are logits .*floating point; got int32\. Cast",
+    ),
     **{
-        f"cap {cap!r}": (attend(soft_cap=cap), rf"soft_cap must be positive.*got soft_cap={re.escape(repr(cap))}\. For")
+        f"cap {cap!r}": (
+            attend(soft_cap=cap),
+            rf"soft_cap must be positive.*got soft_cap={re.escape(repr(cap))}\. For",
+        )
         for cap in (0.0, -3.0, math.nan, math.inf, 1e31, 1e-31, 1j, "1", [1.0], True, 10**400)
     },
     **{
@@ -86,11 +119,26 @@ SAME = {
         r"got an array of shape \(\), dtype complex64\. Pass one",
     ),
     "a scale of NumPy": (attend(scale=np.ones(2)), r"got an array of shape \(2,\), dtype float64"),
-    "complex bias": (attend(bias=zeros(5, 7, dtype="complex64")), r"bias must be float64, .*got complex64\. Cast"),
-    "rate": (lambda side: side.KeyedDropout("0.5", side.key()), r"dropout must be in \[0, 1\).*got dropout='0\.5'"),
-    "bias": (attend(bias=zeros(5, 6)), r"bias must broadcast to \(b, n, t, s\) = \(2, 4, 5, 7\); got shape \(5, 6\)"),
-    "bias of rank 5": (attend(bias=zeros(1, 2, 4, 5, 7)), r"bias must broadcast.*got shape \(1, 2, 4, 5, 7\)"),
-    "mask": (attend(mask=zeros(2, 7, dtype="bool")), r"mask must broadcast.*\(2, 7\).*write \[:, None, None, :\]"),
+    "complex bias": (
+        attend(bias=zeros(5, 7, dtype="complex64")),
+        r"bias must be float64, .*got complex64\. Cast",
+    ),
+    "rate": (
+        lambda side: side.KeyedDropout("0.5", side.key()),
+        r"dropout must be in \[0, 1\).*got dropout='0\.5'",
+    ),
+    "bias": (
+        attend(bias=zeros(5, 6)),
+        r"bias must broadcast to \(b, n, t, s\) = \(2, 4, 5, 7\); got shape \(5, 6\)",
+    ),
+    "bias of rank 5": (
+        attend(bias=zeros(1, 2, 4, 5, 7)),
+        r"bias must broadcast.*got shape \(1, 2, 4, 5, 7\)",
+    ),
+    "mask": (
+        attend(mask=zeros(2, 7, dtype="bool")),
+        r"mask must broadcast.*\(2, 7\).*write \[:, None, None, :\]",
+    ),
     "mask (b, t, s)": (
         attend(mask=zeros(2, 5, 7, dtype="bool")),
         r"mask must broadcast.*from \(b, t, s\) write \[:, None",
@@ -106,18 +154,39 @@ SAME = {
         mask("window", -1, 0),
         r"window's left is a number of keys, at least 0, known before tracing; got left=-1",
     ),
-    "minus right": (mask("window", None, -2), r"window's right .*got right=-2\. For an unbounded side pass None"),
+    "minus right": (
+        mask("window", None, -2),
+        r"window's right .*got right=-2\. For an unbounded side pass None",
+    ),
     "zero sliding": (mask("sliding_window", 0), r"width must be a positive integer; got width=0"),
-    "minus sliding": (mask("sliding_window", -3), r"width must be a positive integer; got width=-3"),
+    "minus sliding": (
+        mask("sliding_window", -3),
+        r"width must be a positive integer; got width=-3",
+    ),
     "offset beyond s": (
         mask("causal", 8),
         r"offset must lie between -t = -5 and s = 7, beyond.*got offset=8, t=5, s=7",
     ),
-    "offset before -t": (mask("causal", -6), r"offset must lie between -t = -5 and s = 7.*got offset=-6.*offset=2 the"),
-    "window offset": (mask("window", 1, 2, 9), r"between -t - right = -7 and s \+ left = 8, beyond.*got offset=9"),
-    "window before": (mask("window", None, 2, -8), r"between -t - right = -7 and s = 7, beyond.*got offset=-8"),
-    "window open to the right": (mask("window", 3, None, -6), r"between -t = -5 and s \+ left = 10, beyond.*offset=-6"),
-    "prefix offset": (mask("prefix", 2, 8), r"between -t = -5 and s = 7, beyond which all queries see the same keys"),
+    "offset before -t": (
+        mask("causal", -6),
+        r"offset must lie between -t = -5 and s = 7.*got offset=-6.*offset=2 the",
+    ),
+    "window offset": (
+        mask("window", 1, 2, 9),
+        r"between -t - right = -7 and s \+ left = 8, beyond.*got offset=9",
+    ),
+    "window before": (
+        mask("window", None, 2, -8),
+        r"between -t - right = -7 and s = 7, beyond.*got offset=-8",
+    ),
+    "window open to the right": (
+        mask("window", 3, None, -6),
+        r"between -t = -5 and s \+ left = 10, beyond.*offset=-6",
+    ),
+    "prefix offset": (
+        mask("prefix", 2, 8),
+        r"between -t = -5 and s = 7, beyond which all queries see the same keys",
+    ),
     "offset of a function": (
         lambda side: side.Mask.where(lambda b, n, i, j: i > j, 2**31).resolve(1, 1, 5, 7),
         r"positions that the function of a mask gets are integers of 32 bits; got offset=2147483648\. Count",
@@ -130,50 +199,105 @@ SAME = {
         mask("segments", np.zeros((2, 6), int)),
         r"query segments must have one id a token, shape \(2, 5\) or \(5",
     ),
-    "one side of segments": (mask("segments", np.zeros((2, 5), int)), r"key segments .*When t != s pass both"),
+    "one side of segments": (
+        mask("segments", np.zeros((2, 5), int)),
+        r"key segments .*When t != s pass both",
+    ),
     "batch of segments": (
         mask("segments", np.zeros((3, 5), int), np.zeros((3, 7), int)),
         r"query segments .*got \(3, 5\)",
     ),
-    "key segments": (mask("segments", np.zeros(5, int), np.zeros(6, int)), r"key segments must.*\(7,\); got \(6,\)"),
+    "key segments": (
+        mask("segments", np.zeros(5, int), np.zeros(6, int)),
+        r"key segments must.*\(7,\); got \(6,\)",
+    ),
     "lengths": (
         mask("lengths", key=np.zeros(3, int)),
         r"key lengths must be one integer or one a row, shape \(2,\).*\(3,\)",
     ),
-    "query lengths": (mask("lengths", query=np.zeros((2, 1), int)), r"query lengths must be.*got shape \(2, 1\)"),
-    "prefixes": (mask("prefix", np.zeros(4, int), 0), r"length must be one integer or one a row.*got shape \(4,\)"),
+    "query lengths": (
+        mask("lengths", query=np.zeros((2, 1), int)),
+        r"query lengths must be.*got shape \(2, 1\)",
+    ),
+    "prefixes": (
+        mask("prefix", np.zeros(4, int), 0),
+        r"length must be one integer or one a row.*got shape \(4,\)",
+    ),
 }
 
 ALIKE = {
-    "backend": (attend(backend="flash"), r"backend must be one of 'auto', .*'reference'.*; got 'flash'"),
-    "float mask": (attend(mask=zeros(5, 7)), r"must be boolean, True = attend; got dtype (torch\.)?float64.*as bias"),
-    "int mask": (attend(mask=zeros(5, 7, dtype="int32")), r"must be boolean.*int32.*mask\.(astype\(bool\)|bool\(\))"),
+    "backend": (
+        attend(backend="flash"),
+        r"backend must be one of 'auto', .*'reference'.*; got 'flash'",
+    ),
+    "float mask": (
+        attend(mask=zeros(5, 7)),
+        r"must be boolean, True = attend; got dtype (torch\.)?float64.*as bias",
+    ),
+    "int mask": (
+        attend(mask=zeros(5, 7, dtype="int32")),
+        r"must be boolean.*int32.*mask\.(astype\(bool\)|bool\(\))",
+    ),
     "dense float": (mask("dense", np.ones((5, 7))), r"must be boolean.*pass them as bias"),
-    "float segments": (mask("segments", np.ones(5)), r"query segments must be integers; got dtype .*float64"),
-    "float key segments": (mask("segments", np.ones(5, int), np.ones(7)), r"key segments must be integers"),
-    "bool segments": (mask("segments", np.ones(5, bool)), r"query segments must be integers; got dtype .*bool"),
-    "float lengths": (mask("lengths", key=np.ones(2)), r"key lengths must be integers; got dtype .*float64"),
+    "float segments": (
+        mask("segments", np.ones(5)),
+        r"query segments must be integers; got dtype .*float64",
+    ),
+    "float key segments": (
+        mask("segments", np.ones(5, int), np.ones(7)),
+        r"key segments must be integers",
+    ),
+    "bool segments": (
+        mask("segments", np.ones(5, bool)),
+        r"query segments must be integers; got dtype .*bool",
+    ),
+    "float lengths": (
+        mask("lengths", key=np.ones(2)),
+        r"key lengths must be integers; got dtype .*float64",
+    ),
     "float query lengths": (mask("lengths", query=np.ones(2)), r"query lengths must be integers"),
-    "float prefix": (mask("prefix", np.ones(2), 0), r"prefix length must be integers; got dtype .*float64"),
+    "float prefix": (
+        mask("prefix", np.ones(2), 0),
+        r"prefix length must be integers; got dtype .*float64",
+    ),
     "a string for a mask": (
         attend(mask="causal"),
         r"mask must be an array, a number or a list; got str\. Pass an array",
     ),
-    "a string for ids": (mask("segments", "ab"), r"query segments must be an array, a number or a list; got str"),
+    "a string for ids": (
+        mask("segments", "ab"),
+        r"query segments must be an array, a number or a list; got str",
+    ),
     "a mask for an offset": (
         lambda side: side.Mask.causal(side.Mask()),
         r"offset must be an array, a number or a list; got Mask\. Pass an array of",
     ),
-    "ragged ids": (mask("segments", [[1, 2], [3]]), r"query segments must be one array; got .*Pass rows of one length"),
-    "a mask for the bias": (attend(bias=lambda side: side.Mask()), r"bias must be .*; got Mask\. Pass a mask as mask="),
-    "a bias for the mask": (attend(mask=zeros(2, 4, 5, 7)), r"mask must be boolean.*pass them as bias"),
-    "a list for the bias": (attend(bias=[0.0]), r"bias must be .*; got list\. Pass \w+\.as_?(array|tensor)\(bias\)"),
-    "numbers for sinks": (attend(sinks=1.5), r"sinks must be .*; got float\. Pass \w+\.as_?(array|tensor)\(sinks\)"),
+    "ragged ids": (
+        mask("segments", [[1, 2], [3]]),
+        r"query segments must be one array; got .*Pass rows of one length",
+    ),
+    "a mask for the bias": (
+        attend(bias=lambda side: side.Mask()),
+        r"bias must be .*; got Mask\. Pass a mask as mask=",
+    ),
+    "a bias for the mask": (
+        attend(mask=zeros(2, 4, 5, 7)),
+        r"mask must be boolean.*pass them as bias",
+    ),
+    "a list for the bias": (
+        attend(bias=[0.0]),
+        r"bias must be .*; got list\. Pass \w+\.as_?(array|tensor)\(bias\)",
+    ),
+    "numbers for sinks": (
+        attend(sinks=1.5),
+        r"sinks must be .*; got float\. Pass \w+\.as_?(array|tensor)\(sinks\)",
+    ),
     "a number for the backend": (attend(backend=3), r"backend must be one of 'auto', .*; got 3"),
     **{
         f"{value!r} for the {name}": (
             lambda side, name=name, value=value: side.dot_product_attention(
-                **dict.fromkeys(("query", "key", "value"), side.array(np.ones((1, 2, 3)))) | {name: value}
+                **dict.fromkeys(("query", "key", "value"), side.array(np.ones((1, 2, 3))))
+                | {name: value}
             ),
             rf"{name} must be .*; got {type(value).__name__}\. Pass \w+\.as_?(array|tensor)\({name}\)",
         )
@@ -201,7 +325,9 @@ def test_the_outermost_offsets_pass(side, offset):
     mask("causal", offset)(side)
 
 
-@pytest.mark.parametrize(("left", "right", "offset"), [(2, 1, 9), (2, 1, -6), (None, 1, -6), (2, None, 9)])
+@pytest.mark.parametrize(
+    ("left", "right", "offset"), [(2, 1, 9), (2, 1, -6), (None, 1, -6), (2, None, 9)]
+)
 def test_at_the_outermost_offsets_of_a_window_all_queries_see_the_same(side, left, right, offset):
     found = side.numpy(side.Mask.window(left, right, offset).materialise(1, 1, 5, 7)[0, 0])
     assert (found == found[0]).all()
@@ -241,7 +367,9 @@ TRACED = {
 def test_errors_come_while_tracing(options, match):
     arrays = [np.ones(shape) for shape in (QUERY, KEY, VALUE)]
     with pytest.raises(ValueError, match=match):
-        jax.jit(lambda *x: flax_attn.dot_product_attention(*x, **options(flax_attn)))(*map(jnp.asarray, arrays))
+        jax.jit(lambda *x: flax_attn.dot_product_attention(*x, **options(flax_attn)))(
+            *map(jnp.asarray, arrays)
+        )
     tensors = [torch.tensor(x, device="meta") for x in arrays]
     with pytest.raises(ValueError, match=match):
         torch_ref.dot_product_attention(*tensors, **options(torch_ref))
@@ -250,8 +378,12 @@ def test_errors_come_while_tracing(options, match):
 def test_a_traced_mask_is_checked_while_tracing():
     x = jnp.ones((2, 5, 1, 3))
     with pytest.raises(ValueError, match="mask must be boolean"):
-        jax.jit(lambda x, mask: flax_attn.dot_product_attention(x, x, x, mask=mask))(x, jnp.ones((5, 5)))
-    with pytest.raises(ValueError, match="key lengths must be one integer or one a row"):
-        jax.jit(lambda x, n: flax_attn.dot_product_attention(x, x, x, mask=flax_attn.Mask.lengths(key=n)))(
-            x, jnp.ones(3, int)
+        jax.jit(lambda x, mask: flax_attn.dot_product_attention(x, x, x, mask=mask))(
+            x, jnp.ones((5, 5))
         )
+    with pytest.raises(ValueError, match="key lengths must be one integer or one a row"):
+        jax.jit(
+            lambda x, n: flax_attn.dot_product_attention(
+                x, x, x, mask=flax_attn.Mask.lengths(key=n)
+            )
+        )(x, jnp.ones(3, int))

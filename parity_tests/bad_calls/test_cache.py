@@ -35,20 +35,35 @@ FITS = r"capacity of 8 tokens; got {} new tokens, {} cached\. .*KVCache\.zeros\(
 LENGTHS = r"lengths counts the real tokens of a call of t=2 tokens; got lengths={}\. Use 0 to 2"
 WHOLE = r"mask is that of the whole sequence, .*capacity=8 tokens it can hold; got {}\. Pad it to the capacity"
 BAD = {
-    "window 0": (lambda side: zeros(side, 8, window=0), r"window must be a positive integer; got window=0"),
+    "window 0": (
+        lambda side: zeros(side, 8, window=0),
+        r"window must be a positive integer; got window=0",
+    ),
     "wide window": (
         lambda side: zeros(side, 4, window=5),
         r"a ring buffer must keep at least the window.*got window=5, capacity=4\. Use a capacity of at least 5",
     ),
-    "no capacity": (lambda side: zeros(side, 0), r"capacity must be a positive integer; got capacity=0"),
-    "no heads": (lambda side: side.KVCache.zeros(2, 4, 0, 3), r"num_kv_heads must be a positive integer"),
-    "no width": (lambda side: side.KVCache.zeros(2, 4, 3, -1), r"head_dim must be a positive integer; got head_dim=-1"),
+    "no capacity": (
+        lambda side: zeros(side, 0),
+        r"capacity must be a positive integer; got capacity=0",
+    ),
+    "no heads": (
+        lambda side: side.KVCache.zeros(2, 4, 0, 3),
+        r"num_kv_heads must be a positive integer",
+    ),
+    "no width": (
+        lambda side: side.KVCache.zeros(2, 4, 3, -1),
+        r"head_dim must be a positive integer; got head_dim=-1",
+    ),
     "full": (lambda side: extend(side, 4, replace(filled(side), length=5)), FITS.format(4, 5)),
     "longer than all": (lambda side: extend(side, 9, zeros(side, 8)), FITS.format(9, 0)),
     "more than all": (lambda side: extend(side, 9, lengths=9), FITS.format(9, 0)),
     "lengths": (lambda side: extend(side, 2, lengths=3), LENGTHS.format(3)),
     "negative lengths": (lambda side: extend(side, 2, lengths=-1), LENGTHS.format(-1)),
-    "lengths in a ring buffer": (lambda side: extend(side, 2, zeros(side, 4, window=3), lengths=3), LENGTHS.format(3)),
+    "lengths in a ring buffer": (
+        lambda side: extend(side, 2, zeros(side, 4, window=3), lengths=3),
+        LENGTHS.format(3),
+    ),
     "mask": (
         lambda side: extend(side, 2, mask=side.Mask.dense(np.ones((2, 5), bool))),
         WHOLE.format("mask of 2, 5 tokens"),
@@ -101,7 +116,9 @@ def answer(side, change):
     return t5.hidden(side.array(np.ones((B, 3), int)), change(kept))
 
 
-MADE = r"a cache is made for the heads and widths of one layer .*: {}; got {}\. Pass what init_cache"
+MADE = (
+    r"a cache is made for the heads and widths of one layer .*: {}; got {}\. Pass what init_cache"
+)
 RING = r"a ring buffer keeps the keys of its own window; got one of window={} for a layer of window={}, "
 FLOATING = r"a cache stores keys .* must be floating point; got dtype {}\. Use that of the layer"
 OURS = r"key \(2, 2, 8, 3\), value \(2, 2, 8, 3\)"
@@ -109,11 +126,15 @@ FOREIGN = {
     "integers": (lambda side: zeros(side, 8, dtype="int32"), FLOATING.format("int32")),
     "booleans": (lambda side: zeros(side, 8, dtype="bool"), FLOATING.format("bool")),
     "an integer cache by hand": (
-        lambda side: extend(side, 2, replace(filled(side), key=side.array(np.zeros((B, K, 8, H), int)))),
+        lambda side: extend(
+            side, 2, replace(filled(side), key=side.array(np.zeros((B, K, 8, H), int)))
+        ),
         FLOATING.format("int64"),
     ),
     "an integer cache of a layer": (
-        lambda side: attend(side, replace(filled(side), value=side.array(np.zeros((B, K, 8, H), int)))),
+        lambda side: attend(
+            side, replace(filled(side), value=side.array(np.zeros((B, K, 8, H), int)))
+        ),
         FLOATING.format("int64"),
     ),
     "integers by init_cache": (
@@ -196,7 +217,10 @@ FOREIGN = {
         lambda side: read(side, model(side, num_layers=1).init_cache(B, 8)),
         r"cache is a tuple with one entry for each layer .*, 2 in all; got 1\. Pass what init_cache of this model",
     ),
-    "more layers": (lambda side: read(side, model(side, num_layers=3).init_cache(B, 8)), r"2 in all; got 3\."),
+    "more layers": (
+        lambda side: read(side, model(side, num_layers=3).init_cache(B, 8)),
+        r"2 in all; got 3\.",
+    ),
     "one cache for a model": (lambda side: read(side, zeros(side, 8)), r"2 in all; got KVCache\."),
     "nothing kept": (
         lambda side: cross(side, lambda layer: None),
@@ -204,7 +228,9 @@ FOREIGN = {
     ),
     "kept of other rows": (
         lambda side: cross(side, lambda layer: layer.keep(side.array(np.zeros((2, 5, 4)))), b=3),
-        MADE.format(r"key \(3, 2, 5, 3\), value \(3, 2, 5, 3\)", r"key \(2, 2, 5, 3\), value \(2, 2, 5, 3\)"),
+        MADE.format(
+            r"key \(3, 2, 5, 3\), value \(3, 2, 5, 3\)", r"key \(2, 2, 5, 3\), value \(2, 2, 5, 3\)"
+        ),
     ),
     "a ring buffer that was kept": (
         lambda side: cross(side, lambda layer: zeros(side, 8, window=3)),

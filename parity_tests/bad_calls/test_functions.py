@@ -27,21 +27,35 @@ def scored(function, dtype="float64", **positions):
         query, key = (side.array(np.ones(shape), dtype) for shape in (QUERY, KEY))
         made = function(array) if callable(function) else function
         given = {name: side.array(x) for name, x in positions.items()}
-        return side.dot_product_attention(query, key, key, score=side.ScoreFunction(made, **given) if given else made)
+        return side.dot_product_attention(
+            query, key, key, score=side.ScoreFunction(made, **given) if given else made
+        )
 
     return act
 
 
 INDICES = "with b, n, i, j the indices of batch row, query head, query and key"
 SAME = {
-    "no function": (masked(3), rf"function of a mask is fn\(b, n, i, j\), {INDICES}; got int\. Pass a function"),
-    "no score function": (scored(3), r"function of a score is fn\(score, b, n, i, j\), .*; got int\. Pass a function"),
-    "three indices": (masked(lambda x: lambda n, i, j: i > j), r"got one that takes \(n, i, j\)\. Take all 4"),
+    "no function": (
+        masked(3),
+        rf"function of a mask is fn\(b, n, i, j\), {INDICES}; got int\. Pass a function",
+    ),
+    "no score function": (
+        scored(3),
+        r"function of a score is fn\(score, b, n, i, j\), .*; got int\. Pass a function",
+    ),
+    "three indices": (
+        masked(lambda x: lambda n, i, j: i > j),
+        r"got one that takes \(n, i, j\)\. Take all 4",
+    ),
     "five indices": (
         masked(lambda x: lambda s, b, n, i, j: i > j),
         r"got one that takes \(s, b, n, i, j\)",
     ),
-    "no score": (scored(lambda x: lambda b, n, i, j: 1.0), r"got one that takes \(b, n, i, j\)\. Take all 5"),
+    "no score": (
+        scored(lambda x: lambda b, n, i, j: 1.0),
+        r"got one that takes \(b, n, i, j\)\. Take all 5",
+    ),
     "nothing": (
         masked(lambda x: lambda b, n, i, j: None),
         r"of a mask returns one array; got NoneType\.",
@@ -54,8 +68,14 @@ SAME = {
         masked(lambda x: lambda b, n, i, j: x > 3),
         r"for one \(b, n, i, j\), True = attend; got an array",
     ),
-    "scores": (scored(lambda x: lambda s, b, n, i, j: s[None]), r"dtype of the score; got an array for one\. Index"),
-    "boolean score": (scored(lambda x: lambda s, b, n, i, j: s > 1), r"here float64; got dtype bool\. Return a"),
+    "scores": (
+        scored(lambda x: lambda s, b, n, i, j: s[None]),
+        r"dtype of the score; got an array for one\. Index",
+    ),
+    "boolean score": (
+        scored(lambda x: lambda s, b, n, i, j: s > 1),
+        r"here float64; got dtype bool\. Return a",
+    ),
     "another dtype": (
         scored(lambda x: lambda s, b, n, i, j: x[0] * (s.ndim + 1)),
         r"in the dtype of the score, here float64; got dtype float32\. Cast what it adds or multiplies to score\.dtype",
@@ -73,7 +93,9 @@ SAME = {
         r"key_positions of a score .* \(7,\); got shape \(2, 7\), not integers\. .*KVCache are cache\.positions\(t\)",
     ),
     "rows": (
-        lambda side: side.Mask.where(lambda b, n, i, j: i + b > j + n).sized(3, None).materialise(2, 1, 4, 4),
+        lambda side: (
+            side.Mask.where(lambda b, n, i, j: i + b > j + n).sized(3, None).materialise(2, 1, 4, 4)
+        ),
         r"this mask of a function is one for b=3; got b=2\. Make it again",
     ),
 }
@@ -116,7 +138,9 @@ def test_the_same_rule_with_the_remedy_of_the_framework(side, error_of, act, mat
 
 
 def test_scores_of_a_module_check_their_function(assert_same_error):
-    assert_same_error(lambda side: side.Scores(function=abs), r"function of a score is fn\(score, b, n, i, j\)")
+    assert_same_error(
+        lambda side: side.Scores(function=abs), r"function of a score is fn\(score, b, n, i, j\)"
+    )
 
 
 def test_an_array_of_numpy_has_no_values_at_an_index(sides, error_of):
@@ -130,13 +154,20 @@ def test_a_slot_without_a_key_is_not_told_of(side):
 
     def loss(slope):
         table = side.array(np.array([1.0, 2.0, 3.0, np.nan]))  # whose last is at -1
-        score = side.ScoreFunction(lambda score, b, n, i, j: score + slope * table[j], key_positions=order)
+        score = side.ScoreFunction(
+            lambda score, b, n, i, j: score + slope * table[j], key_positions=order
+        )
         return side.dot_product_attention(x, x * slope, x * slope, mask=mask, score=score).sum()
 
     assert np.isfinite(side.gradients(loss, side.array(np.array(0.5)))[0])
 
 
 def test_good_functions_pass(side):
-    assert tuple(masked(lambda x: lambda b, n, i, j: (x[b, n] > i) | (j == 0))(side).shape) == (2, 5, 4, 6)
+    assert tuple(masked(lambda x: lambda b, n, i, j: (x[b, n] > i) | (j == 0))(side).shape) == (
+        2,
+        5,
+        4,
+        6,
+    )
     assert tuple(masked(lambda x: lambda b, n, i, j: True)(side).shape) == (2, 5, 4, 6)
     assert tuple(scored(lambda x: lambda s, *indices: s, "float32")(side).shape) == (2, 5, 4, 6)

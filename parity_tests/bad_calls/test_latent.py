@@ -16,9 +16,18 @@ def call(side, cache=None, **options):
 
 
 CASES = {
-    "no latent": (lambda side: latent(side, kv_lora_rank=0), r"kv_lora_rank must be a positive integer; got kv_lora"),
-    "no values": (lambda side: latent(side, v_head_dim=0), r"v_head_dim must be a positive integer; got v_head_dim=0"),
-    "form": (lambda side: latent(side, form="wide"), r"form must be one of 'auto', 'plain', 'absorbed'; got 'wide'"),
+    "no latent": (
+        lambda side: latent(side, kv_lora_rank=0),
+        r"kv_lora_rank must be a positive integer; got kv_lora",
+    ),
+    "no values": (
+        lambda side: latent(side, v_head_dim=0),
+        r"v_head_dim must be a positive integer; got v_head_dim=0",
+    ),
+    "form": (
+        lambda side: latent(side, form="wide"),
+        r"form must be one of 'auto', 'plain', 'absorbed'; got 'wide'",
+    ),
     "odd rotated part": (
         lambda side: latent(side, qk_rope_head_dim=3, rope=side.RoPE()),
         r"head_dim must be .*even.*3",

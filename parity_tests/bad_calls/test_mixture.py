@@ -35,14 +35,38 @@ CONSTRUCTORS = {
         lambda side: router(side, groups=3),
         r"groups must divide num_experts into groups of two experts at least.*num_experts=8, groups=3\. Pass groups=1",
     ),
-    "groups of one expert": (lambda side: router(side, groups=8), r"groups must divide .*num_experts=8, groups=8"),
-    "no top_k": (lambda side: router(side, top_k=0), r"top_k must be a positive integer; got top_k=0"),
-    "no router width": (lambda side: router(side, d_model=0), r"d_model must be a positive integer; got d_model=0"),
-    "scores": (lambda side: router(side, scores="relu"), r"scores must be one of 'softmax', 'sigmoid'; got 'relu'"),
-    "no experts": (lambda side: experts(side, num_experts=0), r"num_experts must be a positive integer; got num_exp"),
-    "no hidden": (lambda side: experts(side, d_hidden=0), r"d_hidden must be a positive integer; got d_hidden=0"),
-    "form": (lambda side: experts(side, form="ragged"), r"form must be one of 'auto', 'dense', 'sorted'; got 'ragged'"),
-    "activation": (lambda side: experts(side, activation="relu6"), r"activation must be one of 'gelu_tanh'.*'relu6'"),
+    "groups of one expert": (
+        lambda side: router(side, groups=8),
+        r"groups must divide .*num_experts=8, groups=8",
+    ),
+    "no top_k": (
+        lambda side: router(side, top_k=0),
+        r"top_k must be a positive integer; got top_k=0",
+    ),
+    "no router width": (
+        lambda side: router(side, d_model=0),
+        r"d_model must be a positive integer; got d_model=0",
+    ),
+    "scores": (
+        lambda side: router(side, scores="relu"),
+        r"scores must be one of 'softmax', 'sigmoid'; got 'relu'",
+    ),
+    "no experts": (
+        lambda side: experts(side, num_experts=0),
+        r"num_experts must be a positive integer; got num_exp",
+    ),
+    "no hidden": (
+        lambda side: experts(side, d_hidden=0),
+        r"d_hidden must be a positive integer; got d_hidden=0",
+    ),
+    "form": (
+        lambda side: experts(side, form="ragged"),
+        r"form must be one of 'auto', 'dense', 'sorted'; got 'ragged'",
+    ),
+    "activation": (
+        lambda side: experts(side, activation="relu6"),
+        r"activation must be one of 'gelu_tanh'.*'relu6'",
+    ),
     "no activation": (
         lambda side: experts(side, activation=3),
         r"activation must be Callable; got int\. Pass activation=\"silu\", or a function of gate and up",
@@ -61,15 +85,25 @@ CONSTRUCTORS = {
         r"one d_model, and .* one num_experts; got router\.num_experts=8, router\.d_model=4, experts\.num_experts=6",
     ),
     "another shared width": (
-        lambda side: side.MixtureOfExperts(router(side), experts(side), side.build("GatedFeedForward", 5)),
+        lambda side: side.MixtureOfExperts(
+            router(side), experts(side), side.build("GatedFeedForward", 5)
+        ),
         r"one d_model.*experts\.d_model=4, shared\.d_model=5\. Construct them with the same",
     ),
     "a gate of nothing": (
-        lambda side: side.MixtureOfExperts(router(side), experts(side), None, side.build("Linear", 4, 1)),
+        lambda side: side.MixtureOfExperts(
+            router(side), experts(side), None, side.build("Linear", 4, 1)
+        ),
         r"shared_gate is that of a shared layer; got shared=None\. Pass shared, or no gate",
     ),
-    "no routing": (lambda side: side.load_balancing_loss([]), r"the load is that of .*; got no routing\. Pass those"),
-    "width of the router's input": (lambda side: router(side)(zeros(side, 3, 5)), r"x .*d_model.*5"),
+    "no routing": (
+        lambda side: side.load_balancing_loss([]),
+        r"the load is that of .*; got no routing\. Pass those",
+    ),
+    "width of the router's input": (
+        lambda side: router(side)(zeros(side, 3, 5)),
+        r"x .*d_model.*5",
+    ),
     "width of the experts' input": (
         lambda side: experts(side)(zeros(side, 3, 5), router(side)(zeros(side, 3, 4))),
         r"x .*d_model.*5",

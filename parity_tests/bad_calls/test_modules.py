@@ -17,12 +17,15 @@ NAN = float("nan")
 
 
 def multi_head(side, *, d_in=6, d_out=8, context_length=9, dropout=0.0, num_heads=4, **keywords):
-    return side.build("MultiHeadAttention", d_in, d_out, context_length, dropout, num_heads, **keywords)
+    return side.build(
+        "MultiHeadAttention", d_in, d_out, context_length, dropout, num_heads, **keywords
+    )
 
 
 def block(side, **keywords):
     return side.build(
-        "TransformerBlock", **{"d_model": 6, "context_length": 9, "dropout": 0.0, "num_heads": 2} | keywords
+        "TransformerBlock",
+        **{"d_model": 6, "context_length": 9, "dropout": 0.0, "num_heads": 2} | keywords,
     )
 
 
@@ -35,13 +38,22 @@ CONSTRUCTORS = {
         lambda side: multi_head(side, num_kv_heads=3),
         r"num_kv_heads must divide num_heads.*num_heads=4, num_kv_heads=3\. num_kv_heads may be 1, 2, 4$",
     ),
-    "more kv heads than heads": (lambda side: multi_head(side, num_kv_heads=8), r"num_kv_heads must divide num_heads"),
-    "no heads": (lambda side: multi_head(side, num_heads=0), r"num_heads must be a positive integer; got num_heads=0"),
+    "more kv heads than heads": (
+        lambda side: multi_head(side, num_kv_heads=8),
+        r"num_kv_heads must divide num_heads",
+    ),
+    "no heads": (
+        lambda side: multi_head(side, num_heads=0),
+        r"num_heads must be a positive integer; got num_heads=0",
+    ),
     "no kv heads": (lambda side: multi_head(side, num_kv_heads=0), r"got num_kv_heads=0"),
     "minus heads": (lambda side: multi_head(side, num_heads=-4), r"got num_heads=-4"),
     "float heads": (lambda side: multi_head(side, num_heads=4.0), r"got num_heads=4\.0"),
     "bool heads": (lambda side: multi_head(side, num_heads=True), r"got num_heads=True"),
-    "no head_dim": (lambda side: multi_head(side, head_dim=0), r"head_dim must be a positive integer; got head_dim=0"),
+    "no head_dim": (
+        lambda side: multi_head(side, head_dim=0),
+        r"head_dim must be a positive integer; got head_dim=0",
+    ),
     "kv heads with head_dim": (
         lambda side: multi_head(side, num_heads=3, num_kv_heads=2, head_dim=5),
         r"num_kv_heads must divide num_heads.*num_heads=3, num_kv_heads=2\. num_kv_heads may be 1, 3$",
@@ -59,7 +71,9 @@ CONSTRUCTORS = {
         r"q_norm is .* head_dim=2 wide, .*; got one of d_model=None\. Pass q_norm=RMSNorm\(2\)",
     ),
     "heads without a partner": (
-        lambda side: side.build("DifferentialAttention", 6, 8, 9, 0.0, 6, num_kv_heads=3, head_dim=4),
+        lambda side: side.build(
+            "DifferentialAttention", 6, 8, 9, 0.0, 6, num_kv_heads=3, head_dim=4
+        ),
         r"pairs the heads .* num_kv_heads must be even; got num_kv_heads=3\. Pass 4, or another even number",
     ),
     "no pairs of heads": (
@@ -70,27 +84,78 @@ CONSTRUCTORS = {
         lambda side: multi_head(side, output_gate="head"),
         r"output_gate must be one of 'features', 'heads'; got 'head'",
     ),
-    "no window": (lambda side: multi_head(side, window=0), r"window must be a positive integer; got window=0"),
+    "no window": (
+        lambda side: multi_head(side, window=0),
+        r"window must be a positive integer; got window=0",
+    ),
     "window in both directions": (
         lambda side: multi_head(side, window=3, causal=False),
         r"window is how many keys a token .*got window=3, causal=False\. .*mask=Mask\.window\(left, right\)",
     ),
-    "no d_out": (lambda side: multi_head(side, d_out=0), r"d_out must be a positive integer; got d_out=0"),
-    "no d_in": (lambda side: multi_head(side, d_in=0), r"d_in must be a positive integer; got d_in=0"),
-    "no context": (lambda side: multi_head(side, context_length=0), r"context_length must be a positive.*=0"),
-    "no kdim": (lambda side: multi_head(side, kdim=0), r"kdim must be a positive integer; got kdim=0"),
-    "no vdim": (lambda side: multi_head(side, vdim=-1), r"vdim must be a positive integer; got vdim=-1"),
-    "causal context": (lambda side: side.build("CausalAttention", 4, 6, -1, 0.0), r"context_length must.*=-1"),
-    "wrapper heads": (lambda side: side.build("MultiHeadAttentionWrapper", 4, 6, 9, 0.0, 0), r"got num_heads=0"),
-    "no d_key": (lambda side: side.build("SelfAttention", 4, 6, d_key=0), r"d_key must be a positive.*got d_key=0"),
-    "linear in": (lambda side: side.build("Linear", 0, 3), r"d_in must be a positive integer; got d_in=0"),
-    "linear out": (lambda side: side.build("Linear", 3, -2), r"d_out must be a positive integer; got d_out=-2"),
-    "norm width": (lambda side: side.build("LayerNorm", 0), r"d_model must be a positive integer; got d_model=0"),
-    "rms width": (lambda side: side.build("RMSNorm", 2.5), r"d_model must be a positive integer; got d_model=2\.5"),
-    "feed forward": (lambda side: side.build("FeedForward", 0), r"d_model must be a positive integer; got d_model=0"),
-    "hidden": (lambda side: side.build("FeedForward", 4, 0), r"d_hidden must be a positive integer; got d_hidden=0"),
-    "gated": (lambda side: side.build("GatedFeedForward", 0), r"d_model must be a positive integer; got d_model=0"),
-    "gated hidden": (lambda side: side.build("GatedFeedForward", 4, -1), r"d_hidden must be a positive.*d_hidden=-1"),
+    "no d_out": (
+        lambda side: multi_head(side, d_out=0),
+        r"d_out must be a positive integer; got d_out=0",
+    ),
+    "no d_in": (
+        lambda side: multi_head(side, d_in=0),
+        r"d_in must be a positive integer; got d_in=0",
+    ),
+    "no context": (
+        lambda side: multi_head(side, context_length=0),
+        r"context_length must be a positive.*=0",
+    ),
+    "no kdim": (
+        lambda side: multi_head(side, kdim=0),
+        r"kdim must be a positive integer; got kdim=0",
+    ),
+    "no vdim": (
+        lambda side: multi_head(side, vdim=-1),
+        r"vdim must be a positive integer; got vdim=-1",
+    ),
+    "causal context": (
+        lambda side: side.build("CausalAttention", 4, 6, -1, 0.0),
+        r"context_length must.*=-1",
+    ),
+    "wrapper heads": (
+        lambda side: side.build("MultiHeadAttentionWrapper", 4, 6, 9, 0.0, 0),
+        r"got num_heads=0",
+    ),
+    "no d_key": (
+        lambda side: side.build("SelfAttention", 4, 6, d_key=0),
+        r"d_key must be a positive.*got d_key=0",
+    ),
+    "linear in": (
+        lambda side: side.build("Linear", 0, 3),
+        r"d_in must be a positive integer; got d_in=0",
+    ),
+    "linear out": (
+        lambda side: side.build("Linear", 3, -2),
+        r"d_out must be a positive integer; got d_out=-2",
+    ),
+    "norm width": (
+        lambda side: side.build("LayerNorm", 0),
+        r"d_model must be a positive integer; got d_model=0",
+    ),
+    "rms width": (
+        lambda side: side.build("RMSNorm", 2.5),
+        r"d_model must be a positive integer; got d_model=2\.5",
+    ),
+    "feed forward": (
+        lambda side: side.build("FeedForward", 0),
+        r"d_model must be a positive integer; got d_model=0",
+    ),
+    "hidden": (
+        lambda side: side.build("FeedForward", 4, 0),
+        r"d_hidden must be a positive integer; got d_hidden=0",
+    ),
+    "gated": (
+        lambda side: side.build("GatedFeedForward", 0),
+        r"d_model must be a positive integer; got d_model=0",
+    ),
+    "gated hidden": (
+        lambda side: side.build("GatedFeedForward", 4, -1),
+        r"d_hidden must be a positive.*d_hidden=-1",
+    ),
     "sinks of cross-attention": (
         lambda side: side.build("CrossAttention", 4, 4, 0.0, 2, scores=side.Scores(sinks=True)),
         r"cross-attention have a scale and a soft cap alone; got sinks=True, function=None\. Leave out sinks",
@@ -99,40 +164,70 @@ CONSTRUCTORS = {
         lambda side: side.build("GatedFeedForward", 4, activation="swish"),
         r"activation must be one of 'gelu_tanh', 'gelu_exact', 'silu', 'relu'; got 'swish'",
     ),
-    "no ids": (lambda side: side.build("Embedding", 0, 3), r"size must be a positive integer; got size=0"),
-    "embedding width": (lambda side: side.build("Embedding", 3, 0), r"d_model must be a positive integer; got d_mod"),
+    "no ids": (
+        lambda side: side.build("Embedding", 0, 3),
+        r"size must be a positive integer; got size=0",
+    ),
+    "embedding width": (
+        lambda side: side.build("Embedding", 3, 0),
+        r"d_model must be a positive integer; got d_mod",
+    ),
     "capacity": (
         lambda side: multi_head(side).init_cache(2, 10),
         r"capacity must not exceed context_length; got capacity=10, context_length=9\. Make the cache smaller",
     ),
-    "block capacity": (lambda side: block(side).init_cache(2, 10), r"got capacity=10, context_length=9"),
+    "block capacity": (
+        lambda side: block(side).init_cache(2, 10),
+        r"got capacity=10, context_length=9",
+    ),
     "capacity of a window": (
         lambda side: multi_head(side, window=5).init_cache(2, 4),
         r"a ring buffer must keep at least the window.*got window=5, capacity=4",
     ),
-    "layer norm eps": (lambda side: side.build("LayerNorm", 4, -1e-5), r"eps .*must be at least 0; got eps=-1e-05"),
-    "rms norm eps": (lambda side: side.build("RMSNorm", 4, NAN), r"eps .*must be at least 0; got eps=nan"),
-    "soft cap": (lambda side: side.Scores(soft_cap=0.0), r"soft_cap must be positive.*got soft_cap=0\.0"),
-    "scale": (lambda side: side.Scores(scale=NAN), r"scale is one real number for all scores.*got scale=nan"),
+    "layer norm eps": (
+        lambda side: side.build("LayerNorm", 4, -1e-5),
+        r"eps .*must be at least 0; got eps=-1e-05",
+    ),
+    "rms norm eps": (
+        lambda side: side.build("RMSNorm", 4, NAN),
+        r"eps .*must be at least 0; got eps=nan",
+    ),
+    "soft cap": (
+        lambda side: side.Scores(soft_cap=0.0),
+        r"soft_cap must be positive.*got soft_cap=0\.0",
+    ),
+    "scale": (
+        lambda side: side.Scores(scale=NAN),
+        r"scale is one real number for all scores.*got scale=nan",
+    ),
     "no scores": (
         lambda side: multi_head(side, scores=0.5),
         r"scores must be .*Scores.*; got float\. Pass scores=Scores\(soft_cap=50\.0\)",
     ),
     "att": (
-        lambda side: side.TransformerBlock(side.build("FeedForward", 6), side.build("FeedForward", 6), None, None),
+        lambda side: side.TransformerBlock(
+            side.build("FeedForward", 6), side.build("FeedForward", 6), None, None
+        ),
         r"att must be Attention; got FeedForward\. Pass att=MultiHeadAttention",
     ),
     "drop_shortcut": (
-        lambda side: side.TransformerBlock(multi_head(side, d_out=6, num_heads=2), None, None, None, drop_shortcut=0.1),
+        lambda side: side.TransformerBlock(
+            multi_head(side, d_out=6, num_heads=2), None, None, None, drop_shortcut=0.1
+        ),
         r"drop_shortcut must be .*Dropout.*; got float\. Pass drop_shortcut=Dropout\(\.\.\.\), or None",
     ),
     "att widths": (
-        lambda side: side.TransformerBlock(multi_head(side, kdim=5), side.build("FeedForward", 6), None, None),
+        lambda side: side.TransformerBlock(
+            multi_head(side, kdim=5), side.build("FeedForward", 6), None, None
+        ),
         r"all parts of a block have one width; got att\.d_in=6, att\.d_out=8, att\.kdim=5\. Construct",
     ),
     "ff and norm widths": (
         lambda side: side.TransformerBlock(
-            multi_head(side, d_out=6, num_heads=2), side.build("FeedForward", 8), side.build("RMSNorm", 4), None
+            multi_head(side, d_out=6, num_heads=2),
+            side.build("FeedForward", 8),
+            side.build("RMSNorm", 4),
+            None,
         ),
         r"got att\.d_in=6, ff\.d_model=8, norm1\.d_model=4\.",
     ),
@@ -150,8 +245,14 @@ CONSTRUCTORS = {
         lambda side: block(side, norm_first=False, norms=("norm1", "norm2", "post_norm1")),
         r"norm_first=False normalises the two sums, .*got norm1, norm2, post_norm1\. .*pass norm_first=True",
     ),
-    "sums without norms": (lambda side: block(side, norm_first=False, norms=()), r"norm_first=False.*got no norm\."),
-    "one sum": (lambda side: block(side, norm_first=False, norms=("norm2",)), r"norm_first=False.*got norm2\."),
+    "sums without norms": (
+        lambda side: block(side, norm_first=False, norms=()),
+        r"norm_first=False.*got no norm\.",
+    ),
+    "one sum": (
+        lambda side: block(side, norm_first=False, norms=("norm2",)),
+        r"norm_first=False.*got norm2\.",
+    ),
     "activation": (
         lambda side: side.build("FeedForward", 4, activation="gelu"),
         r"activation must be one of 'gelu_tanh', 'gelu_exact', 'silu', 'relu'; got 'gelu'",
@@ -160,8 +261,14 @@ CONSTRUCTORS = {
         lambda side: side.build("create_gpt2_attention", "huge"),
         r"size must be one of 'gpt2-small', .*'gpt2-xl'; got 'huge'",
     ),
-    "size with prefix": (lambda side: side.build("create_gpt2_attention", "gpt2-tiny"), r"got 'gpt2-tiny'"),
-    "gpt2 dropout": (lambda side: side.build("create_gpt2_attention", "small", 1.5), r"got dropout=1\.5"),
+    "size with prefix": (
+        lambda side: side.build("create_gpt2_attention", "gpt2-tiny"),
+        r"got 'gpt2-tiny'",
+    ),
+    "gpt2 dropout": (
+        lambda side: side.build("create_gpt2_attention", "small", 1.5),
+        r"got dropout=1\.5",
+    ),
 }
 
 
@@ -182,14 +289,18 @@ ATTENDING = {
 
 @pytest.mark.parametrize(("name", "arguments"), ATTENDING.items(), ids=ATTENDING)
 def test_unknown_backend(side, name, arguments):
-    with pytest.raises(ValueError, match=r"backend must be one of 'auto', .*'reference'.*; got 'nope'"):
+    with pytest.raises(
+        ValueError, match=r"backend must be one of 'auto', .*'reference'.*; got 'nope'"
+    ):
         side.build(name, *arguments, backend="nope")
 
 
 WITH_DROPOUT = {
     "MultiHeadAttention": lambda side, rate: multi_head(side, dropout=rate),
     "CausalAttention": lambda side, rate: side.build("CausalAttention", 4, 6, 9, rate),
-    "MultiHeadAttentionWrapper": lambda side, rate: side.build("MultiHeadAttentionWrapper", 4, 6, 9, rate, 2),
+    "MultiHeadAttentionWrapper": lambda side, rate: side.build(
+        "MultiHeadAttentionWrapper", 4, 6, 9, rate, 2
+    ),
     "Dropout": lambda side, rate: side.build("Dropout", rate),
     "KeyedDropout": lambda side, rate: side.KeyedDropout(rate, side.key()),
 }
@@ -206,7 +317,11 @@ MODULES = {
     "SimplifiedSelfAttention": (lambda side: side.build("SimplifiedSelfAttention"), 4, None),
     "SelfAttention": (lambda side: side.build("SelfAttention", 4, 6), 4, "d_in"),
     "CausalAttention": (lambda side: side.build("CausalAttention", 4, 6, 5, 0.0), 4, "d_in"),
-    "MultiHeadAttentionWrapper": (lambda side: side.build("MultiHeadAttentionWrapper", 4, 6, 5, 0.0, 2), 4, "d_in"),
+    "MultiHeadAttentionWrapper": (
+        lambda side: side.build("MultiHeadAttentionWrapper", 4, 6, 5, 0.0, 2),
+        4,
+        "d_in",
+    ),
     "MultiHeadAttention": (lambda side: multi_head(side, context_length=5), 6, "d_in"),
     "TransformerBlock": (lambda side: block(side, context_length=5), 6, "d_model"),
 }
@@ -220,19 +335,25 @@ def test_wrong_rank(assert_same_error, build, width, name, rank):
     assert_same_error(lambda side: build(side)(side.array(np.ones(shape))), match)
 
 
-@pytest.mark.parametrize(("build", "width", "name"), list(MODULES.values())[1:], ids=list(MODULES)[1:])
+@pytest.mark.parametrize(
+    ("build", "width", "name"), list(MODULES.values())[1:], ids=list(MODULES)[1:]
+)
 def test_wrong_width(assert_same_error, build, width, name):
     match = rf"last axis of \w+ must be {name}={width}; got shape \(2, 5, {width + 1}\)"
     assert_same_error(lambda side: build(side)(side.array(np.ones((2, 5, width + 1)))), match)
 
 
-@pytest.mark.parametrize(("build", "width", "name"), list(MODULES.values())[2:], ids=list(MODULES)[2:])
+@pytest.mark.parametrize(
+    ("build", "width", "name"), list(MODULES.values())[2:], ids=list(MODULES)[2:]
+)
 def test_longer_than_context_length(assert_same_error, build, width, name):
     match = rf"longer than context_length=5 tokens; got 7 tokens, shape \(2, 7, {width}\)\. Cut the input"
     assert_same_error(lambda side: build(side)(side.array(np.ones((2, 7, width)))), match)
 
 
-@pytest.mark.parametrize(("build", "width", "name"), list(MODULES.values())[1:], ids=list(MODULES)[1:])
+@pytest.mark.parametrize(
+    ("build", "width", "name"), list(MODULES.values())[1:], ids=list(MODULES)[1:]
+)
 @pytest.mark.parametrize("given", [None, [[1.0, 2.0]], 3.0, "tokens"])
 def test_what_is_no_array(assert_same_error, build, width, name, given):
     match = rf"^\w+ must be an array; got {type(given).__name__}\. Make it one before the call$"
@@ -240,9 +361,24 @@ def test_what_is_no_array(assert_same_error, build, width, name, given):
 
 
 INPUTS = {
-    "key width": ((2, 5, 6), (2, 5, 5), (2, 5, 3), r"last axis of key must be kdim=4; got shape \(2, 5, 5\)"),
-    "value width": ((2, 5, 6), (2, 5, 4), (2, 5, 6), r"last axis of value must be vdim=3; got shape \(2, 5, 6\)"),
-    "long key": ((2, 5, 6), (2, 10, 4), (2, 10, 3), r"key must not be longer than context_length=9 tokens; got 10"),
+    "key width": (
+        (2, 5, 6),
+        (2, 5, 5),
+        (2, 5, 3),
+        r"last axis of key must be kdim=4; got shape \(2, 5, 5\)",
+    ),
+    "value width": (
+        (2, 5, 6),
+        (2, 5, 4),
+        (2, 5, 6),
+        r"last axis of value must be vdim=3; got shape \(2, 5, 6\)",
+    ),
+    "long key": (
+        (2, 5, 6),
+        (2, 10, 4),
+        (2, 10, 3),
+        r"key must not be longer than context_length=9 tokens; got 10",
+    ),
     "token counts": ((2, 5, 6), (2, 7, 4), (2, 8, 3), r"same number of tokens s and of heads k"),
     "batch sizes": ((2, 5, 6), (3, 7, 4), (3, 7, 3), r"one batch size; got query \(2, 5, 4, 2\)"),
     "mixed ranks": ((2, 5, 6), (7, 4), (7, 3), r"or all three without b"),
@@ -254,7 +390,9 @@ def test_bad_cross_attention(assert_same_error, row):
     *shapes, match = row
 
     def act(side):
-        multi_head(side, kdim=4, vdim=3, causal=False)(*(side.array(np.ones(shape)) for shape in shapes))
+        multi_head(side, kdim=4, vdim=3, causal=False)(
+            *(side.array(np.ones(shape)) for shape in shapes)
+        )
 
     assert_same_error(act, match)
 
@@ -264,12 +402,17 @@ def test_a_cache_is_for_self_attention(assert_same_error):
         module, x = multi_head(side), side.array(np.ones((2, 5, 6)))
         module(x, x, cache=module.init_cache(2, 5))
 
-    assert_same_error(act, r"a cache holds .*in self-attention; got a key of shape \(2, 5, 6\)\. Leave out the key")
+    assert_same_error(
+        act,
+        r"a cache holds .*in self-attention; got a key of shape \(2, 5, 6\)\. Leave out the key",
+    )
 
 
 def test_ids_are_integers(assert_same_error):
     match = r"ids must be integers; got dtype float64\. Cast them before the call"
-    assert_same_error(lambda side: side.build("Embedding", 7, 3)(side.array(np.array([0.0, 1.0]))), match)
+    assert_same_error(
+        lambda side: side.build("Embedding", 7, 3)(side.array(np.array([0.0, 1.0]))), match
+    )
 
 
 @pytest.mark.parametrize("bad", [7, -1, 2**31 - 1])
@@ -298,7 +441,9 @@ def test_causal_cross_attention_needs_an_offset(assert_same_error):
     def act(side):
         multi_head(side)(side.array(np.ones((2, 5, 6))), side.array(np.ones((2, 7, 6))))
 
-    assert_same_error(act, r"offset when t != s.*t=5, s=7\. Choose offset=0 .*or offset=2 .*causal=False")
+    assert_same_error(
+        act, r"offset when t != s.*t=5, s=7\. Choose offset=0 .*or offset=2 .*causal=False"
+    )
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "FeedForward", "GatedFeedForward"])
@@ -324,24 +469,34 @@ def test_missing_rngs(name, arguments):
         getattr(flax_attn, name)(*arguments)
 
 
-STREAMLESS = [("Dropout", (), None), ("Dropout", (), {"params": 0}), ("CausalAttention", (3, 2, 6), {"params": 0})]
+STREAMLESS = [
+    ("Dropout", (), None),
+    ("Dropout", (), {"params": 0}),
+    ("CausalAttention", (3, 2, 6), {"params": 0}),
+]
 
 
 @pytest.mark.parametrize(("name", "arguments", "seeds"), STREAMLESS)
 def test_missing_dropout_stream(name, arguments, seeds):
     rngs = nnx.Rngs(**seeds) if seeds else None
-    with pytest.raises(ValueError, match=r"dropout=0\.5 needs a random stream.*nnx\.Rngs\(params=0, dropout=1\)"):
+    with pytest.raises(
+        ValueError, match=r"dropout=0\.5 needs a random stream.*nnx\.Rngs\(params=0, dropout=1\)"
+    ):
         getattr(flax_attn, name)(*arguments, 0.5, rngs=rngs)
 
 
 def test_no_stream_is_needed_without_dropout():
-    assert flax_attn.CausalAttention(3, 2, 6, 0.0, rngs=nnx.Rngs(params=0))(jnp.ones((4, 3), jnp.float32)).shape == (
+    assert flax_attn.CausalAttention(3, 2, 6, 0.0, rngs=nnx.Rngs(params=0))(
+        jnp.ones((4, 3), jnp.float32)
+    ).shape == (
         4,
         2,
     )
 
 
-@pytest.mark.parametrize(("shape", "match"), [((2, 5, 7), "d_in=6"), ((2, 10, 6), "longer"), ((6,), "rank 1")])
+@pytest.mark.parametrize(
+    ("shape", "match"), [((2, 5, 7), "d_in=6"), ((2, 10, 6), "longer"), ((6,), "rank 1")]
+)
 def test_errors_come_while_tracing(shape, match):
     layer = flax_attn.MultiHeadAttention(6, 8, 9, 0.0, 4, rngs=nnx.Rngs(0))
     for trace in (jax.jit, lambda function: lambda x: jax.eval_shape(function, x)):

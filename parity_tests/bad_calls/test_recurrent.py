@@ -4,12 +4,21 @@ import numpy as np
 import pytest
 
 B, T, K, N, H, V = 2, 5, 2, 4, 3, 6
-SHAPES = {"query": (B, T, K, H), "key": (B, T, K, H), "value": (B, T, N, V), "decay": (B, T, N), "beta": (B, T, N)}
+SHAPES = {
+    "query": (B, T, K, H),
+    "key": (B, T, K, H),
+    "value": (B, T, N, V),
+    "decay": (B, T, N),
+    "beta": (B, T, N),
+}
 
 
 def rule(side, **shapes):
     """Call the delta rule with arrays of other shapes, or of another dtype."""
-    arrays = {name: np.zeros(shape) if isinstance(shape, tuple) else shape for name, shape in (SHAPES | shapes).items()}
+    arrays = {
+        name: np.zeros(shape) if isinstance(shape, tuple) else shape
+        for name, shape in (SHAPES | shapes).items()
+    }
     return side.gated_delta_rule(**{name: side.array(array) for name, array in arrays.items()})
 
 
@@ -33,13 +42,18 @@ def kernel_of(side, size):
     return side.build("GatedDeltaNet", 6, 6, 4, 3, kernel_size=size)
 
 
-MASKS = r"takes causal masks, segments and lengths, as its state holds all tokens before; got Mask\.{}"
+MASKS = (
+    r"takes causal masks, segments and lengths, as its state holds all tokens before; got Mask\.{}"
+)
 BAD = {
     "another key": (
         lambda side: rule(side, key=(B, T, K, 4)),
         r"query and key must have shape \(b, t, k, h\) both.*got query \(2, 5, 2, 3\), key \(2, 5, 2, 4\)",
     ),
-    "a rank of two": (lambda side: rule(side, query=(T, H), key=(T, H)), r"or all three without b; got query \(5, 3\)"),
+    "a rank of two": (
+        lambda side: rule(side, query=(T, H), key=(T, H)),
+        r"or all three without b; got query \(5, 3\)",
+    ),
     "no tokens": (
         lambda side: rule(side, query=(B, 0, K, H), key=(B, 0, K, H), value=(B, 0, N, V)),
         r"the same rows b and tokens t, at least one",
@@ -52,12 +66,18 @@ BAD = {
         lambda side: rule(side, decay=(B, T, N, V)),
         r"one number a head, \(2, 5, 4\), or one a feature of its key, \(2, 5, 4, 3\); got \(2, 5, 4, 6\)",
     ),
-    "beta": (lambda side: rule(side, beta=(B, T, K)), r"beta must have shape \(2, 5, 4\) beside query"),
+    "beta": (
+        lambda side: rule(side, beta=(B, T, K)),
+        r"beta must have shape \(2, 5, 4\) beside query",
+    ),
     "state": (
         lambda side: rule(side, state=(B, N, H, V)),
         r"state must have shape \(2, 4, 6, 3\) .*\(2, 4, 3, 6\)",
     ),
-    "starts": (lambda side: rule(side, starts=np.zeros((B, 4), bool)), r"starts must have shape \(2, 5\)"),
+    "starts": (
+        lambda side: rule(side, starts=np.zeros((B, 4), bool)),
+        r"starts must have shape \(2, 5\)",
+    ),
     "integers": (
         lambda side: rule(side, value=np.zeros((B, T, N, V), "int32")),
         r"all but starts must be float64, .* or float16; got int32\. Cast to one of them before",
@@ -66,7 +86,10 @@ BAD = {
         lambda side: convolution(side, (3,)),
         r"x must have shape \(t, d\) or \(b, t, d\)",
     ),
-    "kernel": (lambda side: convolution(side, kernel=(4, 2)), r"w numbers for each of the d=3 features.*got \(4, 2\)"),
+    "kernel": (
+        lambda side: convolution(side, kernel=(4, 2)),
+        r"w numbers for each of the d=3 features.*got \(4, 2\)",
+    ),
     "inputs before": (
         lambda side: convolution(side, state=(B, 4, 3)),
         r"state must have shape \(2, 3, 3\)",
@@ -75,10 +98,22 @@ BAD = {
         lambda side: layer(side, num_key_heads=3),
         r"num_key_heads must divide num_heads.*got num_heads=4, num_key_heads=3",
     ),
-    "no heads": (lambda side: layer(side, num_heads=0), r"num_heads must be a positive integer; got num_heads=0"),
-    "no width": (lambda side: layer(side, head_dim=0), r"head_dim must be a positive integer; got head_dim=0"),
-    "no kernel": (lambda side: kernel_of(side, 0), r"kernel_size must be a positive integer; got kernel_size=0"),
-    "width": (lambda side: layer(side, (B, T, 5)), r"the last axis of query must be d_in=6; got shape \(2, 5, 5\)"),
+    "no heads": (
+        lambda side: layer(side, num_heads=0),
+        r"num_heads must be a positive integer; got num_heads=0",
+    ),
+    "no width": (
+        lambda side: layer(side, head_dim=0),
+        r"head_dim must be a positive integer; got head_dim=0",
+    ),
+    "no kernel": (
+        lambda side: kernel_of(side, 0),
+        r"kernel_size must be a positive integer; got kernel_size=0",
+    ),
+    "width": (
+        lambda side: layer(side, (B, T, 5)),
+        r"the last axis of query must be d_in=6; got shape \(2, 5, 5\)",
+    ),
     "weights": (
         lambda side: layer(side, call=lambda side: {"return_weights": True}),
         r"has a state, and no scores, weights or positions; got return_weights=\. Leave it out, or use MultiHead",
@@ -99,7 +134,10 @@ BAD = {
         lambda side: layer(side, call=lambda side: {"mask": side.Mask.causal(offset=2)}),
         MASKS.format(r"causal\("),
     ),
-    "too many": (lambda side: cached(side, T + 1), r"real tokens of a call of t=5 tokens; got lengths=6\. Use 0 to 5"),
+    "too many": (
+        lambda side: cached(side, T + 1),
+        r"real tokens of a call of t=5 tokens; got lengths=6\. Use 0 to 5",
+    ),
 }
 
 

@@ -42,7 +42,9 @@ class Rig:
         assert all((array != published[name].numpy()).any() for name, array in mine.items())
         convert.load_state_dict(ours, published, layout)
         stored = convert.state_dict(ours, layout)
-        assert all(array.tobytes() == published[name].numpy().tobytes() for name, array in stored.items())
+        assert all(
+            array.tobytes() == published[name].numpy().tobytes() for name, array in stored.items()
+        )
         other = {name: torch.from_numpy(array) for name, array in mine.items()}
         theirs.load_state_dict({**published, **other}, strict=True)
         convert.load_state_dict(ours, mine, layout)
@@ -50,7 +52,9 @@ class Rig:
     def run(self, layer, *arrays, **named):
         """Return the output of an NNX layer, compiled."""
         arrays, named = jax.tree.map(jnp.asarray, (arrays, named))
-        return np.asarray(nnx.jit(lambda layer, arrays, named: layer(*arrays, **named))(layer, arrays, named))
+        return np.asarray(
+            nnx.jit(lambda layer, arrays, named: layer(*arrays, **named))(layer, arrays, named)
+        )
 
     def assert_equal(self, ours, theirs):
         errors = tolerance.relative({"output": ours}, {"output": theirs.detach().numpy()})

@@ -14,18 +14,27 @@ SHAPES = {"dense": {"kernel": (5, 3), "bias": (3,)}, "norm": {"scale": (3,)}}
 
 def weights():
     random = np.random.default_rng(0)
-    return {place: {n: random.normal(size=s) for n, s in shapes.items()} for place, shapes in SHAPES.items()}
+    return {
+        place: {n: random.normal(size=s) for n, s in shapes.items()}
+        for place, shapes in SHAPES.items()
+    }
 
 
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, torch.tensor])
 def test_there_and_back(kind):
     ours = weights()
     theirs = convert.to_layout(
-        {place: {name: kind(array) for name, array in named.items()} for place, named in ours.items()}, "torch"
+        {
+            place: {name: kind(array) for name, array in named.items()}
+            for place, named in ours.items()
+        },
+        "torch",
     )
     assert list(theirs) == ["dense.bias", "dense.weight", "norm.weight"]
     assert (theirs["dense.weight"] == ours["dense"]["kernel"].T).all()
-    back = convert.from_layout({name: kind(array) for name, array in theirs.items()}, "torch", like=ours)
+    back = convert.from_layout(
+        {name: kind(array) for name, array in theirs.items()}, "torch", like=ours
+    )
     assert list(back) == ["dense.kernel", "norm.scale", "dense.bias"]
     assert (back["dense.kernel"] == ours["dense"]["kernel"]).all()
     assert all(array.dtype == np.float64 for array in back.values())
@@ -59,11 +68,15 @@ def test_axes_that_no_shape_gives():
     theirs = convert.to_layout(ours, "flax", axes=axes)
     assert theirs["block.att.key.kernel"].shape == (6, 2, 2)
     assert all(
-        (theirs[f"block.att.{name}"] == array).all() for name, array in convert.state_dict(layer, "flax").items()
+        (theirs[f"block.att.{name}"] == array).all()
+        for name, array in convert.state_dict(layer, "flax").items()
     )
     back = convert.from_layout(theirs, "flax", like=ours, axes=axes)
     assert all((array == np.asarray(ours[name])).all() for name, array in back.items())
-    with pytest.raises(convert.ConversionError, match=r"W_query.kernel of shape \(6, 8\) does not read as 'i \(n h\)'"):
+    with pytest.raises(
+        convert.ConversionError,
+        match=r"W_query.kernel of shape \(6, 8\) does not read as 'i \(n h\)'",
+    ):
         convert.to_layout(ours, "flax")
 
 
@@ -80,7 +93,9 @@ def test_one_error_names_everything():
 
 
 def test_what_is_no_number_is_named():
-    with pytest.raises(convert.ConversionError, match=r"norm\.scale must hold real numbers; got dtype bool"):
+    with pytest.raises(
+        convert.ConversionError, match=r"norm\.scale must hold real numbers; got dtype bool"
+    ):
         convert.to_layout({"norm": {"scale": np.ones(3, bool)}}, "torch")
 
 
@@ -90,7 +105,9 @@ def test_parameters_of_a_sequence_are_named_by_index():
             super().__init__(*layers)
             self.gain = nnx.Param(jnp.ones(2))
 
-    sequence = Named(nnx.List([flax_attn.RMSNorm(3)]), jnp.tanh, nnx.Sequential(flax_attn.LayerNorm(5)))
+    sequence = Named(
+        nnx.List([flax_attn.RMSNorm(3)]), jnp.tanh, nnx.Sequential(flax_attn.LayerNorm(5))
+    )
     assert list(convert.parameters(sequence)) == ["gain", "0.0.scale", "2.0.scale", "2.0.shift"]
     held = nnx.Dict(layers=nnx.List([flax_attn.RMSNorm(3)]))
     assert list(convert.parameters(held)) == ["layers.0.scale"]

@@ -56,9 +56,14 @@ def attend(query, key, value, mask=None, **options):
 class Block(nnx.Module):
     def __init__(self):
         self.norm1 = nnx.LayerNorm(D, **NORM)
-        self.attn = nnx.MultiHeadAttention(HEADS, D, decode=False, attention_fn=attend, rngs=R, **F64)
+        self.attn = nnx.MultiHeadAttention(
+            HEADS, D, decode=False, attention_fn=attend, rngs=R, **F64
+        )
         self.norm2 = nnx.LayerNorm(D, **NORM)
-        self.fc1, self.fc2 = nnx.Linear(D, HIDDEN, rngs=R, **F64), nnx.Linear(HIDDEN, D, rngs=R, **F64)
+        self.fc1, self.fc2 = (
+            nnx.Linear(D, HIDDEN, rngs=R, **F64),
+            nnx.Linear(HIDDEN, D, rngs=R, **F64),
+        )
 
     def __call__(self, x):
         x = x + self.attn(self.norm1(x))
@@ -105,9 +110,14 @@ class TorchvisionBlock(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.ln_1, self.self_attention = nn.LayerNorm(D), nn.MultiheadAttention(D, HEADS, batch_first=True)
+        self.ln_1, self.self_attention = (
+            nn.LayerNorm(D),
+            nn.MultiheadAttention(D, HEADS, batch_first=True),
+        )
         self.ln_2 = nn.LayerNorm(D)
-        self.mlp = nn.Sequential(nn.Linear(D, HIDDEN), nn.GELU(), nn.Dropout(0.0), nn.Linear(HIDDEN, D))
+        self.mlp = nn.Sequential(
+            nn.Linear(D, HIDDEN), nn.GELU(), nn.Dropout(0.0), nn.Linear(HIDDEN, D)
+        )
 
     def forward(self, x):
         y = self.ln_1(x)
@@ -123,7 +133,10 @@ class Projections(nn.Module):
 
     def forward(self, x):
         b, t, _ = x.shape
-        q, k, v = (f(x).view(b, t, HEADS, -1).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            f(x).view(b, t, HEADS, -1).transpose(1, 2)
+            for f in (self.q_proj, self.k_proj, self.v_proj)
+        )
         y = nn.functional.scaled_dot_product_attention(q, k, v)
         return self.o_proj(y.transpose(1, 2).reshape(b, t, D))
 
@@ -135,7 +148,10 @@ class NestedBlock(nn.Module):
         super().__init__()
         self.mixing = nn.ModuleDict({"before": nn.LayerNorm(D), "mixer": Projections()})
         self.feeding = nn.ModuleDict(
-            {"before": nn.LayerNorm(D), "inner": nn.ModuleDict({"a": nn.Linear(D, HIDDEN), "b": nn.Linear(HIDDEN, D)})}
+            {
+                "before": nn.LayerNorm(D),
+                "inner": nn.ModuleDict({"a": nn.Linear(D, HIDDEN), "b": nn.Linear(HIDDEN, D)}),
+            }
         )
 
     def forward(self, x):
@@ -145,7 +161,9 @@ class NestedBlock(nn.Module):
 
 
 class TorchViT(nn.Module):
-    def __init__(self, block, names=("patch", "cls", "pos", "blocks", "norm", "head"), squeeze=False):
+    def __init__(
+        self, block, names=("patch", "cls", "pos", "blocks", "norm", "head"), squeeze=False
+    ):
         super().__init__()
         self.names = names
         parts = (
@@ -186,17 +204,35 @@ class TestVisionTransformer:
         class Ours(Block):
             def __init__(self):
                 super().__init__()
-                self.attn = flax_attn.MultiHeadAttention(D, D, None, 0.0, HEADS, True, causal=False, rngs=R, **F64)
+                self.attn = flax_attn.MultiHeadAttention(
+                    D, D, None, 0.0, HEADS, True, causal=False, rngs=R, **F64
+                )
 
         assert_loads_images(ViT(Ours), TWINS["torchvision's names"]())
 
     def test_the_table(self):
         lines = str(convert.auto(ViT(), TWINS["torchvision's names"]())).splitlines()
         assert lines[0] == "56 parameters paired"
-        assert lines[1].split() == ["torch", "kind", "shape", "flax", "shape", "flax", "to", "torch", "settled", "by"]
+        assert lines[1].split() == [
+            "torch",
+            "kind",
+            "shape",
+            "flax",
+            "shape",
+            "flax",
+            "to",
+            "torch",
+            "settled",
+            "by",
+        ]
         found = {line.split()[0]: line for line in lines[2:]}
         packed = found["layers.1.self_attention.in_proj_weight"]
-        for cell in ("Linear", "(24, 8)", "blocks.1.attn.query.kernel + key.kernel + value.kernel", "(8, 2, 4)"):
+        for cell in (
+            "Linear",
+            "(24, 8)",
+            "blocks.1.attn.query.kernel + key.kernel + value.kernel",
+            "(8, 2, 4)",
+        ):
             assert cell in packed
         assert "i n h -> (n h) i" in packed
         assert packed.endswith("name")

@@ -24,12 +24,16 @@ def usual_promotion():
 
 
 def conv(d_in, d_out, size, strides=1):
-    return nnx.Conv(d_in, d_out, (size, size), strides, padding=size // 2, use_bias=False, rngs=R, **F64)
+    return nnx.Conv(
+        d_in, d_out, (size, size), strides, padding=size // 2, use_bias=False, rngs=R, **F64
+    )
 
 
 def batch_norm(d):
     norm = nnx.BatchNorm(d, use_running_average=True, epsilon=1e-5, rngs=R, **F64)
-    norm.mean, norm.var = (nnx.BatchStat(jnp.zeros(d, jnp.float64)) for _ in range(2))  # float32 otherwise
+    norm.mean, norm.var = (
+        nnx.BatchStat(jnp.zeros(d, jnp.float64)) for _ in range(2)
+    )  # float32 otherwise
     return norm
 
 
@@ -37,7 +41,11 @@ class Residual(nnx.Module):
     def __init__(self, d_in, d_out, strides=1):
         self.conv1, self.bn1 = conv(d_in, d_out, 3, strides), batch_norm(d_out)
         self.conv2, self.bn2 = conv(d_out, d_out, 3), batch_norm(d_out)
-        self.shortcut = nnx.Sequential(conv(d_in, d_out, 1, strides), batch_norm(d_out)) if strides > 1 else None
+        self.shortcut = (
+            nnx.Sequential(conv(d_in, d_out, 1, strides), batch_norm(d_out))
+            if strides > 1
+            else None
+        )
 
     def __call__(self, x):
         y = self.bn2(self.conv2(jax.nn.relu(self.bn1(self.conv1(x)))))
@@ -48,7 +56,10 @@ class ResNet(nnx.Module):
     def __init__(self):
         self.conv1, self.bn1 = conv(3, 4, 3), batch_norm(4)
         self.stages = nnx.List(
-            [nnx.List([Residual(4, 4), Residual(4, 4)]), nnx.List([Residual(4, 6, 2), Residual(6, 6)])]
+            [
+                nnx.List([Residual(4, 4), Residual(4, 4)]),
+                nnx.List([Residual(4, 6, 2), Residual(6, 6)]),
+            ]
         )
         self.fc = nnx.Linear(6, CLASSES, rngs=R, **F64)
 
@@ -62,7 +73,10 @@ class ResNet(nnx.Module):
 class TorchResidual(nn.Module):
     def __init__(self, d_in, d_out, strides=1):
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(d_in, d_out, 3, strides, 1, bias=False), nn.BatchNorm2d(d_out)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(d_in, d_out, 3, strides, 1, bias=False),
+            nn.BatchNorm2d(d_out),
+        )
         self.conv2, self.bn2 = nn.Conv2d(d_out, d_out, 3, 1, 1, bias=False), nn.BatchNorm2d(d_out)
         if strides > 1:
             down = nn.Conv2d(d_in, d_out, 1, strides, bias=False)
@@ -98,7 +112,9 @@ def test_resnet_with_running_statistics(rig):
     images = rig.normal(2, 3, 6, 8)
     rig.assert_equal(rig.run(ours, np.moveaxis(images, 1, -1)), theirs(torch.from_numpy(images)))
     stored = convert.state_dict(ours, pairing)
-    published = {name: value for name, value in theirs.state_dict().items() if not name.endswith("tracked")}
+    published = {
+        name: value for name, value in theirs.state_dict().items() if not name.endswith("tracked")
+    }
     assert stored.keys() == published.keys()
     assert all((stored[name] == value.numpy()).all() for name, value in published.items())
 
@@ -113,17 +129,24 @@ def test_transposed_convolutions(rig, rank):
     convert.load_state_dict(ours, theirs.state_dict(), convert.auto(ours, theirs))
     x = rig.normal(2, 3, *(4, 5, 6)[:rank])
     rig.assert_equal(
-        np.moveaxis(np.asarray(ours(jnp.asarray(np.moveaxis(x, 1, -1)))), -1, 1), theirs(torch.from_numpy(x))
+        np.moveaxis(np.asarray(ours(jnp.asarray(np.moveaxis(x, 1, -1)))), -1, 1),
+        theirs(torch.from_numpy(x)),
     )
-    with pytest.raises(convert.ConversionError, match="kernel is flipped: build it with transpose_kernel=True"):
+    with pytest.raises(
+        convert.ConversionError, match="kernel is flipped: build it with transpose_kernel=True"
+    ):
         convert.auto(nnx.ConvTranspose(3, 5, size, strides=2, **options), theirs)
 
 
 class Mixer(nnx.Module):
     def __init__(self):
         self.norms = nnx.List([nnx.LayerNorm(D, **NORM) for _ in range(2)])
-        self.tokens = nnx.Sequential(nnx.Linear(5, 9, rngs=R, **F64), jnp.tanh, nnx.Linear(9, 5, rngs=R, **F64))
-        self.channels = nnx.Sequential(nnx.Linear(D, 9, rngs=R, **F64), jnp.tanh, nnx.Linear(9, D, rngs=R, **F64))
+        self.tokens = nnx.Sequential(
+            nnx.Linear(5, 9, rngs=R, **F64), jnp.tanh, nnx.Linear(9, 5, rngs=R, **F64)
+        )
+        self.channels = nnx.Sequential(
+            nnx.Linear(D, 9, rngs=R, **F64), jnp.tanh, nnx.Linear(9, D, rngs=R, **F64)
+        )
 
     def __call__(self, x):
         x = x + self.tokens(self.norms[0](x).mT).mT
@@ -146,7 +169,10 @@ def test_mixer(rig):
     ours = nnx.Sequential(*(Mixer() for _ in range(3)))
     theirs = rig.theirs(nn.Sequential(*(TorchMixer() for _ in range(3))))
     pairing = convert.auto(ours, theirs)
-    assert {row.evidence for row in pairing.rows} == {"shape", "order"}  # the norms have no name alike
+    assert {row.evidence for row in pairing.rows} == {
+        "shape",
+        "order",
+    }  # the norms have no name alike
     convert.load_state_dict(ours, theirs.state_dict(), pairing)
     x = rig.normal(2, 5, D)
     rig.assert_equal(rig.run(ours, x), theirs(torch.from_numpy(x)))

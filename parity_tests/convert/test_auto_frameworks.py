@@ -47,9 +47,22 @@ def assert_equal(ours, theirs, rule=tolerance.FORWARD):
 def gpt2(tied):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 12, "n_head": 3, "n_layer": 3, "n_positions": 9, "vocab_size": 13, "tie_word_embeddings": tied}
+    sizes = {
+        "n_embd": 12,
+        "n_head": 3,
+        "n_layer": 3,
+        "n_positions": 9,
+        "vocab_size": 13,
+        "tie_word_embeddings": tied,
+    }
     config = flax_attn.models.GPT2Config(
-        vocab_size=13, context_length=9, d_model=12, num_heads=3, num_layers=3, dropout=0.0, tied=tied
+        vocab_size=13,
+        context_length=9,
+        d_model=12,
+        num_heads=3,
+        num_layers=3,
+        dropout=0.0,
+        tied=tied,
     )
     return flax_attn.models.GPT2(config, rngs=R, **F64), GPT2LMHeadModel(GPT2Config(**sizes))
 
@@ -85,7 +98,14 @@ def test_llama_of_hugging_face(tied):
         )
     )
     config = flax_attn.models.LlamaConfig(
-        vocab_size=13, context_length=9, d_model=12, d_hidden=20, num_heads=6, num_kv_heads=2, num_layers=3, tied=tied
+        vocab_size=13,
+        context_length=9,
+        d_model=12,
+        d_hidden=20,
+        num_heads=6,
+        num_kv_heads=2,
+        num_layers=3,
+        tied=tied,
     )
     ours = flax_attn.models.Llama(config, rngs=R, **F64)
     by_name = convert.state_dict(ours, flax_attn.models.Llama.family.layout)
@@ -97,7 +117,8 @@ def test_llama_of_hugging_face(tied):
 def test_gpt2_is_paired_as_its_own_layout():
     ours, theirs = gpt2(tied=True)
     by_name, paired = (
-        convert.state_dict(ours, layout) for layout in (flax_attn.models.GPT2.family.layout, convert.auto(ours, theirs))
+        convert.state_dict(ours, layout)
+        for layout in (flax_attn.models.GPT2.family.layout, convert.auto(ours, theirs))
     )
     assert paired.keys() == by_name.keys()
     assert all((array == by_name[name]).all() for name, array in paired.items())
@@ -133,9 +154,13 @@ class LinenBlock(linen.Module):
         options = {"param_dtype": jnp.float64}
         norm = {"epsilon": 1e-5, "use_fast_variance": False, **options}
         y = linen.LayerNorm(**norm)(x)
-        x = x + linen.MultiHeadDotProductAttention(HEADS, bias_init=linen.initializers.normal(), **options)(y)
+        x = x + linen.MultiHeadDotProductAttention(
+            HEADS, bias_init=linen.initializers.normal(), **options
+        )(y)
         y = linen.LayerNorm(**norm)(x)
-        return x + linen.Dense(D, **options)(jax.nn.gelu(linen.Dense(HIDDEN, **options)(y), approximate=False))
+        return x + linen.Dense(D, **options)(
+            jax.nn.gelu(linen.Dense(HIDDEN, **options)(y), approximate=False)
+        )
 
 
 class LinenTransformer(linen.Module):
@@ -154,7 +179,9 @@ class TorchTransformer(nn.Module):
         self.embed = nn.Embedding(11, D)
         self.pos = nn.Parameter(torch.zeros(5, D))
         options = {"activation": "gelu", "batch_first": True, "norm_first": True, "dropout": 0.0}
-        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(D, HEADS, HIDDEN, **options) for _ in range(3)])
+        self.blocks = nn.ModuleList(
+            [nn.TransformerEncoderLayer(D, HEADS, HIDDEN, **options) for _ in range(3)]
+        )
         self.head = nn.Linear(D, 11, bias=False)
 
     def forward(self, ids):
@@ -169,7 +196,9 @@ def test_a_linen_transformer(is_sorted):
     ids = np.random.default_rng(2).integers(0, 11, (2, 5))
     module, theirs = LinenTransformer(), randomised(TorchTransformer())
     variables = module.init(jax.random.key(0), jnp.asarray(ids))
-    variables = jax.tree.map(lambda x: x, variables) if is_sorted else variables  # a transformed tree is sorted
+    variables = (
+        jax.tree.map(lambda x: x, variables) if is_sorted else variables
+    )  # a transformed tree is sorted
     pairing = convert.auto(module.bind(variables), theirs)
     arrays = convert.from_layout(theirs.state_dict(), pairing, like=variables["params"])
     params = jax.tree.map(lambda x: x, variables["params"])
@@ -205,7 +234,11 @@ def test_batch_norm_of_linen():
 
 @pytest.mark.parametrize(
     ("norm", "theirs"),
-    [(linen.LayerNorm(), nn.LayerNorm(6)), (linen.RMSNorm(), nn.RMSNorm(6)), (linen.GroupNorm(3), nn.GroupNorm(3, 6))],
+    [
+        (linen.LayerNorm(), nn.LayerNorm(6)),
+        (linen.RMSNorm(), nn.RMSNorm(6)),
+        (linen.GroupNorm(3), nn.GroupNorm(3, 6)),
+    ],
 )
 def test_a_norm_of_linen_by_itself(norm, theirs):
     bound = norm.bind(norm.init(jax.random.key(0), jnp.ones((2, 5, 6))))
@@ -233,7 +266,9 @@ class EquinoxBlock(eqx.Module):
         self.norm1, self.norm2 = eqx.nn.LayerNorm(D), eqx.nn.LayerNorm(D)
         biases = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
         self.attention = eqx.nn.MultiheadAttention(HEADS, D, **biases, key=key)
-        self.mlp = eqx.nn.MLP(D, D, HIDDEN, 1, activation=lambda x: jax.nn.gelu(x, approximate=False), key=key)
+        self.mlp = eqx.nn.MLP(
+            D, D, HIDDEN, 1, activation=lambda x: jax.nn.gelu(x, approximate=False), key=key
+        )
 
     def __call__(self, x):
         y = jax.vmap(self.norm1)(x)
@@ -265,7 +300,9 @@ class TorchViT(nn.Module):
         super().__init__()
         self.conv, self.token = nn.Conv2d(3, D, 4, 4), nn.Parameter(torch.zeros(1, 1, D))
         options = {"activation": "gelu", "batch_first": True, "norm_first": True, "dropout": 0.0}
-        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(D, HEADS, HIDDEN, **options) for _ in range(3)])
+        self.layers = nn.ModuleList(
+            [nn.TransformerEncoderLayer(D, HEADS, HIDDEN, **options) for _ in range(3)]
+        )
         self.classifier = nn.Linear(D, 7)
 
     def forward(self, images):
@@ -281,10 +318,18 @@ def test_a_vision_transformer_of_equinox():
     pairing = convert.auto(ours, theirs)
     leaves, tree = jax.tree_util.tree_flatten_with_path(EquinoxViT())
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-    like = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True) if eqx.is_inexact_array(leaf)}
+    like = {
+        name: leaf
+        for name, (_, leaf) in zip(names, leaves, strict=True)
+        if eqx.is_inexact_array(leaf)
+    }
     arrays = convert.from_layout(theirs.state_dict(), pairing, like=like)
     model = jax.tree.unflatten(
-        tree, [jnp.asarray(arrays[n]) if n in arrays else leaf for n, (_, leaf) in zip(names, leaves, strict=True)]
+        tree,
+        [
+            jnp.asarray(arrays[n]) if n in arrays else leaf
+            for n, (_, leaf) in zip(names, leaves, strict=True)
+        ],
     )
     images = normal(2, 3, 8, 12)
     assert_equal(jax.jit(jax.vmap(model))(jnp.asarray(images)), theirs(torch.from_numpy(images)))

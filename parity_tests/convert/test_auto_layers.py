@@ -35,12 +35,17 @@ class Mixes(nnx.Module):
 
 
 def test_linear_general(rig):
-    theirs = rig.theirs(nn.ModuleDict({"split": nn.Linear(D, HEADS * HIDDEN), "join": nn.Linear(HEADS * HIDDEN, D)}))
+    theirs = rig.theirs(
+        nn.ModuleDict({"split": nn.Linear(D, HEADS * HIDDEN), "join": nn.Linear(HEADS * HIDDEN, D)})
+    )
     ours, x = Mixes(), rig.normal(B, T, D)
     pairing = convert.auto(ours, theirs)
     rig.load_both_ways(ours, theirs, pairing)
     convert.load_state_dict(ours, theirs.state_dict(), pairing)
-    rig.assert_equal(np.asarray(ours(jnp.asarray(x))), theirs["join"](theirs["split"](torch.from_numpy(x)).tanh()))
+    rig.assert_equal(
+        np.asarray(ours(jnp.asarray(x))),
+        theirs["join"](theirs["split"](torch.from_numpy(x)).tanh()),
+    )
 
 
 class Perceptron(nnx.Module):
@@ -57,7 +62,9 @@ def test_conv1d_of_hugging_face(rig):
     pairing = convert.auto(ours, theirs)
     rig.load_both_ways(ours, theirs, pairing)
     convert.load_state_dict(ours, theirs.state_dict(), pairing)
-    rig.assert_equal(np.asarray(ours(jnp.asarray(x))), theirs["down"](theirs["up"](torch.from_numpy(x)).tanh()))
+    rig.assert_equal(
+        np.asarray(ours(jnp.asarray(x))), theirs["down"](theirs["up"](torch.from_numpy(x)).tanh())
+    )
 
 
 class NormedAttention(nn.Module):
@@ -87,7 +94,9 @@ def test_norms_of_queries_and_keys(rig):
     convert.load_state_dict(ours, theirs.state_dict(), pairing)
     # Asked for weights, Flax takes the softmax in float64.
     output, _ = nnx.capture(ours, nnx.Intermediate)(jnp.asarray(x), sow_weights=True)
-    errors = tolerance.relative({"": np.asarray(output)}, {"": theirs(torch.from_numpy(x)).detach().numpy()})
+    errors = tolerance.relative(
+        {"": np.asarray(output)}, {"": theirs(torch.from_numpy(x)).detach().numpy()}
+    )
     assert errors[""] <= tolerance.FORWARD, errors
 
 
@@ -100,7 +109,12 @@ class OwnNorm(nnx.Module):
 
 @pytest.mark.parametrize(
     ("name", "theirs"),
-    [("LN", nn.LayerNorm(D)), ("Normalise", nn.LayerNorm(D)), ("Affine", nn.LayerNorm(D)), ("RMS", nn.RMSNorm(D))],
+    [
+        ("LN", nn.LayerNorm(D)),
+        ("Normalise", nn.LayerNorm(D)),
+        ("Affine", nn.LayerNorm(D)),
+        ("RMS", nn.RMSNorm(D)),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_norms_of_a_class_of_ones_own(name, theirs):

@@ -32,9 +32,17 @@ class Torch(nn.Module):
 @st.composite
 def trees(draw, depth=2):
     """Return a list of kinds, each with a size or what is inside."""
-    kinds = draw(st.lists(st.sampled_from(LEAVES + ("sequence", "module") * (depth > 0)), min_size=1, max_size=4))
+    kinds = draw(
+        st.lists(
+            st.sampled_from(LEAVES + ("sequence", "module") * (depth > 0)), min_size=1, max_size=4
+        )
+    )
     return [
-        (kind, draw(trees(depth - 1)) if kind in ("sequence", "module") else draw(st.integers(2, 3))) for kind in kinds
+        (
+            kind,
+            draw(trees(depth - 1)) if kind in ("sequence", "module") else draw(st.integers(2, 3)),
+        )
+        for kind in kinds
     ]
 
 
@@ -51,10 +59,16 @@ class Twins:
         own = [f"{kind}_{string.ascii_lowercase[n]}" for n, (kind, _) in enumerate(tree)]
         others = own
         if style == "numbered":
-            own, others = [f"layer{n}" for n in range(len(tree))], [f"blocks_{n + 1}" for n in range(len(tree))]
+            own, others = (
+                [f"layer{n}" for n in range(len(tree))],
+                [f"blocks_{n + 1}" for n in range(len(tree))],
+            )
         elif style in ("lost", "partly"):
             kept = [style == "partly" and self.draw(st.booleans()) for _ in tree]
-            others = [name if keep else other for name, keep, other in zip(own, kept, MEANINGLESS, strict=False)]
+            others = [
+                name if keep else other
+                for name, keep, other in zip(own, kept, MEANINGLESS, strict=False)
+            ]
         flax, theirs = Flax(), Torch()
         for n in self.order(len(tree), style):
             setattr(flax, own[n], parts[n][0])
@@ -64,7 +78,11 @@ class Twins:
 
     def order(self, size, style):
         """Return the order of construction: any where names or numbers tell which is which."""
-        return self.draw(st.permutations(range(size))) if style in ("same", "numbered") else range(size)
+        return (
+            self.draw(st.permutations(range(size)))
+            if style in ("same", "numbered")
+            else range(size)
+        )
 
     def wrapped(self, part):
         if not self.wrap or not isinstance(part, nn.Module) or not self.draw(st.booleans()):
@@ -100,7 +118,9 @@ class Twins:
         return nnx.Param(jnp.zeros((1, size))), nn.Parameter(torch.zeros(size))
 
     def attention(self, size):
-        return nnx.MultiHeadAttention(2, 2 * size, decode=False, **ZEROS), nn.MultiheadAttention(2 * size, 2)
+        return nnx.MultiHeadAttention(2, 2 * size, decode=False, **ZEROS), nn.MultiheadAttention(
+            2 * size, 2
+        )
 
     def projections(self, size):
         """Return square projections, theirs in any order."""
@@ -139,7 +159,10 @@ def expected(kind, theirs):
             weight, bias = weights[f"{name[0]}_proj.weight"], weights[f"{name[0]}_proj.bias"]
         found |= {f"{name}.kernel": weight.T.reshape(d, 2, -1), f"{name}.bias": bias.reshape(2, -1)}
     out = "out_proj" if kind == "attention" else "o_proj"
-    return found | {"out.kernel": weights[f"{out}.weight"].T.reshape(2, -1, d), "out.bias": weights[f"{out}.bias"]}
+    return found | {
+        "out.kernel": weights[f"{out}.weight"].T.reshape(2, -1, d),
+        "out.bias": weights[f"{out}.bias"],
+    }
 
 
 def assert_exact(twins, flax, theirs, pairing):
@@ -152,7 +175,9 @@ def assert_exact(twins, flax, theirs, pairing):
         for name, param in own.items():
             assert (np.asarray(param[...]) == wanted[name]).all(), (kind, name)
     stored = convert.state_dict(flax, pairing)
-    assert all((stored[name] == value.detach().numpy()).all() for name, value in theirs.named_parameters())
+    assert all(
+        (stored[name] == value.detach().numpy()).all() for name, value in theirs.named_parameters()
+    )
 
 
 EXAMPLES = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

@@ -42,7 +42,11 @@ def torch_linears(*names, d_in=D, d_out=D):
 def partners(ours, theirs, **options):
     """Return which kernel is which weight."""
     rows = convert.auto(ours, theirs, **options).rows
-    return {row.theirs.removesuffix(".weight"): row.ours for row in rows if not row.theirs.endswith("bias")}
+    return {
+        row.theirs.removesuffix(".weight"): row.ours
+        for row in rows
+        if not row.theirs.endswith("bias")
+    }
 
 
 def lines(ours, theirs, **options):
@@ -51,17 +55,30 @@ def lines(ours, theirs, **options):
     return str(caught.value).splitlines()
 
 
-@pytest.mark.parametrize("theirs", [("q_proj", "k_proj", "v_proj"), ("v_proj", "q_proj", "k_proj"), ("v", "k", "q")])
-@pytest.mark.parametrize("ours", [("query", "key", "value"), ("W_key", "W_value", "W_query"), ("to_v", "to_k", "to_q")])
+@pytest.mark.parametrize(
+    "theirs", [("q_proj", "k_proj", "v_proj"), ("v_proj", "q_proj", "k_proj"), ("v", "k", "q")]
+)
+@pytest.mark.parametrize(
+    "ours", [("query", "key", "value"), ("W_key", "W_value", "W_query"), ("to_v", "to_k", "to_q")]
+)
 def test_query_key_and_value_go_by_name(ours, theirs):
     found = partners(flax_linears(*ours), torch_linears(*theirs))
-    letters = {name: next(letter for letter in "qkv" if letter in name.removesuffix("_proj")) for name in theirs}
-    words = {"q": ("query", "W_query", "to_q"), "k": ("key", "W_key", "to_k"), "v": ("value", "W_value", "to_v")}
+    letters = {
+        name: next(letter for letter in "qkv" if letter in name.removesuffix("_proj"))
+        for name in theirs
+    }
+    words = {
+        "q": ("query", "W_query", "to_q"),
+        "k": ("key", "W_key", "to_k"),
+        "v": ("value", "W_value", "to_v"),
+    }
     for name, (kernel,) in found.items():
         assert kernel.removesuffix(".kernel") in words[letters[name]]
 
 
-@pytest.mark.parametrize("theirs", [("a", "b", "c"), ("q", "k", "other"), ("key1", "key2", "key3"), ("q", "k", "u")])
+@pytest.mark.parametrize(
+    "theirs", [("a", "b", "c"), ("q", "k", "other"), ("key1", "key2", "key3"), ("q", "k", "u")]
+)
 def test_query_key_and_value_never_go_by_order(theirs):
     assert lines(flax_linears("query", "key", "value"), torch_linears(*theirs))[1].startswith(
         "  ambiguous: flax query.kernel (6, 6), query.bias (6,) (Linear); key.kernel"
@@ -80,7 +97,9 @@ def test_query_and_key_of_each_others_shape_are_refused():
 def test_a_query_is_no_key_of_the_same_shape():
     ours = Flax(query=nnx.Linear(4, D, rngs=R), value=nnx.Linear(5, D, rngs=R))
     found = lines(ours, Torch(k=nn.Linear(4, D), v=nn.Linear(5, D)))
-    assert found[1].startswith("  flax query.kernel (4, 6), query.bias (6,) (Linear) and torch k.weight (6, 4)")
+    assert found[1].startswith(
+        "  flax query.kernel (4, 6), query.bias (6,) (Linear) and torch k.weight (6, 4)"
+    )
 
 
 def test_names_that_contradict_the_shapes_are_refused():
@@ -91,7 +110,10 @@ def test_names_that_contradict_the_shapes_are_refused():
 
 
 def test_like_layers_in_the_same_order_go_by_order():
-    assert partners(flax_linears("a", "b"), torch_linears("x", "y")) == {"x": ("a.kernel",), "y": ("b.kernel",)}
+    assert partners(flax_linears("a", "b"), torch_linears("x", "y")) == {
+        "x": ("a.kernel",),
+        "y": ("b.kernel",),
+    }
 
 
 def test_like_layers_in_another_order_are_ambiguous():
@@ -99,9 +121,15 @@ def test_like_layers_in_another_order_are_ambiguous():
         made = {"n1": norm, "n2": norm, "l": linear}
         return {name: made[name]() for name in order}
 
-    ours = Flax(**parts(lambda: nnx.LayerNorm(D, rngs=R), lambda: nnx.Linear(D, D, rngs=R), "n1", "n2", "l"))
+    ours = Flax(
+        **parts(lambda: nnx.LayerNorm(D, rngs=R), lambda: nnx.Linear(D, D, rngs=R), "n1", "n2", "l")
+    )
     theirs = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.LayerNorm(D))
-    assert partners(ours, theirs) == {"0": ("n1.scale",), "1": ("l.kernel",), "2": ("n2.scale",)}  # both are numbered
+    assert partners(ours, theirs) == {
+        "0": ("n1.scale",),
+        "1": ("l.kernel",),
+        "2": ("n2.scale",),
+    }  # both are numbered
     named = Torch(before=nn.LayerNorm(D), middle=nn.Linear(D, D), after=nn.LayerNorm(D))
     assert lines(ours, named)[1:] == [
         "  ambiguous: flax n1.scale (6,), n1.bias (6,) (LayerNorm); n2.scale (6,), n2.bias (6,) (LayerNorm) fit torch "
@@ -136,7 +164,10 @@ def test_rules_of_a_fused_projection():
     ours = Flax(att=nnx.MultiHeadAttention(2, D, decode=False, rngs=R))
     theirs = Torch(att=Torch(qkv=nn.Linear(D, 3 * D), proj=nn.Linear(D, D)))
     found = lines(ours, theirs)
-    assert any("torch att.qkv.weight (18, 6)" in line and line.endswith("value is not known") for line in found)
+    assert any(
+        "torch att.qkv.weight (18, 6)" in line and line.endswith("value is not known")
+        for line in found
+    )
     parts = ("query", "key", "value")
     rules = [
         Rule(tuple(f"{name}.kernel" for name in parts), "qkv.weight", "i n h -> (n h) i"),
@@ -191,7 +222,9 @@ def test_what_has_no_partner_is_listed_all_at_once():
 
 
 def test_a_norm_of_another_kind_is_refused():
-    message = "flax norm.scale .* and torch norm.weight .* are in the same place, but their kinds differ"
+    message = (
+        "flax norm.scale .* and torch norm.weight .* are in the same place, but their kinds differ"
+    )
     with pytest.raises(ConversionError, match=message):
         convert.auto(Flax(norm=nnx.LayerNorm(D, rngs=R)), Torch(norm=nn.GroupNorm(2, D)))
 
@@ -206,8 +239,12 @@ def test_the_key_biases_of_torch_are_named():
 
 
 def test_stacked_layers_are_named():
-    stacked = nnx.vmap(lambda key: nnx.Linear(4, D, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
-    assert "  no partner for flax kernel (3, 4, 6) (stacked Linear)" in lines(stacked, nn.Linear(4, D))
+    stacked = nnx.vmap(lambda key: nnx.Linear(4, D, rngs=nnx.Rngs(key)))(
+        jax.random.split(jax.random.key(0), 3)
+    )
+    assert "  no partner for flax kernel (3, 4, 6) (stacked Linear)" in lines(
+        stacked, nn.Linear(4, D)
+    )
 
 
 def test_a_long_list_is_cut():
@@ -218,7 +255,9 @@ def test_a_long_list_is_cut():
 
 @pytest.mark.parametrize("theirs", [lambda x: x, np.sin, 3])
 def test_pairs_are_made_with_modules(theirs):
-    with pytest.raises(ConversionError, match=r"paired with those of an nn\.Module; got .* Give a layout or rules"):
+    with pytest.raises(
+        ConversionError, match=r"paired with those of an nn\.Module; got .* Give a layout or rules"
+    ):
         convert.auto(flax_linears("a"), theirs)
 
 
@@ -248,7 +287,10 @@ def test_a_module_that_stands_twice_is_paired_once():
 def test_parameters_tied_on_one_side_alone():
     theirs = torch_linears("a", "b")
     theirs.b.weight = theirs.a.weight
-    assert any("no partner for flax b.kernel (6, 6)" in line for line in lines(flax_linears("a", "b"), theirs))
+    assert any(
+        "no partner for flax b.kernel (6, 6)" in line
+        for line in lines(flax_linears("a", "b"), theirs)
+    )
 
 
 def test_a_pairing_is_a_layout(tmp_path):
@@ -263,8 +305,14 @@ def test_a_pairing_is_a_layout(tmp_path):
 
 
 def test_names_that_end_alike_are_kept_apart():
-    ours = Flax(scale=nnx.Param(jnp.ones(D)), norm=nnx.RMSNorm(D, rngs=R), a=Flax(norm=nnx.RMSNorm(D, rngs=R)))
-    theirs = Torch(gain=nn.Parameter(torch.ones(D)), norm=nn.RMSNorm(D), a=Torch(norm=nn.RMSNorm(D)))
+    ours = Flax(
+        scale=nnx.Param(jnp.ones(D)),
+        norm=nnx.RMSNorm(D, rngs=R),
+        a=Flax(norm=nnx.RMSNorm(D, rngs=R)),
+    )
+    theirs = Torch(
+        gain=nn.Parameter(torch.ones(D)), norm=nn.RMSNorm(D), a=Torch(norm=nn.RMSNorm(D))
+    )
     stored = convert.state_dict(ours, convert.auto(ours, theirs))
     assert sorted(stored) == ["a.norm.weight", "gain", "norm.weight"]
 

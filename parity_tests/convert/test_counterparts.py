@@ -26,12 +26,16 @@ def ours(d_in, kdim, vdim, bias, seed=0):
 
 def inputs(d_in, kdim, vdim):
     random = np.random.default_rng(1)
-    return [random.normal(size=(BATCH, length, d)) for length, d in ((T, d_in), (S, kdim), (S, vdim))]
+    return [
+        random.normal(size=(BATCH, length, d)) for length, d in ((T, d_in), (S, kdim), (S, vdim))
+    ]
 
 
 def call_ours(module, arrays, visible=None):
     mask = None if visible is None else jnp.asarray(visible)
-    output, weights = jax.jit(lambda *x: module(*x, mask=mask, return_weights=True))(*map(jnp.asarray, arrays))
+    output, weights = jax.jit(lambda *x: module(*x, mask=mask, return_weights=True))(
+        *map(jnp.asarray, arrays)
+    )
     return {"output": np.asarray(output), "weights": np.asarray(weights)}
 
 
@@ -46,16 +50,22 @@ def assert_same_entries(left, right):
 
 
 def torch_layer(kdim, vdim, bias):
-    layer = torch.nn.MultiheadAttention(D, HEADS, bias=bias, kdim=kdim, vdim=vdim, batch_first=True, dtype=torch.double)
+    layer = torch.nn.MultiheadAttention(
+        D, HEADS, bias=bias, kdim=kdim, vdim=vdim, batch_first=True, dtype=torch.double
+    )
     for parameter in layer.parameters():  # its biases start at zero
         parameter.data = torch.from_numpy(RANDOM.normal(size=parameter.shape))
     return layer.eval()
 
 
 def call_torch(layer, arrays, visible=None):
-    hidden = None if visible is None else torch.from_numpy(~visible).flatten(0, 1)  # True = hidden, there
+    hidden = (
+        None if visible is None else torch.from_numpy(~visible).flatten(0, 1)
+    )  # True = hidden, there
     tensors = [torch.from_numpy(x) for x in arrays]
-    output, weights = layer(*tensors, attn_mask=hidden, need_weights=True, average_attn_weights=False)
+    output, weights = layer(
+        *tensors, attn_mask=hidden, need_weights=True, average_attn_weights=False
+    )
     return {"output": output.detach().numpy(), "weights": weights.detach().numpy()}
 
 
@@ -79,7 +89,9 @@ def test_torch_multihead_attention_into_ours(kdim, vdim, bias, visible):
 def test_ours_into_torch_multihead_attention(kdim, vdim, bias):
     layer, module = torch_layer(kdim, vdim, bias), ours(D, kdim, vdim, bias)
     weights = convert.state_dict(module, "torch_mha")
-    layer.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()}, strict=True)
+    layer.load_state_dict(
+        {name: torch.from_numpy(array) for name, array in weights.items()}, strict=True
+    )
     assert_same_entries(layer.state_dict(), weights)
     arrays = inputs(D, kdim, vdim)
     assert_equal(call_ours(module, arrays, VISIBLE), call_torch(layer, arrays, VISIBLE))
@@ -106,12 +118,17 @@ def call_nnx(layer, arrays):
     """Return output and weights; if not asked for weights, it takes the softmax in float32, whatever the dtype."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         capturing = nnx.capture(layer, nnx.Intermediate)
-        output, seen = capturing(*map(jnp.asarray, arrays), mask=jnp.asarray(VISIBLE), sow_weights=True)
+        output, seen = capturing(
+            *map(jnp.asarray, arrays), mask=jnp.asarray(VISIBLE), sow_weights=True
+        )
     return {"output": np.asarray(output), "weights": np.asarray(*seen["attention_weights"])}
 
 
 def nnx_weights(layer):
-    return {".".join(map(str, p)): np.asarray(v[...]) for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+    return {
+        ".".join(map(str, p)): np.asarray(v[...])
+        for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))
+    }
 
 
 @BIAS
@@ -148,7 +165,11 @@ def linen_layer(bias):
 
 def call_linen(layer, params, arrays):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return {"output": np.asarray(layer.apply(params, *map(jnp.asarray, arrays), mask=jnp.asarray(VISIBLE)))}
+        return {
+            "output": np.asarray(
+                layer.apply(params, *map(jnp.asarray, arrays), mask=jnp.asarray(VISIBLE))
+            )
+        }
 
 
 @BIAS
@@ -156,7 +177,9 @@ def test_flax_linen_into_ours_as_a_nested_tree(bias):
     layer, module, arrays = linen_layer(bias), ours(6, 5, 3, bias), inputs(6, 5, 3)
     params = layer.init(jax.random.key(4), *map(jnp.asarray, arrays))
     convert.load_state_dict(module, params["params"], "flax")
-    assert_equal({"output": call_ours(module, arrays, VISIBLE)["output"]}, call_linen(layer, params, arrays))
+    assert_equal(
+        {"output": call_ours(module, arrays, VISIBLE)["output"]}, call_linen(layer, params, arrays)
+    )
     other = ours(6, 5, 3, bias, seed=9)
     convert.load_state_dict(other, params, "flax", prefix="params.")
     assert_same_entries(convert.state_dict(other), convert.state_dict(module))
@@ -165,7 +188,11 @@ def test_flax_linen_into_ours_as_a_nested_tree(bias):
 @BIAS
 def test_ours_into_flax_linen(bias):
     layer, module, arrays = linen_layer(bias), ours(6, 5, 3, bias), inputs(6, 5, 3)
-    tree = traverse_util.unflatten_dict(convert.state_dict(module, "flax", prefix="params."), sep=".")
+    tree = traverse_util.unflatten_dict(
+        convert.state_dict(module, "flax", prefix="params."), sep="."
+    )
     shapes = jax.eval_shape(lambda: layer.init(jax.random.key(0), *map(jnp.asarray, arrays)))
     assert jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, shapes)
-    assert_equal({"output": call_ours(module, arrays, VISIBLE)["output"]}, call_linen(layer, tree, arrays))
+    assert_equal(
+        {"output": call_ours(module, arrays, VISIBLE)["output"]}, call_linen(layer, tree, arrays)
+    )

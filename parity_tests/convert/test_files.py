@@ -12,7 +12,14 @@ import flax_attn
 import torch_ref
 from flax_attn import convert
 
-SIZES = {"d_in": 8, "d_out": 8, "context_length": 9, "dropout": 0.0, "num_heads": 4, "qkv_bias": True}
+SIZES = {
+    "d_in": 8,
+    "d_out": 8,
+    "context_length": 9,
+    "dropout": 0.0,
+    "num_heads": 4,
+    "qkv_bias": True,
+}
 
 
 def module(seed=0, **changes):
@@ -28,7 +35,11 @@ def assert_bits_equal(left, right):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_safetensors_round_trip_is_bit_identical(tmp_path, layout, dtype):
-    ours, other, path = module(param_dtype=dtype), module(1, param_dtype=dtype), tmp_path / "w.safetensors"
+    ours, other, path = (
+        module(param_dtype=dtype),
+        module(1, param_dtype=dtype),
+        tmp_path / "w.safetensors",
+    )
     convert.save(ours, path, layout, prefix="h.0.")
     convert.load(other, path, layout, prefix="h.0.")
     assert_bits_equal(convert.state_dict(other), convert.state_dict(ours))
@@ -39,22 +50,35 @@ def test_torch_reads_what_was_saved(tmp_path):
     convert.save(ours, str(tmp_path / "w.safetensors"))
     theirs = torch_ref.MultiHeadAttention(**SIZES)
     theirs.load_state_dict(safetensors.torch.load_file(tmp_path / "w.safetensors"), strict=True)
-    assert_bits_equal({name: value.numpy() for name, value in theirs.state_dict().items()}, convert.state_dict(ours))
+    assert_bits_equal(
+        {name: value.numpy() for name, value in theirs.state_dict().items()},
+        convert.state_dict(ours),
+    )
 
 
 def test_what_torch_saved_as_safetensors_is_read(tmp_path):
     theirs, ours = torch_ref.MultiHeadAttention(**SIZES), module()
     safetensors.torch.save_file(theirs.state_dict(), tmp_path / "w.safetensors")
     convert.load(ours, tmp_path / "w.safetensors")
-    assert_bits_equal({name: value.numpy() for name, value in theirs.state_dict().items()}, convert.state_dict(ours))
+    assert_bits_equal(
+        {name: value.numpy() for name, value in theirs.state_dict().items()},
+        convert.state_dict(ours),
+    )
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
 def test_a_checkpoint_of_weights_is_read(tmp_path, suffix):
-    theirs, ours, path = torch_ref.MultiHeadAttention(**SIZES), module(), tmp_path / f"weights{suffix}"
+    theirs, ours, path = (
+        torch_ref.MultiHeadAttention(**SIZES),
+        module(),
+        tmp_path / f"weights{suffix}",
+    )
     torch.save(theirs.state_dict(), path)
     convert.load(ours, path)
-    assert_bits_equal({name: value.numpy() for name, value in theirs.state_dict().items()}, convert.state_dict(ours))
+    assert_bits_equal(
+        {name: value.numpy() for name, value in theirs.state_dict().items()},
+        convert.state_dict(ours),
+    )
 
 
 RAN = []
@@ -65,12 +89,15 @@ class Hostile:
         return RAN.append, ("run",)
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda thing, path: path.write_bytes(pickle.dumps(thing))])
+@pytest.mark.parametrize(
+    "save", [torch.save, lambda thing, path: path.write_bytes(pickle.dumps(thing))]
+)
 def test_a_pickle_that_would_run_code_is_refused(tmp_path, save):
     path = tmp_path / "weights.pt"
     save({"weight": torch.ones(2), "more": Hostile()}, path)
     with pytest.raises(
-        convert.ConversionError, match=r"not a checkpoint of weights only, and is refused.*run any code"
+        convert.ConversionError,
+        match=r"not a checkpoint of weights only, and is refused.*run any code",
     ):
         convert.load(module(), path)
     assert not RAN
@@ -89,7 +116,9 @@ def test_a_truncated_safetensors_file(tmp_path, keep):
     path.write_bytes(path.read_bytes()[:keep])
     ours = module(1)
     before = convert.state_dict(ours)
-    with pytest.raises(convert.ConversionError, match=r"w\.safetensors is not a whole safetensors file"):
+    with pytest.raises(
+        convert.ConversionError, match=r"w\.safetensors is not a whole safetensors file"
+    ):
         convert.load(ours, path)
     assert_bits_equal(convert.state_dict(ours), before)
 
@@ -111,9 +140,13 @@ def test_a_missing_file(tmp_path, name):
 def test_an_unknown_suffix(tmp_path):
     path = tmp_path / "weights.npz"
     np.savez(path, weight=np.ones(3))
-    with pytest.raises(convert.ConversionError, match=r"read from \.safetensors, \.pt, \.pth or \.bin files; got"):
+    with pytest.raises(
+        convert.ConversionError, match=r"read from \.safetensors, \.pt, \.pth or \.bin files; got"
+    ):
         convert.load(module(), path)
-    with pytest.raises(convert.ConversionError, match=r"written as safetensors; got .*npz\. Name the file"):
+    with pytest.raises(
+        convert.ConversionError, match=r"written as safetensors; got .*npz\. Name the file"
+    ):
         convert.save(module(), path)
 
 

@@ -16,7 +16,9 @@ WIDTHS = pytest.mark.parametrize("width", [D, KV], ids=["packed", "kdim"])
 
 
 def torch_attention(rig, kdim, vdim, bias):
-    return rig.theirs(torch.nn.MultiheadAttention(D, HEADS, bias=bias, kdim=kdim, vdim=vdim, batch_first=True))
+    return rig.theirs(
+        torch.nn.MultiheadAttention(D, HEADS, bias=bias, kdim=kdim, vdim=vdim, batch_first=True)
+    )
 
 
 def nnx_attention(width, bias, **options):
@@ -41,8 +43,12 @@ def test_nnx(rig, width, bias):
     query, memory = rig.normal(BATCH, T, D), rig.normal(BATCH, S, width)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         # Not asked for weights, it takes the softmax in float32, whatever the dtype.
-        output, _ = nnx.capture(ours, nnx.Intermediate)(jnp.asarray(query), jnp.asarray(memory), sow_weights=True)
-    rig.assert_equal(np.asarray(output), theirs(*(torch.from_numpy(x) for x in (query, memory, memory)))[0])
+        output, _ = nnx.capture(ours, nnx.Intermediate)(
+            jnp.asarray(query), jnp.asarray(memory), sow_weights=True
+        )
+    rig.assert_equal(
+        np.asarray(output), theirs(*(torch.from_numpy(x) for x in (query, memory, memory)))[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,17 +69,23 @@ def test_nnx_that_torch_does_not_have_is_refused(options, match):
 def test_linen_as_a_nested_tree(rig, bias):
     theirs = torch_attention(rig, D, D, bias)
     published = theirs.state_dict()
-    layer = linen.MultiHeadDotProductAttention(num_heads=HEADS, use_bias=bias, param_dtype=jnp.float64)
+    layer = linen.MultiHeadDotProductAttention(
+        num_heads=HEADS, use_bias=bias, param_dtype=jnp.float64
+    )
     query, memory = rig.normal(BATCH, T, D), rig.normal(BATCH, S, D)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         shapes = jax.eval_shape(layer.init, jax.random.key(0), query, memory)["params"]
         ours = convert.from_layout(published, "nnx_mha", like=shapes)
         params = {"params": traverse_util.unflatten_dict(ours, sep=".")}
         output = jax.jit(layer.apply)(params, query, memory)
-    rig.assert_equal(np.asarray(output), theirs(*(torch.from_numpy(x) for x in (query, memory, memory)))[0])
+    rig.assert_equal(
+        np.asarray(output), theirs(*(torch.from_numpy(x) for x in (query, memory, memory)))[0]
+    )
     again = convert.to_layout(params["params"], "nnx_mha")
     assert again.keys() == published.keys()
-    assert all(array.tobytes() == published[name].numpy().tobytes() for name, array in again.items())
+    assert all(
+        array.tobytes() == published[name].numpy().tobytes() for name, array in again.items()
+    )
 
 
 def equinox_attention(rig, kdim, vdim, bias):
@@ -87,7 +99,9 @@ def equinox_attention(rig, kdim, vdim, bias):
         dtype=jnp.float64,
         key=jax.random.key(0),
     )
-    return jax.tree.map(lambda x: jnp.asarray(rig.normal(*x.shape)) if equinox.is_array(x) else x, layer)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rig.normal(*x.shape)) if equinox.is_array(x) else x, layer
+    )
 
 
 def equinox_weights(layer):
@@ -112,15 +126,21 @@ def test_equinox(rig, kdim, vdim, bias):
     def assert_equal(ours):
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             output = np.asarray(ours(*map(jnp.asarray, (query, key, value))))
-        rig.assert_equal(np.asarray(output), theirs(*(torch.from_numpy(x) for x in (query, key, value)))[0])
+        rig.assert_equal(
+            np.asarray(output), theirs(*(torch.from_numpy(x) for x in (query, key, value)))[0]
+        )
 
     published, shapes = theirs.state_dict(), equinox_weights(ours)
     loaded = convert.from_layout(published, "equinox_mha", like=shapes)
     again = convert.to_layout(loaded, "equinox_mha")
     assert again.keys() == published.keys()
-    assert all(array.tobytes() == published[name].numpy().tobytes() for name, array in again.items())
+    assert all(
+        array.tobytes() == published[name].numpy().tobytes() for name, array in again.items()
+    )
     assert_equal(equinox_from(ours, loaded))
 
     exported = convert.to_layout(shapes, "equinox_mha")
-    theirs.load_state_dict({name: torch.from_numpy(array) for name, array in exported.items()}, strict=True)
+    theirs.load_state_dict(
+        {name: torch.from_numpy(array) for name, array in exported.items()}, strict=True
+    )
     assert_equal(ours)

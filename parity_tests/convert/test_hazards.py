@@ -43,18 +43,27 @@ def test_what_cannot_be_a_weight_is_named_and_nothing_is_written(layer, weights,
 
 
 def test_a_wrong_prefix_shows_the_names_that_are_there(layer, weights):
-    with pytest.raises(convert.ConversionError, match=r"no entry starts with the prefix 'h.0.'; the first are W_key"):
+    with pytest.raises(
+        convert.ConversionError,
+        match=r"no entry starts with the prefix 'h.0.'; the first are W_key",
+    ):
         convert.load_state_dict(layer, weights, prefix="h.0.")
 
 
 def test_a_forgotten_prefix_is_found(layer, weights):
-    with pytest.raises(convert.ConversionError, match=r"every name has the prefix 'module.': pass prefix='module.'"):
+    with pytest.raises(
+        convert.ConversionError, match=r"every name has the prefix 'module.': pass prefix='module.'"
+    ):
         convert.load_state_dict(layer, {f"module.{name}": array for name, array in weights.items()})
 
 
 def test_a_name_given_twice_is_refused(layer, weights):
-    with pytest.raises(convert.ConversionError, match=r"W_query.weight twice, once flat and once nested"):
-        convert.load_state_dict(layer, {**weights, "W_query": {"weight": weights["W_query.weight"]}})
+    with pytest.raises(
+        convert.ConversionError, match=r"W_query.weight twice, once flat and once nested"
+    ):
+        convert.load_state_dict(
+            layer, {**weights, "W_query": {"weight": weights["W_query.weight"]}}
+        )
 
 
 @pytest.mark.parametrize("weights", [[1, 2], torch.ones(3)], ids=["list", "tensor"])
@@ -71,13 +80,17 @@ def test_a_module_of_the_other_side_is_refused(tmp_path, weights, no_shape_check
 
 
 def test_parameters_of_another_form_are_named():
-    with pytest.raises(convert.ConversionError, match=r"kernel of shape \(3, 2, 4\) does not read as 'i o'"):
+    with pytest.raises(
+        convert.ConversionError, match=r"kernel of shape \(3, 2, 4\) does not read as 'i o'"
+    ):
         convert.state_dict(nnx.LinearGeneral(3, (2, 4), rngs=nnx.Rngs(0)))
 
 
 def test_inputs_of_different_width_cannot_be_fused():
     layer = flax_attn.MultiHeadAttention(6, 8, 5, 0.0, 4, causal=False, kdim=5, rngs=nnx.Rngs(0))
-    with pytest.raises(convert.ConversionError, match=r"inputs are equally wide; got widths \[6, 5, 6\]"):
+    with pytest.raises(
+        convert.ConversionError, match=r"inputs are equally wide; got widths \[6, 5, 6\]"
+    ):
         convert.state_dict(layer, "fused_qkv")
 
 
@@ -85,5 +98,7 @@ def test_files_that_cannot_be_are_named(layer, tmp_path):
     with pytest.raises(convert.ConversionError, match="a folder that exists"):
         convert.save(layer, tmp_path / "no" / "folder.safetensors")
     (tmp_path / "empty.pt").write_bytes(b"")
-    with pytest.raises(convert.ConversionError, match="damaged or is not a checkpoint of weights only"):
+    with pytest.raises(
+        convert.ConversionError, match="damaged or is not a checkpoint of weights only"
+    ):
         convert.load(layer, tmp_path / "empty.pt")

@@ -18,7 +18,16 @@ D = HEADS * WIDTH
 
 def attention(bias, **options):
     return flax_attn.MultiHeadAttention(
-        D, D, None, 0.0, HEADS, bias, out_bias=bias, param_dtype="float64", rngs=nnx.Rngs(0), **options
+        D,
+        D,
+        None,
+        0.0,
+        HEADS,
+        bias,
+        out_bias=bias,
+        param_dtype="float64",
+        rngs=nnx.Rngs(0),
+        **options,
     )
 
 
@@ -32,7 +41,10 @@ def test_gpt2(rig):
     theirs, ours = rig.theirs(GPT2Attention(config, layer_idx=0)), attention(True)
     rig.load_both_ways(ours, theirs, "hf_gpt2")
     x, tensor = tokens(rig, T)
-    rig.assert_equal(rig.run(ours, x), theirs(tensor, attention_mask=torch.ones(T, T, dtype=torch.bool).tril())[0])
+    rig.assert_equal(
+        rig.run(ours, x),
+        theirs(tensor, attention_mask=torch.ones(T, T, dtype=torch.bool).tril())[0],
+    )
 
 
 def angles(base):
@@ -67,11 +79,15 @@ def test_bert(rig):
 
 
 def test_bert_out_of_a_whole_layer(rig):
-    config = BertConfig(hidden_size=D, num_attention_heads=HEADS, intermediate_size=5, attn_implementation="sdpa")
+    config = BertConfig(
+        hidden_size=D, num_attention_heads=HEADS, intermediate_size=5, attn_implementation="sdpa"
+    )
     theirs, ours = rig.theirs(BertLayer(config)), attention(True, causal=False)
     convert.load_state_dict(ours, theirs.state_dict(), "hf_bert", prefix="attention.")
     x, tensor = tokens(rig, T)
-    rig.assert_equal(rig.run(ours, x), theirs.attention.output.dense(theirs.attention.self(tensor)[0]))
+    rig.assert_equal(
+        rig.run(ours, x), theirs.attention.output.dense(theirs.attention.self(tensor)[0])
+    )
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
@@ -93,8 +109,16 @@ REFUSED = [
     ("hf_bert", {"num_kv_heads": KV_HEADS}, r"no grouped queries"),
     ("hf_bert", {"qkv_bias": False, "out_bias": False}, r"projections have a bias"),
     ("hf_bert", {"vdim": 5}, r"self-attention"),
-    ("hf_t5", T5 | {"qkv_bias": True, "out_bias": True}, r"have no bias; got qkv_bias=True, out_bias=True"),
-    ("hf_t5", T5 | {"qkv_bias": True}, r"projections have no bias; got qkv_bias=True, out_bias=False"),
+    (
+        "hf_t5",
+        T5 | {"qkv_bias": True, "out_bias": True},
+        r"have no bias; got qkv_bias=True, out_bias=True",
+    ),
+    (
+        "hf_t5",
+        T5 | {"qkv_bias": True},
+        r"projections have no bias; got qkv_bias=True, out_bias=False",
+    ),
     ("hf_t5", T5 | {"num_kv_heads": 1}, r"no grouped queries"),
     ("hf_t5", T5 | {"d_in": 5}, r"output is as wide as its input"),
     ("hf_t5", T5 | {"vdim": 5}, r"self-attention"),
@@ -103,13 +127,24 @@ REFUSED = [
         T5 | {"scores": flax_attn.Scores()},
         r"have the scale 1, no .*scale=None.*Pass scores=Scores\(scale=1\.0",
     ),
-    ("hf_t5", T5 | {"scores": flax_attn.Scores(scale=1.0, sinks=True)}, r"no soft cap and no sinks; got .*sinks=True"),
+    (
+        "hf_t5",
+        T5 | {"scores": flax_attn.Scores(scale=1.0, sinks=True)},
+        r"no soft cap and no sinks; got .*sinks=True",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("layout", "options", "match"), REFUSED)
 def test_a_layout_refuses_what_its_model_cannot_hold(layout, options, match):
-    arguments = {"d_in": D, "d_out": D, "context_length": None, "dropout": 0.0, "num_heads": HEADS, "qkv_bias": True}
+    arguments = {
+        "d_in": D,
+        "d_out": D,
+        "context_length": None,
+        "dropout": 0.0,
+        "num_heads": HEADS,
+        "qkv_bias": True,
+    }
     module = flax_attn.MultiHeadAttention(**arguments | options, causal=False, rngs=nnx.Rngs(0))
     with pytest.raises(convert.ConversionError, match=match):
         convert.state_dict(module, layout)
@@ -122,14 +157,18 @@ SCORES = {"scale": 0.5, "soft_cap": 30.0, "sinks": True, "function": max}
 @pytest.mark.parametrize(("name", "value"), SCORES.items())
 def test_scores_that_the_other_layer_does_not_compute_are_refused(layout, name, value):
     module = nnx.eval_shape(lambda: attention(True, scores=flax_attn.Scores(**{name: value})))
-    with pytest.raises(convert.ConversionError, match=rf"scale 1 / sqrt.*no sinks; got .*{name}={value}"):
+    with pytest.raises(
+        convert.ConversionError, match=rf"scale 1 / sqrt.*no sinks; got .*{name}={value}"
+    ):
         convert.state_dict(module, layout)
 
 
 @pytest.mark.parametrize("layout", ["torch_mha", "hf_gpt2", "hf_bert", "hf_t5", "flax"])
 def test_rotary_positions_that_the_other_layer_does_not_compute_are_refused(layout):
     module = nnx.eval_shape(lambda: attention(True, rope=flax_attn.RoPE(base=500.0)))
-    with pytest.raises(convert.ConversionError, match=r"it has no rotary positions; got rope=RoPE\(base=500\.0"):
+    with pytest.raises(
+        convert.ConversionError, match=r"it has no rotary positions; got rope=RoPE\(base=500\.0"
+    ):
         convert.state_dict(module, layout)
 
 

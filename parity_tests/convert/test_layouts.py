@@ -20,12 +20,16 @@ def seeded(seed=0, **options):
     """Return a square module on both sides, and the parameters of the PyTorch side as numpy arrays."""
     options = {"dropout": 0.0, "num_heads": HEADS, "qkv_bias": True, "causal": False} | options
     scores = {"scale": options.pop("scale", None)}
-    theirs = torch_ref.MultiHeadAttention(D, D, None, **options, scores=torch_ref.Scores(**scores)).double()
+    theirs = torch_ref.MultiHeadAttention(
+        D, D, None, **options, scores=torch_ref.Scores(**scores)
+    ).double()
     random = np.random.default_rng(seed)
     for parameter in theirs.parameters():
         parameter.data = torch.from_numpy(random.normal(size=parameter.shape))
     numerics = {"param_dtype": "float64", "rngs": nnx.Rngs(0)}
-    ours = flax_attn.MultiHeadAttention(D, D, None, **options, scores=flax_attn.Scores(**scores), **numerics)
+    ours = flax_attn.MultiHeadAttention(
+        D, D, None, **options, scores=flax_attn.Scores(**scores), **numerics
+    )
     convert.load_state_dict(ours, theirs.state_dict())
     return ours, theirs, {name: value.numpy() for name, value in theirs.state_dict().items()}
 
@@ -45,7 +49,10 @@ def head_apart(weight, width=WIDTH):
     """Return `kernel[i, n, h] = weight[n * width + h, i]`."""
     out, inputs = weight.shape
     return np.array(
-        [[[weight[n * width + h, i] for h in range(width)] for n in range(out // width)] for i in range(inputs)]
+        [
+            [[weight[n * width + h, i] for h in range(width)] for n in range(out // width)]
+            for i in range(inputs)
+        ]
     )
 
 
@@ -54,9 +61,13 @@ def spec_flax(w):
     for ours, theirs in zip(NAMES, ("query", "key", "value"), strict=True):
         bias, n = w[f"{ours}.bias"], len(w[f"{ours}.bias"]) // WIDTH
         spec[f"{theirs}.kernel"] = head_apart(w[f"{ours}.weight"])
-        spec[f"{theirs}.bias"] = np.array([[bias[i * WIDTH + h] for h in range(WIDTH)] for i in range(n)])
+        spec[f"{theirs}.bias"] = np.array(
+            [[bias[i * WIDTH + h] for h in range(WIDTH)] for i in range(n)]
+        )
     out = w["out_proj.weight"]
-    spec["out.kernel"] = np.array([[out[:, n * WIDTH + h] for h in range(WIDTH)] for n in range(HEADS)])
+    spec["out.kernel"] = np.array(
+        [[out[:, n * WIDTH + h] for h in range(WIDTH)] for n in range(HEADS)]
+    )
     return spec
 
 
@@ -84,7 +95,10 @@ def renamed(*theirs):
 
     def spec(w):
         names = dict(zip((*NAMES, "out_proj"), theirs, strict=True))
-        return {f"{names[name.partition('.')[0]]}.{name.partition('.')[2]}": array for name, array in w.items()}
+        return {
+            f"{names[name.partition('.')[0]]}.{name.partition('.')[2]}": array
+            for name, array in w.items()
+        }
 
     return spec
 
@@ -168,7 +182,12 @@ def assert_equal_output(output, x, module):
 
 def test_hugging_face_gpt2_formula():
     random = np.random.default_rng(3)
-    shapes = {"c_attn.weight": (D, 3 * D), "c_attn.bias": (3 * D,), "c_proj.weight": (D, D), "c_proj.bias": (D,)}
+    shapes = {
+        "c_attn.weight": (D, 3 * D),
+        "c_attn.bias": (3 * D,),
+        "c_proj.weight": (D, D),
+        "c_proj.bias": (D,),
+    }
     weights = {name: random.normal(size=shape) for name, shape in shapes.items()}
     module, *_ = seeded(causal=True)
     convert.load_state_dict(module, weights, "hf_gpt2")
@@ -183,7 +202,12 @@ def test_fused_projection_formula(kv_heads):
     random, kv = np.random.default_rng(4), kv_heads * WIDTH
     fused, bias = random.normal(size=(D + 2 * kv, D)), random.normal(size=D + 2 * kv)
     out, out_bias = random.normal(size=(D, D)), random.normal(size=D)
-    weights = {"qkv_proj.weight": fused, "qkv_proj.bias": bias, "out_proj.weight": out, "out_proj.bias": out_bias}
+    weights = {
+        "qkv_proj.weight": fused,
+        "qkv_proj.bias": bias,
+        "out_proj.weight": out,
+        "out_proj.bias": out_bias,
+    }
     module, *_ = seeded(causal=True, num_kv_heads=kv_heads)
     convert.load_state_dict(module, weights, "fused_qkv")
     x = random.normal(size=(5, D))
@@ -201,17 +225,36 @@ REFUSED = [
     ("hf_gpt2", {"num_kv_heads": 1}, r"no grouped queries"),
     ("torch_mha", {"d_in": 6}, r"output is as wide as its input; got d_in=6, d_out=8"),
     ("hf_gpt2", {"d_in": 6}, r"output is as wide as its input"),
-    ("torch_mha", {"qkv_bias": False}, r"all have a bias or none has; got qkv_bias=False, out_bias=True"),
+    (
+        "torch_mha",
+        {"qkv_bias": False},
+        r"all have a bias or none has; got qkv_bias=False, out_bias=True",
+    ),
     ("hf_gpt2", {"qkv_bias": False}, r"all have a bias or none has"),
-    ("flax", {"out_bias": False}, r"all have a bias or none has; got qkv_bias=True, out_bias=False"),
-    ("hf_gpt2", {"qkv_bias": False, "out_bias": False}, r"projections have a bias; got qkv_bias=False, out_bias=False"),
+    (
+        "flax",
+        {"out_bias": False},
+        r"all have a bias or none has; got qkv_bias=True, out_bias=False",
+    ),
+    (
+        "hf_gpt2",
+        {"qkv_bias": False, "out_bias": False},
+        r"projections have a bias; got qkv_bias=False, out_bias=False",
+    ),
     ("hf_gpt2", {"kdim": 5, "vdim": 3}, r"self-attention; got d_in=8, kdim=5, vdim=3"),
 ]
 
 
 @pytest.mark.parametrize(("layout", "options", "match"), REFUSED)
 def test_a_layout_refuses_what_it_cannot_hold(layout, options, match):
-    arguments = {"d_in": D, "d_out": D, "context_length": None, "dropout": 0.0, "num_heads": 4, "qkv_bias": True}
+    arguments = {
+        "d_in": D,
+        "d_out": D,
+        "context_length": None,
+        "dropout": 0.0,
+        "num_heads": 4,
+        "qkv_bias": True,
+    }
     module = flax_attn.MultiHeadAttention(**arguments | options, rngs=nnx.Rngs(0))
     with pytest.raises(convert.ConversionError, match=match):
         convert.state_dict(module, layout)
@@ -221,19 +264,28 @@ def test_a_layout_refuses_what_it_cannot_hold(layout, options, match):
 
 @pytest.mark.parametrize("layout", ["torch_mha", "hf_gpt2", "hf_llama", "hf_bert", "hf_t5", "flax"])
 def test_a_single_head_is_refused(layout):
-    with pytest.raises(convert.ConversionError, match=r"SelfAttention cannot be stored.*output projection"):
+    with pytest.raises(
+        convert.ConversionError, match=r"SelfAttention cannot be stored.*output projection"
+    ):
         convert.state_dict(flax_attn.SelfAttention(3, 2, rngs=nnx.Rngs(0)), layout)
 
 
 def test_a_refusal_says_where():
     att = flax_attn.MultiHeadAttention(D, D, 9, 0.0, 4, True, num_kv_heads=2, rngs=nnx.Rngs(0))
     block = flax_attn.TransformerBlock(att, flax_attn.FeedForward(D, rngs=nnx.Rngs(0)), None, None)
-    with pytest.raises(convert.ConversionError, match=r"att \(MultiHeadAttention\) cannot be stored"):
+    with pytest.raises(
+        convert.ConversionError, match=r"att \(MultiHeadAttention\) cannot be stored"
+    ):
         convert.state_dict(block, "torch_mha")
 
 
 def test_unknown_layout():
     module, *_ = seeded()
-    for act in (lambda: convert.state_dict(module, "onnx"), lambda: convert.load_state_dict(module, {}, "onnx")):
-        with pytest.raises(convert.ConversionError, match=r"one of 'torch_ref', .*, a Layout or .*; got 'onnx'"):
+    for act in (
+        lambda: convert.state_dict(module, "onnx"),
+        lambda: convert.load_state_dict(module, {}, "onnx"),
+    ):
+        with pytest.raises(
+            convert.ConversionError, match=r"one of 'torch_ref', .*, a Layout or .*; got 'onnx'"
+        ):
             act()

@@ -12,19 +12,30 @@ import torch_ref
 from flax_attn import convert
 from flax_attn.proof.variants import select
 
-SIZES = {"d_in": 6, "d_out": 8, "context_length": 9, "dropout": 0.0, "num_heads": 4, "qkv_bias": True}
+SIZES = {
+    "d_in": 6,
+    "d_out": 8,
+    "context_length": 9,
+    "dropout": 0.0,
+    "num_heads": 4,
+    "qkv_bias": True,
+}
 WIDE = 4096  # large enough that JAX would share the memory of the array it is given
 
 
 def module(param_dtype="float32", **changes):
-    return flax_attn.MultiHeadAttention(**SIZES | changes, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    return flax_attn.MultiHeadAttention(
+        **SIZES | changes, param_dtype=param_dtype, rngs=nnx.Rngs(0)
+    )
 
 
 def weights(dtype="float32"):
     """Return a random state dict that fits."""
     torch.manual_seed(7)
     state = torch_ref.MultiHeadAttention(**SIZES).state_dict()
-    return {name: torch.randn(value.shape).to(getattr(torch, dtype)) for name, value in state.items()}
+    return {
+        name: torch.randn(value.shape).to(getattr(torch, dtype)) for name, value in state.items()
+    }
 
 
 def numpy_weights():
@@ -35,12 +46,16 @@ SOURCES = {
     "numpy": numpy_weights,
     "jax": lambda: {name: jnp.asarray(value) for name, value in numpy_weights().items()},
     "torch": weights,
-    "torch parameters": lambda: {name: torch.nn.Parameter(value) for name, value in weights().items()},
+    "torch parameters": lambda: {
+        name: torch.nn.Parameter(value) for name, value in weights().items()
+    },
     "lists": lambda: {name: value.tolist() for name, value in numpy_weights().items()},
     "nested": lambda: traverse_util.unflatten_dict(numpy_weights(), sep="."),
     "float64": lambda: {name: value.astype(np.float64) for name, value in numpy_weights().items()},
     "fortran": lambda: {name: np.asfortranarray(value) for name, value in numpy_weights().items()},
-    "read only": lambda: {name: np.broadcast_to(value, value.shape) for name, value in numpy_weights().items()},
+    "read only": lambda: {
+        name: np.broadcast_to(value, value.shape) for name, value in numpy_weights().items()
+    },
 }
 
 
@@ -77,8 +92,13 @@ def test_a_dict_with_a_mask_buffer():
     assert (convert.state_dict(layer)["W_key.bias"] == book["W_key.bias"].numpy()).all()
     wrapper = flax_attn.MultiHeadAttentionWrapper(3, 2, 6, 0.0, 2, rngs=nnx.Rngs(0))
     theirs = torch_ref.MultiHeadAttentionWrapper(3, 2, 6, 0.0, 2).state_dict()
-    convert.load_state_dict(wrapper, theirs | {"heads.0.mask": torch.ones(6, 6), "heads.1.mask": torch.ones(6, 6)})
-    assert (convert.state_dict(wrapper)["heads.1.W_value.weight"] == theirs["heads.1.W_value.weight"].numpy()).all()
+    convert.load_state_dict(
+        wrapper, theirs | {"heads.0.mask": torch.ones(6, 6), "heads.1.mask": torch.ones(6, 6)}
+    )
+    assert (
+        convert.state_dict(wrapper)["heads.1.W_value.weight"]
+        == theirs["heads.1.W_value.weight"].numpy()
+    ).all()
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer.h.3.attn."])
@@ -86,7 +106,11 @@ def test_a_hugging_face_dict_with_buffers(prefix):
     layer, other = module(d_in=8), module(d_in=8)
     state = convert.state_dict(layer, "hf_gpt2", prefix=prefix)
     buffers = {f"{prefix}bias": np.ones((1, 1, 9, 9), bool), f"{prefix}masked_bias": np.array(-1e4)}
-    others = {"transformer.h.30.attn.c_attn.weight": np.zeros(3), "lm_head.weight": np.zeros(2)} if prefix else {}
+    others = (
+        {"transformer.h.30.attn.c_attn.weight": np.zeros(3), "lm_head.weight": np.zeros(2)}
+        if prefix
+        else {}
+    )
     other.W_query.kernel[...] += 1
     convert.load_state_dict(other, state | buffers | others, "hf_gpt2", prefix=prefix)
     for name, array in convert.state_dict(layer).items():
@@ -99,7 +123,10 @@ def test_a_prefix_both_ways(layout):
     assert all(name.startswith("a.b.") for name in state)
     fresh = flax_attn.MultiHeadAttention(**SIZES, rngs=nnx.Rngs(5))
     convert.load_state_dict(fresh, state | {"a.other": np.zeros(3)}, layout, prefix="a.b.")
-    assert all((array == state[f"a.b.{name}"]).all() for name, array in convert.state_dict(fresh, layout).items())
+    assert all(
+        (array == state[f"a.b.{name}"]).all()
+        for name, array in convert.state_dict(fresh, layout).items()
+    )
     with pytest.raises(convert.ConversionError, match=r"no entry starts with the prefix 'a.c.'"):
         convert.load_state_dict(fresh, state, layout, prefix="a.c.")
 
@@ -143,7 +170,9 @@ def test_exported_arrays_are_fresh_writable_and_contiguous(layout):
         assert array.flags.c_contiguous
         assert array.flags.writeable
         array.fill(0)
-    assert all((array == before[name]).all() for name, array in convert.state_dict(layer, layout).items())
+    assert all(
+        (array == before[name]).all() for name, array in convert.state_dict(layer, layout).items()
+    )
 
 
 def test_one_error_names_everything():
@@ -180,7 +209,10 @@ def test_a_module_is_unchanged_on_error_in_every_layout(layout):
 def test_a_transposed_kernel_is_mis_shaped():
     state = numpy_weights()
     state["W_query.weight"] = state["W_query.weight"].T
-    with pytest.raises(convert.ConversionError, match=r"mis-shaped W_query\.weight: expected \(8, 6\), got \(6, 8\)"):
+    with pytest.raises(
+        convert.ConversionError,
+        match=r"mis-shaped W_query\.weight: expected \(8, 6\), got \(6, 8\)",
+    ):
         convert.load_state_dict(module(), state)
 
 

@@ -18,8 +18,15 @@ def names(shapes, *rules):
 
 
 def test_a_placeholder_is_one_part_of_a_name_and_is_carried_over():
-    rule = Rule(("blocks.{i}.att.W_query.kernel",), "encoder.layer.{i}.attention.self.query.weight", "i o -> o i")
-    shapes = {f"{place}.att.W_query.kernel": (3, 2) for place in ("blocks.0", "blocks.11", "model.blocks.2")}
+    rule = Rule(
+        ("blocks.{i}.att.W_query.kernel",),
+        "encoder.layer.{i}.attention.self.query.weight",
+        "i o -> o i",
+    )
+    shapes = {
+        f"{place}.att.W_query.kernel": (3, 2)
+        for place in ("blocks.0", "blocks.11", "model.blocks.2")
+    }
     assert names(shapes, rule) == {
         ("blocks.0.att.W_query.kernel",): "encoder.layer.0.attention.self.query.weight",
         ("blocks.11.att.W_query.kernel",): "encoder.layer.11.attention.self.query.weight",
@@ -28,7 +35,14 @@ def test_a_placeholder_is_one_part_of_a_name_and_is_carried_over():
 
 
 @pytest.mark.parametrize(
-    "name", ["blocks.0.1.kernel", "blocks.kernel", "blocks..kernel", "myblocks.0.kernel", "blocks.0.kernels"]
+    "name",
+    [
+        "blocks.0.1.kernel",
+        "blocks.kernel",
+        "blocks..kernel",
+        "myblocks.0.kernel",
+        "blocks.0.kernels",
+    ],
 )
 def test_a_placeholder_is_no_more_and_no_less_than_one_part(name):
     with pytest.raises(convert.ConversionError, match=rf"no place for {name} \(3,\)"):
@@ -60,13 +74,17 @@ def test_the_parts_of_an_entry_come_from_one_place():
     ],
 )
 def test_a_rule_that_cannot_be_read_both_ways(ours, theirs):
-    with pytest.raises(convert.ConversionError, match=r"has the same placeholders, each once; got .* and "):
+    with pytest.raises(
+        convert.ConversionError, match=r"has the same placeholders, each once; got .* and "
+    ):
         Rule(ours, theirs)
 
 
 def test_two_parameters_of_one_entry_are_refused():
     rules = (Rule(("a",), "c"), Rule(("b",), "c"), Rule(("d", "e"), "f"))
-    with pytest.raises(convert.ConversionError, match=r"makes c of a, and of b; x.c of x.a, and of x.b. Rename one"):
+    with pytest.raises(
+        convert.ConversionError, match=r"makes c of a, and of b; x.c of x.a, and of x.b. Rename one"
+    ):
         names({"a": (3,), "b": (3,), "d": (2,), "e": (2,), "x.a": (3,), "x.b": (3,)}, *rules)
 
 
@@ -103,12 +121,23 @@ def test_each_part_has_its_own_sizes():
 def test_sizes_of_the_nearest_module_count():
     rule = Rule(("{block}.att.kernel",), "{block}.kernel", "i (n h) -> i n h")
     sizes = {"": {"h": 6}, "far.att.": {"h": 3}, "far.att.kernel.": {"h": 1}}
-    entries = plan({"far.att.kernel": (5, 6), "near.att.kernel": (5, 6)}, Layout((rule,)), lambda at: sizes.get(at, {}))
-    assert {entry.theirs: entry.shape for entry in entries} == {"far.kernel": (5, 2, 3), "near.kernel": (5, 1, 6)}
+    entries = plan(
+        {"far.att.kernel": (5, 6), "near.att.kernel": (5, 6)},
+        Layout((rule,)),
+        lambda at: sizes.get(at, {}),
+    )
+    assert {entry.theirs: entry.shape for entry in entries} == {
+        "far.kernel": (5, 2, 3),
+        "near.kernel": (5, 1, 6),
+    }
 
 
 def test_a_shape_counts_more_than_a_size_that_is_given():
-    (entry,) = plan({"w": (5, 3, 2)}, Layout((Rule(("w",), "v", "i n h -> (n h) i"),)), lambda at: {"h": 9, "z": 4})
+    (entry,) = plan(
+        {"w": (5, 3, 2)},
+        Layout((Rule(("w",), "v", "i n h -> (n h) i"),)),
+        lambda at: {"h": 9, "z": 4},
+    )
     assert entry.shape == (6, 5)
 
 
@@ -131,7 +160,9 @@ class Scaled(nnx.Module):
 
     def __init__(self):
         self.temperature = nnx.Param(jnp.array(2.5))
-        self.tower = nnx.List([flax_attn.SelfAttention(4, 6, d_key=2, rngs=nnx.Rngs(i)) for i in range(2)])
+        self.tower = nnx.List(
+            [flax_attn.SelfAttention(4, 6, d_key=2, rngs=nnx.Rngs(i)) for i in range(2)]
+        )
 
 
 def test_rules_alone_are_a_layout_of_a_whole_model(tmp_path):
@@ -148,7 +179,9 @@ def test_rules_alone_are_a_layout_of_a_whole_model(tmp_path):
     convert.save(module, tmp_path / "w.safetensors", list(rules))
     convert.load(other, tmp_path / "w.safetensors", Layout(rules))
     assert other.temperature[...] == 3.5
-    assert all((array == stored[name]).all() for name, array in convert.state_dict(other, rules).items())
+    assert all(
+        (array == stored[name]).all() for name, array in convert.state_dict(other, rules).items()
+    )
 
 
 def test_rules_that_leave_a_parameter_out():
@@ -192,7 +225,10 @@ def test_a_piece_that_is_missing_is_named():
 
 
 def test_parts_take_turns_along_an_axis():
-    parts = {"experts.up.a": RANDOM.normal(size=(3, 2, 4)), "experts.up.b": RANDOM.normal(size=(3, 2, 4))}
+    parts = {
+        "experts.up.a": RANDOM.normal(size=(3, 2, 4)),
+        "experts.up.b": RANDOM.normal(size=(3, 2, 4)),
+    }
     joined = convert.to_layout(parts, [IN_TURN])["up"]
     assert joined.shape == (3, 4, 4)
     assert (joined[:, ::2] == parts["experts.up.a"]).all()
@@ -204,10 +240,16 @@ def test_parts_take_turns_along_an_axis():
 def test_grouped_parts_stand_together_in_each_group():
     rule = Rule(("query", "gate"), "q_proj", "i (n h) -> n h i", axis=1, grouped=True)
     query, gate = RANDOM.normal(size=(2, 3, 8))  # 4 heads, 2 wide
-    stored = convert.to_layout({"query": query, "gate": gate}, [rule], axes=lambda prefix: {"h": 2})["q_proj"]
-    expected = np.concatenate([np.concatenate([x[:, i : i + 2] for x in (query, gate)], 1) for i in (0, 2, 4, 6)], 1)
+    stored = convert.to_layout(
+        {"query": query, "gate": gate}, [rule], axes=lambda prefix: {"h": 2}
+    )["q_proj"]
+    expected = np.concatenate(
+        [np.concatenate([x[:, i : i + 2] for x in (query, gate)], 1) for i in (0, 2, 4, 6)], 1
+    )
     np.testing.assert_array_equal(stored, expected.T)
-    back = convert.from_layout({"q_proj": stored}, [rule], {"query": query, "gate": gate}, axes=lambda prefix: {"h": 2})
+    back = convert.from_layout(
+        {"q_proj": stored}, [rule], {"query": query, "gate": gate}, axes=lambda prefix: {"h": 2}
+    )
     np.testing.assert_array_equal([back["query"], back["gate"]], [query, gate])
 
 
@@ -217,16 +259,25 @@ def test_groups_need_not_be_equally_wide_in_all_parts():
     stored = convert.to_layout(arrays, [rule], axes=lambda prefix: {"k": 2})["both"]
     assert stored.tolist() == [0, 10, 11, 12, 1, 13, 14, 15]
     back = convert.from_layout({"both": stored}, [rule], arrays, axes=lambda prefix: {"k": 2})
-    assert {name: part.tolist() for name, part in back.items()} == {"a": [0, 1], "b": [10, 11, 12, 13, 14, 15]}
+    assert {name: part.tolist() for name, part in back.items()} == {
+        "a": [0, 1],
+        "b": [10, 11, 12, 13, 14, 15],
+    }
 
 
 def test_a_rule_applies_beside_another_parameter_alone():
     shapes = {"0.out": (3,), "1.out": (3,), "1.A_log": (3,)}
-    rules = Rule(("{i}.out",), "{i}.linear", beside="{i}.A_log"), Rule(("{i}.out",), "{i}.full"), Rule(("{n}",), "{n}")
+    rules = (
+        Rule(("{i}.out",), "{i}.linear", beside="{i}.A_log"),
+        Rule(("{i}.out",), "{i}.full"),
+        Rule(("{n}",), "{n}"),
+    )
     found = names(shapes, *rules)
     assert (found[("0.out",)], found[("1.out",)]) == ("0.full", "1.linear")
 
 
 def test_what_stands_beside_has_the_same_placeholders():
-    with pytest.raises(convert.ConversionError, match="if each of its names has the same placeholders"):
+    with pytest.raises(
+        convert.ConversionError, match="if each of its names has the same placeholders"
+    ):
         Rule(("{i}.out",), "{i}.linear", beside="A_log")

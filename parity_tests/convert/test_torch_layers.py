@@ -36,13 +36,20 @@ LAYERS = {
         lambda: nnx.LayerNorm(5, epsilon=1e-5, use_fast_variance=False, **F64),
         lambda: torch.nn.LayerNorm(5),
     ),
-    "rms norm": (lambda: nnx.RMSNorm(5, epsilon=1e-5, **F64), lambda: torch.nn.RMSNorm(5, eps=1e-5)),
+    "rms norm": (
+        lambda: nnx.RMSNorm(5, epsilon=1e-5, **F64),
+        lambda: torch.nn.RMSNorm(5, eps=1e-5),
+    ),
     "our linear": (lambda: flax_attn.Linear(5, 3, **F64), lambda: torch.nn.Linear(5, 3)),
     "our layer norm": (lambda: flax_attn.LayerNorm(5, **F64), lambda: torch.nn.LayerNorm(5)),
     "our rms norm": (lambda: flax_attn.RMSNorm(5, **F64), lambda: torch.nn.RMSNorm(5, eps=1e-5)),
     "sequence": (
-        lambda: nnx.Sequential(nnx.Linear(5, 3, **F64), jnp.tanh, nnx.Sequential(nnx.Linear(3, 4, **F64))),
-        lambda: torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Sequential(torch.nn.Linear(3, 4))),
+        lambda: nnx.Sequential(
+            nnx.Linear(5, 3, **F64), jnp.tanh, nnx.Sequential(nnx.Linear(3, 4, **F64))
+        ),
+        lambda: torch.nn.Sequential(
+            torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Sequential(torch.nn.Linear(3, 4))
+        ),
     ),
 }
 
@@ -116,25 +123,36 @@ def test_a_shift_beside_a_bias_is_ambiguous():
     with pytest.raises(convert.ConversionError, match=message):
         convert.state_dict(Norms(), "torch")
     with pytest.raises(convert.ConversionError, match=message):
-        convert.load_state_dict(Norms(), {"norm.weight": np.ones(5), "norm.bias": np.ones(5)}, "torch")
+        convert.load_state_dict(
+            Norms(), {"norm.weight": np.ones(5), "norm.bias": np.ones(5)}, "torch"
+        )
 
 
 @pytest.mark.parametrize(
     ("layer", "name"),
     [
-        (lambda: nnx.MultiHeadAttention(2, 6, decode=False, rngs=nnx.Rngs(0)), r"key \(LinearGeneral\)"),
+        (
+            lambda: nnx.MultiHeadAttention(2, 6, decode=False, rngs=nnx.Rngs(0)),
+            r"key \(LinearGeneral\)",
+        ),
         (lambda: nnx.Einsum("a,ab->b", (5, 3), rngs=nnx.Rngs(0)), "Einsum"),
         (lambda: nnx.ConvTranspose(5, 3, (2,), rngs=nnx.Rngs(0)), "ConvTranspose"),
     ],
     ids=["heads", "einsum", "transposed"],
 )
 def test_other_kernels_are_refused(layer, name):
-    with pytest.raises(convert.ConversionError, match=rf"{name} cannot be stored.*For nnx.MultiHeadAttention take"):
+    with pytest.raises(
+        convert.ConversionError, match=rf"{name} cannot be stored.*For nnx.MultiHeadAttention take"
+    ):
         convert.state_dict(layer(), "torch")
 
 
 def test_running_statistics_cross_both_ways():
-    published = {"running_mean": np.full(5, 2.0), "running_var": np.full(5, 3.0), "num_batches_tracked": np.array(7)}
+    published = {
+        "running_mean": np.full(5, 2.0),
+        "running_var": np.full(5, 3.0),
+        "num_batches_tracked": np.array(7),
+    }
     published |= {"weight": np.full(5, 4.0), "bias": np.full(5, 5.0)}
     layer = nnx.BatchNorm(5, rngs=nnx.Rngs(0))
     convert.load_state_dict(layer, published, "torch")
@@ -152,7 +170,10 @@ def test_running_statistics_cross_both_ways():
 
 def test_statistics_are_not_lost_in_silence():
     with pytest.raises(convert.ConversionError, match=r"no place for mean \(5,\), var \(5,\)"):
-        convert.state_dict(nnx.BatchNorm(5, rngs=nnx.Rngs(0)), [Rule(("scale",), "weight"), Rule(("bias",), "bias")])
+        convert.state_dict(
+            nnx.BatchNorm(5, rngs=nnx.Rngs(0)),
+            [Rule(("scale",), "weight"), Rule(("bias",), "bias")],
+        )
     published = torch.nn.BatchNorm1d(5).state_dict()
     with pytest.raises(convert.ConversionError, match=r"unexpected running_mean \(5,\)"):
         convert.load_state_dict(nnx.LayerNorm(5, rngs=nnx.Rngs(0)), published, "torch")

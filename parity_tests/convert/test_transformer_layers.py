@@ -35,18 +35,24 @@ def attention(package, causal, bias, **numerics):
 
 def encoder_layer(activation="relu", bias=True, norm_first=False):
     att = attention(flax_attn, False, bias, **numerics())
-    return flax_attn.TransformerBlock(att, **parts(flax_attn, activation, bias, 2, **numerics()), norm_first=norm_first)
+    return flax_attn.TransformerBlock(
+        att, **parts(flax_attn, activation, bias, 2, **numerics()), norm_first=norm_first
+    )
 
 
 def decoder_layer(package=flax_attn, activation="relu", bias=True, norm_first=False):
     own = numerics() if package is flax_attn else {}
     cross = package.CrossAttention(D, D, 0.0, HEADS, bias, key_bias=bias, out_bias=bias, **own)
     att = attention(package, True, bias, **own)
-    return package.CrossBlock(att, cross, **parts(package, activation, bias, 3, **own), norm_first=norm_first)
+    return package.CrossBlock(
+        att, cross, **parts(package, activation, bias, 3, **own), norm_first=norm_first
+    )
 
 
 def torch_layer(kind, norm_first, activation="relu", **options):
-    layer = kind(D, HEADS, HIDDEN, 0.0, activation, norm_first=norm_first, batch_first=True, **options)
+    layer = kind(
+        D, HEADS, HIDDEN, 0.0, activation, norm_first=norm_first, batch_first=True, **options
+    )
     return layer.eval()
 
 
@@ -69,7 +75,10 @@ def test_encoder_layer(norm_first, ours, theirs):
 
 @NORM_FIRST
 def test_decoder_layer(norm_first):
-    block, layer = decoder_layer(norm_first=norm_first), torch_layer(torch.nn.TransformerDecoderLayer, norm_first)
+    block, layer = (
+        decoder_layer(norm_first=norm_first),
+        torch_layer(torch.nn.TransformerDecoderLayer, norm_first),
+    )
     calls = {"flax_call": decode, "torch_call": decode_with_torch}
     assert_parity(block, layer, [(B, T, D), (B, S, D)], layout=LAYOUT, checks=CHECKS, **calls)
 
@@ -79,12 +88,21 @@ def test_blocks_with_norms_after_the_sums_are_mirrored(norm_first):
     twin = decoder_layer(torch_ref, norm_first=norm_first).eval()
     calls = {"flax_call": decode, "torch_call": decode}
     shapes = [(B, T, D), (B, S, D)]
-    assert_parity(decoder_layer(norm_first=norm_first), twin, shapes, layout="torch_ref", checks=CHECKS, **calls)
+    assert_parity(
+        decoder_layer(norm_first=norm_first),
+        twin,
+        shapes,
+        layout="torch_ref",
+        checks=CHECKS,
+        **calls,
+    )
 
 
 def test_layers_without_biases():
     layer = torch_layer(torch.nn.TransformerEncoderLayer, True, bias=False)
-    assert_parity(encoder_layer(bias=False, norm_first=True), layer, [(B, T, D)], layout=LAYOUT, checks=CHECKS)
+    assert_parity(
+        encoder_layer(bias=False, norm_first=True), layer, [(B, T, D)], layout=LAYOUT, checks=CHECKS
+    )
 
 
 class Classifier(nnx.Module):
@@ -129,5 +147,7 @@ def test_a_model_of_them():
 def test_grouped_queries_are_refused():
     block = encoder_layer()
     block.att = flax_attn.MultiHeadAttention(D, D, None, 0.0, 6, True, num_kv_heads=3, **numerics())
-    with pytest.raises(convert.ConversionError, match=r"torch_transformer.*no grouped queries; got num_heads=6"):
+    with pytest.raises(
+        convert.ConversionError, match=r"torch_transformer.*no grouped queries; got num_heads=6"
+    ):
         convert.state_dict(block, LAYOUT)

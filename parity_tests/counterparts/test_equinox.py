@@ -30,8 +30,13 @@ def test_cross_attention(checks):
     layer = equinox.filter_vmap(attention(True, key_size=KDIM, value_size=VDIM))
     inputs = [(B, T, D), (B, S, KDIM), (B, S, VDIM)]
     options = {"layout": "equinox_mha", "torch_call": output_of_torch}
-    report = assert_parity(layer, torch_attention(True, **widths), inputs, checks=checks.core, **options)
-    assert "no effect on the outputs: 8 of 24 elements of in_proj_bias" in report.check("gradients").note
+    report = assert_parity(
+        layer, torch_attention(True, **widths), inputs, checks=checks.core, **options
+    )
+    assert (
+        "no effect on the outputs: 8 of 24 elements of in_proj_bias"
+        in report.check("gradients").note
+    )
 
 
 def test_padding(checks):
@@ -41,9 +46,16 @@ def test_padding(checks):
         seen = jnp.broadcast_to(jnp.arange(T) < lengths[:, None, None], (B, T, T))
         return equinox.filter_vmap(layer)(x, x, x, seen)
 
-    options = {"layout": "equinox_mha", "flax_call": call, "torch_call": output_of_torch, "locate": False}
+    options = {
+        "layout": "equinox_mha",
+        "flax_call": call,
+        "torch_call": output_of_torch,
+        "locate": False,
+    }
     layers = attention(False), torch_attention(False), [(B, T, D)]
     assert_parity(*layers, checks=checks.core, extras={"lengths": [2, 5, 4]}, **options)
-    report = compare(*layers, checks=["padded rows"], **options)  # it gives the mean of the values there, torch 0
+    report = compare(
+        *layers, checks=["padded rows"], **options
+    )  # it gives the mean of the values there, torch 0
     assert "worst element (0," in report.check("padded rows").explain()
     assert report.check("padded rows").where["torch"] == 0

@@ -16,8 +16,14 @@ SELF, CROSS = [(B, T, D)], [(B, T, D), (B, S, KV), (B, S, KV)]
 
 # Flax's attention keeps the heads apart; these are the rows between it and torch_ref.
 TORCH_REF = [
-    *(Rule((f"{name}.kernel",), f"W_{name}.weight", "i n h -> (n h) i") for name in ("query", "key", "value")),
-    *(Rule((f"{name}.bias",), f"W_{name}.bias", "n h -> (n h)") for name in ("query", "key", "value")),
+    *(
+        Rule((f"{name}.kernel",), f"W_{name}.weight", "i n h -> (n h) i")
+        for name in ("query", "key", "value")
+    ),
+    *(
+        Rule((f"{name}.bias",), f"W_{name}.bias", "n h -> (n h)")
+        for name in ("query", "key", "value")
+    ),
     Rule(("out.kernel",), "out_proj.weight", "n h o -> o (n h)"),
     Rule(("out.bias",), "out_proj.bias"),
 ]
@@ -32,7 +38,9 @@ def torch_attention(**options):
 
 
 def seen(x, lengths):
-    return None if lengths is None else (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None, :]
+    return (
+        None if lengths is None else (jnp.arange(x.shape[1]) < lengths[:, None])[:, None, None, :]
+    )
 
 
 def sowing(layer, query, key=None, value=None, lengths=None):
@@ -58,14 +66,18 @@ def output_of_torch(layer, x):
 
 def test_nnx(checks):
     options = {"flax_call": sowing, "torch_call": torch_call}
-    assert_parity(nnx_attention(), torch_attention(), SELF, layout="nnx_mha", checks=checks.core, **options)
+    assert_parity(
+        nnx_attention(), torch_attention(), SELF, layout="nnx_mha", checks=checks.core, **options
+    )
 
 
 def test_nnx_cross(checks):
     widths = {"kdim": KV, "vdim": KV}
     options = {"flax_call": sowing, "torch_call": torch_call}
     layer = nnx_attention(in_kv_features=KV)
-    assert_parity(layer, torch_attention(**widths), CROSS, layout="nnx_mha", checks=checks.core, **options)
+    assert_parity(
+        layer, torch_attention(**widths), CROSS, layout="nnx_mha", checks=checks.core, **options
+    )
 
 
 def test_nnx_by_itself_takes_the_softmax_in_float32(checks):
@@ -83,13 +95,22 @@ def test_nnx_by_itself_takes_the_softmax_in_float32(checks):
 def attend(query, key, value, mask=None, is_causal=False, **options):
     """Take the place of Flax's own attention inside of its module."""
     mask = flax_attn.Mask.causal() if is_causal else mask
-    mask = mask.astype(bool) if isinstance(mask, jax.Array) else mask  # while decoding it is in float32
+    mask = (
+        mask.astype(bool) if isinstance(mask, jax.Array) else mask
+    )  # while decoding it is in float32
     return flax_attn.dot_product_attention(query, key, value, mask=mask)
 
 
 def test_nnx_with_our_attention_inside(checks):
     layer = nnx_attention(attention_fn=attend)
-    assert_parity(layer, torch_attention(), SELF, layout="nnx_mha", checks=checks.core, torch_call=output_of_torch)
+    assert_parity(
+        layer,
+        torch_attention(),
+        SELF,
+        layout="nnx_mha",
+        checks=checks.core,
+        torch_call=output_of_torch,
+    )
 
 
 def test_the_cache_of_nnx_against_our_twin(checks):
@@ -117,7 +138,9 @@ def bound():
 
 def test_linen_bound(bound, checks):
     layer = torch_ref.MultiHeadAttention(D, D, None, 0.0, HEADS, qkv_bias=True, causal=False).eval()
-    report = assert_parity(bound, layer, SELF, layout=TORCH_REF, checks=checks.core, flax_call=three)
+    report = assert_parity(
+        bound, layer, SELF, layout=TORCH_REF, checks=checks.core, flax_call=three
+    )
     assert report.check("gradients").note == "no effect on the outputs: W_key.bias"
 
 
@@ -136,19 +159,33 @@ def test_linen_gives_the_mean_of_the_values_where_nothing_is_seen(bound):
         locate=False,
     )
     assert not report.passed
-    assert report.check("padded rows").where["index"][0] == 0  # the row of the batch that is all padding
+    assert (
+        report.check("padded rows").where["index"][0] == 0
+    )  # the row of the batch that is all padding
 
 
 def test_running_statistics_of_linen_are_copied():
-    theirs, layer = torch.nn.BatchNorm1d(D).eval(), linen.BatchNorm(use_running_average=True, epsilon=1e-5)
+    theirs, layer = (
+        torch.nn.BatchNorm1d(D).eval(),
+        linen.BatchNorm(use_running_average=True, epsilon=1e-5),
+    )
     with torch.no_grad():
         theirs.running_mean.copy_(torch.linspace(-1, 1, D))
         theirs.running_var.copy_(torch.linspace(0.5, 2, D))
     bound = layer.bind(layer.init(jax.random.key(0), jnp.ones((B, D))))
-    report = assert_parity(bound, theirs, [(B, D)], checks=["weights", "forward", "gradients"], redraw=False)
+    report = assert_parity(
+        bound, theirs, [(B, D)], checks=["weights", "forward", "gradients"], redraw=False
+    )
     copied = report.pair.flax.weights()
-    assert all((copied[name] == value.numpy()).all() for name, value in theirs.state_dict().items() if value.ndim)
-    assert {entry.theirs for entry in report.pair.entries if not entry.trainable} == {"running_mean", "running_var"}
+    assert all(
+        (copied[name] == value.numpy()).all()
+        for name, value in theirs.state_dict().items()
+        if value.ndim
+    )
+    assert {entry.theirs for entry in report.pair.entries if not entry.trainable} == {
+        "running_mean",
+        "running_var",
+    }
     drawn = assert_parity(bound, theirs, [(B, D)], checks=["forward"]).pair.flax.weights()
     assert (drawn["running_var"] != copied["running_var"]).all()
 

@@ -20,7 +20,9 @@ INPUTS = [(B, T, D)]
 
 
 def attention(bias=True, **options):
-    return flax_attn.MultiHeadAttention(D, D, None, 0.0, HEADS, bias, out_bias=bias, rngs=nnx.Rngs(0), **options)
+    return flax_attn.MultiHeadAttention(
+        D, D, None, 0.0, HEADS, bias, out_bias=bias, rngs=nnx.Rngs(0), **options
+    )
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -33,7 +35,9 @@ def test_gpt2(implementation, checks):
 
     def in_steps(layer, x):
         cache = DynamicCache()
-        return torch.cat([layer(x[:, [i]], past_key_values=cache)[0] for i in range(x.shape[1])], dim=1)
+        return torch.cat(
+            [layer(x[:, [i]], past_key_values=cache)[0] for i in range(x.shape[1])], dim=1
+        )
 
     assert_parity(
         attention(),
@@ -47,7 +51,11 @@ def test_gpt2(implementation, checks):
 
 
 GPT2_BLOCK = [
-    Rule(tuple(f"att.{name}.kernel" for name in ("W_query", "W_key", "W_value")), "attn.c_attn.weight", axis=1),
+    Rule(
+        tuple(f"att.{name}.kernel" for name in ("W_query", "W_key", "W_value")),
+        "attn.c_attn.weight",
+        axis=1,
+    ),
     Rule(tuple(f"att.{name}.bias" for name in ("W_query", "W_key", "W_value")), "attn.c_attn.bias"),
     Rule(("att.out_proj.kernel",), "attn.c_proj.weight"),
     Rule(("att.out_proj.bias",), "attn.c_proj.bias"),
@@ -70,7 +78,9 @@ def test_a_block_of_gpt2(checks):
         flax_attn.LayerNorm(D),
         flax_attn.LayerNorm(D),
     )
-    assert_parity(ours, GPT2Block(config, layer_idx=0).eval(), INPUTS, layout=GPT2_BLOCK, checks=checks.core)
+    assert_parity(
+        ours, GPT2Block(config, layer_idx=0).eval(), INPUTS, layout=GPT2_BLOCK, checks=checks.core
+    )
 
 
 def llama(implementation, base=500.0):
@@ -90,7 +100,9 @@ def llama(implementation, base=500.0):
 
 def angles_in_float64(x, base=500.0, width=4):
     frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.double) / width)
-    turned = torch.outer(torch.arange(x.shape[1], dtype=torch.double), frequencies).repeat(1, 2)[None]
+    turned = torch.outer(torch.arange(x.shape[1], dtype=torch.double), frequencies).repeat(1, 2)[
+        None
+    ]
     return turned.cos().to(x.dtype), turned.sin().to(x.dtype)
 
 
@@ -110,7 +122,9 @@ def test_llama_by_itself_computes_a_part_in_float32(part, checks):
 
     def call(layer, x):
         hidden = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype).triu(1)
-        turned = rotary(x, torch.arange(x.shape[1])[None]) if part == "angles" else angles_in_float64(x)
+        turned = (
+            rotary(x, torch.arange(x.shape[1])[None]) if part == "angles" else angles_in_float64(x)
+        )
         return layer(x, position_embeddings=turned, attention_mask=hidden)[0]
 
     inputs, options = [(B, T, 24)], {"layout": "hf_llama", "torch_call": call, "locate": False}
@@ -126,8 +140,14 @@ def test_bert(checks):
         return layer(x, mask=None if lengths is None else Mask.lengths(key=lengths))
 
     def torch_call(layer, x, lengths=None):
-        seen = None if lengths is None else (torch.arange(x.shape[1]) < lengths[:, None])[:, None, None]
-        return layer.output.dense(layer.self(x, attention_mask=seen)[0])  # without the norm that follows
+        seen = (
+            None
+            if lengths is None
+            else (torch.arange(x.shape[1]) < lengths[:, None])[:, None, None]
+        )
+        return layer.output.dense(
+            layer.self(x, attention_mask=seen)[0]
+        )  # without the norm that follows
 
     names = (*checks.core, "padded rows")
     options = {"layout": "hf_bert", "flax_call": call, "torch_call": torch_call, "locate": False}
@@ -142,13 +162,23 @@ class RelativeAttention(flax_attn.MultiHeadAttention):
 
     def __init__(self, buckets, max_distance):
         super().__init__(
-            D, D, None, 0.0, HEADS, causal=False, out_bias=False, scores=flax_attn.Scores(scale=1.0), rngs=nnx.Rngs(0)
+            D,
+            D,
+            None,
+            0.0,
+            HEADS,
+            causal=False,
+            out_bias=False,
+            scores=flax_attn.Scores(scale=1.0),
+            rngs=nnx.Rngs(0),
         )
         self.table, self.max_distance = nnx.Embed(buckets, HEADS, rngs=nnx.Rngs(0)), max_distance
 
     def __call__(self, x):
         places = jnp.arange(x.shape[1])
-        bias = flax_attn.t5_bias(self.table.embedding[...], places, places, max_distance=self.max_distance)
+        bias = flax_attn.t5_bias(
+            self.table.embedding[...], places, places, max_distance=self.max_distance
+        )
         return super().__call__(x, bias=bias.astype(x.dtype))
 
 

@@ -21,14 +21,20 @@ class Classifier(nnx.Module):
 
     def __call__(self, tokens):
         hidden = self.norm(self.embed(tokens))
-        return {"scores": self.fc2(jax.nn.gelu(self.fc1(hidden), approximate=False)), "hidden": hidden}
+        return {
+            "scores": self.fc2(jax.nn.gelu(self.fc1(hidden), approximate=False)),
+            "hidden": hidden,
+        }
 
 
 class TorchClassifier(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.norm = torch.nn.Embedding(WORDS, D), torch.nn.LayerNorm(D)
-        self.fc1, self.fc2 = torch.nn.Linear(D, HIDDEN), torch.nn.Linear(HIDDEN, CLASSES, bias=False)
+        self.fc1, self.fc2 = (
+            torch.nn.Linear(D, HIDDEN),
+            torch.nn.Linear(HIDDEN, CLASSES, bias=False),
+        )
 
     def forward(self, tokens):
         hidden = self.norm(self.embed(tokens))
@@ -36,12 +42,19 @@ class TorchClassifier(torch.nn.Module):
 
 
 def test_a_classifier_of_token_ids(checks):
-    names = checks.all_but("second", "float32", "bfloat16", "float16", "jit = eager", "long sequence", "training")
+    names = checks.all_but(
+        "second", "float32", "bfloat16", "float16", "jit = eager", "long sequence", "training"
+    )
     tokens = np.random.default_rng(0).integers(WORDS, size=(B, T))
     sides = Classifier(nnx.Rngs(0)), TorchClassifier().eval()
     report = compare(*sides, {"tokens": tokens}, layout="torch", checks=names, locate=False)
     skipped = {check.name: check.skipped for check in report.checks if not check.ran}
     integers = {"huge logits", "small activations"}
-    assert skipped.keys() == integers | {"dropout", "cache = full", "padded rows", "non-finite padding"}
+    assert skipped.keys() == integers | {
+        "dropout",
+        "cache = full",
+        "padded rows",
+        "non-finite padding",
+    }
     assert {check.name for check in report.failed} == skipped.keys()
     assert all(skipped[name] == "no input is floating" for name in integers)

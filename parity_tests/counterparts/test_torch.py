@@ -76,7 +76,9 @@ FLAGS = {
         theirs(**WIDTHS),
         CROSS,
         lambda layer, *inputs: weighed(layer, *inputs, mask=jnp.asarray(SEEN)),
-        lambda layer, *inputs: weighed_by_torch(layer, *inputs, attn_mask=~torch.tensor(SEEN).flatten(0, 1)),
+        lambda layer, *inputs: weighed_by_torch(
+            layer, *inputs, attn_mask=~torch.tensor(SEEN).flatten(0, 1)
+        ),
     ),
     "attn_mask, added": (
         ours(),
@@ -85,7 +87,13 @@ FLAGS = {
         lambda layer, x, bias: weighed(layer, x, bias=bias),
         lambda layer, x, bias: weighed_by_torch(layer, x, attn_mask=bias),
     ),
-    "is_causal": (ours(), theirs(), SELF, lambda layer, x: weighed(layer, x, mask=Mask.causal()), causal),
+    "is_causal": (
+        ours(),
+        theirs(),
+        SELF,
+        lambda layer, x: weighed(layer, x, mask=Mask.causal()),
+        causal,
+    ),
 }
 
 
@@ -93,7 +101,13 @@ FLAGS = {
 def test_flags(flag, checks):
     layer, torch_layer, inputs, call, torch_call = FLAGS[flag]
     assert_parity(
-        layer, torch_layer, inputs, layout="torch_mha", checks=checks.core, flax_call=call, torch_call=torch_call
+        layer,
+        torch_layer,
+        inputs,
+        layout="torch_mha",
+        checks=checks.core,
+        flax_call=call,
+        torch_call=torch_call,
     )
 
 
@@ -115,11 +129,17 @@ def test_everything_with_padding(checks):
     options = {"layout": "torch_mha", "flax_call": padded, "torch_call": padded_by_torch}
     report = assert_parity(ours(), theirs(), SELF, checks=names, **options)
     assert (
-        "no effect on the outputs: 8 of 24 elements of in_proj_bias" in report.check("gradients").note
+        "no effect on the outputs: 8 of 24 elements of in_proj_bias"
+        in report.check("gradients").note
     )  # those of the key
 
     given = assert_parity(
-        ours(), theirs(), SELF, checks=["forward"], extras={"lengths": np.array([2, 5, 4])}, **options
+        ours(),
+        theirs(),
+        SELF,
+        checks=["forward"],
+        extras={"lengths": np.array([2, 5, 4])},
+        **options,
     )
     where = [r.check("forward").where["flax"] for r in (report, given)]
     assert where[0] != where[1], "the lengths do not reach the calls"
@@ -181,11 +201,15 @@ class WithExtraKeys(flax_attn.MultiHeadAttention):
             key, value = self._append(key, self.bias_k[...]), self._append(value, self.bias_v[...])
         if self.add_zero_attn:
             key, value = (self._append(y, jnp.zeros((1, 1, D), y.dtype)) for y in (key, value))
-        query, key, value = (rearrange(y, "b s (n h) -> b s n h", n=HEADS) for y in (self.W_query(x), key, value))
+        query, key, value = (
+            rearrange(y, "b s (n h) -> b s n h", n=HEADS) for y in (self.W_query(x), key, value)
+        )
         places = jnp.arange(key.shape[1])
         seen = jnp.ones((B, len(places)), bool) if lengths is None else places < lengths[:, None]
         mask = rearrange(seen | (places >= x.shape[1]), "b s -> b 1 1 s")
-        output, weights = flax_attn.dot_product_attention(query, key, value, mask=mask, return_weights=True)
+        output, weights = flax_attn.dot_product_attention(
+            query, key, value, mask=mask, return_weights=True
+        )
         return self.out_proj(rearrange(output, "b t n h -> b t (n h)")), weights
 
     @staticmethod

@@ -20,9 +20,14 @@ def attend(query, key, value, **options):
 
 class Block(nnx.Module):
     def __init__(self, rngs, **options):
-        self.norm1, self.norm2 = (nnx.LayerNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs) for _ in "12")
+        self.norm1, self.norm2 = (
+            nnx.LayerNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs) for _ in "12"
+        )
         self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs, **options)
-        self.up, self.down = nnx.Linear(WIDTH, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(WIDTH, HIDDEN, rngs=rngs),
+            nnx.Linear(HIDDEN, WIDTH, rngs=rngs),
+        )
 
     def __call__(self, x):
         x = x + self.attention(self.norm1(x))
@@ -31,7 +36,9 @@ class Block(nnx.Module):
 
 class VisionTransformer(nnx.Module):
     def __init__(self, depth, rngs, **options):
-        self.patches = nnx.Conv(3, WIDTH, (PATCH, PATCH), strides=(PATCH, PATCH), padding="VALID", rngs=rngs)
+        self.patches = nnx.Conv(
+            3, WIDTH, (PATCH, PATCH), strides=(PATCH, PATCH), padding="VALID", rngs=rngs
+        )
         self.stem_norm = nnx.BatchNorm(WIDTH, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
         self.token, self.positions = (nnx.Param(jnp.zeros((1, n, WIDTH))) for n in (1, 1 + PATCHES))
         self.blocks = nnx.List([Block(rngs, **options) for _ in range(depth)])
@@ -65,13 +72,18 @@ class TorchVisionTransformer(torch.nn.Module):
         super().__init__()
         self.patches = torch.nn.Conv2d(3, WIDTH, PATCH, stride=PATCH)
         self.stem_norm = torch.nn.BatchNorm2d(WIDTH)
-        self.token, self.positions = (torch.nn.Parameter(torch.zeros(1, n, WIDTH)) for n in (1, 1 + PATCHES))
+        self.token, self.positions = (
+            torch.nn.Parameter(torch.zeros(1, n, WIDTH)) for n in (1, 1 + PATCHES)
+        )
         self.blocks = torch.nn.ModuleList([TorchBlock() for _ in range(depth)])
         self.norm, self.head = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, CLASSES)
 
     def forward(self, images):
         x = self.stem_norm(self.patches(images.permute(0, 3, 1, 2)))
-        x = torch.cat([self.token.expand(len(x), -1, -1), x.flatten(2).transpose(1, 2)], dim=1) + self.positions
+        x = (
+            torch.cat([self.token.expand(len(x), -1, -1), x.flatten(2).transpose(1, 2)], dim=1)
+            + self.positions
+        )
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)[:, 0])
@@ -125,5 +137,7 @@ def test_layers_that_fit_in_two_ways_are_refused():
         def forward(self, x):
             return self.layers["u"](x) - self.layers["v"](x)
 
-    with pytest.raises(PairingError, match=r"(?s)do not pair.*layout=convert.auto\(flax_module, torch_module"):
+    with pytest.raises(
+        PairingError, match=r"(?s)do not pair.*layout=convert.auto\(flax_module, torch_module"
+    ):
         assert_parity(Ambiguous(), TorchAmbiguous().eval(), [(2, 3)])

@@ -51,8 +51,19 @@ def build(tmp_path):
     def run(text):
         (tmp_path / "conf.py").write_text(CONF)
         (tmp_path / "index.md").write_text(text)
-        command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(tmp_path), str(tmp_path / "site")]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stderr, tmp_path / "site"
+        command = [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-q",
+            "-W",
+            "--keep-going",
+            str(tmp_path),
+            str(tmp_path / "site"),
+        ]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False
+        ).stderr, tmp_path / "site"
 
     return run
 
@@ -69,7 +80,9 @@ def test_a_cell_for_torch_needs_one_for_flax(build):
 
 
 def test_numbers_and_formulas_and_lists_for_language_models(build):
-    printed, site = build(FRONT + "Errors of 1e-12 in `1e-13`: $\\sqrt{h}$\n\n```{symbols}\nflax_attn.Mask\n```\n")
+    printed, site = build(
+        FRONT + "Errors of 1e-12 in `1e-13`: $\\sqrt{h}$\n\n```{symbols}\nflax_attn.Mask\n```\n"
+    )
     html = (site / "index.html").read_text()
     assert printed == ""
     assert '<span class="unbroken">1e-12</span>' in html
@@ -86,7 +99,11 @@ def test_code_is_linked_where_it_is_public():
     from docstrings import code
 
     text = code("`Mask`s, `t`, `Mask.causal` and `compare()`", "flax_attn", "flax_attn.Scores")
-    links = (":py:obj:`Mask <flax_attn.Mask>`\\ s", "``t``", ":py:obj:`Mask.causal <flax_attn.Mask.causal>`")
+    links = (
+        ":py:obj:`Mask <flax_attn.Mask>`\\ s",
+        "``t``",
+        ":py:obj:`Mask.causal <flax_attn.Mask.causal>`",
+    )
     assert text == f"{', '.join(links)} and :py:obj:`compare() <flax_attn.parity.compare>`"
     assert code("`Mask`, `compare`", "torch_ref", "torch_ref.Mask") == "``Mask``, ``compare``"
 
@@ -95,7 +112,13 @@ def test_formulas_are_told_from_sections():
     from docstrings import formulas
 
     lines = ["One line.", "", "    a = b", "", "Args:", "    x: text", "", "    more"]
-    assert list(formulas(lines)) == [*lines[:2], ".. code-block:: text", "    :class: formula", "", *lines[2:]]
+    assert list(formulas(lines)) == [
+        *lines[:2],
+        ".. code-block:: text",
+        "    :class: formula",
+        "",
+        *lines[2:],
+    ]
 
 
 def test_signatures_are_those_of_the_source():
@@ -110,7 +133,9 @@ def test_signatures_are_those_of_the_source():
 
 
 def test_every_example_is_shown():
-    shown = "".join((ROOT / "docs" / name).read_text() for name in ("examples.md", "migrate.md", "validate.md"))
+    shown = "".join(
+        (ROOT / "docs" / name).read_text() for name in ("examples.md", "migrate.md", "validate.md")
+    )
     assert [name for name in EXAMPLES if f"../examples/{name}" not in shown] == []
 
 
@@ -146,7 +171,9 @@ def test_a_look_finds_what_is_wrong(html, found, look, tmp_path, capsys):
 
 def test_the_page_of_a_comparison_passes(look, tmp_path, capsys):
     x = np.ones((2, 3))
-    report = compare(lambda x: x, lambda x: 1e9 * x, [x], layout=None, checks=["forward", "gradients"])
+    report = compare(
+        lambda x: x, lambda x: 1e9 * x, [x], layout=None, checks=["forward", "gradients"]
+    )
     report.save(tmp_path / "site" / "report.html")
     assert look() == 0, capsys.readouterr().out
 

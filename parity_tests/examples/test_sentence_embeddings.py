@@ -49,7 +49,9 @@ def batch():
 def reference(batch):
     """What transformers says of every token."""
     tokens, lengths = map(torch.from_numpy, batch)
-    model = BertModel.from_pretrained(FOLDER, dtype=torch.float64, attn_implementation="eager").eval()
+    model = BertModel.from_pretrained(
+        FOLDER, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
     real = torch.arange(tokens.shape[1])[None] < lengths[:, None]
     with torch.no_grad():
         return model(tokens, attention_mask=real.long()).last_hidden_state.numpy()
@@ -67,7 +69,9 @@ def test_every_token(encoder, batch, reference):
 
 
 def test_embeddings(encoder, batch, reference):
-    means = np.stack([row[:length].mean(axis=0) for row, length in zip(reference, batch[1], strict=True)])
+    means = np.stack(
+        [row[:length].mean(axis=0) for row, length in zip(reference, batch[1], strict=True)]
+    )
     assert_equal(embed(encoder, batch), means / np.linalg.norm(means, axis=1, keepdims=True))
 
 
@@ -88,7 +92,11 @@ def test_what_the_padding_holds_does_not_matter(encoder, batch):
 def test_the_weights_are_the_published_ones(encoder):
     published = safetensors.numpy.load_file(FOLDER / "model.safetensors")
     ours = convert.state_dict(encoder, EXAMPLE.BERT)
-    assert set(published) - set(ours) == {"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"}
+    assert set(published) - set(ours) == {
+        "embeddings.position_ids",
+        "pooler.dense.weight",
+        "pooler.dense.bias",
+    }
     assert all((array == published[name]).all() for name, array in ours.items())
 
 

@@ -19,7 +19,9 @@ from flax_attn.training import Checkpoints
 FILE = str(Path(__file__).parents[2] / "examples" / "train_gpt2.py")
 EXAMPLE = SimpleNamespace(**runpy.run_path(FILE))
 pytestmark = pytest.mark.usefixtures("as_a_user_has_jax")
-CONFIG = GPT2Config(d_model=16, num_heads=2, num_layers=1, context_length=64, vocab_size=320, dropout=0.0)
+CONFIG = GPT2Config(
+    d_model=16, num_heads=2, num_layers=1, context_length=64, vocab_size=320, dropout=0.0
+)
 STEPS = 12
 
 
@@ -31,14 +33,20 @@ def library(tmp_path_factory):
     (folder / "test" / "left_out.py").write_text('"""Not part of the library."""')
     for i in range(150):
         text = f'"""Module {i}."""\ndef f{i}(x):\n    """Return the number {i} of x."""\nclass A:\n    """Shared."""\n'
-        (folder / f"m{i:03}.py").write_text(text + "    async def g(self):\n        '''Wait for x.'''\nraise OSError\n")
+        (folder / f"m{i:03}.py").write_text(
+            text + "    async def g(self):\n        '''Wait for x.'''\nraise OSError\n"
+        )
     return folder
 
 
 @pytest.fixture
 def train(library, monkeypatch):
-    jax.config.update("jax_disable_most_optimizations", True)  # most of the time is taken by compiling
-    monkeypatch.setitem(EXAMPLE.main.__globals__, "sysconfig", SimpleNamespace(get_path=lambda name: library))
+    jax.config.update(
+        "jax_disable_most_optimizations", True
+    )  # most of the time is taken by compiling
+    monkeypatch.setitem(
+        EXAMPLE.main.__globals__, "sysconfig", SimpleNamespace(get_path=lambda name: library)
+    )
     return lambda folder, steps=STEPS: EXAMPLE.main(folder, steps, 4, CONFIG)
 
 
@@ -67,7 +75,21 @@ def test_batches_go_on_where_they_stopped():
     corpus = EXAMPLE.Corpus([np.arange(1000) % 17], t=10)
     batches = [next_batch for next_batch, _ in zip(corpus.batches(0), range(30), strict=False)]
     reads = [read for read, _, _ in batches]
-    assert reads[:13] == [8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 108]  # 4 rows are left of each 100
+    assert reads[:13] == [
+        8,
+        16,
+        24,
+        32,
+        40,
+        48,
+        56,
+        64,
+        72,
+        80,
+        88,
+        96,
+        108,
+    ]  # 4 rows are left of each 100
     for i in (4, 11, 12):
         for ours, theirs in zip(next(corpus.batches(reads[i])), batches[i + 1], strict=True):
             np.testing.assert_array_equal(ours, theirs)
@@ -95,9 +117,19 @@ def test_a_run_falls_goes_on_and_leaves_a_model(train, tmp_path, capsys):
     jax.tree.map(np.testing.assert_array_equal, weights(resumed), weights(model))
 
     folder = tmp_path / "whole" / "model"
-    jax.tree.map(np.testing.assert_array_equal, weights(GPT2.from_pretrained(folder)), weights(model))
+    jax.tree.map(
+        np.testing.assert_array_equal, weights(GPT2.from_pretrained(folder)), weights(model)
+    )
     assert transformers.AutoModelForCausalLM.from_pretrained(folder).config.n_embd == CONFIG.d_model
-    arguments = ["generate", "--model", str(folder), "--prompt", "Return the", "--max-new-tokens", "5"]
+    arguments = [
+        "generate",
+        "--model",
+        str(folder),
+        "--prompt",
+        "Return the",
+        "--max-new-tokens",
+        "5",
+    ]
     arguments.append("--no-compile-cache")
     assert flax_attn_main(arguments) == 0
     assert capsys.readouterr().out.strip()
@@ -123,12 +155,20 @@ def stopped_after(step, train, folder):
 
 def test_a_run_that_is_over_is_written_again(library, monkeypatch, tmp_path):
     """From the command line; a step of the whole model would take most of a minute to compile."""
-    tokenizer = EXAMPLE.make_tokenizer(tmp_path / "tokenizer.json", EXAMPLE.docstrings(library), 2048)
+    tokenizer = EXAMPLE.make_tokenizer(
+        tmp_path / "tokenizer.json", EXAMPLE.docstrings(library), 2048
+    )
     model = GPT2(replace(EXAMPLE.CONFIG, vocab_size=tokenizer.get_vocab_size()), rngs=nnx.Rngs(5))
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(1, model, EXAMPLE.make_optimizer(model, 1), rows_read=8)
     monkeypatch.setattr("sysconfig.get_path", lambda name: library)
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--folder", str(tmp_path), "--steps", "1"])
     runpy.run_path(FILE, run_name="__main__")
-    jax.tree.map(np.testing.assert_array_equal, weights(GPT2.from_pretrained(tmp_path / "model")), weights(model))
-    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        weights(GPT2.from_pretrained(tmp_path / "model")),
+        weights(model),
+    )
+    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (
+        tmp_path / "tokenizer.json"
+    ).read_bytes()

@@ -14,7 +14,9 @@ import torch
 from flax_attn.parity import Recipe, tolerance
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPE = Recipe(steps=3, learning_rate=1e-2, weight_decay=0.1, clip_norm=0.1, schedule="cosine", warmup=1)
+RECIPE = Recipe(
+    steps=3, learning_rate=1e-2, weight_decay=0.1, clip_norm=0.1, schedule="cosine", warmup=1
+)
 FAULTS = {"weight_decay": 0.11, "eps": 1e-7, "clip_norm": None}
 
 
@@ -57,7 +59,9 @@ def batches(tiny, small):
     random = np.random.default_rng(0)
     tokens = random.integers(0, small.vocab_size, (RECIPE.steps, 5, small.context_length + 1))
     keys = random.integers(0, 2**32, (RECIPE.steps, 2))
-    return [tiny.Batch(row[:, :-1], row[:, -4:], key) for row, key in zip(tokens, keys, strict=True)]
+    return [
+        tiny.Batch(row[:, :-1], row[:, -4:], key) for row, key in zip(tokens, keys, strict=True)
+    ]
 
 
 def lines(panel):
@@ -110,7 +114,12 @@ def test_text_becomes_the_characters_that_follow(small):
 
 def test_dropout_is_decided_by_the_key_of_the_batch(tiny, small, batches):
     def losses(batches):
-        return [loss for loss, _ in tiny.train_torch(tiny.twins(replace(small, dropout=0.3))[1], RECIPE, batches)]
+        return [
+            loss
+            for loss, _ in tiny.train_torch(
+                tiny.twins(replace(small, dropout=0.3))[1], RECIPE, batches
+            )
+        ]
 
     other = [batch._replace(key=batch.key[::-1].copy()) for batch in batches]
     assert losses(batches) == losses(batches)
@@ -130,7 +139,9 @@ def test_copy_task(run, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     for panel, kind in zip(names["plot"](runs).axes, ("losses", "accuracies"), strict=True):
         np.testing.assert_array_equal(lines(panel)["1 head, JAX"], getattr(runs[1], kind)[:, 0])
-        np.testing.assert_array_equal(lines(panel)["8 heads, PyTorch"], getattr(runs[8], kind)[:, 1])
+        np.testing.assert_array_equal(
+            lines(panel)["8 heads, PyTorch"], getattr(runs[8], kind)[:, 1]
+        )
 
 
 def test_copy_task_asks_for_what_stood_before_the_separator():
@@ -146,5 +157,7 @@ def test_copy_task_asks_for_what_stood_before_the_separator():
 def test_copy_task_says_when_it_was_learned():
     copy_task = importlib.import_module("copy_task")
     shares = np.array([[0.1, 0.9], [0.5, 0.9], [0.4, 0.9]])
-    curves = copy_task.Curves(losses=np.array([[1.0, 1.0], [3.0, 2.0], [1.0, 1.0]]), accuracies=shares)
+    curves = copy_task.Curves(
+        losses=np.array([[1.0, 1.0], [3.0, 2.0], [1.0, 1.0]]), accuracies=shares
+    )
     assert (curves.first(0.5), curves.first(0.6), curves.apart) == (2, None, 0.5)

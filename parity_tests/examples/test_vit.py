@@ -10,7 +10,14 @@ from flax_attn import convert
 from flax_attn.parity import assert_parity
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SIZES = {"image_size": 10, "patch_size": 5, "channels": 2, "d_model": 12, "num_heads": 3, "num_classes": 7}
+SIZES = {
+    "image_size": 10,
+    "patch_size": 5,
+    "channels": 2,
+    "d_model": 12,
+    "num_heads": 3,
+    "num_classes": 7,
+}
 
 
 @pytest.fixture
@@ -24,4 +31,6 @@ def test_the_port_is_the_same_function(example):
     vit_nnx = example("vit_nnx")
     ours, theirs = vit_nnx.ViT(**SIZES, rngs=nnx.Rngs(0)), example("vit_torch").ViT(**SIZES).eval()
     layout = convert.auto(ours, theirs, rules=vit_nnx.RULES)
-    assert_parity(ours, theirs, [(3, 2, 10, 10)], layout=layout, checks=["weights", "forward", "gradients"])
+    assert_parity(
+        ours, theirs, [(3, 2, 10, 10)], layout=layout, checks=["weights", "forward", "gradients"]
+    )

@@ -10,7 +10,14 @@ from flax_attn.parity import compare
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-SIZES = {"image_size": 10, "patch_size": 5, "channels": 2, "d_model": 12, "num_heads": 2, "num_classes": 7}
+SIZES = {
+    "image_size": 10,
+    "patch_size": 5,
+    "channels": 2,
+    "d_model": 12,
+    "num_heads": 2,
+    "num_classes": 7,
+}
 
 
 @pytest.mark.usefixtures("as_a_user_has_jax")
@@ -19,10 +26,14 @@ def test_both_faults_have_a_name(monkeypatch):
     vit_port, vit_torch = map(importlib.import_module, ("vit_port", "vit_torch"))
     ours, theirs = vit_port.ViT(**SIZES, rngs=nnx.Rngs(0)), vit_torch.ViT(**SIZES).eval()
     report = compare(
-        *(ours, theirs, [(3, 2, 10, 10)]), checks=["forward"], flax_call=lambda m, x: m(x.transpose(0, 2, 3, 1))
+        *(ours, theirs, [(3, 2, 10, 10)]),
+        checks=["forward"],
+        flax_call=lambda m, x: m(x.transpose(0, 2, 3, 1)),
     )
     assert not report.passed
     norms, split, last = report.causes
-    assert norms.startswith("blocks.0.norm1: flax has eps=1e-06, torch 1e-05 (also blocks.0.norm2, ")
+    assert norms.startswith(
+        "blocks.0.norm1: flax has eps=1e-06, torch 1e-05 (also blocks.0.norm2, "
+    )
     assert "qkv split as (heads, 3, width), torch has" in split
     assert last == "norm: flax has eps=1e-06, torch 1e-05"

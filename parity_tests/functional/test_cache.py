@@ -53,7 +53,10 @@ def in_calls(side, attend, cache, plan):
     for width, counts in plan:
         where = np.minimum(held[:, None] + np.arange(width), T - 1)
         padding = np.arange(width) >= counts[:, None]
-        cut = [np.where(padding[..., None, None], np.nan, x[np.arange(B)[:, None], where]) for x in (QUERY, KEY, VALUE)]
+        cut = [
+            np.where(padding[..., None, None], np.nan, x[np.arange(B)[:, None], where])
+            for x in (QUERY, KEY, VALUE)
+        ]
         output, cache = attend(cache, *map(side.array, cut), side.array(counts))
         for row, count in enumerate(counts):
             whole[row, held[row] : held[row] + count] = side.numpy(output)[row, :count]
@@ -61,7 +64,9 @@ def in_calls(side, attend, cache, plan):
     return whole, held
 
 
-PLANS = st.lists(st.tuples(st.sampled_from(WIDTHS), st.tuples(*[st.integers(0, max(WIDTHS))] * B)), max_size=8)
+PLANS = st.lists(
+    st.tuples(st.sampled_from(WIDTHS), st.tuples(*[st.integers(0, max(WIDTHS))] * B)), max_size=8
+)
 
 
 def cut_to_fit(plan):
@@ -80,7 +85,9 @@ def test_any_chunks_of_any_lengths_equal_the_full_forward(attends, capacity, win
     found, plan = {}, list(cut_to_fit(plan))
     for side, attend in attends:
         mask = side.Mask.causal() if window is None else side.Mask.sliding_window(window)
-        full = side.numpy(side.dot_product_attention(*map(side.array, (QUERY, KEY, VALUE)), mask=mask))
+        full = side.numpy(
+            side.dot_product_attention(*map(side.array, (QUERY, KEY, VALUE)), mask=mask)
+        )
         found[side.name], held = in_calls(side, attend, zeros(side, capacity, window), plan)
     truth = np.where(np.arange(T)[:, None, None] < held[:, None, None, None], full, 0.0)
     errors = tolerance.relative(found, dict.fromkeys(found, truth), scale=1.0)
@@ -100,11 +107,16 @@ def test_positions_of_the_keys_of_a_ring_buffer(side):
     cache = cache.append(new(side, 3), new(side, 3), side.array(np.array([3, 1])))
     assert cache.key_positions.tolist() == [[4, 5, 2, 3], [0, 1, 2, 3]]
     assert not side.numpy(cache.invalid).any()
-    assert cache.append(new(side, 9), new(side, 9)).key_positions.tolist() == [[12, 13, 14, 11], [12, 9, 10, 11]]
+    assert cache.append(new(side, 9), new(side, 9)).key_positions.tolist() == [
+        [12, 13, 14, 11],
+        [12, 9, 10, 11],
+    ]
 
 
 def test_padding_is_not_stored(side):
-    cache = zeros(side, 6).append(*[side.array(np.full((B, 4, K, H), 7.0))] * 2, side.array(np.array([4, 1])))
+    cache = zeros(side, 6).append(
+        *[side.array(np.full((B, 4, K, H), 7.0))] * 2, side.array(np.array([4, 1]))
+    )
     stored = side.numpy(cache.key)[:, 0, :, 0]
     assert stored.tolist() == [[7, 7, 7, 7, 0, 0], [7, 0, 0, 0, 0, 0]]
 
@@ -117,7 +129,10 @@ def test_what_is_passed_in_stays_as_it_is(side):
 
 
 def test_one_sequence_without_a_batch_axis(side):
-    batched, single = zeros(side, 6), side.KVCache.zeros(None, 6, K, H, dtype=zeros(side, 6).key.dtype)
+    batched, single = (
+        zeros(side, 6),
+        side.KVCache.zeros(None, 6, K, H, dtype=zeros(side, 6).key.dtype),
+    )
     arrays = [side.array(x[:, :4]) for x in (QUERY, KEY, VALUE)]
     held = batched.extend(arrays[1], arrays[2], side.Mask.causal(), 3)
     one = single.extend(arrays[1][0], arrays[2][0], side.Mask.causal(), 3)
@@ -134,13 +149,17 @@ def test_a_narrow_cache_serves_a_wide_computation(side):
     held = zeros(side, T, dtype="bfloat16").extend(*arrays[1:], side.Mask.causal())
     assert str(held.cache.key.dtype).endswith("bfloat16")
     assert held.key.dtype == arrays[1].dtype
-    rounded = [side.array(side.numpy(side.array(x, "bfloat16")).astype("float32")) for x in (KEY, VALUE)]
+    rounded = [
+        side.array(side.numpy(side.array(x, "bfloat16")).astype("float32")) for x in (KEY, VALUE)
+    ]
     outputs = [
         side.numpy(side.dot_product_attention(arrays[0], *pair, mask=mask))
         for pair, mask in ((rounded, side.Mask.causal()), ((held.key, held.value), held.mask))
     ]
     assert max(tolerance.reordered({"": outputs[1]}, {"": outputs[0]}).values()) <= 1
-    assert (outputs[0] != side.numpy(side.dot_product_attention(*arrays, mask=side.Mask.causal()))).any()
+    assert (
+        outputs[0] != side.numpy(side.dot_product_attention(*arrays, mask=side.Mask.causal()))
+    ).any()
 
 
 def filled(side, count=5):
@@ -157,7 +176,10 @@ def test_a_row_may_be_filled_to_the_last_token(side):
     assert extend(side, 3).cache.length.tolist() == [8, 8]
     held = extend(side, 6, lengths=[3, 0])
     assert held.cache.length.tolist() == [8, 5]
-    assert extend(side, 6, held.cache, lengths=[0, 3]).cache.length.tolist() == [8, 8]  # beside one that is full
+    assert extend(side, 6, held.cache, lengths=[0, 3]).cache.length.tolist() == [
+        8,
+        8,
+    ]  # beside one that is full
 
 
 INVALID = {

@@ -32,7 +32,11 @@ def inputs(decay, delta, seed=0):
     query, key = (random.normal(size=(B, T, K, H)) for _ in range(2))
     key /= np.linalg.norm(key, axis=-1, keepdims=True)
     arrays = [query, key, random.normal(size=(B, T, N, V)), -np.exp(random.normal(-1, 2, decay))]
-    return [*arrays, *([random.random((B, T, N))] if delta else []), random.normal(size=(B, N, V, H))]
+    return [
+        *arrays,
+        *([random.random((B, T, N))] if delta else []),
+        random.normal(size=(B, N, V, H)),
+    ]
 
 
 def both(arrays, starts=None, lengths=None):
@@ -40,7 +44,11 @@ def both(arrays, starts=None, lengths=None):
     random = np.random.default_rng(9)
     cotangents = random.normal(size=(B, T, N, V)), random.normal(size=(B, N, V, H))
     theirs = [torch.tensor(x, requires_grad=True) for x in arrays]
-    options = {name: torch.tensor(x) for name, x in (("starts", starts), ("lengths", lengths)) if x is not None}
+    options = {
+        name: torch.tensor(x)
+        for name, x in (("starts", starts), ("lengths", lengths))
+        if x is not None
+    }
     found = torch_ref.gated_delta_rule(*theirs[:-1], state=theirs[-1], **options)
     sum((x * torch.tensor(c)).sum() for x, c in zip(found, cotangents, strict=True)).backward()
 
@@ -101,17 +109,26 @@ def test_decays_of_any_strength_give_finite_gradients(kind):
 def test_in_float32_a_strong_decay_leaves_the_weak_ones_their_digits(sides):
     arrays = [x.astype(np.float32) for x in inputs(*KINDS["a decay per head"])]
     arrays[3][:, 0], arrays[3][:, 1:] = -4000.0, arrays[3][:, 1:] * 1e-3
-    exact, single = ([torch.tensor(x, dtype=kind) for x in arrays] for kind in (torch.float64, torch.float32))
+    exact, single = (
+        [torch.tensor(x, dtype=kind) for x in arrays] for kind in (torch.float64, torch.float32)
+    )
     reference, theirs = (rule(sides[1])(*x).output.numpy() for x in (exact, single))
     ours = np.asarray(rule(sides[0])(*map(jnp.asarray, arrays)).output)
     ours, theirs = ({"output": x.astype(np.float64)} for x in (ours, theirs))
-    errors = tolerance.lower_dtype(ours, [theirs], {"output": reference}, tolerance.LOW_FORWARD, 2.0**-23)
+    errors = tolerance.lower_dtype(
+        ours, [theirs], {"output": reference}, tolerance.LOW_FORWARD, 2.0**-23
+    )
     assert errors["output"] <= 1
 
 
 def test_sums_are_taken_in_float32_and_the_state_is_kept_so(side):
-    output, state = rule(side)(*(side.array(x, "bfloat16") for x in inputs(*KINDS["a decay per head"])))
-    assert (str(output.dtype).split(".")[-1], str(state.dtype).split(".")[-1]) == ("bfloat16", "float32")
+    output, state = rule(side)(
+        *(side.array(x, "bfloat16") for x in inputs(*KINDS["a decay per head"]))
+    )
+    assert (str(output.dtype).split(".")[-1], str(state.dtype).split(".")[-1]) == (
+        "bfloat16",
+        "float32",
+    )
 
 
 def test_a_state_goes_on_where_it_ended(side):
@@ -121,7 +138,9 @@ def test_a_state_goes_on_where_it_ended(side):
         output, state = rule(side)(*(x[:, start:stop] for x in tokens), state)
         found.append(side.numpy(output))
     pairs = {"output": np.concatenate(found, 1), "state": side.numpy(state)}
-    errors = tolerance.relative(pairs, {"output": side.numpy(whole.output), "state": side.numpy(whole.state)})
+    errors = tolerance.relative(
+        pairs, {"output": side.numpy(whole.output), "state": side.numpy(whole.state)}
+    )
     assert max(errors.values()) <= tolerance.FORWARD
 
 
@@ -139,7 +158,9 @@ def test_without_beta_it_is_a_sum_over_the_tokens_before(side):
     weights = np.einsum("btnh,bsnh->bnts", query, key) * H**-0.5
     weights *= np.tril(np.exp(np.minimum(np.moveaxis(sums[:, :, None] - sums[:, None], 3, 1), 0)))
     output = rule(side)(*map(side.array, (query, key, value, decay)), None).output
-    np.testing.assert_allclose(side.numpy(output), np.einsum("bnts,bsnv->btnv", weights, value), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        side.numpy(output), np.einsum("bnts,bsnv->btnv", weights, value), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +176,9 @@ def test_it_is_the_function_of_transformers(side, kind, module, name, float64_mo
     query, key, value, decay, beta, state = inputs(*KINDS[kind])
     query, key = (np.repeat(x, N // K, axis=2) for x in (query, key))
     tensors = [torch.tensor(x) for x in (query, key, value, decay, beta, np.swapaxes(state, 2, 3))]
-    keywords = dict(zip(("query", "key", "value", "g", "beta", "initial_state"), tensors, strict=True))
+    keywords = dict(
+        zip(("query", "key", "value", "g", "beta", "initial_state"), tensors, strict=True)
+    )
     with float64_modules(module):
         output, after = getattr(module, name)(**keywords, output_final_state=True)
     ours = rule(side)(*map(side.array, (query, key, value, decay, beta, state)))

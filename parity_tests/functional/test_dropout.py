@@ -35,7 +35,9 @@ def grid(side, rate, shape=SHAPE, key=(3, 14)):
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
 def test_threefry_known_answers(side, counter, key, result):
-    answer = side.file("functional.dropout").threefry_2x32(tuple(words(side, key)), tuple(words(side, counter)))
+    answer = side.file("functional.dropout").threefry_2x32(
+        tuple(words(side, key)), tuple(words(side, counter))
+    )
     assert tuple(int(word) for word in answer) == result
 
 
@@ -45,7 +47,10 @@ def test_threefry_agrees_on_random_words(sides):
     for side in sides:
         k0, k1, c0, c1 = words(side, random)
         results.append(
-            [side.numpy(x).astype(np.int64) for x in side.file("functional.dropout").threefry_2x32((k0, k1), (c0, c1))]
+            [
+                side.numpy(x).astype(np.int64)
+                for x in side.file("functional.dropout").threefry_2x32((k0, k1), (c0, c1))
+            ]
         )
     assert (results[0][0] == results[1][0]).all()
     assert (results[0][1] == results[1][1]).all()
@@ -74,7 +79,10 @@ def test_the_threshold_is_exact(side):
 
 def test_a_block_is_the_slice_of_the_whole(side):
     b, n, t, s = (np.array([0, 2]), np.array([3]), np.array([1, 2, 4]), np.arange(2, 7))
-    index = [side.array(i.reshape([-1 if k == axis else 1 for k in range(4)])) for axis, i in enumerate((b, n, t, s))]
+    index = [
+        side.array(i.reshape([-1 if k == axis else 1 for k in range(4)]))
+        for axis, i in enumerate((b, n, t, s))
+    ]
     block = side.numpy(side.file("functional.dropout").keep_mask(keyed(side, 0.5), *index))
     assert (block == grid(side, 0.5)[np.ix_(b, n, t, s)]).all()
 
@@ -124,7 +132,8 @@ def test_keys_and_children_are_independent(side):
 def test_children_are_the_same_on_both_sides(sides):
     for index in (0, 1, 7):
         flax, torch_side = (
-            side.numpy(side.file("functional.dropout").fold_in(side.key(), index)).astype(np.int64) for side in sides
+            side.numpy(side.file("functional.dropout").fold_in(side.key(), index)).astype(np.int64)
+            for side in sides
         )
         assert (flax == torch_side).all()
 
@@ -136,8 +145,13 @@ def test_no_key_has_no_children(side):
 def test_what_is_kept_is_rescaled(side):
     values = np.random.default_rng(0).normal(size=SHAPE)
     kept = grid(side, 0.25)
-    dropped = side.numpy(side.file("functional.dropout").drop(side.array(values), side.array(kept), 0.25))
-    assert tolerance.relative({"x": dropped}, {"x": np.where(kept, values / 0.75, 0)})["x"] <= tolerance.FORWARD
+    dropped = side.numpy(
+        side.file("functional.dropout").drop(side.array(values), side.array(kept), 0.25)
+    )
+    assert (
+        tolerance.relative({"x": dropped}, {"x": np.where(kept, values / 0.75, 0)})["x"]
+        <= tolerance.FORWARD
+    )
     assert ((dropped == 0) == ~kept).all()
 
 
@@ -146,14 +160,18 @@ def test_a_typed_key_is_its_data():
     raw = jax.random.key_data(key)
     typed, plain = (ours.keep_grid(ours.KeyedDropout(0.5, k), SHAPE) for k in (key, raw))
     assert (typed == plain).all()
-    torch_side = theirs.keep_grid(theirs.KeyedDropout(0.5, torch.from_numpy(np.array(raw, np.int64))), SHAPE)
+    torch_side = theirs.keep_grid(
+        theirs.KeyedDropout(0.5, torch.from_numpy(np.array(raw, np.int64))), SHAPE
+    )
     assert (np.asarray(typed) == torch_side.numpy()).all()
 
 
 @pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg"])
 def test_keys_of_the_rbg_generators(implementation):
     keys = [jax.random.key(seed, impl=implementation) for seed in (0, 1)]
-    grids = [np.asarray(ours.keep_grid(ours.KeyedDropout(0.5, key), (3, 4, 20, 17))) for key in keys]
+    grids = [
+        np.asarray(ours.keep_grid(ours.KeyedDropout(0.5, key), (3, 4, 20, 17))) for key in keys
+    ]
     assert abs((grids[0] == grids[1]).mean() - 0.5) < 5 * 0.5 / grids[0].size ** 0.5
     split = jax.random.split(keys[0])
     assert (jax.random.key_data(split[0])[:2] != jax.random.key_data(split[1])[:2]).any()
@@ -177,6 +195,8 @@ def test_draw_key_draws_from_a_generator():
 
 def test_a_traced_key_and_a_vmapped_key():
     keys = jax.random.split(jax.random.key(1), 3)
-    batched = jax.jit(jax.vmap(lambda key: ours.keep_grid(ours.KeyedDropout(0.5, key), SHAPE)))(keys)
+    batched = jax.jit(jax.vmap(lambda key: ours.keep_grid(ours.KeyedDropout(0.5, key), SHAPE)))(
+        keys
+    )
     single = jnp.stack([ours.keep_grid(ours.KeyedDropout(0.5, key), SHAPE) for key in keys])
     assert (batched == single).all()

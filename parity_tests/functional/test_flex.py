@@ -34,7 +34,9 @@ INTEGERS = {
     "modality": DRAW.integers(0, 2, (B, T)),
     "global": np.arange(T) % 9 == 0,
 }
-BUCKETS = np.asarray(torch_ref.t5_buckets(np.arange(T), np.arange(T), num_buckets=8, max_distance=20))
+BUCKETS = np.asarray(
+    torch_ref.t5_buckets(np.arange(T), np.arange(T), num_buckets=8, max_distance=20)
+)
 FLOATS = {"slopes": (N,), "relative": (N, 2 * T), "buckets": (N, 8), "gate": (B, N, T)}
 
 
@@ -73,10 +75,16 @@ def patches_near(i, j):
 CAUSAL = lambda a: lambda b, n, i, j: i >= j  # noqa: E731
 MODIFICATIONS = {
     "causal": Modification(CAUSAL),
-    "causal by the score": Modification(None, lambda a, x: lambda s, b, n, i, j: x.where(i >= j, s, -np.inf)),
-    "ALiBi": Modification(CAUSAL, lambda a, x: lambda s, b, n, i, j: s + a["slopes"][n] * (j - i), ("slopes",)),
+    "causal by the score": Modification(
+        None, lambda a, x: lambda s, b, n, i, j: x.where(i >= j, s, -np.inf)
+    ),
+    "ALiBi": Modification(
+        CAUSAL, lambda a, x: lambda s, b, n, i, j: s + a["slopes"][n] * (j - i), ("slopes",)
+    ),
     "T5 bias": Modification(
-        None, lambda a, x: lambda s, b, n, i, j: s + a["buckets"][n, a["bucket"][i, j]], ("buckets",)
+        None,
+        lambda a, x: lambda s, b, n, i, j: s + a["buckets"][n, a["bucket"][i, j]],
+        ("buckets",),
     ),
     "relative positions": Modification(
         CAUSAL, lambda a, x: lambda s, b, n, i, j: s + a["relative"][n, j - i + T], ("relative",)
@@ -84,20 +92,28 @@ MODIFICATIONS = {
     "soft cap": Modification(CAUSAL, lambda a, x: lambda s, b, n, i, j: 1.5 * x.tanh(s / 1.5)),
     "tanh": Modification(None, lambda a, x: lambda s, b, n, i, j: x.tanh(s)),
     "gated": Modification(
-        CAUSAL, lambda a, x: lambda s, b, n, i, j: s * a["gate"][b, n, i] + a["gate"][b, n, j], ("gate",)
+        CAUSAL,
+        lambda a, x: lambda s, b, n, i, j: s * a["gate"][b, n, i] + a["gate"][b, n, j],
+        ("gate",),
     ),
     "ALiBi under a soft cap": Modification(
         CAUSAL,
         lambda a, x: lambda s, b, n, i, j: 2.0 * x.tanh((s + a["slopes"][n] * (j - i)) / 2.0),
         ("slopes",),
     ),
-    "documents": Modification(lambda a: lambda b, n, i, j: (i >= j) & (a["documents"][b, i] == a["documents"][b, j])),
+    "documents": Modification(
+        lambda a: lambda b, n, i, j: (i >= j) & (a["documents"][b, i] == a["documents"][b, j])
+    ),
     "prefix": Modification(lambda a: lambda b, n, i, j: (i >= j) | (j < a["prefix"][b])),
     "sliding": Modification(lambda a: lambda b, n, i, j: (i >= j) & (i - j < 7)),
-    "sliding, each head its own": Modification(lambda a: lambda b, n, i, j: (i >= j) & (i - j < a["reach"][n])),
+    "sliding, each head its own": Modification(
+        lambda a: lambda b, n, i, j: (i >= j) & (i - j < a["reach"][n])
+    ),
     "dilated": Modification(lambda a: lambda b, n, i, j: (abs(i - j) < 10) & ((i - j) % 3 == 0)),
     "neighbourhood": Modification(lambda a: lambda b, n, i, j: patches_near(i, j)),
-    "strided": Modification(lambda a: lambda b, n, i, j: (i >= j) & ((i // 4 == j // 4) | (j % 4 == 3))),
+    "strided": Modification(
+        lambda a: lambda b, n, i, j: (i >= j) & ((i // 4 == j // 4) | (j % 4 == 3))
+    ),
     "global and local": Modification(
         lambda a: lambda b, n, i, j: (abs(i - j) < 3) | a["global"][i] | a["global"][j],
     ),
@@ -111,9 +127,13 @@ MODIFICATIONS = {
     ),
     "tree of drafts": Modification(lambda a: lambda b, n, i, j: a["ancestors"][i, j]),
     "images open, text causal": Modification(
-        lambda a: lambda b, n, i, j: (i >= j) | ((a["modality"][b, i] == 1) & (a["modality"][b, j] == 1))
+        lambda a: (
+            lambda b, n, i, j: (i >= j) | ((a["modality"][b, i] == 1) & (a["modality"][b, j] == 1))
+        )
     ),
-    "rows that see nothing": Modification(lambda a: lambda b, n, i, j: (i >= j) & ((i + b) % 5 > 0)),
+    "rows that see nothing": Modification(
+        lambda a: lambda b, n, i, j: (i >= j) & ((i + b) % 5 > 0)
+    ),
     "later queries": Modification(
         lambda a: lambda b, n, i, j: (i >= j) & (i - j < 12),
         offset=5,
@@ -136,7 +156,9 @@ def attend(package, library, case, integers, given, **options):
     arrays = given | integers
     qkv = [given[name] for name in ("query", "key", "value")]
     mask = package.Mask.where(case.sees(arrays), case.offset) if case.sees else None
-    return package.dot_product_attention(*qkv, mask=mask, score=case.score and case.score(arrays, library), **options)
+    return package.dot_product_attention(
+        *qkv, mask=mask, score=case.score and case.score(arrays, library), **options
+    )
 
 
 def in_flex(case, given):
@@ -156,14 +178,19 @@ def in_torch(attend, case):
     given = {name: torch.tensor(x, requires_grad=True) for name, x in floats(case).items()}
     output = attend(case, given)
     gradients = torch.autograd.grad(output, list(given.values()), torch.tensor(COTANGENT))
-    return {name: x.detach().numpy() for name, x in zip(("output", *given), (output, *gradients), strict=True)}
+    return {
+        name: x.detach().numpy()
+        for name, x in zip(("output", *given), (output, *gradients), strict=True)
+    }
 
 
 def in_jax(case, backend):
     @partial(jax.jit, compiler_options=FAST)
     def both(given):
         integers = {name: jnp.asarray(x) for name, x in INTEGERS.items()}
-        output, pull = jax.vjp(partial(attend, flax_attn, jnp, case, integers, backend=backend), given)
+        output, pull = jax.vjp(
+            partial(attend, flax_attn, jnp, case, integers, backend=backend), given
+        )
         return {"output": output, **pull(jnp.asarray(COTANGENT))[0]}
 
     with jax.numpy_dtype_promotion("standard"):  # as users write functions
@@ -172,9 +199,13 @@ def in_jax(case, backend):
 
 def assert_equal(found, expected):
     names = {"output"}
-    errors = tolerance.relative(*({name: np.asarray(x[name]) for name in names} for x in (found, expected)))
+    errors = tolerance.relative(
+        *({name: np.asarray(x[name]) for name in names} for x in (found, expected))
+    )
     assert errors["output"] <= tolerance.FORWARD
-    slopes = tolerance.gradient_errors(*({n: np.asarray(x[n]) for n in x if n not in names} for x in (found, expected)))
+    slopes = tolerance.gradient_errors(
+        *({n: np.asarray(x[n]) for n in x if n not in names} for x in (found, expected))
+    )
     assert max(slopes.values()) <= tolerance.GRADIENT, slopes
 
 
@@ -185,12 +216,17 @@ def eager(monkeypatch):
 
 
 @pytest.mark.usefixtures("eager", "no_shape_checks")
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch about its own tracing, and that it is not compiled
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # of PyTorch about its own tracing, and that it is not compiled
 @pytest.mark.parametrize("name", MODIFICATIONS)
 def test_a_modification_is_that_of_flex_attention(name, monkeypatch):
     case = MODIFICATIONS[name]
     monkeypatch.setattr(load("blocked"), "block", 8)
     expected = in_torch(in_flex, case)
     integers = {key: torch.tensor(x) for key, x in INTEGERS.items()}
-    assert_equal(in_torch(lambda case, given: attend(torch_ref, torch, case, integers, given), case), expected)
+    assert_equal(
+        in_torch(lambda case, given: attend(torch_ref, torch, case, integers, given), case),
+        expected,
+    )
     assert_equal(in_jax(case, "blocked"), expected)

@@ -71,13 +71,19 @@ KINDS = {
     "both lengths": (("lengths", QUERY_LENGTHS, LENGTHS), lengths(QUERY_LENGTHS, LENGTHS)),
     "one length": (("lengths", 4, 3), lengths(4, 3)),
     "segments": (("segments", QUERY_IDS, KEY_IDS), segments(QUERY_IDS, KEY_IDS)),
-    "segments of all rows": (("segments", QUERY_IDS[0], KEY_IDS[0]), segments(QUERY_IDS[0], KEY_IDS[0])),
+    "segments of all rows": (
+        ("segments", QUERY_IDS[0], KEY_IDS[0]),
+        segments(QUERY_IDS[0], KEY_IDS[0]),
+    ),
     "dense": (("dense", DENSE), lambda b, i, j: DENSE[b, 0, i, j]),
     "dense (t, s)": (("dense", DENSE[1, 0]), lambda b, i, j: DENSE[1, 0, i, j]),
     "dense keys": (("dense", DENSE[:, :, :1]), lambda b, i, j: DENSE[b, 0, 0, j]),
     "where": (("where", pattern), lambda b, i, j: pattern(b, 0, i, j)),
     "where at an offset": (("where", pattern, -2), lambda b, i, j: pattern(b, 0, i - 2, j)),
-    "where per row": (("where", pattern, OFFSETS), lambda b, i, j: pattern(b, 0, i + OFFSETS[b], j)),
+    "where per row": (
+        ("where", pattern, OFFSETS),
+        lambda b, i, j: pattern(b, 0, i + OFFSETS[b], j),
+    ),
     "dense queries": (("dense", DENSE[..., :1]), lambda b, i, j: DENSE[b, 0, i, 0]),
 }
 EVERY_KIND = pytest.mark.parametrize(("spec", "sees"), KINDS.values(), ids=KINDS)
@@ -92,7 +98,9 @@ def make(side, spec):
 
 
 def table(sees, rows=range(T), cols=range(S)):
-    return np.array([[[[bool(sees(b, i, j)) for j in cols] for i in rows] for _ in range(N)] for b in range(B)])
+    return np.array(
+        [[[[bool(sees(b, i, j)) for j in cols] for i in rows] for _ in range(N)] for b in range(B)]
+    )
 
 
 def whole(side, mask):
@@ -154,7 +162,9 @@ def test_segments_of_self_attention_are_given_once(side):
     np.testing.assert_array_equal(seen, ids == ids.T)
 
 
-@pytest.mark.parametrize(("t", "s", "offset"), [(4, 4, None), (3, 6, 0), (3, 6, 3), (6, 3, -3), (6, 3, 0)])
+@pytest.mark.parametrize(
+    ("t", "s", "offset"), [(4, 4, None), (3, 6, 0), (3, 6, 3), (6, 3, -3), (6, 3, 0)]
+)
 def test_create_causal_mask(side, t, s, offset):
     seen = side.numpy(side.create_causal_mask(t, s, offset))
     expected = [[j <= (offset or 0) + i for j in range(s)] for i in range(t)]
@@ -191,13 +201,17 @@ def test_heads_and_batch_rows_are_labelled_where_they_differ(side):
         side.Mask.dense(side.array(full_and_causal)),
     )
     assert side.Mask.causal().as_text(2, b=2, n=2) == causal
-    assert (side.Mask.causal() & side.Mask.lengths(key=side.array(np.array([3, 3])))).as_text(2, b=2) == causal
+    assert (side.Mask.causal() & side.Mask.lengths(key=side.array(np.array([3, 3])))).as_text(
+        2, b=2
+    ) == causal
     assert by_row.as_text(2, b=2, n=2) == f"b=0\n{full}\n\nb=1\n{causal}"
     assert by_head.as_text(2, b=2, n=2) == f"n=0\n{full}\n\nn=1\n{causal}"
     by_both = side.Mask.causal() & side.Mask.dense(side.array(np.arange(4).reshape(2, 2, 1, 1) > 0))
     nothing = "  0 1\n0 · ·\n1 · ·"
     tables = {"b=0, n=0": nothing, "b=0, n=1": causal, "b=1, n=0": causal, "b=1, n=1": causal}
-    assert by_both.as_text(2, b=2, n=2) == "\n\n".join(f"{label}\n{one}" for label, one in tables.items())
+    assert by_both.as_text(2, b=2, n=2) == "\n\n".join(
+        f"{label}\n{one}" for label, one in tables.items()
+    )
 
 
 def test_the_text_of_a_long_mask_numbers_its_keys(side):
@@ -205,14 +219,19 @@ def test_the_text_of_a_long_mask_numbers_its_keys(side):
     assert lines[0] == " " * 22 + "1" + " " * 19 + "2"
     assert lines[1] == "  " + " ".join("0123456789012345678901")
     assert lines[2] == "0 " + "■ " * 21 + "·"
-    assert [line[:2] for line in side.Mask().as_text(11, 1).splitlines()] == ["  ", *(f"{i:2}" for i in range(11))]
+    assert [line[:2] for line in side.Mask().as_text(11, 1).splitlines()] == [
+        "  ",
+        *(f"{i:2}" for i in range(11)),
+    ]
     assert [len(side.Mask().as_text(1, s).splitlines()) for s in (10, 11)] == [2, 3]
     assert side.Mask().as_text(64, 64).count("■") == 64**2
 
 
 @pytest.mark.parametrize(("t", "s"), [(65, 64), (3, 65), (0, 3), (3, 0)])
 def test_a_mask_too_large_to_read_is_not_printed(side, t, s):
-    with pytest.raises(ValueError, match=rf"printed for 1 to 64 queries and keys; got t={t}, s={s}\. Print it at a"):
+    with pytest.raises(
+        ValueError, match=rf"printed for 1 to 64 queries and keys; got t={t}, s={s}\. Print it at a"
+    ):
         side.Mask().as_text(t, s)
 
 
@@ -233,7 +252,9 @@ def test_positions_are_those_of_unbounded_integers(side, offset):
         mask = side.Mask.window(left, right, many)
         np.testing.assert_array_equal(whole(side, mask), table(window(left, right, offset)))
     for length in ENDS:
-        mask = side.Mask.prefix(side.array(np.int32(length)), many) & side.Mask.lengths(query=length, key=many)
+        mask = side.Mask.prefix(side.array(np.int32(length)), many) & side.Mask.lengths(
+            query=length, key=many
+        )
         sees = lambda *at, n=length: prefix(n, offset)(*at) and lengths(n, offset)(*at)  # noqa: E731
         np.testing.assert_array_equal(whole(side, mask), table(sees))
     np.testing.assert_array_equal(whole(side, side.Mask.causal(many)), table(causal(offset)))
@@ -244,8 +265,12 @@ def test_positions_of_every_integer_type(side, dtype):
     ends = np.iinfo(dtype)
     for count in (ends.max, ends.min, 2):
         many = side.array(np.full(B, count, dtype))
-        np.testing.assert_array_equal(whole(side, side.Mask.causal(many)), table(causal(int(count))))
-        np.testing.assert_array_equal(whole(side, side.Mask.lengths(key=many)), table(lengths(None, int(count))))
+        np.testing.assert_array_equal(
+            whole(side, side.Mask.causal(many)), table(causal(int(count)))
+        )
+        np.testing.assert_array_equal(
+            whole(side, side.Mask.lengths(key=many)), table(lengths(None, int(count)))
+        )
 
 
 @pytest.mark.parametrize(("one", "other"), [*product(INTEGERS, INTEGERS)])
@@ -253,7 +278,9 @@ def test_ids_are_compared_as_integers(side, one, other):
     query, key = (_ids_at_the_ends(dtype, size) for dtype, size in ((one, T), (other, S)))
     mask = side.Mask.segments(side.array(query), side.array(key))
     same = query.astype(object)[:, None] == key.astype(object)[None]
-    np.testing.assert_array_equal(whole(side, mask), np.broadcast_to(same.astype(bool), (B, N, T, S)))
+    np.testing.assert_array_equal(
+        whole(side, mask), np.broadcast_to(same.astype(bool), (B, N, T, S))
+    )
 
 
 def _ids_at_the_ends(dtype, size):
@@ -272,13 +299,19 @@ def test_the_repr_of_a_mask_builds_it(sides, spec, sees):
 
 
 def test_reprs(side):
-    mask = side.Mask.causal() & side.Mask.window(2, None, 1) & side.Mask.lengths(key=side.array(np.array([3, 2])))
+    mask = (
+        side.Mask.causal()
+        & side.Mask.window(2, None, 1)
+        & side.Mask.lengths(key=side.array(np.array([3, 2])))
+    )
     assert repr(mask) == "Mask.causal() & Mask.window(2, None, offset=1) & Mask.lengths(key=[3, 2])"
     assert repr(side.Mask()) == "Mask()"
     assert repr(side.Mask.sliding_window(3).resolve(1, 1, T, T)) == "Mask.window(2, 0, offset=0)"
     ids = side.array(np.arange(16))
     assert repr(side.Mask.segments(ids)) == f"Mask.segments({[*range(16)]}, {[*range(16)]})"
-    assert repr(side.Mask.dense(side.array(np.ones((1, 17), bool)))) == "Mask.dense(<array (1, 17)>)"
+    assert (
+        repr(side.Mask.dense(side.array(np.ones((1, 17), bool)))) == "Mask.dense(<array (1, 17)>)"
+    )
 
 
 def test_a_mask_moves_to_the_device_of_the_call(sides):
@@ -305,7 +338,9 @@ def test_integers_stay_static_and_arrays_are_traced():
     assert seen == [[None, 2]]
     again = jax.tree.unflatten(structure, leaves)
     assert jax.tree.structure(again) == structure
-    assert structure != jax.tree.structure(Mask.sliding_window(4) & Mask.causal(2) & Mask.lengths(key=leaves[0]))
+    assert structure != jax.tree.structure(
+        Mask.sliding_window(4) & Mask.causal(2) & Mask.lengths(key=leaves[0])
+    )
 
 
 def test_one_compilation_serves_all_lengths():
@@ -317,7 +352,9 @@ def test_one_compilation_serves_all_lengths():
         return mask.materialise(B, N, T, S)
 
     for values in (LENGTHS, LENGTHS[::-1]):
-        seen = materialise(Mask.lengths(key=jnp.asarray(values)) & Mask.causal(jnp.asarray(OFFSETS)))
+        seen = materialise(
+            Mask.lengths(key=jnp.asarray(values)) & Mask.causal(jnp.asarray(OFFSETS))
+        )
         np.testing.assert_array_equal(seen, table(lengths(None, values)) & table(causal(OFFSETS)))
     assert len(traces) == 1
 
@@ -344,4 +381,6 @@ def test_index_dtypes(side, dtype):
             .resolve(B, N, T, S)
             .block(side.array(spec), side.array(np.arange(S, dtype=dtype)))
         )
-        np.testing.assert_array_equal(np.broadcast_to(side.numpy(block), (B, N, T, S)), table(KINDS[name][1]))
+        np.testing.assert_array_equal(
+            np.broadcast_to(side.numpy(block), (B, N, T, S)), table(KINDS[name][1])
+        )

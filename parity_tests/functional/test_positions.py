@@ -10,7 +10,11 @@ import torch
 from transformers import LlamaConfig, T5Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from flax_attn import convert
@@ -27,12 +31,24 @@ SCALINGS = {  # rope_type in Hugging Face, name here, arguments
     "linear": ("linear", "LinearScaling", {"factor": 4.0}),
     "dynamic": ("dynamic", "DynamicNTKScaling", {"factor": 4.0, "original_context_length": 40}),
     "yarn": ("yarn", "YaRNScaling", YARN),
-    "yarn exact": ("yarn", "YaRNScaling", {**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}),
+    "yarn exact": (
+        "yarn",
+        "YaRNScaling",
+        {**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False},
+    ),
     "yarn step": ("yarn", "YaRNScaling", {**YARN, "original_context_length": 6}),
-    "yarn ramp": ("yarn", "YaRNScaling", {**YARN, "original_context_length": 10**7, "beta_fast": 1e6}),
+    "yarn ramp": (
+        "yarn",
+        "YaRNScaling",
+        {**YARN, "original_context_length": 10**7, "beta_fast": 1e6},
+    ),
     "yarn mscale": ("yarn", "YaRNScaling", {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4}),
     "yarn given": ("yarn", "YaRNScaling", {**YARN, "attention_factor": 1.25}),
-    "llama3": ("llama3", "Llama3Scaling", {"factor": 8.0, "original_context_length": 160, "high_freq_factor": 5.0}),
+    "llama3": (
+        "llama3",
+        "Llama3Scaling",
+        {"factor": 8.0, "original_context_length": 160, "high_freq_factor": 5.0},
+    ),
 }
 
 
@@ -85,7 +101,9 @@ def llama_config(name, **more):
 def published_cos_sin(name, positions):
     """Return Hugging Face's cos and sin, `(1, t, h)` each, of a fresh layer, as one of dynamic scaling remembers."""
     config = llama_config(name)
-    return LlamaRotaryEmbedding(config)(torch.ones(1, dtype=torch.float64), torch.tensor(positions)[None])
+    return LlamaRotaryEmbedding(config)(
+        torch.ones(1, dtype=torch.float64), torch.tensor(positions)[None]
+    )
 
 
 def published_frequencies(name):
@@ -107,7 +125,9 @@ def test_frequencies_are_those_of_hugging_face(side, name):
     (ours, amplitude), (theirs, factor) = our_frequencies(side, name), published_frequencies(name)
     assert theirs.dtype == torch.float32
     # Each over its own size: the slow ones are thousands of times smaller than the first.
-    each = ({str(i): f for i, f in enumerate(np.split(fs, H // 2))} for fs in (ours, theirs.numpy()))
+    each = (
+        {str(i): f for i, f in enumerate(np.split(fs, H // 2))} for fs in (ours, theirs.numpy())
+    )
     errors = tolerance.reordered(*each)
     assert max(errors.values()) <= 1, errors
     with in_float64():
@@ -146,14 +166,18 @@ def test_a_row_is_turned_as_it_is_alone(side, name):
     rope = rope_of(side, name, width=WIDTH)
     together = side.numpy(rope(side.array(X), side.array(PACKED)))
     for row, positions in enumerate(PACKED):
-        np.testing.assert_array_equal(together[row], side.numpy(rope(side.array(X[row]), side.array(positions))))
+        np.testing.assert_array_equal(
+            together[row], side.numpy(rope(side.array(X[row]), side.array(positions)))
+        )
     shared = side.numpy(rope(side.array(X), side.array(PACKED[1])))
     np.testing.assert_array_equal(shared[1], together[1])
 
 
 def test_positions_count_from_zero(side):
     default = side.RoPE()(side.array(X))
-    np.testing.assert_array_equal(side.numpy(default), side.numpy(side.RoPE()(side.array(X), np.arange(T))))
+    np.testing.assert_array_equal(
+        side.numpy(default), side.numpy(side.RoPE()(side.array(X), np.arange(T)))
+    )
     np.testing.assert_array_equal(side.numpy(default[:, 0]), X[:, 0])
     assert (side.numpy(default)[:, 1:] != X[:, 1:]).all()
 
@@ -170,7 +194,9 @@ def test_scores_depend_on_differences_of_positions_alone(side, interleaved):
     rope = side.RoPE(BASE, WIDTH, interleaved)
 
     def scores(shift):
-        query, key = (side.numpy(rope(side.array(x), side.array(PACKED + shift))) for x in (X, COTANGENT))
+        query, key = (
+            side.numpy(rope(side.array(x), side.array(PACKED + shift))) for x in (X, COTANGENT)
+        )
         return np.einsum("b t n h, b s n h -> b n t s", query, key)
 
     assert_equal(scores(57), scores(0))
@@ -204,7 +230,9 @@ def test_low_dtypes_turn_in_float32(side, dtype):
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 25])
 def test_alibi_is_that_of_bloom(side, num_heads):
     ours = side.alibi(num_heads, np.arange(S), np.arange(S), dtype=side.array(X).dtype)
-    ours = np.tril(side.numpy(ours) - side.numpy(ours)[..., :1])  # Bloom's differs by a number for each query
+    ours = np.tril(
+        side.numpy(ours) - side.numpy(ours)[..., :1]
+    )  # Bloom's differs by a number for each query
     with in_float64():
         truth = build_alibi_tensor(torch.ones((1, S)), num_heads, torch.float64).numpy()
     assert_equal(ours, np.tril(np.broadcast_to(truth, ours.shape)))
@@ -234,7 +262,11 @@ BUCKETS = [(32, 128), (32, 20), (8, 100), (64, 50), (128, 100), (18, 11), (4, 3)
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), BUCKETS)
 def test_buckets_are_those_of_t5(side, bidirectional, num_buckets, max_distance):
-    options = {"bidirectional": bidirectional, "num_buckets": num_buckets, "max_distance": max_distance}
+    options = {
+        "bidirectional": bidirectional,
+        "num_buckets": num_buckets,
+        "max_distance": max_distance,
+    }
     offsets = np.arange(-max_distance - 9, max_distance + 10)
     ours = side.numpy(side.t5_buckets([70], offsets + 70, **options))
     truth = T5Attention._relative_position_bucket(torch.tensor(offsets), *options.values())
@@ -272,23 +304,32 @@ def test_sinusoidal_is_the_formula_of_the_paper(side):
             angle = PACKED[b, t] / 10000 ** (2 * i / WIDTH)
             truth[b, t, 2 * i : 2 * i + 2] = math.sin(angle), math.cos(angle)
     assert_equal(side.numpy(ours), truth)
-    np.testing.assert_array_equal(side.numpy(side.sinusoidal(PACKED[1], WIDTH, dtype=ours.dtype)), side.numpy(ours)[1])
+    np.testing.assert_array_equal(
+        side.numpy(side.sinusoidal(PACKED[1], WIDTH, dtype=ours.dtype)), side.numpy(ours)[1]
+    )
 
 
 def test_dtypes_of_what_is_made_from_positions_alone(side):
     low = side.array(X.astype("float32"), "bfloat16").dtype
-    for make in (side.sinusoidal, lambda positions, width, **kw: side.alibi(width, positions, positions, **kw)):
+    for make in (
+        side.sinusoidal,
+        lambda positions, width, **kw: side.alibi(width, positions, positions, **kw),
+    ):
         assert make([0, 4099], 6, dtype=low).dtype == low
     assert str(side.sinusoidal([0], 6).dtype) == str(side.alibi(6, [0], [0]).dtype)
     sharp = side.sinusoidal([4099], 6, dtype=side.array(X.astype("float32")).dtype)
     expected = side.array(side.numpy(sharp), "bfloat16")
-    np.testing.assert_array_equal(convert.to_numpy(side.sinusoidal([4099], 6, dtype=low)), convert.to_numpy(expected))
+    np.testing.assert_array_equal(
+        convert.to_numpy(side.sinusoidal([4099], 6, dtype=low)), convert.to_numpy(expected)
+    )
 
 
 def randomised(module):
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.tensor(RANDOM.normal(size=parameter.shape) / parameter.shape[-1] ** 0.5))
+            parameter.copy_(
+                torch.tensor(RANDOM.normal(size=parameter.shape) / parameter.shape[-1] ** 0.5)
+            )
     return module.eval()
 
 
@@ -319,7 +360,9 @@ def test_attention_with_rope_is_that_of_llama(side, name):
         llama = randomised(LlamaAttention(llama_config(name, num_key_value_heads=1), 0).double())
         hidden = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
         truth, _ = llama(torch.tensor(x), published_cos_sin(name, positions), hidden[None, None])
-    state = [projection.weight for projection in (llama.q_proj, llama.k_proj, llama.v_proj, llama.o_proj)]
+    state = [
+        projection.weight for projection in (llama.q_proj, llama.k_proj, llama.v_proj, llama.o_proj)
+    ]
     layer = multi_head(side, state, num_kv_heads=1, rope=rope_of(side, name))
     assert_equal(run(side, layer, x, positions=positions), truth.detach().numpy())
 
@@ -330,7 +373,10 @@ def test_attention_with_relative_bias_and_scale_is_that_of_t5(side):
     with in_float64():
         truth = t5(torch.tensor(x))[0]
     layer = multi_head(
-        side, [part.weight for part in (t5.q, t5.k, t5.v, t5.o)], causal=False, scores=side.Scores(scale=1.0)
+        side,
+        [part.weight for part in (t5.q, t5.k, t5.v, t5.o)],
+        causal=False,
+        scores=side.Scores(scale=1.0),
     )
     table = side.array(t5.relative_attention_bias.weight.detach().numpy())
     bias = side.t5_bias(table, np.arange(T), np.arange(T), max_distance=6)
@@ -349,7 +395,8 @@ def test_a_module_counts_positions_from_zero_and_feels_them(side):
     layer, x = roped(side), RANDOM.normal(size=(B, T, 6))
     given = side.jit(lambda x, positions: layer(x, positions=positions))
     default, shifted, spread = (
-        side.numpy(given(side.array(x), positions)) for positions in (np.arange(T), np.arange(T) + 70, 2 * np.arange(T))
+        side.numpy(given(side.array(x), positions))
+        for positions in (np.arange(T), np.arange(T) + 70, 2 * np.arange(T))
     )
     assert_equal(run(side, layer, x), default)
     assert_equal(shifted, default)
@@ -370,7 +417,9 @@ def test_a_scaling_of_ones_own(side):
 
     turned = side.numpy(side.RoPE(scaling=Fixed(4.0))(side.array(X), side.array(PACKED)))
     angles = PACKED[..., None, None] * np.arange(1, H // 2 + 1) / 4
-    assert_equal(turned[..., : H // 2], X[..., : H // 2] * np.cos(angles) - X[..., H // 2 :] * np.sin(angles))
+    assert_equal(
+        turned[..., : H // 2], X[..., : H // 2] * np.cos(angles) - X[..., H // 2 :] * np.sin(angles)
+    )
 
 
 def test_what_needs_no_framework_is_one_text(sides):

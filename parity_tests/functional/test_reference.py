@@ -26,7 +26,9 @@ def weighted(arrays, cotangent, mask, sinks, dropout, soft_cap, rows, package):
     return (output[:, rows[0] : rows[1]] * cotangent).sum(), output
 
 
-FLAX = jax.jit(jax.grad(weighted, has_aux=True), static_argnums=(5, 6, 7))  # masks are data: few compilations
+FLAX = jax.jit(
+    jax.grad(weighted, has_aux=True), static_argnums=(5, 6, 7)
+)  # masks are data: few compilations
 
 
 def run(side, arrays, rows=(0, T), bias=BIAS, mask=None, sinks=None, dropout=None, soft_cap=None):
@@ -50,7 +52,9 @@ def hidden_rows(side, how):
         "dense": lambda: {"mask": side.array(~hidden)},
         "bias": lambda: {"bias": BIAS + np.where(hidden, -np.inf, 0)},
         "segments": lambda: {
-            "mask": side.Mask.segments(side.array(np.array([1, 1, 9, 1, 1])), side.array(np.ones(S, int)))
+            "mask": side.Mask.segments(
+                side.array(np.array([1, 1, 9, 1, 1])), side.array(np.ones(S, int))
+            )
         },
     }[how]()
 
@@ -58,7 +62,11 @@ def hidden_rows(side, how):
 @pytest.mark.parametrize("how", ["dense", "bias", "segments"])
 @pytest.mark.parametrize("more", ["nothing", "soft_cap", "sinks", "dropout"])
 def test_an_empty_row_gives_zeros_and_zero_gradients(side, how, more):
-    makers = {"soft_cap": lambda: 2.0, "sinks": lambda: side.array(SINKS), "dropout": lambda: keyed(side)}
+    makers = {
+        "soft_cap": lambda: 2.0,
+        "sinks": lambda: side.array(SINKS),
+        "dropout": lambda: keyed(side),
+    }
     options = {more: makers[more]()} if more in makers else {}
     output, gradients = run(side, ARRAYS, **hidden_rows(side, how), **options)
     assert np.isfinite(output).all()
@@ -93,7 +101,10 @@ def test_a_bias_of_minus_infinity_hides_as_a_mask_does(side):
     visible[0, 0, 3] = False
     masked = run(side, ARRAYS, mask=side.array(visible))
     biased = run(side, ARRAYS, bias=np.where(visible, BIAS, -np.inf))
-    assert tolerance.relative({"output": biased[0]}, {"output": masked[0]})["output"] <= tolerance.FORWARD
+    assert (
+        tolerance.relative({"output": biased[0]}, {"output": masked[0]})["output"]
+        <= tolerance.FORWARD
+    )
     gradients = [dict(zip("qkvb", result[1], strict=True)) for result in (biased, masked)]
     assert max(tolerance.gradient_errors(*gradients).values()) <= tolerance.GRADIENT
     assert all((result[0][0, 3] == 0).all() for result in (biased, masked))
@@ -119,11 +130,18 @@ def slots(name, which):
 
 
 NAMES = ("query", "key", "value")
-PLACES = [(which, name) for which in (padding, future) for name in NAMES if (which, name) != (future, "query")]
+PLACES = [
+    (which, name)
+    for which in (padding, future)
+    for name in NAMES
+    if (which, name) != (future, "query")
+]
 
 
 @pytest.mark.parametrize("poison", POISON)
-@pytest.mark.parametrize(("which", "name"), PLACES, ids=[f"{which.__name__} {name}" for which, name in PLACES])
+@pytest.mark.parametrize(
+    ("which", "name"), PLACES, ids=[f"{which.__name__} {name}" for which, name in PLACES]
+)
 def test_what_nobody_sees_reaches_nothing(side, which, name, poison):
     hidden = slots(name, which)
     poisoned, clean = ([x.copy() for x in ARRAYS] for _ in range(2))

@@ -17,7 +17,9 @@ def reference(x, kernel=KERNEL):
     """PyTorch's convolution of one sequence `(t, d)`, with zeros before it."""
     w, d = kernel.shape
     padded = torch.nn.functional.pad(torch.from_numpy(x.T), (w - 1, 0))
-    return torch.nn.functional.conv1d(padded, torch.from_numpy(kernel.T)[:, None], groups=d).T.numpy()
+    return torch.nn.functional.conv1d(
+        padded, torch.from_numpy(kernel.T)[:, None], groups=d
+    ).T.numpy()
 
 
 def convolve(side, x, *state, kernel=KERNEL, **options):
@@ -50,8 +52,16 @@ def test_documents_do_not_see_each_other(side):
 
 def test_chunks_of_rows_of_different_length_are_one_sequence_each(side):
     starts = np.zeros((B, T), bool)
-    starts[0, 3], starts[1, 2] = True, True  # the first document ends in the state that is handed on
-    whole, held, state, found = convolve(side, X, starts=starts), np.zeros(B, int), None, np.zeros((B, T, D))
+    starts[0, 3], starts[1, 2] = (
+        True,
+        True,
+    )  # the first document ends in the state that is handed on
+    whole, held, state, found = (
+        convolve(side, X, starts=starts),
+        np.zeros(B, int),
+        None,
+        np.zeros((B, T, D)),
+    )
     for width, counts in ((4, (4, 3)), (1, (1, 0)), (2, (2, 2)), (4, (2, 4))):
         where, padding = (
             np.minimum(held[:, None] + np.arange(width), T - 1),
@@ -59,7 +69,9 @@ def test_chunks_of_rows_of_different_length_are_one_sequence_each(side):
         )
         rows = np.arange(B)[:, None]
         x, own = np.where(padding[..., None], np.nan, X[rows, where]), starts[rows, where] | padding
-        output, state = convolve(side, x, *(() if state is None else (state,)), starts=own, lengths=np.array(counts))
+        output, state = convolve(
+            side, x, *(() if state is None else (state,)), starts=own, lengths=np.array(counts)
+        )
         for row, count in enumerate(counts):
             found[row, held[row] : held[row] + count] = side.numpy(output)[row, :count]
         held = held + counts
@@ -72,4 +84,6 @@ def test_sums_are_taken_in_float32(side):
     x, kernel = np.array([[1.0], [2.0**-8], [2.0**-8], [2.0**-8]]), np.ones((4, 1))
     convolution = side.file("functional.short_convolution").short_convolution
     output = convolution(side.array(x, "bfloat16"), side.array(kernel, "bfloat16")).output
-    assert float(output[-1, 0]) == 1 + 2.0**-6  # 1 + 3 * 2^-8, rounded once; one by one the small ones are lost
+    assert (
+        float(output[-1, 0]) == 1 + 2.0**-6
+    )  # 1 + 3 * 2^-8, rounded once; one by one the small ones are lost

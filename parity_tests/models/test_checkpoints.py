@@ -35,11 +35,15 @@ class Code:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+@pytest.mark.parametrize(
+    "write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))]
+)
 def test_code_in_a_checkpoint_is_not_run(write, folder):
     path, weights = folder
     write({**weights, NAME: Code(path / "made")}, path / "pytorch_model.bin")
-    with pytest.raises(convert.ConversionError, match=r"is refused: a pickle could run any code\. Save"):
+    with pytest.raises(
+        convert.ConversionError, match=r"is refused: a pickle could run any code\. Save"
+    ):
         from_pretrained(path)
     assert not (path / "made").exists()
 
@@ -68,7 +72,10 @@ def test_a_checkpoint_of_something_else(name, folder):
 
 
 UNREADABLE = {
-    "sparse": (lambda: torch.ones(6).to_sparse(), r"its dtype is float32, torch\.sparse_coo on cpu"),
+    "sparse": (
+        lambda: torch.ones(6).to_sparse(),
+        r"its dtype is float32, torch\.sparse_coo on cpu",
+    ),
     "without data": (lambda: torch.ones(6, device="meta"), r"float32, torch\.strided on meta"),
     "complex": (lambda: torch.ones(6, dtype=torch.complex64), "its dtype is complex64"),
     "true": (lambda: torch.ones(6, dtype=torch.bool), "its dtype is bool"),

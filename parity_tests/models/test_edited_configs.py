@@ -101,7 +101,9 @@ def others(value):
 
 def sample(kind, fields):
     """Return some edits of the fields, the same in every run."""
-    named = [(name, value) for name in sorted(fields.keys() - SKIPPED) for value in others(fields[name])]
+    named = [
+        (name, value) for name in sorted(fields.keys() - SKIPPED) for value in others(fields[name])
+    ]
     return random.Random(kind).sample(named, EDITS_EACH)
 
 

@@ -24,7 +24,12 @@ LENGTHS = np.array([9, 3, 5])  # of the inputs
 TOTALS = np.array([7, 4, 6])  # of the decoder's tokens
 STEPS = (((4, 1, 3), 4), ((1, 1, 1), 1), ((1, 1, 1), 1), ((1, 1, 1), 1))
 CHUNKS = (((3, 0, 2), 4), ((2, 2, 0), 4), ((2, 2, 4), 4))
-IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "decoder_start_token_id": 3}
+IDS = {
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "decoder_start_token_id": 3,
+}
 T5 = {
     "vocab_size": VOCAB,
     "d_model": 12,
@@ -39,7 +44,15 @@ T5 = {
 }
 ROWS = {
     "t5": ("T5", T5),
-    "t5 1.1": ("T5", {**T5, "tie_word_embeddings": False, "feed_forward_proj": "gated-gelu", "num_decoder_layers": 2}),
+    "t5 1.1": (
+        "T5",
+        {
+            **T5,
+            "tie_word_embeddings": False,
+            "feed_forward_proj": "gated-gelu",
+            "num_decoder_layers": 2,
+        },
+    ),
 }
 WHISPER = {
     "vocab_size": VOCAB,
@@ -99,7 +112,9 @@ def inputs(row="t5"):
     """Return inputs of the encoder, and tokens of the decoder."""
     random = np.random.default_rng(1)
     tokens = random.integers(0, VOCAB, (B, T))
-    source = random.normal(size=(B, 5, 2 * S)) if row == "whisper" else random.integers(0, VOCAB, (B, S))
+    source = (
+        random.normal(size=(B, 5, 2 * S)) if row == "whisper" else random.integers(0, VOCAB, (B, S))
+    )
     return source, tokens
 
 
@@ -127,15 +142,23 @@ def test_a_model_is_the_same_function(row, tmp_path):
         return (logits * cotangent).sum(), logits
 
     gradients, logits = nnx.jit(nnx.grad(weighed, has_aux=True))(ours)
-    errors = tolerance.relative({"logits": np.asarray(logits)}, {"logits": reference.detach().numpy()})
+    errors = tolerance.relative(
+        {"logits": np.asarray(logits)}, {"logits": reference.detach().numpy()}
+    )
     assert errors["logits"] <= tolerance.FORWARD, errors
     nnx.update(ours, gradients)
     (reference * torch.from_numpy(cotangent)).sum().backward()
     for parameter in theirs.parameters():  # transformers does not train Whisper's sinusoids
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    found, expected = (in_files(model, tmp_path / name) for model, name in ((ours, "a"), (theirs, "b")))
+    found, expected = (
+        in_files(model, tmp_path / name) for model, name in ((ours, "a"), (theirs, "b"))
+    )
     assert found.keys() == expected.keys()
-    found = {name: value for name, value in found.items() if name != "model.encoder.embed_positions.weight"}
+    found = {
+        name: value
+        for name, value in found.items()
+        if name != "model.encoder.embed_positions.weight"
+    }
     errors = tolerance.gradient_errors(found, {name: expected[name] for name in found})
     assert max(errors.values()) <= tolerance.GRADIENT, errors
 
@@ -152,11 +175,16 @@ def test_a_round_trip_keeps_every_bit(row, tmp_path):
     ours.save_pretrained(tmp_path / "ours")
     again, report = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values())
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in theirs.state_dict().items())
+    assert all(
+        torch.equal(again.state_dict()[name], value) for name, value in theirs.state_dict().items()
+    )
     assert from_pretrained(tmp_path / "ours").config == ours.config
     # Where in memory the weights are decides how PyTorch multiplies them.
     again_logits, logits = (their_logits(model, row).detach().numpy() for model in (again, theirs))
-    assert tolerance.relative({"logits": again_logits}, {"logits": logits})["logits"] <= tolerance.FORWARD
+    assert (
+        tolerance.relative({"logits": again_logits}, {"logits": logits})["logits"]
+        <= tolerance.FORWARD
+    )
 
 
 def test_a_head_of_its_own(tmp_path):
@@ -168,8 +196,12 @@ def test_a_head_of_its_own(tmp_path):
     theirs.save_pretrained(tmp_path / "own")
     own = from_pretrained(tmp_path / "own")
     assert not own.config.tied
-    logits = nnx.jit(lambda model, *given: model(*given, lengths=LENGTHS))(own, *map(jnp.asarray, inputs()))
-    errors = tolerance.relative({"logits": np.asarray(logits)}, {"logits": their_logits(theirs, "t5").detach().numpy()})
+    logits = nnx.jit(lambda model, *given: model(*given, lengths=LENGTHS))(
+        own, *map(jnp.asarray, inputs())
+    )
+    errors = tolerance.relative(
+        {"logits": np.asarray(logits)}, {"logits": their_logits(theirs, "t5").detach().numpy()}
+    )
     assert errors["logits"] <= tolerance.FORWARD, errors
 
 
@@ -179,8 +211,14 @@ def config(side, row):
         limits = {"num_mel": 5, "num_positions": S, "context_length": 16, "vocab_size": VOCAB}
         return module.Whisper, module.WhisperConfig(*sizes, **limits)
     module = side.file("models.t5")
-    gated = {"gated": True, "activation": "gelu_tanh", "scaled": False, "tied": False} if row == "t5 1.1" else {}
-    return module.T5, module.T5Config(6, 10, 2, 4, 2, 2, vocab_size=VOCAB, num_buckets=8, max_distance=10, **gated)
+    gated = (
+        {"gated": True, "activation": "gelu_tanh", "scaled": False, "tied": False}
+        if row == "t5 1.1"
+        else {}
+    )
+    return module.T5, module.T5Config(
+        6, 10, 2, 4, 2, 2, vocab_size=VOCAB, num_buckets=8, max_distance=10, **gated
+    )
 
 
 def both(sides, row):
@@ -189,11 +227,19 @@ def both(sides, row):
     for side in sides:
         cls, sizes = config(side, row)
         if side.is_flax:
-            made.append(drawn(lambda cls=cls, sizes=sizes: cls(sizes, rngs=nnx.Rngs(0), param_dtype=jnp.float64)))
+            made.append(
+                drawn(
+                    lambda cls=cls, sizes=sizes: cls(
+                        sizes, rngs=nnx.Rngs(0), param_dtype=jnp.float64
+                    )
+                )
+            )
         else:
             made.append(cls(sizes).double())
     ours, theirs = made
-    theirs.load_state_dict({name: torch.tensor(value) for name, value in convert.state_dict(ours).items()})
+    theirs.load_state_dict(
+        {name: torch.tensor(value) for name, value in convert.state_dict(ours).items()}
+    )
     for model in made:
         model.eval()
     return list(zip(sides, made, strict=True))
@@ -209,7 +255,11 @@ def in_calls(side, model, call, kept, plan):
     cache, whole, cached = model.init_cache(B, T), np.zeros((B, T, VOCAB)), np.zeros(B, int)
     for counts, width in plan:
         where = np.minimum(cached[:, None] + np.arange(width), T - 1)
-        taken = np.where(np.arange(width) < np.array(counts)[:, None], tokens[np.arange(B)[:, None], where], VOCAB - 1)
+        taken = np.where(
+            np.arange(width) < np.array(counts)[:, None],
+            tokens[np.arange(B)[:, None], where],
+            VOCAB - 1,
+        )
         logits, cache = call(cache, kept, side.array(taken), side.array(np.array(counts)))
         for row, count in enumerate(counts):
             whole[row, where[row, :count]] = side.numpy(logits)[row, :count]
@@ -225,7 +275,9 @@ def test_steps_and_chunks_equal_the_full_forward(row, sides):
         counts = side.array(LENGTHS)
         full = side.jit(lambda x, y, n, model=model: model(x, y, lengths=n))(source, tokens, counts)
         found[f"{side.name}: full"] = real(side.numpy(full))
-        kept = side.jit(lambda x, n, model=model: model.keep(model.encode(x, lengths=n), n))(source, counts)
+        kept = side.jit(lambda x, n, model=model: model.keep(model.encode(x, lengths=n), n))(
+            source, counts
+        )
 
         def step(cache, kept, tokens, counts, model=model):
             hidden, cache = model.hidden(tokens, kept, cache=cache, lengths=counts)
@@ -233,7 +285,8 @@ def test_steps_and_chunks_equal_the_full_forward(row, sides):
 
         call = side.jit(step)
         found |= {
-            f"{side.name}: {i}": in_calls(side, model, call, kept, plan) for i, plan in enumerate((STEPS, CHUNKS))
+            f"{side.name}: {i}": in_calls(side, model, call, kept, plan)
+            for i, plan in enumerate((STEPS, CHUNKS))
         }
     errors = tolerance.relative(found, dict.fromkeys(found, found["torch_ref: full"]))
     assert max(errors.values()) <= tolerance.FORWARD, errors
@@ -273,12 +326,19 @@ def varied(name, random, shape):
     """Draw parameters that make a text which does not repeat itself soon: that of T5 depends on distances above all."""
     if len(shape) == 1:
         return random.normal(name.endswith("norm.weight"), 0.05, shape)
-    deviations = {"relative_attention_bias": 4.0, "o": 3.0, "embed_positions": 3.0, "embed_tokens": 1.0}
+    deviations = {
+        "relative_attention_bias": 4.0,
+        "o": 3.0,
+        "embed_positions": 3.0,
+        "embed_tokens": 1.0,
+    }
     return random.normal(0, deviations.get(name.split(".")[-2], 0.5), shape)
 
 
 def with_a_head_of_its_own(theirs):
-    theirs.lm_head.weight = torch.nn.Parameter(torch.from_numpy(np.random.default_rng(5).normal(size=(97, 24))))
+    theirs.lm_head.weight = torch.nn.Parameter(
+        torch.from_numpy(np.random.default_rng(5).normal(size=(97, 24)))
+    )
     theirs.all_tied_weights_keys.pop("lm_head.weight")
 
 
@@ -293,7 +353,9 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path):
     for prompt, tokens in zip(prompts, found, strict=True):
         options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
         ids = torch.tensor([prompt])
-        reference = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 1:].tolist()
+        reference = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[
+            0, 1:
+        ].tolist()
         assert len(set(reference)) > 20  # not stuck on a few words
         assert tokens == reference
 
@@ -306,7 +368,9 @@ def test_greedy_tokens_of_sound_are_those_of_transformers(tmp_path):
     # Their own generate is for an hour of sound, and suppresses tokens.
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     start = torch.tensor([begin, begin])
-    reference = GenerationMixin.generate(theirs, torch.from_numpy(features), decoder_input_ids=start, **options)
+    reference = GenerationMixin.generate(
+        theirs, torch.from_numpy(features), decoder_input_ids=start, **options
+    )
     assert all(len(set(row)) > 20 for row in found)
     assert found == reference[:, 2:].tolist()
 
@@ -316,7 +380,9 @@ def test_both_sides_make_the_same_text(sides):
     prompts = [row[:n].tolist() for row, n in zip(source, LENGTHS, strict=True)]
     options = {"temperature": 1.5, "top_k": 7}
     made = [
-        side.file("models.generate").generate(model, prompts, 6, start=[3, 1], key=side.key(), **options)
+        side.file("models.generate").generate(
+            model, prompts, 6, start=[3, 1], key=side.key(), **options
+        )
         for side, model in both(sides, "t5")
     ]
     assert made[0] == made[1]
@@ -330,8 +396,12 @@ def test_remat_has_the_same_gradients(sides):
         (theirs(*map(torch.from_numpy, inputs())) ** 2).sum().backward()
         found.append({name: p.grad.numpy().copy() for name, p in theirs.named_parameters()})
     ours.remat = True
-    gradients = nnx.jit(nnx.grad(lambda m, x, y: (m(x, y) ** 2).sum()))(ours, *map(jnp.asarray, inputs()))
-    flat = {".".join(map(str, path)): np.asarray(a[...]) for path, a in nnx.to_flat_state(gradients)}
+    gradients = nnx.jit(nnx.grad(lambda m, x, y: (m(x, y) ** 2).sum()))(
+        ours, *map(jnp.asarray, inputs())
+    )
+    flat = {
+        ".".join(map(str, path)): np.asarray(a[...]) for path, a in nnx.to_flat_state(gradients)
+    }
     found.append(convert.to_layout(flat, "torch_ref"))
     for one in found[1:]:
         errors = tolerance.gradient_errors(one, found[0])
@@ -340,6 +410,9 @@ def test_remat_has_the_same_gradients(sides):
 
 def test_training_is_that_of_the_twin():
     """A hundred steps of AdamW."""
-    small = replace(select(["T5"])[0], make=lambda p: p.T5(p.T5Config(6, 10, 2, 4, 1, 1, vocab_size=11, dropout=0.3)))
+    small = replace(
+        select(["T5"])[0],
+        make=lambda p: p.T5(p.T5Config(6, 10, 2, 4, 1, 1, vocab_size=11, dropout=0.3)),
+    )
     (check,) = prove(small, checks=["training"]).checks
     assert check.passed, check

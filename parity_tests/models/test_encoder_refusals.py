@@ -12,7 +12,12 @@ WHISPER = {"num_mel": 5, "num_positions": 7, "context_length": 9, "vocab_size": 
 def make(side, file, name, *arguments, **options):
     """Return a model of a file of models, of the config of that family."""
     module = side.file(f"models.{file}")
-    config = {"bert": "BertConfig", "vit": "ViTConfig", "dinov2": "DINOv2Config", "t5": "T5Config"}.get(file)
+    config = {
+        "bert": "BertConfig",
+        "vit": "ViTConfig",
+        "dinov2": "DINOv2Config",
+        "t5": "T5Config",
+    }.get(file)
     sizes = getattr(module, config or "WhisperConfig")(*arguments, **options)
     return getattr(module, name)(sizes, **numerics(side))
 
@@ -75,7 +80,9 @@ CALLS = {
         r"this BERT has no pooler; got pooler=False\. Take the first token",
     ),
     "a ViT without a pooler": (
-        lambda side: make(side, "vit", "ViT", 6, 2, 1, **IMAGES, d_pooled=0).pooled(ones(side, 3, 5, 6)),
+        lambda side: make(side, "vit", "ViT", 6, 2, 1, **IMAGES, d_pooled=0).pooled(
+            ones(side, 3, 5, 6)
+        ),
         r"this ViT has no pooler; got d_pooled=0\. Take the class token",
     ),
     "a window without a middle": (
@@ -87,7 +94,9 @@ CALLS = {
         r"reach must be a positive integer; got reach=0",
     ),
     "layers that are not there": (
-        lambda side: side.file("models.modernbert").ModernBertConfig(6, 8, 2, 2, full_layers=(0, 2)),
+        lambda side: side.file("models.modernbert").ModernBertConfig(
+            6, 8, 2, 2, full_layers=(0, 2)
+        ),
         r"full_layers must be numbers of layers, 0 to 1; got \(0, 2\)\. Leave out those beyond num_layers",
     ),
     "features of another length": (
@@ -95,7 +104,9 @@ CALLS = {
         r"\(b, mel, frames\) with mel=5, frames=14; got shape \(3, 5, 12\)\. Pad or cut the sound",
     ),
     "an unknown activation of a head": (
-        lambda side: side.file("models.masked_lm").MaskedLMHead(4, 11, side.LayerNorm(4), "tanh", **numerics(side)),
+        lambda side: side.file("models.masked_lm").MaskedLMHead(
+            4, 11, side.LayerNorm(4), "tanh", **numerics(side)
+        ),
         r"activation must be one of .*; got 'tanh'",
     ),
     "a block of parts of two widths": (
@@ -111,10 +122,15 @@ CALLS = {
         r"cross must be CrossAttention; got FeedForward\. Pass cross=CrossAttention",
     ),
     "a start without an encoder": (
-        lambda side: side.generate(side.GPT2(side.GPT2Config(6, 2, 1), **numerics(side)), [1], 1, start=[2]),
+        lambda side: side.generate(
+            side.GPT2(side.GPT2Config(6, 2, 1), **numerics(side)), [1], 1, start=[2]
+        ),
         r"start is what the decoder of an encoder-decoder begins with; got start=\[2\] for a model without an encoder",
     ),
-    "no start": (lambda side: side.generate(t5(side), [1], 1, start=[]), r"at least one token; prompt 0 is empty"),
+    "no start": (
+        lambda side: side.generate(t5(side), [1], 1, start=[]),
+        r"at least one token; prompt 0 is empty",
+    ),
     "a start outside the vocabulary": (
         lambda side: side.generate(t5(side), [1], 1, start=[3, 11]),
         r"token ids lie in the vocabulary, 0 to 10; got 11 in prompt 0",

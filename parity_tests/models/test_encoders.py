@@ -26,7 +26,13 @@ B, T, VOCAB = 3, 7, 13
 LENGTHS = np.array([7, 3, 5])
 NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SIZES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3}
-TEXT = {**SIZES, "intermediate_size": 10, "vocab_size": VOCAB, "max_position_embeddings": 16, **NO_IDS}
+TEXT = {
+    **SIZES,
+    "intermediate_size": 10,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 16,
+    **NO_IDS,
+}
 MODERN = {
     **TEXT,
     "hidden_size": 24,
@@ -108,13 +114,21 @@ def masked(random):
 
 ROWS = {
     "bert": ("BertModel", {**TEXT, "type_vocab_size": 3}, typed_text),
-    "bert, masked language model": ("BertForMaskedLM", {**TEXT, "hidden_act": "gelu_new", "layer_norm_eps": 0.1}, text),
+    "bert, masked language model": (
+        "BertForMaskedLM",
+        {**TEXT, "hidden_act": "gelu_new", "layer_norm_eps": 0.1},
+        text,
+    ),
     "modernbert": ("ModernBertModel", MODERN, text),
     "modernbert, masked language model": ("ModernBertForMaskedLM", {**MODERN, **BIASES}, text),
     "vit": ("ViTModel", {**VIT, "pooler_output_size": 5}, oblong),
     "vit, classifier": ("ViTForImageClassification", {**VIT, **LABELS, "qkv_bias": False}, oblong),
     "dinov2": ("Dinov2Model", {**IMAGE, "mlp_ratio": 2}, masked),
-    "dinov2, swiglu": ("Dinov2Model", {**IMAGE, "use_swiglu_ffn": True, "use_mask_token": False}, larger),
+    "dinov2, swiglu": (
+        "Dinov2Model",
+        {**IMAGE, "use_swiglu_ffn": True, "use_mask_token": False},
+        larger,
+    ),
     "dinov2, classifier": ("Dinov2ForImageClassification", {**IMAGE, **LABELS}, images),
 }
 EVERY = pytest.mark.parametrize("row", ROWS)
@@ -124,7 +138,9 @@ def stored(row, folder):
     """Return a model of transformers, every parameter random, and ours read from its folder."""
     architecture, fields, _ = ROWS[row]
     cls = getattr(transformers, architecture)
-    theirs = cls._from_config(cls.config_class(**fields, dtype="float64"), attn_implementation="sdpa").eval()
+    theirs = cls._from_config(
+        cls.config_class(**fields, dtype="float64"), attn_implementation="sdpa"
+    ).eval()
     random = np.random.default_rng(0)
     for parameter in theirs.parameters():
         parameter.data = torch.from_numpy(random.normal(0, 0.5, parameter.shape))
@@ -148,7 +164,9 @@ def our_outputs(model, inputs):
 
 def their_gradients(model, outputs, cotangents, folder):
     """Return the gradients by the names that weights have in files."""
-    sum((output * torch.from_numpy(c)).sum() for output, c in zip(outputs, cotangents, strict=True)).backward()
+    sum(
+        (output * torch.from_numpy(c)).sum() for output, c in zip(outputs, cotangents, strict=True)
+    ).backward()
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     model.save_pretrained(folder)
@@ -168,16 +186,26 @@ def test_a_model_is_the_same_function(row, tmp_path):
 
     def weighed(model):
         outputs = our_outputs(model, our_inputs)
-        return sum((output * c).sum() for output, c in zip(outputs, cotangents, strict=True)), outputs
+        return sum(
+            (output * c).sum() for output, c in zip(outputs, cotangents, strict=True)
+        ), outputs
 
     gradients, outputs = nnx.jit(nnx.grad(weighed, has_aux=True))(ours)
-    seen = [real.reshape(*real.shape, *[1] * (len(c.shape) - 2)) if i == 0 else 1.0 for i, c in enumerate(cotangents)]
+    seen = [
+        real.reshape(*real.shape, *[1] * (len(c.shape) - 2)) if i == 0 else 1.0
+        for i, c in enumerate(cotangents)
+    ]
     found = {str(i): np.asarray(output) * seen[i] for i, output in enumerate(outputs)}
-    errors = tolerance.relative(found, {str(i): o.detach().numpy() * seen[i] for i, o in enumerate(references)})
+    errors = tolerance.relative(
+        found, {str(i): o.detach().numpy() * seen[i] for i, o in enumerate(references)}
+    )
     assert max(errors.values()) <= tolerance.FORWARD, errors
     nnx.update(ours, gradients)
     ours.save_pretrained(tmp_path / "gradients")
-    found = {name: value.numpy() for name, value in load_file(tmp_path / "gradients" / "model.safetensors").items()}
+    found = {
+        name: value.numpy()
+        for name, value in load_file(tmp_path / "gradients" / "model.safetensors").items()
+    }
     reference = their_gradients(theirs, references, cotangents, tmp_path / "their gradients")
     assert found.keys() == reference.keys()
     errors = tolerance.gradient_errors(found, reference)
@@ -205,12 +233,17 @@ def test_a_round_trip_keeps_every_bit(row, tmp_path):
 @pytest.mark.parametrize("row", ["bert, masked language model", "vit, classifier"])
 def test_stacked_and_recomputed_layers_are_the_same_function(row, tmp_path):
     _, ours = stored(row, tmp_path)
-    given = {name: jnp.asarray(value) for name, value in ROWS[row][2](np.random.default_rng(1))[0].items()}
+    given = {
+        name: jnp.asarray(value)
+        for name, value in ROWS[row][2](np.random.default_rng(1))[0].items()
+    }
     found = []
     for options in ({}, {"remat": True}, {"remat": True, "scan_layers": True}):
         model = from_pretrained(tmp_path, **options)
         gradients = nnx.jit(nnx.grad(lambda model: (model(**given) ** 2).sum()))(model)
-        flat = {name: np.asarray(a) for name, a in convert.state_dict(_with(model, gradients)).items()}
+        flat = {
+            name: np.asarray(a) for name, a in convert.state_dict(_with(model, gradients)).items()
+        }
         found.append(flat)
     for one in found[1:]:
         errors = tolerance.gradient_errors(one, found[0])
@@ -228,9 +261,14 @@ def test_names_of_tensorflow_are_read(tmp_path):
     _, ours = stored("bert", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-    renamed = {name: next((name.replace(a, b) for a, b in old.items() if a in name), name) for name in weights}
+    renamed = {
+        name: next((name.replace(a, b) for a, b in old.items() if a in name), name)
+        for name in weights
+    }
     assert len([name for name in renamed.values() if "gamma" in name]) == 5
-    save_file({renamed[name]: value for name, value in weights.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {renamed[name]: value for name, value in weights.items()}, tmp_path / "model.safetensors"
+    )
     again = from_pretrained(tmp_path)
     for name, array in convert.state_dict(ours).items():
         np.testing.assert_array_equal(convert.state_dict(again)[name], array)
@@ -241,7 +279,8 @@ def test_a_table_is_resized_as_torch_does(sizes, sides):
     table = np.random.default_rng(0).normal(size=(*sizes[:2], 3))
     resize = [side.file("functional.resize").resize_bicubic for side in sides]
     found, reference = (
-        side.numpy(function(side.array(table), *sizes[2:])) for side, function in zip(sides, resize, strict=True)
+        side.numpy(function(side.array(table), *sizes[2:]))
+        for side, function in zip(sides, resize, strict=True)
     )
     errors = tolerance.relative({"table": found}, {"table": reference})
     assert errors["table"] <= tolerance.FORWARD, errors
@@ -249,13 +288,20 @@ def test_a_table_is_resized_as_torch_does(sizes, sides):
 
 def test_the_pooler_is_that_of_the_twin(sides):
     hidden = np.random.default_rng(0).normal(size=(2, 3, 6))
-    for file, name, sizes in (("bert", "Bert", {}), ("vit", "ViT", {"d_pooled": 4, "image_size": (8, 6)})):
+    for file, name, sizes in (
+        ("bert", "Bert", {}),
+        ("vit", "ViT", {"d_pooled": 4, "image_size": (8, 6)}),
+    ):
         module = sides[1].file(f"models.{file}")
         options = sizes | ({"patch_size": (4, 3)} if sizes else {})
-        theirs = getattr(module, name)(getattr(module, f"{name}Config")(6, 2, 1, **options)).double()
+        theirs = getattr(module, name)(
+            getattr(module, f"{name}Config")(6, 2, 1, **options)
+        ).double()
         module = sides[0].file(f"models.{file}")
         ours = getattr(module, name)(
-            getattr(module, f"{name}Config")(6, 2, 1, **options), param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+            getattr(module, f"{name}Config")(6, 2, 1, **options),
+            param_dtype=jnp.float64,
+            rngs=nnx.Rngs(0),
         )
         convert.load_state_dict(ours, theirs.state_dict())
         found, reference = ours.pooled(jnp.asarray(hidden)), theirs.pooled(torch.from_numpy(hidden))
@@ -266,19 +312,29 @@ def test_the_pooler_is_that_of_the_twin(sides):
 def test_a_published_sentence_encoder(tmp_path):
     """all-MiniLM-L6-v2, through the family."""
     folder = get_model_path()
-    encoded = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch(["Photosynthesis", "Plants make sugar."])
-    ids, real = (np.array([getattr(row, name) for row in encoded]) for name in ("ids", "attention_mask"))
+    encoded = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch(
+        ["Photosynthesis", "Plants make sugar."]
+    )
+    ids, real = (
+        np.array([getattr(row, name) for row in encoded]) for name in ("ids", "attention_mask")
+    )
     lengths = real.sum(axis=1)
     assert len(set(lengths)) == 2
     ours = from_pretrained(folder, param_dtype=jnp.float64)
     assert (type(ours).__name__, ours.config.num_layers) == ("Bert", 6)
-    hidden = nnx.jit(lambda model, ids, n: model(ids, lengths=n))(ours, jnp.asarray(ids), jnp.asarray(lengths))
-    theirs = transformers.BertModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
+    hidden = nnx.jit(lambda model, ids, n: model(ids, lengths=n))(
+        ours, jnp.asarray(ids), jnp.asarray(lengths)
+    )
+    theirs = transformers.BertModel.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="sdpa"
+    ).eval()
     reference = theirs(torch.from_numpy(ids), attention_mask=torch.from_numpy(real))
     pairs = {"hidden": (hidden, reference[0]), "pooled": (ours.pooled(hidden), reference[1])}
     for name, (found, expected) in pairs.items():
         seen = real[..., None] if name == "hidden" else 1.0
-        errors = tolerance.relative({name: np.asarray(found) * seen}, {name: expected.detach().numpy() * seen})
+        errors = tolerance.relative(
+            {name: np.asarray(found) * seen}, {name: expected.detach().numpy() * seen}
+        )
         assert errors[name] <= tolerance.FORWARD, errors
 
 
@@ -286,7 +342,9 @@ def test_training_is_that_of_the_twin():
     """A hundred steps of AdamW."""
     small = replace(
         select(["BertMaskedLM"])[0],
-        make=lambda p: p.BertMaskedLM(p.BertConfig(6, 2, 1, context_length=9, vocab_size=11, num_types=3, d_hidden=10)),
+        make=lambda p: p.BertMaskedLM(
+            p.BertConfig(6, 2, 1, context_length=9, vocab_size=11, num_types=3, d_hidden=10)
+        ),
     )
     (check,) = prove(small, checks=["training"]).checks
     assert check.passed, check

@@ -32,8 +32,16 @@ SIZES = {
     "v_head_dim": 8,
     "vocab_size": 61,
 }
-BLOCK = (16, 8)  # which does not divide the 18 rows of the latents, as 128 does not divide their 576
-QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+BLOCK = (
+    16,
+    8,
+)  # which does not divide the 18 rows of the latents, as 128 does not divide their 576
+QUANTIZED = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": list(BLOCK),
+}
 SCALE = "_scale_inv"
 
 
@@ -45,7 +53,9 @@ def quantized(weights, scale_dtype=torch.float32):
         if ".layers." in name and weight.ndim == 2 and not name.endswith("gate.weight"):
             found[name] = (64 * torch.randn(weight.shape, generator=random)).to(torch.float8_e4m3fn)
             blocks = [-(-size // edge) for size, edge in zip(weight.shape, BLOCK, strict=True)]
-            found[name + SCALE] = (1e-3 + 1e-3 * torch.rand(blocks, generator=random)).to(scale_dtype)
+            found[name + SCALE] = (1e-3 + 1e-3 * torch.rand(blocks, generator=random)).to(
+                scale_dtype
+            )
     return found
 
 
@@ -54,9 +64,14 @@ def unpacked(weights, dtype):
     found = {name: weight.to(dtype) for name, weight in weights.items() if not name.endswith(SCALE)}
     for name in [name.removesuffix(SCALE) for name in weights if name.endswith(SCALE)]:
         (rows, columns), scales = weights[name].shape, weights[name + SCALE]
-        whole = torch.zeros([n * edge for n, edge in zip(scales.shape, BLOCK, strict=True)], dtype=torch.float8_e4m3fn)
+        whole = torch.zeros(
+            [n * edge for n, edge in zip(scales.shape, BLOCK, strict=True)],
+            dtype=torch.float8_e4m3fn,
+        )
         whole.view(torch.uint8)[:rows, :columns] = weights[name].view(torch.uint8)
-        found[name] = Fp8Dequantize(None)._dequantize_one(whole, scales, dtype)[:rows, :columns].contiguous()
+        found[name] = (
+            Fp8Dequantize(None)._dequantize_one(whole, scales, dtype)[:rows, :columns].contiguous()
+        )
     return found
 
 
@@ -80,21 +95,31 @@ def edit(folder, **fields):
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_a_published_deepseek_has_the_weights_of_transformers(folder, dtype, scales):
     file = folder / "model.safetensors"
-    weights = {name: weight.to(scales) if name.endswith(SCALE) else weight for name, weight in load_file(file).items()}
+    weights = {
+        name: weight.to(scales) if name.endswith(SCALE) else weight
+        for name, weight in load_file(file).items()
+    }
     save_file(weights, file)
     ours = from_pretrained(folder, param_dtype=None if dtype is None else jnp.dtype(dtype))
     theirs = unpacked(weights, torch.bfloat16 if dtype is None else torch.float32)
     found = state_dict(ours, type(ours).family.layout)
     assert found.keys() == theirs.keys()
     for name, weight in theirs.items():
-        assert weight.ndim < 2 or found[name].dtype == (dtype or "bfloat16")  # a router's bias keeps its own
-        np.testing.assert_array_equal(found[name].astype(np.float32), weight.float().numpy(), err_msg=name)
+        assert weight.ndim < 2 or found[name].dtype == (
+            dtype or "bfloat16"
+        )  # a router's bias keeps its own
+        np.testing.assert_array_equal(
+            found[name].astype(np.float32), weight.float().numpy(), err_msg=name
+        )
 
 
 def test_its_logits_are_those_of_transformers(folder, tmp_path_factory):
     plain = tmp_path_factory.mktemp("plain")
     DeepseekV3Config(**SIZES).save_pretrained(plain)
-    save_file(unpacked(load_file(folder / "model.safetensors"), torch.float32), plain / "model.safetensors")
+    save_file(
+        unpacked(load_file(folder / "model.safetensors"), torch.float32),
+        plain / "model.safetensors",
+    )
     theirs = DeepseekV3ForCausalLM.from_pretrained(plain, dtype=torch.float32)
     tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 9))
     with torch.no_grad():
@@ -118,7 +143,10 @@ def test_a_weight_without_its_scales_is_named(folder):
 
 
 WRONG = {
-    "activation_scheme": ("static", 'activation_scheme must be "dynamic", no other value is supported; got "static"'),
+    "activation_scheme": (
+        "static",
+        'activation_scheme must be "dynamic", no other value is supported; got "static"',
+    ),
     "weight_block_size": ([0, 128], r"weight_block_size must be from 1 to 4194304; got 0"),
     "fmt": ("e5m2", 'fmt must be "e4m3"'),
     "quant_method": ("gptq", "quant_method must be one of 'mxfp4', 'fp8'; got 'gptq'"),

@@ -29,15 +29,30 @@ MODELS = {
     "Llama": DECODER,
     "Qwen2": {**DECODER, "use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1},
     "Qwen3": {**DECODER, "head_dim": 6},
-    "Phi3": {**DECODER, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}, "pad_token_id": 0},
+    "Phi3": {
+        **DECODER,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+        "pad_token_id": 0,
+    },
     "Gemma": {**DECODER, "head_dim": 6},
     "Gemma2": {**DECODER, "head_dim": 6, "sliding_window": 30, "query_pre_attn_scalar": 6},
-    "Gemma3Text": {**DECODER, "head_dim": 6, "sliding_window": 30, "layer_types": WINDOWED, "query_pre_attn_scalar": 1},
+    "Gemma3Text": {
+        **DECODER,
+        "head_dim": 6,
+        "sliding_window": 30,
+        "layer_types": WINDOWED,
+        "query_pre_attn_scalar": 1,
+    },
     "Olmo2": DECODER,
     "DiffLlama": DECODER,
     "SmolLM3": {**DECODER, "no_rope_layers": [1, 0], "pad_token_id": 0},
     "Mixtral": {**DECODER, "num_local_experts": 4, "sliding_window": 30},
-    "Qwen3Moe": {**DECODER, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    "Qwen3Moe": {
+        **DECODER,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+    },
     "Qwen3Next": {
         **DECODER,
         "head_dim": 8,
@@ -66,11 +81,22 @@ MODELS = {
         "moe_intermediate_size": 16,
         "first_k_dense_replace": 1,
     },
-    "GptOss": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 6, "sliding_window": 30},
+    "GptOss": {
+        **DECODER,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 6,
+        "sliding_window": 30,
+    },
 }
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 9.0]}
-PHI3 = {**DECODER, "rope_parameters": LONGROPE, "original_max_position_embeddings": 24, "pad_token_id": 0}
+PHI3 = {
+    **DECODER,
+    "rope_parameters": LONGROPE,
+    "original_max_position_embeddings": 24,
+    "pad_token_id": 0,
+}
 
 
 def prompts():
@@ -80,12 +106,20 @@ def prompts():
 
 def store(name, folder, fields):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**fields, vocab_size=VOCAB, bos_token_id=0, eos_token_id=None)
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+    config = getattr(transformers, f"{name}Config")(
+        **fields, vocab_size=VOCAB, bos_token_id=0, eos_token_id=None
+    )
+    model = (
+        transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+        .double()
+        .eval()
+    )
     random = np.random.default_rng(8)
     for parameter in model.parameters():
         # Norms and biases stay near where they begin: with one large bias for all positions, one word repeats for ever.
-        parameter.data += torch.from_numpy(random.normal(0, 0.05 if parameter.ndim == 1 else 1.0, parameter.shape))
+        parameter.data += torch.from_numpy(
+            random.normal(0, 0.05 if parameter.ndim == 1 else 1.0, parameter.shape)
+        )
     model.save_pretrained(folder)
     return model
 
@@ -102,10 +136,14 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
         assert logits.argmax(dim=-1).tolist() == tokens
 
 
-def test_tokens_across_the_length_where_longrope_changes_are_those_that_transformers_generates(tmp_path):
+def test_tokens_across_the_length_where_longrope_changes_are_those_that_transformers_generates(
+    tmp_path,
+):
     theirs, ours = store("Phi3", tmp_path, PHI3), from_pretrained(tmp_path)
     found = generate(ours, prompts(), 30)  # each row comes to 24 tokens at another step
     for prompt, tokens in zip(prompts(), found, strict=True):
         given = torch.tensor([prompt])
-        whole = theirs.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=30, do_sample=False)
+        whole = theirs.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=30, do_sample=False
+        )
         assert whole[0, len(prompt) :].tolist() == tokens

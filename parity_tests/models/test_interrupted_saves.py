@@ -36,7 +36,10 @@ def test_transformers_loads_the_old_model_or_the_new_one(sizes, tmp_path, monkey
         expected.append(loaded(tmp_path / f"{size}"))
     seen = []
     for n in itertools.count(1):
-        folder, calls = shutil.copytree(tmp_path / f"{sizes[0]}", tmp_path / f"after {n}"), itertools.count(1)
+        folder, calls = (
+            shutil.copytree(tmp_path / f"{sizes[0]}", tmp_path / f"after {n}"),
+            itertools.count(1),
+        )
 
         def until(operation, calls=calls, n=n):
             def wrapped(*arguments, **options):

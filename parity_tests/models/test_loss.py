@@ -17,7 +17,9 @@ from flax_attn.proof.build import drawn
 VOCAB, CONTEXT = 13, 16
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 11))
 SEGMENTS = np.stack([np.repeat(ids, (4, 4, 3)) for ids in ([4, 2, 0], [6, 1, 3], [9, 8, 7])])
-SEGMENTS[1] = np.repeat([6, 1, 0, 5], [1, 4, 3, 3])  # a document of one token, of which nothing is asked
+SEGMENTS[1] = np.repeat(
+    [6, 1, 0, 5], [1, 4, 3, 3]
+)  # a document of one token, of which nothing is asked
 MODELS = ("gpt2", "llama")
 
 
@@ -31,7 +33,10 @@ def build(side, name):
     else:
         config = side.GPT2Config(6, 2, 1, dropout=0.4, **options)
     model = _models(side, name)(config)
-    draw, shapes = np.random.default_rng(1), convert.state_dict(model) if side.is_flax else model.state_dict()
+    draw, shapes = (
+        np.random.default_rng(1),
+        convert.state_dict(model) if side.is_flax else model.state_dict(),
+    )
     weights = {name: draw.normal(0, 0.4, tuple(shapes[name].shape)) for name in sorted(shapes)}
     if side.is_flax:
         convert.load_state_dict(model, weights)
@@ -64,19 +69,26 @@ def loss_and_gradients(side, model, tokens, **options):
 
 def flax_loss_and_gradients(model, tokens, options):
     value, gradients = flax_gradients(model, tokens, options)
-    arrays = {".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(gradients)}
+    arrays = {
+        ".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(gradients)
+    }
     return {"loss": np.asarray(value), **convert.to_layout(arrays, "torch_ref")}
 
 
 @nnx.jit
 def flax_gradients(model, tokens, options):
-    return nnx.value_and_grad(lambda model: flax_attn.models.loss.next_token_loss(model, tokens, **options))(model)
+    return nnx.value_and_grad(
+        lambda model: flax_attn.models.loss.next_token_loss(model, tokens, **options)
+    )(model)
 
 
 def assert_equal(ours, reference):
     loss = tolerance.relative({"loss": ours["loss"]}, {"loss": reference["loss"]})
     assert loss["loss"] <= tolerance.FORWARD, loss
-    ours, reference = ({name: value for name, value in side.items() if name != "loss"} for side in (ours, reference))
+    ours, reference = (
+        {name: value for name, value in side.items() if name != "loss"}
+        for side in (ours, reference)
+    )
     errors = tolerance.gradient_errors(ours, reference)
     assert max(errors.values()) <= tolerance.FORWARD, errors
     assert ours.keys() == reference.keys()
@@ -85,7 +97,9 @@ def assert_equal(ours, reference):
 def mean(parts):
     """Return what the parts, each with how many tokens it asks for, amount to together."""
     count = sum(n for n, _ in parts)
-    return {name: np.asarray(sum(n * part[name] for n, part in parts) / count) for name in parts[0][1]}
+    return {
+        name: np.asarray(sum(n * part[name] for n, part in parts) / count) for name in parts[0][1]
+    }
 
 
 @pytest.mark.parametrize(
@@ -101,7 +115,9 @@ def mean(parts):
     ids=["plain", "padded", "packed", "both", "rope", "capped"],
 )
 def test_both_sides_agree(name, options, sides):
-    ours, reference = (loss_and_gradients(side, build(side, name), TOKENS, **options) for side in sides)
+    ours, reference = (
+        loss_and_gradients(side, build(side, name), TOKENS, **options) for side in sides
+    )
     assert_equal(ours, reference)
 
 
@@ -119,9 +135,12 @@ def test_both_sides_drop_alike(sides):
 def test_it_is_the_cross_entropy_of_torch(side):
     model = build(side, "gpt2")
     logits = side.numpy(side.jit(lambda tokens: model(tokens))(side.array(TOKENS)))[:, :-1]
-    reference = functional.cross_entropy(torch.tensor(logits).flatten(0, 1), torch.tensor(TOKENS[:, 1:]).flatten())
+    reference = functional.cross_entropy(
+        torch.tensor(logits).flatten(0, 1), torch.tensor(TOKENS[:, 1:]).flatten()
+    )
     assert (
-        abs(loss_and_gradients(side, model, TOKENS)["loss"] - reference.item()) <= tolerance.FORWARD * reference.item()
+        abs(loss_and_gradients(side, model, TOKENS)["loss"] - reference.item())
+        <= tolerance.FORWARD * reference.item()
     )
 
 
@@ -145,7 +164,10 @@ def test_padding_counts_nothing(side):
     alone = mean([(n - 1, loss_and_gradients(side, model, row[:n])) for row, n in rows if n > 1])
     assert_equal(loss_and_gradients(side, model, TOKENS, lengths=lengths), alone)
     padding = np.arange(11)[None] >= lengths[:, None]
-    assert_equal(loss_and_gradients(side, model, np.where(padding, 12 - TOKENS, TOKENS), lengths=lengths), alone)
+    assert_equal(
+        loss_and_gradients(side, model, np.where(padding, 12 - TOKENS, TOKENS), lengths=lengths),
+        alone,
+    )
 
 
 @pytest.mark.parametrize("stranger", [-100, VOCAB, 2**31 - 1])
@@ -189,14 +211,19 @@ KNOWN = {
     "one of a list": ([11, 3, 12], LENGTHS.format(12)),
     "one of an array": (np.array([0, -2, 11]), LENGTHS.format(-2)),
     "floats": (np.array([1.0, 2.0, 3.0]), r"lengths must be integers; got dtype (torch\.)?float64"),
-    "too few": ([1, 2], r"lengths must be one integer or one a row, shape \(3,\); got shape \(2,\)"),
+    "too few": (
+        [1, 2],
+        r"lengths must be one integer or one a row, shape \(3,\); got shape \(2,\)",
+    ),
 }
 
 
 @pytest.mark.parametrize(("lengths", "match"), KNOWN.values(), ids=KNOWN)
 def test_lengths_that_are_known_are_checked(lengths, match, side, no_shape_checks):
     with pytest.raises(ValueError, match=match):
-        side.file("models.loss").next_token_loss(build(side, "gpt2"), side.array(TOKENS), lengths=lengths)
+        side.file("models.loss").next_token_loss(
+            build(side, "gpt2"), side.array(TOKENS), lengths=lengths
+        )
 
 
 def test_tokens_are_integers(side, no_shape_checks):
@@ -228,14 +255,22 @@ def test_no_token_that_is_asked_for(side):
     ("tokens", "options", "match"),
     [
         (TOKENS[:, :1], {}, r"there must be two; got shape \(3, 1\)"),
-        (TOKENS, {"segments": SEGMENTS[:2]}, r"one id a token, shape \(3, 11\) or \(11,\); got shape \(2, 11\)"),
+        (
+            TOKENS,
+            {"segments": SEGMENTS[:2]},
+            r"one id a token, shape \(3, 11\) or \(11,\); got shape \(2, 11\)",
+        ),
         (TOKENS, {"segments": SEGMENTS[:, :5]}, r"one id a token, .*; got shape \(3, 5\)"),
         (
             TOKENS,
             {"segments": SEGMENTS / 2},
             r"segments must be integers of shape .*; got shape \(3, 11\), dtype float64",
         ),
-        (TOKENS, {"segments": SEGMENTS[None]}, r"segments must be integers of shape .*; got shape \(1, 3, 11\)"),
+        (
+            TOKENS,
+            {"segments": SEGMENTS[None]},
+            r"segments must be integers of shape .*; got shape \(1, 3, 11\)",
+        ),
         (TOKENS, {"lengths": np.array([3, 4])}, r"lengths .*2"),
     ],
 )
@@ -249,7 +284,9 @@ def test_a_call_that_is_wrong(tokens, options, match, side, no_shape_checks):
 def test_positions_start_again_in_each_document(ids, side):
     wanted = np.zeros_like(ids)
     for i in range(1, wanted.shape[-1]):
-        wanted[..., i] = (wanted[..., i - 1] + 1) * (np.array(ids)[..., i] == np.array(ids)[..., i - 1])
+        wanted[..., i] = (wanted[..., i - 1] + 1) * (
+            np.array(ids)[..., i] == np.array(ids)[..., i - 1]
+        )
     for kind in ("int64", "uint8"):
         found = side.file("functional.positions").segment_positions(side.array(np.array(ids), kind))
         np.testing.assert_array_equal(side.numpy(found), wanted)

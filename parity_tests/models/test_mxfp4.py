@@ -27,8 +27,15 @@ SIZES = {
     "vocab_size": 61,
 }
 # What the config on the Hub says beside the sizes.
-QUANTIZED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router", "lm_head"]}
-PUBLISHED = {"experts_per_token": 4, "initial_context_length": 4096, "quantization_config": QUANTIZED}
+QUANTIZED = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.mlp.router", "lm_head"],
+}
+PUBLISHED = {
+    "experts_per_token": 4,
+    "initial_context_length": 4096,
+    "quantization_config": QUANTIZED,
+}
 
 
 def pack(weights):
@@ -36,13 +43,22 @@ def pack(weights):
     random = np.random.default_rng(0)
     for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
         e, i, o = weights.pop(name).shape
-        for part, shape, low, high in (("blocks", (e, o, i // 32, 16), 0, 256), ("scales", (e, o, i // 32), 110, 125)):
-            weights[f"{name}_{part}"] = torch.from_numpy(random.integers(low, high, shape, np.uint8))
+        for part, shape, low, high in (
+            ("blocks", (e, o, i // 32, 16), 0, 256),
+            ("scales", (e, o, i // 32), 110, 125),
+        ):
+            weights[f"{name}_{part}"] = torch.from_numpy(
+                random.integers(low, high, shape, np.uint8)
+            )
 
 
 def unpacked(weights):
     """Return the weights as transformers reads them."""
-    found = {name: weight for name, weight in weights.items() if not name.endswith(("_blocks", "_scales"))}
+    found = {
+        name: weight
+        for name, weight in weights.items()
+        if not name.endswith(("_blocks", "_scales"))
+    }
     names = [name.removesuffix("_blocks") for name in weights if name.endswith("_blocks")]
     both = {name: (weights[f"{name}_blocks"], weights[f"{name}_scales"]) for name in names}
     return found | {name: convert_moe_packed_tensors(*pair) for name, pair in both.items()}
@@ -67,12 +83,16 @@ def test_a_published_gptoss_has_the_weights_of_transformers(folder, scan_layers)
     assert found.keys() == theirs.keys()
     assert {array.dtype for array in found.values()} == {jnp.dtype(jnp.bfloat16)}
     for name, weight in theirs.items():
-        np.testing.assert_array_equal(found[name].astype(np.float32), weight.float().numpy(), err_msg=name)
+        np.testing.assert_array_equal(
+            found[name].astype(np.float32), weight.float().numpy(), err_msg=name
+        )
 
 
 def test_every_byte_under_every_scale(tmp_path):
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(255, 1, 1, 1)
-    scales = torch.arange(255, dtype=torch.uint8).reshape(255, 1, 1).repeat(1, 1, 16)  # 255 is no number
+    scales = (
+        torch.arange(255, dtype=torch.uint8).reshape(255, 1, 1).repeat(1, 1, 16)
+    )  # 255 is no number
     save_file({"x_blocks": blocks, "x_scales": scales}, tmp_path / "model.safetensors")
     entry = dequantized(read_headers(tmp_path / "model.safetensors"))["x"]
     theirs = convert_moe_packed_tensors(blocks, scales).float().numpy()

@@ -35,7 +35,11 @@ def gpt2(side, tokens, positions):
 
 def bert(side, tokens, positions):
     own = model(side, "bert", "BertMaskedLM", 6, 2, 1, context_length=8, vocab_size=VOCAB)
-    options = {"lengths": LENGTHS, "positions": positions, "token_types": np.where(tokens < 0, tokens, 0)}
+    options = {
+        "lengths": LENGTHS,
+        "positions": positions,
+        "token_types": np.where(tokens < 0, tokens, 0),
+    }
     return (own(side.array(tokens), **{name: side.array(x) for name, x in options.items()}),)
 
 

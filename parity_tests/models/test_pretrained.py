@@ -50,12 +50,28 @@ LLAMA_SIZES = {
 }
 MODULES = (
     *(modeling_rope_utils, modeling_llama, modeling_mistral, modeling_qwen2, modeling_qwen3),
-    *(modeling_gemma, modeling_gemma2, modeling_gemma3, modeling_olmo2, modeling_phi3, modeling_smollm3),
-    *(modeling_diffllama, modeling_mixtral, modeling_qwen3_moe, modeling_gpt_oss, modeling_deepseek_v3),
+    *(
+        modeling_gemma,
+        modeling_gemma2,
+        modeling_gemma3,
+        modeling_olmo2,
+        modeling_phi3,
+        modeling_smollm3,
+    ),
+    *(
+        modeling_diffllama,
+        modeling_mixtral,
+        modeling_qwen3_moe,
+        modeling_gpt_oss,
+        modeling_deepseek_v3,
+    ),
     modeling_qwen3_next,
 )
 NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-ATTENTION = {"Gemma2": "eager", "GptOss": "eager"}  # transformers' SDPA does not cap scores, and has no sinks
+ATTENTION = {
+    "Gemma2": "eager",
+    "GptOss": "eager",
+}  # transformers' SDPA does not cap scores, and has no sinks
 
 
 @pytest.fixture
@@ -78,7 +94,9 @@ def build(kind, dtype=torch.float64, **fields):
     forms = {"attn_implementation": ATTENTION.get(kind, "sdpa"), "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_config(config_of(kind, **fields), **forms).to(dtype).eval()
     random = np.random.default_rng(0)
-    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    biases = [
+        buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
+    ]
     for parameter in (*model.parameters(), *biases):
         parameter.data = torch.from_numpy(random.normal(0, 0.5, parameter.shape)).to(dtype)
     return model
@@ -106,9 +124,16 @@ def our_gradients(model, tokens, cotangent):
         logits = model(tokens)
         return (logits * cotangent).sum(), logits
 
-    gradients, logits = nnx.jit(nnx.grad(weighed, has_aux=True))(model, jnp.asarray(tokens), jnp.asarray(cotangent))
-    flat = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
-    held = (*model.family.others, model.family.layout)[0]  # what transformers holds, where it stores otherwise
+    gradients, logits = nnx.jit(nnx.grad(weighed, has_aux=True))(
+        model, jnp.asarray(tokens), jnp.asarray(cotangent)
+    )
+    flat = {
+        ".".join(map(str, path)): np.asarray(leaf[...])
+        for path, leaf in nnx.to_flat_state(gradients)
+    }
+    held = (*model.family.others, model.family.layout)[
+        0
+    ]  # what transformers holds, where it stores otherwise
     return np.asarray(logits), convert.to_layout(flat, held, axes=axes_of(model, held))
 
 
@@ -126,7 +151,9 @@ def assert_same_function(theirs, ours):
 def assert_same_logits(theirs, ours, t):
     tokens = np.random.default_rng(1).integers(0, 13, (B, t))
     logits = nnx.jit(lambda model, tokens: model(tokens))(ours, jnp.asarray(tokens))
-    assert_equal_logits(np.asarray(logits), theirs(torch.from_numpy(tokens)).logits.detach().numpy())
+    assert_equal_logits(
+        np.asarray(logits), theirs(torch.from_numpy(tokens)).logits.detach().numpy()
+    )
 
 
 def assert_equal_logits(ours, theirs):
@@ -175,22 +202,53 @@ DEEPSEEK = {
 }
 FUNCTIONS = [
     ("GPT2", {"activation_function": "gelu", "reorder_and_upcast_attn": True}),
-    ("GPT2", {"tie_word_embeddings": False, "n_inner": 10, "layer_norm_epsilon": 0.1, "n_layer": 1}),
+    (
+        "GPT2",
+        {"tie_word_embeddings": False, "n_inner": 10, "layer_norm_epsilon": 0.1, "n_layer": 1},
+    ),
     ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 0.1, "hidden_act": "gelu"}),
-    ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None, "num_hidden_layers": 1}),
+    (
+        "Llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": None,
+            "num_hidden_layers": 1,
+        },
+    ),
     ("Qwen2", {**WINDOW, "max_window_layers": 1}),
     ("Qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 1, "head_dim": 6}),
-    ("Qwen3", {"attention_bias": True, "rms_norm_eps": 0.1, **WINDOW, "layer_types": [SLIDING, FULL]}),
-    ("Phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}, "sliding_window": 4}),
+    (
+        "Qwen3",
+        {"attention_bias": True, "rms_norm_eps": 0.1, **WINDOW, "layer_types": [SLIDING, FULL]},
+    ),
+    (
+        "Phi3",
+        {
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75},
+            "sliding_window": 4,
+        },
+    ),
     ("Gemma", {"attention_bias": True, "rms_norm_eps": 0.1, "num_hidden_layers": 1}),
     ("Gemma2", {"query_pre_attn_scalar": 5, "sliding_window": 4, "attn_logit_softcapping": 2.0}),
     ("Gemma3Text", GEMMA3),
     ("Olmo2", {"attention_bias": True, "rms_norm_eps": 0.1, "num_hidden_layers": 1}),
     ("DiffLlama", {"attention_bias": True, "rms_norm_eps": 0.1, "num_key_value_heads": 2}),
-    ("SmolLM3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 4, "mlp_bias": True}),
+    (
+        "SmolLM3",
+        {
+            "no_rope_layers": [1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "mlp_bias": True,
+        },
+    ),
     ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 4}),
     ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [0]}),
-    ("Qwen3Moe", {**QWEN3_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 4}),
+    (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 4},
+    ),
     ("GptOss", {**GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.3}),
     ("Qwen3Next", QWEN3_NEXT),
     (
@@ -205,9 +263,18 @@ FUNCTIONS = [
             "mlp_only_layers": [0],
         },
     ),
-    ("DeepseekV3", {**DEEPSEEK, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, **TURNS}}),
-    ("DeepseekV3", {**DEEPSEEK, "rope_parameters": {**YARN, "mscale_all_dim": 0.4}, "rope_interleave": False}),
-    ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "attention_bias": True}),
+    (
+        "DeepseekV3",
+        {**DEEPSEEK, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, **TURNS}},
+    ),
+    (
+        "DeepseekV3",
+        {**DEEPSEEK, "rope_parameters": {**YARN, "mscale_all_dim": 0.4}, "rope_interleave": False},
+    ),
+    (
+        "DeepseekV3",
+        {**DEEPSEEK, "q_lora_rank": None, "norm_topk_prob": False, "attention_bias": True},
+    ),
 ]
 
 
@@ -249,14 +316,26 @@ def test_rotary_positions_are_the_same_function(name, tmp_path, in_float64):
     assert_same_logits(theirs, ours, CONTEXT)
 
 
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 8.0]}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.0, 3.0, 8.0],
+}
 
 
-@pytest.mark.parametrize(("t", "amplitude"), [(8, {}), (9, {}), (10, {"attention_factor": 1.5}), (8, {"factor": 7.0})])
+@pytest.mark.parametrize(
+    ("t", "amplitude"), [(8, {}), (9, {}), (10, {"attention_factor": 1.5}), (8, {"factor": 7.0})]
+)
 def test_a_longrope_changes_beyond_its_original_context(t, amplitude, tmp_path, in_float64):
     rope = {**LONGROPE, **amplitude, "partial_rotary_factor": 0.75}
-    fields = {"rope_parameters": rope, "original_max_position_embeddings": 8, "num_hidden_layers": 1}
-    theirs, ours = stored("Phi3", tmp_path, **fields, hidden_size=48)  # transformers takes 48 / 6 for the head width
+    fields = {
+        "rope_parameters": rope,
+        "original_max_position_embeddings": 8,
+        "num_hidden_layers": 1,
+    }
+    theirs, ours = stored(
+        "Phi3", tmp_path, **fields, hidden_size=48
+    )  # transformers takes 48 / 6 for the head width
     assert_same_logits(theirs, ours, t)
     ours.save_pretrained(tmp_path / "ours")
     assert from_pretrained(tmp_path / "ours").config == ours.config
@@ -266,7 +345,9 @@ def test_a_longrope_changes_beyond_its_original_context(t, amplitude, tmp_path, 
 
 @pytest.mark.parametrize("t", [CONTEXT, CONTEXT + 1, 2 * CONTEXT])
 def test_a_dynamic_rope_reaches_beyond_its_original_context(t, tmp_path, in_float64):
-    theirs, ours = stored("Llama", tmp_path, rope_parameters=dict(ROPES["dynamic"]), num_hidden_layers=1)
+    theirs, ours = stored(
+        "Llama", tmp_path, rope_parameters=dict(ROPES["dynamic"]), num_hidden_layers=1
+    )
     assert ours.config.context_length == 2.5 * CONTEXT
     assert_same_logits(theirs, ours, t)
 
@@ -275,7 +356,10 @@ def as_version_4(config):
     """Return a config as transformers 4 wrote it."""
     rope = dict(config.pop("rope_parameters"))
     theta, name = rope.pop("rope_theta"), rope.pop("rope_type")
-    old = {"rope_theta": theta, "rope_scaling": {"type": name, **rope} if name != "default" else None}
+    old = {
+        "rope_theta": theta,
+        "rope_scaling": {"type": name, **rope} if name != "default" else None,
+    }
     return config | old | {"torch_dtype": config.pop("dtype")}
 
 
@@ -308,8 +392,12 @@ def their_frequencies(config):
 
 def assert_configs_equal(after, before, left_out=frozenset()):
     left_out = left_out | {"transformers_version", "_name_or_path", "architectures"}
-    left_out = left_out | {"partial_rotary_factor"}  # for transformers 4, beside that in rope_parameters
-    left, right = ({k: v for k, v in c.to_dict().items() if k not in left_out} for c in (after, before))
+    left_out = left_out | {
+        "partial_rotary_factor"
+    }  # for transformers 4, beside that in rope_parameters
+    left, right = (
+        {k: v for k, v in c.to_dict().items() if k not in left_out} for c in (after, before)
+    )
     assert left == right
 
 
@@ -323,7 +411,12 @@ KINDS = {  # with no field at its default
         "activation_function": "gelu",
         "layer_norm_epsilon": 0.01,
     },
-    "Llama": {"attention_bias": True, "mlp_bias": True, "attention_dropout": 0.3, "rms_norm_eps": 0.01},
+    "Llama": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "attention_dropout": 0.3,
+        "rms_norm_eps": 0.01,
+    },
     "Mistral": {"sliding_window": 5, "tie_word_embeddings": True, "hidden_act": "gelu"},
     "Qwen2": {
         "use_sliding_window": True,
@@ -332,14 +425,24 @@ KINDS = {  # with no field at its default
         "attention_dropout": 0.3,
         "tie_word_embeddings": True,
     },
-    "Qwen3": {**WINDOW, "layer_types": [SLIDING, FULL], "max_window_layers": 0, "attention_bias": True},
+    "Qwen3": {
+        **WINDOW,
+        "layer_types": [SLIDING, FULL],
+        "max_window_layers": 0,
+        "attention_bias": True,
+    },
     "Phi3": {
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75},
         "sliding_window": 5,
         "attention_dropout": 0.3,
         "tie_word_embeddings": True,
     },
-    "Gemma": {"attention_bias": True, "tie_word_embeddings": False, "rms_norm_eps": 0.01, "attention_dropout": 0.3},
+    "Gemma": {
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 0.01,
+        "attention_dropout": 0.3,
+    },
     "Gemma2": {
         "query_pre_attn_scalar": 5,
         "sliding_window": 5,
@@ -360,17 +463,39 @@ KINDS = {  # with no field at its default
         "attention_bias": True,
         "tie_word_embeddings": False,
     },
-    "Mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 4, "rms_norm_eps": 0.01},
-    "Qwen3Moe": {**QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "attention_bias": True, **WINDOW},
+    "Mixtral": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "sliding_window": 4,
+        "rms_norm_eps": 0.01,
+    },
+    "Qwen3Moe": {
+        **QWEN3_MOE,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "attention_bias": True,
+        **WINDOW,
+    },
     "GptOss": {**GPT_OSS, "swiglu_limit": 0.5, "swiglu_alpha": 1.3, "layer_types": [FULL, SLIDING]},
-    "Qwen3Next": {**QWEN3_NEXT, "attention_bias": True, "norm_topk_prob": False, "linear_conv_kernel_dim": 3},
-    "DeepseekV3": {**DEEPSEEK, "rope_interleave": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+    "Qwen3Next": {
+        **QWEN3_NEXT,
+        "attention_bias": True,
+        "norm_topk_prob": False,
+        "linear_conv_kernel_dim": 3,
+    },
+    "DeepseekV3": {
+        **DEEPSEEK,
+        "rope_interleave": False,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5,
+    },
 }
 
 
 def bits(model):
     return {
-        name: (value.dtype, value.contiguous().view(torch.uint8).numpy().tobytes()) for name, value in model.items()
+        name: (value.dtype, value.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, value in model.items()
     }
 
 
@@ -382,9 +507,13 @@ def test_a_round_trip_keeps_every_bit(kind, dtype, tmp_path):
     ours = from_pretrained(tmp_path / "theirs")
     ours.save_pretrained(tmp_path / "ours", max_shard_size=1000)
     assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 1
-    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    again, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
     assert not any(report.values())
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")  # which makes float32 of gpt-oss' norms
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "theirs"
+    )  # which makes float32 of gpt-oss' norms
     assert bits(again.state_dict()) == bits(reference.state_dict())
     assert_configs_equal(again.config, reference.config)
 
@@ -398,14 +527,24 @@ def test_a_head_that_is_tied_stays_so(tmp_path):
 
 
 def parameters(model):
-    return {name: np.asarray(param[...]).tobytes() for name, param in convert.parameters(model).items()}
+    return {
+        name: np.asarray(param[...]).tobytes() for name, param in convert.parameters(model).items()
+    }
 
 
 def old_gpt2(weights):
     """As the first uploads were: without the head, its prefix, and with what was not a parameter."""
-    weights = {name.removeprefix("transformer."): value for name, value in weights.items() if name != "lm_head.weight"}
+    weights = {
+        name.removeprefix("transformer."): value
+        for name, value in weights.items()
+        if name != "lm_head.weight"
+    }
     mask = torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool).tril()
-    return weights | {"h.0.attn.bias": mask, "h.0.attn.masked_bias": torch.tensor(-1e4), "h.1.attn.bias": mask.clone()}
+    return weights | {
+        "h.0.attn.bias": mask,
+        "h.0.attn.masked_bias": torch.tensor(-1e4),
+        "h.1.attn.bias": mask.clone(),
+    }
 
 
 def old_llama(weights):
@@ -422,14 +561,19 @@ def inside(weights):
 
 def with_head(weights):
     """With the head, though it is tied."""
-    return weights | {"lm_head.weight": next(v for k, v in weights.items() if k.endswith("wte.weight")).clone()}
+    return weights | {
+        "lm_head.weight": next(v for k, v in weights.items() if k.endswith("wte.weight")).clone()
+    }
 
 
 @pytest.mark.parametrize(
-    ("kind", "change"), [("GPT2", old_gpt2), ("GPT2", with_head), ("Llama", old_llama), ("Llama", inside)]
+    ("kind", "change"),
+    [("GPT2", old_gpt2), ("GPT2", with_head), ("Llama", old_llama), ("Llama", inside)],
 )
 def test_other_names_for_the_same_weights(kind, change, tmp_path):
-    _, ours = stored(kind, tmp_path, **({"tie_word_embeddings": True} if change is old_llama else {}))
+    _, ours = stored(
+        kind, tmp_path, **({"tie_word_embeddings": True} if change is old_llama else {})
+    )
     save_file(change(load_file(tmp_path / "model.safetensors")), tmp_path / "model.safetensors")
     assert parameters(from_pretrained(tmp_path)) == parameters(ours)
 
@@ -439,9 +583,15 @@ def test_a_checkpoint_of_pytorch_is_read(shards, tmp_path):
     theirs, ours = stored("GPT2", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     names = sorted(theirs.state_dict())
-    files = ["pytorch_model.bin"] if shards == 1 else [f"pytorch_model-{i + 1}.bin" for i in range(shards)]
+    files = (
+        ["pytorch_model.bin"]
+        if shards == 1
+        else [f"pytorch_model-{i + 1}.bin" for i in range(shards)]
+    )
     for i, file in enumerate(files):
-        torch.save({name: theirs.state_dict()[name] for name in names[i :: len(files)]}, tmp_path / file)
+        torch.save(
+            {name: theirs.state_dict()[name] for name in names[i :: len(files)]}, tmp_path / file
+        )
     if shards > 1:
         index = {"weight_map": {name: files[i % len(files)] for i, name in enumerate(names)}}
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
@@ -469,7 +619,9 @@ def test_a_parameter_is_cast_as_asked(tmp_path):
     expected = {name: value.to(torch.bfloat16) for name, value in theirs.state_dict().items()}
     cast = convert.state_dict(ours, ours.family.layout)
     assert {array.dtype.name for array in cast.values()} == {"bfloat16"}
-    assert {n: a.tobytes() for n, a in cast.items()} == {n: b for n, (_, b) in bits(expected).items()}
+    assert {n: a.tobytes() for n, a in cast.items()} == {
+        n: b for n, (_, b) in bits(expected).items()
+    }
 
 
 def test_dropout_is_drawn_as_in_the_config(tmp_path):
@@ -486,7 +638,9 @@ def test_experts_that_are_fused_in_the_file_are_read_too(kind, tmp_path):
     for original in (True, False):  # as on the Hub, and as transformers 5 holds them
         theirs.save_pretrained(tmp_path / str(original), save_original_format=original)
     one, other = (from_pretrained(tmp_path / str(original)) for original in (True, False))
-    names = [set(load_file(tmp_path / str(original) / "model.safetensors")) for original in (True, False)]
+    names = [
+        set(load_file(tmp_path / str(original) / "model.safetensors")) for original in (True, False)
+    ]
     assert not any("gate_up_proj" in name for name in names[0])
     assert any("gate_up_proj" in name for name in names[1])
     assert parameters(one) == parameters(other)
@@ -506,11 +660,16 @@ def test_experts_that_are_missing_are_listed(tmp_path):
         from_pretrained(tmp_path)
     lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
     starts = [f"missing {prefix}.{name}" for name in gone]
-    starts += [f"mis-shaped {prefix}.3.w3.weight: expected (10, 12), got (2, 2)", f"unexpected {prefix}.5.w3.weight"]
+    starts += [
+        f"mis-shaped {prefix}.3.w3.weight: expected (10, 12), got (2, 2)",
+        f"unexpected {prefix}.5.w3.weight",
+    ]
     assert len(lines) == len(starts)
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
 
 
 def test_stacked_layers_of_experts_are_read_alike(tmp_path):
     build("Mixtral", **KINDS["Mixtral"]).save_pretrained(tmp_path)
-    assert parameters(from_pretrained(tmp_path, scan_layers=True)) == parameters(from_pretrained(tmp_path))
+    assert parameters(from_pretrained(tmp_path, scan_layers=True)) == parameters(
+        from_pretrained(tmp_path)
+    )

@@ -12,7 +12,9 @@ SIZES = {"context_length": 7, "vocab_size": 11, "dropout": 0.0}
 
 
 def models(scan_layers):
-    ours = flax_attn.GPT2(flax_attn.GPT2Config(6, 3, 2, **SIZES), scan_layers=scan_layers, rngs=nnx.Rngs(0))
+    ours = flax_attn.GPT2(
+        flax_attn.GPT2Config(6, 3, 2, **SIZES), scan_layers=scan_layers, rngs=nnx.Rngs(0)
+    )
     return ours, torch_ref.GPT2(torch_ref.GPT2Config(6, 3, 2, **SIZES)).eval()
 
 
@@ -25,6 +27,9 @@ def test_the_harness_proves_it_gradients_included():
 
 def test_automatic_pairing_finds_every_layer():
     found, expected = (convert.auto(*models(scan)) for scan in (True, False))
-    pairs = [{(row.ours, row.theirs, row.pattern) for row in pairing.rows} for pairing in (found, expected)]
+    pairs = [
+        {(row.ours, row.theirs, row.pattern) for row in pairing.rows}
+        for pairing in (found, expected)
+    ]
     assert pairs[0] == pairs[1]
     assert len(pairs[0]) > 20

@@ -40,12 +40,16 @@ def train_flax(model, batches):
     """Return the loss before every step; the model is changed."""
     tx = optax.adamw(RATE, *BETAS, EPS, weight_decay=DECAY)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    return np.array([float(train_step(model, optimizer, tokens, **options)) for tokens, options in batches])
+    return np.array(
+        [float(train_step(model, optimizer, tokens, **options)) for tokens, options in batches]
+    )
 
 
 def train_torch(model, losses):
     """Return the loss before every step, given what computes each; the model is changed."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY
+    )
     found = []
     for loss in losses:
         optimizer.zero_grad()
@@ -71,9 +75,16 @@ def assert_same_run(losses, ours, theirs, nonzero, layout):
     """
     assert losses[0][-10:].mean() < 0.95 * losses[0][:10].mean()
     errors = tolerance.relative({"loss": losses[0]}, {"loss": losses[1]})
-    reference = {name: value.detach().numpy() for name, value in theirs.state_dict().items() if name in nonzero}
+    reference = {
+        name: value.detach().numpy()
+        for name, value in theirs.state_dict().items()
+        if name in nonzero
+    }
     found = convert.state_dict(ours, layout)
-    sides = ({name: np.where(nonzero[name], side[name], 0.0) for name in reference} for side in (found, reference))
+    sides = (
+        {name: np.where(nonzero[name], side[name], 0.0) for name in reference}
+        for side in (found, reference)
+    )
     errors |= tolerance.relative(*sides)
     assert max(errors.values()) <= tolerance.TRAINING, errors
     return errors
@@ -120,8 +131,13 @@ def twins(name):
         options = {"num_kv_heads": 2, "attention_bias": True, "dropout": 0.2, **sizes}
         configs = (p.LlamaConfig(12, 20, 6, 1, **options) for p in (flax_attn, torch_ref))
     else:
-        files = [import_module(f"{p.__name__}.models.{name.lower()}") for p in (flax_attn, torch_ref)]
-        configs = (getattr(f, f"{name}Config")(12, 20, 6, 2, dropout=0.2, **EXPERTS[name], **sizes) for f in files)
+        files = [
+            import_module(f"{p.__name__}.models.{name.lower()}") for p in (flax_attn, torch_ref)
+        ]
+        configs = (
+            getattr(f, f"{name}Config")(12, 20, 6, 2, dropout=0.2, **EXPERTS[name], **sizes)
+            for f in files
+        )
         classes = [getattr(file, name) for file in files]
     ours, theirs = configs
     reference = randomised(classes[1](theirs).double())
@@ -142,9 +158,14 @@ def twin_losses(**options):
     options = {name: torch.from_numpy(value) for name, value in options.items()}
 
     def loss(tokens, key):
-        return lambda model: torch_ref.models.loss.next_token_loss(model, tokens, dropout_key=key, **options)
+        return lambda model: torch_ref.models.loss.next_token_loss(
+            model, tokens, dropout_key=key, **options
+        )
 
-    return [loss(torch.from_numpy(tokens), torch.from_numpy(key)) for tokens, key in zip(TOKENS, KEYS, strict=True)]
+    return [
+        loss(torch.from_numpy(tokens), torch.from_numpy(key))
+        for tokens, key in zip(TOKENS, KEYS, strict=True)
+    ]
 
 
 RUNS = [
@@ -156,15 +177,24 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else min(value))
+@pytest.mark.parametrize(
+    ("name", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else min(value)
+)
 def test_dropping_twins_learn_alike(name, options):
     ours, theirs = twins(name)
     references = twin_losses(**options)
     nonzero = nonzero_gradients(theirs, references[0])
     batches = [
-        (tokens, {"dropout_key": key.astype(np.uint32), **options}) for tokens, key in zip(TOKENS, KEYS, strict=True)
+        (tokens, {"dropout_key": key.astype(np.uint32), **options})
+        for tokens, key in zip(TOKENS, KEYS, strict=True)
     ]
-    assert_same_run((train_flax(ours, batches), train_torch(theirs, references)), ours, theirs, nonzero, "torch_ref")
+    assert_same_run(
+        (train_flax(ours, batches), train_torch(theirs, references)),
+        ours,
+        theirs,
+        nonzero,
+        "torch_ref",
+    )
 
 
 class Float64Torch(SimpleNamespace):
@@ -203,7 +233,9 @@ HUGGING_FACE = {
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_a_model_of_transformers_learns_alike(name, tmp_path, monkeypatch):
     monkeypatch.setattr(modeling_llama, "torch", Float64Torch())
-    config = getattr(transformers, f"{name}Config")(**HUGGING_FACE[name], bos_token_id=0, eos_token_id=1)
+    config = getattr(transformers, f"{name}Config")(
+        **HUGGING_FACE[name], bos_token_id=0, eos_token_id=1
+    )
     build = transformers.AutoModelForCausalLM.from_config
     theirs = randomised(build(config, attn_implementation="sdpa").double())
     theirs.save_pretrained(tmp_path)
@@ -213,10 +245,15 @@ def test_a_model_of_transformers_learns_alike(name, tmp_path, monkeypatch):
     def loss(tokens):
         tokens = torch.from_numpy(tokens)
         targets = tokens[:, 1:].flatten()
-        return lambda model: functional.cross_entropy(model(tokens).logits[:, :-1].flatten(0, 1), targets)
+        return lambda model: functional.cross_entropy(
+            model(tokens).logits[:, :-1].flatten(0, 1), targets
+        )
 
     nonzero = nonzero_gradients(theirs, loss(TOKENS[0]))
-    losses = train_flax(ours, [(tokens, {}) for tokens in TOKENS]), train_torch(theirs, map(loss, TOKENS))
+    losses = (
+        train_flax(ours, [(tokens, {}) for tokens in TOKENS]),
+        train_torch(theirs, map(loss, TOKENS)),
+    )
     assert_same_run(losses, ours, theirs, nonzero, layout)
 
 
@@ -224,8 +261,15 @@ def test_another_weight_decay_is_detected(monkeypatch):
     ours, theirs = twins("Llama")
     references = twin_losses()
     nonzero, adamw = nonzero_gradients(theirs, references[0]), optax.adamw
-    monkeypatch.setattr(optax, "adamw", lambda *given, weight_decay: adamw(*given, weight_decay=1.001 * weight_decay))
-    batches = [(tokens, {"dropout_key": key.astype(np.uint32)}) for tokens, key in zip(TOKENS, KEYS, strict=True)]
+    monkeypatch.setattr(
+        optax,
+        "adamw",
+        lambda *given, weight_decay: adamw(*given, weight_decay=1.001 * weight_decay),
+    )
+    batches = [
+        (tokens, {"dropout_key": key.astype(np.uint32)})
+        for tokens, key in zip(TOKENS, KEYS, strict=True)
+    ]
     losses = train_flax(ours, batches), train_torch(theirs, references)
     with pytest.raises(AssertionError, match="loss"):
         assert_same_run(losses, ours, theirs, nonzero, "torch_ref")

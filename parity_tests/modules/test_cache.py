@@ -47,30 +47,47 @@ class Case:
     capacity: int = 9
 
     def build(self, side):
-        made = {name: value(side) if callable(value) else value for name, value in self.arguments.items()}
+        made = {
+            name: value(side) if callable(value) else value
+            for name, value in self.arguments.items()
+        }
         module = side.build(self.variant, **made)
         module.eval()
         return module
 
 
 def heads(*, options=lambda side, size: {}, positions=None, capacity=9, **arguments):
-    defaults = {"d_in": D, "d_out": 16, "context_length": 11, "dropout": 0.3, "num_heads": 4, "num_kv_heads": 2}
+    defaults = {
+        "d_in": D,
+        "d_out": 16,
+        "context_length": 11,
+        "dropout": 0.3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    }
     return Case("MultiHeadAttention", {**defaults, **arguments}, options, positions, capacity)
 
 
 def block(**arguments):
-    capacity, options = arguments.pop("capacity", 9), arguments.pop("options", lambda side, size: {})
+    capacity, options = (
+        arguments.pop("capacity", 9),
+        arguments.pop("options", lambda side, size: {}),
+    )
     defaults = {"d_model": D, "context_length": 11, "dropout": 0.3, "num_heads": 3}
     return Case("TransformerBlock", {**defaults, **arguments}, options, None, capacity)
 
 
 def rope(scaling=None, numbers=(), **keywords):
-    return lambda side: side.RoPE(50.0, scaling=scaling and getattr(side, scaling)(*numbers), **keywords)
+    return lambda side: side.RoPE(
+        50.0, scaling=scaling and getattr(side, scaling)(*numbers), **keywords
+    )
 
 
 def padded(array, size, axes):
     """Return a mask or ids of the whole sequence: of at least as many tokens as the cache holds."""
-    return np.pad(array, [(0, max(size - n, 0) if axis in axes else 0) for axis, n in enumerate(array.shape)])
+    return np.pad(
+        array, [(0, max(size - n, 0) if axis in axes else 0) for axis, n in enumerate(array.shape)]
+    )
 
 
 def head_norms(width):
@@ -86,7 +103,9 @@ def dense(array, *axes):
 
 
 def packed_window(side, size):
-    mask = side.Mask.segments(padded(IDS, size, (1,))) & side.Mask.dense(padded(DENSE, size, (2, 3)))
+    mask = side.Mask.segments(padded(IDS, size, (1,))) & side.Mask.dense(
+        padded(DENSE, size, (2, 3))
+    )
     return {"mask": mask & side.Mask.window(1, None)}
 
 
@@ -97,12 +116,15 @@ CAUSAL_BY_MASK = ("multi_head_function_mask", "multi_head_packed_window", "multi
 VARIANTS = {
     "rope dynamic": heads(rope=rope("DynamicNTKScaling", (4.0, 8))),
     "window mask": heads(options=lambda side, size: {"mask": side.Mask.sliding_window(3)}),
-    "lengths": heads(options=lambda side, size: {"mask": side.Mask.lengths(key=np.array([5, 4, 0]), query=6)}),
+    "lengths": heads(
+        options=lambda side, size: {"mask": side.Mask.lengths(key=np.array([5, 4, 0]), query=6)}
+    ),
     "segments": heads(options=segments, rope=rope(), positions=POSITIONS),
     "prefix and segments": heads(
         causal=False,
         options=lambda side, size: {
-            "mask": side.Mask.prefix(np.array([3, 1, 2])) & side.Mask.segments(padded(IDS[0], size, (0,)))
+            "mask": side.Mask.prefix(np.array([3, 1, 2]))
+            & side.Mask.segments(padded(IDS[0], size, (0,)))
         },
     ),
     "dense": heads(options=dense(DENSE, 2, 3)),
@@ -112,12 +134,16 @@ VARIANTS = {
     "all masks": heads(options=packed_window),
     "window 3 in 3": heads(window=3, capacity=3),
     "window 3 in 4": heads(window=3, capacity=4, rope=rope()),
-    "window 3 in 6": heads(window=3, capacity=6, **head_norms(4), rope=rope("YaRNScaling", (4.0, 6))),
+    "window 3 in 6": heads(
+        window=3, capacity=6, **head_norms(4), rope=rope("YaRNScaling", (4.0, 6))
+    ),
     "window 1": heads(window=1, capacity=2),
     "window and alibi": heads(
         window=3, capacity=4, options=lambda side, size: {"bias": lambda q, k: side.alibi(4, q, k)}
     ),
-    "window and all masks": heads(window=4, capacity=5, options=packed_window, rope=rope(), positions=POSITIONS),
+    "window and all masks": heads(
+        window=4, capacity=5, options=packed_window, rope=rope(), positions=POSITIONS
+    ),
     "block mistral": block(**LLAMA, rope=rope(), window=3, head_dim=4, capacity=5),
     "block post-norm": block(norm_first=False, ff=EXACT, options=segments),
 }
@@ -146,7 +172,10 @@ def chunks(side, plan, *arrays):
     found = []
     for counts, where in calls(plan):
         real = np.arange(where.shape[1]) < counts[:, None]
-        cut = [np.take_along_axis(a, where.reshape(*where.shape, *(1,) * (a.ndim - 2)), 1) for a in arrays]
+        cut = [
+            np.take_along_axis(a, where.reshape(*where.shape, *(1,) * (a.ndim - 2)), 1)
+            for a in arrays
+        ]
         cut[0][~real] = np.nan
         found.append([*map(side.array, cut), side.array(counts)])
     return found
@@ -162,7 +191,10 @@ def joined(plan, outputs):
 
 
 def full(side, case, module):
-    options = {**case.options(side, T), **({} if case.positions is None else {"positions": side.array(case.positions)})}
+    options = {
+        **case.options(side, T),
+        **({} if case.positions is None else {"positions": side.array(case.positions)}),
+    }
     call = side.jit(lambda x, lengths: module(x, lengths=lengths, **options))
     output = call(side.array(X), side.array(TOTALS))
     return joined(((TOTALS, T),), [side.numpy(output)])
@@ -170,7 +202,10 @@ def full(side, case, module):
 
 def in_calls(side, case, module):
     """Return a function that computes the outputs in the calls of a plan."""
-    options, arrays = case.options(side, case.capacity), [X] if case.positions is None else [X, case.positions]
+    options, arrays = (
+        case.options(side, case.capacity),
+        [X] if case.positions is None else [X, case.positions],
+    )
 
     @side.jit
     def call(cache, x, *rest):
@@ -206,7 +241,9 @@ def test_every_causal_row_of_the_table_is_computed_in_steps():
         attention = getattr(module, "att", module)
         causal = getattr(attention, "causal", True) or row.name in CAUSAL_BY_MASK
         scaling = getattr(getattr(attention, "rope", None), "scaling", None)
-        causal = causal and not isinstance(scaling, torch_ref.LongRoPEScaling)  # which rotates cached keys anew
+        causal = causal and not isinstance(
+            scaling, torch_ref.LongRoPEScaling
+        )  # which rotates cached keys anew
         assert bool(row.chunks) == (hasattr(module, "init_cache") and causal), row.name
         totals = sum(np.array(chunk) for chunk in row.chunks)
         assert not row.chunks or np.max(totals) == row.inputs[0][1], row.name

@@ -18,7 +18,13 @@ from flax_attn.proof.build import drawn
 B, T, D, N, H, W = 2, 7, 6, 2, 4, 3
 X = np.random.default_rng(0).normal(size=(B, T, D))
 LINEARS = {
-    **{"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "W_beta": "b_proj", "out_proj": "o_proj"},
+    **{
+        "W_query": "q_proj",
+        "W_key": "k_proj",
+        "W_value": "v_proj",
+        "W_beta": "b_proj",
+        "out_proj": "o_proj",
+    },
     **{"W_decay_down": "forget_gate.f_a_proj", "W_decay_up": "forget_gate.f_b_proj"},
     **{"W_gate_down": "g_a_proj", "W_gate_up": "g_b_proj"},
 }
@@ -37,9 +43,14 @@ KIMI = Layout(
 def kimi():
     """Return the layer of transformers, every parameter random."""
     kinds = ["linear_attention", "full_attention"]
-    config = KimiLinearConfig(hidden_size=D, num_hidden_layers=2, layer_types=kinds, rms_norm_eps=0.01)
+    config = KimiLinearConfig(
+        hidden_size=D, num_hidden_layers=2, layer_types=kinds, rms_norm_eps=0.01
+    )
     config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim = N, H, W
-    layer, random = modeling_kimi_linear.KimiLinearDeltaAttention(config, 0).double(), np.random.default_rng(1)
+    layer, random = (
+        modeling_kimi_linear.KimiLinearDeltaAttention(config, 0).double(),
+        np.random.default_rng(1),
+    )
     for parameter in layer.parameters():
         parameter.data = torch.from_numpy(random.normal(0, 0.5, tuple(parameter.shape)))
     return layer
@@ -55,7 +66,9 @@ def test_kimi_delta_attention_is_that_of_transformers(float64_modules):
     with float64_modules(modeling_kimi_linear):
         reference = theirs(torch.from_numpy(X))
         (reference * torch.from_numpy(cotangent)).sum().backward()
-    ours = KimiDeltaAttention(D, D, N, H, kernel_size=W, eps=0.01, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    ours = KimiDeltaAttention(
+        D, D, N, H, kernel_size=W, eps=0.01, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+    )
     convert.load_state_dict(ours, theirs.state_dict(), KIMI)
 
     def weighed(layer, x):
@@ -63,11 +76,18 @@ def test_kimi_delta_attention_is_that_of_transformers(float64_modules):
         return (output * cotangent).sum(), output
 
     gradients, output = nnx.jit(nnx.grad(weighed, has_aux=True))(ours, jnp.asarray(X))
-    flat = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
+    flat = {
+        ".".join(map(str, path)): np.asarray(leaf[...])
+        for path, leaf in nnx.to_flat_state(gradients)
+    }
     found = convert.to_layout(flat, KIMI)
-    errors = tolerance.relative({"output": np.asarray(output)}, {"output": reference.detach().numpy()})
+    errors = tolerance.relative(
+        {"output": np.asarray(output)}, {"output": reference.detach().numpy()}
+    )
     assert errors["output"] <= tolerance.FORWARD, errors
-    errors = tolerance.gradient_errors(found, {name: p.grad.numpy() for name, p in theirs.named_parameters()})
+    errors = tolerance.gradient_errors(
+        found, {name: p.grad.numpy() for name, p in theirs.named_parameters()}
+    )
     assert max(errors.values()) <= tolerance.GRADIENT, errors
 
 
@@ -87,7 +107,9 @@ def test_a_step_costs_the_same_after_any_number_of_tokens():
     """The program of a step is one: it has no argument whose size depends on what came before."""
     layer = gated_delta_net()
     lowered = [
-        jax.jit(lambda x, cache: layer(x, cache=cache)).lower(jnp.asarray(X[:, :1]), layer.init_cache(B, capacity))
+        jax.jit(lambda x, cache: layer(x, cache=cache)).lower(
+            jnp.asarray(X[:, :1]), layer.init_cache(B, capacity)
+        )
         for capacity in (256, 8192)
     ]
     assert lowered[0].as_text() == lowered[1].as_text()
@@ -97,8 +119,14 @@ def test_a_state_is_in_float32_at_least():
     layer = gated_delta_net(param_dtype=jnp.bfloat16)
     cache = layer.init_cache(B, 8)
     assert (cache.state.dtype, cache.key.dtype) == (jnp.float32, jnp.bfloat16)
-    output, cache = nnx.jit(lambda layer, x: layer(x, cache=cache))(layer, jnp.asarray(X[:, :2], jnp.bfloat16))
-    assert (output.dtype, cache.state.dtype, cache.key.dtype) == (jnp.bfloat16, jnp.float32, jnp.bfloat16)
+    output, cache = nnx.jit(lambda layer, x: layer(x, cache=cache))(
+        layer, jnp.asarray(X[:, :2], jnp.bfloat16)
+    )
+    assert (output.dtype, cache.state.dtype, cache.key.dtype) == (
+        jnp.bfloat16,
+        jnp.float32,
+        jnp.bfloat16,
+    )
 
 
 @pytest.mark.parametrize("kind", ["GatedDeltaNet", "KimiDeltaAttention"])
@@ -106,8 +134,14 @@ def test_padding_is_not_seen_whichever_way_it_is_said(side, kind):
     layer, lengths = side.build(kind, D, D, N, H), np.array([5, 0])
     real = np.arange(T)[:, None] < lengths[:, None, None]
     x, mask = side.array(np.where(real, X, np.nan)), side.Mask.lengths(query=lengths, key=lengths)
-    calls = [{"lengths": side.array(lengths)}, {"mask": mask}, {"lengths": side.array(np.array([7, 0])), "mask": mask}]
-    found = [side.numpy(side.jit(lambda x, options=options: layer(x, **options))(x)) for options in calls]
+    calls = [
+        {"lengths": side.array(lengths)},
+        {"mask": mask},
+        {"lengths": side.array(np.array([7, 0])), "mask": mask},
+    ]
+    found = [
+        side.numpy(side.jit(lambda x, options=options: layer(x, **options))(x)) for options in calls
+    ]
     reference = side.numpy(side.jit(lambda x: layer(x))(side.array(X)))
     for output in found:
         np.testing.assert_allclose(output, np.where(real, reference, 0), rtol=0, atol=1e-14)
@@ -126,7 +160,10 @@ def test_a_row_with_lengths_that_cannot_be_gives_nan(side):
 
 
 def test_documents_under_a_cache_begin_where_the_mask_says(side):
-    layer, ids = side.build("KimiDeltaAttention", D, D, N, H), np.array([[0, 0, 0, 4, 4, 4, 4], [1, 1, 1, 1, 1, 2, 2]])
+    layer, ids = (
+        side.build("KimiDeltaAttention", D, D, N, H),
+        np.array([[0, 0, 0, 4, 4, 4, 4], [1, 1, 1, 1, 1, 2, 2]]),
+    )
     mask, found, cache = side.Mask.segments(ids), [], layer.init_cache(B, T)
     whole = side.numpy(side.jit(lambda x: layer(x, mask=mask))(side.array(X)))
     step = side.jit(lambda x, cache: layer(x, mask=mask, cache=cache))
@@ -138,10 +175,14 @@ def test_documents_under_a_cache_begin_where_the_mask_says(side):
 
 def test_blocks_take_recurrent_attention():
     rngs = nnx.Rngs(0)
-    block = TransformerBlock(GatedDeltaNet(D, D, N, H, rngs=rngs), FeedForward(D, rngs=rngs), None, None)
+    block = TransformerBlock(
+        GatedDeltaNet(D, D, N, H, rngs=rngs), FeedForward(D, rngs=rngs), None, None
+    )
     run = nnx.jit(lambda block, x: block(x, cache=block.init_cache(B, 8)))
     output, cache = run(block, jnp.asarray(X, jnp.float32))
     assert output.shape == X.shape
     assert cache.length.tolist() == [T, T]
-    with pytest.raises(ValueError, match=r"no scores, weights or positions; got return_weights=\. Leave it out"):
+    with pytest.raises(
+        ValueError, match=r"no scores, weights or positions; got return_weights=\. Leave it out"
+    ):
         block(jnp.asarray(X, jnp.float32), return_weights=True)

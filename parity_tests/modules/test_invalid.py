@@ -14,12 +14,16 @@ DENSE = np.random.default_rng(2).random((B, 4, CAPACITY, CAPACITY)) < 0.7
 
 @pytest.fixture
 def attentions(sides):
-    return same_weights(sides, [side.build("MultiHeadAttention", D, 8, 9, 0.0, 4) for side in sides])
+    return same_weights(
+        sides, [side.build("MultiHeadAttention", D, 8, 9, 0.0, 4) for side in sides]
+    )
 
 
 @pytest.fixture
 def models(sides):
-    return same_weights(sides, [side.build("GPT2", side.GPT2Config(6, 2, 1, 9, vocab_size=11)) for side in sides])
+    return same_weights(
+        sides, [side.build("GPT2", side.GPT2Config(6, 2, 1, 9, vocab_size=11)) for side in sides]
+    )
 
 
 def same_weights(sides, modules):
@@ -59,9 +63,14 @@ BAD_LENGTHS = {
 @pytest.mark.parametrize(("first", "second", "invalid"), BAD_LENGTHS.values(), ids=BAD_LENGTHS)
 def test_rows_that_do_not_fit_a_cache_are_nan(attentions, mask, first, second, invalid):
     def call(side, module):
-        cache, options = module.init_cache(B, CAPACITY), {} if mask is None else {"mask": side.array(mask)}
+        cache, options = (
+            module.init_cache(B, CAPACITY),
+            {} if mask is None else {"mask": side.array(mask)},
+        )
         for lengths in (first, second):
-            output, cache = module(side.array(X), lengths=side.array(np.array(lengths)), cache=cache, **options)
+            output, cache = module(
+                side.array(X), lengths=side.array(np.array(lengths)), cache=cache, **options
+            )
         return output
 
     assert rows(same(attentions, call)) == invalid
@@ -69,7 +78,10 @@ def test_rows_that_do_not_fit_a_cache_are_nan(attentions, mask, first, second, i
 
 def test_lengths_beyond_the_tokens_are_all_and_below_zero_none(attentions):
     def call(lengths):
-        return same(attentions, lambda side, module: module(side.array(X), lengths=side.array(np.array(lengths))))
+        return same(
+            attentions,
+            lambda side, module: module(side.array(X), lengths=side.array(np.array(lengths))),
+        )
 
     np.testing.assert_array_equal(call([9, -2, 3]), call([T, 0, 3]))
 
@@ -79,12 +91,18 @@ def test_an_id_outside_the_vocabulary_is_nan_from_there_on(models, bad):
     ids = IDS.copy()
     ids[1, 2] = bad
     output = same(models, lambda side, model: model(side.array(ids)))
-    assert np.isnan(output).all(axis=-1).tolist() == [[False] * 4, [False, False, True, True], [False] * 4]
+    assert np.isnan(output).all(axis=-1).tolist() == [
+        [False] * 4,
+        [False, False, True, True],
+        [False] * 4,
+    ]
 
 
 def test_a_position_outside_the_context_is_nan_from_there_on(models):
     positions = np.array([0, 1, 9, 2])
-    output = same(models, lambda side, model: model(side.array(IDS), positions=side.array(positions)))
+    output = same(
+        models, lambda side, model: model(side.array(IDS), positions=side.array(positions))
+    )
     assert np.isnan(output).all(axis=-1).tolist() == [[False, False, True, True]] * B
 
 

@@ -20,12 +20,16 @@ def latent(side=None, **options):
     """Return latent attention of a side, of ours by default."""
     if side is not None:
         parts = {"rope": side.RoPE(interleaved=True), "kv_norm": side.build("RMSNorm", 5)}
-        return side.build("MultiHeadLatentAttention", D, D, None, 0.0, 3, **WIDTHS, **parts, **options)
+        return side.build(
+            "MultiHeadLatentAttention", D, D, None, 0.0, 3, **WIDTHS, **parts, **options
+        )
 
     def make():
         numerics = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
         parts = {"rope": RoPE(interleaved=True), "kv_norm": RMSNorm(5, param_dtype=jnp.float64)}
-        return MultiHeadLatentAttention(D, D, None, 0.0, 3, **WIDTHS, **parts, **options, **numerics)
+        return MultiHeadLatentAttention(
+            D, D, None, 0.0, 3, **WIDTHS, **parts, **options, **numerics
+        )
 
     return drawn(make)
 
@@ -49,10 +53,13 @@ def both(model, x, **options):
 
 
 def test_functions_of_scores_and_masks_mean_the_same_in_both_forms():
-    scores = Scores(function=lambda score, b, n, i, j: score - ((n + 1) * (i - j)).astype(score.dtype))
+    scores = Scores(
+        function=lambda score, b, n, i, j: score - ((n + 1) * (i - j)).astype(score.dtype)
+    )
     options = {"mask": Mask.where(lambda b, n, i, j: (i - j) < 3 + n)}
     (absorbed, _), (plain, _) = (
-        both(latent(form=form, scores=scores), jnp.asarray(X), **options) for form in ("absorbed", "plain")
+        both(latent(form=form, scores=scores), jnp.asarray(X), **options)
+        for form in ("absorbed", "plain")
     )
     (alone, _) = both(latent(form="plain"), jnp.asarray(X), **options)
     errors = tolerance.relative(absorbed, plain)
@@ -71,7 +78,9 @@ def test_the_absorbed_form_equals_the_plain_one():
     assert max(errors.values()) <= tolerance.GRADIENT, errors
 
 
-@pytest.mark.parametrize(("t", "capacity", "absorbed"), [(3, 4, True), (17, 18, True), (3, 3, False), (3, None, False)])
+@pytest.mark.parametrize(
+    ("t", "capacity", "absorbed"), [(3, 4, True), (17, 18, True), (3, 3, False), (3, None, False)]
+)
 def test_queries_of_a_cache_are_absorbed(t, capacity, absorbed, monkeypatch):
     calls, values = [], Absorption.values
     monkeypatch.setattr(Absorption, "values", lambda *given: calls.append(1) or values(*given))
@@ -109,5 +118,7 @@ def test_a_cache_holds_latents_and_rotated_parts_alone(side):
 
 
 def test_a_layout_with_keys_of_its_own_refuses_latents():
-    with pytest.raises(convert.ConversionError, match=r"keys and values are made of the input; got latents.*rank=5"):
+    with pytest.raises(
+        convert.ConversionError, match=r"keys and values are made of the input; got latents.*rank=5"
+    ):
         convert.state_dict(latent(), "hf_llama")

@@ -44,7 +44,9 @@ def both(model, x):
 @pytest.mark.parametrize("t", [1, 9])
 def test_sorted_experts_equal_dense_ones(t):
     x = jnp.asarray(X[:, :t])  # of one token most experts get none
-    (dense, of_dense), (ragged, of_ragged) = (both(mixture(form), x) for form in ("dense", "sorted"))
+    (dense, of_dense), (ragged, of_ragged) = (
+        both(mixture(form), x) for form in ("dense", "sorted")
+    )
     errors = tolerance.relative(ragged, dense)
     assert max(errors.values()) <= tolerance.FORWARD, errors
     errors = tolerance.gradient_errors(of_ragged, of_dense)
@@ -86,9 +88,13 @@ def routings(sides):
 def test_the_loss_of_the_load_is_that_of_transformers(sides, lengths):
     mask = None if lengths is None else np.arange(9) < np.array(lengths)[:, None]
     for side, logits, layers in routings(sides):
-        found = side.numpy(side.load_balancing_loss(layers, None if mask is None else side.array(mask)))
+        found = side.numpy(
+            side.load_balancing_loss(layers, None if mask is None else side.array(mask))
+        )
         flat = tuple(torch.tensor(side.numpy(one)).reshape(-1, EXPERTS) for one in logits)
-        theirs = load_balancing_loss_func(flat, EXPERTS, K, None if mask is None else torch.from_numpy(mask))
+        theirs = load_balancing_loss_func(
+            flat, EXPERTS, K, None if mask is None else torch.from_numpy(mask)
+        )
         assert abs(found - theirs.item()) < 1e-6 * theirs.item()  # theirs sums in float32
 
 
@@ -107,10 +113,15 @@ def test_the_loss_of_the_load_and_its_gradient_are_equal_on_both_sides(sides):
     reference.backward()
     assert abs(float(value) - reference.item()) <= tolerance.FORWARD * reference.item()
     pairs = zip(gradients, leaves, strict=True)
-    errors = [float(np.abs(ours.numpy(a) - b.grad.numpy()).max() / np.abs(b.grad.numpy()).max()) for a, b in pairs]
+    errors = [
+        float(np.abs(ours.numpy(a) - b.grad.numpy()).max() / np.abs(b.grad.numpy()).max())
+        for a, b in pairs
+    ]
     assert max(errors) <= tolerance.GRADIENT, errors
 
 
 def test_an_even_load_has_the_least_loss():
-    even = torch_ref.Routing(torch.ones(EXPERTS, 1), torch.arange(EXPERTS)[:, None], torch.zeros(EXPERTS, EXPERTS))
+    even = torch_ref.Routing(
+        torch.ones(EXPERTS, 1), torch.arange(EXPERTS)[:, None], torch.zeros(EXPERTS, EXPERTS)
+    )
     assert torch_ref.load_balancing_loss([even]).item() == pytest.approx(1.0)

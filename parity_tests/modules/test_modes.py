@@ -10,7 +10,9 @@ import flax_attn
 import torch_ref
 from flax_attn.proof.variants import VARIANTS
 
-DROPPING = list({case.module: case for case in VARIANTS if case.dropout}.values())  # one of each class
+DROPPING = list(
+    {case.module: case for case in VARIANTS if case.dropout}.values()
+)  # one of each class
 
 
 @pytest.mark.parametrize("case", DROPPING, ids=lambda case: case.name)

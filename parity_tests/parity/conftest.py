@@ -39,14 +39,27 @@ def differing(equal):
     where = {"index": [1, 2], "flax": 0.5, "torch": 0.25}
     checks = [
         equal.checks[0],
-        Check("forward", 3e-4, 1e-12, "output", errors={"output": 3e-4, "other": 1e-16}, where=where),
+        Check(
+            "forward", 3e-4, 1e-12, "output", errors={"output": 3e-4, "other": 1e-16}, where=where
+        ),
         Check("gradients", math.nan, 1e-11, "bias", errors={"bias": math.nan, "output": 1e-15}),
         equal.checks[3],
         Check("cache = full", math.inf, 0.0, skipped=f"no call: {EVIL}", wanted=True),
     ]
-    nodes = (node("norm", 0, 1e-16, 0.0), node(f"att.{EVIL}", 1, 2e-5, 2e-5), node(".", 2, 3e-4, math.nan, 4e-3))
+    nodes = (
+        node("norm", 0, 1e-16, 0.0),
+        node(f"att.{EVIL}", 1, 2e-5, 2e-5),
+        node(".", 2, 3e-4, math.nan, 4e-3),
+    )
     divergence = Divergence(nodes, ("torch:extra",), (f"att: flax has no scale, torch has {EVIL}",))
-    return Report(EVIL, checks, notes=["a note"], seed=7, command="flax-attn parity x:y", divergence=divergence)
+    return Report(
+        EVIL,
+        checks,
+        notes=["a note"],
+        seed=7,
+        command="flax-attn parity x:y",
+        divergence=divergence,
+    )
 
 
 @pytest.fixture
@@ -63,7 +76,12 @@ def paired():
         if ours.shapes:
             ours.entries = weight_map(flax, ours.shapes, theirs.shapes, LAYOUTS.get(layout, layout))
         random = np.random.default_rng(0)
-        return Pair(ours, theirs, {f"input {i}": random.normal(size=s) for i, s in enumerate(shapes)}, ours.entries)
+        return Pair(
+            ours,
+            theirs,
+            {f"input {i}": random.normal(size=s) for i, s in enumerate(shapes)},
+            ours.entries,
+        )
 
     return pair
 

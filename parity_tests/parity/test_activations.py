@@ -111,7 +111,14 @@ def test_nothing_is_patched_while_another_thread_runs_the_same_classes(row):
     pair, seen, ready, done = row("block_gpt2"), [], threading.Event(), threading.Event()
     flax_classes = {type(inner) for _, inner in nnx.iter_modules(pair.flax.module)}
     torch_classes = {type(inner) for inner in pair.torch.module.modules()}
-    owners = [*flax_classes, *torch_classes, jax.nn, name_p, torch.nn.functional, flax_attn.functional.reference]
+    owners = [
+        *flax_classes,
+        *torch_classes,
+        jax.nn,
+        name_p,
+        torch.nn.functional,
+        flax_attn.functional.reference,
+    ]
     before = [dict(vars(owner)) for owner in owners]
     x = torch.from_numpy(pair.inputs["input 0"])
 
@@ -126,7 +133,14 @@ def test_nothing_is_patched_while_another_thread_runs_the_same_classes(row):
                     (theirs(x) == expected[1]).all(),
                 )
                 unpatched = [dict(vars(owner)) for owner in owners] == before
-                seen.append((bool(flax_same), bool(torch_same), unpatched, torch.backends.cuda.flash_sdp_enabled()))
+                seen.append(
+                    (
+                        bool(flax_same),
+                        bool(torch_same),
+                        unpatched,
+                        torch.backends.cuda.flash_sdp_enabled(),
+                    )
+                )
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -256,15 +270,24 @@ def test_a_node_that_is_given_its_channels_first_is_judged_with_them_last(paired
     assert [node.local_error <= node.limit for node in divergence.nodes] == [True, True, True]
 
 
-@pytest.mark.parametrize("size", [(2, 3, 6, 7), (3, 3, 3, 3)], ids=["told by shapes", "told by values"])
+@pytest.mark.parametrize(
+    "size", [(2, 3, 6, 7), (3, 3, 3, 3)], ids=["told by shapes", "told by values"]
+)
 def test_images_are_aligned_whatever_the_order_of_their_axes(size, paired):
-    ours = nnx.Sequential(*(nnx.Conv(3, 3, (1, 1), param_dtype=jnp.float64, rngs=nnx.Rngs(0)) for _ in range(2)))
+    ours = nnx.Sequential(
+        *(nnx.Conv(3, 3, (1, 1), param_dtype=jnp.float64, rngs=nnx.Rngs(0)) for _ in range(2))
+    )
     theirs = torch.nn.Sequential(*(torch.nn.Conv2d(3, 3, 1) for _ in range(2)))
-    rules = [Rule(("{i}.kernel",), "{i}.weight", "h w i o -> o i h w"), Rule(("{i}.bias",), "{i}.bias")]
+    rules = [
+        Rule(("{i}.kernel",), "{i}.weight", "h w i o -> o i h w"),
+        Rule(("{i}.bias",), "{i}.bias"),
+    ]
 
     def channels_last(model, x):
         return model(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
 
-    found = localise(paired(ours, theirs, size, layout=Layout(tuple(rules)), flax_call=channels_last))
+    found = localise(
+        paired(ours, theirs, size, layout=Layout(tuple(rules)), flax_call=channels_last)
+    )
     assert names(found.nodes) == ["0", "1", "."]
     assert all(node.error <= node.limit and node.local_error <= node.limit for node in found.nodes)

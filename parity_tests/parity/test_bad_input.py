@@ -31,13 +31,21 @@ def say(match):
     [
         (3, torch_linear(), r"the Flax module is an NNX module, .* got int"),
         (linear(), [1.0], r"the PyTorch module is an nn.Module or a function of tensors; got list"),
-        (linen.Dense(2), torch_linear(), r"Dense is a Linen module without variables. Pass module.bind\(variables\)"),
+        (
+            linen.Dense(2),
+            torch_linear(),
+            r"Dense is a Linen module without variables. Pass module.bind\(variables\)",
+        ),
         (
             torch_linear(),
             linear(),
             r"the Flax module is .* got Linear, of PyTorch. The order is compare\(flax_module, t",
         ),
-        (jnp.sin, linear(), r"the PyTorch module is .* got Linear, of Flax. The order is compare\(flax_module, t"),
+        (
+            jnp.sin,
+            linear(),
+            r"the PyTorch module is .* got Linear, of Flax. The order is compare\(flax_module, t",
+        ),
         (nnx.Linear, torch_linear(), r"got the class Linear: pass a module of it"),
         (linear(), torch.nn.Linear, r"got the class Linear: pass a module of it"),
     ],
@@ -52,10 +60,30 @@ def test_sides_that_are_none(flax, torch_side, match):
     ("flax", "torch_side", "layout", "match"),
     [
         (linear(), torch_linear(bias=False), "torch", r"(?s)do not pair.*missing bias \(2,\)"),
-        (linear(use_bias=False), torch_linear(), "torch", r"(?s)do not pair.*unexpected bias \(2,\)"),
-        (linear(), torch_linear(5), "torch", r"(?s)do not pair.*mis-shaped weight: expected \(2, 3\), got \(5, 3\)"),
-        (linear(), torch_linear(), [Rule(("kernel",), "weight", "i o -> o i")], r"do not pair.*no place for bias \(2,"),
-        (linear(), torch_linear(), [Rule(("{a}",), "my_{a}")], r"(?s)do not pair.*missing my_bias .*unexpected bias"),
+        (
+            linear(use_bias=False),
+            torch_linear(),
+            "torch",
+            r"(?s)do not pair.*unexpected bias \(2,\)",
+        ),
+        (
+            linear(),
+            torch_linear(5),
+            "torch",
+            r"(?s)do not pair.*mis-shaped weight: expected \(2, 3\), got \(5, 3\)",
+        ),
+        (
+            linear(),
+            torch_linear(),
+            [Rule(("kernel",), "weight", "i o -> o i")],
+            r"do not pair.*no place for bias \(2,",
+        ),
+        (
+            linear(),
+            torch_linear(),
+            [Rule(("{a}",), "my_{a}")],
+            r"(?s)do not pair.*missing my_bias .*unexpected bias",
+        ),
     ],
     ids=["missing", "unexpected", "mis-shaped", "no place", "renamed"],
 )
@@ -78,7 +106,9 @@ def test_parameters_claimed_twice():
 
 
 def test_an_unknown_layout_and_an_unknown_check():
-    with pytest.raises(ValueError, match=r"layout must be one of 'auto', 'torch_ref', .* got 'pytorch'"):
+    with pytest.raises(
+        ValueError, match=r"layout must be one of 'auto', 'torch_ref', .* got 'pytorch'"
+    ):
         compare(linear(), torch_linear(), X, layout="pytorch")
     with pytest.raises(ValueError, match=r"check must be one of .*'forward'.*; got 'foward'"):
         compare(linear(), torch_linear(), X, layout="torch", checks=["foward"])
@@ -90,7 +120,10 @@ def test_an_unknown_layout_and_an_unknown_check():
         ("x", r"inputs are a list of arrays or of shapes, .* got str. Pass \[x\]"),
         (3, r"inputs are a list of arrays or of shapes, .* got int"),
         ([], r"inputs are a list of arrays or of shapes, .* got an empty \[\]"),
-        (["text"], r"input 0 is no array of real numbers: its dtype is <U4. Pass an array, or a shape as a tuple"),
+        (
+            ["text"],
+            r"input 0 is no array of real numbers: its dtype is <U4. Pass an array, or a shape as a tuple",
+        ),
         ([None], r"input 0 is no array of real numbers: its dtype is object"),
         ([[[1.0], [1.0, 2.0]]], r"input 0 is no array of numbers: setting an array element"),
         ([(4, -3)], r"input 0: a tuple is a shape, of sizes from 0; got \(4, -3\)"),
@@ -124,7 +157,9 @@ def test_extras_that_a_call_does_not_take():
         return module(x)
 
     lengths = {"lengths": np.array([1, 2, 3, 4])}
-    with say(r"extras are lengths and dropout_key, .* got 'lengths', flax takes \['lengths'\], torch takes \[\]"):
+    with say(
+        r"extras are lengths and dropout_key, .* got 'lengths', flax takes \['lengths'\], torch takes \[\]"
+    ):
         compare(linear(), torch_linear(), X, layout="torch", flax_call=call, extras=lengths)
     with say(r"extras are lengths and dropout_key, .* got 'length'"):
         compare(linear(), torch_linear(), X, layout="torch", extras={"length": 3})
@@ -136,15 +171,21 @@ def test_one_side_that_raises():
 
     with say(r"the inputs do not go through the flax module: flax raised RuntimeError: not today"):
         compare(linear(), torch_linear(), X, layout="torch", flax_call=refuses)
-    with say(r"the inputs do not go through the torch module: torch raised RuntimeError: not today"):
+    with say(
+        r"the inputs do not go through the torch module: torch raised RuntimeError: not today"
+    ):
         compare(linear(), torch_linear(), X, layout="torch", torch_call=refuses)
 
 
 def test_an_output_that_is_no_array():
-    with say(r"an output is an array, or a tuple or mapping of arrays; 1 is a str. Pass a call that returns arrays"):
+    with say(
+        r"an output is an array, or a tuple or mapping of arrays; 1 is a str. Pass a call that returns arrays"
+    ):
         compare(linear(), torch_linear(), X, layout="torch", torch_call=lambda m, x: (m(x), "note"))
     with say(r"the output is a function"):
-        compare(linear(), torch_linear(), X, layout="torch", flax_call=lambda m, x: m.__class__.__call__)
+        compare(
+            linear(), torch_linear(), X, layout="torch", flax_call=lambda m, x: m.__class__.__call__
+        )
     with say(r"the torch module returns nothing"):
         compare(linear(), torch_linear(), X, layout="torch", torch_call=lambda m, x: None)
 
@@ -185,11 +226,15 @@ def test_a_torch_module_left_in_train_mode():
         compare(linear(), torch_side, X, layout=rules)
     assert torch_side.training
     assert_parity(linear(), torch_side.eval(), X, layout=rules, checks=["forward"])
-    assert_parity(linear(), torch_linear().train(), X, layout="torch", checks=["forward"])  # nothing to switch
+    assert_parity(
+        linear(), torch_linear().train(), X, layout="torch", checks=["forward"]
+    )  # nothing to switch
 
 
 def test_a_module_that_computes_in_float32():
-    error = failing(linear(dtype=jnp.float32), torch_linear(), layout="torch", checks=["shapes", "forward"])
+    error = failing(
+        linear(dtype=jnp.float32), torch_linear(), layout="torch", checks=["shapes", "forward"]
+    )
     assert "flax float32[4, 2], torch float64[4, 2]" in str(error)
     assert (
         "output is float32 for inputs and parameters in float64: construct the Flax module without dtype=, or, if its "
@@ -198,7 +243,9 @@ def test_a_module_that_computes_in_float32():
 
 
 def test_a_check_that_is_asked_for_and_cannot_run():
-    error = failing(linear(), torch_linear(), layout="torch", checks=["forward", "dropout", "padded rows"])
+    error = failing(
+        linear(), torch_linear(), layout="torch", checks=["forward", "dropout", "padded rows"]
+    )
     assert "dropout: not run: the calls take no dropout_key" in str(error)
     assert "padded rows: not run: the calls take no lengths" in str(error)
     assert "forward" not in str(error)

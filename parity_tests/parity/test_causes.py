@@ -40,10 +40,14 @@ def arrays(tensors):
 def says(lines, torch_form, flax_form):
     """Check the one sentence, which repeats neither what both formulas share nor the name of a setting."""
     assert len(lines) == 1
-    ours, theirs = (re.fullmatch(r"(.*\b)(\w+=)(\S+)(.*)", form) for form in (flax_form, torch_form))
+    ours, theirs = (
+        re.fullmatch(r"(.*\b)(\w+=)(\S+)(.*)", form) for form in (flax_form, torch_form)
+    )
     short = ours and theirs and ours.group(1, 2, 4) == theirs.group(1, 2, 4)
     said = (
-        f"flax has {ours[2]}{ours[3]}, torch {theirs[3]}" if short else f"flax has {flax_form}, torch has {torch_form}"
+        f"flax has {ours[2]}{ours[3]}, torch {theirs[3]}"
+        if short
+        else f"flax has {flax_form}, torch has {torch_form}"
     )
     assert lines[0].rpartition(": ")[2] == said
 
@@ -67,7 +71,9 @@ def unbiased_norm():
 
 
 def epsilon_outside():
-    return (X - X.mean(-1, keepdim=True)) / (X.std(-1, keepdim=True, correction=0) + 1e-3) * SCALE + SHIFT
+    return (X - X.mean(-1, keepdim=True)) / (
+        X.std(-1, keepdim=True, correction=0) + 1e-3
+    ) * SCALE + SHIFT
 
 
 @pytest.mark.parametrize(
@@ -101,7 +107,13 @@ def test_a_norm_without_a_shift():
 # Linear layers.
 
 W, BIAS, OTHER_W, OTHER_BIAS = draw(D, D), draw(D), draw(D, D), draw(D)
-WEIGHTS = {"fc.weight": W, "fc.bias": BIAS, "out.weight": OTHER_W, "out.bias": OTHER_BIAS, "rest.weight": draw(D, 3)}
+WEIGHTS = {
+    "fc.weight": W,
+    "fc.bias": BIAS,
+    "out.weight": OTHER_W,
+    "out.bias": OTHER_BIAS,
+    "rest.weight": draw(D, 3),
+}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +127,9 @@ WEIGHTS = {"fc.weight": W, "fc.bias": BIAS, "out.weight": OTHER_W, "out.bias": O
     ],
 )
 def test_linear_layers(theirs, said):
-    says(sentences("fc", theirs, X @ W.T + BIAS, {"input": X}, WEIGHTS), said, "x @ weight.T + bias")
+    says(
+        sentences("fc", theirs, X @ W.T + BIAS, {"input": X}, WEIGHTS), said, "x @ weight.T + bias"
+    )
 
 
 # Between the layers.
@@ -132,7 +146,14 @@ FORMS = {
 @pytest.mark.parametrize("said", [name for name in FORMS if name != "tanh GELU"])
 def test_activations(said):
     ours = FORMS["tanh GELU"]
-    lines = sentences("ff", FORMS[said], ours, {"input": draw(3, T, D), "fc": X}, label="input of out", without="out")
+    lines = sentences(
+        "ff",
+        FORMS[said],
+        ours,
+        {"input": draw(3, T, D), "fc": X},
+        label="input of out",
+        without="out",
+    )
     assert lines[0].startswith("ff, input of out: ")
     says(lines, f"{said} of fc", "tanh GELU of fc")
 
@@ -178,7 +199,9 @@ def test_scores(theirs, said):
 
 def test_query_and_key_swapped():
     key = draw(*Q.shape)
-    theirs, ours = (torch.einsum("btnh,bsnh->bnts", *both) / H**0.5 for both in ((key, Q), (Q, key)))
+    theirs, ours = (
+        torch.einsum("btnh,bsnh->bnts", *both) / H**0.5 for both in ((key, Q), (Q, key))
+    )
     lines = sentences("att/scores", theirs, ours, {"query": Q, "key": key})
     says(lines, "key . query, the two swapped, / sqrt(h)", "query . key / sqrt(h)")
 
@@ -196,14 +219,26 @@ def hidden(visible, fill=-torch.inf):
     [
         (hidden(CAUSAL, -10.0), "a mask that sets -10 where the other side hides"),
         (hidden(CAUSAL, -1e4), "a mask that sets -10000 where the other side hides"),
-        (SCORES + torch.where(CAUSAL, 0.0, -1e4), "a mask that adds -10000 where the other side hides"),
+        (
+            SCORES + torch.where(CAUSAL, 0.0, -1e4),
+            "a mask that adds -10000 where the other side hides",
+        ),
         (hidden(~CAUSAL), "a mask of earlier keys, query i sees keys from i + 1"),
         (SCORES, "no mask"),
         (hidden(CAUSAL.roll(-1, 0)), "a mask that is neither causal nor a window"),
-        (hidden(torch.ones(T, S, dtype=bool).tril(-1)), "a causal mask, query i sees keys up to i - 1"),
-        (hidden(torch.ones(T, S, dtype=bool).tril(2)), "a causal mask, query i sees keys up to i + 2"),
+        (
+            hidden(torch.ones(T, S, dtype=bool).tril(-1)),
+            "a causal mask, query i sees keys up to i - 1",
+        ),
+        (
+            hidden(torch.ones(T, S, dtype=bool).tril(2)),
+            "a causal mask, query i sees keys up to i + 2",
+        ),
         (hidden(CAUSAL.triu(-2)), "a sliding window, query i sees keys i - 2 to i"),
-        (hidden(torch.ones(T, S, dtype=bool).triu(-1)), "a mask of earlier keys, query i sees keys from i - 1"),
+        (
+            hidden(torch.ones(T, S, dtype=bool).triu(-1)),
+            "a mask of earlier keys, query i sees keys from i - 1",
+        ),
         (hidden(torch.zeros(T, S, dtype=bool)), "a mask that hides everything"),
     ],
 )
@@ -213,7 +248,9 @@ def test_masks(theirs, said):
 
 
 def test_what_is_masked_alike_is_judged_by_the_scores():
-    theirs, ours = (torch.where(CAUSAL, scored(repeated(KEY), scale), -torch.inf) for scale in (1.0, H**-0.5))
+    theirs, ours = (
+        torch.where(CAUSAL, scored(repeated(KEY), scale), -torch.inf) for scale in (1.0, H**-0.5)
+    )
     lines = sentences("att/masked", theirs, ours, {"query": Q, "key": KEY})
     says(lines, "query . key without a scale", "query . key / sqrt(h)")
 
@@ -225,12 +262,17 @@ MASKED = hidden(CAUSAL)
     ("theirs", "said"),
     [
         (MASKED[..., :T].softmax(-2), "softmax over the queries"),
-        (torch.where(CAUSAL[:, :T], SCORES[..., :T].softmax(-1), 0), "softmax before the mask, not divided anew"),
+        (
+            torch.where(CAUSAL[:, :T], SCORES[..., :T].softmax(-1), 0),
+            "softmax before the mask, not divided anew",
+        ),
     ],
 )
 def test_softmax(theirs, said):
     square = MASKED[..., :T]  # no key is hidden from all
-    lines = sentences("att/weights", theirs, square.softmax(-1), {"scores": SCORES[..., :T], "masked": square})
+    lines = sentences(
+        "att/weights", theirs, square.softmax(-1), {"scores": SCORES[..., :T], "masked": square}
+    )
     says(lines, said, "softmax over the keys")
 
 
@@ -247,14 +289,21 @@ def test_a_row_that_sees_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_softmax_in_a_lower_dtype(dtype):
     ours = MASKED.softmax(-1)
-    lines = sentences("att/weights", MASKED.to(dtype).softmax(-1).double(), ours, {"masked": MASKED})
+    lines = sentences(
+        "att/weights", MASKED.to(dtype).softmax(-1).double(), ours, {"masked": MASKED}
+    )
     assert len(lines) == 1
-    assert lines[0] == f"att/weights: flax has numbers of float64, torch of {str(dtype).removeprefix('torch.')}"
+    assert (
+        lines[0]
+        == f"att/weights: flax has numbers of float64, torch of {str(dtype).removeprefix('torch.')}"
+    )
 
 
 def test_value_heads():
     weights = MASKED.softmax(-1)
-    theirs, ours = (torch.einsum("bnts,bsnh->btnh", weights, x) for x in (tiled(VALUE), repeated(VALUE)))
+    theirs, ours = (
+        torch.einsum("bnts,bsnh->btnh", weights, x) for x in (tiled(VALUE), repeated(VALUE))
+    )
     lines = sentences("att/context", theirs, ours, {"weights": weights, "value": VALUE})
     says(lines, "weights . value with value heads tiled, not repeated", "weights . value")
 
@@ -263,12 +312,17 @@ def test_value_heads():
     ("theirs", "said"),
     [
         (lambda x: rearrange(x, "b t (h n) -> b t n h", n=N), "W_query, heads interleaved"),
-        (lambda x: x.view(B, N, T, H).transpose(1, 2), "W_query, heads by reshape without a transpose"),
+        (
+            lambda x: x.view(B, N, T, H).transpose(1, 2),
+            "W_query, heads by reshape without a transpose",
+        ),
     ],
 )
 def test_heads_split(theirs, said):
     x = draw(B, T, N * H)
-    lines = sentences("att/query", theirs(x), x.unflatten(-1, (N, H)), {"input": draw(B, T, 3), "W_query": x})
+    lines = sentences(
+        "att/query", theirs(x), x.unflatten(-1, (N, H)), {"input": draw(B, T, 3), "W_query": x}
+    )
     says(lines, said, "W_query, heads side by side")
 
 
@@ -280,7 +334,9 @@ def test_heads_split(theirs, said):
     ],
 )
 def test_heads_joined(theirs, said):
-    lines = sentences("att", theirs, Q.flatten(2), {"context": Q}, label="input of out_proj", without="out_proj")
+    lines = sentences(
+        "att", theirs, Q.flatten(2), {"context": Q}, label="input of out_proj", without="out_proj"
+    )
     says(lines, said, "context, heads side by side")
 
 
@@ -320,19 +376,34 @@ def test_rope(rope, said):
 
 
 def test_nothing_is_said_of_a_right_node():
-    assert sentences("norm", layer_norm(), layer_norm(), {"input": X}, {"norm.scale": SCALE, "norm.shift": SHIFT}) == []
+    assert (
+        sentences(
+            "norm",
+            layer_norm(),
+            layer_norm(),
+            {"input": X},
+            {"norm.scale": SCALE, "norm.shift": SHIFT},
+        )
+        == []
+    )
 
 
 def test_nothing_is_said_of_an_unknown_fault():
-    assert sentences("norm", draw(3, T, D), draw(3, T, D), {"input": X}, {"norm.scale": SCALE}) == []
+    assert (
+        sentences("norm", draw(3, T, D), draw(3, T, D), {"input": X}, {"norm.scale": SCALE}) == []
+    )
     assert sentences("att/other", draw(3, T, D), draw(3, T, D), {"input": X}) == []
 
 
 @pytest.mark.parametrize("error", [1e-7, 1e-9, 10 * tolerance.FORWARD])
 def test_a_form_that_fits_but_almost_is_not_named(error):
     theirs, ours = layer_norm(1e-6) + error * draw(3, T, D), layer_norm()
-    lines = sentences("norm", theirs, ours, {"input": X}, {"norm.scale": SCALE, "norm.shift": SHIFT})
-    assert lines == ["norm: flax has layer norm with eps=1e-05, torch has none of the known formulas"]
+    lines = sentences(
+        "norm", theirs, ours, {"input": X}, {"norm.scale": SCALE, "norm.shift": SHIFT}
+    )
+    assert lines == [
+        "norm: flax has layer norm with eps=1e-05, torch has none of the known formulas"
+    ]
 
 
 def test_a_fault_that_is_none_here_is_not_named():
@@ -340,17 +411,23 @@ def test_a_fault_that_is_none_here_is_not_named():
     key = KEY[:, :, :1]
     ours = torch.einsum("btnh,bskh->bnts", Q, key) * H**-0.5
     lines = sentences("att/scores", ours + 1e-3 * draw(*ours.shape), ours, {"query": Q, "key": key})
-    assert lines == ["att/scores: flax has query . key / sqrt(h), torch has none of the known formulas"]
+    assert lines == [
+        "att/scores: flax has query . key / sqrt(h), torch has none of the known formulas"
+    ]
 
 
 def test_small_errors_are_not_taken_for_a_lower_dtype():
     ours = MASKED.softmax(-1)
     lines = sentences("att/weights", ours + 1e-8 * draw(*ours.shape), ours, {"masked": MASKED})
-    assert lines == ["att/weights: flax has softmax over the keys, torch has none of the known formulas"]
+    assert lines == [
+        "att/weights: flax has softmax over the keys, torch has none of the known formulas"
+    ]
 
 
 def test_the_sides_of_a_pair_are_told_apart():
     pair = pair_of(*select(["rms_norm"]))
     side = deepcopy(pair.torch)
     side.module.eps = 2e-3
-    assert localise(pair.with_torch(side)).causes == ("the whole module: flax has eps=0.001, torch 0.002",)
+    assert localise(pair.with_torch(side)).causes == (
+        "the whole module: flax has eps=0.001, torch 0.002",
+    )

@@ -25,7 +25,10 @@ class Theirs(torch.nn.Module):
     def forward(self, images):
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = x + self.positions(torch.arange(6))
-        q, k, v = (y.unflatten(-1, (-1, 3)).transpose(1, 2) for y in (self.query(x), self.key(x), self.value(x)))
+        q, k, v = (
+            y.unflatten(-1, (-1, 3)).transpose(1, 2)
+            for y in (self.query(x), self.key(x), self.value(x))
+        )
         k, v = (y.repeat_interleave(HEADS // KV_HEADS, 1) for y in (k, v))
         weights = (q @ k.transpose(2, 3) / 3**0.5).softmax(-1)
         x = self.out((weights @ v).transpose(1, 2).flatten(2))
@@ -56,7 +59,9 @@ class Ours(nnx.Module):
         return self.head(self.norm(x.mean(1)) if self.fault == "pooled" else self.norm(x).mean(1))
 
     def attention(self, x):
-        q, k, v = (y.reshape(*x.shape[:2], -1, 3) for y in (self.query(x), self.key(x), self.value(x)))
+        q, k, v = (
+            y.reshape(*x.shape[:2], -1, 3) for y in (self.query(x), self.key(x), self.value(x))
+        )
         if self.fault == "interleaved":
             v = self.value(x).reshape(*x.shape[:2], 3, KV_HEADS).swapaxes(2, 3)
         k, v = (
@@ -76,14 +81,20 @@ CAUSES = {
     "merged": [ATTENDED.format(", heads by reshape without a transpose")],
     "interleaved": [ATTENDED.format(" split as heads interleaved, heads side by side")],
     "tiled": [ATTENDED.format(" with its heads tiled, not repeated, heads side by side")],
-    "product": [f"{WHOLE}, input of norm: flax has x @ weight + bias of out, torch has x @ weight.T + bias of out"],
+    "product": [
+        f"{WHOLE}, input of norm: flax has x @ weight + bias of out, torch has x @ weight.T + bias of out"
+    ],
     "columns": [
         f"{WHOLE}, input of query: flax has patches column by column + positions, "
         "torch has patches row by row + positions"
     ],
-    "pooled": [POOLED.format("layer norm with eps=1e-05 by norm, of the mean of out over its tokens")],
+    "pooled": [
+        POOLED.format("layer norm with eps=1e-05 by norm, of the mean of out over its tokens")
+    ],
     "first": [POOLED.format("the first token of norm")],
-    "fixed": ["positions: flax has no gradient at its output, as of stop_gradient or detach, torch has one"],
+    "fixed": [
+        "positions: flax has no gradient at its output, as of stop_gradient or detach, torch has one"
+    ],
 }
 
 

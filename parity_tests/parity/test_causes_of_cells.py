@@ -23,8 +23,13 @@ def stepped(before=False, no_n=False, no_bias=False, take=False, exchanged=False
     bias[10:] = 0 if no_n else bias[10:]
     gates = (X @ CELL.weight_ih.T + CELL.bias_ih).chunk(3, -1)
     weights, biases = CELL.weight_hh.chunk(3), bias.chunk(3)
-    r, z = (torch.sigmoid(gates[i] + STATE @ weights[i].T + biases[i]) for i in ((1, 0) if exchanged else (0, 1)))
-    inner = (r * STATE) @ weights[2].T + biases[2] if before else r * (STATE @ weights[2].T + biases[2])
+    r, z = (
+        torch.sigmoid(gates[i] + STATE @ weights[i].T + biases[i])
+        for i in ((1, 0) if exchanged else (0, 1))
+    )
+    inner = (
+        (r * STATE) @ weights[2].T + biases[2] if before else r * (STATE @ weights[2].T + biases[2])
+    )
     n = torch.tanh(gates[2] + inner)
     return (z * n + (1 - z) * STATE if take else (1 - z) * n + z * STATE).detach()
 
@@ -44,10 +49,16 @@ def test_grus(faults, name):
     assert torch.allclose(theirs, stepped(), rtol=0, atol=1e-15)
     sources = {"input": X.numpy(), "input 2": STATE.numpy()}
     weights = {f"cell.{key}": w.detach().numpy() for key, w in CELL.named_parameters()}
-    found = Evidence("cell", "module", [Target("output", stepped(**faults).numpy(), theirs.numpy())], sources)
+    found = Evidence(
+        "cell", "module", [Target("output", stepped(**faults).numpy(), theirs.numpy())], sources
+    )
     assert causes_of(found, weights) == [f"cell: flax has {name}, torch has {RIGHT}"]
-    found = Evidence("cell", "module", [Target("output", theirs.numpy() ** 3, theirs.numpy())], sources)
-    assert causes_of(found, weights) == [f"cell: torch has {RIGHT}, flax has none of the known formulas"]
+    found = Evidence(
+        "cell", "module", [Target("output", theirs.numpy() ** 3, theirs.numpy())], sources
+    )
+    assert causes_of(found, weights) == [
+        f"cell: torch has {RIGHT}, flax has none of the known formulas"
+    ]
 
 
 LSTM = torch.nn.LSTMCell(4, 5).double()
@@ -59,7 +70,10 @@ def lstm_stepped(forget=0.0, order=(0, 1, 2, 3)):
     gates = X @ LSTM.weight_ih.T + LSTM.bias_ih + STATE @ LSTM.weight_hh.T + LSTM.bias_hh
     i, f, g, o = (gates.chunk(4, -1)[part] for part in order)
     carry = torch.sigmoid(f + forget) * CARRY + torch.sigmoid(i) * torch.tanh(g)
-    return {"hidden state": (torch.sigmoid(o) * torch.tanh(carry)).detach(), "cell state": carry.detach()}
+    return {
+        "hidden state": (torch.sigmoid(o) * torch.tanh(carry)).detach(),
+        "cell state": carry.detach(),
+    }
 
 
 @pytest.mark.parametrize("matrices", [1, 2])
@@ -72,10 +86,16 @@ def lstm_stepped(forget=0.0, order=(0, 1, 2, 3)):
     ],
 )
 def test_lstms(faults, name, kind, matrices):
-    right = dict(zip(("hidden state", "cell state"), LSTM(X, (STATE, CARRY)), strict=True))[kind].detach()
+    right = dict(zip(("hidden state", "cell state"), LSTM(X, (STATE, CARRY)), strict=True))[
+        kind
+    ].detach()
     assert torch.allclose(right, lstm_stepped()[kind], rtol=0, atol=1e-15)
-    sources = dict(zip(("input", "input 2", "input 3"), (x.numpy() for x in (X, STATE, CARRY)), strict=True))
-    weights = {f"cell.{key}": w.detach().numpy() for key, w in reversed(list(LSTM.named_parameters()))}
+    sources = dict(
+        zip(("input", "input 2", "input 3"), (x.numpy() for x in (X, STATE, CARRY)), strict=True)
+    )
+    weights = {
+        f"cell.{key}": w.detach().numpy() for key, w in reversed(list(LSTM.named_parameters()))
+    }
     if matrices == 1:
         joined = np.concatenate([weights.pop("cell.weight_ih"), weights.pop("cell.weight_hh")], 1)
         weights["cell.linear.weight"] = joined
@@ -84,7 +104,9 @@ def test_lstms(faults, name, kind, matrices):
     text = f"the {kind} of an LSTM"
     assert causes_of(found, weights) == [f"cell: flax has {text}{name}, torch has {text}"]
     found = Evidence("cell", "module", [Target("output", ours**3, right.numpy())], sources)
-    assert causes_of(found, weights) == [f"cell: torch has {text}, flax has none of the known formulas"]
+    assert causes_of(found, weights) == [
+        f"cell: torch has {text}, flax has none of the known formulas"
+    ]
 
 
 def test_the_missing_bias_of_the_cell_of_nnx_is_a_cause():
@@ -126,7 +148,9 @@ def theirs(layer, x):
     [
         (
             0.9,
-            [", output 'var': flax has running_var of the variance divided by n with momentum=0.1, "],
+            [
+                ", output 'var': flax has running_var of the variance divided by n with momentum=0.1, "
+            ],
         ),
         (
             0.8,

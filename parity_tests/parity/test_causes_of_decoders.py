@@ -9,16 +9,22 @@ from flax_attn.parity.trace.substitute import Evidence, Target
 
 B, T, D, V = 2, 7, 8, 11
 RANDOM = np.random.default_rng(0)
-EMB, TABLE, NORM = (torch.tensor(RANDOM.normal(size=size)) for size in ((B, T, D), (V, D), (B, T, D)))
+EMB, TABLE, NORM = (
+    torch.tensor(RANDOM.normal(size=size)) for size in ((B, T, D), (V, D), (B, T, D))
+)
 
 
 def said(theirs, ours, sources=None, label="output"):
     target = Target(label, ours.numpy(), theirs.numpy())
-    found = Evidence(".", "module", [target], {name: x.numpy() for name, x in (sources or {}).items()})
+    found = Evidence(
+        ".", "module", [target], {name: x.numpy() for name, x in (sources or {}).items()}
+    )
     return [line.partition(": ")[2] for line in causes_of(found, {"emb.weight": TABLE.numpy()})]
 
 
-@pytest.mark.parametrize(("factor", "text"), [(1, "emb"), (D**0.5, "emb * sqrt(8)"), (0.3, "emb * 0.3")])
+@pytest.mark.parametrize(
+    ("factor", "text"), [(1, "emb"), (D**0.5, "emb * sqrt(8)"), (0.3, "emb * 0.3")]
+)
 def test_the_scale_of_embeddings(factor, text):
     theirs, own = (EMB * 1.7, "emb * 1.7"), (EMB * factor, text)
     assert said(theirs[0], own[0], {"emb": EMB}) == [f"flax has {own[1]}, torch has {theirs[1]}"]
@@ -51,13 +57,19 @@ def test_tied_logits(ours, text):
 
 def test_another_error_of_logits_is_not_called_a_cap():
     lines = said(capped(30.0), capped(30.0) / 30, {"norm": NORM})
-    assert lines == ["torch has norm @ emb.weight.T, soft-capped at 30, flax has none of the known formulas"]
+    assert lines == [
+        "torch has norm @ emb.weight.T, soft-capped at 30, flax has none of the known formulas"
+    ]
 
 
 def angles(base=10000.0, start=0, layout="halves", function=torch.cos):
     frequencies = base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
     found = (start + torch.arange(T, dtype=torch.float64))[:, None] * frequencies
-    wide = {"halves": found.repeat(1, 2), "neighbours": found.repeat_interleave(2, 1), "one column a pair": found}
+    wide = {
+        "halves": found.repeat(1, 2),
+        "neighbours": found.repeat_interleave(2, 1),
+        "one column a pair": found,
+    }
     return function(wide[layout])
 
 
@@ -68,13 +80,24 @@ def named(base=10000, start=0, layout="halves", function="cos"):
 @pytest.mark.parametrize("function", ["cos", "sin"])
 @pytest.mark.parametrize(
     "changes",
-    [{"base": 500000}, {"base": 50}, {"start": 1}, {"layout": "neighbours"}, {"layout": "neighbours", "start": 2}],
+    [
+        {"base": 500000},
+        {"base": 50},
+        {"start": 1},
+        {"layout": "neighbours"},
+        {"layout": "neighbours", "start": 2},
+    ],
     ids=str,
 )
 def test_tables_of_angles(changes, function):
-    ours, theirs = angles(function=getattr(torch, function), **changes), angles(function=getattr(torch, function))
+    ours, theirs = (
+        angles(function=getattr(torch, function), **changes),
+        angles(function=getattr(torch, function)),
+    )
     texts = [named(function=function, **changes), named(function=function)]
-    assert said(theirs[None], ours[None], label="input 2 of att") == [f"flax has {texts[0]}, torch has {texts[1]}"]
+    assert said(theirs[None], ours[None], label="input 2 of att") == [
+        f"flax has {texts[0]}, torch has {texts[1]}"
+    ]
 
 
 def test_a_table_with_one_column_for_a_pair():

@@ -37,7 +37,9 @@ WEIGHTS = {"weight": KERNEL, "bias": BIAS}
 
 def conv(before=1, after=1, mode="constant", flip=False, **options):
     padded = F.pad(IMAGE, (before, after, before, after), mode=mode)
-    return F.conv2d(padded, KERNEL.flip(2, 3) if flip else KERNEL, BIAS, **{"stride": 2, "groups": 2, **options})
+    return F.conv2d(
+        padded, KERNEL.flip(2, 3) if flip else KERNEL, BIAS, **{"stride": 2, "groups": 2, **options}
+    )
 
 
 RIGHT = "a convolution of stride 2, padded by 1 before and 0 after"
@@ -50,7 +52,10 @@ RIGHT = "a convolution of stride 2, padded by 1 before and 0 after"
         (conv(mode="circular"), f"{RIGHT} of the other end"),
         (conv(mode="replicate"), f"{RIGHT} of the last row"),
         (conv(flip=True), f"{RIGHT}, its kernel flipped"),
-        (conv(2, 1, dilation=2), "a convolution of stride 2, padded by 2 before and 1 after, dilation 2"),
+        (
+            conv(2, 1, dilation=2),
+            "a convolution of stride 2, padded by 2 before and 1 after, dilation 2",
+        ),
     ],
 )
 @pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
@@ -113,7 +118,10 @@ WHOLE = "a transposed convolution of stride 2, 1 cut off before and 1, 0 after"
     ("ours", "name"),
     [
         (transposed(flip=True), f"{WHOLE}, its kernel flipped"),
-        (transposed(cut=0), "a transposed convolution of stride 2, 0 cut off before and 2, 1 after"),
+        (
+            transposed(cut=0),
+            "a transposed convolution of stride 2, 0 cut off before and 2, 1 after",
+        ),
     ],
 )
 @pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
@@ -147,7 +155,10 @@ def patched(order, rows="i j"):
     [
         (patched("p q c"), "patches of input row by row, each by row, column, channel"),
         (patched("c q p"), "patches of input row by row, each by channel, column, row"),
-        (patched("c p q", "j i"), "patches of input column by column, each by channel, row, column"),
+        (
+            patched("c p q", "j i"),
+            "patches of input column by column, each by channel, row, column",
+        ),
     ],
 )
 @pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
@@ -194,9 +205,13 @@ def resized(how, grid=(5, 4), **options):
     square = SQUARE[:, 1:].reshape(1, 3, 3, 5)
     if how == "jax":
         with jax.enable_x64(True):
-            image = torch.tensor(np.asarray(jax.image.resize(jnp.asarray(square.numpy()), (1, *grid, 5), **options)))
+            image = torch.tensor(
+                np.asarray(jax.image.resize(jnp.asarray(square.numpy()), (1, *grid, 5), **options))
+            )
     else:
-        image = F.interpolate(square.movedim(-1, 1), **({"size": grid, "mode": how} | options)).movedim(1, -1)
+        image = F.interpolate(
+            square.movedim(-1, 1), **({"size": grid, "mode": how} | options)
+        ).movedim(1, -1)
     tokens = torch.cat([CLASS.expand(2, 1, 5), BIG.flatten(2).mT], 1)
     return tokens + torch.cat([SQUARE[:, :1], image.flatten(1, 2)], 1)
 
@@ -216,7 +231,13 @@ FACTORS = {"size": None, "scale_factor": (5.1 / 3, 4.1 / 3), "recompute_scale_fa
     ],
 )
 def test_resized_positions(ours, name):
-    lines = said(resized("bicubic"), ours, {"conv": BIG}, {"cls_token": CLASS, "pos_embed": SQUARE}, "input of fc")
+    lines = said(
+        resized("bicubic"),
+        ours,
+        {"conv": BIG},
+        {"cls_token": CLASS, "pos_embed": SQUARE},
+        "input of fc",
+    )
     text = "cls_token, then conv row by row + pos_embed resized, "
     assert lines == [f"flax has {text}{name}, torch has {text}bicubic (a = -0.75, as in PyTorch)"]
 
@@ -284,7 +305,9 @@ def test_the_order_of_patches_is_a_cause_within_a_model(by_columns):
         )
     )
     with jax.numpy_dtype_promotion("standard"):
-        report = compare(FlaxViT(by_columns), TorchViT(), [(2, 2, 6, 8)], layout=layout, checks=["forward"])
+        report = compare(
+            FlaxViT(by_columns), TorchViT(), [(2, 2, 6, 8)], layout=layout, checks=["forward"]
+        )
     text = "the whole module, input of head: flax has conv column by column + pos, torch has conv row by row + pos"
     assert report.causes == ([text] if by_columns else [])
     assert report.passed is not by_columns
@@ -310,6 +333,8 @@ def test_images_cast_to_float32_are_the_one_cause_of_what_follows(biased):
     with jax.numpy_dtype_promotion("standard"):
         report = compare(Ours(), Theirs(), [(2, 6, 8, 2)], layout="torch", checks=["forward"])
     wrong = {node.name for node in report.divergence.locally_wrong}
-    assert report.causes == ["the whole module, input of patch: flax has numbers of float32, torch of float64"]
+    assert report.causes == [
+        "the whole module, input of patch: flax has numbers of float32, torch of float64"
+    ]
     assert wrong == {"."}
     assert biased is (report.divergence.nodes[-1].local_error > 1e-5)

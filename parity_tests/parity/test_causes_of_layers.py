@@ -34,10 +34,14 @@ class TorchGated(torch.nn.Module):
         return first * torch.nn.functional.gelu(second)
 
 
-@pytest.mark.parametrize(("gate_first", "gate", "other"), [(False, "second", "first"), (True, "first", "second")])
+@pytest.mark.parametrize(
+    ("gate_first", "gate", "other"), [(False, "second", "first"), (True, "first", "second")]
+)
 def test_what_a_gate_computes_is_a_cause(gate_first, gate, other, paired):
     with jax.numpy_dtype_promotion("standard"):
-        found = localise(paired(FlaxGated(gate_first), TorchGated(), (3, 4, 6), layout="torch")).causes
+        found = localise(
+            paired(FlaxGated(gate_first), TorchGated(), (3, 4, 6), layout="torch")
+        ).causes
     assert found == (
         f"the whole module: flax has tanh GELU of the {gate} half of proj times the {other} half of proj, "
         "torch has exact GELU of the second half of proj times the first half of proj",
@@ -53,12 +57,20 @@ def channels_first(layer, x):
     [
         (3, 1e-5, ()),
         (3, 1e-3, ("the whole module: flax has eps=0.001, torch 1e-05",)),
-        (2, 1e-5, ("the whole module: flax has group norm of 2 groups with eps=1e-05, torch has group norm of 3 ",)),
+        (
+            2,
+            1e-5,
+            (
+                "the whole module: flax has group norm of 2 groups with eps=1e-05, torch has group norm of 3 ",
+            ),
+        ),
     ],
 )
 def test_the_epsilon_and_the_groups_of_a_group_norm_are_a_cause(groups, epsilon, causes, paired):
     ours = nnx.GroupNorm(12, groups, epsilon=epsilon, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    pair = paired(ours, torch.nn.GroupNorm(3, 12), (2, 4, 5, 12), layout="torch", torch_call=channels_first)
+    pair = paired(
+        ours, torch.nn.GroupNorm(3, 12), (2, 4, 5, 12), layout="torch", torch_call=channels_first
+    )
     with jax.numpy_dtype_promotion("standard"):
         found = localise(pair).causes
     assert len(found) == len(causes)
@@ -69,7 +81,9 @@ def test_the_epsilon_and_the_groups_of_a_group_norm_are_a_cause(groups, epsilon,
 def test_group_norms_with_the_channels_first(groups):
     random = np.random.default_rng(0)
     x, scale, shift = (torch.tensor(random.normal(size=size)) for size in ((2, 12, 4, 5), 12, 12))
-    ours, theirs = (torch.nn.functional.group_norm(x, groups, scale, shift, eps).numpy() for eps in (1e-5, 1e-6))
+    ours, theirs = (
+        torch.nn.functional.group_norm(x, groups, scale, shift, eps).numpy() for eps in (1e-5, 1e-6)
+    )
     found = Evidence("norm", "module", [Target("output", ours, theirs)], {"input": x.numpy()})
     weights = {"norm.weight": scale.numpy(), "norm.bias": shift.numpy()}
     assert causes_of(found, weights) == ["norm: flax has eps=1e-05, torch 1e-06"]
@@ -80,14 +94,18 @@ def test_rows_of_a_table_that_one_side_adds_are_a_cause(name):
     random = np.random.default_rng(0)
     word, table = random.normal(size=(2, 5, 4)), random.normal(size=(9, 4))
     target = Target("input of norm", word + table[:5], word)
-    lines = causes_of(Evidence(name, "module", [target], {"word": word}), {f"{name}.position.weight": table})
+    lines = causes_of(
+        Evidence(name, "module", [target], {"word": word}), {f"{name}.position.weight": table}
+    )
     text = f"{name}, input of norm: flax has the first rows of position.weight + word, torch has word alone"
     assert lines == [text]
 
 
 def attention_of_torch(q, k, v, visible):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible > 0).transpose(1, 2)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible > 0
+    ).transpose(1, 2)
 
 
 @pytest.mark.parametrize("fill", [-1e30, -np.inf])
@@ -114,7 +132,9 @@ def test_grouped_heads_of_jax_itself_are_aligned(paired):
 
     def theirs(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(
+            1, 2
+        )
 
     found = localise(paired(ours, theirs, (2, 6, 4, 5), (2, 6, 2, 5), (2, 6, 2, 5)))
     assert max(node.error for node in found.nodes) < 1e-6

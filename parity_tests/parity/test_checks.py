@@ -24,12 +24,17 @@ from flax_attn.proof.variants import VARIANTS, select
 LOWER = {"float32": 23, "bfloat16": 7, "float16": 10}  # bits of the mantissa
 
 
-@pytest.mark.parametrize("variant", select(["multi_head_padding", "gpt2"]), ids=lambda variant: variant.name)
+@pytest.mark.parametrize(
+    "variant", select(["multi_head_padding", "gpt2"]), ids=lambda variant: variant.name
+)
 def test_a_variant_is_proven(variant):
     """A layer and a model: `make parity` proves them all."""
     report = prove.prove(variant)
     assert report.passed, report.explain()
-    assert {check.name for check in report.checks if check.ran} == {*prove.QUICK_CHECKS, "layouts"} - not_for(variant)
+    assert {check.name for check in report.checks if check.ran} == {
+        *prove.QUICK_CHECKS,
+        "layouts",
+    } - not_for(variant)
 
 
 def not_for(variant):
@@ -96,7 +101,10 @@ WRONG = {
     "second": (flat_sine, torch.sin),
     "jit = eager": (doubled_if_eager, lambda x: 1 * x),
     "unbatched": (lambda x: jnp.cumsum(x, axis=1), lambda x: torch.cumsum(x, dim=-2)),
-    "small activations": (rms_norm_with_a_floor, lambda x: x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True))),
+    "small activations": (
+        rms_norm_with_a_floor,
+        lambda x: x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True)),
+    ),
     "mean offset": (one_pass, two_passes),
     "duplicate tokens": (all_of_the_largest, first_of_the_largest),
     "single token": (lambda x: jnp.squeeze(x.sum(axis=-1)), lambda x: x.sum(dim=-1)),
@@ -145,17 +153,31 @@ def test_a_product_that_jax_refuses_in_float16_on_a_cpu_is_not_run():
         return torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
 
     with jax.numpy_dtype_promotion("standard"):
-        report = compare(jax.nn.dot_product_attention, attend, [(2, 5, 3, 4)] * 3, checks=["float16"], locate=False)
-    assert report.check("float16").skipped.startswith(f"{MISSING}ValueError: The precision 'F16_F16_F32' is not supp")
+        report = compare(
+            jax.nn.dot_product_attention,
+            attend,
+            [(2, 5, 3, 4)] * 3,
+            checks=["float16"],
+            locate=False,
+        )
+    assert report.check("float16").skipped.startswith(
+        f"{MISSING}ValueError: The precision 'F16_F16_F32' is not supp"
+    )
 
 
 @pytest.mark.parametrize(
-    "message", ["Unsupported element type in DotThunk::Execute: f16", "no dot of operands of type F16"]
+    "message",
+    ["Unsupported element type in DotThunk::Execute: f16", "no dot of operands of type F16"],
 )
 def test_a_product_that_xla_refuses_in_float16_on_a_cpu_is_not_run(message):
     error = jax.errors.JaxRuntimeError(f"UNIMPLEMENTED: {message}")
-    check = compare(raising(error), torch.sin, [(3, 5)], checks=["float16"], locate=False).check("float16")
-    assert check.skipped == f"{MISSING}JaxRuntimeError: UNIMPLEMENTED: {message}. Pass device= to use a GPU or TPU"
+    check = compare(raising(error), torch.sin, [(3, 5)], checks=["float16"], locate=False).check(
+        "float16"
+    )
+    assert (
+        check.skipped
+        == f"{MISSING}JaxRuntimeError: UNIMPLEMENTED: {message}. Pass device= to use a GPU or TPU"
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +192,9 @@ def test_a_product_that_xla_refuses_in_float16_on_a_cpu_is_not_run(message):
     ids=str,
 )
 def test_every_other_error_in_a_lower_dtype_is_a_failure(error, dtype):
-    check = compare(raising(error, dtype), torch.sin, [(3, 5)], checks=[dtype], locate=False).check(dtype)
+    check = compare(raising(error, dtype), torch.sin, [(3, 5)], checks=[dtype], locate=False).check(
+        dtype
+    )
     assert check.ran
     assert not check.passed
     assert check.worst == "the call itself"
@@ -179,7 +203,9 @@ def test_every_other_error_in_a_lower_dtype_is_a_failure(error, dtype):
 @pytest.mark.parametrize("side", ["flax", "torch"])
 def test_a_cache_that_forgets_is_caught(side):
     options = {f"{side}_cached": lambda function, x: function(x[:, 3:])}
-    report = compare(jnp.sin, torch.sin, [(3, 5, 4)], checks=["cache = full"], locate=False, **options)
+    report = compare(
+        jnp.sin, torch.sin, [(3, 5, 4)], checks=["cache = full"], locate=False, **options
+    )
     assert not report.passed
     assert report.check("cache = full").worst == f"{side}: output"
 
@@ -208,7 +234,10 @@ def test_swapped_parts_of_a_fused_entry_are_caught(monkeypatch):
 def test_a_row_is_called_without_jit_where_a_check_asks_for_it_alone():
     (variant,) = select(["rms_norm"])
     quick, eager = prove.prove(variant), prove.prove(variant, checks=["jit = eager"])
-    assert [("flax", "outputs") in report.pair._results for report in (quick, eager)] == [False, True]
+    assert [("flax", "outputs") in report.pair._results for report in (quick, eager)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_row_that_cannot_be_called_fails_each_check(monkeypatch):
@@ -216,7 +245,9 @@ def test_a_row_that_cannot_be_called_fails_each_check(monkeypatch):
     pair = prove.pair_of(variant)
     monkeypatch.setattr(pair.flax, "run", lambda spec: 1 / 0)
     checks = prove.prove(variant, pair=pair).checks
-    assert not any(check.passed for check in checks if check.name in ("forward", "gradients", "float32"))
+    assert not any(
+        check.passed for check in checks if check.name in ("forward", "gradients", "float32")
+    )
     assert "ZeroDivisionError" in checks[0].note
 
 
@@ -262,6 +293,10 @@ def test_the_worst_of_several_errors_is_nan_or_else_the_largest():
 def test_a_failure_says_where_and_how_far():
     ours, theirs = np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3)
     theirs[1, 0] = 3.5
-    check = worst_of("forward", {"output": 0.1}, 1e-12, "a note", flax={"output": ours}, torch={"output": theirs})
-    line = "forward: error 0.1 at 'output', the rule is 1e-12; worst element (1, 0): flax 3, torch 3.5"
+    check = worst_of(
+        "forward", {"output": 0.1}, 1e-12, "a note", flax={"output": ours}, torch={"output": theirs}
+    )
+    line = (
+        "forward: error 0.1 at 'output', the rule is 1e-12; worst element (1, 0): flax 3, torch 3.5"
+    )
     assert check.explain() == f"{line} (a note)"

@@ -40,16 +40,27 @@ class TorchNoisy(torch.nn.Module):
 
 def taken_down(flax, theirs):
     """Return all that a comparison could change: parameters, state, modes, random streams."""
-    state = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(flax))}
+    state = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(flax))
+    }
     drawing = {name for name, x in state.items() if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
     state |= {name: jax.random.key_data(state[name]) for name in drawing}
     modes = [flax.dropout.deterministic, *(module.training for module in theirs.modules())]
     parameters = {name: (x.dtype, x.requires_grad, x.grad) for name, x in theirs.named_parameters()}
     held = {name: np.asarray(x).tobytes() for name, x in {**state, **theirs.state_dict()}.items()}
-    return held, {name: x.dtype for name, x in state.items()}, modes, parameters, torch.get_rng_state().tolist()
+    return (
+        held,
+        {name: x.dtype for name, x in state.items()},
+        modes,
+        parameters,
+        torch.get_rng_state().tolist(),
+    )
 
 
-@pytest.mark.parametrize("names", [["forward", "float32", "dropout", "training"], ["padded rows"]], ids=["run", "fail"])
+@pytest.mark.parametrize(
+    "names", [["forward", "float32", "dropout", "training"], ["padded rows"]], ids=["run", "fail"]
+)
 def test_modules_stay_as_they_are(names):
     flax, theirs = Noisy(), TorchNoisy().eval()
     flax.eval()
@@ -97,14 +108,17 @@ def test_without_a_layout_weights_stay_and_the_report_says_what_was_not_run():
     with torch.no_grad():
         theirs.bias[1] = 1e-9
     assert [
-        check.name for check in compare(layer, theirs, X, layout=None, locate=False, checks=["forward"]).failed
+        check.name
+        for check in compare(layer, theirs, X, layout=None, locate=False, checks=["forward"]).failed
     ] == ["forward"]
 
 
 def test_weights_are_drawn_unless_they_are_to_be_kept():
     theirs = torch.nn.Linear(3, 2)
     kept, drawn = (
-        assert_parity(linear(), theirs, X, layout="torch", checks=["forward"], redraw=redraw).pair.weights
+        assert_parity(
+            linear(), theirs, X, layout="torch", checks=["forward"], redraw=redraw
+        ).pair.weights
         for redraw in (False, True)
     )
     assert (kept["weight"] == theirs.weight.detach().numpy()).all()
@@ -113,7 +127,9 @@ def test_weights_are_drawn_unless_they_are_to_be_kept():
 
 
 def measured(seed, **options):
-    report = assert_parity(linear(), torch.nn.Linear(3, 2), X, layout="torch", checks=["gradients"], seed=seed)
+    report = assert_parity(
+        linear(), torch.nn.Linear(3, 2), X, layout="torch", checks=["gradients"], seed=seed
+    )
     return report.check("gradients").where, report.pair.reference
 
 
@@ -128,19 +144,34 @@ def test_a_seed_repeats_everything_and_another_draws_anew():
 def test_inputs_by_name_and_as_arrays():
     x, y = np.arange(6.0).reshape(2, 3), torch.arange(3, dtype=torch.bfloat16)[None]
     report = assert_parity(
-        lambda *, y, x: x - 2 * y, lambda *, x, y: x - 2 * y, {"x": x, "y": y}, checks=["shapes", "gradients"]
+        lambda *, y, x: x - 2 * y,
+        lambda *, x, y: x - 2 * y,
+        {"x": x, "y": y},
+        checks=["shapes", "gradients"],
     )
     assert report.pair.inputs["y"].dtype == np.float64
     assert report.check("gradients").errors.keys() == {"x", "y"}
-    assert assert_parity(jnp.sin, torch.sin, (4, 3), checks=["forward"]).pair.inputs["input 0"].shape == (4, 3)
+    assert assert_parity(jnp.sin, torch.sin, (4, 3), checks=["forward"]).pair.inputs[
+        "input 0"
+    ].shape == (4, 3)
     with pytest.raises(ParityError, match="worst element"):
-        assert_parity(lambda x, y: x - y, lambda x, y: y - x, [(2, 3), (2, 3)], checks=["forward"], locate=False)
+        assert_parity(
+            lambda x, y: x - y,
+            lambda x, y: y - x,
+            [(2, 3), (2, 3)],
+            checks=["forward"],
+            locate=False,
+        )
 
 
 def test_integers_stay_integers():
     tokens = np.array([[3, 1, 0], [2, 2, 1]], np.int32)
     report = assert_parity(
-        nnx.Embed(4, 5, rngs=nnx.Rngs(0)), torch.nn.Embedding(4, 5), [tokens], layout="torch", checks=["gradients"]
+        nnx.Embed(4, 5, rngs=nnx.Rngs(0)),
+        torch.nn.Embedding(4, 5),
+        [tokens],
+        layout="torch",
+        checks=["gradients"],
     )
     assert report.check("gradients").errors.keys() == {"weight"}
 
@@ -152,7 +183,9 @@ def test_extras_reach_both_calls():
     def theirs(x, lengths=None):
         return x if lengths is None else x * lengths[:, None].to(x.dtype)
 
-    report = assert_parity(flax, theirs, X, checks=["forward"], extras={"lengths": np.array([0, 2, 3, 4])})
+    report = assert_parity(
+        flax, theirs, X, checks=["forward"], extras={"lengths": np.array([0, 2, 3, 4])}
+    )
     assert not report.pair.plain.outputs["output"][0].any()
     assert report.pair.plain.outputs["output"][1].all()
 
@@ -162,7 +195,13 @@ def test_a_failure_names_tensor_element_error_and_rule():
         return {"good": x, "bad": x.at[2, 1].add(1e-6)}
 
     with pytest.raises(ParityError) as caught:
-        assert_parity(wrong, lambda x: {"good": x, "bad": x}, [np.ones((4, 3))], checks=["forward"], locate=False)
+        assert_parity(
+            wrong,
+            lambda x: {"good": x, "bad": x},
+            [np.ones((4, 3))],
+            checks=["forward"],
+            locate=False,
+        )
     message = str(caught.value)
     assert "the two sides differ" in message
     assert "forward: error 1e-06 at 'bad', the rule is 1e-12" in message
@@ -172,7 +211,9 @@ def test_a_failure_names_tensor_element_error_and_rule():
 
 
 def test_a_module_that_draws_and_counts_inside_can_be_compared():
-    report = assert_parity(Noisy(), TorchNoisy().eval(), X, layout="torch", checks=["forward", "gradients", "training"])
+    report = assert_parity(
+        Noisy(), TorchNoisy().eval(), X, layout="torch", checks=["forward", "gradients", "training"]
+    )
     assert "calls" not in report.pair.weights
 
 
@@ -186,13 +227,17 @@ def test_unbatched_inputs_are_asked_of_sides_that_take_them():
         check = compare(*sides, X, locate=False).check("unbatched")
         assert check.passed
         assert check.skipped.startswith("one of the calls takes batches only: ")
-        assert not compare(*sides, X, checks=["unbatched"], locate=False).passed, "it was asked for by name"
+        assert not compare(*sides, X, checks=["unbatched"], locate=False).passed, (
+            "it was asked for by name"
+        )
 
 
 def test_a_first_axis_that_is_always_a_batch_is_no_failure():
     report = compare(lambda x: x.mean(1), lambda x: x.mean(1), [(3, 5, 4)], locate=False)
     assert report.passed, report.explain()
-    assert report.check("unbatched").skipped == "PyTorch takes the first axis of any input as a batch"
+    assert (
+        report.check("unbatched").skipped == "PyTorch takes the first axis of any input as a batch"
+    )
 
 
 def test_features_are_not_taken_for_tokens():
@@ -201,7 +246,9 @@ def test_features_are_not_taken_for_tokens():
 
     report = compare(broadcast, torch.nn.LayerNorm(6), [(4, 6)], layout=None, locate=False)
     for name in ("single token", "long sequence", "duplicate tokens"):
-        assert report.check(name).skipped.startswith("tokens are the second axis of floats of rank 3")
+        assert report.check(name).skipped.startswith(
+            "tokens are the second axis of floats of rank 3"
+        )
 
 
 def test_what_the_pytorch_side_refuses_is_no_stress_input():

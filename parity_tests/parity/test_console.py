@@ -26,7 +26,9 @@ def row(text, name):
 
 
 def test_verdict_comes_first_and_says_what_it_rests_on(show, equal, differing, unrun):
-    assert show(equal).startswith("equal: equal\nAll 3 checks hold; the nearest is 2.0x below its rule.\n")
+    assert show(equal).startswith(
+        "equal: equal\nAll 3 checks hold; the nearest is 2.0x below its rule.\n"
+    )
     assert show(differing).splitlines()[0].endswith(": DIFFERENT")
     assert "2 of 3 checks fail; 1 asked for by name could not be run." in show(differing)
     assert show(unrun).startswith("unrun: NOT PROVEN\nNo check was run.\n")
@@ -79,13 +81,17 @@ def test_nothing_is_cut(show, width):
     long = "blocks.11.attention.self_attention.W_query.weight"
     where = {"index": [1023, 767], "flax": -0.123456789e-100, "torch": -0.223456789e-100}
     checks = [
-        Check(name, 1.25e-300, 1e-301, long, "a note", where=where) for name in ("non-finite padding", "training")
+        Check(name, 1.25e-300, 1e-301, long, "a note", where=where)
+        for name in ("non-finite padding", "training")
     ]
     text = show(Report("x", checks), width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     joined = "".join(text.split())
-    assert joined.count(f"{long}[1023,767]:flax-1.23456789e-101,torch-2.23456789e-101") == 2 or width == 80
+    assert (
+        joined.count(f"{long}[1023,767]:flax-1.23456789e-101,torch-2.23456789e-101") == 2
+        or width == 80
+    )
     assert all(word in joined for word in ("non-finitepadding1.2e-30", "2.23456789e-101", "anote"))
 
 

@@ -54,7 +54,9 @@ def test_an_export_repeats_every_number(folder):
     live, repeated = prove(*select([ROW]), full=True), against(folder / f"{ROW}.safetensors")
     assert repeated.passed
     assert [check.name for check in repeated.checks] == [check.name for check in live.checks]
-    assert [check.name for check in repeated.checks if not check.ran] == ["cache = full"]  # it has none
+    assert [check.name for check in repeated.checks if not check.ran] == [
+        "cache = full"
+    ]  # it has none
     assert [check.error for check in repeated.checks] == [check.error for check in live.checks]
 
 
@@ -74,14 +76,23 @@ def test_every_recorded_number_counts(file, name, check):
 
 def test_a_check_that_was_not_exported_is_a_line_and_not_a_pass(folder):
     (variant,) = select([ROW])
-    report = prove(variant, checks=["second"], pair=pair_with(variant, Recording(folder / f"{ROW}.safetensors")))
+    report = prove(
+        variant,
+        checks=["second"],
+        pair=pair_with(variant, Recording(folder / f"{ROW}.safetensors")),
+    )
     assert not report.passed
-    assert "holds no result of 'second': export again with this check" in report.check("second").skipped
+    assert (
+        "holds no result of 'second': export again with this check"
+        in report.check("second").skipped
+    )
 
 
 def test_a_comparison_of_two_modules_is_exported_and_repeated(tmp_path):
     theirs = torch.nn.Linear(3, 2)
-    live = compare(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), theirs, [(4, 5, 3)], layout="torch", record=True)
+    live = compare(
+        nnx.Linear(3, 2, rngs=nnx.Rngs(0)), theirs, [(4, 5, 3)], layout="torch", record=True
+    )
     path = live.export(tmp_path / "a folder" / "of its own")
     found = recording.load(path.parent)["Linear"]
     assert path.name == "Linear.safetensors"
@@ -109,7 +120,9 @@ class TorchTimes(torch.nn.Module):
 
 def test_a_number_as_parameter_is_exported_and_repeated(tmp_path):
     checks = ["forward", "gradients"]
-    live = compare(FlaxTimes(), TorchTimes(), [(4, 3)], layout="torch_ref", checks=checks, record=True)
+    live = compare(
+        FlaxTimes(), TorchTimes(), [(4, 3)], layout="torch_ref", checks=checks, record=True
+    )
     recording.save(live, tmp_path)
     found = recording.load(tmp_path)["FlaxTimes"]
     assert found.shapes == {"factor": ()}
@@ -129,7 +142,8 @@ def test_the_command_line_compares_against_an_export(folder, capsys, monkeypatch
 
     monkeypatch.setattr(flax_attn.CausalAttention, "__call__", off)
     monkeypatch.setattr(
-        "flax_attn.proof.prove._call", lambda variant, package, module: lambda m, x: off(m, x, return_weights=True)
+        "flax_attn.proof.prove._call",
+        lambda variant, package, module: lambda m, x: off(m, x, return_weights=True),
     )
     assert main(["parity", "--against", str(folder), "--check", "forward"]) == 1
 
@@ -147,7 +161,9 @@ def test_lower_dtypes_may_run_elsewhere(folder):
 def test_a_report_that_was_not_recorded_cannot_be_exported(tmp_path):
     (variant,) = select([ROW])
     report = prove(variant, checks=["forward"], pair=pair_of(variant))
-    with pytest.raises(ExportError, match="causal was compared without recording: pass record=True"):
+    with pytest.raises(
+        ExportError, match="causal was compared without recording: pass record=True"
+    ):
         report.export(tmp_path)
 
 
@@ -175,7 +191,10 @@ SPOILT = [
     (spoilt_truncated, "causal.safetensors is damaged or cut off"),
     (spoilt_garbage, "causal.safetensors is damaged or cut off"),
     (spoilt_not_an_export, "holds arrays, but is no export of a comparison"),
-    (spoilt_another_format, "an export of format 3, made by flax-attn 9.9; this version reads format 2. Export again"),
+    (
+        spoilt_another_format,
+        "an export of format 3, made by flax-attn 9.9; this version reads format 2. Export again",
+    ),
     (spoilt_other_inputs, "was recorded with other inputs of 'outputs'"),
 ]
 
@@ -192,16 +211,24 @@ def test_an_export_that_cannot_be_used_is_refused(spoil, message, file, capsys):
 def test_parameters_of_a_recording_cannot_be_changed(folder):
     recording = Recording(folder / f"{ROW}.safetensors")
     weights = {name: weight + 1 for name, weight in recording.weights().items()}
-    with pytest.raises(ExportError, match="recorded with other parameters, which cannot be changed"):
+    with pytest.raises(
+        ExportError, match="recorded with other parameters, which cannot be changed"
+    ):
         recording.load(weights)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--against", "nowhere"], "no export in nowhere: make one with `flax-attn parity --export nowhere`"),
+        (
+            ["--against", "nowhere"],
+            "no export in nowhere: make one with `flax-attn parity --export nowhere`",
+        ),
         (["--against", "{folder}", "--variant", "rms_norm"], "holds no rms_norm; it holds causal"),
-        (["--against", "{folder}", "--device", "quantum"], "no device of the platform 'quantum' here"),
+        (
+            ["--against", "{folder}", "--device", "quantum"],
+            "no device of the platform 'quantum' here",
+        ),
     ],
 )
 def test_bad_usage_of_an_export(folder, arguments, message, capsys):

@@ -28,12 +28,23 @@ def test_unpaired(parity):
 def test_the_fixture_fails_the_tests_of_pairs_that_differ(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_port.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--parity-report", "pages"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--parity-report",
+        "pages",
+    ]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "2 failed, 1 passed" in run.stdout, run.stdout + run.stderr
     assert "ParityError: test_different: the two sides differ" in run.stdout
     assert "forward: error 0.5 at 'output', the rule is 1e-12; worst element" in run.stdout
     assert "repeat: pytest 'test_port.py::test_different'" in run.stdout
-    assert "PairingError: the parameters of the two modules do not pair in this layout" in run.stdout
+    assert (
+        "PairingError: the parameters of the two modules do not pair in this layout" in run.stdout
+    )
     assert "flax_attn/" not in run.stdout  # the traceback ends at the line of the test
     assert [page.name for page in (tmp_path / "pages").iterdir()] == ["test_different.html"]

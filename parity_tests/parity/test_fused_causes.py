@@ -45,7 +45,10 @@ def test_a_projection_that_is_split_otherwise_is_a_cause(paired, split):
 
 def test_parts_that_are_taken_in_another_order_are_a_cause(paired):
     (cause,) = causes(paired, SPLITS["(3, heads, width)"], order=(0, 2, 1))
-    assert "flax has query . key / sqrt(h) of input split as (3, heads, width) in the order query, value, key" in cause
+    assert (
+        "flax has query . key / sqrt(h) of input split as (3, heads, width) in the order query, value, key"
+        in cause
+    )
 
 
 def test_the_same_split_is_none(paired):
@@ -81,7 +84,9 @@ class TorchPair(torch.nn.Module):
 
     def forward(self, q, kv):
         k, v = (x.repeat_interleave(2, 2) for x in kv.unflatten(-1, (2, HEADS, WIDTH)).unbind(2))
-        context = attend(lambda scores: scores.softmax(-1), torch.einsum, q.unflatten(-1, (4, WIDTH)), k, v)
+        context = attend(
+            lambda scores: scores.softmax(-1), torch.einsum, q.unflatten(-1, (4, WIDTH)), k, v
+        )
         return self.out(context.flatten(2))
 
 
@@ -90,9 +95,14 @@ class FlaxPair(nnx.Module):
         self.out, self.fault = nnx.Linear(4 * WIDTH, 3, rngs=nnx.Rngs(0)), fault
 
     def __call__(self, q, kv):
-        pattern = "b s (k c h) -> c b s k h" if self.fault == "heads" else "b s (c k h) -> c b s k h"
+        pattern = (
+            "b s (k c h) -> c b s k h" if self.fault == "heads" else "b s (c k h) -> c b s k h"
+        )
         k, v = rearrange(kv, pattern, c=2, k=HEADS)[:: -1 if self.fault == "order" else 1]
-        k, v = (jnp.tile(x, (1, 1, 2, 1)) if self.fault == "tiled" else jnp.repeat(x, 2, axis=2) for x in (k, v))
+        k, v = (
+            jnp.tile(x, (1, 1, 2, 1)) if self.fault == "tiled" else jnp.repeat(x, 2, axis=2)
+            for x in (k, v)
+        )
         context = attend(jax.nn.softmax, jnp.einsum, q.reshape(*q.shape[:2], 4, WIDTH), k, v)
         return self.out(context.reshape(*q.shape))
 
@@ -101,8 +111,13 @@ class FlaxPair(nnx.Module):
 def test_a_projection_of_keys_and_values_that_is_split_otherwise_is_a_cause(paired, fault):
     shapes = (2, 5, 4 * WIDTH), (2, 6, 2 * HEADS * WIDTH)
     found = localise(paired(FlaxPair(fault), TorchPair(), *shapes, layout="torch")).causes
-    key, value = "key of input 2 split as (2, heads, width)", "value of input 2 split as (2, heads, width)"
-    wanted = [(f"input . {ours} / sqrt(h)", f"input . {key} / sqrt(h)") for ours in FAULTS[fault][:1]]
+    key, value = (
+        "key of input 2 split as (2, heads, width)",
+        "value of input 2 split as (2, heads, width)",
+    )
+    wanted = [
+        (f"input . {ours} / sqrt(h)", f"input . {key} / sqrt(h)") for ours in FAULTS[fault][:1]
+    ]
     wanted += [
         (f"weights . {ours}, heads side by side", f"weights . {value}, heads side by side")
         for ours in FAULTS[fault][1:]
@@ -115,7 +130,9 @@ def test_a_projection_of_keys_and_values_that_is_split_otherwise_is_a_cause(pair
 def test_queries_and_keys_that_are_both_split_otherwise_are_a_cause(paired):
     def theirs(q, k):
         return attend(
-            lambda scores: scores.softmax(-1), torch.einsum, *(x.unflatten(-1, (2, WIDTH)) for x in (q, k, k))
+            lambda scores: scores.softmax(-1),
+            torch.einsum,
+            *(x.unflatten(-1, (2, WIDTH)) for x in (q, k, k)),
         )
 
     def ours(q, k):

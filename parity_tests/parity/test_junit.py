@@ -40,11 +40,15 @@ def test_counts_are_those_of_the_cases(written, equal, differing):
 
 def test_a_failure_says_where_and_how_far(written, differing):
     failure = written(differing).find(".//testcase[@name='forward']/failure")
-    assert failure.get("message") == f"{differing.causes[0]}; {differing.check('forward').explain()}"
+    assert (
+        failure.get("message") == f"{differing.causes[0]}; {differing.check('forward').explain()}"
+    )
     assert failure.text == differing.explain()
 
 
-def test_what_was_not_run_is_skipped_with_the_reason_or_fails_if_it_was_asked_for(written, differing):
+def test_what_was_not_run_is_skipped_with_the_reason_or_fails_if_it_was_asked_for(
+    written, differing
+):
     root = written(differing)
     assert root.find(".//testcase[@name='dropout']/skipped").get("message") == "nothing is dropped"
     variant = root.find(".//testcase[@name='cache = full']")

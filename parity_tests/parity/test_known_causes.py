@@ -20,8 +20,12 @@ from flax_attn.parity.trace.localise import localise
 
 class FlaxPreNorm(nnx.Module):
     def __init__(self, **norm):
-        self.norm = nnx.LayerNorm(8, epsilon=1e-5, param_dtype=jnp.float64, rngs=nnx.Rngs(0), **norm)
-        self.att = nnx.MultiHeadAttention(2, 8, decode=False, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        self.norm = nnx.LayerNorm(
+            8, epsilon=1e-5, param_dtype=jnp.float64, rngs=nnx.Rngs(0), **norm
+        )
+        self.att = nnx.MultiHeadAttention(
+            2, 8, decode=False, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+        )
 
     def __call__(self, x):
         return self.att(self.norm(x))
@@ -31,11 +35,16 @@ class TorchPreNorm(torch.nn.Module):
     def __init__(self, attend=torch.nn.functional.scaled_dot_product_attention):
         super().__init__()
         self.norm, self.attend = torch.nn.LayerNorm(8), attend
-        self.att = torch.nn.ModuleDict({name: torch.nn.Linear(8, 8) for name in ("query", "key", "value", "out")})
+        self.att = torch.nn.ModuleDict(
+            {name: torch.nn.Linear(8, 8) for name in ("query", "key", "value", "out")}
+        )
 
     def forward(self, x):
         x = self.norm(x)
-        q, k, v = (self.att[name](x).unflatten(-1, (2, 4)).transpose(1, 2) for name in ("query", "key", "value"))
+        q, k, v = (
+            self.att[name](x).unflatten(-1, (2, 4)).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
         return self.att["out"](self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -49,7 +58,10 @@ PRE_NORM = Layout(
             Rule((f"att.{name}.kernel",), f"att.{name}.weight", "i n d -> (n d) i")
             for name in ("query", "key", "value")
         ),
-        *(Rule((f"att.{name}.bias",), f"att.{name}.bias", "n d -> (n d)") for name in ("query", "key", "value")),
+        *(
+            Rule((f"att.{name}.bias",), f"att.{name}.bias", "n d -> (n d)")
+            for name in ("query", "key", "value")
+        ),
     )
 )
 
@@ -62,7 +74,9 @@ def located(pair):
 def test_the_float32_softmax_of_flax_is_a_cause(paired):
     divergence = located(paired(FlaxPreNorm(), TorchPreNorm(), (3, 5, 8), layout=PRE_NORM))
     assert 1e-9 < divergence.nodes[-1].error < 1e-6
-    assert divergence.causes == ("the whole module: flax has the softmax in float32, torch in float64",)
+    assert divergence.causes == (
+        "the whole module: flax has the softmax in float32, torch in float64",
+    )
     assert str(divergence).startswith(divergence.causes[0])
 
 
@@ -72,8 +86,12 @@ def float32_softmax(q, k, v):
 
 
 def test_the_float32_softmax_of_both_is_a_cause(paired):
-    divergence = located(paired(FlaxPreNorm(), TorchPreNorm(float32_softmax), (3, 5, 8), layout=PRE_NORM))
-    assert divergence.causes == ("the whole module: both have the softmax in float32, where their roundings differ",)
+    divergence = located(
+        paired(FlaxPreNorm(), TorchPreNorm(float32_softmax), (3, 5, 8), layout=PRE_NORM)
+    )
+    assert divergence.causes == (
+        "the whole module: both have the softmax in float32, where their roundings differ",
+    )
 
 
 def test_float32_rotary_angles_are_a_cause(paired):
@@ -90,17 +108,23 @@ def test_float32_rotary_angles_are_a_cause(paired):
         return x * low.cos().double() + x.flip(-1) * low.sin().double()
 
     divergence = localise(paired(ours, theirs, (3, 5, 4)))
-    assert divergence.causes == ("the whole module: flax has cos and sin (rotary angles) in float64, torch in float32",)
+    assert divergence.causes == (
+        "the whole module: flax has cos and sin (rotary angles) in float64, torch in float32",
+    )
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_variance_of_flax_in_one_pass_is_a_cause(fast):
     x = 1e3 + np.random.default_rng(0).normal(size=(3, 5, 8))
-    flax = nnx.LayerNorm(8, epsilon=1e-5, param_dtype=jnp.float64, use_fast_variance=fast, rngs=nnx.Rngs(0))
+    flax = nnx.LayerNorm(
+        8, epsilon=1e-5, param_dtype=jnp.float64, use_fast_variance=fast, rngs=nnx.Rngs(0)
+    )
     ours, theirs = JaxAdapter(flax), TorchAdapter(torch.nn.LayerNorm(8))
     ours.entries = weight_map(flax, ours.shapes, theirs.shapes, LAYOUTS["torch"])
     divergence = located(Pair(ours, theirs, {"input 0": x}, ours.entries))
-    cause = "the whole module: flax has the variance in one pass, mean(x^2) - mean(x)^2, torch in two"
+    cause = (
+        "the whole module: flax has the variance in one pass, mean(x^2) - mean(x)^2, torch in two"
+    )
     assert divergence.causes == ((cause,) if fast else ())
 
 
@@ -111,7 +135,9 @@ def test_a_sliding_window_that_one_side_lacks_is_a_cause(paired):
     def theirs(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         window = torch.ones(5, 5, dtype=bool).tril().triu(-2)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=window).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=window
+        ).transpose(1, 2)
 
     divergence = localise(paired(ours, theirs, *[(2, 5, 3, 4)] * 3))
     assert divergence.causes == (
@@ -137,12 +163,19 @@ ROOT = "flax has the root in a norm in float64, torch in float32"
     ("attention", "cause"),
     [
         ("eager", "model.layers.0.self_attn: flax has the softmax in float64, torch in float32"),
-        ("sdpa", "the whole module: flax has cos and sin (rotary angles) in float64, torch in float32"),
+        (
+            "sdpa",
+            "the whole module: flax has cos and sin (rotary angles) in float64, torch in float32",
+        ),
     ],
 )
 def test_what_transformers_computes_in_float32_is_a_cause(attention, cause, tmp_path):
     config = transformers.LlamaConfig(**LLAMA, bos_token_id=None, eos_token_id=None)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).double().eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        .double()
+        .eval()
+    )
     model.save_pretrained(tmp_path)
     loaded = from_pretrained(tmp_path)
     ours = JaxAdapter(loaded)

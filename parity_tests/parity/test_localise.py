@@ -35,12 +35,18 @@ def unknown(node, flax):
 
 def rotated(torch):
     """Return what is said of query and key."""
-    return [between(f"./{x}", ROPE.format(f"W_{x}"), torch.format(f"W_{x}")) for x in ("query", "key")]
+    return [
+        between(f"./{x}", ROPE.format(f"W_{x}"), torch.format(f"W_{x}")) for x in ("query", "key")
+    ]
 
 
 # A fault of the table, the nodes that are locally wrong, and the causes that are named.
 LOCATED = [
-    ("scale_of_the_whole_width", ["./scores"], [between("./scores", SCORES, "query . key / sqrt(d_out)")]),
+    (
+        "scale_of_the_whole_width",
+        ["./scores"],
+        [between("./scores", SCORES, "query . key / sqrt(d_out)")],
+    ),
     ("no_scale", ["./scores"], [between("./scores", SCORES, "query . key without a scale")]),
     (
         "softmax_over_the_queries",
@@ -60,17 +66,37 @@ LOCATED = [
     ("one_token_ahead_is_seen", ["./masked"], [between("./masked", CAUSAL, f"{CAUSAL} + 1")]),
     ("oneself_is_not_seen", ["./masked"], [between("./masked", CAUSAL, f"{CAUSAL} - 1")]),
     ("no_causal_mask", ["./masked"], [between("./masked", CAUSAL, "no mask")]),
-    ("no_output_bias", ["out_proj"], [between("out_proj", BIASED, "x @ weight.T without its bias")]),
+    (
+        "no_output_bias",
+        ["out_proj"],
+        [between("out_proj", BIASED, "x @ weight.T without its bias")],
+    ),
     (
         "heads_side_by_side",
         ["."],
-        [between("the whole module, input of out_proj", "context, heads side by side", "context, heads interleaved")],
+        [
+            between(
+                "the whole module, input of out_proj",
+                "context, heads side by side",
+                "context, heads interleaved",
+            )
+        ],
     ),
-    ("reversed_heads", ["."], [unknown("the whole module, input of out_proj", "context, heads side by side")]),
+    (
+        "reversed_heads",
+        ["."],
+        [unknown("the whole module, input of out_proj", "context, heads side by side")],
+    ),
     (
         "heads_split_across_tokens",
         ["./query"],
-        [between("./query", "W_query, heads side by side", "W_query, heads by reshape without a transpose")],
+        [
+            between(
+                "./query",
+                "W_query, heads side by side",
+                "W_query, heads by reshape without a transpose",
+            )
+        ],
     ),
     ("transposed_kernel", ["W_value"], [between("W_value", BIASED, "x @ weight + bias")]),
     (
@@ -85,17 +111,35 @@ LOCATED = [
         "tiled_heads",
         ["./scores", "./context"],
         [
-            between("./scores", SCORES, "query . key with key heads tiled, not repeated, / sqrt(h)"),
-            between("./context", "weights . value", "weights . value with value heads tiled, not repeated"),
+            between(
+                "./scores", SCORES, "query . key with key heads tiled, not repeated, / sqrt(h)"
+            ),
+            between(
+                "./context",
+                "weights . value",
+                "weights . value with value heads tiled, not repeated",
+            ),
         ],
     ),
-    ("reversed_key_value_heads", ["W_key", "W_value"], [unknown("W_key", BIASED), unknown("W_value", BIASED)]),
+    (
+        "reversed_key_value_heads",
+        ["W_key", "W_value"],
+        [unknown("W_key", BIASED), unknown("W_value", BIASED)],
+    ),
     ("rope_base", ["./query", "./key"], rotated("RoPE of {}, half-split, base 500000")),
     ("rope_order", ["./query", "./key"], rotated("RoPE of {}, interleaved, base 10000")),
     ("rope_sign", ["./query", "./key"], rotated(f"{ROPE}, turned backwards")),
-    ("rope_of_queries_alone", ["./key"], [between("./key", ROPE.format("W_key"), "W_key, heads side by side")]),
+    (
+        "rope_of_queries_alone",
+        ["./key"],
+        [between("./key", ROPE.format("W_key"), "W_key, heads side by side")],
+    ),
     ("another_epsilon", ["norm1"], ["norm1: flax has eps=1e-05, torch 1e-06"]),
-    ("swapped_norms", ["norm1", "norm2"], [unknown(norm, "layer norm with eps=1e-05") for norm in ("norm1", "norm2")]),
+    (
+        "swapped_norms",
+        ["norm1", "norm2"],
+        [unknown(norm, "layer norm with eps=1e-05") for norm in ("norm1", "norm2")],
+    ),
     (
         "no_residual",
         ["."],
@@ -112,12 +156,26 @@ LOCATED = [
             between("the whole module", GPT2, "norm2 + ff"),
         ],
     ),
-    ("epsilon_outside_the_root", ["."], [between("the whole module", NORM, f"{NORM} added to the standard deviation")]),
-    ("swapped_scale_and_shift", ["."], [between("the whole module", NORM, f"{NORM}, scale and shift swapped")]),
+    (
+        "epsilon_outside_the_root",
+        ["."],
+        [between("the whole module", NORM, f"{NORM} added to the standard deviation")],
+    ),
+    (
+        "swapped_scale_and_shift",
+        ["."],
+        [between("the whole module", NORM, f"{NORM}, scale and shift swapped")],
+    ),
     (
         "tanh_gelu_for_exact",
         ["."],
-        [between("the whole module, input of layers.2", "exact GELU of layers.0", "tanh GELU of layers.0")],
+        [
+            between(
+                "the whole module, input of layers.2",
+                "exact GELU of layers.0",
+                "tanh GELU of layers.0",
+            )
+        ],
     ),
 ]
 
@@ -146,7 +204,9 @@ def replaced(name, target, function):
     """Return the fault of another forward pass."""
     cls = torch_ref.MultiHeadAttention if target else torch_ref.TransformerBlock
     other = type("Patched", (cls,), {"forward": function})
-    return fault("replaced", "The forward pass is another one.", name, Patch(target, "__class__", other))
+    return fault(
+        "replaced", "The forward pass is another one.", name, Patch(target, "__class__", other)
+    )
 
 
 def attention_detached(block, x, **options):
@@ -160,13 +220,19 @@ def norm_detached(block, x, **options):
 
 
 def detached_inside(attention, *inputs, **options):
-    output, weights = torch_ref.MultiHeadAttention.forward(attention, *inputs, **options | {"return_weights": True})
+    output, weights = torch_ref.MultiHeadAttention.forward(
+        attention, *inputs, **options | {"return_weights": True}
+    )
     return (output.detach(), weights) if options["return_weights"] else output.detach()
 
 
 @pytest.mark.parametrize(
     ("target", "function", "where"),
-    [("", attention_detached, "att"), ("", norm_detached, "norm2"), ("att", detached_inside, "att/output")],
+    [
+        ("", attention_detached, "att"),
+        ("", norm_detached, "norm2"),
+        ("att", detached_inside, "att/output"),
+    ],
 )
 def test_a_fault_of_the_backward_pass_is_found_by_the_cotangents(target, function, where, row):
     divergence = located(row("block_gpt2"), replaced("block_gpt2", target, function))
@@ -189,7 +255,9 @@ def test_a_dropped_residual_is_an_error_of_the_container(row):
     known = replaced("block_bert", "", residual_dropped_before_the_norm)
     divergence = located(row("block_bert"), known)
     assert names(divergence.locally_wrong) == ["."]
-    assert "the whole module, input of norm1: flax has input + att, torch has att alone" in str(divergence)
+    assert "the whole module, input of norm1: flax has input + att, torch has att alone" in str(
+        divergence
+    )
 
 
 BLOCK = {"d_model": 6, "context_length": 9, "dropout": 0.0, "num_heads": 2}
@@ -198,7 +266,9 @@ BLOCK = {"d_model": 6, "context_length": 9, "dropout": 0.0, "num_heads": 2}
 class FlaxStack(nnx.Module):
     def __init__(self, depth):
         numerics = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
-        self.blocks = nnx.List([build(flax_attn, "TransformerBlock", numerics=numerics, **BLOCK) for _ in range(depth)])
+        self.blocks = nnx.List(
+            [build(flax_attn, "TransformerBlock", numerics=numerics, **BLOCK) for _ in range(depth)]
+        )
 
     def __call__(self, x):
         for block in self.blocks:
@@ -209,7 +279,9 @@ class FlaxStack(nnx.Module):
 class TorchStack(torch.nn.Module):
     def __init__(self, depth):
         super().__init__()
-        self.blocks = torch.nn.ModuleList([build(torch_ref, "TransformerBlock", **BLOCK) for _ in range(depth)])
+        self.blocks = torch.nn.ModuleList(
+            [build(torch_ref, "TransformerBlock", **BLOCK) for _ in range(depth)]
+        )
 
     def forward(self, x):
         for block in self.blocks:
@@ -226,13 +298,18 @@ def test_two_faults_in_a_stack_are_found_and_named(paired):
     assert names(divergence.locally_wrong) == ["blocks.1.norm1", "blocks.2.ff"]
     norm, gelu = divergence.causes
     assert norm == "blocks.1.norm1: flax has eps=1e-05, torch 1e-06"
-    assert gelu == "blocks.2.ff, input of layers.2: flax has tanh GELU of layers.0, torch has exact GELU of layers.0"
+    assert (
+        gelu
+        == "blocks.2.ff, input of layers.2: flax has tanh GELU of layers.0, torch has exact GELU of layers.0"
+    )
     inherited = [node for node in divergence.nodes if node.differs and not node.locally_wrong]
     assert "blocks.3" in names(inherited)
     assert all(node.local_error <= tolerance.FORWARD for node in inherited)
 
 
-@pytest.mark.parametrize("name", ["multi_head_gqa", "block_gpt2", "block_bert", "multi_head_wrapper"])
+@pytest.mark.parametrize(
+    "name", ["multi_head_gqa", "block_gpt2", "block_bert", "multi_head_wrapper"]
+)
 def test_a_healthy_pair_has_no_node_that_is_wrong(name, row):
     divergence = localise(row(name))
     assert divergence.first is None

@@ -28,7 +28,10 @@ class FlaxTypes(nnx.Module):
 class TorchTypes(torch.nn.Module):
     def __init__(self, types, padding=None):
         super().__init__()
-        self.tokens, self.types = torch.nn.Embedding(7, 6, padding_idx=padding), torch.nn.Embedding(5, 6)
+        self.tokens, self.types = (
+            torch.nn.Embedding(7, 6, padding_idx=padding),
+            torch.nn.Embedding(5, 6),
+        )
         self.wanted = types
 
     def forward(self, ids):
@@ -42,7 +45,11 @@ def compared(flax, theirs, *inputs, **options):
 @pytest.mark.parametrize(
     ("ours", "theirs", "cause"),
     [
-        ([1] * 4, [0] * 4, "types: flax has row 1 of its table everywhere, torch has row 0 of its table everywhere"),
+        (
+            [1] * 4,
+            [0] * 4,
+            "types: flax has row 1 of its table everywhere, torch has row 0 of its table everywhere",
+        ),
         (
             [1, 2, 3, 4],
             [0, 1, 2, 3],
@@ -65,7 +72,9 @@ def test_other_rows_of_an_embedding_are_named(ours, theirs, cause):
 def test_a_row_without_gradient_is_named():
     report = compared(FlaxTypes([0] * 4), TorchTypes([0] * 4, padding=1), IDS)
     assert report.check("forward").passed
-    assert report.causes == ["tokens.weight: torch has no gradient in row 1, as of padding_idx, flax has one"]
+    assert report.causes == [
+        "tokens.weight: torch has no gradient in row 1, as of padding_idx, flax has one"
+    ]
 
 
 class Stopped(nnx.Linear):
@@ -95,7 +104,9 @@ class CastImages(nnx.Module):
     """It casts its images to float32, and moves the channels to the end."""
 
     def __init__(self):
-        self.conv = nnx.Conv(3, 4, (2, 2), padding="VALID", param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        self.conv = nnx.Conv(
+            3, 4, (2, 2), padding="VALID", param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+        )
 
     def __call__(self, images):
         return self.conv(jnp.moveaxis(images.astype(jnp.float32), 1, -1).astype(jnp.float64))
@@ -113,16 +124,22 @@ class TorchImages(torch.nn.Module):
 def test_a_cast_of_an_input_is_named():
     report = compared(CastImages(), TorchImages(), (2, 3, 5, 4))
     assert not report.check("forward").passed
-    assert report.causes == ["the whole module, input of conv: flax has numbers of float32, torch of float64"]
+    assert report.causes == [
+        "the whole module, input of conv: flax has numbers of float32, torch of float64"
+    ]
 
 
 @pytest.mark.parametrize(
-    "change", [lambda images: images.float().double() * 1.001, lambda images: images * 1.001], ids=["both", "flax"]
+    "change",
+    [lambda images: images.float().double() * 1.001, lambda images: images * 1.001],
+    ids=["both", "flax"],
 )
 def test_a_cast_that_does_not_explain_the_difference_is_not_named(change):
     report = compared(CastImages(), TorchImages(change), (2, 3, 5, 4))
     assert not report.check("forward").passed
-    assert report.causes == ["the whole module, input of conv: flax has input, torch has input * 1.001"]
+    assert report.causes == [
+        "the whole module, input of conv: flax has input, torch has input * 1.001"
+    ]
 
 
 def test_a_parameter_that_torch_does_not_train_is_shared_and_not_trained():
@@ -130,7 +147,11 @@ def test_a_parameter_that_torch_does_not_train_is_shared_and_not_trained():
     theirs.weight.requires_grad_(False)
     ours = Stopped(6, 4, rngs=nnx.Rngs(0))
     report = compare(
-        ours, theirs.eval(), [(3, 6)], layout=LINEAR, checks=["forward", "gradients", "second", "training"]
+        ours,
+        theirs.eval(),
+        [(3, 6)],
+        layout=LINEAR,
+        checks=["forward", "gradients", "second", "training"],
     )
     assert report.passed, report
     assert "weight" in report.pair.weights
@@ -144,7 +165,9 @@ class TorchScaled(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.scale, self.table = (torch.nn.Parameter(torch.tensor(value)) for value in (2.0, [3.0, 4.0]))
+        self.scale, self.table = (
+            torch.nn.Parameter(torch.tensor(value)) for value in (2.0, [3.0, 4.0])
+        )
 
     def forward(self, x):
         return x * self.scale + self.table

@@ -30,7 +30,14 @@ def judge(ours, theirs, inputs=X, **options):
         (nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2).eval(), [(0, 3)]),
         (lambda x: x > 0, lambda x: x < 0, [(0, 3)]),
     ],
-    ids=["empty batch", "empty features", "NaN", "infinite", "module on an empty batch", "empty booleans"],
+    ids=[
+        "empty batch",
+        "empty features",
+        "NaN",
+        "infinite",
+        "module on an empty batch",
+        "empty booleans",
+    ],
 )
 def test_outputs_without_a_finite_number_are_not_equal(ours, theirs, inputs):
     report = judge(ours, theirs, inputs)
@@ -48,7 +55,17 @@ def test_outputs_without_a_finite_number_are_not_equal(ours, theirs, inputs):
 
 
 @pytest.mark.parametrize(
-    "name", ["forward", "gradients", "second", "float32", "bfloat16", "float16", "jit = eager", "unbatched"]
+    "name",
+    [
+        "forward",
+        "gradients",
+        "second",
+        "float32",
+        "bfloat16",
+        "float16",
+        "jit = eager",
+        "unbatched",
+    ],
 )
 @pytest.mark.parametrize("inputs", [[(0, 3)], X], ids=["empty", "NaN"])
 def test_no_check_of_outputs_passes_without_a_number(name, inputs):
@@ -58,7 +75,10 @@ def test_no_check_of_outputs_passes_without_a_number(name, inputs):
 
 
 def test_neither_does_training_or_a_cache():
-    calls = {"flax_cached": lambda module, x: module(x), "torch_cached": lambda module, x: module(x)}
+    calls = {
+        "flax_cached": lambda module, x: module(x),
+        "torch_cached": lambda module, x: module(x),
+    }
     modules = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2).eval()
     report = judge(*modules, [(0, 3)], checks=["training", "cache = full"], **calls)
     assert [check.nothing != "" for check in report.checks] == [True, True]
@@ -101,7 +121,9 @@ def test_zeros_without_a_gradient_are_not_equal():
 
     report = judge(ours, theirs, extras={"lengths": [0, 0]}, checks=["forward"])
     assert not report.passed
-    assert report.check("forward").nothing.startswith("both sides return 0 everywhere, and all gradients")
+    assert report.check("forward").nothing.startswith(
+        "both sides return 0 everywhere, and all gradients"
+    )
 
 
 def test_both_that_cannot_be_differentiated_are_not_equal():
@@ -125,7 +147,10 @@ def test_both_that_cannot_be_differentiated_are_not_equal():
 
     report = judge(ours, Function.apply)
     assert not report.passed
-    assert "both raise an error: flax raised ValueError: no gradient in JAX" in report.check("forward").nothing
+    assert (
+        "both raise an error: flax raised ValueError: no gradient in JAX"
+        in report.check("forward").nothing
+    )
 
 
 def test_nan_at_the_same_places_among_numbers_is_equal_and_elsewhere_differs():
@@ -147,7 +172,9 @@ def test_numbers_where_pytorch_has_none_differ():
 
 
 def test_a_tensor_without_numbers_beside_others_is_named():
-    report = judge(lambda x: (x * NAN, x[:0], x), lambda x: ((x + 1) * NAN, x[:0] + 1, x), checks=["forward"])
+    report = judge(
+        lambda x: (x * NAN, x[:0], x), lambda x: ((x + 1) * NAN, x[:0] + 1, x), checks=["forward"]
+    )
     assert report.passed
     assert report.check("forward").note == "without a finite number to compare: 0, 1"
 

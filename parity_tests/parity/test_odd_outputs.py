@@ -35,7 +35,10 @@ def judge(ours, theirs, inputs=X, **options):
         (lambda x, y: (x, jax.lax.complex(x, y)), lambda x, y: (x, torch.complex(x, y))),
         (lambda x: x.astype(jnp.bfloat16), lambda x: x.bfloat16()),
         (lambda x: Both(x, x + 1), lambda x: Both(x, x + 1)),
-        (lambda x: {"a": [x, (x + 1, None)], "b": {}}, lambda x: {"a": [x, (x + 1, None)], "b": {}}),
+        (
+            lambda x: {"a": [x, (x + 1, None)], "b": {}},
+            lambda x: {"a": [x, (x + 1, None)], "b": {}},
+        ),
         (lambda x: x, lambda x: x),
         (lambda x: jnp.sum(x), lambda x: x.sum()),
         (lambda x: (x[:0], x), lambda x: (x[:0], x)),
@@ -62,7 +65,10 @@ def test_right_pairs_are_equal(ours, theirs, request):
         (lambda x: (x, x > 0), lambda x: (x, x < 0)),
         (lambda x: jax.lax.complex(x, x), lambda x: torch.complex(x, -x)),
         # In int8 the difference of these wraps to the number that has no absolute value.
-        (lambda x: jnp.full(x.shape, 100, jnp.int8), lambda x: torch.full(x.shape, -28, dtype=torch.int8)),
+        (
+            lambda x: jnp.full(x.shape, 100, jnp.int8),
+            lambda x: torch.full(x.shape, -28, dtype=torch.int8),
+        ),
         (lambda x: jnp.full(3, 2**60, jnp.int64), lambda x: torch.full((3,), 2**60 + 1)),
         (lambda x: Both(x, x), lambda x: {"first": x, "second": x}),
         (lambda x: (x, x), lambda x: x),
@@ -112,16 +118,32 @@ def test_a_module_without_any_effect_of_its_parameters_is_compared():
 @pytest.mark.parametrize(
     ("ours", "theirs", "match"),
     [
-        (lambda x: "a", lambda x: "a", "an output is an array, .* the output is a str. Pass a call"),
+        (
+            lambda x: "a",
+            lambda x: "a",
+            "an output is an array, .* the output is a str. Pass a call",
+        ),
         (lambda x: (x, 1), lambda x: (x, 1), "an output is an array, .* 1 is a int. Pass a call"),
         (lambda x: True, lambda x: True, "an output is an array, .* the output is a bool"),
-        (lambda x: Output(x), lambda x: Output(x), "an output is an array, .* the output is a Output"),
+        (
+            lambda x: Output(x),
+            lambda x: Output(x),
+            "an output is an array, .* the output is a Output",
+        ),
         (lambda x: (y for y in x), lambda x: (y for y in x), "the output is a generator"),
         (lambda x: None, lambda x: None, "the torch module returns nothing to compare"),
         (lambda x: (), lambda x: (), "the torch module returns nothing to compare"),
         (lambda x: {}, lambda x: {}, "the torch module returns nothing to compare"),
-        (lambda x: np.array(["a"]), lambda x: x, "arrays of numbers are compared; output has the dtype <U1"),
-        (lambda x: x, lambda x: x.numpy(), "the outputs of the PyTorch module are tensors; output is a ndarray"),
+        (
+            lambda x: np.array(["a"]),
+            lambda x: x,
+            "arrays of numbers are compared; output has the dtype <U1",
+        ),
+        (
+            lambda x: x,
+            lambda x: x.numpy(),
+            "the outputs of the PyTorch module are tensors; output is a ndarray",
+        ),
         (
             lambda x: {"a.b": x, "a": {"b": x + 1}},
             lambda x: {"a.b": x + 5, "a": {"b": x + 1}},
@@ -130,7 +152,16 @@ def test_a_module_without_any_effect_of_its_parameters_is_compared():
         (lambda x: {0: x, "0": x}, lambda x: {0: x + 3, "0": x}, "two are called '0'"),
     ],
     ids=[
-        *("text", "an integer", "a boolean", "a dataclass", "a generator", "None", "no tuple", "no mapping"),
+        *(
+            "text",
+            "an integer",
+            "a boolean",
+            "a dataclass",
+            "a generator",
+            "None",
+            "no tuple",
+            "no mapping",
+        ),
         *("array of text", "numpy of PyTorch", "dots", "keys"),
     ],
 )

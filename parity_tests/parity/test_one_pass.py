@@ -90,7 +90,9 @@ def test_norms_are_judged_where_no_input_is_floating():
 
 @pytest.mark.usefixtures("as_a_user_has_jax")
 def test_a_norm_alone_is_named_once():
-    report = offset(nnx.LayerNorm(6, epsilon=1e-5, rngs=nnx.Rngs(0)), torch.nn.LayerNorm(6), [(3, 6)])
+    report = offset(
+        nnx.LayerNorm(6, epsilon=1e-5, rngs=nnx.Rngs(0)), torch.nn.LayerNorm(6), [(3, 6)]
+    )
     assert list(report.check("mean offset").errors) == [
         "output",
         "gradient of weight",

@@ -21,9 +21,17 @@ def test_the_attention_of_pytorch_itself_is_observed(need_weights, paired):
     ours = flax_attn.MultiHeadAttention(8, 8, None, 0.0, 4, True, causal=False, rngs=nnx.Rngs(0))
     theirs = torch.nn.MultiheadAttention(8, 4, batch_first=True)
     pair = paired(
-        ours, theirs, (3, 5, 8), layout="torch_mha", torch_call=lambda m, x: m(x, x, x, need_weights=need_weights)[0]
+        ours,
+        theirs,
+        (3, 5, 8),
+        layout="torch_mha",
+        torch_call=lambda m, x: m(x, x, x, need_weights=need_weights)[0],
     )
-    steps = ["masked", "weights"] if need_weights else ["query", "key", "value", "masked", "weights", "context"]
+    steps = (
+        ["masked", "weights"]
+        if need_weights
+        else ["query", "key", "value", "masked", "weights", "context"]
+    )
     divergence = localise(pair)
     assert names(divergence.nodes) == [*(f"./{step}" for step in steps), "."]
     assert divergence.first is None
@@ -36,12 +44,16 @@ def test_the_softmax_of_jax_itself_is_observed(scale, wrong, paired):
 
     def ours(q, k, v):
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) * scale
-        masked = jnp.where(jnp.asarray(visible)[None, None], scores, -1e30)  # hidden by one number or by another
+        masked = jnp.where(
+            jnp.asarray(visible)[None, None], scores, -1e30
+        )  # hidden by one number or by another
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(masked), v)
 
     def theirs(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
+            1, 2
+        )
 
     divergence = localise(paired(ours, theirs, *[(2, 5, 3, 4)] * 3))
     assert names(divergence.nodes) == ["./masked", "./weights", "."]
@@ -75,7 +87,9 @@ def test_the_attention_of_jax_itself_is_observed(paired):
     divergence = localise(paired(ours, theirs, *[(2, 5, 3, 4)] * 3))
     assert names(divergence.nodes) == ["./masked", "./weights", "."]
     assert names(divergence.locally_wrong) == ["./masked"]  # what follows is given rounded scores
-    assert divergence.causes == ("the whole module: flax has the softmax in float32, torch in float64",)
+    assert divergence.causes == (
+        "the whole module: flax has the softmax in float32, torch in float64",
+    )
 
 
 class LinenPair(linen.Module):
@@ -89,7 +103,9 @@ def test_a_linen_module_is_observed(paired):
     x = jnp.ones((3, 4))
     module = LinenPair()
     bound = module.bind(module.init(jax.random.key(0), x))
-    theirs = torch.nn.ModuleDict({"Dense_0": torch.nn.Linear(4, 6), "Dense_1": torch.nn.Linear(6, 5)})
+    theirs = torch.nn.ModuleDict(
+        {"Dense_0": torch.nn.Linear(4, 6), "Dense_1": torch.nn.Linear(6, 5)}
+    )
 
     def call(m, x):
         return m["Dense_1"](torch.cos(m["Dense_0"](x)))

@@ -30,12 +30,16 @@ CHECKS = ["forward", "training"]
 def measured():
     ours = flax_attn.MultiHeadAttention(**ARGUMENTS, rngs=nnx.Rngs(0))
     theirs = torch_ref.MultiHeadAttention(**ARGUMENTS).eval()
-    return compare(ours, theirs, [(3, 5, 6)], layout="torch_ref", checks=CHECKS, recipe=Recipe(steps=4))
+    return compare(
+        ours, theirs, [(3, 5, 6)], layout="torch_ref", checks=CHECKS, recipe=Recipe(steps=4)
+    )
 
 
 @pytest.fixture(scope="module")
 def scaled(measured):
-    theirs = TorchAdapter(torch_ref.MultiHeadAttention(**ARGUMENTS).eval(), lambda module, x: 1.001 * module(x))
+    theirs = TorchAdapter(
+        torch_ref.MultiHeadAttention(**ARGUMENTS).eval(), lambda module, x: 1.001 * module(x)
+    )
     theirs.load(measured.pair.weights)
     return report_on(measured.pair.with_torch(theirs), "scaled", CHECKS, locate=False)
 
@@ -89,7 +93,9 @@ def test_names_are_escaped(differing, equal):
     reader = read(differing, equal)
     assert not reader.all("b")
     evil = """<b>a</b> & "b" 'c' </script>"""
-    assert reader.text.count(evil) >= 6  # the title, the table, the heading, a node, a cause, the environment
+    assert (
+        reader.text.count(evil) >= 6
+    )  # the title, the table, the heading, a node, a cause, the environment
 
 
 def test_many_reports_begin_with_a_table_that_links_to_each(differing, equal):
@@ -102,9 +108,15 @@ def test_many_reports_begin_with_a_table_that_links_to_each(differing, equal):
 
 
 def test_bars_and_tints_tell_what_holds_from_what_does_not(equal, differing):
-    bars = [attrs for attrs in read(differing).all("div") if attrs.get("class", "").startswith("bar")]
+    bars = [
+        attrs for attrs in read(differing).all("div") if attrs.get("class", "").startswith("bar")
+    ]
     assert [bar["class"] for bar in bars] == ["bar fails", "bar fails", "bar"]
-    assert [bar["style"] for bar in bars] == ["--length: 80.4%", "--length: 100.0%", "--length: 0.0%"]
+    assert [bar["style"] for bar in bars] == [
+        "--length: 80.4%",
+        "--length: 100.0%",
+        "--length: 0.0%",
+    ]
     tints = [attrs["class"] for attrs in read(equal).all("td") if "heat" in attrs.get("class", "")]
     assert tints
     assert not any("over" in tint for tint in tints)
@@ -119,7 +131,9 @@ def test_tables_and_pictures_can_be_read_aloud(scaled):
     plots = [attrs for attrs in reader.all("div") if attrs.get("class") == "plot"]
     assert len(plots) == 3
     assert all(
-        (plot["role"] == "img" and "ifference" in plot["aria-label"]) or "apart" in plot["aria-label"] for plot in plots
+        (plot["role"] == "img" and "ifference" in plot["aria-label"])
+        or "apart" in plot["aria-label"]
+        for plot in plots
     )
 
 
@@ -165,7 +179,9 @@ def test_nothing_is_trained_for_a_page(measured):
 def test_the_page_stays_below_6_megabytes(measured, monkeypatch):
     weights = np.random.default_rng(0).random((1, 9, 40, 41))
     layers = {f"blocks.{i}.att/weights": (weights, weights + 1e-9 * i) for i in range(48)}
-    monkeypatch.setattr(pages.activations, "record", lambda pair: type("Taps", (), {"attention": layers}))
+    monkeypatch.setattr(
+        pages.activations, "record", lambda pair: type("Taps", (), {"attention": layers})
+    )
     text = page([measured])
     assert "head 7" in text
     assert "blocks.47.att/weights" in text  # the one that differs most
@@ -175,7 +191,9 @@ def test_the_page_stays_below_6_megabytes(measured, monkeypatch):
 @pytest.mark.parametrize("package", ["jinja2", "plotly"])
 def test_without_the_extra_an_error_says_what_to_install(package, monkeypatch, equal, tmp_path):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=r'a page needs jinja2 and plotly: pip install "flax-attn\[report\]"'):
+    with pytest.raises(
+        ImportError, match=r'a page needs jinja2 and plotly: pip install "flax-attn\[report\]"'
+    ):
         write_page([equal], str(tmp_path / "page.html"))
 
 
@@ -189,12 +207,25 @@ def browse(tmp_path):
     if browser is None:
         message = f"the page cannot be tried: none of {', '.join(BROWSERS)} is installed"
         pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
-    quiet = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--no-first-run"]
+    quiet = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--no-first-run",
+    ]
 
     def opened(text, width=1400):
         (tmp_path / "page.html").write_text(text, encoding="utf-8")
         where = [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},8000"]
-        command = [browser, *quiet, *where, "--virtual-time-budget=20000", "--dump-dom", f"file://{tmp_path}/page.html"]
+        command = [
+            browser,
+            *quiet,
+            *where,
+            "--virtual-time-budget=20000",
+            "--dump-dom",
+            f"file://{tmp_path}/page.html",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
@@ -205,9 +236,15 @@ def test_a_browser_draws_every_picture_without_an_error_or_a_request(browse, sca
     dom, complaints = browse(page([replace(scaled, divergence=differing.divergence)]))
     assert complaints == []
     assert dom.count('<div class="plot js-plotly-plot"') == 4
-    assert len(re.findall("<image[^>]*data:image/png", dom)) == 1 + 2 * 3  # the nodes, and three maps for each head
-    assert dom.count('<path class="js-line"') == 6  # both losses and the rule, each once more in the legend
-    assert re.search('class="xtick".*?>att.&lt;b&gt;a&lt;/b&gt; &amp; ', dom)  # a name is no markup to plotly either
+    assert (
+        len(re.findall("<image[^>]*data:image/png", dom)) == 1 + 2 * 3
+    )  # the nodes, and three maps for each head
+    assert (
+        dom.count('<path class="js-line"') == 6
+    )  # both losses and the rule, each once more in the legend
+    assert re.search(
+        'class="xtick".*?>att.&lt;b&gt;a&lt;/b&gt; &amp; ', dom
+    )  # a name is no markup to plotly either
 
 
 def test_a_request_or_an_error_would_be_seen(browse, equal):

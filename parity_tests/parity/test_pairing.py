@@ -17,7 +17,9 @@ def test_projections_that_are_fused_pair_at_their_parent_alone():
     )
     entries = [
         dataclasses.replace(entry, theirs=entry.theirs.replace("att.", "attn."))
-        for entry in plan({f"{path}.kernel": shape for path, shape in shapes.items()}, Layout(rules))
+        for entry in plan(
+            {f"{path}.kernel": shape for path, shape in shapes.items()}, Layout(rules)
+        )
     ]
     assert pair_paths(entries, ["att", *shapes], ["attn", "attn.c_attn", "attn.c_proj"]) == {
         ".": ".",
@@ -38,7 +40,11 @@ HELD = plan(
         (["a", "a.fc"], ["x", "x.lin"], {"a": "x", "a.fc": "x.lin"}),  # each within the other
         (["a.fc"], ["x", "x.lin"], {"a.fc": "x.lin"}),  # from the inside out
         (["a.fc", "a.act"], ["x.lin", "x.act"], {"a.fc": "x.lin"}),  # no counterpart above: no name
-        (["a", "a.fc", "a.act"], ["x", "x.lin", "x.act"], {"a": "x", "a.fc": "x.lin", "a.act": "x.act"}),
+        (
+            ["a", "a.fc", "a.act"],
+            ["x", "x.lin", "x.act"],
+            {"a": "x", "a.fc": "x.lin", "a.act": "x.act"},
+        ),
     ],
 )
 def test_modules_pair_by_the_weights_they_hold(ours, theirs, expected):

@@ -29,7 +29,9 @@ def test_repr_is_one_line(equal, differing, unrun):
 def test_a_notebook_shows_the_page_in_a_small_frame(differing):
     shown = differing._repr_html_()
     assert len(shown) < 100_000
-    content = html.unescape(re.fullmatch(r'<iframe [^>]*srcdoc="([^"]*)"></iframe>', shown).group(1))
+    content = html.unescape(
+        re.fullmatch(r'<iframe [^>]*srcdoc="([^"]*)"></iframe>', shown).group(1)
+    )
     assert content.lstrip().startswith("<!doctype html>")
     assert "2 of 3 checks fail" in content
     assert "Plotly.newPlot" not in content
@@ -42,7 +44,13 @@ def test_a_notebook_without_the_extra_shows_the_text(differing, monkeypatch):
 
 def test_explain_tells_causes_then_nodes_then_checks(differing):
     lines = differing.explain().splitlines()
-    starts = ["<b>a</b> & ", "  att: flax has", "  first difference: att.", "  locally wrong: att.", "  forward: error"]
+    starts = [
+        "<b>a</b> & ",
+        "  att: flax has",
+        "  first difference: att.",
+        "  locally wrong: att.",
+        "  forward: error",
+    ]
     assert all(line.startswith(start) for line, start in zip(lines, starts, strict=False))
 
 
@@ -58,6 +66,8 @@ def test_the_suffix_chooses_the_format(differing, tmp_path):
 
 @pytest.mark.parametrize("name", ["x.pdf", "x"])
 def test_another_suffix_is_an_error(differing, tmp_path, name):
-    rule = rf"the suffix must be .html, .json or .xml; got '.*{name}'. Use report.save\('.*x.html'\)"
+    rule = (
+        rf"the suffix must be .html, .json or .xml; got '.*{name}'. Use report.save\('.*x.html'\)"
+    )
     with pytest.raises(ValueError, match=rule):
         differing.save(tmp_path / name)

@@ -38,12 +38,16 @@ def heads(x, n=N):
 def scored(rope, causal=True, query=X, key=Y, scale=H**-0.5):
     q, k = (rope(heads(x)) if rope else heads(x) for x in (query, key))
     scores = torch.einsum("btnh,bsnh->bnts", q, k) * scale
-    return scores.masked_fill(~torch.ones(T, T, dtype=bool).tril(), -torch.inf) if causal else scores
+    return (
+        scores.masked_fill(~torch.ones(T, T, dtype=bool).tril(), -torch.inf) if causal else scores
+    )
 
 
 def said(step, theirs, ours, sources, lower=None):
     target = Target("output", ours.numpy(), theirs.numpy())
-    evidence = Evidence(f"att/{step}", "step", [target], {name: x.numpy() for name, x in sources.items()})
+    evidence = Evidence(
+        f"att/{step}", "step", [target], {name: x.numpy() for name, x in sources.items()}
+    )
     return causes_of(evidence, {}, lower)
 
 
@@ -78,7 +82,12 @@ def test_scores_alone(rope, name, causal):
 
 
 def test_scores_of_turned_heads_and_of_projections_are_told_in_the_same_words():
-    sources = {"query": ROPE(heads(X)), "key": ROPE(heads(Y)), "q": X, "k": Y}  # as PyTorch's own attention takes them
+    sources = {
+        "query": ROPE(heads(X)),
+        "key": ROPE(heads(Y)),
+        "q": X,
+        "k": Y,
+    }  # as PyTorch's own attention takes them
     lines = said("masked", scored(ROPE), scored(RoPE(500.0)), sources)
     assert lines == [
         f"att/masked: flax has q . k / sqrt(h), RoPE half-split, base 500, torch has q . k / sqrt(h), RoPE {HALVES}"
@@ -87,7 +96,9 @@ def test_scores_of_turned_heads_and_of_projections_are_told_in_the_same_words():
 
 def test_positions_on_one_side_alone():
     lines = said("masked", scored(ROPE), scored(None), {"q": X, "k": Y})
-    assert lines == [f"att/masked: flax has q . k / sqrt(h), torch has q . k / sqrt(h), RoPE {HALVES}"]
+    assert lines == [
+        f"att/masked: flax has q . k / sqrt(h), torch has q . k / sqrt(h), RoPE {HALVES}"
+    ]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -119,7 +130,9 @@ def test_what_a_module_of_rotary_positions_returns(axes):
 
 def test_query_and_key_exchanged_is_a_cause():
     lines = said("masked", scored(ROPE), scored(ROPE, query=Y, key=X), {"q": X, "k": Y})
-    assert lines == [f"att/masked: flax has k . q / sqrt(h), RoPE {HALVES}, torch has q . k / sqrt(h), RoPE {HALVES}"]
+    assert lines == [
+        f"att/masked: flax has k . q / sqrt(h), RoPE {HALVES}, torch has q . k / sqrt(h), RoPE {HALVES}"
+    ]
 
 
 def test_grouped_heads_and_frequencies_without_a_base():
@@ -208,7 +221,9 @@ def test_a_table_in_float32_is_a_cause(ours, theirs, said):
 
 
 def test_a_table_in_float32_does_not_explain_more_than_its_rounding():
-    report = compare(FlaxTable("float64"), TorchTable(torch.float32, 1.001), [(2, 5, 3)], checks=["forward"])
+    report = compare(
+        FlaxTable("float64"), TorchTable(torch.float32, 1.001), [(2, 5, 3)], checks=["forward"]
+    )
     assert not report.passed
     assert report.causes == []
 
@@ -222,11 +237,15 @@ def test_parameters_in_float32_are_no_tables():
         def __call__(self, x):
             return super().__call__(x) + 1e-9
 
-    report = compare(Shifted(3, 3, rngs=nnx.Rngs(0)), theirs, [(2, 3)], redraw=False, checks=["forward"])
+    report = compare(
+        Shifted(3, 3, rngs=nnx.Rngs(0)), theirs, [(2, 3)], redraw=False, checks=["forward"]
+    )
     assert not report.passed
     assert not any("table" in cause for cause in report.causes)
 
 
 def test_the_formulas_are_those_of_the_reference():
     rotation = Rotation(10000.0 ** (-np.arange(4) / 4), False, H, H)
-    assert np.allclose(rotation.heads(heads(X).numpy()), torch_ref.RoPE()(heads(X)).numpy(), rtol=0, atol=1e-13)
+    assert np.allclose(
+        rotation.heads(heads(X).numpy()), torch_ref.RoPE()(heads(X)).numpy(), rtol=0, atol=1e-13
+    )

@@ -70,7 +70,9 @@ def waves_in_torch(x):
 
 
 def mean(x, lengths=None):
-    return jnp.where(hidden(x, lengths), 0, x).sum(axis=1) / jnp.maximum((~hidden(x, lengths)).sum(axis=1), 1)
+    return jnp.where(hidden(x, lengths), 0, x).sum(axis=1) / jnp.maximum(
+        (~hidden(x, lengths)).sum(axis=1), 1
+    )
 
 
 def mean_of_all_where_nothing_is_seen(x, lengths=None):
@@ -90,7 +92,11 @@ def mean_in_torch(x, lengths=None):
 
 FAULTS = {
     "huge logits": (attend, attend_in_jax, attend_without_the_largest_taken_off),
-    "small activations": (lambda x: torch.nn.functional.normalize(x, dim=-1), unit, lambda x: unit(x, 0.05)),
+    "small activations": (
+        lambda x: torch.nn.functional.normalize(x, dim=-1),
+        unit,
+        lambda x: unit(x, 0.05),
+    ),
     "mean offset": (normed, normed_in_two_passes, normed_in_one_pass),
     "duplicate tokens": (gaps_in_torch, gaps, gaps_without_a_gradient_at_0),
     "single token": (lambda x: x.sin(), jnp.sin, lambda x: jnp.sin(x).squeeze()),
@@ -115,7 +121,11 @@ def test_a_fault_that_easy_inputs_hide(stress):
     [
         ([np.arange(6).reshape(2, 3)], "huge logits", "no input is floating"),
         ([(4,)], "single token", "tokens are the second axis of floats of rank 3"),
-        ([(2, 3)], "padded rows", "the calls take no lengths: give both a call with a keyword `lengths`"),
+        (
+            [(2, 3)],
+            "padded rows",
+            "the calls take no lengths: give both a call with a keyword `lengths`",
+        ),
     ],
 )
 def test_regimes_that_say_nothing(inputs, stress, reason):
@@ -134,7 +144,12 @@ def test_padding_that_says_nothing(inputs, reason):
     def first(x, y, lengths=None):
         return x
 
-    assert compare(first, first, inputs, checks=["non-finite padding"]).check("non-finite padding").skipped == reason
+    assert (
+        compare(first, first, inputs, checks=["non-finite padding"])
+        .check("non-finite padding")
+        .skipped
+        == reason
+    )
 
 
 def test_a_gradient_that_rounding_makes_is_allowed_and_not_much_more():
@@ -178,11 +193,21 @@ def test_the_part_of_a_packed_parameter_without_effect_is_named_and_left_out_of_
     recipe = Recipe(steps=20, eps=1e-12)  # Adam makes rounding as large as any other step
     with jax.numpy_rank_promotion("allow"):
         report = compare(
-            Packed(), TorchPacked(), [(B, T, D)], layout="torch", checks=["gradients", "training"], recipe=recipe
+            Packed(),
+            TorchPacked(),
+            [(B, T, D)],
+            layout="torch",
+            checks=["gradients", "training"],
+            recipe=recipe,
         )
     assert report.passed, report.explain()
-    assert report.check("gradients").note == f"no effect on the outputs: {D} of {2 * D} elements of bias"
+    assert (
+        report.check("gradients").note
+        == f"no effect on the outputs: {D} of {2 * D} elements of bias"
+    )
     ours, theirs = report.pair.trained
     halves = zip(np.split(ours["bias"], 2), np.split(theirs["bias"], 2), strict=True)
-    unfelt, nonzero_gradient = (tolerance.relative({"half": a}, {"half": b})["half"] for a, b in halves)
+    unfelt, nonzero_gradient = (
+        tolerance.relative({"half": a}, {"half": b})["half"] for a, b in halves
+    )
     assert nonzero_gradient <= tolerance.TRAINING < unfelt

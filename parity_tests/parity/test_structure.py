@@ -20,11 +20,15 @@ class FlaxHeads(nnx.Module):
     """Attention whose scores may have their heads before the examples."""
 
     def __init__(self, heads, heads_first=False, causal=True):
-        self.q, self.k, self.v, self.out = (nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(4))
+        self.q, self.k, self.v, self.out = (
+            nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(4)
+        )
         self.heads, self.heads_first, self.causal = heads, heads_first, causal
 
     def __call__(self, x):
-        q, k, v = (layer(x).reshape(*x.shape[:2], self.heads, -1) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).reshape(*x.shape[:2], self.heads, -1) for layer in (self.q, self.k, self.v)
+        )
         axes = "nbts" if self.heads_first else "bnts"
         scores = jnp.einsum(f"btnh,bsnh->{axes}", q, k) / q.shape[-1] ** 0.5
         seen = np.tril(np.ones((1, 1, *scores.shape[2:]), bool))
@@ -39,8 +43,13 @@ class TorchHeads(torch.nn.Module):
         self.heads = heads
 
     def forward(self, x):
-        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 def judged(ours, theirs, batch, **options):
@@ -67,7 +76,9 @@ def test_another_number_of_heads_than_a_folded_attention_is_a_cause():
     def call(module, x):
         return module(x, x, x, need_weights=True)[0]
 
-    report = judged(FlaxHeads(2, causal=False), theirs.eval(), 3, layout=Layout(rules), torch_call=call)
+    report = judged(
+        FlaxHeads(2, causal=False), theirs.eval(), 3, layout=Layout(rules), torch_call=call
+    )
     assert report.causes[0] == "the whole module: flax has 2 heads, torch has 4"
 
 
@@ -84,7 +95,9 @@ def test_query_and_key_exchanged_by_the_rules_is_a_cause():
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_scores_of_as_many_examples_as_heads_are_read_in_both_ways(heads_first):
     report = judged(FlaxHeads(2, heads_first, causal=False), TorchHeads(2), 2)
-    assert report.causes == ["./masked: flax has no mask, torch has a causal mask, query i sees keys up to i"]
+    assert report.causes == [
+        "./masked: flax has no mask, torch has a causal mask, query i sees keys up to i"
+    ]
     assert record(report.pair).ambiguous == ("./masked", "./weights")
     assert [node.shape[0] for node in report.divergence.nodes] == [3] * len(report.divergence.nodes)
 
@@ -96,7 +109,9 @@ def test_a_module_of_one_batch_is_located_in_it():
             return super().forward(x)
 
     report = judged(FlaxHeads(2, causal=False), OneBatch(2), 2)
-    assert report.causes == ["./masked: flax has no mask, torch has a causal mask, query i sees keys up to i"]
+    assert report.causes == [
+        "./masked: flax has no mask, torch has a causal mask, query i sees keys up to i"
+    ]
     assert {node.shape[0] for node in report.divergence.nodes} == {2}
 
 
@@ -109,7 +124,9 @@ def test_of_two_attentions_in_one_call_each_has_its_own_query(paired):
         return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
     def theirs(q, k, v):
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(
+            1, 2
+        )
 
     found = localise(paired(twice(ours), twice(theirs), *[(2, 5, 3, 4)] * 3))
     assert found.causes == tuple(

@@ -50,13 +50,20 @@ def test_a_tensor_that_one_side_lacks_is_as_wrong_as_can_be():
     assert tolerance.lower_dtype({}, [reference], reference, 2.0, 0.0) == {"x": np.inf}
 
 
-GRADIENTS = {"W_query": np.array([3.0, -2.0]), "W_key.bias": np.array([2e-13, -1e-13]), "zero": np.zeros(2)}
+GRADIENTS = {
+    "W_query": np.array([3.0, -2.0]),
+    "W_key.bias": np.array([2e-13, -1e-13]),
+    "zero": np.zeros(2),
+}
 
 
 def test_null_directions_are_those_far_below_the_largest_gradient():
     assert tolerance.null_directions(GRADIENTS) == {"W_key.bias", "zero"}
     assert tolerance.null_directions({}) == set()
-    assert tolerance.null_directions({"small": np.array([1e-200]), "smaller": np.array([1e-201])}) == set()
+    assert (
+        tolerance.null_directions({"small": np.array([1e-200]), "smaller": np.array([1e-201])})
+        == set()
+    )
 
 
 def test_a_null_direction_is_measured_by_the_largest_gradient_of_all():
@@ -73,8 +80,16 @@ def test_a_wrong_gradient_is_seen_even_in_a_null_direction(name):
 
 
 def test_elements_are_felt_where_they_are_more_than_rounding_or_zero_on_both_sides():
-    reference = {"dead": np.array([3.0, 0.0]), "packed": np.array([3.0, 2e-13, 0.0, 0.0]), "small": np.array([1e-14])}
-    ours = {"dead": np.array([3.0, 0.0]), "packed": np.array([3.0, 1e-13, 0.0, 1e-14]), "small": np.array([0.0])}
+    reference = {
+        "dead": np.array([3.0, 0.0]),
+        "packed": np.array([3.0, 2e-13, 0.0, 0.0]),
+        "small": np.array([1e-14]),
+    }
+    ours = {
+        "dead": np.array([3.0, 0.0]),
+        "packed": np.array([3.0, 1e-13, 0.0, 1e-14]),
+        "small": np.array([0.0]),
+    }
     found = tolerance.nonzero_gradient(ours, reference)
     assert {name: nonzero_gradient.tolist() for name, nonzero_gradient in found.items()} == {
         "dead": [True, True],
@@ -85,7 +100,11 @@ def test_elements_are_felt_where_they_are_more_than_rounding_or_zero_on_both_sid
 
 def test_excesses_are_measured_by_the_largest_of_all():
     values = {"large": np.array([-8.0, 1.0]), "small": np.array([2.0]), "zero": np.zeros(3)}
-    assert tolerance.excesses(values) == {"large": 1.0, "small": 4.0, "zero": 1.0}  # zero is measured by the largest
+    assert tolerance.excesses(values) == {
+        "large": 1.0,
+        "small": 4.0,
+        "zero": 1.0,
+    }  # zero is measured by the largest
     assert tolerance.excesses({}) == {}
 
 
@@ -94,13 +113,18 @@ EPS64, EPS32 = np.finfo(np.float64).eps, np.finfo(np.float32).eps
 
 def test_the_same_function_in_another_order_may_differ_by_some_roundings():
     reference = {"x": np.array([4.0, 1.0]), "rounding": np.array([1e-15])}
-    off = {"x": reference["x"] + 4 * tolerance.REORDERED * EPS64 * np.array([0.5, 0]), "rounding": np.array([-1e-15])}
+    off = {
+        "x": reference["x"] + 4 * tolerance.REORDERED * EPS64 * np.array([0.5, 0]),
+        "rounding": np.array([-1e-15]),
+    }
     errors = tolerance.reordered(off, reference)
     assert errors["x"] == pytest.approx(0.5, rel=0.01)
     assert errors["rounding"] < 0.1  # measured by the largest of all
     assert tolerance.reordered({"y": -reference["x"]}, {"y": reference["x"]})["y"] > 1e9
     single = {"x": reference["x"].astype(np.float32)}
-    assert tolerance.reordered({"x": single["x"] * (1 + 32 * EPS32)}, single)["x"] == pytest.approx(0.5, rel=0.01)
+    assert tolerance.reordered({"x": single["x"] * (1 + 32 * EPS32)}, single)["x"] == pytest.approx(
+        0.5, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,16 +134,28 @@ def test_the_same_function_in_another_order_may_differ_by_some_roundings():
         (1e-6, None, tolerance.FORWARD),  # as well as float32 can do: the rule stands
         (1e-2, None, tolerance.REORDERED * 1e-2 * EPS64 / EPS32),
         (1.0, None, tolerance.REORDERED * EPS64 / EPS32),
-        (50.0, None, tolerance.REORDERED * EPS64 / EPS32),  # an error of all digits is no more than that
-        (50.0, 20.0, tolerance.REORDERED * 20 * EPS64 / EPS32),  # but where rounding makes a gradient
+        (
+            50.0,
+            None,
+            tolerance.REORDERED * EPS64 / EPS32,
+        ),  # an error of all digits is no more than that
+        (
+            50.0,
+            20.0,
+            tolerance.REORDERED * 20 * EPS64 / EPS32,
+        ),  # but where rounding makes a gradient
         (50.0, 1e9, tolerance.REORDERED * 50 * EPS64 / EPS32),
     ],
 )
-def test_a_function_that_amplifies_rounding_is_allowed_as_much_as_float32_shows(float32, most, allowed):
+def test_a_function_that_amplifies_rounding_is_allowed_as_much_as_float32_shows(
+    float32, most, allowed
+):
     most = None if most is None else {"x": most}
     excess = tolerance.conditioned({"x": allowed}, {"x": float32}, tolerance.FORWARD, most)
     assert excess["x"] == pytest.approx(1.0)
-    assert tolerance.conditioned({"x": np.inf}, {"x": float32}, tolerance.FORWARD, most)["x"] == np.inf
+    assert (
+        tolerance.conditioned({"x": np.inf}, {"x": float32}, tolerance.FORWARD, most)["x"] == np.inf
+    )
 
 
 def test_what_float32_has_no_error_of_is_held_to_the_rule():
@@ -177,5 +213,10 @@ def test_nan_in_a_lower_dtype_never_passes():
 
 
 def test_the_rules_are_those_of_the_design():
-    assert (tolerance.FORWARD, tolerance.GRADIENT, tolerance.SECOND, tolerance.TRAINING) == (1e-12, 1e-11, 1e-10, 1e-10)
+    assert (tolerance.FORWARD, tolerance.GRADIENT, tolerance.SECOND, tolerance.TRAINING) == (
+        1e-12,
+        1e-11,
+        1e-10,
+        1e-10,
+    )
     assert (tolerance.LOW_FORWARD, tolerance.LOW_GRADIENT) == (2.0, 3.0)

@@ -37,7 +37,9 @@ WRONG = [
 
 def trained(recipe):
     sides = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2)
-    return compare(*sides, [(5, 3)], layout="torch", checks=["training"], recipe=recipe, locate=False)
+    return compare(
+        *sides, [(5, 3)], layout="torch", checks=["training"], recipe=recipe, locate=False
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -51,7 +53,9 @@ def test_both_sides_take_the_same_steps(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "change"), WRONG, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+    ("name", "change"),
+    WRONG,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_every_hyper_parameter_is_felt(name, change, monkeypatch):
     other = replace(RECIPES[name], **change).optax()
@@ -71,7 +75,9 @@ def rates_of(scheduler, **options):
 
 def test_schedules_are_those_of_torch():
     cosine = rates_of(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=STEPS)
-    linear = rates_of(torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=STEPS)
+    linear = rates_of(
+        torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=STEPS
+    )
     assert replace(BASE, schedule="cosine").rates() == pytest.approx(cosine)
     assert replace(BASE, schedule="linear").rates() == pytest.approx(linear)
     warm = replace(BASE, schedule="cosine", warmup=4).rates()
@@ -82,7 +88,10 @@ def test_schedules_are_those_of_torch():
 
 def test_defaults_that_differ_are_named():
     notes = {name: "\n".join(Recipe(name).notes()) for name in ("sgd", "adam", "adamw")}
-    assert "weight_decay is 0.0001 by default in optax.adamw and 0.01 in torch.optim.AdamW" in notes["adamw"]
+    assert (
+        "weight_decay is 0.0001 by default in optax.adamw and 0.01 in torch.optim.AdamW"
+        in notes["adamw"]
+    )
     assert "weight_decay" not in notes["adam"] + notes["sgd"]
     assert "both divide by the norm + 1e-6 here" in Recipe(clip_norm=1.0).notes()[-1]
     assert trained(Recipe(steps=1)).notes == Recipe().notes()
@@ -92,7 +101,10 @@ def test_defaults_that_differ_are_named():
     ("options", "match"),
     [
         ({"optimizer": "lion"}, r"optimizer must be one of 'sgd', 'adam', 'adamw'; got 'lion'"),
-        ({"schedule": "step"}, r"schedule must be one of 'constant', 'cosine', 'linear'; got 'step'"),
+        (
+            {"schedule": "step"},
+            r"schedule must be one of 'constant', 'cosine', 'linear'; got 'step'",
+        ),
         ({"steps": 0}, r"steps must be a positive integer; got steps=0"),
     ],
 )

@@ -40,8 +40,14 @@ def test_every_fault_is_detected_first_by_the_check_that_should(row):
     assert watched == list(found) == [known.name for known in faults]
     first = {name: result.check and result.check.name for name, result in found.items()}
     assert first == {known.name: known.check for known in faults}
-    assert "the call itself" not in [result.check.worst for result in found.values()], "a fault must not raise"
-    passes = {name: {tol for tol, good in found[name].fixed.items() if good} for name in PASSES if name in found}
+    assert "the call itself" not in [result.check.worst for result in found.values()], (
+        "a fault must not raise"
+    )
+    passes = {
+        name: {tol for tol, good in found[name].fixed.items() if good}
+        for name in PASSES
+        if name in found
+    }
     assert passes == {name: PASSES[name] for name in passes}
 
 
@@ -54,12 +60,20 @@ def test_every_fault_is_a_row_of_its_own():
     for words in ([known.name for known in FAULTS], [known.what for known in FAULTS]):
         assert len(set(words)) == len(FAULTS)
         assert all(words)
-    assert all(known.what.endswith(".") and known.patches and known.variant.name == known.row for known in FAULTS)
+    assert all(
+        known.what.endswith(".") and known.patches and known.variant.name == known.row
+        for known in FAULTS
+    )
     assert set(PASSES) <= {known.name for known in FAULTS}
 
 
 def test_faults_are_patched_into_code_that_ships():
-    targets = {patch.target for known in FAULTS for patch in known.patches if not isinstance(patch.target, str)}
+    targets = {
+        patch.target
+        for known in FAULTS
+        for patch in known.patches
+        if not isinstance(patch.target, str)
+    }
     others = {target for target in targets if not _home(target).startswith("torch_ref")}
     assert others == {Recipe, torch.optim, torch.nn.GELU}
 
@@ -104,8 +118,14 @@ def _state(module):
 def test_a_patch_that_cannot_be_applied_takes_out_those_before_it():
     module = torch_ref.RMSNorm(4)
     before = _state(module)
-    for wrong, error in ((Patch("", "scale", 2.0), TypeError), (Patch("", "epsilon", 0.1), AttributeError)):
-        with pytest.raises(error, match=r"scale|epsilon"), patched(module, [Patch("", "eps", 0.1), wrong]):
+    for wrong, error in (
+        (Patch("", "scale", 2.0), TypeError),
+        (Patch("", "epsilon", 0.1), AttributeError),
+    ):
+        with (
+            pytest.raises(error, match=r"scale|epsilon"),
+            patched(module, [Patch("", "eps", 0.1), wrong]),
+        ):
             pass
     assert _state(module) == before
 
@@ -131,7 +151,8 @@ def test_a_fault_is_patched_in_alone():
         return 2 * original(self, x)
 
     twice = [
-        fault(name, "The output is doubled.", "rms_norm", Wrap(RMSNorm, "forward", doubled)) for name in ("one", "two")
+        fault(name, "The output is doubled.", "rms_norm", Wrap(RMSNorm, "forward", doubled))
+        for name in ("one", "two")
     ]
     for result in detect.detect(twice):
         assert result.check.error == pytest.approx(0.5)
@@ -150,7 +171,11 @@ def test_a_variant_that_fails_without_a_fault_is_refused(monkeypatch):
 FIXED = {LOW: False, MIDDLE: True, HIGH: True}
 DETECTIONS = [
     Detection(SERIOUS, Check("forward", 0.25, 1e-12, "output"), FIXED),
-    Detection(SERIOUS, Check("dropout", float("inf"), 0.0, skipped="nothing is dropped", wanted=True), FIXED),
+    Detection(
+        SERIOUS,
+        Check("dropout", float("inf"), 0.0, skipped="nothing is dropped", wanted=True),
+        FIXED,
+    ),
     Detection(HARMLESS, None, FIXED),
 ]
 
@@ -175,5 +200,7 @@ def test_the_table_in_markdown():
 
 
 def test_the_summary_counts_what_each_way_of_testing_detects():
-    line = "2 of 3 faults are detected; a fixed tolerance detects 3 at 1e-04, 0 at 1e-02, 0 at 4e-02"
+    line = (
+        "2 of 3 faults are detected; a fixed tolerance detects 3 at 1e-04, 0 at 1e-02, 0 at 4e-02"
+    )
     assert detect.summary(DETECTIONS) == line

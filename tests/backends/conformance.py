@@ -87,7 +87,11 @@ class Case:
     def arrays(self) -> dict[str, np.ndarray]:
         """Query, key and value, and bias and sinks where there are any, in float64."""
         z = self.sizes
-        shapes = {"query": (z.b, z.t, z.n, z.h), "key": (z.b, z.s, z.k, z.h), "value": (z.b, z.s, z.k, z.v)}
+        shapes = {
+            "query": (z.b, z.t, z.n, z.h),
+            "key": (z.b, z.s, z.k, z.h),
+            "value": (z.b, z.s, z.k, z.v),
+        }
         shapes |= {} if self.bias is None else {"bias": self.bias}
         shapes |= {} if self.sinks is None else {"sinks": (z.n,)}
         made = {name: self.draw(name, shape) for name, shape in shapes.items()}
@@ -174,48 +178,75 @@ MASKS = [
     Case("causal that shows nothing", lambda Mask, _: Mask.causal(-38)),
     Case("causal at a traced offset", lambda Mask, array: Mask.causal(array(np.int32(-4)))),
     Case("causal at an offset a row", lambda Mask, array: Mask.causal(array(lengths(13, -8)))),
-    Case("two causal masks", lambda Mask, array: Mask.causal(5) & Mask.causal(array(lengths(9, 2)))),
+    Case(
+        "two causal masks", lambda Mask, array: Mask.causal(5) & Mask.causal(array(lengths(9, 2)))
+    ),
     Case("window within a block", lambda Mask, _: Mask.window(3, 2), SQUARE),
     Case("window beyond a block", lambda Mask, _: Mask.window(21, 18, 4)),
     Case("window to the left of its queries", lambda Mask, _: Mask.window(30, 1, -9)),
     Case("window to the right of its queries", lambda Mask, _: Mask.window(1, 30, 11)),
     Case("window open to the left", lambda Mask, _: Mask.window(None, 4, 3)),
     Case("window open to the right", lambda Mask, _: Mask.window(5, None, 3)),
-    Case("window open to the right, more queries than keys", lambda Mask, _: Mask.window(2, None, 0), TALL),
+    Case(
+        "window open to the right, more queries than keys",
+        lambda Mask, _: Mask.window(2, None, 0),
+        TALL,
+    ),
     Case("window without ends", lambda Mask, _: Mask.window(FAR, FAR, 3)),
     Case("window at an offset a row", lambda Mask, array: Mask.window(6, 3, array(lengths(0, 12)))),
     Case("sliding window", lambda Mask, _: Mask.sliding_window(7), SQUARE),
     Case("sliding window of one", lambda Mask, _: Mask.sliding_window(1), SQUARE),
     Case("sliding window that leaves the keys", lambda Mask, _: Mask.sliding_window(4, 1), TALL),
     Case("band that shows nothing", lambda Mask, _: Mask.causal(0) & Mask.window(0, None, 9)),
-    Case("band of three parts", lambda Mask, _: Mask.causal(9) & Mask.window(None, 3, 4) & Mask.window(20, None, 5)),
+    Case(
+        "band of three parts",
+        lambda Mask, _: Mask.causal(9) & Mask.window(None, 3, 4) & Mask.window(20, None, 5),
+    ),
     Case("key length", lambda Mask, _: Mask.lengths(key=23)),
     Case("query length", lambda Mask, _: Mask.lengths(query=20)),
     Case("lengths beyond the tokens", lambda Mask, _: Mask.lengths(query=FAR, key=FAR)),
     Case("key lengths, one of them 0", lambda Mask, array: Mask.lengths(key=array(lengths(29, 0)))),
-    Case("lengths", lambda Mask, array: Mask.lengths(query=array(lengths(11, 38)), key=array(lengths(50, 16)))),
-    Case("causal lengths", lambda Mask, array: Mask.causal(4) & Mask.lengths(key=array(lengths(19, 50)), query=30)),
-    Case("window over lengths", lambda Mask, array: Mask.window(6, 3, 2) & Mask.lengths(key=array(lengths(19, 40)))),
+    Case(
+        "lengths",
+        lambda Mask, array: Mask.lengths(query=array(lengths(11, 38)), key=array(lengths(50, 16))),
+    ),
+    Case(
+        "causal lengths",
+        lambda Mask, array: Mask.causal(4) & Mask.lengths(key=array(lengths(19, 50)), query=30),
+    ),
+    Case(
+        "window over lengths",
+        lambda Mask, array: Mask.window(6, 3, 2) & Mask.lengths(key=array(lengths(19, 40))),
+    ),
     Case("segments", lambda Mask, array: Mask.segments(array(SORTED)), SQUARE),
-    Case("causal segments", lambda Mask, array: Mask.segments(array(SORTED)) & Mask.causal(), SQUARE),
+    Case(
+        "causal segments", lambda Mask, array: Mask.segments(array(SORTED)) & Mask.causal(), SQUARE
+    ),
     Case("segments in any order", lambda Mask, array: Mask.segments(array(UNSORTED)), SQUARE),
     Case(
         "segments of other keys, some without any",
-        lambda Mask, array: Mask.segments(array(np.arange(38) // 5 - 2), array(np.arange(50) // 13 * 2 - 2)),
+        lambda Mask, array: Mask.segments(
+            array(np.arange(38) // 5 - 2), array(np.arange(50) // 13 * 2 - 2)
+        ),
     ),
     Case(
         "segments of two integer types",
         lambda Mask, array: Mask.segments(
-            array(UNSORTED.astype(np.int8) * 127), array((UNSORTED % 2).astype(np.uint32) * 127 + IDS[:, 0, :38] // 2)
+            array(UNSORTED.astype(np.int8) * 127),
+            array((UNSORTED % 2).astype(np.uint32) * 127 + IDS[:, 0, :38] // 2),
         ),
         SQUARE,
     ),
     Case("causal at the ends of the integers", lambda Mask, array: Mask.causal(array(ENDS))),
-    Case("window at the ends of the integers", lambda Mask, array: Mask.window(2**31 - 10, FAR, array(ENDS))),
+    Case(
+        "window at the ends of the integers",
+        lambda Mask, array: Mask.window(2**31 - 10, FAR, array(ENDS)),
+    ),
     Case(
         "prefix and lengths at the ends of the integers",
         lambda Mask, array: (
-            Mask.prefix(array(ENDS[::-1].copy()), offset=array(ENDS)) & Mask.lengths(query=array(ENDS), key=array(ENDS))
+            Mask.prefix(array(ENDS[::-1].copy()), offset=array(ENDS))
+            & Mask.lengths(query=array(ENDS), key=array(ENDS))
         ),
     ),
     Case("prefix", lambda Mask, _: Mask.prefix(19), SQUARE),
@@ -228,15 +259,24 @@ MASKS = [
     Case("dense", lambda Mask, array: Mask.dense(array(random_mask(38, 50)))),
     Case("dense by head", lambda Mask, array: Mask.dense(array(random_mask(4, 38, 50)))),
     Case("dense by row", lambda Mask, array: Mask.dense(array(random_mask(2, 1, 38, 50)))),
-    Case("dense by row and head", lambda Mask, array: Mask.dense(array(random_mask(2, 4, 38, 50, share=0.1)))),
+    Case(
+        "dense by row and head",
+        lambda Mask, array: Mask.dense(array(random_mask(2, 4, 38, 50, share=0.1))),
+    ),
     Case("dense over keys", lambda Mask, array: Mask.dense(array(random_mask(2, 1, 1, 50)))),
     Case("dense over queries", lambda Mask, array: Mask.dense(array(random_mask(4, 38, 1)))),
-    Case("dense that shows nothing", lambda Mask, array: Mask.dense(array(np.zeros((38, 50), bool)))),
-    Case("function", lambda Mask, _: Mask.where(lambda b, n, i, j: (i // 7 == j // 9) | ((i + 2 * j) % 11 == 0))),
+    Case(
+        "dense that shows nothing", lambda Mask, array: Mask.dense(array(np.zeros((38, 50), bool)))
+    ),
+    Case(
+        "function",
+        lambda Mask, _: Mask.where(lambda b, n, i, j: (i // 7 == j // 9) | ((i + 2 * j) % 11 == 0)),
+    ),
     Case(
         "function by row and head at an offset a row",
         lambda Mask, array: (
-            Mask.where(_by_arrays(array(IDS), array(SORTED)), array(lengths(3, -2))) & Mask.lengths(key=47)
+            Mask.where(_by_arrays(array(IDS), array(SORTED)), array(lengths(3, -2)))
+            & Mask.lengths(key=47)
         ),
     ),
     Case(
@@ -267,12 +307,24 @@ SHAPES = [
     Case("blocks that fit", lambda Mask, _: Mask.causal(32), Sizes(t=32, s=64)),
     Case("one head", lambda Mask, _: Mask.causal(), Sizes(b=1, t=19, s=19, n=1, k=1)),
     Case("multi-head", lambda Mask, _: Mask.causal(2), Sizes(t=21, s=23, n=3, k=3)),
-    Case("multi-query", lambda Mask, array: Mask.lengths(key=array(lengths(9, 21))), Sizes(t=19, s=23, n=6, k=1)),
+    Case(
+        "multi-query",
+        lambda Mask, array: Mask.lengths(key=array(lengths(9, 21))),
+        Sizes(t=19, s=23, n=6, k=1),
+    ),
     *(
-        Case(f"head width {h}", lambda Mask, _: Mask.causal(3), Sizes(b=1, t=18, s=22, n=2, k=1, h=h, v=h))
+        Case(
+            f"head width {h}",
+            lambda Mask, _: Mask.causal(3),
+            Sizes(b=1, t=18, s=22, n=2, k=1, h=h, v=h),
+        )
         for h in (1, 7, 64, 80, 128, 256)
     ),
-    Case("values wider than queries", lambda Mask, _: Mask.causal(3), Sizes(b=1, t=18, s=22, n=2, k=1, h=8, v=80)),
+    Case(
+        "values wider than queries",
+        lambda Mask, _: Mask.causal(3),
+        Sizes(b=1, t=18, s=22, n=2, k=1, h=8, v=80),
+    ),
     Case("no batch rows", lambda Mask, _: Mask.causal(13), Sizes(b=0)),
     Case("no queries", lambda Mask, _: Mask.lengths(key=7), Sizes(t=0)),
 ]
@@ -281,26 +333,56 @@ OPTIONS = [
     Case("scale", scale=-1.7),
     Case("large logits", lambda Mask, _: Mask.causal(13), scale=1e4, change=twins),
     Case("soft cap", lambda Mask, _: Mask.causal(13), scale=3.0, soft_cap=1.5),
-    Case("soft cap and empty rows", lambda Mask, array: Mask.lengths(key=array(lengths(0, 9))), soft_cap=1.5),
+    Case(
+        "soft cap and empty rows",
+        lambda Mask, array: Mask.lengths(key=array(lengths(0, 9))),
+        soft_cap=1.5,
+    ),
     Case("sinks", sinks=True),
     Case("sinks and empty rows", lambda Mask, _: Mask.causal(-9), sinks=True),
     Case("sinks of minus infinity", lambda Mask, _: Mask.causal(-9), sinks=(HIDE, 0.3, HIDE, -2.0)),
     Case("sinks that take all", lambda Mask, _: Mask.causal(13), sinks=(1e4, -1e4, 40.0, 0.5)),
     Case("dropout", rate=0.4),
     Case("dropout in a window", lambda Mask, _: Mask.window(21, 3, 4), rate=0.6, sinks=True),
-    Case("dropout and empty rows", lambda Mask, array: Mask.lengths(key=array(lengths(0, 30))), rate=0.2),
+    Case(
+        "dropout and empty rows",
+        lambda Mask, array: Mask.lengths(key=array(lengths(0, 30))),
+        rate=0.2,
+    ),
     Case("bias", bias=(2, 4, 38, 50)),
     Case("bias of all rows", lambda Mask, _: Mask.causal(-6), bias=(38, 50), hides=0.3),
     Case("bias of every head", lambda Mask, _: Mask.causal(), SQUARE, bias=(4, 38, 38), hides=0.3),
     Case("bias of every row", lambda Mask, _: Mask.window(9, 4, 8), bias=(2, 1, 38, 50), hides=0.6),
     Case("bias of every key", lambda Mask, _: Mask.causal(7), bias=(2, 1, 1, 50), hides=0.5),
-    Case("bias of every query", lambda Mask, _: Mask.window(2, None, -7), bias=(1, 4, 38, 1), hides=0.3),
+    Case(
+        "bias of every query",
+        lambda Mask, _: Mask.window(2, None, -7),
+        bias=(1, 4, 38, 1),
+        hides=0.3,
+    ),
     Case("bias of one number", bias=(1, 1, 1, 1)),
-    Case("bias that hides all of some rows", lambda Mask, _: Mask.causal(4), bias=(2, 4, 38, 50), hides=0.9),
-    Case("bias under a soft cap", lambda Mask, _: Mask.causal(-3), bias=(4, 38, 50), hides=0.4, soft_cap=2.0),
+    Case(
+        "bias that hides all of some rows",
+        lambda Mask, _: Mask.causal(4),
+        bias=(2, 4, 38, 50),
+        hides=0.9,
+    ),
+    Case(
+        "bias under a soft cap",
+        lambda Mask, _: Mask.causal(-3),
+        bias=(4, 38, 50),
+        hides=0.4,
+        soft_cap=2.0,
+    ),
     Case("bias that hides all, under a soft cap", bias=(1, 1, 38, 1), hides=0.4, soft_cap=2.0),
-    Case("bias under lengths", lambda Mask, array: Mask.lengths(key=array(lengths(31, 4))), bias=(2, 4, 38, 50)),
-    Case("bias and dropout", lambda Mask, _: Mask.causal(5), bias=(2, 1, 38, 50), hides=0.3, rate=0.3),
+    Case(
+        "bias under lengths",
+        lambda Mask, array: Mask.lengths(key=array(lengths(31, 4))),
+        bias=(2, 4, 38, 50),
+    ),
+    Case(
+        "bias and dropout", lambda Mask, _: Mask.causal(5), bias=(2, 1, 38, 50), hides=0.3, rate=0.3
+    ),
 ]
 
 
@@ -323,8 +405,12 @@ NUMBERS = [
         sinks=(np.nan, 0.3, np.inf, HIDE),
         nonfinite=True,
     ),
-    Case("what a bias hides", lambda Mask, _: Mask.causal(5), bias=(4, 38, 50), change=hidden_by_bias),
-    Case("what a bias hides of every query", bias=(2, 1, 1, 50), change=hidden_by_bias, soft_cap=2.0),
+    Case(
+        "what a bias hides", lambda Mask, _: Mask.causal(5), bias=(4, 38, 50), change=hidden_by_bias
+    ),
+    Case(
+        "what a bias hides of every query", bias=(2, 1, 1, 50), change=hidden_by_bias, soft_cap=2.0
+    ),
     Case("what nobody sees", lambda Mask, _: Mask.lengths(query=17, key=17), change=hidden_slots),
     Case(
         "what nobody sees, causal",
@@ -338,7 +424,11 @@ NUMBERS = [
         sinks=True,
         change=hidden_slots,
     ),
-    Case("what is to come", lambda Mask, _: Mask.causal(-21), change=put(np.s_[:, 17:], np.nan, "key", "value")),
+    Case(
+        "what is to come",
+        lambda Mask, _: Mask.causal(-21),
+        change=put(np.s_[:, 17:], np.nan, "key", "value"),
+    ),
     Case(
         "nan in a query whose weights are all dropped",
         lambda Mask, _: Mask.causal(),
@@ -347,7 +437,11 @@ NUMBERS = [
         change=put(SOMEBODY, np.nan, "query"),
         nonfinite=True,
     ),
-    Case("huge to come", lambda Mask, _: Mask.causal(-21), change=put(np.s_[:, 17:], NEAR_THE_LARGEST, "key", "value")),
+    Case(
+        "huge to come",
+        lambda Mask, _: Mask.causal(-21),
+        change=put(np.s_[:, 17:], NEAR_THE_LARGEST, "key", "value"),
+    ),
     *(
         Case(
             f"{number} in a {name} that is seen, {how}",
@@ -359,9 +453,19 @@ NUMBERS = [
         for number, name, how, mask in (
             (np.nan, "query", "causal", lambda Mask, _: Mask.causal()),
             (np.inf, "key", "sliding", lambda Mask, _: Mask.sliding_window(7)),
-            (-np.inf, "value", "padded", lambda Mask, array: Mask.lengths(query=array(lengths(9, 3)))),
+            (
+                -np.inf,
+                "value",
+                "padded",
+                lambda Mask, array: Mask.lengths(query=array(lengths(9, 3))),
+            ),
             (np.nan, "key", "packed", lambda Mask, array: Mask.segments(array(SORTED))),
-            (np.nan, "value", "dense", lambda Mask, array: Mask.dense(array(random_mask(4, 38, 38)))),
+            (
+                np.nan,
+                "value",
+                "dense",
+                lambda Mask, array: Mask.dense(array(random_mask(4, 38, 38))),
+            ),
         )
     ),
 ]
@@ -383,10 +487,15 @@ def reference_results(case: Case, dtype: str, data: str | None = None) -> dict[s
         mask = Mask() if case.mask is None else case.mask(Mask, jnp.asarray)
         visible = mask.materialise(*z.scores)
         scale = jnp.asarray(
-            z.h**-0.5 if case.scale is None else case.scale, "float64" if dtype == "float64" else "float32"
+            z.h**-0.5 if case.scale is None else case.scale,
+            "float64" if dtype == "float64" else "float32",
         )
-        found = _reference(arrays, cotangent, visible, scale, KEY, soft_cap=case.soft_cap, rate=case.rate)
-    found = {name: np.asarray(x, np.float64) for name, x in found.items() if name in ("output", *given)}
+        found = _reference(
+            arrays, cotangent, visible, scale, KEY, soft_cap=case.soft_cap, rate=case.rate
+        )
+    found = {
+        name: np.asarray(x, np.float64) for name, x in found.items() if name in ("output", *given)
+    }
     if "bias" in given:
         found["bias"] = _summed(found["bias"], given["bias"].shape)
     return found
@@ -398,9 +507,13 @@ def _reference(arrays, cotangent, visible, scale, key_data, soft_cap, rate):
     options = {"scale": scale, "soft_cap": soft_cap, "dropout": dropout, "precision": None}
 
     def attend(arrays):
-        query, key, value, bias, sinks = (arrays[name] for name in ("query", "key", "value", "bias", "sinks"))
+        query, key, value, bias, sinks = (
+            arrays[name] for name in ("query", "key", "value", "bias", "sinks")
+        )
         query, sinks = without_nonfinite_sinks(query, sinks)
-        return reference_attention(query, key, value, bias, Mask.dense(visible), sinks=sinks, **options)[0]
+        return reference_attention(
+            query, key, value, bias, Mask.dense(visible), sinks=sinks, **options
+        )[0]
 
     output, pull = jax.vjp(attend, arrays)
     return {"output": output, **pull(cotangent)[0]}

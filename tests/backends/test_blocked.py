@@ -47,14 +47,18 @@ def at_full_size(t, s, mask):
     def run(backend, dtype):
         with jax.enable_x64(dtype == "float64"):
             given = {name: x.astype(dtype) for name, x in arrays(t, s).items()}
-            cotangent = jnp.asarray(draw("cotangent", *given["query"].shape), "float32").astype(dtype)
+            cotangent = jnp.asarray(draw("cotangent", *given["query"].shape), "float32").astype(
+                dtype
+            )
 
             @jax.jit
             def both(given, mask, cotangent):
                 output, pull = jax.vjp(partial(attend, backend=backend, mask=mask), given)
                 return {"output": output, **pull(cotangent)[0]}
 
-            return {name: np.asarray(x, np.float64) for name, x in both(given, mask, cotangent).items()}
+            return {
+                name: np.asarray(x, np.float64) for name, x in both(given, mask, cotangent).items()
+            }
 
     sides = run("blocked", "float32"), [run("reference", "float32")], run("reference", "float64")
     eps = float(np.finfo(np.float32).eps)
@@ -113,11 +117,24 @@ SKIPPING = {  # mask, and the share of all scores that may be taken
     "packed and causal": (Mask.segments(PACKED) & Mask.causal(), 0.26),
     "prefix": (Mask.prefix(jnp.array([9]), offset=-100), 0.30),
     "function": (Mask.where(lambda b, n, i, j: i // 32 == j // 32), 1.0),
-    "in coarse tiles": (Mask.where(lambda b, n, i, j: i // 32 == j // 32).summarise(LENGTH, LENGTH), 0.51),
-    "in finer tiles": (Mask.where(lambda b, n, i, j: i // 32 == j // 32).summarise(LENGTH, LENGTH, tile=16), 0.13),
-    "stripes": (Mask.where(lambda b, n, i, j: (i // 32 - j // 32) % 4 == 0).summarise(LENGTH, LENGTH, tile=8), 0.26),
+    "in coarse tiles": (
+        Mask.where(lambda b, n, i, j: i // 32 == j // 32).summarise(LENGTH, LENGTH),
+        0.51,
+    ),
+    "in finer tiles": (
+        Mask.where(lambda b, n, i, j: i // 32 == j // 32).summarise(LENGTH, LENGTH, tile=16),
+        0.13,
+    ),
+    "stripes": (
+        Mask.where(lambda b, n, i, j: (i // 32 - j // 32) % 4 == 0).summarise(
+            LENGTH, LENGTH, tile=8
+        ),
+        0.26,
+    ),
     "stripes under a window": (
-        Mask.where(lambda b, n, i, j: (i // 32 - j // 32) % 4 == 0).summarise(LENGTH, LENGTH, tile=32)
+        Mask.where(lambda b, n, i, j: (i // 32 - j // 32) % 4 == 0).summarise(
+            LENGTH, LENGTH, tile=32
+        )
         & Mask.window(128, None),
         0.35,
     ),
@@ -144,7 +161,11 @@ def test_hidden_tiles_are_not_computed(name, taken, tiles):
 def temporaries(t, mask):
     """Return the bytes of temporaries of forward and backward together; nothing is run."""
     x = jax.ShapeDtypeStruct((1, t, 8, 64), jnp.float32)
-    gradient = jax.grad(lambda q, k, v, mask: jnp.square(attend({"query": q, "key": k, "value": v}, mask=mask)).sum())
+    gradient = jax.grad(
+        lambda q, k, v, mask: jnp.square(
+            attend({"query": q, "key": k, "value": v}, mask=mask)
+        ).sum()
+    )
     compiled = jax.jit(gradient).lower(x, x, x, mask).compile({"xla_backend_optimization_level": 0})
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -158,7 +179,9 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square():
 @pytest.mark.parametrize(
     "mask",
     [
-        Mask.segments(np.arange(8192) // 1000) & Mask.causal() & Mask.lengths(key=jnp.array([8000])),
+        Mask.segments(np.arange(8192) // 1000)
+        & Mask.causal()
+        & Mask.lengths(key=jnp.array([8000])),
         Mask.dense(np.arange(8192) % 3 > 0),
         Mask.where(lambda b, n, i, j: i // 1000 == j // 1000) & Mask.causal(),
     ],
@@ -171,9 +194,13 @@ def test_masks_take_no_memory_of_their_own(mask):
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_drops_the_very_weights_that_the_formula_drops(platform, tiles):
     tiles(16, 8, platform)
-    given = arrays(37, 40, b=2, h=40) | {"value": jnp.broadcast_to(jnp.eye(40)[None, :, None], (2, 40, 1, 40))}
+    given = arrays(37, 40, b=2, h=40) | {
+        "value": jnp.broadcast_to(jnp.eye(40)[None, :, None], (2, 40, 1, 40))
+    }
     options = {"mask": Mask.causal(3), "dropout": KeyedDropout(0.4, jnp.asarray(WORDS))}
-    ours, theirs = (jit(partial(attend, backend=name, **options))(given) for name in ("blocked", "reference"))
+    ours, theirs = (
+        jit(partial(attend, backend=name, **options))(given) for name in ("blocked", "reference")
+    )
     np.testing.assert_array_equal(ours == 0, theirs == 0)
     assert 0.3 < (ours[:, -1] == 0).mean() < 0.5
 
@@ -191,23 +218,31 @@ def test_keys_that_begin_inside_the_last_chunk_are_their_own(mask, tiles):
     tiles()  # blocks and chunks of 16 divide the 48 keys, so that nothing lies behind them
     with jax.enable_x64(True):
         given = arrays(48, 48, h=5, dtype="float64")
-        found, expected = jit(partial(attend, mask=mask))(given), attend(given, "reference", mask=mask)
+        found, expected = (
+            jit(partial(attend, mask=mask))(given),
+            attend(given, "reference", mask=mask),
+        )
         np.testing.assert_allclose(found, expected, rtol=tolerance.FORWARD, atol=tolerance.FORWARD)
 
 
 HIDDEN = {
     "padding": Mask.lengths(query=17, key=jnp.array([17])),
     "to come": Mask.lengths(query=17) & Mask.causal(-3),
-    "of no document": Mask.segments(np.arange(37) // 17, np.where(np.arange(37) < 17, 0, 9)) & Mask.lengths(query=17),
+    "of no document": Mask.segments(np.arange(37) // 17, np.where(np.arange(37) < 17, 0, 9))
+    & Mask.lengths(query=17),
     "dense": Mask.dense((np.arange(37) < 17)[:, None] & (np.arange(37) < 17)),
 }
 
 
 @pytest.mark.parametrize("name", HIDDEN)
-@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 1e30, np.finfo(np.float32).max], ids=str)
+@pytest.mark.parametrize(
+    "number", [np.nan, np.inf, -np.inf, 1e30, np.finfo(np.float32).max], ids=str
+)
 def test_what_stands_in_hidden_slots_is_as_good_as_zero(name, number, tiles, compiled):
     given = arrays(37, 37, h=5)
-    spoilt, clean = ({key: x.at[:, 17:].set(fill) for key, x in given.items()} for fill in (number, 0))
+    spoilt, clean = (
+        {key: x.at[:, 17:].set(fill) for key, x in given.items()} for fill in (number, 0)
+    )
     ours, expected = compiled(name)(spoilt), compiled(name)(clean)
     for key, found in ours.items():
         assert np.isfinite(found).all(), key
@@ -240,7 +275,10 @@ def loss(arrays, backend):
 
 def test_forward_over_reverse_equals_the_reference(tiles, close):
     tiles()
-    given, along = arrays(21, 26, h=5), {name: jnp.flip(x) for name, x in arrays(21, 26, h=5).items()}
+    given, along = (
+        arrays(21, 26, h=5),
+        {name: jnp.flip(x) for name, x in arrays(21, 26, h=5).items()},
+    )
     ours, theirs = (
         jit(partial(jax.jvp, jax.grad(partial(loss, backend=name))))((given,), (along,))
         for name in ("blocked", "reference")

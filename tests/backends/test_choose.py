@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from flax_attn import CausalAttention, KeyedDropout, Mask, dot_product_attention, native, single_head_attention
+from flax_attn import (
+    CausalAttention,
+    KeyedDropout,
+    Mask,
+    dot_product_attention,
+    native,
+    single_head_attention,
+)
 from flax_attn.backends import cudnn
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Unsupported, prepare
@@ -32,7 +39,11 @@ def ask(t=512, s=None, h=64, dtype=jnp.float32, mask=None, **options):
 def test_short_inputs_run_the_formula(platform, monkeypatch):
     monkeypatch.setattr("flax_attn.backends.native.library", lambda: None)
     most = SHORT[platform]
-    assert ask(32, most // 32, platform=platform).backend == ask(most, 1, platform=platform).backend == "reference"
+    assert (
+        ask(32, most // 32, platform=platform).backend
+        == ask(most, 1, platform=platform).backend
+        == "reference"
+    )
     assert ask(32, most // 32 + 1, platform=platform).backend not in ("reference", None)
     assert ask(most + 1, 1, platform=platform).backend not in ("reference", None)
 
@@ -72,10 +83,14 @@ def test_the_first_that_honours_the_call_is_chosen(platform, options, backend):
 def test_a_step_of_decoding_is_decoded_unless_it_drops(platform):
     one, many = jnp.ones((2, 1, 4, 8)), jnp.ones((2, 300, 4, 8))
     quickest = BUILT and platform == "cpu"
-    assert explain(one, many, many, platform=platform).backend == ("native" if quickest else "decode")
+    assert explain(one, many, many, platform=platform).backend == (
+        "native" if quickest else "decode"
+    )
     dropout = KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))
     assert explain(one, many, many, platform=platform, dropout=dropout).backend == "reference"
-    assert explain(one, one, one, platform=platform).backend == ("native" if quickest else "reference")
+    assert explain(one, one, one, platform=platform).backend == (
+        "native" if quickest else "reference"
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +101,11 @@ def test_a_step_of_decoding_is_decoded_unless_it_drops(platform):
         ("gpu", {"backend": "reference"}, ()),
         ("gpu", {"backend": "xla"}, ("cudnn",)),
         ("tpu", {"dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))}, ("splash",)),
-        ("tpu", {"t": 3, "dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32)), "s": 400}, ("decode",)),
+        (
+            "tpu",
+            {"t": 3, "dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32)), "s": 400},
+            ("decode",),
+        ),
     ],
 )
 @pytest.mark.usefixtures("plugin", "no_shape_checks")
@@ -99,7 +118,9 @@ def test_those_that_auto_would_rather_take_are_named(platform, options, passed_o
 def test_explained_is_what_runs(monkeypatch):
     ran = []
     for name in ("native", "blocked", "xla"):
-        monkeypatch.setattr(load(name), "attend", lambda call, name=name: ran.append(name) or call.query)
+        monkeypatch.setattr(
+            load(name), "attend", lambda call, name=name: ran.append(name) or call.query
+        )
     x = jnp.ones((1, 160, 2, 4))
     for backend in ("auto", "blocked", "xla"):
         dot_product_attention(x, x, x, backend=backend)
@@ -116,7 +137,8 @@ def test_one_that_refuses_by_name():
     assert "xla" not in found.memory
     x = jnp.ones((2, 3, 4, 5))
     with pytest.raises(
-        Unsupported, match=r"^backend 'xla' cannot honour this call: xla has no soft cap; got soft_cap=2"
+        Unsupported,
+        match=r"^backend 'xla' cannot honour this call: xla has no soft cap; got soft_cap=2",
     ):
         dot_product_attention(x, x, x, soft_cap=2.0, backend="xla")
     with pytest.raises(ValueError, match="cannot honour"):  # for callers that know of no backends
@@ -125,12 +147,16 @@ def test_one_that_refuses_by_name():
 
 @pytest.mark.parametrize("backend", ["splash", "cudnn"])
 def test_kernels_of_other_platforms_refuse_here(backend):
-    with pytest.raises(Unsupported, match=rf"^backend '{backend}' cannot honour this call: {backend} runs on"):
+    with pytest.raises(
+        Unsupported, match=rf"^backend '{backend}' cannot honour this call: {backend} runs on"
+    ):
         choose(prepare(*[jnp.ones((2, 3, 4, 5))] * 3, platform="cpu"), backend)
 
 
 TAKES = {
-    **dict.fromkeys(("decode", "reference", "blocked"), ("float64", "float32", "bfloat16", "float16")),
+    **dict.fromkeys(
+        ("decode", "reference", "blocked"), ("float64", "float32", "bfloat16", "float16")
+    ),
     **dict.fromkeys(("native", "xla"), ("float32", "bfloat16", "float16")),
     **dict.fromkeys(("cudnn", "tokamax"), ("bfloat16", "float16")),
     "splash": ("float32", "bfloat16"),
@@ -159,8 +185,25 @@ def test_a_backend_that_declares_no_dtype_takes_none():
 
 
 OTHER_DTYPES = [
-    *("bool", "int4", "int8", "int32", "uint8", "complex64", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e4m3fnuz"),
-    *("float8_e5m2", "float8_e5m2fnuz", "float8_e3m4", "float8_e4m3", "float8_e8m0fnu", "float4_e2m1fn"),
+    *(
+        "bool",
+        "int4",
+        "int8",
+        "int32",
+        "uint8",
+        "complex64",
+        "float8_e4m3fn",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fnuz",
+    ),
+    *(
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e3m4",
+        "float8_e4m3",
+        "float8_e8m0fnu",
+        "float4_e2m1fn",
+    ),
 ]
 
 
@@ -177,7 +220,9 @@ def test_a_dtype_that_no_call_may_have(dtype):
         single_head_attention(*[x[:, :, 0]] * 3)
     with pytest.raises(ValueError, match=f"^x {rule}"):
         layer(x[:, :, 0])
-    with pytest.raises(ValueError, match=f"^bias {rule}" if dtype != "bool" else "Pass a boolean mask as mask="):
+    with pytest.raises(
+        ValueError, match=f"^bias {rule}" if dtype != "bool" else "Pass a boolean mask as mask="
+    ):
         dot_product_attention(*[jnp.ones((1, 64, 2, 16))] * 3, jnp.ones((64, 64)).astype(dtype))
 
 
@@ -185,12 +230,16 @@ def test_a_dtype_that_no_call_may_have(dtype):
 def test_an_unknown_backend_lists_the_names(act):
     x = jnp.ones((2, 3, 4, 5))
     names = ", ".join(map(repr, ("auto", *BACKENDS)))
-    with pytest.raises(ValueError, match=rf"^backend must be one of {re.escape(names)}; got 'flash'"):
+    with pytest.raises(
+        ValueError, match=rf"^backend must be one of {re.escape(names)}; got 'flash'"
+    ):
         act(x, x, x, backend="flash")
 
 
 def test_an_unknown_platform_lists_the_names():
-    with pytest.raises(ValueError, match=r"^platform must be one of 'cpu', 'gpu', 'tpu'; got 'abacus'$"):
+    with pytest.raises(
+        ValueError, match=r"^platform must be one of 'cpu', 'gpu', 'tpu'; got 'abacus'$"
+    ):
         ask(platform="abacus")
 
 
@@ -214,7 +263,9 @@ def test_explain_takes_what_the_call_takes():
     assert found.backend == "reference"
     assert found.refusals["blocked"] is None
     assert "soft cap" in found.refusals["xla"]
-    everywhere = {name for name in BACKENDS if load(name).platforms is None} | ({"native"} if BUILT else set())
+    everywhere = {name for name in BACKENDS if load(name).platforms is None} | (
+        {"native"} if BUILT else set()
+    )
     assert "bias" in found.refusals["native"] or not BUILT
     assert explain(x, x, x).memory.keys() == everywhere or jax.default_backend() != "cpu"
 
@@ -240,7 +291,12 @@ def test_platform_of_tracers_is_that_of_the_default_device():
 def test_memory_is_about_what_is_compiled(backend, mask, dtype):
     x = shape(1, 2500, 3, 64, dtype=jnp.dtype(dtype))
     call = jax.jit(lambda x: dot_product_attention(x, x, x, mask=mask, backend=backend))
-    needed = call.lower(x).compile({"xla_backend_optimization_level": 0}).memory_analysis().temp_size_in_bytes
+    needed = (
+        call.lower(x)
+        .compile({"xla_backend_optimization_level": 0})
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
     estimate = explain(x, x, x, mask=mask, platform="cpu").memory[backend]
     assert needed / 2 < estimate < 2 * needed
 
@@ -262,7 +318,12 @@ def test_a_backend_is_named_as_its_module_and_says_where_it_runs(name):
 
 @pytest.mark.parametrize(
     ("kind", "capability"),
-    [("NVIDIA A100-SXM4-80GB", 8.0), ("NVIDIA H200", 9.0), ("NVIDIA GB200", 10.0), ("an abacus", 0.0)],
+    [
+        ("NVIDIA A100-SXM4-80GB", 8.0),
+        ("NVIDIA H200", 9.0),
+        ("NVIDIA GB200", 10.0),
+        ("an abacus", 0.0),
+    ],
 )
 def test_the_capability_is_that_of_the_gpu_compiled_for(kind, capability, monkeypatch):
     mesh = SimpleNamespace(abstract_device=SimpleNamespace(device_kind=kind))
@@ -275,5 +336,7 @@ def test_the_capability_is_that_of_the_gpu_at_hand(monkeypatch):
     device = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.1")
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert compute_capability() == 9.1
-    monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: SimpleNamespace(abstract_device=device))
+    monkeypatch.setattr(
+        jax.sharding, "get_abstract_mesh", lambda: SimpleNamespace(abstract_device=device)
+    )
     assert compute_capability() == 9.1

@@ -99,7 +99,13 @@ RUNS = [
     Run("blocked", "float64", cases=tuple(name for name in CASES if name not in LEFT_OUT)),
     Run("blocked", "float64", "gpu", cases=TOGETHER[::2]),
     Run("xla", "float32", refuses=COMMON | NO_CAP, cases=(*TOGETHER, *XLA_ALONE), width=1),
-    Run("xla", "float32", "tpu", refuses=COMMON | NO_CAP, cases=("values wider than queries", "soft cap")),
+    Run(
+        "xla",
+        "float32",
+        "tpu",
+        refuses=COMMON | NO_CAP,
+        cases=("values wider than queries", "soft cap"),
+    ),
 ]
 GPU = COMMON | {"at most 128 to run on every GPU": lambda case: case.sizes.h > 128}
 ODD = {  # where the mask is not one that cuDNN knows as structure
@@ -108,11 +114,21 @@ ODD = {  # where the mask is not one that cuDNN knows as structure
         and case.name not in ("one query", "one query and one key", "one head", "multi-query")
     )
 }
-if jax.default_backend() == "gpu":  # elsewhere these are not run at all, and must not look as if they were
-    RUNS += [Run("cudnn", dtype, "gpu", GPU | ODD | NO_CAP, width=8) for dtype in ("bfloat16", "float16")]
+if (
+    jax.default_backend() == "gpu"
+):  # elsewhere these are not run at all, and must not look as if they were
+    RUNS += [
+        Run("cudnn", dtype, "gpu", GPU | ODD | NO_CAP, width=8) for dtype in ("bfloat16", "float16")
+    ]
     if find_spec("tokamax"):
-        cap = {} if tokamax.implementation() == "mosaic" else {"gradient of the soft cap": NO_CAP["no soft cap"]}
-        RUNS += [Run("tokamax", dtype, "gpu", COMMON | cap, width=8) for dtype in ("bfloat16", "float16")]
+        cap = (
+            {}
+            if tokamax.implementation() == "mosaic"
+            else {"gradient of the soft cap": NO_CAP["no soft cap"]}
+        )
+        RUNS += [
+            Run("tokamax", dtype, "gpu", COMMON | cap, width=8) for dtype in ("bfloat16", "float16")
+        ]
 
 OWN_FILES = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
 RUNS += [  # a new backend computes every case, until a run above lists what it refuses
@@ -124,15 +140,25 @@ RUNS += [  # a new backend computes every case, until a run above lists what it 
 
 def results(case: Case, backend: str, dtype: str) -> dict[str, np.ndarray]:
     """Return the output and the gradients of all arrays under a random cotangent."""
-    with jax.enable_x64(dtype == "float64"), np.errstate(over="ignore"):  # what is huge is infinite in float16
+    with (
+        jax.enable_x64(dtype == "float64"),
+        np.errstate(over="ignore"),
+    ):  # what is huge is infinite in float16
         arrays = {name: jnp.asarray(x, dtype) for name, x in case.arrays.items()}
         cotangent = jnp.asarray(case.cotangent, dtype)
 
         def both(arrays, cotangent, key_data, mask):
-            options = {"mask": mask, "dropout": dropout(case, key_data), "backend": backend, **case.options}
+            options = {
+                "mask": mask,
+                "dropout": dropout(case, key_data),
+                "backend": backend,
+                **case.options,
+            }
             call = partial(dot_product_attention, **options)
             output, pull = jax.vjp(lambda arrays: call(**arrays), arrays)
-            if backend == "decode":  # differentiated it is the formula: its own output is that of a plain call
+            if (
+                backend == "decode"
+            ):  # differentiated it is the formula: its own output is that of a plain call
                 output = call(**arrays)
             return {"output": output, **pull(cotangent)[0]}
 
@@ -163,8 +189,12 @@ def check(case: Case, ours: dict[str, jax.Array], dtype: str) -> None:
     """Hold results to the rules of their dtype, and rows that see nothing to zeros."""
     assert {x.dtype.name for x in ours.values()} == {dtype}
     sides = wide(ours), plain(case, dtype) if dtype in LOW else {}, dict(truth(case, dtype))
-    if case.nonfinite:  # what was seen is NaN for all that a row reads, so only what stands by queries is compared
-        sides = tuple({name: side[name] for name in ("output", "query") if name in side} for side in sides)
+    if (
+        case.nonfinite
+    ):  # what was seen is NaN for all that a row reads, so only what stands by queries is compared
+        sides = tuple(
+            {name: side[name] for name in ("output", "query") if name in side} for side in sides
+        )
         assert np.isnan(sides[0]["output"]).any()
         assert not np.isnan(sides[0]["output"]).all()
     else:
@@ -188,7 +218,9 @@ def low_errors(ours, theirs, truth, dtype) -> dict[str, float]:
         np.testing.assert_array_equal(np.isnan(ours[name]), np.isnan(truth[name]))
     eps = float(jnp.finfo(dtype).eps)
     errors = tolerance.lower_dtype(ours, [theirs], truth, tolerance.LOW_GRADIENT, eps)
-    return errors | {"output": tolerance.lower_dtype(ours, [theirs], truth, tolerance.LOW_FORWARD, eps)["output"]}
+    return errors | {
+        "output": tolerance.lower_dtype(ours, [theirs], truth, tolerance.LOW_FORWARD, eps)["output"]
+    }
 
 
 @pytest.fixture
@@ -220,10 +252,15 @@ def test_equals_the_reference(run, case, on):
 @pairs(refused=True)
 def test_refuses_by_name_what_it_cannot_honour(run, case, on):
     on(run.platform, case.tiles)
-    refused = pytest.raises(Unsupported, match=f"^backend '{run.backend}' cannot honour this call: ")
+    refused = pytest.raises(
+        Unsupported, match=f"^backend '{run.backend}' cannot honour this call: "
+    )
     with jax.enable_x64(run.dtype == "float64"), refused as refusal:
         arrays = {name: jnp.asarray(x).astype(run.dtype) for name, x in case.arrays.items()}
-        options = {"mask": case.masked(Mask, jnp.asarray), "dropout": dropout(case, jnp.asarray(KEY))}
+        options = {
+            "mask": case.masked(Mask, jnp.asarray),
+            "dropout": dropout(case, jnp.asarray(KEY)),
+        }
         dot_product_attention(**arrays, **options, **case.options, backend=run.backend)
     assert any(phrase in str(refusal.value) for phrase in run.phrases(case))
 
@@ -276,7 +313,12 @@ def diagonals(Mask, array):
 UNKNOWN = Case("an unknown part in a window", diagonals, Sizes(v=3))
 
 
-SAFE = [Run("blocked", "float64"), Run("blocked", "float64", "gpu"), Run("decode", "float64"), Run("xla", "float32")]
+SAFE = [
+    Run("blocked", "float64"),
+    Run("blocked", "float64", "gpu"),
+    Run("decode", "float64"),
+    Run("xla", "float32"),
+]
 
 
 @pytest.mark.parametrize("run", SAFE, ids=str)
@@ -296,7 +338,8 @@ def test_a_part_that_splash_does_not_know_is_refused():
 @pytest.mark.parametrize("name", ["cudnn", "tokamax"])
 def test_a_part_that_a_gpu_kernel_does_not_know_is_no_band(name):
     call = prepare(
-        *[jnp.asarray(x, jnp.bfloat16) for x in UNKNOWN.arrays.values()], mask=UNKNOWN.masked(Mask, jnp.asarray)
+        *[jnp.asarray(x, jnp.bfloat16) for x in UNKNOWN.arrays.values()],
+        mask=UNKNOWN.masked(Mask, jnp.asarray),
     )
     assert not is_band(call)
     assert array_size(call) == 2 * 4 * 38 * 50
@@ -327,7 +370,11 @@ def total(backend, arrays, lengths, weigh=1.0):
 def test_eager_equals_jit(on, close):
     on("cpu", (8, 8))
     arrays = [jnp.asarray(x[:1, :9], jnp.float32) for x in SMALL.arrays.values()]
-    attend = partial(dot_product_attention, mask=Mask.causal() & Mask.lengths(key=jnp.array([7])), backend="blocked")
+    attend = partial(
+        dot_product_attention,
+        mask=Mask.causal() & Mask.lengths(key=jnp.array([7])),
+        backend="blocked",
+    )
     close(attend(*arrays), jit(attend)(*arrays))
 
 
@@ -360,7 +407,9 @@ def test_asking_for_weights_does_not_change_the_output(run, dtype):
 
     output, weights = jit(partial(attend, return_weights=True))(*small(dtype))
     np.testing.assert_array_equal(output, jit(attend)(*small(dtype)))
-    expected = partial(dot_product_attention, mask=Mask.causal(2), backend="reference", return_weights=True)
+    expected = partial(
+        dot_product_attention, mask=Mask.causal(2), backend="reference", return_weights=True
+    )
     np.testing.assert_array_equal(weights, jit(expected)(*small(dtype))[1])
 
 
@@ -371,7 +420,9 @@ def test_gradient_of_a_traced_scale(run, close):
         output = load(backend).attend(replace(call, scale=scale))
         return (output * jnp.asarray(SMALL.cotangent, output.dtype)).sum()
 
-    ours, theirs = (jit(jax.grad(partial(scaled, backend=name)))(0.7) for name in (run.backend, "reference"))
+    ours, theirs = (
+        jit(jax.grad(partial(scaled, backend=name)))(0.7) for name in (run.backend, "reference")
+    )
     close(ours, theirs)
 
 

@@ -29,7 +29,9 @@ def leaky(call: Call):
     group = call.query.shape[2] // call.key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (call.key, call.value))
     scores = jnp.einsum("btnh,bsnh->bnts", call.query, key) * call.scale
-    weights = jax.nn.softmax(jnp.where(call.mask.block(jnp.arange(T), jnp.arange(S)), scores, -1e30))
+    weights = jax.nn.softmax(
+        jnp.where(call.mask.block(jnp.arange(T), jnp.arange(S)), scores, -1e30)
+    )
     return jnp.einsum("bnts,bsnv->btnv", weights, value)
 
 
@@ -38,7 +40,9 @@ def contained(call: Call):
 
 
 def reference(call: Call):
-    options = {name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")}
+    options = {
+        name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")
+    }
     return reference_attention(call.query, call.key, call.value, None, call.mask, **options)[0]
 
 
@@ -49,7 +53,9 @@ def both(attend, inputs, lengths=LENGTHS):
     def run(inputs, lengths):
         mask = Mask.causal(2) & Mask.lengths(key=lengths)
         output, pullback = jax.vjp(lambda *inputs: attend(prepare(*inputs, mask=mask)), *inputs)
-        return dict(zip(("output", *NAMES), (output, *pullback(draw(*output.shape, seed=3))), strict=True))
+        return dict(
+            zip(("output", *NAMES), (output, *pullback(draw(*output.shape, seed=3))), strict=True)
+        )
 
     return run(inputs, lengths)
 
@@ -70,7 +76,9 @@ def test_finite_numbers_give_what_the_kernel_gives():
     ],
 )
 def test_what_is_not_finite_reaches_the_rows_that_see_it(close, devices, name, at, bad):
-    inputs = [x.at[at].set(bad) if name == given else x for given, x in zip(NAMES, arrays(), strict=True)]
+    inputs = [
+        x.at[at].set(bad) if name == given else x for given, x in zip(NAMES, arrays(), strict=True)
+    ]
     ours, theirs, plain = (both(attend, inputs) for attend in (contained, reference, leaky))
     seen = at != (1, 3, 0, 2)  # beyond the keys of its row
     for result in ("output", "query") if seen else ("output", *NAMES):
@@ -82,7 +90,9 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(close, devices, name, a
 
 @pytest.fixture(params=["one device", "many devices"])
 def devices(request):
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1 + 7 * request.param.startswith("many"),), ("x",))):
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((1 + 7 * request.param.startswith("many"),), ("x",))
+    ):
         yield
 
 
@@ -101,13 +111,19 @@ def test_a_batch_made_by_vmap_takes_one_branch_and_equals_the_batch(close):
     truth = jax.value_and_grad(partial(total, reference), argnums=1)(LENGTHS, query, key, value)
     values, gradients = jax.jit(rows)(LENGTHS, query, key, value)
     close((values.sum(), gradients), truth)
-    branches = [eqn for eqn in jax.make_jaxpr(rows)(LENGTHS, query, key, value).eqns if eqn.primitive.name == "cond"]
+    branches = [
+        eqn
+        for eqn in jax.make_jaxpr(rows)(LENGTHS, query, key, value).eqns
+        if eqn.primitive.name == "cond"
+    ]
     assert [eqn.invars[0].aval.shape for eqn in branches] == [(), ()]  # one forward, one backward
 
 
 def test_remat_changes_nothing(close):
     def again(call: Call):
-        attend = jax.checkpoint(lambda *inputs: contained(replace(call, **dict(zip(NAMES, inputs, strict=True)))))
+        attend = jax.checkpoint(
+            lambda *inputs: contained(replace(call, **dict(zip(NAMES, inputs, strict=True))))
+        )
         return attend(call.query, call.key, call.value)
 
     close(both(again, arrays()), both(contained, arrays()))
@@ -118,5 +134,7 @@ def test_finite_numbers_take_the_memory_of_one_head():
     attend = jax.jit(lambda *inputs: contain(prepare(*inputs), lambda call: jnp.sin(call.query)))
     found = attend.lower(*inputs).compile().memory_analysis()
     assert found is not None
-    extra = found.temp_size_in_bytes - inputs[0].nbytes  # the output of the kernel, which XLA keeps apart on CPU
+    extra = (
+        found.temp_size_in_bytes - inputs[0].nbytes
+    )  # the output of the kernel, which XLA keeps apart on CPU
     assert extra < memory(prepare(*inputs)) < inputs[1].nbytes

@@ -36,10 +36,18 @@ def draw(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
 
 
-def build(mask=None, bias=None, t=T, s=T, h=H, v=None, dtype=jnp.bfloat16, platform="gpu", **options):
+def build(
+    mask=None, bias=None, t=T, s=T, h=H, v=None, dtype=jnp.bfloat16, platform="gpu", **options
+):
     arrays = draw(B, t, N, h), draw(B, s, K, h, seed=1), draw(B, s, K, v or h, seed=2)
     mask = (Mask() if mask is None else mask).resolve(B, N, t, s)
-    options = {"scale": 0.3, "soft_cap": None, "sinks": None, "dropout": None, "precision": None} | options
+    options = {
+        "scale": 0.3,
+        "soft_cap": None,
+        "sinks": None,
+        "dropout": None,
+        "precision": None,
+    } | options
     return Call(*(x.astype(dtype) for x in arrays), bias, mask, platform=platform, **options)
 
 
@@ -56,7 +64,9 @@ def both_ways(attend, call):
 
 
 def reference(call):
-    options = {name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")}
+    options = {
+        name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")
+    }
     return reference_attention(call.query, call.key, call.value, call.bias, call.mask, **options)[0]
 
 
@@ -74,7 +84,9 @@ def through_xla(monkeypatch):
 
     def instead(*arrays, implementation, **options):
         assert implementation == "cudnn"
-        with jax.numpy_dtype_promotion("standard"):  # its own lengths do not work with x64 otherwise
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # its own lengths do not work with x64 otherwise
             return attention(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", instead)
@@ -108,10 +120,16 @@ PADDED = {
 @pytest.mark.parametrize("name", PADDED)
 def test_what_the_kernels_do_not_take_is_padded(name, plugin, through_xla, close, monkeypatch):
     options = dict(PADDED[name])
-    mask, bias = (BANDS | {"offset": Mask.causal(1)})[options.pop("mask")], options.pop("bias", None)
+    mask, bias = (
+        (BANDS | {"offset": Mask.causal(1)})[options.pop("mask")],
+        options.pop("bias", None),
+    )
     bias = None if bias is None else draw(*bias, seed=3).astype(jnp.float32)
     call = build(mask, bias, dtype=jnp.float32, **options)
-    assert cudnn.BACKEND.refuse(replace(call, query=call.query.astype(jnp.bfloat16), bias=None)) is None
+    assert (
+        cudnn.BACKEND.refuse(replace(call, query=call.query.astype(jnp.bfloat16), bias=None))
+        is None
+    )
     got, attention = [], jax.nn.dot_product_attention
 
     def taken(query, key, value, *arrays, **options):
@@ -133,7 +151,8 @@ def test_bias_through_xla(shape, plugin, through_xla, close):
 
 
 @pytest.mark.parametrize(
-    ("name", "mask"), [("query", "sliding_window"), ("key", "window_ends_before_the_keys"), ("value", "lengths")]
+    ("name", "mask"),
+    [("query", "sliding_window"), ("key", "window_ends_before_the_keys"), ("value", "lengths")],
 )
 def test_numbers_that_are_not_finite_through_xla(name, mask, plugin, through_xla, close):
     call = build(BANDS[mask], dtype=jnp.float32)
@@ -181,7 +200,10 @@ def test_lowered_structure(name, t, kind, window, lengths, plugin, monkeypatch):
     call = build(mask, t=t, s=t)
     assert cudnn.BACKEND.refuse(call) is None
     calls = lowered(call, monkeypatch)
-    assert [re.findall(r"__cudnn\$\w+", line)[0].endswith("Backward") for line in calls] == [False, True]
+    assert [re.findall(r"__cudnn\$\w+", line)[0].endswith("Backward") for line in calls] == [
+        False,
+        True,
+    ]
     for line in calls:
         assert f"mask_type: {kind}," in line
         assert f"sliding_window_length: {window}," in line
@@ -200,7 +222,9 @@ def test_memory():
     assert cudnn.BACKEND.memory(build(ARRAYS["segments"])) == copies + 2 * T * T
     assert cudnn.BACKEND.memory(build(ARRAYS["empty_row_of_one_head"])) == copies + 2 * N * T * T
     assert cudnn.BACKEND.memory(build(BANDS["causal"], draw(B, 1, 1, T))) == copies + 2 * B * T * T
-    assert cudnn.BACKEND.memory(build(BANDS["causal"], t=9, s=9, v=3)) == 2 * B * H * (2 * T * N + 2 * T * K)
+    assert cudnn.BACKEND.memory(build(BANDS["causal"], t=9, s=9, v=3)) == 2 * B * H * (
+        2 * T * N + 2 * T * K
+    )
     assert cudnn.BACKEND.memory(build(h=12)) == 2 * B * 16 * (2 * T * N + 2 * T * K)
 
 
@@ -214,7 +238,10 @@ def test_memory():
         ({"sinks": jnp.zeros(N)}, r"no attention sinks; got sinks of shape \(4,\)"),
         ({"dropout": KeyedDropout(0.25, jnp.zeros(2, jnp.uint32))}, "got dropout at rate 0.25"),
         ({"precision": jax.lax.Precision.HIGHEST}, "takes no precision; got .*HIGHEST"),
-        ({"bias": jnp.zeros((1, 1, T, T))}, "bias in the dtype of the query, bfloat16; got float32"),
+        (
+            {"bias": jnp.zeros((1, 1, T, T))},
+            "bias in the dtype of the query, bfloat16; got float32",
+        ),
     ],
 )
 def test_refuses(options, message, plugin):
@@ -226,9 +253,13 @@ def test_refuses_without_the_plugin(monkeypatch):
     assert 'pip install "jax[cuda]"' in (cudnn.BACKEND.refuse(build()) or "")
 
 
-@pytest.mark.parametrize(("capability", "widest"), [("8.0", 128), ("9.0", 256), ("10.0", 128), ("12.0", 128)])
+@pytest.mark.parametrize(
+    ("capability", "widest"), [("8.0", 128), ("9.0", 256), ("10.0", 128), ("12.0", 128)]
+)
 def test_the_widest_head_is_that_of_the_gpu(capability, widest, plugin, monkeypatch):
     device = type("Device", (), {"compute_capability": capability})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert cudnn.BACKEND.refuse(build(h=widest)) is None
-    assert f"and compute capability {capability}" in (cudnn.BACKEND.refuse(build(h=widest + 1)) or "")
+    assert f"and compute capability {capability}" in (
+        cudnn.BACKEND.refuse(build(h=widest + 1)) or ""
+    )

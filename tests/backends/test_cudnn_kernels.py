@@ -38,12 +38,28 @@ SEGMENTS = integers(Mask.segments, B, T)
 TAKES = {
     "float16": {"dtype": "float16", "mask": CAUSAL},
     # head widths
-    **{f"h={h}": {"h": h, "mask": CAUSAL} for h in (1, 4, 8, 24, 72, 96, 100, 128, 136, 192, 200, 256)},
-    **{f"h={h}, v={v}": {"h": h, "v": v, "mask": CAUSAL} for h, v in ((192, 128), (64, 128), (40, 5), (8, 250))},
+    **{
+        f"h={h}": {"h": h, "mask": CAUSAL}
+        for h in (1, 4, 8, 24, 72, 96, 100, 128, 136, 192, 200, 256)
+    },
+    **{
+        f"h={h}, v={v}": {"h": h, "v": v, "mask": CAUSAL}
+        for h, v in ((192, 128), (64, 128), (40, 5), (8, 250))
+    },
     # numbers of tokens, which are odd or fill no tile
     **{
         f"t={t}, s={s}": {"t": t, "s": s}
-        for t, s in ((1, 512), (2, 512), (512, 1), (3, 5), (192, 192), (197, 197), (448, 1500), (513, 512), (512, 513))
+        for t, s in (
+            (1, 512),
+            (2, 512),
+            (512, 1),
+            (3, 5),
+            (192, 192),
+            (197, 197),
+            (448, 1500),
+            (513, 512),
+            (512, 513),
+        )
     },
     "5000 causal": {"t": 5000, "mask": CAUSAL},
     "odd causal": {"t": 513, "mask": CAUSAL},
@@ -72,11 +88,22 @@ TAKES = {
     "half a tile": {"t": 192, "mask": Mask.window(64, 64)},
     "odd array": {"t": 197, "mask": Mask.window(64, 64)},
     "one query, array": {"t": 1, "s": 512, "mask": Mask.causal(511) & LENGTHS},
-    **{f"dense {shape}": {"mask": dense(*shape)} for shape in ((1, 1, T, T), (B, 1, 1, T), (1, N, T, T), (B, N, T, T))},
+    **{
+        f"dense {shape}": {"mask": dense(*shape)}
+        for shape in ((1, 1, T, T), (B, 1, 1, T), (1, N, T, T), (B, N, T, T))
+    },
     # bias, with its gradient
     **{
         f"bias {shape}": {"bias": shape}
-        for shape in ((1, 1, T, T), (B, 1, T, T), (1, N, T, T), (B, N, T, T), (B, 1, 1, T), (1, N, T, 1), (1, N, 1, 1))
+        for shape in (
+            (1, 1, T, T),
+            (B, 1, T, T),
+            (1, N, T, T),
+            (B, N, T, T),
+            (B, 1, 1, T),
+            (1, N, T, 1),
+            (1, N, 1, 1),
+        )
     },
     "bias, causal": {"bias": (1, N, T, T), "mask": CAUSAL},
     "bias, lengths": {"bias": (1, N, T, T), "mask": LENGTHS},
@@ -94,9 +121,15 @@ REFUSES = {
     "values too wide": ({"v": 264}, "on Hopper .* up to 256; got h=64, v=264"),
     "soft cap": ({"soft_cap": 30.0}, "no soft cap"),
     "sinks": ({"sinks": ShapeDtypeStruct((N,), jnp.float32)}, "no attention sinks"),
-    "dropout": ({"dropout": KeyedDropout(0.1, ShapeDtypeStruct((2,), jnp.uint32))}, "drop by key and index"),
+    "dropout": (
+        {"dropout": KeyedDropout(0.1, ShapeDtypeStruct((2,), jnp.uint32))},
+        "drop by key and index",
+    ),
     "precision": ({"precision": "highest"}, "takes no precision"),
-    "another bias": ({"bias": (1, 1, T, T), "bias_dtype": "float32"}, "bias in the dtype of the query"),
+    "another bias": (
+        {"bias": (1, 1, T, T), "bias_dtype": "float32"},
+        "bias in the dtype of the query",
+    ),
 }
 
 KERNELS_REFUSE = {
@@ -106,9 +139,23 @@ KERNELS_REFUSE = {
 }
 
 
-def build(b=B, t=T, s=None, n=N, k=None, h=H, v=None, dtype="bfloat16", bias=None, bias_dtype=None, **options):
+def build(
+    b=B,
+    t=T,
+    s=None,
+    n=N,
+    k=None,
+    h=H,
+    v=None,
+    dtype="bfloat16",
+    bias=None,
+    bias_dtype=None,
+    **options,
+):
     s, k, v = s or t, k or n, v or h
-    shapes = {"query": (b, t, n, h), "key": (b, s, k, h), "value": (b, s, k, v)} | ({"bias": bias} if bias else {})
+    shapes = {"query": (b, t, n, h), "key": (b, s, k, h), "value": (b, s, k, v)} | (
+        {"bias": bias} if bias else {}
+    )
     arrays = {name: ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     if bias_dtype:
         arrays["bias"] = ShapeDtypeStruct(bias, bias_dtype)
@@ -129,13 +176,18 @@ def target():
 def kernels(target, call, attend):
     """The names of the calls of cuDNN that a call and its gradients compile to."""
     function = with_gradients(call, lambda arrays: attend(**arrays, **call.options))
-    program = compiled(target, function, (call.arrays, call.cotangent), call.arrays["query"].shape[0])
+    program = compiled(
+        target, function, (call.arrays, call.cotangent), call.arrays["query"].shape[0]
+    )
     return re.findall(r'custom_call_target="__cudnn\$(\w+)"', program.as_text() or "")
 
 
 @pytest.mark.parametrize("name", TAKES)
 def test_what_is_taken_has_kernels(name, target):
-    backward = [found.endswith("Backward") for found in kernels(target, build(**TAKES[name]), kernel("cudnn").ours)]
+    backward = [
+        found.endswith("Backward")
+        for found in kernels(target, build(**TAKES[name]), kernel("cudnn").ours)
+    ]
     assert set(backward) == {True, False}
 
 

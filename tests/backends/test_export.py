@@ -14,7 +14,9 @@ from flax_attn.backends.native import kernel
 from flax_attn.backends.registry import BACKENDS, load
 from flax_attn.modules.matrix_product import dot_general
 
-built = pytest.mark.skipif(native.library() is None, reason="the library was not built: no C++ compiler")
+built = pytest.mark.skipif(
+    native.library() is None, reason="the library was not built: no C++ compiler"
+)
 OURS = re.compile(r"custom_call @(flax_attn[\w.]+)")
 EVERYWHERE = [name for name in BACKENDS if load(name).platforms is None]
 
@@ -23,7 +25,9 @@ def step(x, matrix):
     """Return a loss with a call of every function of the library but the grouped product, and its gradients."""
 
     def loss(x, matrix):
-        output = dot_product_attention(x, x, x, mask=Mask.causal(), sinks=jnp.arange(2.0), soft_cap=3.0)
+        output = dot_product_attention(
+            x, x, x, mask=Mask.causal(), sinks=jnp.arange(2.0), soft_cap=3.0
+        )
         return jnp.square(dot_general(output[:, -1, 0], matrix, (((1,), (0,)), ((), ())))).sum()
 
     return jax.value_and_grad(loss, argnums=(0, 1))(x, matrix)
@@ -31,11 +35,15 @@ def step(x, matrix):
 
 def arrays(b=3):
     random = np.random.default_rng(b)
-    return tuple(jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((b, 80, 2, 16), (16, 5)))
+    return tuple(
+        jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((b, 80, 2, 16), (16, 5))
+    )
 
 
 def exported(function, *arguments, **options):
-    return jax.export.export(jax.jit(function), disabled_checks=native.export_checks(), **options)(*arguments)
+    return jax.export.export(jax.jit(function), disabled_checks=native.export_checks(), **options)(
+        *arguments
+    )
 
 
 def calls(program):
@@ -62,10 +70,14 @@ def test_a_program_is_loaded_in_another_process(tmp_path, close):
     symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 80, 2, 16"), x.dtype)
     for given in (x, symbolic):
         program = exported(step, given, matrix)
-        assert {"flax_attn.attention_forward.v1", "flax_attn.attention_backward.v1"} <= calls(program)
+        assert {"flax_attn.attention_forward.v1", "flax_attn.attention_backward.v1"} <= calls(
+            program
+        )
         (tmp_path / "program").write_bytes(program.serialize())
         np.savez(tmp_path / "given.npz", x=x, matrix=matrix)
-        done = subprocess.run([sys.executable, "-c", LOAD, tmp_path], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD, tmp_path], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         with np.load(tmp_path / "found.npz") as file:
             found = dict(file)
@@ -123,7 +135,9 @@ def test_a_batch_that_is_symbolic(backend, close):
         return dot_product_attention(x, x, x, mask=Mask.causal(), backend=backend)
 
     x = arrays()[0]
-    program = exported(attend, jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 80, 2, 16"), x.dtype))
+    program = exported(
+        attend, jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 80, 2, 16"), x.dtype)
+    )
     close(program.call(x), jax.jit(attend)(x))
 
 

@@ -55,7 +55,9 @@ def test_a_mean_of_the_largest_values_is_finite(close, backend, name):
     largest = float(jnp.finfo(jnp.float32).max)
     value = np.clip(VALUE, -0.98, 0.98) * largest
     arrays = [jnp.asarray(x, jnp.float32) for x in (QUERY[:, :t], KEY, value)]
-    cotangent = jnp.asarray(COTANGENT[:, :t] * 1e-5, jnp.float32)  # so that it can be multiplied by values
+    cotangent = jnp.asarray(
+        COTANGENT[:, :t] * 1e-5, jnp.float32
+    )  # so that it can be multiplied by values
     found = results(backend, arrays, cotangent, **options)
     assert all(np.isfinite(x).all() for x in found.values())
     close(found, results("reference", arrays, cotangent, **options))
@@ -179,21 +181,31 @@ def test_a_function_over_an_empty_batch():
 def test_ids_of_more_bits_than_there_are_without_64():
     large = np.array([2**32, 0, 0])
     with pytest.raises(
-        ValueError, match=r"query segments must fit 32 bits while jax_enable_x64 is off; got ids from 0 to"
+        ValueError,
+        match=r"query segments must fit 32 bits while jax_enable_x64 is off; got ids from 0 to",
     ):
         Mask.segments(large)
     with pytest.raises(
-        ValueError, match=r"key segments must fit 32 bits.*Number them.*np\.unique\(ids, return_inverse"
+        ValueError,
+        match=r"key segments must fit 32 bits.*Number them.*np\.unique\(ids, return_inverse",
     ):
         Mask.segments(np.zeros(3, int), large)
-    same = jax.jit(lambda x: x[None, None] & Mask.segments(np.array([7, 7, 2], np.int64)).materialise(1, 1, 3, 3))
-    assert same(jnp.ones((3, 3), bool))[0, 0].tolist() == [[True, True, False]] * 2 + [[False, False, True]]
+    same = jax.jit(
+        lambda x: (
+            x[None, None] & Mask.segments(np.array([7, 7, 2], np.int64)).materialise(1, 1, 3, 3)
+        )
+    )
+    assert same(jnp.ones((3, 3), bool))[0, 0].tolist() == [[True, True, False]] * 2 + [
+        [False, False, True]
+    ]
     with jax.enable_x64(True):
         wide = Mask.segments(large)
         assert wide.parts[0].query.dtype == jnp.int64
         assert wide.materialise(1, 1, 3, 3)[0, 0, 0].tolist() == [True, False, False]
         x = jnp.ones((1, 3, 2, 4), jnp.float32)
-        with pytest.raises(Unsupported, match="native compares segment ids of up to 32 bits; got 64"):
+        with pytest.raises(
+            Unsupported, match="native compares segment ids of up to 32 bits; got 64"
+        ):
             dot_product_attention(x, x, x, mask=wide, backend="native")
 
 
@@ -210,8 +222,14 @@ WRONG = {
     "sinks": ("x", r"sinks must be Array or ndarray; got str"),
     "mask": ("causal", r"mask must be an array, a number or a list; got str"),
     "scale": (1j, r"scale is one real number for all scores.*got scale=1j"),
-    "soft_cap": (jnp.float32(3), r"soft_cap must be positive, a number from .* known before tracing"),
-    "precision": ("nonsense", r"precision must be one that jax\.lax\.dot_general takes; got 'nonsense'\. Pass None"),
+    "soft_cap": (
+        jnp.float32(3),
+        r"soft_cap must be positive, a number from .* known before tracing",
+    ),
+    "precision": (
+        "nonsense",
+        r"precision must be one that jax\.lax\.dot_general takes; got 'nonsense'\. Pass None",
+    ),
     "dropout": (0.5, r"dropout must be .*KeyedDropout.*; got float"),
 }
 
@@ -227,13 +245,17 @@ def test_arguments_of_another_kind_are_refused_by_name(function, name):
 
 @pytest.mark.usefixtures("no_shape_checks")
 def test_precisions_that_cannot_be_hashed():
-    with pytest.raises(ValueError, match=r"precision must be one that .*; got \[1\.0, 2\.0, 3\.0\]"):
+    with pytest.raises(
+        ValueError, match=r"precision must be one that .*; got \[1\.0, 2\.0, 3\.0\]"
+    ):
         dot_product_attention(X, X, X, precision=[1.0, 2.0, 3.0])
 
 
 @pytest.mark.usefixtures("no_shape_checks")
 def test_a_traced_soft_cap_is_refused():
-    with pytest.raises(ValueError, match=r"soft_cap must be positive.*known before tracing; got soft_cap=.*Tracer"):
+    with pytest.raises(
+        ValueError, match=r"soft_cap must be positive.*known before tracing; got soft_cap=.*Tracer"
+    ):
         jax.jit(lambda cap: dot_product_attention(X, X, X, soft_cap=cap))(2.0)
 
 

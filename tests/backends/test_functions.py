@@ -30,14 +30,19 @@ OTHERS = {"table": (N, T + S), "gate": (T,), "bias": (1, N, T, S), "sinks": (N,)
 def tiles(monkeypatch):
     def patch(platform="cpu"):
         monkeypatch.setattr("flax_attn.backends.call.platform_of", lambda _: platform)
-        monkeypatch.setattr(load("blocked"), "block", 16 if platform == "cpu" else 64)  # there a block is a quarter
+        monkeypatch.setattr(
+            load("blocked"), "block", 16 if platform == "cpu" else 64
+        )  # there a block is a quarter
         monkeypatch.setattr(load("blocked"), "edge", 8)
 
     return patch
 
 
 def arrays(names=(*SHAPES, *OTHERS), dtype="float64"):
-    found = {name: np.random.default_rng(len(name)).normal(size=(SHAPES | OTHERS)[name]) for name in names}
+    found = {
+        name: np.random.default_rng(len(name)).normal(size=(SHAPES | OTHERS)[name])
+        for name in names
+    }
     if "bias" in found:
         found["bias"][np.random.default_rng(9).random(found["bias"].shape) < 0.2] = -np.inf
     return {name: jnp.asarray(x, dtype) for name, x in found.items()}
@@ -58,7 +63,9 @@ def everything(arrays, backend, mask):
     others = {name: arrays[name] for name in (*SHAPES, "bias", "sinks")}
     dropout = KeyedDropout(0.2, jnp.array([3, 4], jnp.uint32))
     score = rescored(arrays["table"], arrays["gate"])
-    return dot_product_attention(**others, mask=mask, score=score, soft_cap=2.0, dropout=dropout, backend=backend)
+    return dot_product_attention(
+        **others, mask=mask, score=score, soft_cap=2.0, dropout=dropout, backend=backend
+    )
 
 
 def both(function, arrays):
@@ -68,7 +75,9 @@ def both(function, arrays):
 
 def assert_close(found, expected, allowed=tolerance.GRADIENT):
     for name, ours in found.items():
-        assert np.abs(ours - expected[name]).max() <= allowed * max(np.abs(expected[name]).max(), 1), name
+        assert np.abs(ours - expected[name]).max() <= allowed * max(
+            np.abs(expected[name]).max(), 1
+        ), name
 
 
 PLAIN = Mask.where(sees)
@@ -80,7 +89,9 @@ MASKED = {
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("name", "platform"), [(name, "cpu") for name in MASKED] + [("summarised", "gpu")], ids=str)
+@pytest.mark.parametrize(
+    ("name", "platform"), [(name, "cpu") for name in MASKED] + [("summarised", "gpu")], ids=str
+)
 def test_with_everything_else_a_call_may_have(name, platform, tiles):
     tiles(platform)
     ours, theirs = (
@@ -96,17 +107,25 @@ def test_with_everything_else_a_call_may_have(name, platform, tiles):
 def test_a_function_is_told_of_positions(tiles):
     tiles()
     given, offset, order = arrays(SHAPES), jnp.array([3, 15]), jnp.asarray(DRAW.permutation(S))
-    late = ScoreFunction(lambda score, b, n, i, j: score * (1 + (i + 2 * j) % 7).astype(score.dtype), None, order)
+    late = ScoreFunction(
+        lambda score, b, n, i, j: score * (1 + (i + 2 * j) % 7).astype(score.dtype), None, order
+    )
     late = ScoreFunction(late.function, jnp.arange(T)[None] + offset[:, None], order)
     i, j = (jnp.arange(T)[None] + offset[:, None])[:, None, :, None], order[None, None, None]
     factor = 1 + (i + 2 * j) % 7
     mask = Mask.where(lambda b, n, i, j: (i - j) % 3 > 0, offset)
-    seen = (jnp.arange(T)[None, None, :, None] + offset[:, None, None, None] - jnp.arange(S)[None, None, None]) % 3 > 0
+    seen = (
+        jnp.arange(T)[None, None, :, None]
+        + offset[:, None, None, None]
+        - jnp.arange(S)[None, None, None]
+    ) % 3 > 0
 
     def by_hand(given):
         keys, values = (jnp.repeat(given[name], N // K, axis=2) for name in ("key", "value"))
         scores = jnp.einsum("bthd,bshd->bhts", given["query"], keys).swapaxes(1, 1) * H**-0.5
-        weights = jax.nn.softmax(jnp.where(seen, scores * factor.astype(scores.dtype), -jnp.inf), axis=-1)
+        weights = jax.nn.softmax(
+            jnp.where(seen, scores * factor.astype(scores.dtype), -jnp.inf), axis=-1
+        )
         return jnp.einsum("bhts,bshd->bthd", weights, values)
 
     def ours(backend, given):
@@ -131,7 +150,8 @@ def test_what_stands_in_hidden_slots_does_not_reach_captured_arrays(tiles):
     for backend in ("blocked", "reference", "decode"):
         run = jit(partial(both, partial(attend, backend=backend)))
         found, expected = (
-            run(given | {name: given[name].at[1, 9:].set(fill) for name in ("key", "value")}) for fill in (largest, 0.0)
+            run(given | {name: given[name].at[1, 9:].set(fill) for name in ("key", "value")})
+            for fill in (largest, 0.0)
         )
         for name, ours in found.items():
             np.testing.assert_array_equal(ours, expected[name])
@@ -146,9 +166,13 @@ def test_queries_that_fill_up_a_block_do_not_reach_gradients(tiles):
     def loss(given, backend):
         qkv, slope = {name: given[name] for name in SHAPES}, given["slope"]
         far = lambda score, b, n, i, j: score + slope * abs(i - j).astype(score.dtype)  # noqa: E731
-        return (dot_product_attention(**qkv, mask=Mask.causal(0), score=far, backend=backend) ** 2).sum()
+        return (
+            dot_product_attention(**qkv, mask=Mask.causal(0), score=far, backend=backend) ** 2
+        ).sum()
 
-    found, reference = (jit(jax.grad(partial(loss, backend=backend)))(given) for backend in ("blocked", "reference"))
+    found, reference = (
+        jit(jax.grad(partial(loss, backend=backend)))(given) for backend in ("blocked", "reference")
+    )
     assert_close(found, reference)
 
 
@@ -161,14 +185,20 @@ def test_captured_arrays_are_seen_by_transforms(tiles):
     def loss(table, given, backend):
         qkv = {name: given[name] for name in SHAPES}
         score = rescored(table, given["gate"])
-        return jnp.square(dot_product_attention(**qkv, mask=PLAIN, score=score, backend=backend)).sum()
+        return jnp.square(
+            dot_product_attention(**qkv, mask=PLAIN, score=score, backend=backend)
+        ).sum()
 
     found = jit(jax.vmap(jax.grad(partial(loss, backend="blocked")), (0, None)))(tables, given)
     for ours, table in zip(found, tables, strict=True):
-        np.testing.assert_allclose(ours, jax.grad(loss)(table, given, "reference"), rtol=0, atol=1e-11)
+        np.testing.assert_allclose(
+            ours, jax.grad(loss)(table, given, "reference"), rtol=0, atol=1e-11
+        )
     along = jnp.cos(given["table"])
     curvatures = [
-        jit(lambda t, b=backend: jax.jvp(lambda t: jax.grad(loss)(t, given, b), (t,), (along,))[1])(given["table"])
+        jit(lambda t, b=backend: jax.jvp(lambda t: jax.grad(loss)(t, given, b), (t,), (along,))[1])(
+            given["table"]
+        )
         for backend in ("blocked", "reference")
     ]
     np.testing.assert_allclose(*curvatures, rtol=0, atol=tolerance.SECOND)
@@ -186,7 +216,9 @@ def test_a_function_that_is_made_anew_is_compiled_once(tiles):
     def of(ids, distance):
         return Mask.where(lambda b, n, i, j: (ids[b, i] == ids[b, j]) & (i - j < distance))
 
-    outputs = [attend(given, of(IDS + 5 * i, 9)) for i in range(2)] + [attend(given, of(IDS.at[0, :9].set(7), 9))]
+    outputs = [attend(given, of(IDS + 5 * i, 9)) for i in range(2)] + [
+        attend(given, of(IDS.at[0, :9].set(7), 9))
+    ]
     assert len(traced) == 1  # arrays are arguments
     assert (outputs[0] == outputs[1]).all()
     assert (outputs[0] != outputs[2]).any()
@@ -231,7 +263,9 @@ def test_an_eager_call_compiles_its_loops_once(tiles):
     assert [compiled(kept) for _ in range(3)] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("reference", "decode", "blocked")])
+@pytest.mark.parametrize(
+    "name", [name for name in BACKENDS if name not in ("reference", "decode", "blocked")]
+)
 def test_other_backends_refuse_a_function_of_scores_by_its_name(name):
     on = {"native": "cpu", "xla": "cpu", "splash": "cpu"}.get(name, "gpu")
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16 if on == "gpu" else jnp.float32)
@@ -251,9 +285,14 @@ def test_auto_goes_where_functions_run():
         found = explain(x, x, x, mask=Mask.where(lambda b, n, i, j: i > j), platform=platform)
         assert found.backend == "blocked"
         assert "Where" in (found.refusals["native"] + found.refusals["splash"]) or platform == "gpu"
-        assert explain(x, x, x, score=lambda score, b, n, i, j: score, platform=platform).backend == "blocked"
+        assert (
+            explain(x, x, x, score=lambda score, b, n, i, j: score, platform=platform).backend
+            == "blocked"
+        )
     with pytest.raises(Unsupported, match="native takes no function of scores"):
-        dot_product_attention(*(jnp.ones((1, 4, 1, 8)),) * 3, score=lambda s, b, n, i, j: s, backend="native")
+        dot_product_attention(
+            *(jnp.ones((1, 4, 1, 8)),) * 3, score=lambda s, b, n, i, j: s, backend="native"
+        )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -278,15 +317,21 @@ def tile_table(mask, size):
 
 @pytest.mark.parametrize("size", [3, 8, 64])
 def test_a_summary_says_which_tiles_are_empty_and_which_are_whole(size):
-    mask = Mask.where(lambda b, n, i, j: (i // 8 != j // 6 + n) | (j == 2 + b)) & Mask.lengths(key=jnp.array([S, 9]))
+    mask = Mask.where(lambda b, n, i, j: (i // 8 != j // 6 + n) | (j == 2 + b)) & Mask.lengths(
+        key=jnp.array([S, 9])
+    )
     summary = mask.summarise(T, S, b=B, n=N, tile=size).parts[0].summary
     for found, expected in zip((summary.some, summary.whole), tile_table(mask, size), strict=True):
         np.testing.assert_array_equal(np.broadcast_to(found, expected.shape), expected)
 
 
-@pytest.mark.parametrize("others", [Mask(), Mask.causal(9), Mask.window(4, 30, 2)], ids=["alone", "causal", "window"])
+@pytest.mark.parametrize(
+    "others", [Mask(), Mask.causal(9), Mask.window(4, 30, 2)], ids=["alone", "causal", "window"]
+)
 def test_tiles_hold_what_is_seen(others):
-    mask = Mask.where(lambda b, n, i, j: (i // 8 - j // 8) % 3 != 1).summarise(T, S, tile=4) & others
+    mask = (
+        Mask.where(lambda b, n, i, j: (i // 8 - j // 8) % 3 != 1).summarise(T, S, tile=4) & others
+    )
     seen = np.asarray(mask.materialise(1, 1, T, S))[0, 0]
     starts = jnp.arange(0, S, 8, dtype=jnp.int32)
     skipped = needless = 0
@@ -329,7 +374,10 @@ def _counting(allow, counts):
 
 def test_a_summary_is_one_of_its_size():
     mask = Mask.where(lambda b, n, i, j: i > j + n).summarise(T, S, n=N)
-    with pytest.raises(ValueError, match=rf"got t={T}, s={T}, and a summary for t={T}, s={S}\. Make it for this call"):
+    with pytest.raises(
+        ValueError,
+        match=rf"got t={T}, s={T}, and a summary for t={T}, s={S}\. Make it for this call",
+    ):
         mask.materialise(B, N, T, T)
     with pytest.raises(ValueError, match=f"this mask of a function is one for n={N}; got n=2"):
         mask.materialise(B, 2, T, S)

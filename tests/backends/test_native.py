@@ -20,12 +20,16 @@ from .conformance import CASES, FAST
 from .test_conformance import LEFT_OUT, LOWER, Run, check, pairs, results
 
 jit = partial(jax.jit, compiler_options=FAST)
-built = pytest.mark.skipif(native.library() is None, reason="the library was not built: no C++ compiler")
+built = pytest.mark.skipif(
+    native.library() is None, reason="the library was not built: no C++ compiler"
+)
 LEVELS = native.levels()
 
 
 def parts(case):
-    return [type(part).__name__ for part in (case.mask(Mask, jnp.asarray).parts if case.mask else ())]
+    return [
+        type(part).__name__ for part in (case.mask(Mask, jnp.asarray).parts if case.mask else ())
+    ]
 
 
 REFUSES = {
@@ -35,7 +39,14 @@ REFUSES = {
         {"Dense", "Where"}.intersection(parts(case)) and not case.rate and case.bias is None
     ),
 }
-FLOAT32 = [Run("native", "float32", refuses=REFUSES, cases=tuple(name for name in CASES if name not in LEFT_OUT))]
+FLOAT32 = [
+    Run(
+        "native",
+        "float32",
+        refuses=REFUSES,
+        cases=tuple(name for name in CASES if name not in LEFT_OUT),
+    )
+]
 LOW = [Run("native", dtype, refuses=REFUSES, cases=LOWER) for dtype in ("bfloat16", "float16")]
 
 
@@ -61,7 +72,9 @@ def test_is_as_near_the_truth_in_a_lower_dtype(run, case):
 @built
 @pairs(FLOAT32, refused=True)
 def test_refuses_by_name_what_it_cannot_honour(run, case):
-    with pytest.raises(Unsupported, match=r"^backend 'native' cannot honour this call: ") as refusal:
+    with pytest.raises(
+        Unsupported, match=r"^backend 'native' cannot honour this call: "
+    ) as refusal:
         results(case, run.backend, run.dtype)
     assert any(phrase in str(refusal.value) for phrase in run.phrases(case))
 
@@ -83,7 +96,11 @@ def both(given, backend, **options):
     """Return the outputs of a call alone and of one that is differentiated, and gradients under a random cotangent."""
     output, pull = jax.vjp(lambda given: attend(given, backend, **options), given)
     alone = attend(given, backend, **options)
-    return {"output": output, "alone": alone, **pull(draw("cotangent", *output.shape).astype(output.dtype))[0]}
+    return {
+        "output": output,
+        "alone": alone,
+        **pull(draw("cotangent", *output.shape).astype(output.dtype))[0],
+    }
 
 
 def errors(given, dtype="float32", **options):
@@ -93,7 +110,10 @@ def errors(given, dtype="float32", **options):
     with jax.enable_x64(True):
         wide = {name: x.astype("float64") for name, x in given.items()}
         truth = jit(partial(both, backend="reference", **options))(wide)
-    sides = [{name: np.asarray(x, np.float64) for name, x in side.items()} for side in (ours, plain, truth)]
+    sides = [
+        {name: np.asarray(x, np.float64) for name, x in side.items()}
+        for side in (ours, plain, truth)
+    ]
     eps = float(jnp.finfo(dtype).eps)
     rule = partial(tolerance.lower_dtype, sides[0], [sides[1]], sides[2])
     forward = rule(tolerance.LOW_FORWARD, eps)
@@ -105,7 +125,9 @@ MASKS = {
     "causal": lambda t, s: Mask.causal(s - t),
     "sliding": lambda t, s: Mask.sliding_window(1 + s // 3, s - t),
     "lengths": lambda t, s: Mask.lengths(key=jnp.array([s, s // 2])),
-    "packed": lambda t, s: Mask.segments(np.arange(t) // 20, np.arange(s) // 20) & Mask.causal(max(s - t, 0)),
+    "packed": lambda t, s: (
+        Mask.segments(np.arange(t) // 20, np.arange(s) // 20) & Mask.causal(max(s - t, 0))
+    ),
 }
 
 
@@ -117,7 +139,12 @@ MASKS = {
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )  # fmt: skip
 def test_random_calls_equal_the_reference(t, s, widths, mask, soft_cap, dtype):
-    found = errors(arrays(t, s, 2, 2, 1, *widths, dtype=dtype), dtype, mask=MASKS[mask](t, s), soft_cap=soft_cap)
+    found = errors(
+        arrays(t, s, 2, 2, 1, *widths, dtype=dtype),
+        dtype,
+        mask=MASKS[mask](t, s),
+        soft_cap=soft_cap,
+    )
     assert max(found.values()) <= 1, found
 
 
@@ -127,11 +154,16 @@ def query_gradient_errors(given, mask):
 
     def gradient(backend, dtype):
         cast = {key: x.astype(dtype) for key, x in given.items()}
-        return jax.grad(lambda x: (attend(x, backend, mask=mask) * cotangent.astype(dtype)).sum())(cast)["query"]
+        return jax.grad(lambda x: (attend(x, backend, mask=mask) * cotangent.astype(dtype)).sum())(
+            cast
+        )["query"]
 
     with jax.enable_x64(True):
         exact = np.asarray(gradient("reference", "float64"))
-    return (np.abs(np.asarray(gradient(b, "float32")) - exact).mean((0, 2, 3)) for b in ("native", "reference"))
+    return (
+        np.abs(np.asarray(gradient(b, "float32")) - exact).mean((0, 2, 3))
+        for b in ("native", "reference")
+    )
 
 
 @built
@@ -140,7 +172,9 @@ def query_gradient_errors(given, mask):
 def test_what_all_keys_share_costs_the_gradient_of_the_query_no_digits(name, mask, level):
     # The gradients of the scores of a row add up to 0, which rounding must not multiply by what all keys share.
     level(name)
-    given = {key: 0.1 * x + (5 if key != "query" else 0) for key, x in arrays(70, 70, h=16, v=16).items()}
+    given = {
+        key: 0.1 * x + (5 if key != "query" else 0) for key, x in arrays(70, 70, h=16, v=16).items()
+    }
     ours, plain = query_gradient_errors(given, mask)
     assert ours.mean() <= plain.mean() / 4
 
@@ -161,14 +195,17 @@ def test_a_large_key_costs_the_queries_no_digits_that_do_not_see_it(name, level)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_instruction_level(name, dtype, t, level):
     level(name)
-    found = errors(arrays(t, 200, h=24, v=17, dtype=dtype), dtype, mask=Mask.causal(200 - t), soft_cap=3.0)
+    found = errors(
+        arrays(t, 200, h=24, v=17, dtype=dtype), dtype, mask=Mask.causal(200 - t), soft_cap=3.0
+    )
     assert max(found.values()) <= 1, found
 
 
 @built
 def test_a_level_that_the_processor_does_not_have_is_refused():
     with pytest.raises(
-        ValueError, match=r"instruction level must be one of \['.*'baseline'\] on this machine; got 'mmx'"
+        ValueError,
+        match=r"instruction level must be one of \['.*'baseline'\] on this machine; got 'mmx'",
     ):
         native.choose_level("mmx")
 
@@ -213,7 +250,9 @@ TRANSFORMS = {
 @built
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_derivatives_equal_those_of_the_reference(name, close):
-    ours, theirs = (jit(TRANSFORMS[name](partial(scalar, backend=b)))(SMALL) for b in ("native", "reference"))
+    ours, theirs = (
+        jit(TRANSFORMS[name](partial(scalar, backend=b)))(SMALL) for b in ("native", "reference")
+    )
     close(ours, theirs)
 
 
@@ -241,7 +280,9 @@ def test_vmap_over_each_operand(axes, kind, close):
         f = partial(scalar, backend=backend)
         return {
             "grad of vmap": jax.grad(lambda x: jax.vmap(f, (axes,))(x).sum()),
-            "vmap of jvp of grad": jax.vmap(lambda x: jax.jvp(jax.grad(f), (x,), (ALONG,)), (axes,)),
+            "vmap of jvp of grad": jax.vmap(
+                lambda x: jax.jvp(jax.grad(f), (x,), (ALONG,)), (axes,)
+            ),
         }[kind]
 
     close(*(jit(apply(backend))(x) for backend in ("native", "reference")))
@@ -291,17 +332,25 @@ def test_a_batch_that_is_split_over_devices_needs_no_collective():
 
 def refusal(dtype="float32", **options):
     with jax.enable_x64(dtype == "float64"):
-        return explain(*arrays(20, 30, dtype=dtype).values(), platform="cpu", **options).refusals["native"]
+        return explain(*arrays(20, 30, dtype=dtype).values(), platform="cpu", **options).refusals[
+            "native"
+        ]
 
 
 REFUSALS = {
     "native takes float32, bfloat16, float16; got dtype float64": {"dtype": "float64"},
-    "native adds no bias; got one of shape (1, 1, 20, 30)": {"bias": np.zeros((20, 30), np.float32)},
-    "native drops no weights; got dropout=0.5": {"dropout": KeyedDropout(0.5, jnp.zeros(2, jnp.uint32))},
+    "native adds no bias; got one of shape (1, 1, 20, 30)": {
+        "bias": np.zeros((20, 30), np.float32)
+    },
+    "native drops no weights; got dropout=0.5": {
+        "dropout": KeyedDropout(0.5, jnp.zeros(2, jnp.uint32))
+    },
     "native takes causal masks, windows, lengths, prefixes and one pair of segments; got": {
         "mask": Mask.dense(np.ones((20, 30), bool))
     },
-    "native computes in float32 alone; got precision=": {"precision": jax.lax.DotAlgorithmPreset.F32_F32_F32},
+    "native computes in float32 alone; got precision=": {
+        "precision": jax.lax.DotAlgorithmPreset.F32_F32_F32
+    },
 }
 
 
@@ -321,18 +370,26 @@ def test_segment_ids_of_64_bits_are_refused():
 
 
 @pytest.mark.parametrize(("t", "s", "other"), [(600, 600, "blocked"), (1, 600, "decode")])
-def test_without_the_library_the_others_run_and_explain_says_how_to_get_it(t, s, other, monkeypatch):
+def test_without_the_library_the_others_run_and_explain_says_how_to_get_it(
+    t, s, other, monkeypatch
+):
     monkeypatch.setattr("flax_attn.backends.native.library", lambda: None)
     found = explain(*arrays(t, s).values(), mask=Mask.causal(s - t), platform="cpu")
     assert found.backend == other
-    assert "takes a C++ compiler when flax_attn is installed: install one" in found.refusals["native"]
-    with pytest.raises(Unsupported, match="backend 'native' cannot honour this call: its library was not built"):
+    assert (
+        "takes a C++ compiler when flax_attn is installed: install one" in found.refusals["native"]
+    )
+    with pytest.raises(
+        Unsupported, match="backend 'native' cannot honour this call: its library was not built"
+    ):
         attend(arrays(t, s))
 
 
 @built
 def test_auto_takes_it_where_it_was_built():
-    assert explain(*arrays(600, 600).values(), mask=Mask.causal(), platform="cpu").backend == "native"
+    assert (
+        explain(*arrays(600, 600).values(), mask=Mask.causal(), platform="cpu").backend == "native"
+    )
     assert explain(*arrays(600, 600).values(), platform="gpu").backend == "blocked"
 
 

@@ -61,12 +61,21 @@ def arrays(t=T, s=S, k=K, sinks=False):
 def make(query, key, value, sinks=None, mask=None, **options):
     b, t, n, _ = query.shape
     mask = (Mask() if mask is None else mask).resolve(b, n, t, key.shape[1])
-    defaults = {"bias": None, "scale": 0.3, "soft_cap": None, "dropout": None, "precision": None, "platform": "cpu"}
+    defaults = {
+        "bias": None,
+        "scale": 0.3,
+        "soft_cap": None,
+        "dropout": None,
+        "precision": None,
+        "platform": "cpu",
+    }
     return Call(query, key, value, mask=mask, sinks=sinks, **{**defaults, **options})
 
 
 def reference(call):
-    options = {name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")}
+    options = {
+        name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")
+    }
     return reference_attention(call.query, call.key, call.value, call.bias, call.mask, **options)[0]
 
 
@@ -76,7 +85,9 @@ def compiled(attend, **options):
     @jax.jit  # of the arrays: the mask stays known
     def compute(inputs):
         output, pullback = jax.vjp(lambda *inputs: attend(make(*inputs, **options)), *inputs)
-        return output, *pullback(jnp.asarray(np.random.default_rng(3).normal(size=output.shape), output.dtype))
+        return output, *pullback(
+            jnp.asarray(np.random.default_rng(3).normal(size=output.shape), output.dtype)
+        )
 
     return compute
 
@@ -97,7 +108,12 @@ def test_interpreted_masks_mean_what_they_mean_in_the_reference(interpreted, clo
 
 @pytest.mark.parametrize(
     ("t", "s", "k", "mask"),
-    [(100, 70, 1, "empty"), (3, 130, 4, "causal"), (130, 130, 1, "segments"), (100, 70, 4, "dense")],
+    [
+        (100, 70, 1, "empty"),
+        (3, 130, 4, "causal"),
+        (130, 130, 1, "segments"),
+        (100, 70, 4, "dense"),
+    ],
 )
 def test_interpreted_any_number_of_tokens_and_key_value_heads(interpreted, close, t, s, k, mask):
     parts = {
@@ -136,7 +152,9 @@ def test_interpreted_rows_that_see_nothing_give_zeros(interpreted, name):
         (np.inf, "value", "segments and lengths"),
     ],
 )
-def test_interpreted_what_is_not_finite_reaches_the_rows_that_see_it(interpreted, close, bad, name, mask):
+def test_interpreted_what_is_not_finite_reaches_the_rows_that_see_it(
+    interpreted, close, bad, name, mask
+):
     inputs = arrays()
     inputs[NAMES.index(name) - 1] = inputs[NAMES.index(name) - 1].at[0, 60, 1, 3].set(bad)
     ours, truth = both(inputs, mask=MASKS[mask])
@@ -146,15 +164,22 @@ def test_interpreted_what_is_not_finite_reaches_the_rows_that_see_it(interpreted
     assert not nan.all()
 
 
-@pytest.mark.parametrize(("how", "numbers"), [("lengths", (np.nan, np.finfo(np.float32).max)), ("causal", (np.inf,))])
+@pytest.mark.parametrize(
+    ("how", "numbers"), [("lengths", (np.nan, np.finfo(np.float32).max)), ("causal", (np.inf,))]
+)
 def test_interpreted_what_nobody_sees_reaches_nothing(interpreted, how, numbers):
-    mask = {"lengths": Mask.lengths(query=90, key=jnp.array([50, 70])), "causal": Mask.lengths(query=90)}[how]
+    mask = {
+        "lengths": Mask.lengths(query=90, key=jnp.array([50, 70])),
+        "causal": Mask.lengths(query=90),
+    }[how]
     mask = mask & Mask.causal(-20)  # no query below 90 stands beyond key 70
     compute = compiled(splash.BACKEND.attend, mask=mask, soft_cap=2.0)
 
     def filled(number):
         hidden = zip(arrays(), (90, 70, 70), strict=True)
-        return dict(zip(NAMES, compute([x.at[:, start:].set(number) for x, start in hidden]), strict=False))
+        return dict(
+            zip(NAMES, compute([x.at[:, start:].set(number) for x, start in hidden]), strict=False)
+        )
 
     clean = filled(0)
     for number in numbers:
@@ -165,7 +190,9 @@ def test_interpreted_what_nobody_sees_reaches_nothing(interpreted, how, numbers)
 
 def test_interpreted_extreme_and_wide_segment_ids(interpreted, close):
     low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-    mask = Mask.segments(np.array([low, -1, -2, high], np.int32).repeat(T // 4)) & Mask.lengths(key=100)
+    mask = Mask.segments(np.array([low, -1, -2, high], np.int32).repeat(T // 4)) & Mask.lengths(
+        key=100
+    )
     close(*both(arrays(s=T), mask=mask))
 
 
@@ -177,13 +204,16 @@ def test_interpreted_in_bfloat16_is_as_near_as_the_reference(interpreted, sinks)
     ours, theirs = both(inputs, mask=Mask.causal(-50))
     assert [x.dtype for x in ours.values()] == [jnp.bfloat16, *(x.dtype for x in inputs)]
     ours, theirs, truth = (
-        {name: np.asarray(x, np.float64) for name, x in side.items()} for side in (ours, theirs, truth)
+        {name: np.asarray(x, np.float64) for name, x in side.items()}
+        for side in (ours, theirs, truth)
     )
     sides = ours, [theirs], truth
-    errors = tolerance.lower_dtype(*sides, tolerance.LOW_GRADIENT, float(jnp.finfo(jnp.bfloat16).eps))
-    errors["output"] = tolerance.lower_dtype(*sides, tolerance.LOW_FORWARD, float(jnp.finfo(jnp.bfloat16).eps))[
-        "output"
-    ]
+    errors = tolerance.lower_dtype(
+        *sides, tolerance.LOW_GRADIENT, float(jnp.finfo(jnp.bfloat16).eps)
+    )
+    errors["output"] = tolerance.lower_dtype(
+        *sides, tolerance.LOW_FORWARD, float(jnp.finfo(jnp.bfloat16).eps)
+    )["output"]
     assert max(errors.values()) <= 1, errors
 
 
@@ -234,10 +264,22 @@ REFUSALS = {
         {"precision": "highest"},
         r"default precision; got precision=highest\..*jax\.default_matmul_precision",
     ),
-    "bias": ({"bias": jnp.zeros((1, 1, T, S))}, rf"takes no bias; got one of shape \(1, 1, {T}, {S}\)"),
-    "dropout": ({"dropout": KeyedDropout(0.1, jax.random.key(0))}, r"drops no weights; got dropout=0\.1"),
-    "offset": ({"mask": Mask.causal(jnp.array(3))}, "offset of a mask as a Python int; got an array"),
-    "prefix": ({"mask": Mask.prefix(jnp.array(3), offset=0)}, "length of a prefix as a Python int; got an array"),
+    "bias": (
+        {"bias": jnp.zeros((1, 1, T, S))},
+        rf"takes no bias; got one of shape \(1, 1, {T}, {S}\)",
+    ),
+    "dropout": (
+        {"dropout": KeyedDropout(0.1, jax.random.key(0))},
+        r"drops no weights; got dropout=0\.1",
+    ),
+    "offset": (
+        {"mask": Mask.causal(jnp.array(3))},
+        "offset of a mask as a Python int; got an array",
+    ),
+    "prefix": (
+        {"mask": Mask.prefix(jnp.array(3), offset=0)},
+        "length of a prefix as a Python int; got an array",
+    ),
     "segments": ({"mask": SEGMENTS & SEGMENTS}, r"one Mask\.segments; got several\. Join"),
     "dense": (
         {"mask": Mask.dense(np.ones((B, 1, T, S), bool))},
@@ -253,15 +295,21 @@ def test_refusals(no_shape_checks, options, message):
 
 
 def test_refusal_of_x64(x64):
-    assert "does not compile with jax_enable_x64" in (splash.BACKEND.refuse(make(*arrays(), platform="tpu")) or "runs")
+    assert "does not compile with jax_enable_x64" in (
+        splash.BACKEND.refuse(make(*arrays(), platform="tpu")) or "runs"
+    )
 
 
 def test_refusal_of_a_traced_dense_mask():
     reasons = []
-    jax.jit(lambda mask: reasons.append(splash.BACKEND.refuse(make(*arrays(), mask=mask, platform="tpu"))))(
-        MASKS["dense"]
+    jax.jit(
+        lambda mask: reasons.append(
+            splash.BACKEND.refuse(make(*arrays(), mask=mask, platform="tpu"))
+        )
+    )(MASKS["dense"])
+    assert re.search(
+        r"known before tracing; got a traced one\. Build it outside jax\.jit", reasons[0] or "runs"
     )
-    assert re.search(r"known before tracing; got a traced one\. Build it outside jax\.jit", reasons[0] or "runs")
 
 
 def test_what_is_refused_and_estimated_needs_no_arrays(no_shape_checks):

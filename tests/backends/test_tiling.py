@@ -27,7 +27,9 @@ def band(low, high):
 
 def covered(tiling: Tiling):
     """Return how often each score is taken, by walking over the tiles as the backend does."""
-    times = np.zeros((tiling.blocks * tiling.block, tiling.pad_before + tiling.s + tiling.pad_after), int)
+    times = np.zeros(
+        (tiling.blocks * tiling.block, tiling.pad_before + tiling.s + tiling.pad_after), int
+    )
     for start in range(0, tiling.blocks * tiling.block, tiling.block):
         for tile in tiling.edges:
             edge(tiling, times, start, tile)
@@ -74,7 +76,9 @@ def inside(times, rows, cols):
 def test_every_score_that_is_seen_is_taken_once_and_no_other(block, edge_rows):
     for t, s, low, high in product(SIZES, SIZES, ENDS, ENDS):
         found = covered(make_tiling(t, s, low, high, block, edge_rows))
-        np.testing.assert_array_equal(found, band(low, high)[:t, :s], err_msg=f"{t=} {s=} {low=} {high=}")
+        np.testing.assert_array_equal(
+            found, band(low, high)[:t, :s], err_msg=f"{t=} {s=} {low=} {high=}"
+        )
 
 
 def test_what_lies_beyond_a_narrow_band_is_in_no_tile():
@@ -91,7 +95,9 @@ def test_a_causal_block_reads_no_keys_after_its_edge_tiles():
     assert (tiling.pad_before, tiling.pad_after, tiling.chunks_fit) == (0, 0, True)
 
 
-@pytest.mark.parametrize(("t", "block", "blocks"), [(1100, 1024, 2), (1024, 1024, 1), (2049, 1024, 3), (7, 1024, 1)])
+@pytest.mark.parametrize(
+    ("t", "block", "blocks"), [(1100, 1024, 2), (1024, 1024, 1), (2049, 1024, 3), (7, 1024, 1)]
+)
 def test_blocks_share_the_queries_evenly(t, block, blocks):
     tiling = make_tiling(t, t, None, 0, block, 128)
     assert tiling.blocks == blocks

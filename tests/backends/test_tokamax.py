@@ -23,7 +23,8 @@ STRUCTURE = {
     "causal_lengths": Mask.causal(0) & Mask.lengths(key=jnp.array([7, 0, 2])),
 }
 ARRAYS = {
-    "window_ends_before_the_keys": Mask.sliding_window(2, 0) & Mask.lengths(key=jnp.array([7, 0, 2])),
+    "window_ends_before_the_keys": Mask.sliding_window(2, 0)
+    & Mask.lengths(key=jnp.array([7, 0, 2])),
     "offset": Mask.causal(-2),
     "segments": Mask.segments(np.array([0, 0, 1, 1, 9]), np.array([0, 0, 0, 1, 1, 2, 3])),
     "dense_of_all_axes": Mask.dense(np.arange(B * N * T * S).reshape(B, N, T, S) % 7 > 2),
@@ -37,7 +38,13 @@ def draw(*shape, seed=0):
 def build(mask=None, bias=None, t=T, v=None, dtype=jnp.bfloat16, platform="gpu", **options):
     arrays = draw(B, t, N, H), draw(B, S, K, H, seed=1), draw(B, S, K, v or H, seed=2)
     mask = (Mask() if mask is None else mask).resolve(B, N, t, S)
-    options = {"scale": 0.3, "soft_cap": None, "sinks": None, "dropout": None, "precision": None} | options
+    options = {
+        "scale": 0.3,
+        "soft_cap": None,
+        "sinks": None,
+        "dropout": None,
+        "precision": None,
+    } | options
     return Call(*(x.astype(dtype) for x in arrays), bias, mask, platform=platform, **options)
 
 
@@ -54,7 +61,9 @@ def both_ways(attend, call):
 
 
 def reference(call):
-    options = {name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")}
+    options = {
+        name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")
+    }
     return reference_attention(call.query, call.key, call.value, call.bias, call.mask, **options)[0]
 
 
@@ -64,7 +73,10 @@ def check(close):
     pytest.importorskip("tokamax", reason="tokamax is an optional package")
 
     def check(call, name="xla", only=None):
-        ours, theirs = both_ways(lambda call: tokamax.attend_with(call, name), call), both_ways(reference, call)
+        ours, theirs = (
+            both_ways(lambda call: tokamax.attend_with(call, name), call),
+            both_ways(reference, call),
+        )
         close(*({key: side[key] for key in only or side} for side in (ours, theirs)))
         return ours
 
@@ -92,7 +104,13 @@ def test_more_queries_than_a_window_reaches_through_its_xla(check):
 
 
 def test_soft_cap_and_bias_through_its_xla(check):
-    bias = draw(B, 1, T, S, seed=3).at[:, :, 2].set(-jnp.inf).at[:, :, 3].set(jnp.finfo(jnp.float32).min)
+    bias = (
+        draw(B, 1, T, S, seed=3)
+        .at[:, :, 2]
+        .set(-jnp.inf)
+        .at[:, :, 3]
+        .set(jnp.finfo(jnp.float32).min)
+    )
     check(build(STRUCTURE["causal"], bias, soft_cap=1.5, dtype=jnp.float32))
 
 
@@ -110,18 +128,24 @@ def test_numbers_that_are_not_finite_through_its_xla(mask, check):
 def test_structure_makes_no_array(name, monkeypatch):
     monkeypatch.setattr(tokamax, "attend_dense", None)
     monkeypatch.setattr(tokamax, "attend_band", lambda call, kernel: jnp.float32(7))
-    monkeypatch.setattr(tokamax, "import_module", lambda name: type("Package", (), {"dot_product_attention": None}))
+    monkeypatch.setattr(
+        tokamax, "import_module", lambda name: type("Package", (), {"dot_product_attention": None})
+    )
     assert tokamax.attend_with(build(STRUCTURE[name]), "xla") == 7
 
 
-@pytest.mark.parametrize(("name", "t"), [("window_ends_before_the_keys", T), ("left_window", S + 4)])
+@pytest.mark.parametrize(
+    ("name", "t"), [("window_ends_before_the_keys", T), ("left_window", S + 4)]
+)
 def test_rows_without_a_key_do_not_reach_the_kernels(name, t, monkeypatch):
     def attention(query, key, value, bias, visible, **options):
         assert bool(visible.any(axis=-1).all())
         return query
 
     monkeypatch.setattr(
-        tokamax, "import_module", lambda name: type("Package", (), {"dot_product_attention": attention})
+        tokamax,
+        "import_module",
+        lambda name: type("Package", (), {"dot_product_attention": attention}),
     )
     output = tokamax.attend_with(build((STRUCTURE | ARRAYS)[name], t=t), "xla")
     assert not output.all()
@@ -140,7 +164,10 @@ def test_memory():
     assert tokamax.BACKEND.memory(build(STRUCTURE["two_sided_window"])) == 2 * 2 * H * (T + S)
     copies = 2 * B * H * (2 * T * N + 2 * S * K)
     assert tokamax.BACKEND.memory(build(ARRAYS["segments"])) == copies + T * S
-    assert tokamax.BACKEND.memory(build(ARRAYS["segments"], draw(1, N, T, S))) == copies + 5 * N * T * S
+    assert (
+        tokamax.BACKEND.memory(build(ARRAYS["segments"], draw(1, N, T, S)))
+        == copies + 5 * N * T * S
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,11 +186,14 @@ def test_refuses(options, message, installed):
 
 
 def test_takes_what_it_can(installed):
-    assert all(tokamax.BACKEND.refuse(build(mask)) is None for mask in (STRUCTURE | ARRAYS).values())
+    assert all(
+        tokamax.BACKEND.refuse(build(mask)) is None for mask in (STRUCTURE | ARRAYS).values()
+    )
 
 
 @pytest.mark.parametrize(
-    ("capability", "name"), [("8.0", "triton"), ("9.0", "mosaic_gpu"), ("10.3", "mosaic_gpu"), ("12.0", "triton")]
+    ("capability", "name"),
+    [("8.0", "triton"), ("9.0", "mosaic_gpu"), ("10.3", "mosaic_gpu"), ("12.0", "triton")],
 )
 def test_kernels_with_a_gradient(capability, name, monkeypatch, installed):
     device = type("Device", (), {"compute_capability": capability})

@@ -19,12 +19,20 @@ def draw(*shape, seed=0):
 def build(mask=None, bias=None, platform="cpu", v=H, **options):
     query, key, value = draw(B, T, N, H), draw(B, S, K, H, seed=1), draw(B, S, K, v, seed=2)
     mask = (Mask() if mask is None else mask).resolve(B, N, T, S)
-    options = {"scale": 0.3, "soft_cap": None, "sinks": None, "dropout": None, "precision": None} | options
+    options = {
+        "scale": 0.3,
+        "soft_cap": None,
+        "sinks": None,
+        "dropout": None,
+        "precision": None,
+    } | options
     return Call(query, key, value, bias, mask, platform=platform, **options)
 
 
 def reference(call):
-    options = {name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")}
+    options = {
+        name: getattr(call, name) for name in ("scale", "soft_cap", "sinks", "dropout", "precision")
+    }
     return reference_attention(call.query, call.key, call.value, call.bias, call.mask, **options)[0]
 
 
@@ -60,7 +68,10 @@ def test_a_row_whose_bias_is_the_least_number_does_not_see_what_is_hidden(dtype,
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_lower_dtypes(dtype):
     def results(attend, dtype):
-        arrays = {name: getattr(call, name).astype(low).astype(dtype) for name in ("query", "key", "value")}
+        arrays = {
+            name: getattr(call, name).astype(low).astype(dtype)
+            for name in ("query", "key", "value")
+        }
         found = both_ways(attend, Call(**{**vars(call), **arrays}))
         return {name: np.asarray(value, np.float64) for name, value in found.items()}
 
@@ -69,12 +80,19 @@ def test_lower_dtypes(dtype):
     with jax.enable_x64(True):
         truth = results(reference, jnp.float64)
     eps = float(jnp.finfo(dtype).eps)
-    forward = tolerance.lower_dtype(ours, [plain], {"output": truth.pop("output")}, tolerance.LOW_FORWARD, eps)
+    forward = tolerance.lower_dtype(
+        ours, [plain], {"output": truth.pop("output")}, tolerance.LOW_FORWARD, eps
+    )
     errors = forward | tolerance.lower_dtype(ours, [plain], truth, tolerance.LOW_GRADIENT, eps)
     assert max(errors.values()) <= 1, errors
     assert (
         xla.BACKEND.attend(
-            Call(**{**vars(call), **{n: getattr(call, n).astype(dtype) for n in ("query", "key", "value")}})
+            Call(
+                **{
+                    **vars(call),
+                    **{n: getattr(call, n).astype(dtype) for n in ("query", "key", "value")},
+                }
+            )
         ).dtype
         == dtype
     )
@@ -101,7 +119,10 @@ def test_memory_is_that_of_the_scores():
             {"dropout": KeyedDropout(0.25, jnp.zeros(2, jnp.uint32))},
             "cannot drop by key and index; got dropout at rate 0.25",
         ),
-        ({"precision": jax.lax.Precision.HIGHEST}, "takes no precision; got .*HIGHEST.*default_matmul_precision"),
+        (
+            {"precision": jax.lax.Precision.HIGHEST},
+            "takes no precision; got .*HIGHEST.*default_matmul_precision",
+        ),
         ({"v": 9}, "one head width; got h=8, v=9"),
     ],
 )

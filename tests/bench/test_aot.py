@@ -75,7 +75,13 @@ def test_more_batches_are_the_same_call(one):
         assert after[name].shape == (8 * before[name].shape[0], *before[name].shape[1:])
     assert after.get("bias") == before.get("bias")
     assert after.get("sinks") == before.get("sinks")
-    assert jax.eval_shape(lambda arrays: rows._function(one, kernel("reference").ours)(arrays), after).shape[0] % 8 == 0
+    assert (
+        jax.eval_shape(
+            lambda arrays: rows._function(one, kernel("reference").ours)(arrays), after
+        ).shape[0]
+        % 8
+        == 0
+    )
 
 
 def test_a_row_is_compiled_both_ways_beside_the_plain_kernel():
@@ -137,7 +143,9 @@ def test_the_table_shows_temporaries_beside_the_plain_ones():
         Row("small", "xla", Program(reason="not today")),
         Row("large", "xla", both, Program(reason="too large")),
     )
-    lines = [re.split(r"\s*│\s*", line.strip("│ ")) for line in text.splitlines() if line.startswith("│")]
+    lines = [
+        re.split(r"\s*│\s*", line.strip("│ ")) for line in text.splitlines() if line.startswith("│")
+    ]
     assert lines[0][:7] == ["small", "cudnn", "4.0", "1.0", "8.0", "-", "10.0%"]
     assert " ".join(" ".join(line) for line in lines).count("2 all-reduce") == 1
     assert lines[0][9] == "5"
@@ -151,7 +159,11 @@ MASKS = {
     "none": (None, 6, {"is_causal": False}),
     "causal": (Mask.causal(), 8, {"is_causal": True}),
     "window": (Mask.sliding_window(3), 8, {"is_causal": True, "local_window_size": (2, 0)}),
-    "lengths": (Mask.causal() & Mask.lengths(key=5), 8, {"is_causal": True, "key_value_seq_lengths": 5}),
+    "lengths": (
+        Mask.causal() & Mask.lengths(key=5),
+        8,
+        {"is_causal": True, "key_value_seq_lengths": 5},
+    ),
 }
 
 
@@ -159,20 +171,35 @@ MASKS = {
 def test_the_plain_kernel_is_called_as_a_user_would(name, monkeypatch):
     mask, t, expected = MASKS[name]
     taken = []
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **options: taken.append(options) or q)
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda q, k, v, **options: taken.append(options) or q
+    )
     one = call(mask, t)
     jax.eval_shape(lambda arrays: kernel("cudnn").plain(**arrays), one.arrays)
-    options = {key: value for key, value in taken[0].items() if key not in ("scale", "bias", "implementation")}
+    options = {
+        key: value
+        for key, value in taken[0].items()
+        if key not in ("scale", "bias", "implementation")
+    }
     assert options.pop("key_value_seq_lengths", 5) == 5
-    assert options == {key: value for key, value in expected.items() if key != "key_value_seq_lengths"}
+    assert options == {
+        key: value for key, value in expected.items() if key != "key_value_seq_lengths"
+    }
     assert taken[0]["implementation"] == "cudnn"
 
 
-@pytest.mark.parametrize("mask", [Mask.causal(2), Mask.causal() & Mask.segments(jnp.arange(8) // 3)])
+@pytest.mark.parametrize(
+    "mask", [Mask.causal(2), Mask.causal() & Mask.segments(jnp.arange(8) // 3)]
+)
 def test_a_mask_without_a_name_is_one_array(mask, monkeypatch):
     taken = []
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **options: taken.append(options) or q)
-    jax.eval_shape(lambda arrays: kernel("xla").plain(**arrays), call(mask, 6 if mask == Mask.causal(2) else 8).arrays)
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda q, k, v, **options: taken.append(options) or q
+    )
+    jax.eval_shape(
+        lambda arrays: kernel("xla").plain(**arrays),
+        call(mask, 6 if mask == Mask.causal(2) else 8).arrays,
+    )
     assert taken[0]["mask"].shape[2:] in ((6, 8), (8, 8))
 
 

@@ -33,7 +33,9 @@ class Fake:
 
 
 def only(implementation, work=SMALL, history=(), **options):
-    (row,) = measure(Benchmark("attention", ((implementation, work),), **{"limit": GIB, **options}), 3, history)
+    (row,) = measure(
+        Benchmark("attention", ((implementation, work),), **{"limit": GIB, **options}), 3, history
+    )
     return row
 
 
@@ -55,7 +57,9 @@ def test_an_implementation_that_agrees_is_timed(exact):
 
 
 @pytest.mark.parametrize("name", ["output", "query", "key", "value"])
-@pytest.mark.parametrize("wrong", [lambda x: 1.01 * x, lambda x: x + float("nan")], ids=["factor", "nan"])
+@pytest.mark.parametrize(
+    "wrong", [lambda x: 1.01 * x, lambda x: x + float("nan")], ids=["factor", "nan"]
+)
 def test_an_implementation_that_disagrees_is_reported_and_not_timed(exact, name, wrong):
     fake = Fake({**exact, name: wrong(exact[name])})
     row = only(fake.implementation)
@@ -77,7 +81,10 @@ def test_a_refusal_is_reported_with_its_reason():
 
 
 def test_a_failure_does_not_end_the_others(exact):
-    entries = ((refusing(RuntimeError("no device\nand more")), SMALL), (Fake(exact).implementation, SMALL))
+    entries = (
+        (refusing(RuntimeError("no device\nand more")), SMALL),
+        (Fake(exact).implementation, SMALL),
+    )
     failed, timed = measure(Benchmark("attention", entries, GIB), 2)
     assert (failed.status, failed.note) == ("failed", "RuntimeError: no device")
     assert len(timed.seconds) == 2
@@ -93,11 +100,16 @@ def test_what_needs_too_much_memory_is_not_run(exact):
 @pytest.mark.parametrize(("field", "step"), [("seconds", "run"), ("compile_seconds", "compile")])
 def test_too_long_a_time_is_predicted(exact, field, step):
     past = replace(SMALL, t=4)
-    history = [Measurement("attention", "fake", past, **{field: (30.0,) if field == "seconds" else 30.0})]
+    history = [
+        Measurement("attention", "fake", past, **{field: (30.0,) if field == "seconds" else 30.0})
+    ]
     row = only(Fake(exact).implementation, history=history)
     assert row.status == "too slow"
     assert f"108 s to {step}" in row.note  # 36 pairs after 10
-    other = [replace(history[0], implementation="another"), replace(history[0], work=replace(past, backward=False))]
+    other = [
+        replace(history[0], implementation="another"),
+        replace(history[0], work=replace(past, backward=False)),
+    ]
     assert only(Fake(exact).implementation, history=other).status == "timed"
 
 
@@ -118,7 +130,9 @@ def test_the_reference_in_blocks_is_the_reference_at_once(monkeypatch):
     assert set(whole) == {"output", "query", "key", "value"}
 
 
-@pytest.mark.parametrize("implementation", functions(["reference"], "cpu"), ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "implementation", functions(["reference"], "cpu"), ids=lambda one: one.name
+)
 def test_every_implementation_computes_the_same_function(implementation):
     pytest.importorskip(implementation.package)
     row = only(implementation)
@@ -142,14 +156,18 @@ def step_in_numpy(scale=8.0, keys=STEP.t, dtype="float32"):
     return Fake({"output": output.astype("float64")}).implementation
 
 
-@pytest.mark.parametrize("implementation", [*steps("cpu"), step_in_numpy()], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "implementation", [*steps("cpu"), step_in_numpy()], ids=lambda one: one.name
+)
 def test_every_step_computes_the_same_function_in_any_order_of_sums(implementation):
     pytest.importorskip("torch")
     row = only(implementation, STEP)
     assert row.status == "timed", row.note
 
 
-@pytest.mark.parametrize("wrong", [{"scale": 8.01}, {"keys": STEP.t - 1}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"scale": 8.01}, {"keys": STEP.t - 1}, {"dtype": "bfloat16"}], ids=str
+)
 def test_a_wrong_step_is_caught(wrong):
     row = only(step_in_numpy(**wrong), STEP)
     assert (row.status, row.error > 100) == ("disagrees", True)

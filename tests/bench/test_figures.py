@@ -23,7 +23,10 @@ def test_ratio_is_our_time_over_theirs_for_the_same_work():
 
 @pytest.mark.parametrize("timed", ["ours", "theirs", "neither"])
 def test_there_is_no_ratio_to_what_was_not_timed(timed):
-    rows = [Measurement("attention", name, SMALL, seconds=(1.0,) * (name == timed)) for name in ("ours", "theirs")]
+    rows = [
+        Measurement("attention", name, SMALL, seconds=(1.0,) * (name == timed))
+        for name in ("ours", "theirs")
+    ]
     assert ratio(rows, "ours", rows[1]) is None
 
 
@@ -44,12 +47,19 @@ def test_one_point_has_no_exponent():
 
 def test_a_curve_ends_where_nothing_was_timed(report):
     assert curve(report.rows, "tokens", "jax.nn", "best")[0] == [128, 256, 512]
-    assert curve(report.rows, "tokens", "ours auto", "temporaries") == ([128, 256, 512, 1024], [128, 256, 512, 1024])
+    assert curve(report.rows, "tokens", "ours auto", "temporaries") == (
+        [128, 256, 512, 1024],
+        [128, 256, 512, 1024],
+    )
 
 
 def test_visible_pairs_count_the_mask():
     assert Workload(1, 1, 9, 4, step=True).pairs == 9
-    for work in (Workload(1, 1, 9, 4), Workload(1, 1, 9, 4, window=3), Workload(1, 1, 9, 4, window=20)):
+    for work in (
+        Workload(1, 1, 9, 4),
+        Workload(1, 1, 9, 4, window=3),
+        Workload(1, 1, 9, 4, window=20),
+    ):
         assert work.pairs == work.mask().materialise(1, 1, 9, 9).sum()
 
 
@@ -62,7 +72,11 @@ def test_the_summary_takes_the_rows_it_names_and_leaves_out_what_was_not_measure
     both, windowed = Workload(1, 12, 2048, 64, backward=True), Workload(1, 12, 8192, 64, window=512)
     layer = Workload(2, 12, 1024, 64, backward=True, layer=True)
     compiled = Measurement(
-        "memory", "ours", Workload(1, 8, 8192, 64, backward=True), "compiled", temporaries=80 * 2**20
+        "memory",
+        "ours",
+        Workload(1, 8, 8192, 64, backward=True),
+        "compiled",
+        temporaries=80 * 2**20,
     )
     rows = [
         row("attention", "ours", SMALL, 1.0),

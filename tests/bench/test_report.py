@@ -11,7 +11,12 @@ from flax_attn.bench.plot import plot_growth
 from flax_attn.bench.tables import notes, tables
 
 WIDEST = {
-    "timed": {"seconds": (123.456, 234.567), "temporaries": 2**40, "compile_seconds": 59.9, "error": 0.99},
+    "timed": {
+        "seconds": (123.456, 234.567),
+        "temporaries": 2**40,
+        "compile_seconds": 59.9,
+        "error": 0.99,
+    },
     "disagrees": {"note": "its error is 7 times the allowed one"},
 }
 
@@ -35,8 +40,16 @@ def text(report, show):
 @pytest.mark.parametrize("status", WIDEST)
 def test_tables_fit_120_columns_and_cut_nothing(report, show, status):
     benchmarks = suite.benchmarks(suite.FULL, suite.default_backends("cpu"), "cpu")
-    entries = ((b.section, implementation.name, work) for b in benchmarks for implementation, work in b.entries)
-    text = show(replace(report, rows=tuple(Measurement(*entry, status, **WIDEST[status]) for entry in entries)))
+    entries = (
+        (b.section, implementation.name, work)
+        for b in benchmarks
+        for implementation, work in b.entries
+    )
+    text = show(
+        replace(
+            report, rows=tuple(Measurement(*entry, status, **WIDEST[status]) for entry in entries)
+        )
+    )
     assert max(map(len, text.splitlines())) <= 120
     assert "…" not in text
     assert status == "timed" or text.count(status) > 100
@@ -59,7 +72,10 @@ def test_table_of_growth_ends_with_the_exponent(text):
 
 
 def test_the_summary_belongs_to_the_full_table(report):
-    assert report.summary == {"forward / torch SDPA, geometric mean": 0.5, "forward / torch SDPA, largest": 0.5}
+    assert report.summary == {
+        "forward / torch SDPA, geometric mean": 0.5,
+        "forward / torch SDPA, largest": 0.5,
+    }
     assert not replace(report, sizes="quick").summary
 
 
@@ -95,8 +111,16 @@ def test_plot_draws_every_curve_to_its_own_end(report, tmp_path):
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
     time, memory = figure.axes
     assert [len(line.get_xdata()) for line in time.lines] == [4, 3, 4]
-    assert [line.get_label() for line in memory.lines] == ["ours auto: T^1.00", "jax.nn: T^2.00", "textbook: T^1"]
-    assert {axes.get_xscale() for axes in figure.axes} == {axes.get_yscale() for axes in figure.axes} == {"log"}
+    assert [line.get_label() for line in memory.lines] == [
+        "ours auto: T^1.00",
+        "jax.nn: T^2.00",
+        "textbook: T^1",
+    ]
+    assert (
+        {axes.get_xscale() for axes in figure.axes}
+        == {axes.get_yscale() for axes in figure.axes}
+        == {"log"}
+    )
 
 
 def test_plot_without_growth_is_refused(report):
@@ -127,18 +151,36 @@ def test_an_unknown_backend_is_refused_before_any_work():
         suite.run(backends=["cuda"])
 
 
-SECTIONS = {"attention", "window", "dtype", "bfloat16", "step", "memory", "layer", "tokens", "heads"}
+SECTIONS = {
+    "attention",
+    "window",
+    "dtype",
+    "bfloat16",
+    "step",
+    "memory",
+    "layer",
+    "tokens",
+    "heads",
+}
 
 
 @pytest.mark.parametrize("sizes", [suite.FULL, suite.QUICK], ids=["full", "quick"])
 def test_the_suite_covers_every_section_and_grows(sizes):
     benchmarks = suite.benchmarks(sizes, ["auto", "reference"], "cpu")
     assert {b.section for b in benchmarks} == SECTIONS
-    names = {b.section: [implementation.name for implementation, _ in b.entries] for b in benchmarks}
-    assert all(names[section].count("ours reference") == 1 for section in ("memory", "tokens", "heads"))
+    names = {
+        b.section: [implementation.name for implementation, _ in b.entries] for b in benchmarks
+    }
+    assert all(
+        names[section].count("ours reference") == 1 for section in ("memory", "tokens", "heads")
+    )
     tokens = [b.entries[0][1].t for b in benchmarks if b.section == "tokens"]
     assert tokens == sorted(tokens)
-    widths = {b.entries[0][1].n * b.entries[0][1].h for b in benchmarks if b.section in ("tokens", "heads")}
+    widths = {
+        b.entries[0][1].n * b.entries[0][1].h
+        for b in benchmarks
+        if b.section in ("tokens", "heads")
+    }
     assert widths == {sizes.width}
 
 

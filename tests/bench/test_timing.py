@@ -46,7 +46,11 @@ def test_nothing_to_time_takes_no_turns():
 
 def test_the_least_disturbed_turn_counts(monkeypatch):
     turns = {"ours": [3.0, 1.0, 2.0], "theirs": [2.0, 4.0, 5.0]}
-    monkeypatch.setattr(timing, "interleave", lambda runs, first, rounds: {name: turns[name][:rounds] for name in runs})
+    monkeypatch.setattr(
+        timing,
+        "interleave",
+        lambda runs, first, rounds: {name: turns[name][:rounds] for name in runs},
+    )
     assert timing.least(dict.fromkeys(turns, print), 3) == {"ours": 1.0, "theirs": 2.0}
 
 
@@ -58,7 +62,9 @@ def test_starts_take_turns_with_a_cache_of_their_own_and_the_least_disturbed_cou
     asked, caches = [], []
 
     def run(code, folder, cache):
-        asked.append("theirs" if "transformers" in code else "second" if cache in caches else "cold")
+        asked.append(
+            "theirs" if "transformers" in code else "second" if cache in caches else "cold"
+        )
         caches.append(cache)
         n = len(asked)
         return {"load": 7.0 - n, "compile": 1.0, "first": 10.0 - n, "rate": 10.0 * n, "peak": 0.0}

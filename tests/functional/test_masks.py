@@ -27,9 +27,15 @@ MASKS = {
     "prefix_static": Mask.prefix(3, offset=-1),
     "dense": Mask.dense(np.arange(B * N * T * S).reshape(B, N, T, S) % 3 > 0),
     "where": Mask.where(lambda b, n, i, j: (3 * b + n + i * j) % 4 > 0),
-    "where_by_arrays": Mask.where(lambda b, n, i, j: IDS[b, i + 1] == IDS[n, j], jnp.array([0, 1, -1])),
-    "where_summarised": Mask.where(lambda b, n, i, j: (b + n + i) // 2 == j // 3).summarise(T, S, b=B, n=N, tile=2),
-    "all": Mask.causal(2) & Mask.lengths(key=jnp.array([7, 1, 4])) & Mask.dense(np.arange(S) % 5 > 0),
+    "where_by_arrays": Mask.where(
+        lambda b, n, i, j: IDS[b, i + 1] == IDS[n, j], jnp.array([0, 1, -1])
+    ),
+    "where_summarised": Mask.where(lambda b, n, i, j: (b + n + i) // 2 == j // 3).summarise(
+        T, S, b=B, n=N, tile=2
+    ),
+    "all": Mask.causal(2)
+    & Mask.lengths(key=jnp.array([7, 1, 4]))
+    & Mask.dense(np.arange(S) % 5 > 0),
 }
 OFFSETS = (-T, -2, 0, 1, 4, S)
 WINDOWS = product((None, 0, 1, 3, 9), (None, 0, 2, 9), (-3, 0, 1, 4))
@@ -37,7 +43,11 @@ OF_INTEGERS = [
     *(Mask.causal(offset) for offset in OFFSETS),
     *(Mask.window(left, right, offset) for left, right, offset in WINDOWS),
     *(Mask.prefix(length, offset) for length in (-1, 0, 2, S, 9) for offset in OFFSETS),
-    *(Mask.lengths(query=query, key=key) for query in (None, -1, 0, 3, T, 9) for key in (None, -1, 0, 3, S, 9)),
+    *(
+        Mask.lengths(query=query, key=key)
+        for query in (None, -1, 0, 3, T, 9)
+        for key in (None, -1, 0, 3, S, 9)
+    ),
 ]
 SOME_ROWS = [range(start, stop) for start, stop in combinations(range(T + 1), 2)]
 
@@ -76,7 +86,9 @@ def test_leaves_are_arrays_and_integers_are_structure(mask):
 
 
 def test_jit_with_a_mask_as_argument(mask):
-    np.testing.assert_array_equal(jax.jit(Mask.materialise, static_argnums=(1, 2, 3, 4))(mask, B, N, T, S), table(mask))
+    np.testing.assert_array_equal(
+        jax.jit(Mask.materialise, static_argnums=(1, 2, 3, 4))(mask, B, N, T, S), table(mask)
+    )
 
 
 def test_attention_under_jit_takes_a_mask(mask, close):
@@ -127,7 +139,9 @@ def test_scan_carries_a_mask():
     assert last.parts[0].offset == 2
     np.testing.assert_array_equal(last.parts[1].key, [3, 5, 7])
     for i, one in enumerate(tables):
-        np.testing.assert_array_equal(one, table(Mask.causal(2) & Mask.lengths(key=jnp.array([0, 2, 4]) + i)))
+        np.testing.assert_array_equal(
+            one, table(Mask.causal(2) & Mask.lengths(key=jnp.array([0, 2, 4]) + i))
+        )
     assert (tables[0] != tables[2]).any()
 
 
@@ -150,19 +164,25 @@ def test_a_block_is_a_slice_of_the_whole(mask):
     rows, cols = jnp.array([1, 4, 2]), jnp.array([6, 0, 3, 5])
     block = mask.resolve(B, N, T, S).block(rows, cols)
     np.testing.assert_array_equal(
-        np.broadcast_to(block, (B, N, 3, 4)), table(mask)[:, :, np.asarray(rows)][:, :, :, np.asarray(cols)]
+        np.broadcast_to(block, (B, N, 3, 4)),
+        table(mask)[:, :, np.asarray(rows)][:, :, :, np.asarray(cols)],
     )
 
 
 def keys_seen(seen, rows):
     """Return the keys that some of the rows see, and those that all of them see, in every batch row and head."""
     seen = seen[:, :, rows.start : rows.stop]
-    return np.flatnonzero(seen.any(axis=(0, 1, 2))).tolist(), np.flatnonzero(seen.all(axis=(0, 1, 2))).tolist()
+    return np.flatnonzero(seen.any(axis=(0, 1, 2))).tolist(), np.flatnonzero(
+        seen.all(axis=(0, 1, 2))
+    ).tolist()
 
 
 def keys_of(kv_range):
     """Return the keys of the outer and of the inner range."""
-    outer, inner = range(kv_range.start, kv_range.stop), range(kv_range.inner_start, kv_range.inner_stop)
+    outer, inner = (
+        range(kv_range.start, kv_range.stop),
+        range(kv_range.inner_start, kv_range.inner_stop),
+    )
     return list(outer), list(inner)
 
 
@@ -183,7 +203,10 @@ def test_kv_ranges_of_integers_are_exact_and_static():
 def test_kv_ranges_of_conjunctions_hold():
     some = [(mask, table(mask)) for mask in OF_INTEGERS[::7]]
     for several in (*combinations(some, 2), *combinations(some[::3], 3)):
-        mask, seen = reduce(and_, [mask for mask, _ in several]), reduce(and_, [seen for _, seen in several])
+        mask, seen = (
+            reduce(and_, [mask for mask, _ in several]),
+            reduce(and_, [seen for _, seen in several]),
+        )
         for rows in SOME_ROWS:
             (outer, inner), (by_some, by_all) = keys_of(kv_range(mask, rows)), keys_seen(seen, rows)
             assert set(by_some) <= set(outer), (mask, rows)
@@ -192,7 +215,10 @@ def test_kv_ranges_of_conjunctions_hold():
 
 def test_kv_ranges_hold_over_batch_and_heads(mask):
     for rows in SOME_ROWS:
-        (outer, inner), (by_some, by_all) = keys_of(kv_range(mask, rows)), keys_seen(table(mask), rows)
+        (outer, inner), (by_some, by_all) = (
+            keys_of(kv_range(mask, rows)),
+            keys_seen(table(mask), rows),
+        )
         assert set(by_some) <= set(outer)
         assert set(inner) <= set(by_all)
 
@@ -202,7 +228,10 @@ def test_kv_ranges_hold_over_batch_and_heads(mask):
     [
         (Mask.causal(2) & Mask.prefix(1, offset=-1), (0, 3, 0, 2)),
         (Mask.sliding_window(3, 2), (2, 6, 3, 5)),
-        (Mask.lengths(query=2, key=jnp.array(3)), (0, 0, 0, 0)),  # hidden from all, whatever the array holds
+        (
+            Mask.lengths(query=2, key=jnp.array(3)),
+            (0, 0, 0, 0),
+        ),  # hidden from all, whatever the array holds
         (Mask.lengths(query=5, key=3), (0, 3, 0, 3)),
         (MASKS["dense"], (0, S, 0, 0)),
         (MASKS["dense"] & Mask.sliding_window(2, 2), (3, 6, 0, 0)),
@@ -217,7 +246,9 @@ def test_what_depends_on_integers_alone_is_known_before_tracing(mask, expected):
 
 def test_the_inner_range_of_segments_is_known_to_be_empty():
     found = []
-    jax.make_jaxpr(lambda mask: found.append(mask.kv_range(2, 3, S)))(MASKS["segments"] & Mask.sliding_window(2, 2))
+    jax.make_jaxpr(lambda mask: found.append(mask.kv_range(2, 3, S)))(
+        MASKS["segments"] & Mask.sliding_window(2, 2)
+    )
     assert found[0].needs_mask
 
 
@@ -233,15 +264,20 @@ ONE_ROW = {
     "lengths": Mask.lengths(query=jnp.array([6]), key=jnp.array([8])),
     "no keys": Mask.lengths(key=0),
     "far lengths": Mask.lengths(query=2**40, key=2**40),
-    "several": Mask.causal(jnp.array([2])) & Mask.lengths(key=jnp.array([7])) & Mask.window(4, None, jnp.array([2])),
+    "several": Mask.causal(jnp.array([2]))
+    & Mask.lengths(key=jnp.array([7]))
+    & Mask.window(4, None, jnp.array([2])),
 }
 NOT_TIGHT = {
-    "segments": Mask.segments(np.array([0, 0, 1, 1, 1, 3, 3, 3, 3]), np.array([0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 9])),
+    "segments": Mask.segments(
+        np.array([0, 0, 1, 1, 1, 3, 3, 3, 3]), np.array([0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 9])
+    ),
     "unsorted segments": Mask.segments(
         np.array([5, 5, -1, 0, 5, 2, 2, 0, 7]), np.array([0, 5, 5, 0, 3, 2, 2, 5, 1, 1, 4])
     ),
     "extreme segments": Mask.segments(
-        np.array([-(2**31), 0, 2**31 - 1] * 3, np.int32), np.array([2**31 - 1] * 6 + [-(2**31)] * 5, np.int32)
+        np.array([-(2**31), 0, 2**31 - 1] * 3, np.int32),
+        np.array([2**31 - 1] * 6 + [-(2**31)] * 5, np.int32),
     ),
     "dense": Mask.dense(np.arange(ROWS * COLS).reshape(ROWS, COLS) % 5 > 2),
 }
@@ -251,8 +287,12 @@ NOT_TIGHT = {
 def test_kv_ranges_of_traced_queries_hold_what_is_seen(name):
     mask = (ONE_ROW | NOT_TIGHT)[name]
     seen = np.broadcast_to(mask.block(jnp.arange(ROWS), jnp.arange(COLS))[0, 0], (ROWS, COLS))
-    spans = np.array([(first, last) for first in range(ROWS) for last in range(first, ROWS)], np.int32)
-    found = jax.vmap(lambda span: jnp.stack(list(map(jnp.int32, mask.kv_range(span[0], span[1], COLS)))))(spans)
+    spans = np.array(
+        [(first, last) for first in range(ROWS) for last in range(first, ROWS)], np.int32
+    )
+    found = jax.vmap(
+        lambda span: jnp.stack(list(map(jnp.int32, mask.kv_range(span[0], span[1], COLS))))
+    )(spans)
     for (first, last), limits in zip(spans, np.asarray(found), strict=True):
         rows, (start, stop, inner_start, inner_stop) = seen[first : last + 1], limits
         cols = np.flatnonzero(rows.any(axis=0))
@@ -297,7 +337,9 @@ def test_an_unknown_part_has_rows_and_shifts():
     np.testing.assert_array_equal(rows.materialise(1, N, T, S)[0], table(mask)[1])
     np.testing.assert_array_equal(rows.row(0, 2).materialise(1, 1, T, S)[0, 0], table(mask)[1, 2])
     for start in (1, jnp.array(1), jnp.array([1])):
-        np.testing.assert_array_equal(mask.shift(start, T - 1, S).materialise(B, N, T - 1, S), table(mask)[:, :, 1:])
+        np.testing.assert_array_equal(
+            mask.shift(start, T - 1, S).materialise(B, N, T - 1, S), table(mask)[:, :, 1:]
+        )
     shifted = mask.shift(jnp.array([0, 2, 1]), 2, S).materialise(B, N, 2, S)
     expected = [table(mask)[b, :, start : start + 2] for b, start in enumerate((0, 2, 1))]
     np.testing.assert_array_equal(shifted, expected)
@@ -335,7 +377,11 @@ def test_a_row_is_a_mask_of_one_row_and_one_head(mask, b):
 
 
 def test_a_row_keeps_integers_static_and_the_kv_range():
-    mask = Mask.sliding_window(3, 2) & Mask.prefix(4, 1) & Mask.lengths(query=4, key=jnp.array([3, 2, 0]))
+    mask = (
+        Mask.sliding_window(3, 2)
+        & Mask.prefix(4, 1)
+        & Mask.lengths(query=4, key=jnp.array([3, 2, 0]))
+    )
     row = jax.eval_shape(lambda mask, b: mask.row(b, 0), mask, jnp.int32(1))
     assert row.parts[:2] == mask.parts[:2]
     assert row.parts[2].query == 4
@@ -345,7 +391,9 @@ def test_a_row_keeps_integers_static_and_the_kv_range():
 
 @pytest.mark.parametrize("huge", [2**31, 2**40, 2**70])
 def test_integers_beyond_every_index(huge):
-    everything = Mask.window(huge, huge, 0) & Mask.lengths(query=huge, key=huge) & Mask.prefix(huge, 0)
+    everything = (
+        Mask.window(huge, huge, 0) & Mask.lengths(query=huge, key=huge) & Mask.prefix(huge, 0)
+    )
     assert table(everything).all()
     assert everything.kv_range(0, T - 1, S) == (0, S, 0, S)
     assert not table(Mask.lengths(key=-huge)).any()
@@ -358,7 +406,11 @@ def test_numpy_integers_stay_static(no_shape_checks):
 
 
 def test_a_mask_of_arrays_without_values_still_has_a_repr():
-    mask = Mask.causal() & Mask.lengths(key=jnp.array([3, 2])) & Mask.dense(jnp.ones((2, 1, 40, 40), bool))
+    mask = (
+        Mask.causal()
+        & Mask.lengths(key=jnp.array([3, 2]))
+        & Mask.dense(jnp.ones((2, 1, 40, 40), bool))
+    )
     expected = "Mask.causal() & Mask.lengths(key=<array (2,)>) & Mask.dense(<array (2, 1, 40, 40)>)"
     seen = []
     abstract = jax.eval_shape(lambda mask: (seen.append(repr(mask)), mask)[1], mask)

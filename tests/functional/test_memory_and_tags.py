@@ -14,7 +14,9 @@ TAGS = ("scores", "weights", "context")
 
 def layer(dropout=0.0):
     # The tags in it are those of the reference; on a CPU auto may take kernels in C++.
-    return MultiHeadAttention(7, 24, 8, dropout, 4, True, num_kv_heads=2, backend="reference", rngs=nnx.Rngs(0))
+    return MultiHeadAttention(
+        7, 24, 8, dropout, 4, True, num_kv_heads=2, backend="reference", rngs=nnx.Rngs(0)
+    )
 
 
 def tokens():
@@ -26,7 +28,11 @@ def loss(state, x, graphdef):
 
 
 def tagged(equations, jaxpr):
-    return {e.params["name"]: e.outvars[0].aval.shape for e in equations(jaxpr) if e.primitive.name == "name"}
+    return {
+        e.params["name"]: e.outvars[0].aval.shape
+        for e in equations(jaxpr)
+        if e.primitive.name == "name"
+    }
 
 
 def test_tags_are_in_the_jaxpr(equations):
@@ -55,7 +61,9 @@ def test_a_policy_saves_by_tag(tag, capsys):
 def test_nothing_is_saved_by_a_tag_that_is_not_there(capsys):
     text = saved(jax.checkpoint_policies.save_only_these_names("other"), capsys)
     assert not [name for name in TAGS if f"'{name}'" in text]
-    assert not [line for line in text.splitlines() if "argument" not in line and "constant" not in line]
+    assert not [
+        line for line in text.splitlines() if "argument" not in line and "constant" not in line
+    ]
 
 
 def test_saving_the_scores_spares_their_product(equations):
@@ -66,7 +74,9 @@ def test_saving_the_scores_spares_their_product(equations):
         return sum(e.primitive.name == "dot_general" for e in equations(jaxpr))
 
     names = jax.checkpoint_policies.save_only_these_names
-    assert products(names("scores", "context")) < products(names("scores")) < products(names("other"))
+    assert (
+        products(names("scores", "context")) < products(names("scores")) < products(names("other"))
+    )
 
 
 @pytest.mark.parametrize("tags", [("scores",), ("weights", "context")])
@@ -115,11 +125,15 @@ def test_asking_for_weights_leaves_every_bit_of_the_output(weighing, run):
 @pytest.mark.parametrize("run", [call, jitted], ids=["eager", "jit"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_asking_for_weights_leaves_every_bit_with_dropout(run, dtype):
-    module = MultiHeadAttention(7, 24, 8, 0.5, 4, num_kv_heads=2, param_dtype=dtype, rngs=nnx.Rngs(0))
+    module = MultiHeadAttention(
+        7, 24, 8, 0.5, 4, num_kv_heads=2, param_dtype=dtype, rngs=nnx.Rngs(0)
+    )
     options = {"dropout_key": jax.random.key(2)}
     output, weights = run(module, [tokens().astype(dtype)], return_weights=True, **options)
     np.testing.assert_array_equal(run(module, [tokens().astype(dtype)], **options), output)
-    assert (weights == 0).sum() > (np.triu(np.ones((5, 5)), 1) > 0).sum() * 12  # those that the future hides, and more
+    assert (weights == 0).sum() > (
+        np.triu(np.ones((5, 5)), 1) > 0
+    ).sum() * 12  # those that the future hides, and more
 
 
 def test_asking_for_weights_leaves_every_bit_of_the_gradient():
@@ -129,5 +143,7 @@ def test_asking_for_weights_leaves_every_bit_of_the_gradient():
         output, _ = nnx.merge(graphdef, state)(x, return_weights=True)
         return jnp.square(output).sum()
 
-    plain, asked = (jax.jit(jax.grad(f), static_argnums=2)(state, tokens(), graphdef) for f in (loss, weighed))
+    plain, asked = (
+        jax.jit(jax.grad(f), static_argnums=2)(state, tokens(), graphdef) for f in (loss, weighed)
+    )
     jax.tree.map(np.testing.assert_array_equal, asked, plain)

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_attn import DynamicNTKScaling, MultiHeadAttention, RoPE, Scores, YaRNScaling, alibi, sinusoidal, t5_bias
+from flax_attn import (
+    DynamicNTKScaling,
+    MultiHeadAttention,
+    RoPE,
+    Scores,
+    YaRNScaling,
+    alibi,
+    sinusoidal,
+    t5_bias,
+)
 
 B, T, N, H, D = 3, 5, 2, 8, 7
 PACKED = np.array([[0, 1, 2, 0, 1], [90, 91, 92, 93, 94], [7, 3, 0, 41, 5]])
@@ -53,7 +62,12 @@ def test_dtypes_stay(rope, dtype):
 @pytest.mark.usefixtures("x64")
 def test_nothing_drops_below_float64(rope, equations):
     jaxpr = jax.make_jaxpr(lambda x: rope(x, PACKED))(heads("float64"))
-    floats = {v.aval.dtype for e in equations(jaxpr) for v in e.outvars if jnp.issubdtype(v.aval.dtype, jnp.floating)}
+    floats = {
+        v.aval.dtype
+        for e in equations(jaxpr)
+        for v in e.outvars
+        if jnp.issubdtype(v.aval.dtype, jnp.floating)
+    }
     assert floats == {np.dtype("float64")}
     assert sinusoidal(PACKED, 6).dtype == alibi(N, PACKED, PACKED).dtype == np.float64
 
@@ -85,6 +99,8 @@ def test_every_backend_takes_what_is_turned(backend, close):
 
 
 def test_scale_takes_the_place_of_the_default(close):
-    default, same, other = (layer(RoPE(), scores=Scores(scale=scale))(tokens()) for scale in (None, H**-0.5, 1.0))
+    default, same, other = (
+        layer(RoPE(), scores=Scores(scale=scale))(tokens()) for scale in (None, H**-0.5, 1.0)
+    )
     close(same, default)
     assert not np.allclose(other, default)

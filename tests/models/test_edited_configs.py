@@ -76,7 +76,17 @@ MODELS = {
     "gptoss": (GptOss, decoder(GptOssConfig, **HALVES, num_experts=4, top_k=2)),
     "deepseekv3": (
         DeepseekV3,
-        DeepseekV3Config(8, 12, **SIZES, **MOE, **LATENT, v_head_dim=3, num_dense_layers=1, groups=2, top_groups=1),
+        DeepseekV3Config(
+            8,
+            12,
+            **SIZES,
+            **MOE,
+            **LATENT,
+            v_head_dim=3,
+            num_dense_layers=1,
+            groups=2,
+            top_groups=1,
+        ),
     ),
     "bert": (Bert, BERT),
     "bert, masked": (BertMaskedLM, BERT),

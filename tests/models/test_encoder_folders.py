@@ -26,7 +26,9 @@ CONFIGS = {
     ViT: ViTConfig(6, 2, 1, image_size=(8, 8), patch_size=(4, 4)),
     DINOv2: DINOv2Config(6, 2, 1, image_size=(8, 8), patch_size=(4, 4)),
     T5: T5Config(6, 8, 2, 4, 1, 1, vocab_size=11),
-    Whisper: WhisperConfig(6, 2, 1, 3, 1, 8, 10, num_mel=5, num_positions=7, context_length=9, vocab_size=11),
+    Whisper: WhisperConfig(
+        6, 2, 1, 3, 1, 8, 10, num_mel=5, num_positions=7, context_length=9, vocab_size=11
+    ),
 }
 EVERY = pytest.mark.parametrize("cls", CONFIGS, ids=lambda cls: cls.__name__)
 
@@ -56,16 +58,48 @@ def filled(cls):
 
 
 REFUSED = [
-    (Bert, {"architectures": ["BertForTokenClassification"]}, r"architectures must name one of 'BertModel', 'BertForM"),
-    (T5, {"architectures": ["T5EncoderModel"]}, r"one of 'T5ForConditionalGeneration'; got \['T5EncoderModel'\]"),
-    (Bert, {"position_embedding_type": "relative_key"}, r'position_embedding_type must be "absolute".*"relative_key"'),
-    (Bert, {"is_decoder": True}, r"is_decoder must be false, no other value is supported; got true"),
-    (ViT, {"pooler_act": "relu"}, r'pooler_act must be "tanh", no other value is supported; got "relu"'),
+    (
+        Bert,
+        {"architectures": ["BertForTokenClassification"]},
+        r"architectures must name one of 'BertModel', 'BertForM",
+    ),
+    (
+        T5,
+        {"architectures": ["T5EncoderModel"]},
+        r"one of 'T5ForConditionalGeneration'; got \['T5EncoderModel'\]",
+    ),
+    (
+        Bert,
+        {"position_embedding_type": "relative_key"},
+        r'position_embedding_type must be "absolute".*"relative_key"',
+    ),
+    (
+        Bert,
+        {"is_decoder": True},
+        r"is_decoder must be false, no other value is supported; got true",
+    ),
+    (
+        ViT,
+        {"pooler_act": "relu"},
+        r'pooler_act must be "tanh", no other value is supported; got "relu"',
+    ),
     (ViT, {"patch_size": [4, 4, 4]}, r"patch_size must be one integer or two; got \[4, 4, 4\]"),
     (ViT, {"image_size": 10}, r"patches must fill an image; got image_size=\(10, 10\)"),
-    (DINOv2, {"drop_path_rate": 0.1}, r"drop_path_rate must be 0\.0, no other value is supported; got 0\.1"),
-    (ModernBert, {"mlp_dropout": 0.1}, r"mlp_dropout must be 0\.0, no other value is supported; got 0\.1"),
-    (ModernBert, {"layer_types": ["full_attention"]}, r"layer_types must name .* each of num_hidden_layers=2 layers"),
+    (
+        DINOv2,
+        {"drop_path_rate": 0.1},
+        r"drop_path_rate must be 0\.0, no other value is supported; got 0\.1",
+    ),
+    (
+        ModernBert,
+        {"mlp_dropout": 0.1},
+        r"mlp_dropout must be 0\.0, no other value is supported; got 0\.1",
+    ),
+    (
+        ModernBert,
+        {"layer_types": ["full_attention"]},
+        r"layer_types must name .* each of num_hidden_layers=2 layers",
+    ),
     (
         ModernBert,
         {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
@@ -82,16 +116,36 @@ REFUSED = [
         r"rope_scaling must be null, no other value.*linear",
     ),
     (ModernBert, {"head_dim": 4}, r"head_dim must be \d, no other value is supported; got 4"),
-    (T5, {"num_attention_heads": 1}, r"num_heads and num_attention_heads name one field .* and 1\. Rem"),
-    (ModernBert, {"sliding_window": 3}, r"sliding_window must be 64, no other value is supported; got 3"),
-    (T5, {"dense_act_fn": "gelu"}, r'dense_act_fn must be "relu", no other value is supported; got "gelu"'),
-    (T5, {"is_gated_act": True}, r"is_gated_act must be false, no other value is supported; got true"),
+    (
+        T5,
+        {"num_attention_heads": 1},
+        r"num_heads and num_attention_heads name one field .* and 1\. Rem",
+    ),
+    (
+        ModernBert,
+        {"sliding_window": 3},
+        r"sliding_window must be 64, no other value is supported; got 3",
+    ),
+    (
+        T5,
+        {"dense_act_fn": "gelu"},
+        r'dense_act_fn must be "relu", no other value is supported; got "gelu"',
+    ),
+    (
+        T5,
+        {"is_gated_act": True},
+        r"is_gated_act must be false, no other value is supported; got true",
+    ),
     (
         Whisper,
         {"num_hidden_layers": 3},
         r"encoder_layers and num_hidden_layers name one field and must be equal; got 1 and 3",
     ),
-    (T5, {"feed_forward_proj": "gated-tanh"}, r"feed_forward_proj must be one of .*; got 'gated-tanh'"),
+    (
+        T5,
+        {"feed_forward_proj": "gated-tanh"},
+        r"feed_forward_proj must be one of .*; got 'gated-tanh'",
+    ),
     (T5, {"is_encoder_decoder": False}, r"is_encoder_decoder must be true"),
     (Whisper, {"encoder_layerdrop": 0.1}, r"encoder_layerdrop must be 0\.0, no other value"),
     (Whisper, {"scale_embedding": True}, r"scale_embedding must be false"),
@@ -118,11 +172,27 @@ def test_a_version_4_config_of_modernbert(tmp_path):
 
 
 UNWRITABLE = [
-    (DINOv2, {"d_hidden": 13}, r"a d_hidden that is a multiple of d_model; got d_hidden=13, d_model=6\. Save with"),
-    (T5, {"tied": False}, r"divides the input of a tied head alone; got scaled=True, tied=False\. Save with"),
-    (T5, {"gated": True, "activation": "gelu_exact"}, r"no gated feed-forward layer with the exact GELU"),
+    (
+        DINOv2,
+        {"d_hidden": 13},
+        r"a d_hidden that is a multiple of d_model; got d_hidden=13, d_model=6\. Save with",
+    ),
+    (
+        T5,
+        {"tied": False},
+        r"divides the input of a tied head alone; got scaled=True, tied=False\. Save with",
+    ),
+    (
+        T5,
+        {"gated": True, "activation": "gelu_exact"},
+        r"no gated feed-forward layer with the exact GELU",
+    ),
     (ModernBert, {"window": 3}, r"its window has two equal halves; got .*window=3"),
-    (ModernBert, {"rope": RoPE(scaling=LinearScaling(2.0))}, r"rotates plainly, .* got rope=RoPE\(.*LinearScaling"),
+    (
+        ModernBert,
+        {"rope": RoPE(scaling=LinearScaling(2.0))},
+        r"rotates plainly, .* got rope=RoPE\(.*LinearScaling",
+    ),
 ]
 
 

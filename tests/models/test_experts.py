@@ -18,13 +18,30 @@ from flax_attn.models.qwen3moe import Qwen3Moe, Qwen3MoeConfig
 
 SIZES = {"num_heads": 4, "num_layers": 2, "context_length": 16, "vocab_size": 11}
 HEADS = {"num_kv_heads": 2, "head_dim": 2}
-WIDTHS = {"kv_lora_rank": 5, "q_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 3}
+WIDTHS = {
+    "kv_lora_rank": 5,
+    "q_lora_rank": 7,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 3,
+}
 CONFIGS = {
     Mixtral: MixtralConfig(8, 12, num_experts=4, **HEADS, **SIZES),
     Qwen3Moe: Qwen3MoeConfig(8, 12, num_experts=4, top_k=2, d_expert=5, **HEADS, **SIZES),
-    GptOss: GptOssConfig(8, 12, num_experts=4, top_k=2, window=3, full_layers=(1,), **HEADS, **SIZES),
+    GptOss: GptOssConfig(
+        8, 12, num_experts=4, top_k=2, window=3, full_layers=(1,), **HEADS, **SIZES
+    ),
     DeepseekV3: DeepseekV3Config(
-        8, 12, num_experts=8, top_k=2, groups=2, top_groups=1, d_expert=5, num_dense_layers=1, **WIDTHS, **SIZES
+        8,
+        12,
+        num_experts=8,
+        top_k=2,
+        groups=2,
+        top_groups=1,
+        d_expert=5,
+        num_dense_layers=1,
+        **WIDTHS,
+        **SIZES,
     ),
 }
 
@@ -60,9 +77,21 @@ REFUSED = [
         {"quantization_config": {"quant_method": "gptq"}},
         "quant_method must be one of 'mxfp4', 'fp8'; got 'gptq'",
     ),
-    (GptOss, {"layer_types": ["chunked", "full_attention"]}, r"layer_types must name 'sliding_attention'.*'chunked'"),
-    (DeepseekV3, {"scoring_func": "softmax"}, r"scoring_func must be \"sigmoid\", .*; got \"softmax\""),
-    (DeepseekV3, {"topk_method": "greedy"}, r"topk_method must be \"noaux_tc\", .*; got \"greedy\""),
+    (
+        GptOss,
+        {"layer_types": ["chunked", "full_attention"]},
+        r"layer_types must name 'sliding_attention'.*'chunked'",
+    ),
+    (
+        DeepseekV3,
+        {"scoring_func": "softmax"},
+        r"scoring_func must be \"sigmoid\", .*; got \"softmax\"",
+    ),
+    (
+        DeepseekV3,
+        {"topk_method": "greedy"},
+        r"topk_method must be \"noaux_tc\", .*; got \"greedy\"",
+    ),
     (DeepseekV3, {"num_key_value_heads": 2}, r"num_key_value_heads must be 4, .*; got 2"),
     (DeepseekV3, {"n_group": 3}, r"groups must divide num_experts.*num_experts=8, groups=3"),
 ]
@@ -75,9 +104,21 @@ def test_a_config_that_asks_for_another_function(cls, changes, match, folders, t
 
 
 UNWRITABLE = [
-    (Mixtral, {"window": 3, "full_layers": (1,)}, r"Mixtral has its window in every layer.*full_layers=\(1,\)"),
-    (Qwen3Moe, {"window": 3, "full_layers": (0,)}, r"Qwen3Moe has its window in every layer.*full_layers=\(0,\)"),
-    (DeepseekV3, {"window": 3}, r"DeepseekV3 has no window in transformers; got 3\. Save with convert\.save"),
+    (
+        Mixtral,
+        {"window": 3, "full_layers": (1,)},
+        r"Mixtral has its window in every layer.*full_layers=\(1,\)",
+    ),
+    (
+        Qwen3Moe,
+        {"window": 3, "full_layers": (0,)},
+        r"Qwen3Moe has its window in every layer.*full_layers=\(0,\)",
+    ),
+    (
+        DeepseekV3,
+        {"window": 3},
+        r"DeepseekV3 has no window in transformers; got 3\. Save with convert\.save",
+    ),
 ]
 
 
@@ -95,8 +136,15 @@ def test_a_gpt_oss_without_positions_has_those_of_transformers(folders, tmp_path
 
 
 def test_a_mscale_of_keys_alone_is_kept(folders, tmp_path):
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4, "mscale_all_dim": 0.5}
-    read = from_pretrained(edited(folders[DeepseekV3], tmp_path, rope_parameters=yarn, rope_scaling=None)).config
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 4,
+        "mscale_all_dim": 0.5,
+    }
+    read = from_pretrained(
+        edited(folders[DeepseekV3], tmp_path, rope_parameters=yarn, rope_scaling=None)
+    ).config
     assert read.scale == pytest.approx(5**-0.5 * (1 + 0.05 * np.log(4)) ** 2)
     assert read.rope.scaling.amplitude() == pytest.approx(1 + 0.1 * np.log(4))
     again = DeepseekV3.family.write(read)

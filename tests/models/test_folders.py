@@ -30,7 +30,9 @@ LLAMA = LlamaConfig(8, 10, num_heads=4, num_layers=2, num_kv_heads=2, vocab_size
 @pytest.fixture
 def folder(tmp_path):
     """A folder of GPT-2."""
-    GPT2(GPT2Config(6, 2, 2, context_length=8, vocab_size=11), rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    GPT2(GPT2Config(6, 2, 2, context_length=8, vocab_size=11), rngs=nnx.Rngs(0)).save_pretrained(
+        tmp_path
+    )
     return tmp_path
 
 
@@ -88,7 +90,10 @@ def test_an_object_is_read_up_to_its_size(tmp_path):
 
 
 BOUNDS = [
-    ({"n_layer": 10**9}, r"n_layer must be from 0 to 10000; got 1000000000\. Take the config\.json"),
+    (
+        {"n_layer": 10**9},
+        r"n_layer must be from 0 to 10000; got 1000000000\. Take the config\.json",
+    ),
     ({"n_embd": 10**12}, r"n_embd must be from 1 to 4194304; got 1000000000000"),
     ({"n_head": 0}, r"n_head must be from 1 to 10000; got 0"),
     ({"vocab_size": -1}, r"vocab_size must be from 1 to 4194304; got -1"),
@@ -113,8 +118,14 @@ def test_a_field_out_of_bounds(changes, match, folder, nothing_is_made):
 
 
 LLAMA_BOUNDS = [
-    ({"rope_parameters": None, "rope_theta": 1e16}, r"rope_theta must be from 1\.0000000000000002 to"),
-    ({"rope_parameters": {"rope_type": "linear", "factor": 1e7}}, r"factor must be from 0 to 1000000"),
+    (
+        {"rope_parameters": None, "rope_theta": 1e16},
+        r"rope_theta must be from 1\.0000000000000002 to",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 1e7}},
+        r"factor must be from 0 to 1000000",
+    ),
     (
         {
             "max_position_embeddings": 10**6,
@@ -138,7 +149,9 @@ def test_a_field_of_a_llama_out_of_bounds(changes, match, tmp_path, nothing_is_m
 
 def test_layers_that_files_do_not_hold(folder, nothing_is_made):
     edit(folder, n_layer=9000)
-    match = r"safetensors must hold the 9000 parts .* by num_layers, .* numbers 2, 3, 4 and more\. Take"
+    match = (
+        r"safetensors must hold the 9000 parts .* by num_layers, .* numbers 2, 3, 4 and more\. Take"
+    )
     with pytest.raises(convert.ConversionError, match=match):
         from_pretrained(folder)
 
@@ -147,7 +160,9 @@ def test_experts_that_files_do_not_hold(tmp_path, nothing_is_made):
     config = MixtralConfig(8, 10, 4, 1, 2, vocab_size=11, num_experts=3)
     Mixtral(config, rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
     edit(tmp_path, num_local_experts=10_000)
-    with pytest.raises(convert.ConversionError, match=r"the 10000 parts .* num_experts, .* 3, 4, 5 and more"):
+    with pytest.raises(
+        convert.ConversionError, match=r"the 10000 parts .* num_experts, .* 3, 4, 5 and more"
+    ):
         from_pretrained(tmp_path)
 
 
@@ -232,7 +247,9 @@ def test_an_index_that_names_what_is_no_shard(name, folder):
         (folder / file).rename(inside / file)
     weights = sharded(inside, name)
     weights.rename(folder / "x.safetensors")
-    match = r"weight_map must name files within its folder .* got .*\. Put the shards beside the index"
+    match = (
+        r"weight_map must name files within its folder .* got .*\. Put the shards beside the index"
+    )
     with pytest.raises(convert.ConversionError, match=match):
         from_pretrained(inside)
 
@@ -285,7 +302,9 @@ def test_a_head_that_is_tied_and_stored_otherwise(folder):
     assert from_pretrained(folder).out_head is None
     head[-1, -1] += 1
     safetensors.numpy.save_file({**arrays, "lm_head.weight": head}, file)
-    match = r"holds lm_head\.weight beside transformer\.wte\.weight, .* their values differ\. Set tie"
+    match = (
+        r"holds lm_head\.weight beside transformer\.wte\.weight, .* their values differ\. Set tie"
+    )
     with pytest.raises(convert.ConversionError, match=match):
         from_pretrained(folder)
     safetensors.numpy.save_file({**arrays, "lm_head.weight": head[1:]}, file)
@@ -314,8 +333,12 @@ def test_a_field_by_its_second_name(folder):
 
 def test_positions_that_would_be_computed_before_they_are_compared(tmp_path, nothing_is_made):
     sizes = {"num_mel": 5, "num_positions": 7, "context_length": 9, "vocab_size": 11}
-    Whisper(WhisperConfig(6, 2, 1, 3, 1, 8, 10, **sizes), rngs=nnx.Rngs(0)).save_pretrained(tmp_path)
+    Whisper(WhisperConfig(6, 2, 1, 3, 1, 8, 10, **sizes), rngs=nnx.Rngs(0)).save_pretrained(
+        tmp_path
+    )
     edit(tmp_path, max_source_positions=2**31 - 1)
-    match = r"embed_positions\.weight must have the shape .* got \[\(7, 6\)\] for \(2147483647, 6\)\. T"
+    match = (
+        r"embed_positions\.weight must have the shape .* got \[\(7, 6\)\] for \(2147483647, 6\)\. T"
+    )
     with pytest.raises(convert.ConversionError, match=match):
         from_pretrained(tmp_path)

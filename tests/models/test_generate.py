@@ -16,8 +16,12 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [30], [9, 9]]
 
 def build(config):
     model = (GPT2 if isinstance(config, GPT2Config) else Llama)(config, rngs=nnx.Rngs(0))
-    for param in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        param[...] = 20 * param[...]  # large, so that no tokens nearly tie and depend on the order of a sum
+    for param in jax.tree.leaves(
+        nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)
+    ):
+        param[...] = (
+            20 * param[...]
+        )  # large, so that no tokens nearly tie and depend on the order of a sum
     return model
 
 
@@ -52,7 +56,11 @@ def test_greedy_equals_the_full_forward_for_every_row_of_a_batch(model):
 
 def test_one_prompt_gives_one_list_and_arrays_do_as_well(llama):
     alone = generate(llama, PROMPTS[0], 5)
-    assert alone == generate(llama, np.array(PROMPTS[0]), 5) == generate(llama, jnp.array([PROMPTS[0]]), 5)[0]
+    assert (
+        alone
+        == generate(llama, np.array(PROMPTS[0]), 5)
+        == generate(llama, jnp.array([PROMPTS[0]]), 5)[0]
+    )
     assert all(type(token) is int for token in alone)
 
 
@@ -105,9 +113,13 @@ def test_the_callback_gets_every_token_in_order(llama):
 
 def test_the_same_key_draws_the_same_tokens_and_another_key_others(llama):
     options = {"temperature": 1.5, "top_k": 20, "top_p": 0.95}
-    one, again, other = (generate(llama, PROMPTS, 12, key=jax.random.key(k), **options) for k in (0, 0, 1))
+    one, again, other = (
+        generate(llama, PROMPTS, 12, key=jax.random.key(k), **options) for k in (0, 0, 1)
+    )
     assert one == again != other
-    assert generate(llama, PROMPTS, 12, temperature=0.5, top_k=1, key=jax.random.key(0)) == generate(llama, PROMPTS, 12)
+    assert generate(
+        llama, PROMPTS, 12, temperature=0.5, top_k=1, key=jax.random.key(0)
+    ) == generate(llama, PROMPTS, 12)
 
 
 def test_the_model_runs_in_eval_mode_and_stays_in_its_own():
@@ -167,16 +179,40 @@ def test_layers_and_lengths_within_a_bucket_share_programs(compiled):
             {"capacity": 10},
             r"together are at most capacity=10; prompt 0 has 6 tokens .* max_new_tokens=4",
         ),
-        ([1], {"max_new_tokens": 0}, r"^max_new_tokens must be a positive integer; got max_new_tokens=0"),
-        ([1], {"temperature": 0.5}, r"^temperature=0.5 draws tokens, which needs a key\. Pass key=jax"),
-        ([1], {"top_k": 3}, r"^temperature=0 takes the most likely token.* got top_k=3, top_p=None"),
+        (
+            [1],
+            {"max_new_tokens": 0},
+            r"^max_new_tokens must be a positive integer; got max_new_tokens=0",
+        ),
+        (
+            [1],
+            {"temperature": 0.5},
+            r"^temperature=0.5 draws tokens, which needs a key\. Pass key=jax",
+        ),
+        (
+            [1],
+            {"top_k": 3},
+            r"^temperature=0 takes the most likely token.* got top_k=3, top_p=None",
+        ),
         ([1], {"temperature": -1.0}, r"^temperature must be at least 0, and finite; got -1"),
         ([1], {"temperature": 1.0, "top_k": 0}, r"^top_k must be a positive integer; got top_k=0"),
-        ([1], {"temperature": float("nan")}, r"^temperature must be at least 0, and finite; got nan"),
-        ([1], {"temperature": "1"}, r"^temperature must be one real number; got temperature='1'\. Pass a float"),
+        (
+            [1],
+            {"temperature": float("nan")},
+            r"^temperature must be at least 0, and finite; got nan",
+        ),
+        (
+            [1],
+            {"temperature": "1"},
+            r"^temperature must be one real number; got temperature='1'\. Pass a float",
+        ),
         ([1], {"temperature": 1j}, r"^temperature must be one real number; got temperature=1j"),
         ([1], {"temperature": 1.0, "top_p": "a"}, r"^top_p must be one real number; got top_p='a'"),
-        ([1], {"temperature": 1.0, "top_p": float("nan")}, r"^top_p is a probability in \(0, 1\]; got top_p=nan"),
+        (
+            [1],
+            {"temperature": 1.0, "top_p": float("nan")},
+            r"^top_p is a probability in \(0, 1\]; got top_p=nan",
+        ),
         ([1], {"capacity": 0}, r"^capacity must be a positive integer; got capacity=0"),
         (5, {}, r"^prompts are integers .* got one of shape \(\), dtype int64"),
         (None, {}, r"^prompts are integers .* got one of shape \(\), dtype object"),
@@ -187,8 +223,16 @@ def test_layers_and_lengths_within_a_bucket_share_programs(compiled):
         ),
         ([1], {"stop_tokens": None}, r"^stop_tokens are integers .* got None"),
         ([1], {"stop_tokens": [1.5]}, r"^stop_tokens are integers .* got \[1\.5\]"),
-        ([1], {"stop_tokens": np.ones((1, 1), int)}, r"^stop_tokens are integers .* got array\(\[\[1\]\]\)"),
-        ([1], {"temperature": 1.0, "top_p": 0.0}, r"^top_p is a probability in \(0, 1\]; got top_p=0"),
+        (
+            [1],
+            {"stop_tokens": np.ones((1, 1), int)},
+            r"^stop_tokens are integers .* got array\(\[\[1\]\]\)",
+        ),
+        (
+            [1],
+            {"temperature": 1.0, "top_p": 0.0},
+            r"^top_p is a probability in \(0, 1\]; got top_p=0",
+        ),
     ],
 )
 @pytest.mark.usefixtures("no_shape_checks")
@@ -203,7 +247,10 @@ def test_top_k_and_top_p_keep_the_most_likely():
     def kept(**options):
         return np.isfinite(keep_most_likely(logits, Sampling(1.0, **options))).tolist()
 
-    assert kept(top_k=2) == [[False, True, True, False], [True, False, False, False]] or kept(top_k=2)[1] == [True] * 4
+    assert (
+        kept(top_k=2) == [[False, True, True, False], [True, False, False, False]]
+        or kept(top_k=2)[1] == [True] * 4
+    )
     assert kept(top_p=0.69) == [[False, True, True, False], [True, False, False, False]]
     assert kept(top_p=0.71) == [[False, True, True, True], [True, False, False, False]]
     assert kept(top_k=3, top_p=0.5) == [[False, True, True, False], [True, False, False, False]]
@@ -219,6 +266,7 @@ def test_draws_follow_the_distribution():
 
 def test_only_a_model_of_text_makes_text():
     with pytest.raises(
-        ValueError, match=r"text is made by a LanguageModel or an EncoderDecoder; got Pretrained\. Load"
+        ValueError,
+        match=r"text is made by a LanguageModel or an EncoderDecoder; got Pretrained\. Load",
     ):
         generate(Pretrained(), [1], 1)

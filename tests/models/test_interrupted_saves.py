@@ -95,7 +95,12 @@ def folders(tmp_path_factory):
     return made
 
 
-CASES = [(ONE, ONE, "wide"), (ONE, SHARDS, "other"), (SHARDS, ONE, "other"), (SHARDS, SHARDS, "wide")]
+CASES = [
+    (ONE, ONE, "wide"),
+    (ONE, SHARDS, "other"),
+    (SHARDS, ONE, "other"),
+    (SHARDS, SHARDS, "wide"),
+]
 
 
 @pytest.mark.parametrize("fatal", [True, False])
@@ -132,7 +137,9 @@ def refuse_links(*arguments):
     raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
 
-def test_a_save_that_fails_before_the_end_leaves_the_files_that_were_there(folders, tmp_path, monkeypatch):
+def test_a_save_that_fails_before_the_end_leaves_the_files_that_were_there(
+    folders, tmp_path, monkeypatch
+):
     folder = shutil.copytree(folders["narrow", ONE], tmp_path / "model")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     monkeypatch.setattr(saving, "write_shards", lambda *arguments: 1 / 0)
@@ -146,8 +153,12 @@ def test_what_config_names_is_what_is_loaded(folders, tmp_path):
     (folder / "model.safetensors").rename(folder / "mine.safetensors")
     shutil.copy(folders["other", ONE] / "model.safetensors", folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "mine.safetensors"}))
-    found, wanted = (convert.state_dict(one) for one in (GPT2.from_pretrained(folder), model("narrow")))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "transformers_weights": "mine.safetensors"})
+    )
+    found, wanted = (
+        convert.state_dict(one) for one in (GPT2.from_pretrained(folder), model("narrow"))
+    )
     assert found.keys() == wanted.keys()
     for name in wanted:
         np.testing.assert_array_equal(found[name], wanted[name])
@@ -155,7 +166,10 @@ def test_what_config_names_is_what_is_loaded(folders, tmp_path):
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/model.safetensors", "model.bin", "", 3])
 def test_a_name_that_is_none_of_the_folder(name, folders):
-    with pytest.raises(convert.ConversionError, match=r"transformers_weights in .* must be the name of a safetensors"):
+    with pytest.raises(
+        convert.ConversionError,
+        match=r"transformers_weights in .* must be the name of a safetensors",
+    ):
         find_weights(folders["narrow", ONE], name)
 
 
@@ -176,7 +190,10 @@ def test_a_save_leaves_the_files_of_a_living_one(folders, tmp_path, monkeypatch)
         return written
 
     monkeypatch.setattr(saving, "write_shards", slow)
-    threads = [threading.Thread(target=model(name).save_pretrained, args=[folder]) for name in ("wide", "other")]
+    threads = [
+        threading.Thread(target=model(name).save_pretrained, args=[folder])
+        for name in ("wide", "other")
+    ]
     threads[0].start()
     assert reached.wait(60)
     threads[1].start()

@@ -29,13 +29,16 @@ def both(name, param_dtype=jnp.float64, **options):
     """Return the model of blocks one after another, and the stacked one; they start alike."""
     cls, config = MODELS[name]
     return [
-        cls(config, scan_layers=scan, param_dtype=param_dtype, rngs=nnx.Rngs(3), **options) for scan in (False, True)
+        cls(config, scan_layers=scan, param_dtype=param_dtype, rngs=nnx.Rngs(3), **options)
+        for scan in (False, True)
     ]
 
 
 def gradients(model, **options):
     """Return the loss, and the gradients as a state dict has them."""
-    loss, found = nnx.jit(nnx.value_and_grad(lambda model: next_token_loss(model, TOKENS, **options)))(model)
+    loss, found = nnx.jit(
+        nnx.value_and_grad(lambda model: next_token_loss(model, TOKENS, **options))
+    )(model)
     nnx.update(model, found)
     return {"loss": loss, **convert.state_dict(model)}
 
@@ -62,7 +65,9 @@ def test_streams_of_dropout_draw_the_same_call_by_call(name, remat, x64, close):
 
 @NAMES
 def test_a_model_that_is_closed_over_can_be_compiled(name, x64, close):
-    plain, stacked = (jax.jit(lambda x, m=m: m(x, dropout_key=jax.random.key(1)))(TOKENS) for m in both(name))
+    plain, stacked = (
+        jax.jit(lambda x, m=m: m(x, dropout_key=jax.random.key(1)))(TOKENS) for m in both(name)
+    )
     close(stacked, plain)
 
 
@@ -93,7 +98,13 @@ def test_padding_and_static_lengths_of_a_cache_are_the_same(x64, close):
     for model in both("gpt2"):
         model.eval()
         logits, cache = model(TOKENS, lengths=LENGTHS, cache=model.init_cache(2, 9))
-        found.append((logits, cache[0].length.astype(float), *model(TOKENS[:, :2], lengths=2, cache=cache)[:1]))
+        found.append(
+            (
+                logits,
+                cache[0].length.astype(float),
+                *model(TOKENS[:, :2], lengths=2, cache=cache)[:1],
+            )
+        )
     close(*found[::-1])
     assert found[0][1].tolist() == [4, 7]
 
@@ -112,12 +123,17 @@ def test_generated_tokens_are_the_same():
 
 def test_layers_that_differ_are_refused():
     config = Qwen2Config(**LLAMA, window=4, full_layers=(0, 1))
-    with pytest.raises(ValueError, match=r"stacks layers of equal .* layer 2 differs from layer 0.* scan_layers=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"stacks layers of equal .* layer 2 differs from layer 0.* scan_layers=False",
+    ):
         Qwen2(config, scan_layers=True, rngs=nnx.Rngs(0))
 
 
 def test_no_layers_are_refused():
-    with pytest.raises(ValueError, match=r"stacks one layer at least; got num_layers=0. Pass scan_layers=False"):
+    with pytest.raises(
+        ValueError, match=r"stacks one layer at least; got num_layers=0. Pass scan_layers=False"
+    ):
         GPT2(GPT2Config(6, 2, 0, **SIZES), scan_layers=True, rngs=nnx.Rngs(0))
 
 
@@ -128,7 +144,9 @@ def test_files_are_the_same(name, tmp_path, close):
         model.save_pretrained(tmp_path / folder, max_shard_size=2000)
     names = sorted(file.name for file in (tmp_path / "plain").iterdir())
     assert len(names) > 4
-    assert filecmp.cmpfiles(tmp_path / "plain", tmp_path / "stacked", names, shallow=False)[0] == names
+    assert (
+        filecmp.cmpfiles(tmp_path / "plain", tmp_path / "stacked", names, shallow=False)[0] == names
+    )
     loaded = [from_pretrained(tmp_path / "stacked", scan_layers=scan) for scan in (False, True)]
     close(loaded[1](TOKENS), loaded[0](TOKENS))
     for model in loaded:
@@ -139,12 +157,18 @@ def test_files_are_the_same(name, tmp_path, close):
 def test_state_dicts_are_the_same():
     plain, stacked = both("gpt2", jnp.float32)
     weights = convert.state_dict(plain)
-    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), weights, convert.state_dict(stacked)))
+    assert jax.tree.all(
+        jax.tree.map(lambda x, y: (x == y).all(), weights, convert.state_dict(stacked))
+    )
     other = GPT2(MODELS["gpt2"][1], scan_layers=True, rngs=nnx.Rngs(4))
     convert.load_state_dict(other, weights)
-    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), weights, convert.state_dict(other)))
+    assert jax.tree.all(
+        jax.tree.map(lambda x, y: (x == y).all(), weights, convert.state_dict(other))
+    )
     del weights["trf_blocks.1.norm1.shift"]
-    with pytest.raises(convert.ConversionError, match=r"missing trf_blocks\.1\.norm1\.shift \(6,\)"):
+    with pytest.raises(
+        convert.ConversionError, match=r"missing trf_blocks\.1\.norm1\.shift \(6,\)"
+    ):
         convert.load_state_dict(other, weights)
 
 

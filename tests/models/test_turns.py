@@ -16,7 +16,14 @@ from flax_attn.models.t5 import T5, T5Config
 from flax_attn.models.turns import in_turns
 from flax_attn.models.whisper import Whisper, WhisperConfig
 
-DECODER = {"d_model": 8, "d_hidden": 12, "num_heads": 4, "num_kv_heads": 2, "context_length": 16, "vocab_size": 11}
+DECODER = {
+    "d_model": 8,
+    "d_hidden": 12,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "context_length": 16,
+    "vocab_size": 11,
+}
 TURNS = {
     "num_layers": 5,
     "window": 3,
@@ -25,13 +32,19 @@ TURNS = {
     "head_dim": 2,
     "dropout": 0.3,
 }
-WHISPER = WhisperConfig(6, 2, 2, 3, 3, 8, 10, num_mel=5, num_positions=7, context_length=9, vocab_size=11, dropout=0.3)
+WHISPER = WhisperConfig(
+    6, 2, 2, 3, 3, 8, 10, num_mel=5, num_positions=7, context_length=9, vocab_size=11, dropout=0.3
+)
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 7))
 SOUND = np.random.default_rng(1).normal(size=(2, 5, 14))
 MODELS = {
     "a number each": (DiffLlama, DiffLlamaConfig(**DECODER, num_layers=3), [TOKENS]),
     "turns behind a layer": (Gemma2, Gemma2Config(**DECODER, **TURNS), [TOKENS]),
-    "an encoder": (ModernBert, ModernBertConfig(6, 8, 3, 7, vocab_size=11, window=4, dropout=0.3), [TOKENS]),
+    "an encoder": (
+        ModernBert,
+        ModernBertConfig(6, 8, 3, 7, vocab_size=11, window=4, dropout=0.3),
+        [TOKENS],
+    ),
     "t5": (T5, T5Config(6, 8, 2, 4, 2, 3, vocab_size=11, dropout=0.3), [TOKENS, TOKENS[:, :5]]),
     "whisper": (Whisper, WHISPER, [SOUND, TOKENS[:, :5]]),
 }
@@ -41,10 +54,14 @@ def both(name, param_dtype=jnp.float64, **options):
     """Return the model of layers one after another, and the stacked one; they start alike."""
     cls, config, _ = MODELS[name]
     made = [
-        cls(config, scan_layers=scan, param_dtype=param_dtype, rngs=nnx.Rngs(3), **options) for scan in (False, True)
+        cls(config, scan_layers=scan, param_dtype=param_dtype, rngs=nnx.Rngs(3), **options)
+        for scan in (False, True)
     ]
     random = np.random.default_rng(4)
-    weights = {key: random.normal(0, 0.4, x.shape).astype(x.dtype) for key, x in convert.state_dict(made[0]).items()}
+    weights = {
+        key: random.normal(0, 0.4, x.shape).astype(x.dtype)
+        for key, x in convert.state_dict(made[0]).items()
+    }
     for model in made:
         convert.load_state_dict(model, weights)
     return made
@@ -62,7 +79,9 @@ def gradients(model, inputs):
     return {"output": y, **convert.state_dict(model)}
 
 
-@pytest.mark.parametrize(("name", "remat"), [*((name, False) for name in MODELS), ("turns behind a layer", True)])
+@pytest.mark.parametrize(
+    ("name", "remat"), [*((name, False) for name in MODELS), ("turns behind a layer", True)]
+)
 def test_outputs_and_gradients_are_those_of_layers_one_by_one(name, remat, x64, close):
     plain, stacked = (gradients(model, MODELS[name][2]) for model in both(name, remat=remat))
     assert np.mean([abs(x).max() > 1e-9 for x in plain.values()]) > 0.8
@@ -105,14 +124,21 @@ def test_folders_are_the_same(name, tmp_path, close):
     for model, folder in ((plain, "plain"), (stacked, "stacked")):
         model.save_pretrained(tmp_path / folder)
     names = sorted(file.name for file in (tmp_path / "plain").iterdir())
-    assert filecmp.cmpfiles(tmp_path / "plain", tmp_path / "stacked", names, shallow=False)[0] == names
+    assert (
+        filecmp.cmpfiles(tmp_path / "plain", tmp_path / "stacked", names, shallow=False)[0] == names
+    )
     loaded = [from_pretrained(tmp_path / "plain", scan_layers=scan) for scan in (False, True)]
     for model in loaded:
         model.train()
-    close(*[nnx.jit(lambda model: model(*inputs))(model) for model in loaded])  # streams of dropout draw the same
+    close(
+        *[nnx.jit(lambda model: model(*inputs))(model) for model in loaded]
+    )  # streams of dropout draw the same
 
 
 def test_layers_without_turns_are_refused():
     assert in_turns([1, 2, 1, 2]) == ((0, 2), (1, 3))
-    with pytest.raises(ValueError, match=r"layer 1 differs from layer 0, .* and no turn is repeated to the last layer"):
+    with pytest.raises(
+        ValueError,
+        match=r"layer 1 differs from layer 0, .* and no turn is repeated to the last layer",
+    ):
         in_turns([1, 2, 1, 3])

@@ -40,12 +40,18 @@ class Model(nnx.Module):
 def calls(monkeypatch):
     """Count the calls that reach the blocked backend."""
     found, attend = [], load("blocked").attend
-    monkeypatch.setattr(load("blocked"), "attend", lambda call: (found.append(call), attend(call))[1])
+    monkeypatch.setattr(
+        load("blocked"), "attend", lambda call: (found.append(call), attend(call))[1]
+    )
     return found
 
 
 def backends(model):
-    return [vars(module)["backend"] for _, module in nnx.iter_modules(model) if "backend" in vars(module)]
+    return [
+        vars(module)["backend"]
+        for _, module in nnx.iter_modules(model)
+        if "backend" in vars(module)
+    ]
 
 
 def tokens():
@@ -66,7 +72,9 @@ def test_every_module_that_attends_takes_a_backend(variant):
 
 
 def test_gpt2_attention_takes_a_backend():
-    layer = nnx.eval_shape(lambda: create_gpt2_attention("small", backend="blocked", rngs=nnx.Rngs(0)))
+    layer = nnx.eval_shape(
+        lambda: create_gpt2_attention("small", backend="blocked", rngs=nnx.Rngs(0))
+    )
     assert layer.backend == "blocked"
 
 
@@ -126,18 +134,23 @@ def test_set_backend_leaves_parameters_and_copies_alone():
 @pytest.mark.parametrize("model", [Model, lambda: flax_attn.RMSNorm(4)], ids=["attention", "none"])
 def test_unknown_name(model):
     model = model()
-    with pytest.raises(ValueError, match=r"backend must be one of 'auto', .*'blocked'.*; got 'flash'"):
+    with pytest.raises(
+        ValueError, match=r"backend must be one of 'auto', .*'blocked'.*; got 'flash'"
+    ):
         set_backend(model, "flash")
     assert set(backends(model)) <= {"auto"}
 
 
 def test_a_model_without_attention():
     with pytest.raises(
-        ValueError, match=r"needs a model with an attention layer.*got FeedForward, which has none\. Pass"
+        ValueError,
+        match=r"needs a model with an attention layer.*got FeedForward, which has none\. Pass",
     ):
         set_backend(flax_attn.FeedForward(4, rngs=nnx.Rngs(0)), "blocked")
 
 
 def test_what_is_no_module(no_shape_checks):
-    with pytest.raises(ValueError, match=r"model must be .*Module.*; got list\. Pass .*nnx\.List\(layers\)"):
+    with pytest.raises(
+        ValueError, match=r"model must be .*Module.*; got list\. Pass .*nnx\.List\(layers\)"
+    ):
         set_backend([flax_attn.SimplifiedSelfAttention()], "blocked")  # pyright: ignore[reportArgumentType]

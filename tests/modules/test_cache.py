@@ -21,9 +21,13 @@ MODULES = {
 @pytest.fixture(params=MODULES.values(), ids=MODULES)
 def module(request):
     norms = {name: flax_attn.RMSNorm(D // 4) for name in ("q_norm", "k_norm")}
-    layer = flax_attn.MultiHeadAttention(D, D, 9, 0.0, 4, **norms, **request.param, rngs=nnx.Rngs(0))
+    layer = flax_attn.MultiHeadAttention(
+        D, D, 9, 0.0, 4, **norms, **request.param, rngs=nnx.Rngs(0)
+    )
     for i, (_, param) in enumerate(nnx.to_flat_state(nnx.state(layer, nnx.Param))):
-        param.set_value(jnp.asarray(np.random.default_rng(i).normal(0, 0.6, param.shape), jnp.float32))
+        param.set_value(
+            jnp.asarray(np.random.default_rng(i).normal(0, 0.6, param.shape), jnp.float32)
+        )
     return layer
 
 
@@ -49,7 +53,9 @@ def step(module):
 
 def test_scan(module, x, close):
     cache = module.init_cache(B, CAPACITY)
-    cache, outputs = jax.jit(lambda cache, x: jax.lax.scan(step(module), cache, x))(cache, x.swapaxes(0, 1))
+    cache, outputs = jax.jit(lambda cache, x: jax.lax.scan(step(module), cache, x))(
+        cache, x.swapaxes(0, 1)
+    )
     close(outputs.swapaxes(0, 1), jax.jit(module)(x))
     assert cache.length.tolist() == [T, T]
 
@@ -59,10 +65,14 @@ def test_while_loop(module, x, close):
     def run(cache, x):
         def body(state):
             i, cache, outputs = state
-            cache, output = step(module)(cache, jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False))
+            cache, output = step(module)(
+                cache, jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False)
+            )
             return i + 1, cache, jax.lax.dynamic_update_index_in_dim(outputs, output, i, 1)
 
-        return jax.lax.while_loop(lambda state: state[0] < T, body, (0, cache, jnp.zeros_like(x)))[2]
+        return jax.lax.while_loop(lambda state: state[0] < T, body, (0, cache, jnp.zeros_like(x)))[
+            2
+        ]
 
     close(run(module.init_cache(B, CAPACITY), x), jax.jit(module)(x))
 
@@ -92,7 +102,10 @@ def test_a_step_is_compiled_once(module, x):
     for i in range(3):
         _, cache = one(cache, x[:, i : i + 1])
     assert one._cache_size() == 1
-    assert (jax.tree.structure(cache), jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache)) == before
+    assert (
+        jax.tree.structure(cache),
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache),
+    ) == before
 
 
 def test_one_that_is_known_to_be_empty_equals_one_that_is_empty(module, x, close):
@@ -102,7 +115,9 @@ def test_one_that_is_known_to_be_empty_equals_one_that_is_empty(module, x, close
     close(known[0], empty[0])
     assert known[1].length.tolist() == empty[1].length.tolist() == [5, 2]
     assert known[1].key_positions.tolist() == empty[1].key_positions.tolist()
-    more = [jax.jit(lambda held: module(x[:, :2], cache=held)[0])(held) for held in (known[1], empty[1])]
+    more = [
+        jax.jit(lambda held: module(x[:, :2], cache=held)[0])(held) for held in (known[1], empty[1])
+    ]
     close(*more)
 
 
@@ -120,7 +135,9 @@ def test_lengths_that_are_known_stay_known(linear, x, close):
 
 def test_slots_behind_a_length_that_is_known_are_not_read():
     cache, new = KVCache.zeros(B, CAPACITY, 2, 4).replace(length=2), jnp.ones((B, 3, 2, 4))
-    held = cache.extend(new, new, Mask.dense(jnp.ones((CAPACITY, CAPACITY), bool)), lengths=jnp.array([3, 1]))
+    held = cache.extend(
+        new, new, Mask.dense(jnp.ones((CAPACITY, CAPACITY), bool)), lengths=jnp.array([3, 1])
+    )
     assert held.key.shape == held.value.shape == (B, 5, 2, 4)
     assert held.key_positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, -1, -1]]
     assert held.mask.materialise(B, 1, 3, 5).sum(axis=(1, 2, 3)).tolist() == [3 * 5, 1 * 3]
@@ -178,15 +195,24 @@ def test_a_whole_model_says_so_too():
 
 @pytest.mark.parametrize("lengths", [[7, 2], [-1, 2]], ids=["more than t", "negative"])
 def test_lengths_that_cannot_be_make_their_row_nan_and_no_other(module, x, lengths):
-    output, cache = module(x, lengths=jnp.array(lengths, jnp.int32), cache=module.init_cache(B, CAPACITY))
+    output, cache = module(
+        x, lengths=jnp.array(lengths, jnp.int32), cache=module.init_cache(B, CAPACITY)
+    )
     assert np.isnan(output).all(axis=(1, 2)).tolist() == cache.invalid.tolist() == [True, False]
     assert not np.isnan(output[1]).any()
 
 
 def test_an_eager_call_reads_no_values(module, x, monkeypatch):
     """Whatever it read would make it wait for the device."""
-    table, ids = flax_attn.Embedding(11, D, rngs=nnx.Rngs(0)), jnp.array([[1, 2], [99, 3]], jnp.int32)
-    cache, lengths, positions = module.init_cache(B, CAPACITY), jnp.array([2, 1], jnp.int32), jnp.array([5, 6])
+    table, ids = (
+        flax_attn.Embedding(11, D, rngs=nnx.Rngs(0)),
+        jnp.array([[1, 2], [99, 3]], jnp.int32),
+    )
+    cache, lengths, positions = (
+        module.init_cache(B, CAPACITY),
+        jnp.array([2, 1], jnp.int32),
+        jnp.array([5, 6]),
+    )
     read = property(lambda array: pytest.fail("the call reads the values of an array"))
     with monkeypatch.context() as patch:
         patch.setattr(type(x), "_value", read)
@@ -210,7 +236,9 @@ def test_a_narrow_cache_of_a_module(linear, x):
 @pytest.mark.parametrize("b", [1, 3])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_what_is_written_is_read_and_differentiated_in_every_dtype(b, dtype):
-    new, cotangent = (jax.random.normal(jax.random.key(i), (b, 2, 3, 5)).astype(dtype) for i in range(2))
+    new, cotangent = (
+        jax.random.normal(jax.random.key(i), (b, 2, 3, 5)).astype(dtype) for i in range(2)
+    )
     cache = KVCache.zeros(b, 7, num_kv_heads=3, head_dim=5, dtype=dtype)
 
     def written(new):

@@ -44,7 +44,9 @@ def floats(equations, jaxpr):
 
 
 def computes_in(equations, jaxpr, names):
-    return {e.invars[0].aval.dtype.name for e in equations(jaxpr.jaxpr) if e.primitive.name in names}
+    return {
+        e.invars[0].aval.dtype.name for e in equations(jaxpr.jaxpr) if e.primitive.name in names
+    }
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=["bfloat16", "float16"])
@@ -59,7 +61,9 @@ def test_low_compute_with_float32_parameters(learning, dtype):
 def test_low_compute_is_near_and_not_equal(typical):
     inputs = typical.inputs(jnp.bfloat16)
     expected = call(typical.build(), [x.astype(jnp.float32) for x in inputs])
-    error = np.abs(call(typical.build(dtype=jnp.bfloat16), inputs).astype(jnp.float32) - expected).max()
+    error = np.abs(
+        call(typical.build(dtype=jnp.bfloat16), inputs).astype(jnp.float32) - expected
+    ).max()
     assert 0 < error < 40 * 2.0**-8 * (1 + np.abs(expected).max())
 
 
@@ -82,7 +86,9 @@ def test_low_parameters_and_inputs(learning, dtype):
     [(jnp.float32, jnp.bfloat16, jnp.float32), (jnp.bfloat16, jnp.float32, jnp.float32)],
     ids=["float32_params", "bfloat16_params"],
 )
-def test_without_dtype_it_is_that_of_input_and_parameters_together(learning, params, inputs, result):
+def test_without_dtype_it_is_that_of_input_and_parameters_together(
+    learning, params, inputs, result
+):
     with jax.numpy_dtype_promotion("standard"):
         output = jax.eval_shape(learning.build(param_dtype=params), *learning.inputs(inputs))
     assert output.dtype == result
@@ -97,12 +103,18 @@ def test_without_parameters_the_input_decides(variants, dtype):
 @pytest.fixture
 def without_library(monkeypatch):
     """Without the kernels in C++, what is computed can be read from the trace."""
-    for module in ("flax_attn.backends.native", "flax_attn.native.product", "flax_attn.native.grouped"):
+    for module in (
+        "flax_attn.backends.native",
+        "flax_attn.native.product",
+        "flax_attn.native.grouped",
+    ):
         monkeypatch.setattr(f"{module}.library", lambda: None)
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=["bfloat16", "float16"])
-def test_softmax_statistics_and_activations_are_in_float32(variant, equations, without_library, dtype):
+def test_softmax_statistics_and_activations_are_in_float32(
+    variant, equations, without_library, dtype
+):
     jaxpr = trace(variant.build(param_dtype=dtype), variant.inputs(dtype))
     names = {"exp", "rsqrt", "tanh", "erf", "erfc", "reduce_max"}
     assert computes_in(equations, jaxpr, names) == {"float32"}
@@ -134,7 +146,9 @@ def test_everything_is_float32_without_x64(variant, equations):
 def test_precision_reaches_every_product(variant, equations, without_library, precision):
     precision = precision if variant.takes("precision") else None
     jaxpr = trace(variant.build(precision=precision), variant.inputs())
-    seen = {e.params["precision"] for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"}
+    seen = {
+        e.params["precision"] for e in equations(jaxpr.jaxpr) if e.primitive.name == "dot_general"
+    }
     assert seen <= {precision and (precision, precision)}
     assert bool(seen) is ("norm" not in variant.name)
 

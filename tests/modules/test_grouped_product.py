@@ -10,14 +10,22 @@ from flax_attn.modules.grouped_product import grouped_product
 from flax_attn.parity import tolerance
 
 pytestmark = pytest.mark.usefixtures("x64")
-SIZES = [(3, 0, 4, 7), (14, 0, 0, 0), (0, 0, 0, 14), (1, 2, 0, 3), (0, 0, 0, 0)]  # the last two leave rows
+SIZES = [
+    (3, 0, 4, 7),
+    (14, 0, 0, 0),
+    (0, 0, 0, 14),
+    (1, 2, 0, 3),
+    (0, 0, 0, 0),
+]  # the last two leave rows
 RANDOM = np.random.default_rng(0)
 ROWS, MATRICES, COTANGENT = (RANDOM.normal(size=size) for size in ((14, 6), (4, 6, 5), (14, 5)))
 
 
 def both(sizes, product):
     """Return the product, and its gradients under a random cotangent."""
-    value, pull = jax.vjp(lambda rows, matrices: product(rows, matrices, sizes), *map(jnp.asarray, (ROWS, MATRICES)))
+    value, pull = jax.vjp(
+        lambda rows, matrices: product(rows, matrices, sizes), *map(jnp.asarray, (ROWS, MATRICES))
+    )
     names = ("product", "rows", "matrices")
     return dict(zip(names, (value, *pull(jnp.asarray(COTANGENT))), strict=True))
 
@@ -31,7 +39,10 @@ def test_tiles_are_the_ragged_product(sizes):
     sizes = jnp.array(sizes, jnp.int32)
     assert file.tiled(jnp.asarray(ROWS))
     products = grouped_product, jax.lax.ragged_dot
-    found, reference = (as_numpy(jax.jit(lambda s, product=product: both(s, product))(sizes)) for product in products)
+    found, reference = (
+        as_numpy(jax.jit(lambda s, product=product: both(s, product))(sizes))
+        for product in products
+    )
     errors = tolerance.relative(found, reference, scale=1.0)
     assert max(errors.values()) <= tolerance.FORWARD, errors
 
@@ -58,5 +69,7 @@ def test_one_product_of_many_sequences():
     found = jax.vmap(lambda s: grouped_product(jnp.asarray(ROWS), jnp.asarray(MATRICES), s))(sizes)
     for one, size in zip(found, sizes, strict=True):
         reference = both(size, jax.lax.ragged_dot)["product"]
-        errors = tolerance.relative({"product": np.asarray(one)}, {"product": np.asarray(reference)})
+        errors = tolerance.relative(
+            {"product": np.asarray(one)}, {"product": np.asarray(reference)}
+        )
         assert max(errors.values()) <= tolerance.FORWARD, errors

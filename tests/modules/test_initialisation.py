@@ -11,12 +11,18 @@ from flax_attn import Linear, MultiHeadAttention
 
 
 def flat(module):
-    return {".".join(map(str, path)): np.asarray(p[...]) for path, p in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    return {
+        ".".join(map(str, path)): np.asarray(p[...])
+        for path, p in nnx.to_flat_state(nnx.state(module, nnx.Param))
+    }
 
 
 def bounds(parameters):
     """Return `1 / sqrt(d_in)` of the layer that each parameter belongs to."""
-    return {name: parameters[name.rpartition(".")[0] + ".kernel"].shape[0] ** -0.5 for name in parameters}
+    return {
+        name: parameters[name.rpartition(".")[0] + ".kernel"].shape[0] ** -0.5
+        for name in parameters
+    }
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("kernel", (300, 400)), ("bias", (7, 90000))])
@@ -28,11 +34,14 @@ def test_distribution_is_uniform(name, sizes):
     assert abs(values.mean()) < 4 * (1 / 3 / n) ** 0.5
     assert abs(values.var() - 1 / 3) < 4 * (4 / 45 / n) ** 0.5
     steps = (np.arange(n) + 0.5) / n * 2 - 1
-    assert np.abs(np.sort(values) - steps).max() < 4 / n**0.5  # Kolmogorov and Smirnov: the whole shape
+    assert (
+        np.abs(np.sort(values) - steps).max() < 4 / n**0.5
+    )  # Kolmogorov and Smirnov: the whole shape
 
 
 @pytest.mark.parametrize(
-    "name", ["multi_head_wrapper", "multi_head_gqa", "multi_head_cross", "block_gpt2", "block_llama"]
+    "name",
+    ["multi_head_wrapper", "multi_head_gqa", "multi_head_cross", "block_gpt2", "block_llama"],
 )
 def test_every_layer_is_bounded_by_its_own_width(variants, name):
     for seed in range(3):
@@ -44,8 +53,15 @@ def test_every_layer_is_bounded_by_its_own_width(variants, name):
 
 
 def test_cross_attention_takes_the_width_of_each_input():
-    layer = MultiHeadAttention(4, 96, None, 0.0, 4, True, causal=False, kdim=36, vdim=144, rngs=nnx.Rngs(0))
-    for name, bound in {"W_query": 1 / 2, "W_key": 1 / 6, "W_value": 1 / 12, "out_proj": 96**-0.5}.items():
+    layer = MultiHeadAttention(
+        4, 96, None, 0.0, 4, True, causal=False, kdim=36, vdim=144, rngs=nnx.Rngs(0)
+    )
+    for name, bound in {
+        "W_query": 1 / 2,
+        "W_key": 1 / 6,
+        "W_value": 1 / 12,
+        "out_proj": 96**-0.5,
+    }.items():
         for part in ("kernel", "bias"):
             top = np.abs(flat(layer)[f"{name}.{part}"]).max()
             assert 0.9 * bound < top <= bound, (name, part)
@@ -98,13 +114,18 @@ def test_parameters_come_from_the_stream_of_that_name():
 
 
 def test_rate_of_dropout_does_not_change_the_parameters():
-    layers = [MultiHeadAttention(6, 8, None, rate, 4, rngs=nnx.Rngs(params=0, dropout=1)) for rate in (0.0, 0.5)]
+    layers = [
+        MultiHeadAttention(6, 8, None, rate, 4, rngs=nnx.Rngs(params=0, dropout=1))
+        for rate in (0.0, 0.5)
+    ]
     jax.tree.map(np.testing.assert_array_equal, *map(flat, layers))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_low_parameters_are_uniform_too(dtype):
-    values = flat(Linear(64, 500, param_dtype=dtype, rngs=nnx.Rngs(0)))["kernel"].astype(np.float32) * 8
+    values = (
+        flat(Linear(64, 500, param_dtype=dtype, rngs=nnx.Rngs(0)))["kernel"].astype(np.float32) * 8
+    )
     assert np.abs(values).max() <= 1
     assert abs(values.mean()) < 0.01 + 2.0**-7
     assert abs(values.var() - 1 / 3) < 0.01

@@ -23,7 +23,9 @@ class Model(linen.Module):
     def __call__(self, *inputs, **options):
         first, *rest = inputs
         first = linen.Dense(first.shape[-1], name="embed")(first)
-        return bridge.to_linen(self.variant.construct, dropout=self.dropout, name="layer")(first, *rest, **options)
+        return bridge.to_linen(self.variant.construct, dropout=self.dropout, name="layer")(
+            first, *rest, **options
+        )
 
 
 def in_eval(module, *inputs):
@@ -47,14 +49,21 @@ def initialise():
 def twin(variant, variables, **arguments):
     """Return the NNX module with the weights of the Linen layer."""
     module = variant.create(**arguments)
-    params = meta.unbox(variables["params"].get("layer", {}))  # the boxes have the names of the axes
-    nnx.update(module, nnx.to_pure_dict(nnx.merge_state(nnx.state(module, nnx.Param), nnx.State(params))))
+    params = meta.unbox(
+        variables["params"].get("layer", {})
+    )  # the boxes have the names of the axes
+    nnx.update(
+        module, nnx.to_pure_dict(nnx.merge_state(nnx.state(module, nnx.Param), nnx.State(params)))
+    )
     return module
 
 
 def embed(variables, inputs):
     first, *rest = inputs
-    return [linen.Dense(first.shape[-1]).apply({"params": variables["params"]["embed"]}, first), *rest]
+    return [
+        linen.Dense(first.shape[-1]).apply({"params": variables["params"]["embed"]}, first),
+        *rest,
+    ]
 
 
 def test_parameters_are_those_of_the_module(learning, initialise):
@@ -117,5 +126,7 @@ def test_a_dropout_key_decides_as_in_the_module(dropped, close):
 def test_eval_mode_is_a_method_of_ones_own(dropped, close):
     variant, model, inputs, variables = dropped
     expected = Model(variant, 0.0).apply(variables, *inputs)
-    actual = model.apply(variables, *inputs, nnx_method=in_eval, rngs={"dropout": jax.random.key(1)})
+    actual = model.apply(
+        variables, *inputs, nnx_method=in_eval, rngs={"dropout": jax.random.key(1)}
+    )
     close(actual, expected)

@@ -10,7 +10,17 @@ import pytest
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.native import product as native
 
-SHAPES = [(32,), (1, 32), (1, 1, 32), (5, 32), (2, 5, 32), (2, 1, 3, 32), (0, 5, 32), (1, 30), (1, 1, 30)]
+SHAPES = [
+    (32,),
+    (1, 32),
+    (1, 1, 32),
+    (5, 32),
+    (2, 5, 32),
+    (2, 1, 3, 32),
+    (0, 5, 32),
+    (1, 30),
+    (1, 1, 30),
+]
 
 
 def dimension_numbers(x, contracted):
@@ -46,7 +56,9 @@ def test_is_that_of_jax(shape, contracted):
         ((2, 5, 32), jnp.float32, True, (2, 5, 32)),
     ],
 )
-def test_the_form_that_is_multiplied_without_the_native_library(shape, dtype, mesh, multiplied, monkeypatch):
+def test_the_form_that_is_multiplied_without_the_native_library(
+    shape, dtype, mesh, multiplied, monkeypatch
+):
     monkeypatch.setattr(native, "library", lambda: None)
     x, matrix = (array.astype(dtype) for array in arrays(shape, 0))
     with jax.set_mesh(jax.make_mesh((1,), ("data",))) if mesh else nullcontext():

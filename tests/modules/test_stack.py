@@ -19,7 +19,9 @@ def created():
     def create(rngs):
         att = MultiHeadAttention(24, 24, 11, 0.5, 4, True, rngs=rngs)
         ff = FeedForward(24, 10, rngs=rngs)
-        return TransformerBlock(att, ff, LayerNorm(24), LayerNorm(24), drop_shortcut=Dropout(0.5, rngs=rngs))
+        return TransformerBlock(
+            att, ff, LayerNorm(24), LayerNorm(24), drop_shortcut=Dropout(0.5, rngs=rngs)
+        )
 
     return create(nnx.Rngs(0))
 
@@ -31,7 +33,9 @@ def stack(created):
 
 def layers(stack):
     graphdef, state = nnx.split(stack)
-    states = jax.jit(lambda state: [jax.tree.map(lambda x, i=i: x[i], state) for i in range(LAYERS)])
+    states = jax.jit(
+        lambda state: [jax.tree.map(lambda x, i=i: x[i], state) for i in range(LAYERS)]
+    )
     return [nnx.merge(graphdef, one) for one in states(state)]
 
 

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-HEAD = ["W_query.kernel", "W_query.bias", "W_key.kernel", "W_key.bias", "W_value.kernel", "W_value.bias"]
+HEAD = [
+    "W_query.kernel",
+    "W_query.bias",
+    "W_key.kernel",
+    "W_key.bias",
+    "W_value.kernel",
+    "W_value.bias",
+]
 FEED_FORWARD = ["layers.0.kernel", "layers.0.bias", "layers.2.kernel", "layers.2.bias"]
 GATED = ["W_gate.kernel", "W_up.kernel", "W_down.kernel"]
 
@@ -88,7 +95,9 @@ def test_eval_mode_draws_nothing(dropping):
     before = nnx.to_pure_dict(nnx.state(module, nnx.RngCount))
     module.eval()
     call(module, *dropping.inputs())
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(module, nnx.RngCount)), before)
+    jax.tree.map(
+        np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(module, nnx.RngCount)), before
+    )
 
 
 def test_a_key_decides_and_leaves_the_stream_alone(dropping):
@@ -115,7 +124,9 @@ def test_raw_words_are_a_key_too(typical):
 
 def test_split_and_merge_round_trip(variant):
     module, inputs = variant.build(dropout=0.5), variant.inputs()
-    merged = nnx.merge(*nnx.split(nnx.clone(module)))  # a split shares its variables with the module
+    merged = nnx.merge(
+        *nnx.split(nnx.clone(module))
+    )  # a split shares its variables with the module
     jax.tree.map(np.testing.assert_array_equal, _numbers(merged), _numbers(module))
     for _ in range(2):
         assert equal(call(merged, *inputs), call(module, *inputs))
@@ -123,7 +134,9 @@ def test_split_and_merge_round_trip(variant):
 
 def _numbers(module):
     raw = nnx.to_pure_dict(nnx.state(module))
-    return jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, raw)
+    return jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, raw
+    )
 
 
 def test_clone_is_equal_and_independent(learning):

@@ -52,7 +52,9 @@ def test_vmap_over_unbatched_call_equals_batched_call(variant, close):
 
 def test_vmap_over_batched_call(typical, close):
     module, inputs = typical.build(), typical.inputs()
-    pairs = jax.vmap(lambda *xs: module(*xs, return_weights=True))(*(jnp.stack([x, -x]) for x in inputs))
+    pairs = jax.vmap(lambda *xs: module(*xs, return_weights=True))(
+        *(jnp.stack([x, -x]) for x in inputs)
+    )
     close([x[0] for x in pairs], list(module(*inputs, return_weights=True)))
     close([x[1] for x in pairs], list(module(*(-x for x in inputs), return_weights=True)))
 
@@ -104,13 +106,18 @@ def test_checkpoint_has_equal_gradients(typical, close):
     graphdef, state = nnx.split(module)
     remat = jax.checkpoint(lambda state, inputs: loss(nnx.merge(graphdef, state), inputs))
     value, (grads, felt) = gradients(module, inputs)
-    actual, (remat_grads, remat_felt) = jax.jit(jax.value_and_grad(remat, argnums=(0, 1)))(state, inputs)
+    actual, (remat_grads, remat_felt) = jax.jit(jax.value_and_grad(remat, argnums=(0, 1)))(
+        state, inputs
+    )
     close((actual, jax.tree.leaves(remat_grads), remat_felt), (value, jax.tree.leaves(grads), felt))
 
 
 def test_remat_drops_the_same_weights_again(typical, close):
     plain, remat = typical.build(dropout=0.5), typical.build(dropout=0.5)
-    inputs, remat_gradients = typical.inputs(), nnx.jit(nnx.value_and_grad(nnx.remat(loss), argnums=(0, 1)))
+    inputs, remat_gradients = (
+        typical.inputs(),
+        nnx.jit(nnx.value_and_grad(nnx.remat(loss), argnums=(0, 1))),
+    )
     results = [(gradients(plain, inputs), remat_gradients(remat, inputs)) for _ in range(2)]
     for expected, actual in results:
         close(jax.tree.leaves(actual), jax.tree.leaves(expected))
@@ -120,7 +127,9 @@ def test_remat_drops_the_same_weights_again(typical, close):
 def test_forward_and_reverse_derivatives_match_differences(typical, x64):
     graphdef, state = nnx.split(typical.build(param_dtype=jnp.float64))
     leaves, tree = jax.tree.flatten((state, typical.inputs(jnp.float64)))
-    direction = [jnp.sin(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape) for leaf in leaves]
+    direction = [
+        jnp.sin(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape) for leaf in leaves
+    ]
 
     def value(leaves):
         state, inputs = jax.tree.unflatten(tree, leaves)
@@ -129,19 +138,27 @@ def test_forward_and_reverse_derivatives_match_differences(typical, x64):
     @jax.jit
     def derivatives(leaves, direction):
         forward = jax.jvp(value, (leaves,), (direction,))[1]
-        reverse = sum(jnp.vdot(g, d) for g, d in zip(jax.grad(value)(leaves), direction, strict=True))
+        reverse = sum(
+            jnp.vdot(g, d) for g, d in zip(jax.grad(value)(leaves), direction, strict=True)
+        )
         ends = jnp.array([-1e-5, 1e-5])
-        low, high = jax.lax.map(lambda e: value([x + e * d for x, d in zip(leaves, direction, strict=True)]), ends)
+        low, high = jax.lax.map(
+            lambda e: value([x + e * d for x, d in zip(leaves, direction, strict=True)]), ends
+        )
         return forward, reverse, (high - low) / 2e-5
 
     forward, reverse, difference = derivatives(leaves, direction)
     np.testing.assert_allclose(forward, reverse, rtol=tolerance.GRADIENT)
-    np.testing.assert_allclose(forward, difference, rtol=1e-6)  # the difference itself errs by its step squared
+    np.testing.assert_allclose(
+        forward, difference, rtol=1e-6
+    )  # the difference itself errs by its step squared
     assert abs(forward) > 1e-3
 
 
 def test_eval_shape_of_construction(variant):
-    abstract, real = (nnx.state(module) for module in (nnx.eval_shape(variant.create), variant.create()))
+    abstract, real = (
+        nnx.state(module) for module in (nnx.eval_shape(variant.create), variant.create())
+    )
     assert jax.tree.structure(abstract) == jax.tree.structure(real)
     for shaped, array in zip(jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True):
         assert isinstance(shaped, jax.ShapeDtypeStruct)
@@ -152,7 +169,10 @@ def test_eval_shape_of_call(weighing):
     module, inputs = weighing.build(), weighing.inputs()
 
     def shapes(inputs):
-        return [(x.shape, x.dtype) for x in jax.eval_shape(lambda *xs: module(*xs, return_weights=True), *inputs)]
+        return [
+            (x.shape, x.dtype)
+            for x in jax.eval_shape(lambda *xs: module(*xs, return_weights=True), *inputs)
+        ]
 
     assert shapes(inputs) == [(x.shape, x.dtype) for x in module(*inputs, return_weights=True)]
     assert shapes([x[0] for x in inputs]) == [(shape[1:], dtype) for shape, dtype in shapes(inputs)]

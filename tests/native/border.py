@@ -47,7 +47,11 @@ def known(name: str) -> bool:
 
 def all_dtypes() -> list[str]:
     """Return the dtypes of NumPy and ml_dtypes that JAX has arrays of."""
-    small = [name for name, kind in vars(ml_dtypes).items() if isinstance(kind, type) and hasattr(kind, "dtype")]
+    small = [
+        name
+        for name, kind in vars(ml_dtypes).items()
+        if isinstance(kind, type) and hasattr(kind, "dtype")
+    ]
     usual = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
     names = ["bool", *usual, "float16", "float32", "float64", "complex64", "complex128", *small]
     return [name for name in dict.fromkeys(names) if known(name)]
@@ -79,7 +83,9 @@ class Draw:
         """Return the ends of ranges of keys, some far outside of them."""
         near = self.random.integers(-3, s + 4, shape)
         far = self.random.choice([LEAST, -1, 0, s, MOST], shape)
-        return Array("int32", shape, np.where(self.random.random(shape) < 0.2, far, near).astype("int32"))
+        return Array(
+            "int32", shape, np.where(self.random.random(shape) < 0.2, far, near).astype("int32")
+        )
 
 
 def attention(draw: Draw) -> Border:
@@ -100,12 +106,18 @@ def attention(draw: Draw) -> Border:
     }
     rows = Array("float32", (*batch, n, t))
     results = {"output": Array(dtype, (*batch, t, n, v)), "top": rows, "total": rows}
-    options = {"scale": np.float32(h**-0.5), "soft_cap": np.float32(draw.one(0, 2)), "heads_first": first}
+    options = {
+        "scale": np.float32(h**-0.5),
+        "soft_cap": np.float32(draw.one(0, 2)),
+        "heads_first": first,
+    }
     forward = Border("attention_forward", arrays, results, options | {"few": draw.one(False, True)})
     if draw.one(False, True):
         return replace(forward, options=forward.options | {"differentiated": draw.one(False, True)})
     found = attend(forward, "float64")
-    arrays |= {name: Array(x.dtype, x.shape, found[name].astype(x.dtype)) for name, x in results.items()}
+    arrays |= {
+        name: Array(x.dtype, x.shape, found[name].astype(x.dtype)) for name, x in results.items()
+    }
     arrays["cotangent"] = draw.normal(dtype, *batch, t, n, v)
     shapes = {"d_query": (t, n, h), "d_key": (s, k, h), "d_value": (s, k, v)}
     gradients = {name: Array(dtype, (*batch, *shape)) for name, shape in shapes.items()}
@@ -124,13 +136,27 @@ def matrix_product(draw: Draw) -> Border:
 def grouped_product(draw: Draw) -> Border:
     m, d_in, d_out, groups = (draw.size() for _ in range(4))
     dtype, form = draw.one(*NUMBERS), draw.one(0, 1, 2)
-    sides = [((m, d_in), (groups, d_in, d_out)), ((m, d_out), (groups, d_in, d_out)), ((m, d_in), (m, d_out))]
+    sides = [
+        ((m, d_in), (groups, d_in, d_out)),
+        ((m, d_out), (groups, d_in, d_out)),
+        ((m, d_in), (m, d_out)),
+    ]
     result = [(m, d_out), (m, d_in), (groups, d_in, d_out)][form]
     sizes = draw.ids(0, 2 + 2 * m // groups, groups)
     if draw.one(False, False, True):
-        sizes = Array("int32", (groups,), draw.random.choice([LEAST, -1, 0, 1, m, MOST], groups).astype("int32"))
-    arrays = {"left": draw.whole(dtype, *sides[form][0]), "right": draw.whole(dtype, *sides[form][1]), "sizes": sizes}
-    return Border("grouped_product", arrays, {"result": Array(dtype, result)}, {"form": np.int64(form)})
+        sizes = Array(
+            "int32",
+            (groups,),
+            draw.random.choice([LEAST, -1, 0, 1, m, MOST], groups).astype("int32"),
+        )
+    arrays = {
+        "left": draw.whole(dtype, *sides[form][0]),
+        "right": draw.whole(dtype, *sides[form][1]),
+        "sizes": sizes,
+    }
+    return Border(
+        "grouped_product", arrays, {"result": Array(dtype, result)}, {"form": np.int64(form)}
+    )
 
 
 def change(draw: Draw, call: Border) -> Border:
@@ -155,9 +181,13 @@ def recast(call: Border, old: str, new: str) -> Border:
     def cast(x: Array) -> Array:
         if x.dtype != old:
             return x
-        return replace(x, dtype=new, values=None if x.values is None else np.ones(x.shape).astype(new))
+        return replace(
+            x, dtype=new, values=None if x.values is None else np.ones(x.shape).astype(new)
+        )
 
-    arrays, results = ({name: cast(x) for name, x in side.items()} for side in (call.arrays, call.results))
+    arrays, results = (
+        {name: cast(x) for name, x in side.items()} for side in (call.arrays, call.results)
+    )
     return replace(call, arrays=arrays, results=results)
 
 
@@ -182,7 +212,11 @@ def other_array(draw: Draw, x: Array) -> Array:
         shape = shape[draw.one(0, 0, 1, 2) :][: draw.one(0, 1, 2, 6)]
     elif shape:
         axis = draw.one(*range(len(shape)))
-        shape = (*shape[:axis], draw.one(0, 1, 1, shape[axis] + 1, 2 * shape[axis], 257), *shape[axis + 1 :])
+        shape = (
+            *shape[:axis],
+            draw.one(0, 1, 1, shape[axis] + 1, 2 * shape[axis], 257),
+            *shape[axis + 1 :],
+        )
     values = None if x.values is None else np.ones(shape).astype(dtype)
     return Array(dtype, shape, values)
 
@@ -209,14 +243,21 @@ def run(call: Border) -> dict[str, np.ndarray]:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.results.values()]
 
     def computed(*arrays: jax.Array) -> Any:
-        arrays = [x.swapaxes(-1, -2) if own.transposed else x for x, own in zip(arrays, given, strict=True)]
-        made = jax.ffi.ffi_call(native.target(call.function), shapes, has_side_effect=True)  # kept without results
+        arrays = [
+            x.swapaxes(-1, -2) if own.transposed else x
+            for x, own in zip(arrays, given, strict=True)
+        ]
+        made = jax.ffi.ffi_call(
+            native.target(call.function), shapes, has_side_effect=True
+        )  # kept without results
         return made(*arrays, **call.options)
 
     given = list(call.arrays.values())
     stored = [np.swapaxes(x.values, -1, -2) if x.transposed else x.values for x in given]
     results = jax.jit(computed)(*(jnp.asarray(x) for x in stored))
-    return {name: np.asarray(x).astype("float64") for name, x in zip(call.results, results, strict=True)}
+    return {
+        name: np.asarray(x).astype("float64") for name, x in zip(call.results, results, strict=True)
+    }
 
 
 def judge(call: Border, whole: bool) -> str | None:
@@ -233,9 +274,14 @@ def judge(call: Border, whole: bool) -> str | None:
     exact, plain = (function.formula(call, dtype) for dtype in ("float64", "float32"))
     names = [name for name, x in exact.items() if x.size and name not in ("top", "total")]
     if function.factor is None:
-        return next((f"{name} is off" for name in names if not np.array_equal(found[name], exact[name])), None)
+        return next(
+            (f"{name} is off" for name in names if not np.array_equal(found[name], exact[name])),
+            None,
+        )
     eps = float(jnp.finfo(call.arrays["query"].dtype).eps)
-    sides = ({name: side[name].astype("float64") for name in names} for side in (found, plain, exact))
+    sides = (
+        {name: side[name].astype("float64") for name in names} for side in (found, plain, exact)
+    )
     ours, theirs, truth = sides
     excess = tolerance.lower_dtype(ours, [theirs], truth, function.factor, eps)
     wrong = {name: amount for name, amount in excess.items() if not amount <= 1}

@@ -48,7 +48,11 @@ def attend(call: Border, dtype: str) -> dict[str, np.ndarray]:
     exps = np.exp2(scores - top[..., None])
     total = exps.sum(axis=-1) + (np.exp2(sinks - top) if has_sinks else 0)
     weights = exps / np.where(total == 0, 1, total)[..., None]
-    return {"output": np.einsum("...nts,...snv->...tnv", weights, value), "top": top, "total": total}
+    return {
+        "output": np.einsum("...nts,...snv->...tnv", weights, value),
+        "top": top,
+        "total": total,
+    }
 
 
 def scores_of(call: Border, dtype: str) -> tuple[np.ndarray, ...]:
@@ -61,7 +65,9 @@ def scores_of(call: Border, dtype: str) -> tuple[np.ndarray, ...]:
     key, value = (np.repeat(one, group, axis=-2) for one in (key, value))
     scores = np.einsum("...tnh,...snh->...nts", query, key) * options["scale"].astype(dtype)
     if options["soft_cap"] > 0:
-        scores = options["soft_cap"].astype(dtype) * np.tanh(scores / options["soft_cap"].astype(dtype))
+        scores = options["soft_cap"].astype(dtype) * np.tanh(
+            scores / options["soft_cap"].astype(dtype)
+        )
     j = np.arange(key.shape[-3])
     visible = (j >= x["start"].values[..., None]) & (j < x["stop"].values[..., None])
     if x["key_segment"].shape[-1]:
@@ -73,7 +79,9 @@ def gradients(call: Border, dtype: str) -> dict[str, np.ndarray]:
     """Return the results of backward, computed in a dtype."""
     x, options = call.arrays, call.options
     query, key, value, scores, visible = scores_of(call, dtype)
-    cotangent, top, total = (x[name].wide(dtype)[..., None] for name in ("cotangent", "top", "total"))
+    cotangent, top, total = (
+        x[name].wide(dtype)[..., None] for name in ("cotangent", "top", "total")
+    )
     cotangent = cotangent[..., 0]
     exponents = np.where(visible, scores * np.log2(np.e).astype(dtype), -np.inf) - top
     weights = np.exp2(exponents) / np.where(total == 0, 1, total)
@@ -143,7 +151,9 @@ def right_attention(call: Border) -> bool:
     ]
     made = {"d_query": (t, n, h), "d_key": (s, k, h), "d_value": (s, k, v)}
     own += [y[name].is_(dtype, *batch, *shape) for name, shape in made.items() if name in y]
-    own += [one.is_("float32", *batch, n, t) for one in rows] + [one.is_(dtype, *batch, t, n, v) for one in outputs]
+    own += [one.is_("float32", *batch, n, t) for one in rows] + [
+        one.is_(dtype, *batch, t, n, v) for one in outputs
+    ]
     return all(ranges + own)
 
 
@@ -153,14 +163,21 @@ def right_product(call: Border) -> bool:
         return False
     m, d_in, d_out = *x.shape, result.shape[1]
     shape = (d_out, d_in) if call.options["transposed"] else (d_in, d_out)
-    return matrix.is_(x.dtype, *shape) and (result.is_(x.dtype, m, d_out) or result.is_("float32", m, d_out))
+    return matrix.is_(x.dtype, *shape) and (
+        result.is_(x.dtype, m, d_out) or result.is_("float32", m, d_out)
+    )
 
 
 def right_grouped(call: Border) -> bool:
     left, right, sizes = (call.arrays[name] for name in ("left", "right", "sizes"))
     result, form = call.results["result"], call.options["form"]
     matrices, rows = (result, right) if form == 2 else (right, result)
-    if form not in (0, 1, 2) or left.dtype not in NUMBERS or len(left.shape) != 2 or len(matrices.shape) != 3:
+    if (
+        form not in (0, 1, 2)
+        or left.dtype not in NUMBERS
+        or len(left.shape) != 2
+        or len(matrices.shape) != 3
+    ):
         return False
     m, (groups, d_in, d_out) = left.shape[0], matrices.shape
     own, other = (d_out, d_in) if form == 1 else (d_in, d_out)

@@ -7,7 +7,9 @@ import pytest
 
 from flax_attn import native
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the library was not built: no C++ compiler")
+pytestmark = pytest.mark.skipif(
+    native.library() is None, reason="the library was not built: no C++ compiler"
+)
 
 ATTENTION = {
     "query": "float32 2 3 4 6",
@@ -29,7 +31,12 @@ CALLS = {  # arrays, results, options
     ),
     "attention_backward": (
         {**ATTENTION, "output": OUTPUT, "top": ROWS, "total": ROWS, "cotangent": OUTPUT},
-        {"d_query": ATTENTION["query"], "d_key": ATTENTION["key"], "d_value": ATTENTION["value"], "delta": ROWS},
+        {
+            "d_query": ATTENTION["query"],
+            "d_key": ATTENTION["key"],
+            "d_value": ATTENTION["value"],
+            "delta": ROWS,
+        },
         SCORES,
     ),
     "matrix_product": (
@@ -62,7 +69,9 @@ BOTH = {
 BREAKS = {
     "attention_forward": {
         **BOTH,
-        "output must have the dtype of query, and be (..., b, t, n, v)": {"output": "float32 2 3 4 6"},
+        "output must have the dtype of query, and be (..., b, t, n, v)": {
+            "output": "float32 2 3 4 6"
+        },
         "top must be float32, and (..., b, n, t)": {"top": "float32 2 3 4"},
         "total must be float32, and (..., b, n, t)": {"total": "float16 2 4 3"},
     },
@@ -76,15 +85,23 @@ BREAKS = {
     },
     "matrix_product": {
         "x must be float32, bfloat16 or float16, and (m, d_in)": {"x": "int8 3 5"},
-        "matrix must have the dtype of x, and be (d_in, d_out), or (d_out, d_in) if": {"matrix": "bfloat16 6 4"},
-        "result must have the dtype of x or be float32, and be (m, d_out)": {"result": "float16 3 4"},
+        "matrix must have the dtype of x, and be (d_in, d_out), or (d_out, d_in) if": {
+            "matrix": "bfloat16 6 4"
+        },
+        "result must have the dtype of x or be float32, and be (m, d_out)": {
+            "result": "float16 3 4"
+        },
     },
     "grouped_product": {
         "form must be 0 (plain), 1 (transposed) or 2 (outer)": {"form": np.int64(3)},
         "left must be float32, bfloat16 or float16": {"left": "int32 6 5"},
         "left must be (m, d_in), or (m, d_out) in the transposed form": {"left": "float16 6 4"},
-        "the matrices must have the dtype of left, and be (groups, d_in, d_out)": {"right": "float32 3 5 4"},
-        "right, in the outer form, or the result must have the dtype of left": {"result": "float16 5 4"},
+        "the matrices must have the dtype of left, and be (groups, d_in, d_out)": {
+            "right": "float32 3 5 4"
+        },
+        "right, in the outer form, or the result must have the dtype of left": {
+            "result": "float16 5 4"
+        },
         "sizes must be int32, and (groups,)": {"sizes": "int32 4"},
     },
 }
@@ -99,10 +116,17 @@ def shape(text):
 def call(function, changes=(), left_out=""):
     """Return the results of a call in which some arrays, results or options are others."""
     arrays, results, options = (
-        {**part, **{n: x for n, x in dict(changes).items() if n in part}} for part in CALLS[function]
+        {**part, **{n: x for n, x in dict(changes).items() if n in part}}
+        for part in CALLS[function]
     )
-    given = [jnp.zeros(x.shape, x.dtype) for name, x in ((n, shape(t)) for n, t in arrays.items()) if name != left_out]
-    made = jax.ffi.ffi_call(native.target(function), list(map(shape, results.values())), has_side_effect=True)
+    given = [
+        jnp.zeros(x.shape, x.dtype)
+        for name, x in ((n, shape(t)) for n, t in arrays.items())
+        if name != left_out
+    ]
+    made = jax.ffi.ffi_call(
+        native.target(function), list(map(shape, results.values())), has_side_effect=True
+    )
     return jax.block_until_ready(jax.jit(lambda *given: made(*given, **options))(*given))
 
 
@@ -124,14 +148,17 @@ def test_a_broken_rule_is_an_error_with_the_rule_and_the_arrays(function, rule):
 @pytest.mark.parametrize("function", CALLS)
 def test_an_array_too_few_is_an_error(function):
     with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"a call of this name has other arrays; got .* \(\d+ arguments, "
+        jax.errors.JaxRuntimeError,
+        match=r"a call of this name has other arrays; got .* \(\d+ arguments, ",
     ):
         call(function, left_out=next(iter(CALLS[function][0])))
 
 
 def test_an_empty_batch_is_no_work():
     empty = {
-        name: text.replace(" 2 ", " 0 ", 1) for part in CALLS["attention_backward"][:2] for name, text in part.items()
+        name: text.replace(" 2 ", " 0 ", 1)
+        for part in CALLS["attention_backward"][:2]
+        for name, text in part.items()
     }
     assert all(x.size == 0 for x in call("attention_backward", empty))
     assert all(x.size == 0 for x in call("attention_forward", empty))

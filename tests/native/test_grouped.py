@@ -43,8 +43,13 @@ def arrays(m, d_in, d_out, groups, dtype="float32"):
 def each_alone(rows, matrices, sizes):
     """Return the product of each group alone; sizes are Python's integers."""
     ends = np.cumsum(sizes)
-    parts = [rows[end - size : end] @ matrix for end, size, matrix in zip(ends, sizes, matrices, strict=True)]
-    return jnp.concatenate([*parts, jnp.zeros((len(rows) - ends[-1], matrices.shape[2]), rows.dtype)])
+    parts = [
+        rows[end - size : end] @ matrix
+        for end, size, matrix in zip(ends, sizes, matrices, strict=True)
+    ]
+    return jnp.concatenate(
+        [*parts, jnp.zeros((len(rows) - ends[-1], matrices.shape[2]), rows.dtype)]
+    )
 
 
 def both(product, rows, matrices, cotangent):
@@ -54,7 +59,8 @@ def both(product, rows, matrices, cotangent):
 
 def check(ours, reference):
     ours, reference = (
-        {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(tree))} for tree in (ours, reference)
+        {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(tree))}
+        for tree in (ours, reference)
     )
     assert max(reordered(ours, reference).values()) <= 1
 
@@ -63,7 +69,8 @@ def check_rounded(ours, reference, dtype):
     """Check results in a lower dtype, whose sums are in float32, so that they are rounded once."""
     rounded = {name: array.astype(dtype) for name, array in reference.items()}
     ours, theirs, exact = (
-        {name: np.asarray(array, np.float64) for name, array in arrays.items()} for arrays in (ours, rounded, reference)
+        {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+        for arrays in (ours, rounded, reference)
     )
     errors = lower_dtype(ours, [theirs], exact, LOW_FORWARD, float(jnp.finfo(dtype).eps))
     assert max(errors.values()) <= 1, errors
@@ -109,7 +116,9 @@ def test_derivatives_of_every_order_are_those_of_jax():
         hessian = jax.jacrev(jax.jacrev(loss, (0, 1)), (0, 1))(rows, matrices)
         return jax.jvp(jax.grad(loss, (0, 1)), (rows, matrices), tangents), one_factor, hessian
 
-    ours = jax.jit(lambda: derivatives(lambda *factors: grouped_product(*factors, jnp.array([2, 0, 4]))))()
+    ours = jax.jit(
+        lambda: derivatives(lambda *factors: grouped_product(*factors, jnp.array([2, 0, 4])))
+    )()
     check(ours, derivatives(lambda *factors: each_alone(*factors, (2, 0, 4))))
 
 
@@ -124,7 +133,8 @@ def test_is_mapped_over_rows_matrices_and_sizes(axes):
     found = jax.vmap(grouped_product, axes)(rows, matrices, sizes)
     for i, one in enumerate(found):
         given = (
-            x if axis is None else jnp.take(x, i, axis) for x, axis in zip((rows, matrices, sizes), axes, strict=True)
+            x if axis is None else jnp.take(x, i, axis)
+            for x, axis in zip((rows, matrices, sizes), axes, strict=True)
         )
         own, kernels, counts = given
         check(one, each_alone(own, kernels, [int(count) for count in counts]))
@@ -161,7 +171,11 @@ def test_without_the_library_it_is_the_loop(monkeypatch):
 
 def test_is_exported_to_other_platforms_as_that_of_jax():
     product = jax.jit(
-        lambda *given: jax.value_and_grad(lambda *own: grouped.grouped(*own, given[2]).sum(), (0, 1))(*given[:2])
+        lambda *given: jax.value_and_grad(
+            lambda *own: grouped.grouped(*own, given[2]).sum(), (0, 1)
+        )(*given[:2])
     )
-    exported = jax.export.export(product, platforms=("tpu",))(*arrays(3, 6, 5, 2)[:2], jnp.array([1, 2]))
+    exported = jax.export.export(product, platforms=("tpu",))(
+        *arrays(3, 6, 5, 2)[:2], jnp.array([1, 2])
+    )
     assert "ragged_dot" in exported.mlir_module()

@@ -50,12 +50,15 @@ def arrays(m, d_in, d_out, contracted, dtype="float32"):
 
 def plain(x, matrix, contracted, dtype=None):
     numbers = ((x.ndim - 1,), (contracted,)), ((), ())
-    return jax.lax.dot_general(x, matrix, numbers, precision="highest", preferred_element_type=dtype)
+    return jax.lax.dot_general(
+        x, matrix, numbers, precision="highest", preferred_element_type=dtype
+    )
 
 
 def check(ours, reference):
     ours, reference = (
-        {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(tree))} for tree in (ours, reference)
+        {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(tree))}
+        for tree in (ours, reference)
     )
     assert max(reordered(ours, reference).values()) <= 1
 
@@ -89,14 +92,20 @@ def test_special_numbers_are_those_of_the_formula(value, contracted, dtype, ever
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_number_of_a_lower_dtype_is_read_as_it_is(dtype, every_level):
     bits = np.arange(2**16, dtype=np.uint16)
-    matrix = jax.lax.bitcast_convert_type(jnp.asarray(bits), "bfloat16" if dtype == "float32" else dtype)
+    matrix = jax.lax.bitcast_convert_type(
+        jnp.asarray(bits), "bfloat16" if dtype == "float32" else dtype
+    )
     wide = np.asarray(matrix.astype(jnp.float32))
-    normal = ~((np.abs(wide) < np.finfo(np.float32).tiny) & (wide != 0))  # XLA takes subnormal float32 as zero
+    normal = ~(
+        (np.abs(wide) < np.finfo(np.float32).tiny) & (wide != 0)
+    )  # XLA takes subnormal float32 as zero
     matrix = matrix.astype(dtype)
     for level in every_level:
         choose_level(level)
         for table, contracted in ((matrix[None], 0), (matrix[:, None], 1)):
-            found = native.product(jnp.ones((1, 1), dtype), table, contracted, preferred_element_type=jnp.float32)
+            found = native.product(
+                jnp.ones((1, 1), dtype), table, contracted, preferred_element_type=jnp.float32
+            )
             np.testing.assert_array_equal(np.asarray(found[0])[normal], wide[normal])
 
 
@@ -111,9 +120,13 @@ def test_derivatives_of_every_order_are_those_of_jax(contracted):
         tangents = jax.tree.map(jnp.cos, operands)
         gradient = jax.grad(loss, (0, 1))
         second = jax.jvp(gradient, operands, tangents)
-        one_factor = jax.jvp(lambda x: multiply(x, operands[1], contracted), operands[:1], tangents[:1])
+        one_factor = jax.jvp(
+            lambda x: multiply(x, operands[1], contracted), operands[:1], tangents[:1]
+        )
         hessian = jax.jacrev(jax.jacfwd(loss))(*operands)
-        transposed = jax.linear_transpose(lambda x: multiply(x, operands[1], contracted), operands[0])
+        transposed = jax.linear_transpose(
+            lambda x: multiply(x, operands[1], contracted), operands[0]
+        )
         return second, one_factor, hessian, transposed(jnp.ones((3, 5)))
 
     check(jax.jit(partial(derivatives, native.product))(), derivatives(plain))
@@ -127,9 +140,12 @@ def test_is_mapped_over_rows_and_matrices(size, axes, contracted):
         grown = jnp.stack([array + i for i in range(size)]) if size else array[None][:0]
         return array if axis is None else jnp.moveaxis(grown, 0, axis)
 
-    operands = [batch(array, axis) for array, axis in zip(arrays(2, 7, 5, contracted), axes, strict=True)]
+    operands = [
+        batch(array, axis) for array, axis in zip(arrays(2, 7, 5, contracted), axes, strict=True)
+    ]
     found, reference = (
-        jax.vmap(partial(multiply, contracted=contracted), axes)(*operands) for multiply in (native.product, plain)
+        jax.vmap(partial(multiply, contracted=contracted), axes)(*operands)
+        for multiply in (native.product, plain)
     )
     assert found.shape == reference.shape == (size, 2, 5)
     if size:
@@ -137,7 +153,9 @@ def test_is_mapped_over_rows_and_matrices(size, axes, contracted):
 
 
 def primitives(x, matrix, **options):
-    traced = jax.make_jaxpr(lambda *ab: dot_general(*ab, (((x.ndim - 1,), (0,)), ((), ())), **options))(x, matrix)
+    traced = jax.make_jaxpr(
+        lambda *ab: dot_general(*ab, (((x.ndim - 1,), (0,)), ((), ())), **options)
+    )(x, matrix)
     return {equation.primitive.name for equation in traced.eqns} & {"native_product", "dot_general"}
 
 
@@ -147,7 +165,12 @@ def primitives(x, matrix, **options):
         ((6,), "float32", {}, True),
         ((2, 8, 6), "bfloat16", {"precision": "highest"}, True),
         ((16, 6), "float16", {"preferred_element_type": jnp.float32, "out_sharding": None}, True),
-        ((16, 6), "float32", {"precision": (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST)}, True),
+        (
+            (16, 6),
+            "float32",
+            {"precision": (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST)},
+            True,
+        ),
         ((17, 6), "float32", {}, False),
         ((0, 6), "float32", {}, False),
         ((2, 6), "int32", {}, False),

@@ -16,9 +16,21 @@ from flax_attn import native
 
 HERE = Path(__file__).parent
 SOURCE = Path(native.__file__).parent / "source"
-COMMON = ["-std=c++17", "-w", "-fno-math-errno", "-fno-trapping-math", "-pthread", f"-I{SOURCE}", f"-I{HERE}"]
+COMMON = [
+    "-std=c++17",
+    "-w",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-pthread",
+    f"-I{SOURCE}",
+    f"-I{HERE}",
+]
 ADDRESS = ["-Og", "-fsanitize=address,undefined", "-fno-sanitize=null", "-fno-sanitize-recover=all"]
-THREAD = ["-O1", "-fsanitize=thread", "-DKERNELS=flax_attn::baseline_kernels()"]  # threads are the same at every level
+THREAD = [
+    "-O1",
+    "-fsanitize=thread",
+    "-DKERNELS=flax_attn::baseline_kernels()",
+]  # threads are the same at every level
 LEVELS = ("amx", "avx512", "avx2", "baseline")
 
 
@@ -28,7 +40,9 @@ def compiler(tmp_path: Path, flags: list[str]) -> str:
     if found is None:
         pytest.skip("no C++ compiler on this machine")
     (tmp_path / "empty.cc").write_text("int main() {}")
-    tried = subprocess.run([found, *flags, tmp_path / "empty.cc", "-o", tmp_path / "empty"], capture_output=True)
+    tried = subprocess.run(
+        [found, *flags, tmp_path / "empty.cc", "-o", tmp_path / "empty"], capture_output=True
+    )
     if tried.returncode:
         pytest.skip(f"{found} has no {flags}")
     return found
@@ -41,7 +55,9 @@ def compiled(arguments: list) -> None:
 
 def build(tmp_path: Path, flags: list[str], sources: list[Path]) -> Path:
     program = tmp_path / "driver"
-    compiled([compiler(tmp_path, flags), *COMMON, *flags, HERE / "driver.cc", *sources, "-o", program])
+    compiled(
+        [compiler(tmp_path, flags), *COMMON, *flags, HERE / "driver.cc", *sources, "-o", program]
+    )
     return program
 
 
@@ -75,7 +91,9 @@ def test_addresses_and_undefined_behaviour_of_calls_by_way_of_xla(kernels, tmp_p
     found, library = compiler(tmp_path, ADDRESS), tmp_path / "library.so"
     headers = Path(jaxlib.__file__).parent / "include"
     source = [SOURCE / "ffi.cc", *kernels, "-isystem", headers]
-    compiled([found, *COMMON, *ADDRESS, "-fno-sanitize=vptr", "-fPIC", "-shared", *source, "-o", library])
+    compiled(
+        [found, *COMMON, *ADDRESS, "-fno-sanitize=vptr", "-fPIC", "-shared", *source, "-o", library]
+    )
     environment = os.environ | {
         "LD_PRELOAD": " ".join(runtime(found, name) for name in ("libasan.so", "libstdc++.so")),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much until it ends
@@ -89,7 +107,9 @@ def test_addresses_and_undefined_behaviour_of_calls_by_way_of_xla(kernels, tmp_p
 
 def runtime(found: str, name: str) -> str:
     """Return where the compiler has a library that is loaded before Python."""
-    path = subprocess.run([found, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+    path = subprocess.run(
+        [found, f"-print-file-name={name}"], capture_output=True, text=True
+    ).stdout.strip()
     if not Path(path).is_absolute():
         pytest.skip(f"{found} has no {name}")
     return path

@@ -37,7 +37,9 @@ def test_a_fault_on_the_flax_side_is_caught(monkeypatch, capsys):
 def swapped_heads(x, pattern, **axes):
     from einops import rearrange
 
-    return rearrange(x, pattern.replace("(n h)", "(h n)") if "k" not in pattern else pattern, **axes)
+    return rearrange(
+        x, pattern.replace("(n h)", "(h n)") if "k" not in pattern else pattern, **axes
+    )
 
 
 @pytest.mark.parametrize(

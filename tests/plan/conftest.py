@@ -9,7 +9,9 @@ from flax_attn.models.llama import Llama, LlamaConfig
 from flax_attn.plan.job import Job
 from flax_attn.plan.topology import topology
 
-CONFIG = LlamaConfig(32, 48, num_heads=4, num_layers=3, num_kv_heads=2, context_length=64, vocab_size=56)
+CONFIG = LlamaConfig(
+    32, 48, num_heads=4, num_layers=3, num_kv_heads=2, context_length=64, vocab_size=56
+)
 
 
 @pytest.fixture
@@ -24,8 +26,18 @@ def job():
 @pytest.fixture
 def folder(tmp_path):
     """Only the config: no weights are read."""
-    fields = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    fields |= {"num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 56, "max_position_embeddings": 64}
+    fields = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+    }
+    fields |= {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "vocab_size": 56,
+        "max_position_embeddings": 64,
+    }
     fields |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
     (tmp_path / "small").mkdir()
     (tmp_path / "small" / "config.json").write_text(json.dumps(fields))

@@ -34,7 +34,10 @@ def found(kind, groups):
         ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",)),
         ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", ("data", "fsdp")),
         ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", ("fsdp",)),
-        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2, 'axis_1'}", ("data", "tensor")),
+        (
+            "replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2, 'axis_1'}",
+            ("data", "tensor"),
+        ),
     ],
 )
 def test_groups_are_read_as_axes(groups, axes):
@@ -71,7 +74,13 @@ def test_what_a_program_of_eight_devices_sends():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), tuple(MESH))
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec(), check_vma=False)
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=PartitionSpec("fsdp"),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
     def run(x):
         def layer(y, _):
             y = jax.lax.ppermute(y, "tensor", [(0, 1), (1, 0)])

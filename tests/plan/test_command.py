@@ -14,7 +14,9 @@ def test_a_plan_is_printed_and_written(folder, tmp_path, capsys):
     memory = ["--memory", "1", "--json", str(path)]
     assert main(["plan", "--model", str(folder), *SIZES, "--train", "--remat", *memory]) == 0
     shown = capsys.readouterr().out
-    assert "small: training with remat, 8 x 16 tokens in bfloat16, on cpu:8, data=4, fsdp=2" in shown
+    assert (
+        "small: training with remat, 8 x 16 tokens in bfloat16, on cpu:8, data=4, fsdp=2" in shown
+    )
     assert "fits, free" in shown
     assert "all-reduce" in shown
     assert json.loads(path.read_text())["fits"] is True

@@ -25,14 +25,24 @@ NAMES = ("NHC", "HIO", "NHC")
     [
         (lambda x, w: x @ w, [(6, 5), (5, 7)]),
         (lambda x, w: jnp.einsum("btnh,bsnh->bnts", x, w), [(2, 3, 4, 5), (2, 7, 4, 5)]),
-        (convolved(window_strides=(2,), padding=[(2, 1)], dimension_numbers=NAMES), [(2, 9, 3), (4, 3, 5)]),
-        (convolved(window_strides=(1,), padding=[(7, 7)], dimension_numbers=NAMES), [(2, 1, 3), (8, 3, 5)]),
         (
-            convolved(window_strides=(3,), padding=[(0, 0)], lhs_dilation=(4,), dimension_numbers=NAMES),
+            convolved(window_strides=(2,), padding=[(2, 1)], dimension_numbers=NAMES),
+            [(2, 9, 3), (4, 3, 5)],
+        ),
+        (
+            convolved(window_strides=(1,), padding=[(7, 7)], dimension_numbers=NAMES),
+            [(2, 1, 3), (8, 3, 5)],
+        ),
+        (
+            convolved(
+                window_strides=(3,), padding=[(0, 0)], lhs_dilation=(4,), dimension_numbers=NAMES
+            ),
             [(2, 4, 3), (4, 3, 5)],
         ),
         (
-            convolved(window_strides=(1,), padding=[(1, 2)], rhs_dilation=(2,), dimension_numbers=NAMES),
+            convolved(
+                window_strides=(1,), padding=[(1, 2)], rhs_dilation=(2,), dimension_numbers=NAMES
+            ),
             [(2, 9, 3), (4, 3, 5)],
         ),
     ],
@@ -44,7 +54,9 @@ def test_operations_are_those_that_xla_counts(function, shapes):
 
 
 def test_the_operations_of_loops_are_those_of_all_turns():
-    program, known = compiled(lambda x, w: jax.lax.fori_loop(0, 9, lambda _, x: x @ w, x), (6, 5), (5, 5))
+    program, known = compiled(
+        lambda x, w: jax.lax.fori_loop(0, 9, lambda _, x: x @ w, x), (6, 5), (5, 5)
+    )
     assert cost.flops(program) == 9 * 2 * 6 * 5 * 5
     assert known["flops"] < cost.flops(program)  # XLA counts one turn
 
@@ -78,7 +90,12 @@ def test_products_of_cublas_are_counted():
 
 @pytest.mark.parametrize(
     ("target", "found"),
-    [("tpu_custom_call", True), ("__cudnn$fmhaSoftmax", True), ("__cublas$gemm", False), ("AllocateBuffer", False)],
+    [
+        ("tpu_custom_call", True),
+        ("__cudnn$fmhaSoftmax", True),
+        ("__cublas$gemm", False),
+        ("AllocateBuffer", False),
+    ],
 )
 def test_kernels_that_do_not_say_what_they_compute_are_seen(target, found):
     text = CUBLAS.replace("CONFIG", CONFIG).replace("__cublas$gemm", target)
@@ -119,13 +136,22 @@ ENTRY %main (x: bf16[32,256,4096], i: s32[], y: f32[4,8], z: f32[1,8]) -> f32[4,
 @pytest.mark.parametrize(
     ("line", "moved"),
     [
-        ("%a = bf16[1,256,4096]{2,1,0:S(1)} fusion(%x, %i), kind=kLoop, calls=%part", 2 * 256 * 4096 + 4),
-        ("%a = bf16[1,256,4096]{2,1,0:S(1)} fusion(%x, %i), kind=kOutput, calls=%product", 2 * 256 * 4096 + 4),
+        (
+            "%a = bf16[1,256,4096]{2,1,0:S(1)} fusion(%x, %i), kind=kLoop, calls=%part",
+            2 * 256 * 4096 + 4,
+        ),
+        (
+            "%a = bf16[1,256,4096]{2,1,0:S(1)} fusion(%x, %i), kind=kOutput, calls=%product",
+            2 * 256 * 4096 + 4,
+        ),
         ("%a = f32[4,8]{1,0} fusion(%y, %z, %i), kind=kLoop, calls=%stored", 2 * 32 + 4),
         ("%a = f32[4,8]{1,0} dynamic-update-slice(%y, %z, %i, %i)", 2 * 32),
         ("%a = f32[4,8]{1,0} add(%y, %y)", 3 * 128),
         ("%a = (f32[4,8]{1,0:S(1)}, f32[4,8]{1,0}, u32[]{:S(2)}) copy-start(%y)", 128),
-        ("%a = ((f32[4,8]{1,0}), f32[2,8]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%y), slice={[0:2], [0:8]}", 64),
+        (
+            "%a = ((f32[4,8]{1,0}), f32[2,8]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%y), slice={[0:2], [0:8]}",
+            64,
+        ),
         ('%a = f32[4,8]{1,0} custom-call(), custom_call_target="AllocateBuffer"', 0),
         ("%a = f32[4,8]{1,0} bitcast(%y)", 0),
     ],

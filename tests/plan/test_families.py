@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from flax_attn import DifferentialAttention, GatedDeltaNet, MultiHeadAttention, MultiHeadLatentAttention
+from flax_attn import (
+    DifferentialAttention,
+    GatedDeltaNet,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+)
 from flax_attn.models.deepseekv3 import DeepseekV3, DeepseekV3Config
 from flax_attn.models.qwen3next import Qwen3Next, Qwen3NextConfig
 from flax_attn.modules.calls import Attention
@@ -44,16 +49,27 @@ def test_experts_are_divided_and_a_token_is_counted_in_those_it_is_given_to(job)
 
 
 def test_a_state_is_divided_by_rows_and_heads_and_does_not_grow(job):
-    caches = [held(job(MESH, model=Qwen3Next, config=NEXT, train=False, tokens=tokens)).cache for tokens in (16, 32)]
-    rows, keys = 8 // 4, 2 * 2 * 8 // 2  # of a device; and numbers a token of the one layer with keys
-    state = rows * (4 * 4 * 10 * 6 // 2 + 2 * 3 * (2 * 2 * 6 + 4 * 10) // 2)  # float32, and inputs in bfloat16
+    caches = [
+        held(job(MESH, model=Qwen3Next, config=NEXT, train=False, tokens=tokens)).cache
+        for tokens in (16, 32)
+    ]
+    rows, keys = (
+        8 // 4,
+        2 * 2 * 8 // 2,
+    )  # of a device; and numbers a token of the one layer with keys
+    state = rows * (
+        4 * 4 * 10 * 6 // 2 + 2 * 3 * (2 * 2 * 6 + 4 * 10) // 2
+    )  # float32, and inputs in bfloat16
     lengths = 2 * 4 * 8
     assert caches == [state + 2 * rows * keys * tokens + lengths for tokens in (16, 32)]
 
 
 def test_a_step_behind_a_state_is_the_same_work_however_long_it_is(job):
     mesh = jax.sharding.AbstractMesh((1,), ("data",))
-    jobs = [job({"data": 1}, name="cpu:1", model=Qwen3Next, config=NEXT, tokens=tokens) for tokens in (16, 32)]
+    jobs = [
+        job({"data": 1}, name="cpu:1", model=Qwen3Next, config=NEXT, tokens=tokens)
+        for tokens in (16, 32)
+    ]
     works = [work.decoding(one, model_on(one, mesh)).attention for one in jobs]
     assert works[0] == 8 * (4 * 4 * 8 * 16 + 6 * 4 * 6 * 10)
     assert works[1] - works[0] == 8 * 4 * 4 * 8 * 16  # of the layer with keys
@@ -93,9 +109,13 @@ class Other(Attention):
 
 
 def test_attention_of_unknown_work_is_refused():
-    with pytest.raises(ValueError, match=r"the operations of MultiHeadAttention, .* got a model with Other\. Plan"):
+    with pytest.raises(
+        ValueError, match=r"the operations of MultiHeadAttention, .* got a model with Other\. Plan"
+    ):
         work.each(Other())
 
 
 def test_the_work_of_a_state_is_that_of_its_tokens():
-    assert work.each(GatedDeltaNet(6, 6, 4, 3, value_dim=5, rngs=nnx.Rngs(0))) == work.Each(token=6 * 4 * 3 * 5)
+    assert work.each(GatedDeltaNet(6, 6, 4, 3, value_dim=5, rngs=nnx.Rngs(0))) == work.Each(
+        token=6 * 4 * 3 * 5
+    )

@@ -69,9 +69,9 @@ def test_loops_that_count_otherwise_are_not_known(change):
 def test_shapes_have_their_dtype_sizes_and_memory():
     state = read(TEXT).computations["below_seven"]["state"]
     assert state.shapes == (Shape("s32", ()), Shape("f32", (4,), 1))
-    assert [Shape(dtype, (3, 5)).bytes for dtype in ("f32", "bf16", "f8e4m3fn", "s4", "pred", "token")] == [
-        *(60, 30, 15, 8, 15, 0)
-    ]
+    assert [
+        Shape(dtype, (3, 5)).bytes for dtype in ("f32", "bf16", "f8e4m3fn", "s4", "pred", "token")
+    ] == [*(60, 30, 15, 8, 15, 0)]
 
 
 def test_layers_of_a_scan_are_counted_one_by_one():
@@ -85,5 +85,7 @@ def test_layers_of_a_scan_are_counted_one_by_one():
 
 
 def test_a_text_that_ends_too_early_is_refused():
-    with pytest.raises(ValueError, match=r"a parenthesis that is not closed; got '\(f32.*Pass a whole program"):
+    with pytest.raises(
+        ValueError, match=r"a parenthesis that is not closed; got '\(f32.*Pass a whole program"
+    ):
         read("ENTRY %main (x: f32[]) -> (f32[]) {\n  ROOT %y = (f32[]")

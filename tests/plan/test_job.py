@@ -23,12 +23,18 @@ MIXTRAL = MixtralConfig(32, 48, num_heads=4, num_layers=2, num_experts=4)
             "mesh are context, data, expert, fsdp, tensor; got model. Name it",
         ),
         ({"mesh": {"data": 8, "tensor": 0}}, "tensor must be a positive integer; got tensor=0"),
-        ({"batch": 6}, r"the batch must be divisible by data=2 \* fsdp=2 of the mesh; got 6. Change --batch or --mesh"),
+        (
+            {"batch": 6},
+            r"the batch must be divisible by data=2 \* fsdp=2 of the mesh; got 6. Change --batch or --mesh",
+        ),
         (
             {"mesh": {"context": 8}, "tokens": 12},
             "the tokens of a sequence must be divisible by context=8 of the mesh; got 12. Change --tokens or --mesh",
         ),
-        ({"mesh": {"tensor": 8}}, "the query heads must be divisible by tensor=8 of the mesh; got 4. Change --mesh$"),
+        (
+            {"mesh": {"tensor": 8}},
+            "the query heads must be divisible by tensor=8 of the mesh; got 4. Change --mesh$",
+        ),
         (
             {"mesh": {"expert": 8}, "config": MIXTRAL},
             "the experts must be divisible by expert=8 of the mesh; got 4. Change --mesh$",
@@ -44,7 +50,8 @@ def test_a_model_with_an_embedding_for_each_position_takes_no_more_tokens():
     name, cls, config = model_of("gpt2")
     assert cls is GPT2
     with pytest.raises(
-        ValueError, match=r"gpt2 has an embedding for each of 1024 positions; got 2048 tokens. Plan 1024"
+        ValueError,
+        match=r"gpt2 has an embedding for each of 1024 positions; got 2048 tokens. Plan 1024",
     ):
         Job(name, cls, config, topology("cpu:1"), {"data": 1}, 1, 2048)
 
@@ -57,14 +64,18 @@ def test_models_are_named_or_read_from_a_folder(folder):
     assert model_of(str(folder))[0] == "small"
     assert model_of(str(folder))[2].num_kv_heads == 2
     assert MODELS["llama3-8b"][1].rope.base == 500000.0
-    with pytest.raises(ValueError, match=r"a model is one of gpt2, .*, or a folder with a config.json; got 'llama9'"):
+    with pytest.raises(
+        ValueError,
+        match=r"a model is one of gpt2, .*, or a folder with a config.json; got 'llama9'",
+    ):
         model_of("llama9")
 
 
 @pytest.mark.parametrize("text", ["data", "data=x", "data=2,data=2", "", "data=2;fsdp=4"])
 def test_a_mesh_is_written_as_axes_and_sizes(text):
     with pytest.raises(
-        ValueError, match=r"a mesh is written as its axes and their sizes, each axis once; got .* Write"
+        ValueError,
+        match=r"a mesh is written as its axes and their sizes, each axis once; got .* Write",
     ):
         mesh_of(text)
 
@@ -72,7 +83,8 @@ def test_a_mesh_is_written_as_axes_and_sizes(text):
 def test_what_is_no_decoder_is_refused_with_those_that_are(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(
-        ValueError, match=r"plans are made for decoders; .* holds a ViT. Pass one of GPT2, .*DeepseekV3"
+        ValueError,
+        match=r"plans are made for decoders; .* holds a ViT. Pass one of GPT2, .*DeepseekV3",
     ):
         model_of(str(tmp_path))
 
@@ -82,12 +94,17 @@ def test_the_first_layers_are_planned_alone():
     found = first_layers(config, 3)
     assert (found.num_layers, found.full_layers, found.unrotated_layers) == (3, (1,), (0,))
     assert first_layers(config, None) is config
-    with pytest.raises(ValueError, match=r"the model has 6 layers; got layers=7. Pass as many at most"):
+    with pytest.raises(
+        ValueError, match=r"the model has 6 layers; got layers=7. Pass as many at most"
+    ):
         first_layers(config, 7)
 
 
 def test_a_rule_is_written_as_a_name_and_axes():
-    with pytest.raises(ValueError, match=r"a rule is written as the name .* got 'embed'. Write for example embed=fsdp"):
+    with pytest.raises(
+        ValueError,
+        match=r"a rule is written as the name .* got 'embed'. Write for example embed=fsdp",
+    ):
         rules_of(["embed"])
 
 
@@ -99,7 +116,10 @@ def test_a_rule_of_an_axis_that_is_not_known_is_refused(job):
 @pytest.mark.parametrize("text", ["v9:2x2", "v5e", "v5e:", "v5e:4x", "v5e:0x4", "16x16"])
 def test_a_topology_that_is_not_known_is_refused(text):
     known = ", ".join(CHIPS)
-    with pytest.raises(ValueError, match=f"a topology is one of {known} and the number .* got '{text}'. Write it as"):
+    with pytest.raises(
+        ValueError,
+        match=f"a topology is one of {known} and the number .* got '{text}'. Write it as",
+    ):
         topology(text)
 
 
@@ -108,7 +128,10 @@ def test_a_topology_that_is_not_known_is_refused(text):
     [
         ("v5e:4", "chips of v5e are counted along 2 dimensions; got 'v5e:4'"),
         ("v5p:16x16", "chips of v5p are counted along 3 dimensions; got"),
-        ("h200:16", "chips of h200 are counted along 1 dimensions, 8 at most; got 'h200:16'. Write"),
+        (
+            "h200:16",
+            "chips of h200 are counted along 1 dimensions, 8 at most; got 'h200:16'. Write",
+        ),
     ],
 )
 def test_a_topology_of_another_shape_is_refused(text, message):
@@ -117,13 +140,23 @@ def test_a_topology_of_another_shape_is_refused(text, message):
 
 
 def test_devices_are_counted_as_jax_does():
-    sizes = {"v5e:16x16": 256, "v6e:2x2": 4, "v5p:4x4x4": 64, "tpu7x:4x4x4": 128, "h200:8": 8, "cpu:8": 8}
+    sizes = {
+        "v5e:16x16": 256,
+        "v6e:2x2": 4,
+        "v5p:4x4x4": 64,
+        "tpu7x:4x4x4": 128,
+        "h200:8": 8,
+        "cpu:8": 8,
+    }
     assert {name: topology(name).size for name in sizes} == sizes
 
 
 def test_more_devices_than_are_simulated_are_refused():
     jax.devices()  # starts JAX
-    with pytest.raises(ValueError, match=r"cpu:9 needs 9 simulated devices; JAX has started with 8. Call jax.config"):
+    with pytest.raises(
+        ValueError,
+        match=r"cpu:9 needs 9 simulated devices; JAX has started with 8. Call jax.config",
+    ):
         simulated(9)
 
 
@@ -142,7 +175,10 @@ def test_what_libtpu_does_not_describe_is_refused(monkeypatch):
 
     monkeypatch.setattr("flax_attn.aot.tpu.described", refuse)
     with (
-        pytest.raises(ValueError, match=r"no topology 'v5e:3x5': INVALID_ARGUMENT: no such layout. Ask for one of"),
+        pytest.raises(
+            ValueError,
+            match=r"no topology 'v5e:3x5': INVALID_ARGUMENT: no such layout. Ask for one of",
+        ),
         topology("v5e:3x5").devices(),
     ):
         pass

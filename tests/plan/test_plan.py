@@ -28,7 +28,9 @@ def test_parameters_and_state_are_divided_as_the_mesh_says(job):
     kernels = (KERNELS + 2 * HEAD) // 4  # fsdp * tensor
     found = held(job())
     assert found.gradients == 2 * (kernels + NORMS)  # norms are on every device
-    assert found.optimizer == 3 * 2 * found.gradients + 4 + 4  # copies and two moments in float32, and two counts
+    assert (
+        found.optimizer == 3 * 2 * found.gradients + 4 + 4
+    )  # copies and two moments in float32, and two counts
     assert found.cache == 0
     assert found.total == found.parameters + found.optimizer
 
@@ -92,12 +94,16 @@ def test_a_model_with_dropout_and_a_tied_head_is_trained(job):
 
 def small(job, memory, **options):
     one = job(**options)
-    return replace(one, topology=replace(one.topology, chip=replace(one.topology.chip, memory=memory)))
+    return replace(
+        one, topology=replace(one.topology, chip=replace(one.topology.chip, memory=memory))
+    )
 
 
 def test_what_does_not_fit_says_what_would(job):
     one = small(job, 60_000)
-    found = changes(one, Held(10_000, 40_000, 10_000), Phase("training step", 0, peak=500_000), 60_000)
+    found = changes(
+        one, Held(10_000, 40_000, 10_000), Phase("training step", 0, peak=500_000), 60_000
+    )
     assert [change.what for change in found][:2] == ["remat", "more fsdp"]
     assert [change.fits for change in found] == [False] * (len(found) - 1) + [True]
     peaks = [change.peak for change in found]
@@ -136,7 +142,10 @@ def test_a_plan_that_does_not_fit_is_shown_with_what_would(job):
 @pytest.mark.parametrize(
     ("refusal", "peak"),
     [
-        ("Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm. Exceeded by 5.75G.", 21.5),
+        (
+            "Ran out of memory in memory space hbm. Used 21.50G of 15.75G hbm. Exceeded by 5.75G.",
+            21.5,
+        ),
         (
             "Ran out of memory on HBM, the total memory required for HLO temporaries (20.00G) exceeds available HBM",
             21.5,
@@ -154,7 +163,9 @@ def test_memory_that_the_compiler_refuses_is_the_peak(job, refusal, peak):
     assert found.fits is False
     assert [table.title for table in report.tables(found)] == [None]
     assert phase.times(CHIPS["v5e"]) == {}
-    assert Plan(small(job, 22 * 2**30), held(job()), [phase]).fits is False  # the compiler keeps some for itself
+    assert (
+        Plan(small(job, 22 * 2**30), held(job()), [phase]).fits is False
+    )  # the compiler keeps some for itself
 
 
 def test_other_errors_of_the_compiler_are_raised(job):
@@ -167,8 +178,13 @@ def test_other_errors_of_the_compiler_are_raised(job):
 
 
 def test_times_are_amounts_by_published_rates():
-    sent = [Collective("all-reduce", ("data",), 3, 10**9), Collective("all-gather", ("fsdp",), 1, 10**9)]
-    phase = Phase("step", work=197 * 10**12, flops=2 * 197 * 10**12, moved=819 * 10**9, collectives=sent)
+    sent = [
+        Collective("all-reduce", ("data",), 3, 10**9),
+        Collective("all-gather", ("fsdp",), 1, 10**9),
+    ]
+    phase = Phase(
+        "step", work=197 * 10**12, flops=2 * 197 * 10**12, moved=819 * 10**9, collectives=sent
+    )
     assert phase.times(CHIPS["v5e"]) == {"compute": 2.0, "memory": 1.0, "links": 0.01}
     assert replace(phase, kernels=197 * 10**12).times(CHIPS["v5e"])["compute"] == 3.0
     assert replace(phase, flops=0, endless=1).times(CHIPS["v5e"])["compute"] == 1.0
@@ -176,8 +192,14 @@ def test_times_are_amounts_by_published_rates():
 
 
 def test_loops_that_are_counted_once_are_said(job):
-    shown = [report.times(Plan(job(), Held(0), []), Phase("step", 0, endless=count)).caption for count in (0, 2)]
-    assert shown == [None, "At least: 2 loops run an unknown number of times, and are counted once."]
+    shown = [
+        report.times(Plan(job(), Held(0), []), Phase("step", 0, endless=count)).caption
+        for count in (0, 2)
+    ]
+    assert shown == [
+        None,
+        "At least: 2 loops run an unknown number of times, and are counted once.",
+    ]
 
 
 def test_everything_is_written_as_json(job):
@@ -199,5 +221,9 @@ def test_the_state_is_that_of_the_real_step(job):
     """What is planned for is what a run has: the same arrays, on one device."""
     one = job(ONE, name="cpu:1", batch=2)
     model = one.build()(nnx.Rngs(0))
-    arrays = [x for x in jax.tree.leaves(nnx.state(model)) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    arrays = [
+        x
+        for x in jax.tree.leaves(nnx.state(model))
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    ]
     assert held(one).parameters == sum(x.nbytes for x in arrays)

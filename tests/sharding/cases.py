@@ -13,9 +13,15 @@ import numpy as np
 from flax_attn import KeyedDropout, Mask, dot_product_attention
 
 B, T = 4, 48  # rows and tokens, which every mesh here divides
-CUT = np.array([0, 5, 17, 24, 31])  # documents that begin inside pieces, at their edge, and fill one
-DOCUMENTS = np.searchsorted(CUT, np.arange(T), side="right") + np.arange(B)[:, None] * (np.arange(T) > 40)
-LENGTHS = np.array([T, 29, 3, 0])  # the last row sees nothing, and late pieces of others are padding
+CUT = np.array(
+    [0, 5, 17, 24, 31]
+)  # documents that begin inside pieces, at their edge, and fill one
+DOCUMENTS = np.searchsorted(CUT, np.arange(T), side="right") + np.arange(B)[:, None] * (
+    np.arange(T) > 40
+)
+LENGTHS = np.array(
+    [T, 29, 3, 0]
+)  # the last row sees nothing, and late pieces of others are padding
 DENSE = np.random.default_rng(3).random((1, 8, T, T)) < 0.4
 MASKS = {
     "full": Mask(),
@@ -73,7 +79,9 @@ class Case:
     def attend(self, arrays: dict[str, Any], **options: Any) -> jax.Array:
         dropout = KeyedDropout(0.3, jnp.array([3, 14], jnp.uint32)) if self.has("dropout") else None
         cap = 1.5 if self.extras == "everything" else None
-        return dot_product_attention(**arrays, mask=MASKS[self.mask], dropout=dropout, soft_cap=cap, **options)
+        return dot_product_attention(
+            **arrays, mask=MASKS[self.mask], dropout=dropout, soft_cap=cap, **options
+        )
 
     def both(self, arrays: dict[str, Any], **options: Any) -> dict[str, jax.Array]:
         """Return the output, and all gradients under a random cotangent."""
@@ -86,11 +94,15 @@ def drawn(seed: int = 0) -> list[Case]:
     """Return cases in which every pair of choices meets, each drawn as the one of 20 that adds most pairs."""
     random = np.random.default_rng(seed)
     missing = {
-        pair for a, b in combinations(CHOICES, 2) for pair in (((a, x), (b, y)) for x in CHOICES[a] for y in CHOICES[b])
+        pair
+        for a, b in combinations(CHOICES, 2)
+        for pair in (((a, x), (b, y)) for x in CHOICES[a] for y in CHOICES[b])
     }
     cases = []
     while missing:
-        tries = [{name: of[random.integers(len(of))] for name, of in CHOICES.items()} for _ in range(20)]
+        tries = [
+            {name: of[random.integers(len(of))] for name, of in CHOICES.items()} for _ in range(20)
+        ]
         best = max(tries, key=lambda choice: len(_pairs(choice) & missing))
         missing -= _pairs(best)
         cases.append(_possible(Case(**best)))
@@ -107,4 +119,8 @@ def _possible(case: Case) -> Case:
     heads, kv_heads = case.n // tensor, max(case.kv_heads // tensor, 1)
     if case.strategy == "ulysses+ring" and np.gcd.reduce([heads, kv_heads, context]) == 1 < context:
         return replace(case, strategy="ring")
-    return replace(case, strategy="all_gather") if case.strategy == "ulysses" and heads % context else case
+    return (
+        replace(case, strategy="all_gather")
+        if case.strategy == "ulysses" and heads % context
+        else case
+    )

@@ -38,7 +38,9 @@ def assert_equal(found, expected):
     for name, ours in found.items():
         allowed = tolerance.FORWARD if name == "output" else tolerance.GRADIENT
         theirs = np.asarray(expected[name])
-        assert np.abs(np.asarray(ours) - theirs).max() <= allowed * max(np.abs(theirs).max(), 1), name
+        assert np.abs(np.asarray(ours) - theirs).max() <= allowed * max(np.abs(theirs).max(), 1), (
+            name
+        )
 
 
 @pytest.mark.parametrize("case", drawn(), ids=str)
@@ -58,12 +60,16 @@ def test_a_bias_of_one_token_a_device(strategy, rows, mesh_like):
     bias = jnp.asarray(random.normal(size=(8, rows, 8)))
     expected = dot_product_attention(q, k, v, bias=bias)
     with jax.set_mesh(mesh_like(context=8)), context_parallel(strategy):
-        found = jit(lambda *arrays: dot_product_attention(*arrays[:3], bias=arrays[3]))(q, k, v, bias)
+        found = jit(lambda *arrays: dot_product_attention(*arrays[:3], bias=arrays[3]))(
+            q, k, v, bias
+        )
     assert_equal({"output": found}, {"output": expected})
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "tensor": 4}, {"fsdp": 2, "data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"data": 8}, {"data": 2, "tensor": 4}, {"fsdp": 2, "data": 2, "tensor": 2}], ids=str
+)
 def test_rows_and_heads_are_computed_where_they_are(sizes, kind, mesh_like, collectives):
     case = Case("documents", "", "auto", "auto", 4, "everything", n=8)
     arrays = {**case.arrays(), "query": jnp.tile(case.arrays()["query"], (2, 1, 1, 1))}
@@ -73,7 +79,9 @@ def test_rows_and_heads_are_computed_where_they_are(sizes, kind, mesh_like, coll
     expected = jit(partial(call, backend="blocked"))(**arrays)
     with jax.set_mesh(mesh_like(kind, **sizes)):
         compiled = jit(partial(call, backend="blocked")).lower(**place(arrays)).compile()
-        np.testing.assert_allclose(compiled(**place(arrays)), expected, rtol=0, atol=tolerance.FORWARD)
+        np.testing.assert_allclose(
+            compiled(**place(arrays)), expected, rtol=0, atol=tolerance.FORWARD
+        )
     assert collectives(compiled) == {}
 
 
@@ -83,7 +91,11 @@ def collectives():
 
     def count(compiled):
         program = read(compiled.as_text())
-        kinds = (run.instruction.opcode.removesuffix("-start") for run in program.runs() for _ in range(run.times))
+        kinds = (
+            run.instruction.opcode.removesuffix("-start")
+            for run in program.runs()
+            for _ in range(run.times)
+        )
         return {kind: times for kind, times in Counter(kinds).items() if kind in KINDS}
 
     return count
@@ -92,7 +104,10 @@ def collectives():
 def place(arrays):
     """Return a call's arrays as the table has them on the mesh in use."""
     names = {"sinks": ("heads",), "bias": (None, "heads", None, None)}
-    return {name: constrain(x, *names.get(name, ("batch", "tokens", "heads", None))) for name, x in arrays.items()}
+    return {
+        name: constrain(x, *names.get(name, ("batch", "tokens", "heads", None)))
+        for name, x in arrays.items()
+    }
 
 
 def arrays_of(t, n=8, k=8, h=4, b=1, dtype="float64"):
@@ -128,35 +143,51 @@ SENT = {  # of a causal call on 8 devices: what is sent, and how often
 @pytest.mark.parametrize(("strategy", "balance"), SENT, ids=str)
 def test_nothing_is_sent_that_a_strategy_does_not_own(strategy, balance, mesh_like, collectives):
     heads = 4 if strategy == "ulysses+ring" else 8  # two groups of four
-    compiled = compiled_on(mesh_like(context=8), arrays_of(64, heads, heads), strategy, balance, Mask.causal())
+    compiled = compiled_on(
+        mesh_like(context=8), arrays_of(64, heads, heads), strategy, balance, Mask.causal()
+    )
     assert collectives(compiled) == SENT[strategy, balance]
 
 
 @pytest.mark.parametrize(("window", "sent"), [(8, 1), (9, 1), (10, 2), (33, 4)])
 def test_pieces_that_nobody_sees_are_not_sent(window, sent, mesh_like, collectives):
-    compiled = compiled_on(mesh_like(context=8), arrays_of(64), "ring", "none", Mask.sliding_window(window))
-    assert collectives(compiled) == {"collective-permute": 2 * sent}  # keys and values of pieces of 8 tokens
+    compiled = compiled_on(
+        mesh_like(context=8), arrays_of(64), "ring", "none", Mask.sliding_window(window)
+    )
+    assert collectives(compiled) == {
+        "collective-permute": 2 * sent
+    }  # keys and values of pieces of 8 tokens
 
 
 def test_causal_pieces_do_not_go_around():
     route = make_route(("context",), 4, 1, False, Mask.causal(), 8, 8)
     assert route.hops == (3, 0)
     assert route._pairs(1, 3) == [(0, 1), (1, 2), (2, 3)]
-    assert make_route(("context",), 4, 1, True, Mask.causal(), 8, 8)._pairs(1, 3) == [(0, 1), (1, 2), (2, 3), (3, 0)]
+    assert make_route(("context",), 4, 1, True, Mask.causal(), 8, 8)._pairs(1, 3) == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (3, 0),
+    ]
     assert make_route(("context",), 4, 1, True, Mask.window(2, 0), 8, 8).hops == (1, 1)
 
 
 def test_memory_of_a_ring_does_not_grow_with_the_devices(mesh_like):
     def temporaries(devices):
         arrays = arrays_of(256 * devices, n=2, k=2, dtype="float32")
-        return compiled_on(mesh_like(context=devices), arrays, "ring", "none", Mask.causal(), True).memory_analysis()
+        return compiled_on(
+            mesh_like(context=devices), arrays, "ring", "none", Mask.causal(), True
+        ).memory_analysis()
 
     two, eight = (temporaries(devices).temp_size_in_bytes for devices in (2, 8))
     assert eight <= 1.1 * two
 
 
 def test_decoding_over_divided_keys_merges_softmaxes(mesh_like, collectives):
-    arrays = arrays_of(64, n=8, k=2, b=4) | {"query": arrays_of(1, n=8, b=4)["query"], "sinks": jnp.linspace(-1, 1, 8)}
+    arrays = arrays_of(64, n=8, k=2, b=4) | {
+        "query": arrays_of(1, n=8, b=4)["query"],
+        "sinks": jnp.linspace(-1, 1, 8),
+    }
     lengths = np.array([64, 9, 1, 0])
     call = partial(dot_product_attention, mask=Mask.lengths(key=lengths))
 
@@ -176,7 +207,9 @@ def test_second_derivatives_go_around_the_ring(mesh_like):
 
     def curvature(arrays):
         def slope(arrays):
-            return jax.grad(lambda a: jnp.sin(dot_product_attention(**a, mask=Mask.causal())).sum())(arrays)
+            return jax.grad(
+                lambda a: jnp.sin(dot_product_attention(**a, mask=Mask.causal())).sum()
+            )(arrays)
 
         return jax.jvp(slope, (arrays,), (arrays,))[1]
 
@@ -198,7 +231,9 @@ def test_what_is_not_finite_stays_in_the_rows_that_see_it(strategy, mesh_like):
         found = jit(case.both)(arrays)
     assert np.isnan(expected["output"]).any()
     for name in ("output", "query", "key"):
-        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance.GRADIENT, equal_nan=True)
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=0, atol=tolerance.GRADIENT, equal_nan=True
+        )
 
 
 def test_tokens_in_zigzag_order_stay_where_they_are(mesh_like, collectives):
@@ -206,7 +241,11 @@ def test_tokens_in_zigzag_order_stay_where_they_are(mesh_like, collectives):
     expected = jit(partial(dot_product_attention, mask=Mask.sliding_window(20)))(**arrays)
     moved = {name: zigzag(x, devices) for name, x in arrays.items()}
     with jax.set_mesh(mesh_like(context=devices)), context_parallel("ring", order="zigzag"):
-        compiled = jit(partial(dot_product_attention, mask=Mask.sliding_window(20))).lower(**place(moved)).compile()
+        compiled = (
+            jit(partial(dot_product_attention, mask=Mask.sliding_window(20)))
+            .lower(**place(moved))
+            .compile()
+        )
         found = unzigzag(compiled(**place(moved)), devices)
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance.FORWARD)
 
@@ -229,7 +268,11 @@ def test_explain_answers_for_one_device(mesh_like):
         near = explain(x, key, key, mask=Mask.sliding_window(2000))
         gathered = explain(x, key, key, mask=Mask.causal(), backend="xla")
     one = explain(x, key, key, mask=Mask.causal(), backend="blocked")
-    assert (found.backend, found.division.strategy, found.division.within) == ("blocked", "ulysses+ring", 2)
+    assert (found.backend, found.division.strategy, found.division.within) == (
+        "blocked",
+        "ulysses+ring",
+        2,
+    )
     assert found.memory["blocked"] < one.memory["blocked"]
     assert one.division is None
     assert "2 neighbours divide the 6 query and 2 key/value heads" in str(found)
@@ -239,8 +282,18 @@ def test_explain_answers_for_one_device(mesh_like):
 
 
 ERRORS = {
-    "rows": ({"data": 8}, {}, {}, r"the mesh splits batch over data=8, which must divide the 4 rows. Pass a batch"),
-    "heads": ({"tensor": 8}, {"n": 4, "k": 4}, {}, r"splits heads over tensor=8, which must divide the 4 query heads"),
+    "rows": (
+        {"data": 8},
+        {},
+        {},
+        r"the mesh splits batch over data=8, which must divide the 4 rows. Pass a batch",
+    ),
+    "heads": (
+        {"tensor": 8},
+        {"n": 4, "k": 4},
+        {},
+        r"splits heads over tensor=8, which must divide the 4 query heads",
+    ),
     "tokens": (
         {"context": 8},
         {"t": 60},
@@ -259,14 +312,23 @@ ERRORS = {
         {"strategy": "ulysses"},
         r"got 4 query and 4 key/value heads",
     ),
-    "both": ({"context": 8}, {"n": 3, "k": 3}, {"strategy": "ulysses+ring"}, r'for 8 devices. Use strategy="ring"'),
+    "both": (
+        {"context": 8},
+        {"n": 3, "k": 3},
+        {"strategy": "ulysses+ring"},
+        r'for 8 devices. Use strategy="ring"',
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_does_not_divide_is_said_with_the_remedy(name, mesh_like):
     sizes, shape, options, message = ERRORS[name]
-    with jax.set_mesh(mesh_like(**sizes)), context_parallel(**options), pytest.raises(ValueError, match=message):
+    with (
+        jax.set_mesh(mesh_like(**sizes)),
+        context_parallel(**options),
+        pytest.raises(ValueError, match=message),
+    ):
         dot_product_attention(**arrays_of(**{"t": 64, "b": 4, **shape}), mask=Mask.causal())
 
 
@@ -288,16 +350,26 @@ def test_zigzag_of_two_sequences_is_refused(mesh_like):
     arrays = arrays_of(64) | {"query": arrays_of(32)["query"]}
     message = "the zigzag order is that of one sequence; got t=32, s=64"
     mesh = mesh_like(context=4)
-    with jax.set_mesh(mesh), context_parallel("ring", "zigzag"), pytest.raises(ValueError, match=message):
+    with (
+        jax.set_mesh(mesh),
+        context_parallel("ring", "zigzag"),
+        pytest.raises(ValueError, match=message),
+    ):
         dot_product_attention(**arrays)
 
 
-@pytest.mark.parametrize(("sizes", "t"), [({"data": 1}, 64), ({"context": 4}, 1)], ids=["no axis", "decoding"])
+@pytest.mark.parametrize(
+    ("sizes", "t"), [({"data": 1}, 64), ({"context": 4}, 1)], ids=["no axis", "decoding"]
+)
 def test_zigzag_of_tokens_that_are_whole_is_refused(sizes, t, mesh_like):
     arrays = arrays_of(64) | {"query": arrays_of(t)["query"]}
     message = f"tokens in zigzag order are those of a sequence that a mesh splits; got t={t}, s=64 and a mesh with axes"
     mesh = mesh_like(**sizes)
-    with jax.set_mesh(mesh), context_parallel(order="zigzag"), pytest.raises(ValueError, match=message):
+    with (
+        jax.set_mesh(mesh),
+        context_parallel(order="zigzag"),
+        pytest.raises(ValueError, match=message),
+    ):
         dot_product_attention(**arrays)
 
 
@@ -318,7 +390,9 @@ class OddDistance(Part):
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_a_mask_of_an_unknown_kind_is_kept(strategy, mesh_like):
-    call = partial(dot_product_attention, **arrays_of(32, b=2), mask=Mask((OddDistance(),)) & Mask.causal())
+    call = partial(
+        dot_product_attention, **arrays_of(32, b=2), mask=Mask((OddDistance(),)) & Mask.causal()
+    )
     expected = jit(call)()
     with jax.set_mesh(mesh_like(data=2, context=4)), context_parallel(strategy):
         np.testing.assert_allclose(jit(call)(), expected, rtol=0, atol=tolerance.FORWARD)

@@ -29,7 +29,9 @@ def program(name, mesh=None, gradients=True, **options):
     graph, state = nnx.split(model if mesh is None else shard(model, mesh))
 
     def loss(state, tokens):
-        return next_token_loss(nnx.merge(graph, state), tokens, dropout_key=jax.random.key(1), **options)
+        return next_token_loss(
+            nnx.merge(graph, state), tokens, dropout_key=jax.random.key(1), **options
+        )
 
     call = jax.value_and_grad(loss, allow_int=True) if gradients else loss
     return jax.jit(call).lower(state, TOKENS).compile(), (state, TOKENS)
@@ -39,11 +41,17 @@ def lesson(*arguments, **options):
     """Return the loss and its gradients."""
     run, given = program(*arguments, **options)
     value, gradients = run(*given)
-    named = {".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(gradients)}
-    return {"loss": np.asarray(value)}, {path: x for path, x in named.items() if x.dtype == np.float64}
+    named = {
+        ".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(gradients)
+    }
+    return {"loss": np.asarray(value)}, {
+        path: x for path, x in named.items() if x.dtype == np.float64
+    }
 
 
-@pytest.mark.parametrize(("name", "kind", "options"), [("gpt2", "auto", PADDED), ("llama", "explicit", {})])
+@pytest.mark.parametrize(
+    ("name", "kind", "options"), [("gpt2", "auto", PADDED), ("llama", "explicit", {})]
+)
 def test_loss_and_gradients_are_those_of_one_device(name, kind, options, x64, mesh_like):
     truth, mesh = lesson(name, **options), mesh_like(kind, data=2, context=4)
     with jax.set_mesh(mesh), context_parallel("ring", order="zigzag"):
@@ -57,7 +65,11 @@ def test_layers_do_not_exchange_tokens(x64, mesh_like):
     for options in ({"balance": "zigzag"}, {"order": "zigzag"}):
         with jax.set_mesh(mesh), context_parallel("ring", **options):
             text = program("llama", mesh, gradients=False)[0].as_text()
-        kinds = [one.count for one in collectives(read(text), mesh.shape) if one.kind == "collective-permute"]
+        kinds = [
+            one.count
+            for one in collectives(read(text), mesh.shape)
+            if one.kind == "collective-permute"
+        ]
         sent.append(sum(kinds))
     each, once = sent
     assert once == 2 * 2 * 3  # in two layers keys and values pass three other devices
@@ -66,7 +78,10 @@ def test_layers_do_not_exchange_tokens(x64, mesh_like):
 
 def test_a_model_knows_the_positions_of_tokens_in_zigzag_order(x64, mesh_like):
     cls, config = MODELS["llama"]
-    model, mesh = cls(config, param_dtype=jnp.float64, rngs=nnx.Rngs(3)), mesh_like("explicit", context=2)
+    model, mesh = (
+        cls(config, param_dtype=jnp.float64, rngs=nnx.Rngs(3)),
+        mesh_like("explicit", context=2),
+    )
     run = nnx.jit(lambda model, tokens: model(tokens))
     expected = run(model, TOKENS)
     with jax.set_mesh(mesh), context_parallel("ring", order="zigzag"):
@@ -74,10 +89,14 @@ def test_a_model_knows_the_positions_of_tokens_in_zigzag_order(x64, mesh_like):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("option", [{"rope": RoPE()}, {"bias": lambda query, key: alibi(4, query, key)}], ids=list)
+@pytest.mark.parametrize(
+    "option", [{"rope": RoPE()}, {"bias": lambda query, key: alibi(4, query, key)}], ids=list
+)
 def test_a_layer_knows_them_too(option, x64, mesh_like):
     bias = option.pop("bias", None)
-    layer = MultiHeadAttention(8, 8, 16, 0.0, num_heads=4, rngs=nnx.Rngs(3), param_dtype=jnp.float64, **option)
+    layer = MultiHeadAttention(
+        8, 8, 16, 0.0, num_heads=4, rngs=nnx.Rngs(3), param_dtype=jnp.float64, **option
+    )
     x, mesh = np.random.default_rng(0).normal(size=(2, 16, 8)), mesh_like(context=2)
     run = nnx.jit(lambda layer, x: layer(x, bias=bias))
     expected = run(layer, x)
@@ -99,5 +118,9 @@ def test_a_layer_knows_them_too(option, x64, mesh_like):
 )
 def test_tokens_that_cannot_be_put_in_order_are_refused(axes, tokens, rule, mesh_like):
     model, mesh = GPT2(MODELS["gpt2"][1], rngs=nnx.Rngs(3)), mesh_like(**axes)
-    with jax.set_mesh(mesh), context_parallel(order="zigzag"), pytest.raises(ValueError, match=rule):
+    with (
+        jax.set_mesh(mesh),
+        context_parallel(order="zigzag"),
+        pytest.raises(ValueError, match=rule),
+    ):
         next_token_loss(shard(model, mesh), jnp.asarray(TOKENS[:, :tokens]))

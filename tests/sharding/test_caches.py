@@ -42,7 +42,9 @@ def in_steps(layer, capacity, **options):
     return {"output": np.concatenate(found, axis=1)}
 
 
-@pytest.mark.parametrize(("name", "kind"), [*((name, "explicit") for name in CALLS), ("full", "both")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "explicit") for name in CALLS), ("full", "both")]
+)
 def test_outputs_are_those_of_one_device(name, kind, x64, mesh_like):
     options, capacity, call = CALLS[name]
     expected, mesh = in_steps(layer(**options), capacity, **call), mesh_like(kind, **AXES)
@@ -65,14 +67,20 @@ def test_heads_are_rotated_where_they_lie_outside_of_jit_too(mesh_like):
     mesh = mesh_like("explicit", tensor=2)
     x = jax.device_put(jnp.ones((2, 3, 4, 6)), jax.NamedSharding(mesh, jax.P(None, None, "tensor")))
     with jax.set_mesh(mesh):
-        assert [RoPE(width=width)(x).sharding.shard_shape(x.shape) for width in (4, 6)] == [(2, 3, 2, 6)] * 2
+        assert [RoPE(width=width)(x).sharding.shard_shape(x.shape) for width in (4, 6)] == [
+            (2, 3, 2, 6)
+        ] * 2
 
 
 def test_the_halves_of_differential_heads_meet(x64, mesh_like):
     def make():
         return DifferentialAttention(8, 16, None, 0.0, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
 
-    run, x, mesh = nnx.jit(lambda layer, x: layer(x)), jnp.asarray(X), mesh_like("explicit", tensor=2)
+    run, x, mesh = (
+        nnx.jit(lambda layer, x: layer(x)),
+        jnp.asarray(X),
+        mesh_like("explicit", tensor=2),
+    )
     expected = run(drawn(make), x)
     with jax.set_mesh(mesh):
         np.testing.assert_allclose(run(shard(drawn(make), mesh), x), expected, rtol=0, atol=1e-13)

@@ -25,7 +25,9 @@ def processes_run(replace):
     def run(code):
         def start(arguments, output):
             with output.open("w") as file:
-                return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=file, stderr=file)
+                return subprocess.Popen(
+                    [sys.executable, "-c", code, *arguments], stdout=file, stderr=file
+                )
 
         replace("start", start)
 

@@ -18,9 +18,15 @@ X = np.random.default_rng(0).normal(size=(B, T, D))
 COTANGENT = np.random.default_rng(1).normal(size=X.shape)
 LENGTHS, IDS = jnp.array([6, 4, 0, 5]), np.array([[0, 0, 1, 1, 1, 2]])
 KINDS = {
-    "gated": lambda: GatedDeltaNet(D, D, 4, 3, num_key_heads=2, param_dtype=jnp.float64, rngs=nnx.Rngs(0)),
-    "one head of keys": lambda: GatedDeltaNet(D, D, 4, 3, num_key_heads=1, param_dtype=jnp.float64, rngs=nnx.Rngs(0)),
-    "kimi": lambda: KimiDeltaAttention(D, D, 2, 3, value_dim=5, param_dtype=jnp.float64, rngs=nnx.Rngs(0)),
+    "gated": lambda: GatedDeltaNet(
+        D, D, 4, 3, num_key_heads=2, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+    ),
+    "one head of keys": lambda: GatedDeltaNet(
+        D, D, 4, 3, num_key_heads=1, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+    ),
+    "kimi": lambda: KimiDeltaAttention(
+        D, D, 2, 3, value_dim=5, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+    ),
 }
 CASES = [
     ("gated", "auto", {"data": 2, "tensor": 2, "context": 2}),
@@ -38,7 +44,9 @@ def computed(layer):
         return (y * COTANGENT).sum(), y
 
     gradients, y = nnx.jit(nnx.grad(weighed, argnums=(0, 1), has_aux=True))(layer, jnp.asarray(X))
-    leaves = {str(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(gradients)}
+    leaves = {
+        str(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(gradients)
+    }
     return {"output": np.asarray(y)}, leaves
 
 
@@ -64,11 +72,20 @@ def test_a_cache_lies_where_rows_and_heads_are(axes, mesh_like):
     assert cache.value.sharding.spec == jax.P("data", None, "tensor")
     alone = drawn(KINDS["gated"])
     _, cache = run(alone, jnp.asarray(X), alone.init_cache(B, T))
-    np.testing.assert_allclose(output, run(alone, jnp.asarray(X[:, :1]), cache)[0], rtol=0, atol=1e-13)
+    np.testing.assert_allclose(
+        output, run(alone, jnp.asarray(X[:, :1]), cache)[0], rtol=0, atol=1e-13
+    )
 
 
 def test_tokens_in_zigzag_order_are_refused(mesh_like):
     layer = drawn(KINDS["gated"])
-    message, mesh = r"a state passes through the tokens in their own order; got order='zigzag'", mesh_like(context=2)
-    with jax.set_mesh(mesh), context_parallel(order="zigzag"), pytest.raises(ValueError, match=message):
+    message, mesh = (
+        r"a state passes through the tokens in their own order; got order='zigzag'",
+        mesh_like(context=2),
+    )
+    with (
+        jax.set_mesh(mesh),
+        context_parallel(order="zigzag"),
+        pytest.raises(ValueError, match=message),
+    ):
         layer(jnp.asarray(X))

@@ -11,7 +11,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from flax_attn import ClampedSwiGLU, Experts, GatedFeedForward, MixtureOfExperts, Router, from_pretrained
+from flax_attn import (
+    ClampedSwiGLU,
+    Experts,
+    GatedFeedForward,
+    MixtureOfExperts,
+    Router,
+    from_pretrained,
+)
 from flax_attn.models.mixtral import Mixtral, MixtralConfig
 from flax_attn.parity import tolerance
 from flax_attn.proof.build import drawn
@@ -31,7 +38,9 @@ MESHES = [
 def mixture(form):
     def make():
         numerics = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
-        router = Router(8, 8, 3, "sigmoid", selection_bias=True, groups=4, top_groups=2, bias=True, **numerics)
+        router = Router(
+            8, 8, 3, "sigmoid", selection_bias=True, groups=4, top_groups=2, bias=True, **numerics
+        )
         experts = Experts(8, 8, 12, ClampedSwiGLU(0.8), bias=True, form=form, **numerics)
         return MixtureOfExperts(router, experts, GatedFeedForward(8, 6, **numerics))
 
@@ -77,7 +86,9 @@ def test_experts_that_a_mesh_does_not_divide_are_whole():
 
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_experts_go_onto_a_mesh_and_back_into_the_same_files(scan_layers, tmp_path):
-    config = MixtralConfig(8, 12, num_heads=4, num_layers=2, vocab_size=11, context_length=8, num_experts=4)
+    config = MixtralConfig(
+        8, 12, num_heads=4, num_layers=2, vocab_size=11, context_length=8, num_experts=4
+    )
     model = Mixtral(config, rngs=nnx.Rngs(0))
     model.save_pretrained(tmp_path / "one")
     mesh = jax.make_mesh((2, 2, 2), ("fsdp", "expert", "tensor"), (AxisType.Auto,) * 3)
@@ -94,11 +105,17 @@ def test_experts_go_onto_a_mesh_and_back_into_the_same_files(scan_layers, tmp_pa
 @pytest.mark.parametrize("axes", [{"data": 2, "expert": 2, "tensor": 2}, {"expert": 8}])
 def test_a_stack_that_is_closed_over_runs_on_a_mesh(axes):
     """Each layer is a slice of the parameters of all, and the parameters are constants that lie on one device."""
-    config = MixtralConfig(8, 16, num_heads=4, num_layers=2, vocab_size=16, context_length=8, num_experts=8)
-    model = drawn(lambda: Mixtral(config, scan_layers=True, param_dtype=jnp.float64, rngs=nnx.Rngs(0)))
+    config = MixtralConfig(
+        8, 16, num_heads=4, num_layers=2, vocab_size=16, context_length=8, num_experts=8
+    )
+    model = drawn(
+        lambda: Mixtral(config, scan_layers=True, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    )
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 16, (8, 5)))
     alone = jax.jit(lambda tokens: model(tokens))(tokens)
-    with jax.set_mesh(jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))):
+    with jax.set_mesh(
+        jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
+    ):
         logits = jax.jit(lambda tokens: model(tokens))(tokens)
     errors = tolerance.relative({"logits": np.asarray(logits)}, {"logits": np.asarray(alone)})
     assert max(errors.values()) <= tolerance.FORWARD, errors
@@ -110,7 +127,8 @@ def test_devices_that_share_the_experts_exchange_tokens_and_no_parameters():
     with jax.set_mesh(mesh):
         model = shard(mixture("dense"), mesh)
         program = jax.jit(
-            lambda x, state: nnx.merge(nnx.graphdef(model), state)(x), in_shardings=(P(("data", "expert")), None)
+            lambda x, state: nnx.merge(nnx.graphdef(model), state)(x),
+            in_shardings=(P(("data", "expert")), None),
         )
         text = program.lower(x, nnx.state(model)).compile().as_text()
     sent = {

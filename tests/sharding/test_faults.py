@@ -26,7 +26,9 @@ def float64():
 @pytest.fixture(scope="module")
 def expected():
     with jax.enable_x64(True):
-        return jax.jit(partial(CASE.both, backend="reference"), compiler_options=FAST)(CASE.arrays())
+        return jax.jit(partial(CASE.both, backend="reference"), compiler_options=FAST)(
+            CASE.arrays()
+        )
 
 
 def apart(mesh, balance, expected):

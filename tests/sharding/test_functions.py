@@ -27,7 +27,12 @@ def float64():
 
 def arrays(t=T):
     draw = np.random.default_rng(t).normal
-    shapes = {"query": (B, t, N, H), "key": (B, T, K, H), "value": (B, T, K, H), "table": (B, N, 2 * T + 9)}
+    shapes = {
+        "query": (B, t, N, H),
+        "key": (B, T, K, H),
+        "value": (B, T, K, H),
+        "table": (B, N, 2 * T + 9),
+    }
     return {name: jnp.asarray(draw(size=shape)) for name, shape in shapes.items()}
 
 
@@ -39,7 +44,9 @@ def both(arrays, mask, positions=None):
     """Return the output and all gradients of a call that tells functions of every index."""
 
     def call(table, **qkv):
-        score = ScoreFunction(lambda score, b, n, i, j: jnp.tanh(score) + table[b, n, j - i + T], positions, positions)
+        score = ScoreFunction(
+            lambda score, b, n, i, j: jnp.tanh(score) + table[b, n, j - i + T], positions, positions
+        )
         return dot_product_attention(**qkv, mask=mask, score=score, soft_cap=3.0)
 
     output, pull = jax.vjp(lambda arrays: call(**arrays), arrays)
@@ -49,7 +56,9 @@ def both(arrays, mask, positions=None):
 def assert_equal(found, expected):
     for name, ours in found.items():
         allowed = tolerance.FORWARD if name == "output" else tolerance.GRADIENT
-        assert np.abs(ours - expected[name]).max() <= allowed * max(np.abs(expected[name]).max(), 1), name
+        assert np.abs(ours - expected[name]).max() <= allowed * max(
+            np.abs(expected[name]).max(), 1
+        ), name
 
 
 MASKS = {

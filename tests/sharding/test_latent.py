@@ -18,10 +18,21 @@ X = np.random.default_rng(0).normal(size=(4, 6, 8))
 def latent(form):
     def make():
         numerics = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
-        widths = {"kv_lora_rank": 5, "q_lora_rank": 6, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 2}
-        norms = {"q_norm": RMSNorm(6, param_dtype=jnp.float64), "kv_norm": RMSNorm(5, param_dtype=jnp.float64)}
+        widths = {
+            "kv_lora_rank": 5,
+            "q_lora_rank": 6,
+            "qk_nope_head_dim": 3,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 2,
+        }
+        norms = {
+            "q_norm": RMSNorm(6, param_dtype=jnp.float64),
+            "kv_norm": RMSNorm(5, param_dtype=jnp.float64),
+        }
         rope = RoPE(interleaved=True)
-        return MultiHeadLatentAttention(8, 8, None, 0.0, 4, **widths, **norms, rope=rope, form=form, **numerics)
+        return MultiHeadLatentAttention(
+            8, 8, None, 0.0, 4, **widths, **norms, rope=rope, form=form, **numerics
+        )
 
     return drawn(make)
 
@@ -41,14 +52,20 @@ def both(model):
 
 def in_steps(model):
     """Return the output of a chunk and of steps behind it, and the cache after them."""
-    step, cache, found = nnx.jit(lambda model, x, cache: model(x, cache=cache)), model.init_cache(4, 8), []
+    step, cache, found = (
+        nnx.jit(lambda model, x, cache: model(x, cache=cache)),
+        model.init_cache(4, 8),
+        [],
+    )
     for i, j in ((0, 4), (4, 5), (5, 6)):
         y, cache = step(model, jnp.asarray(X[:, i:j]), cache)
         found.append(np.asarray(y))
     return np.concatenate(found, axis=1), cache
 
 
-@pytest.mark.parametrize(("form", "kind"), [("plain", "auto"), ("plain", "explicit"), ("absorbed", "explicit")])
+@pytest.mark.parametrize(
+    ("form", "kind"), [("plain", "auto"), ("plain", "explicit"), ("absorbed", "explicit")]
+)
 def test_outputs_and_gradients_are_those_of_one_device(form, kind, mesh_like):
     output, gradients = both(latent("plain"))
     mesh = mesh_like(kind, data=2, fsdp=2, tensor=2)

@@ -28,10 +28,14 @@ def build(tied=True):
 def lesson(model, tokens=TOKENS):
     """Return the compiled program of the loss and its gradients, and what it returns."""
     graph, state = nnx.split(model)
-    call = jax.value_and_grad(lambda state, tokens: next_token_loss(nnx.merge(graph, state), tokens))
+    call = jax.value_and_grad(
+        lambda state, tokens: next_token_loss(nnx.merge(graph, state), tokens)
+    )
     compiled = jax.jit(call).lower(state, tokens).compile()
     value, gradients = compiled(state, tokens)
-    named = {".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(gradients)}
+    named = {
+        ".".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(gradients)
+    }
     return compiled.as_text(), {"loss": np.asarray(value)}, named
 
 
@@ -46,7 +50,10 @@ def assert_same(found, truth):
         ({}, True),
         ({}, False),
         ({"vocab": None}, True),  # the head is whole
-        ({"tokens": ("context", "tensor")}, True),  # an axis that tokens have, the vocabulary has not
+        (
+            {"tokens": ("context", "tensor")},
+            True,
+        ),  # an axis that tokens have, the vocabulary has not
         ({"vocab": ("tensor", "fsdp"), "batch": "data"}, False),  # two axes
         ({"embed": None, "batch": "fsdp"}, False),
     ],

@@ -58,7 +58,11 @@ def lesson(model, tokens, **options):
     logits = nnx.jit(lambda model, tokens: model(tokens, **options))(model, tokens)
     of_loss = nnx.value_and_grad(lambda model, tokens: next_token_loss(model, tokens, **options))
     value, gradients = nnx.jit(of_loss)(model, tokens)
-    return {"logits": np.asarray(logits), "loss": np.asarray(value)}, named(gradients), logits.sharding
+    return (
+        {"logits": np.asarray(logits), "loss": np.asarray(value)},
+        named(gradients),
+        logits.sharding,
+    )
 
 
 def steps(model, optimizer, tokens, count=3):
@@ -76,7 +80,9 @@ def alone():
         return lessons, steps(model, nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param), TOKENS)
 
 
-RESIDUALS = pytest.mark.parametrize("residual", ["context", ("context", "tensor")], ids=["whole", "sequence_parallel"])
+RESIDUALS = pytest.mark.parametrize(
+    "residual", ["context", ("context", "tensor")], ids=["whole", "sequence_parallel"]
+)
 
 
 @RESIDUALS
@@ -99,7 +105,9 @@ def test_training_is_that_of_one_device(kind, options, alone, x64, mesh_like):
     with jax.set_mesh(mesh):
         model = shard(build("gpt2", **options), mesh)
         before = lies(model)
-        optimizer = create(lambda model: nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param), mesh, model)
+        optimizer = create(
+            lambda model: nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param), mesh, model
+        )
         tokens = jax.device_put(TOKENS, NamedSharding(mesh, P(("data", "fsdp"))))
         losses, parameters = steps(model, optimizer, tokens)
     assert lies(model) == before
@@ -140,9 +148,13 @@ def test_a_sequence_without_a_batch_and_a_vocabulary_that_does_not_divide(x64, m
 def test_without_a_mesh_nothing_is_added(x64, equations):
     model = build("llama")
     graph, state = nnx.split(model)
-    jaxpr = jax.make_jaxpr(jax.grad(lambda state: next_token_loss(nnx.merge(graph, state), jnp.asarray(TOKENS))))(state)
+    jaxpr = jax.make_jaxpr(
+        jax.grad(lambda state: next_token_loss(nnx.merge(graph, state), jnp.asarray(TOKENS)))
+    )(state)
     names = {equation.primitive.name for equation in equations(jaxpr.jaxpr)}
-    assert names.isdisjoint({"sharding_constraint", "reshard", "shard_map", "psum", "all_gather", "axis_index"})
+    assert names.isdisjoint(
+        {"sharding_constraint", "reshard", "shard_map", "psum", "all_gather", "axis_index"}
+    )
     assert "dot_general" in names
 
 
@@ -150,7 +162,12 @@ def program(name, mesh, **options):
     """Return the compiled text of the forward pass of a model on a mesh."""
     with jax.set_mesh(mesh), rules(**options):
         graph, state = nnx.split(shard(build(name), mesh))
-        return jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens)).lower(state, TOKENS).compile().as_text()
+        return (
+            jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
+            .lower(state, TOKENS)
+            .compile()
+            .as_text()
+        )
 
 
 def collectives(text):
@@ -180,7 +197,9 @@ def test_norms_after_the_sublayers_run_on_their_share_too(kind, x64, mesh_like):
     numbers = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
     att = MultiHeadAttention(16, 16, 8, 0.0, 4, backend="reference", **numbers)
     norms = [RMSNorm(16, param_dtype=jnp.float64) for _ in range(4)]
-    block = TransformerBlock(att, FeedForward(16, **numbers), *norms[:2], post_norm1=norms[2], post_norm2=norms[3])
+    block = TransformerBlock(
+        att, FeedForward(16, **numbers), *norms[:2], post_norm1=norms[2], post_norm2=norms[3]
+    )
     mesh = mesh_like(kind, tensor=2)
     with jax.set_mesh(mesh), rules(residual="tensor"):
         graph, state = nnx.split(shard(block, mesh))

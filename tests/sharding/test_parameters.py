@@ -15,11 +15,16 @@ from flax_attn.sharding.parameters import abstract, create, shard, shardings
 from flax_attn.training import float32_state
 
 GPT = GPT2Config(8, 4, 2, context_length=6, vocab_size=12, dropout=0.1)
-LLAMA = LlamaConfig(8, 12, num_heads=4, num_layers=2, num_kv_heads=2, context_length=6, vocab_size=10)
+LLAMA = LlamaConfig(
+    8, 12, num_heads=4, num_layers=2, num_kv_heads=2, context_length=6, vocab_size=10
+)
 
 
 def params(module):
-    return {".".join(map(str, path)): param for path, param in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+    return {
+        ".".join(map(str, path)): param
+        for path, param in nnx.to_flat_state(nnx.state(module, nnx.Param))
+    }
 
 
 def specs(tree, mesh):
@@ -77,14 +82,18 @@ def test_biases_lie_as_what_they_are_added_to():
     found = specs(GPT2(GPT, rngs=nnx.Rngs(0)), AbstractMesh((2, 2), ("fsdp", "tensor")))
     assert found["trf_blocks.0.att.W_query.bias"] == P("tensor")
     assert found["trf_blocks.0.ff.layers.0.bias"] == P("tensor")
-    assert found["trf_blocks.0.att.out_proj.bias"] == found["trf_blocks.0.ff.layers.2.bias"] == P(None)
+    assert (
+        found["trf_blocks.0.att.out_proj.bias"] == found["trf_blocks.0.ff.layers.2.bias"] == P(None)
+    )
     assert found["pos_emb.embedding"] == P(None, "fsdp")
     assert found["drop_emb.stream.key"] == P()
 
 
 def test_no_head_is_cut():
     """Of 2 heads of width 6, 4 devices could hold 3 columns each."""
-    layer = MultiHeadAttention(5, 24, None, 0.0, 4, True, num_kv_heads=2, scores=Scores(sinks=True), rngs=nnx.Rngs(0))
+    layer = MultiHeadAttention(
+        5, 24, None, 0.0, 4, True, num_kv_heads=2, scores=Scores(sinks=True), rngs=nnx.Rngs(0)
+    )
     found = specs(layer, AbstractMesh((4,), ("tensor",)))
     assert found["W_query.kernel"] == P(None, "tensor")
     assert found["out_proj.kernel"] == P("tensor", None)
@@ -119,7 +128,11 @@ def test_what_an_optimizer_keeps_lies_as_the_parameters_do(scan_layers, mesh_lik
     mesh = mesh_like(fsdp=2, tensor=4)
     options = {"scan_layers": scan_layers, "param_dtype": jnp.bfloat16}
     model = create(lambda: GPT2(GPT, rngs=nnx.Rngs(3), **options), mesh)
-    optimizer = create(lambda model: nnx.Optimizer(model, float32_state(optax.adam(0.1)), wrt=nnx.Param), mesh, model)
+    optimizer = create(
+        lambda model: nnx.Optimizer(model, float32_state(optax.adam(0.1)), wrt=nnx.Param),
+        mesh,
+        model,
+    )
     own = list(params(model).values())
     state = optimizer.opt_state
     for kept in (state.master, *map(variables, state.inner[0][1:])):
@@ -141,7 +154,9 @@ def test_sums_over_an_axis_of_a_parameter_are_whole():
     assert [found[name] for name in sums] == [P(), P()]
 
 
-@pytest.mark.parametrize("place", [shardings, shard, lambda layer, mesh: create(lambda: layer, mesh)])
+@pytest.mark.parametrize(
+    "place", [shardings, shard, lambda layer, mesh: create(lambda: layer, mesh)]
+)
 def test_a_mesh_without_an_axis_of_the_table_is_refused(place, mesh_like):
     layer = Linear(6, 4, axes=("embed", "hidden"), rngs=nnx.Rngs(0))
     rule = r"must have an axis of the table, data, fsdp, expert, context, tensor; got the axes rows, columns\. Name"

@@ -11,7 +11,9 @@ from flax import nnx
 
 from flax_attn import Llama, LlamaConfig
 
-CONFIG = LlamaConfig(16, 24, num_heads=4, num_layers=2, num_kv_heads=2, context_length=8, vocab_size=12)
+CONFIG = LlamaConfig(
+    16, 24, num_heads=4, num_layers=2, num_kv_heads=2, context_length=8, vocab_size=12
+)
 PROCESS = """
 import json, sys
 import jax

@@ -56,11 +56,29 @@ def run(*processes):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    small = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": os.environ | small}
-    command = ["--coordinator", address, "--processes", str(len(processes)), "--timeout", "30", "--process"]
+    small = {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "env": os.environ | small,
+    }
+    command = [
+        "--coordinator",
+        address,
+        "--processes",
+        str(len(processes)),
+        "--timeout",
+        "30",
+        "--process",
+    ]
     started = [
-        subprocess.Popen([sys.executable, *process, *command, str(i)], **options) for i, process in enumerate(processes)
+        subprocess.Popen([sys.executable, *process, *command, str(i)], **options)
+        for i, process in enumerate(processes)
     ]
     try:
         found = [process.communicate(timeout=120) for process in started]
@@ -88,14 +106,19 @@ def arrays(folder):
     with jax.enable_x64(True):
         found = reader.metadata(path).item_metadata.tree
         return reader.restore(
-            path, {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for k, x in found.items()}
+            path,
+            {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for k, x in found.items()},
         )
 
 
 def alone(*arguments):
     """Train in this process."""
     options = EXAMPLE.parse([*SHARED, *arguments])
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         EXAMPLE.check_processes(options)
         return EXAMPLE.train(options)
 
@@ -144,12 +167,18 @@ def test_processes_with_other_arguments_all_end(here):
 
 def test_processes_must_have_as_many_devices():
     EXAMPLE.check_devices({0: 4, 1: 4})
-    with pytest.raises(ValueError, match=r"as many devices; got 4 on process 0, 2 on process 1\. Start them on hosts"):
+    with pytest.raises(
+        ValueError,
+        match=r"as many devices; got 4 on process 0, 2 on process 1\. Start them on hosts",
+    ):
         EXAMPLE.check_devices({0: 4, 1: 2})
 
 
 def test_the_mesh_has_all_devices():
-    with pytest.raises(ValueError, match=r"multiply to the number of devices, 8 on 1 process\(es\); got {'data': 4}"):
+    with pytest.raises(
+        ValueError,
+        match=r"multiply to the number of devices, 8 on 1 process\(es\); got {'data': 4}",
+    ):
         EXAMPLE.make_mesh({"data": 4})
 
 
@@ -171,7 +200,12 @@ def test_rows_follow_from_seed_and_step_on_every_mesh():
     for text in ("data=8", "data=2,tensor=4", "fsdp=2,context=4"):
         mesh = EXAMPLE.make_mesh(EXAMPLE.mesh_of(text))
         options = EXAMPLE.parse(["--mesh", text, "--checkpoints", "folder", "--steps", "4"])
-        found.append([(step, np.asarray(batch)) for step, batch in EXAMPLE.make_batches(tokens, 12, options, mesh, 2)])
+        found.append(
+            [
+                (step, np.asarray(batch))
+                for step, batch in EXAMPLE.make_batches(tokens, 12, options, mesh, 2)
+            ]
+        )
     for batches in found:
         assert [step for step, _ in batches] == [3, 4]
         for (_, batch), (_, expected) in zip(batches, found[0], strict=True):

@@ -17,7 +17,9 @@ ROWS = np.random.default_rng(0).integers(0, 12, (48, 8))  # 6 batches of 8
 
 def build(mesh=None, optimizer=None, d_model=16, dropout=0.0, **options):
     """Return a model and its optimizer, on a mesh or on one device."""
-    config = GPT2Config(d_model, 4, 1, context_length=8, vocab_size=12, dropout=dropout, qkv_bias=False)
+    config = GPT2Config(
+        d_model, 4, 1, context_length=8, vocab_size=12, dropout=dropout, qkv_bias=False
+    )
     options = {"param_dtype": jnp.float64, "backend": "reference", **options}
     model = GPT2(config, rngs=nnx.Rngs(3), **options)
     optimizer = optimizer or optax.adamw(0.01)
@@ -25,12 +27,19 @@ def build(mesh=None, optimizer=None, d_model=16, dropout=0.0, **options):
     def optimize(model):
         return nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
-    return (model, optimize(model)) if mesh is None else (shard(model, mesh), create(optimize, mesh, model))
+    return (
+        (model, optimize(model))
+        if mesh is None
+        else (shard(model, mesh), create(optimize, mesh, model))
+    )
 
 
 def run(model, optimizer, batches, mesh=None):
     """Train, and return the losses."""
-    with jax.numpy_dtype_promotion("standard"), jax.set_mesh(mesh) if mesh else jax.numpy_rank_promotion("raise"):
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.set_mesh(mesh) if mesh else jax.numpy_rank_promotion("raise"),
+    ):
         return np.array([train_step(model, optimizer, jnp.asarray(batch)) for batch in batches])
 
 
@@ -85,7 +94,9 @@ def test_a_run_is_resumed_on_another_mesh(x64, mesh_like, tmp_path):
             checkpoints.save(i + 1, model, optimizer, read=read + 2)
         kernel = model.trf_blocks[0].ff.layers[0].kernel
         assert kernel.sharding.shard_shape((16, 64)) == ((16, 64) if mesh is None else (8, 32))
-        assert {len(x.sharding.device_set) for x in jax.tree.leaves(nnx.state((model, optimizer)))} == {(8, 4, 1)[i]}
+        assert {
+            len(x.sharding.device_set) for x in jax.tree.leaves(nnx.state((model, optimizer)))
+        } == {(8, 4, 1)[i]}
     assert np.abs(np.array(losses) - expected).max() <= 1e-12 * expected.max()
 
 
@@ -94,5 +105,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_a_mesh(mesh_like, tmp_path)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, *build(mesh, param_dtype=jnp.float32))
         line = r"model\.final_norm\.scale: float32\[16\] is saved, float32\[8\] is wanted"
-        with pytest.raises(ValueError, match=rf"is of another model or optimizer\. Build both[\s\S]*{line}"):
+        with pytest.raises(
+            ValueError, match=rf"is of another model or optimizer\. Build both[\s\S]*{line}"
+        ):
             checkpoints.restore(*build(mesh, d_model=8, param_dtype=jnp.float32))

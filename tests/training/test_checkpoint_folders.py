@@ -37,7 +37,11 @@ def steps(folder):
 @pytest.fixture
 def held_back(monkeypatch):
     """Two events: a save is in the middle, and it may go on."""
-    finalize, reached, go_on = ocp.StandardCheckpointHandler.finalize, threading.Event(), threading.Event()
+    finalize, reached, go_on = (
+        ocp.StandardCheckpointHandler.finalize,
+        threading.Event(),
+        threading.Event(),
+    )
 
     def slow(self, directory):
         reached.set()
@@ -184,11 +188,11 @@ def test_a_damaged_checkpoint_is_told_in_a_line(tmp_path, monkeypatch, capfd):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(4, model, optimizer)
         checkpoints.wait()
-        file = max(tmp_path.glob("4/arrays/ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
-        os.truncate(file, file.stat().st_size // 2)
-        found = (
-            r"checkpoint of step 4 in .* cannot be read: ValueError: OUT_OF_RANGE: .*\. If it is damaged, delete its.*"
+        file = max(
+            tmp_path.glob("4/arrays/ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size
         )
+        os.truncate(file, file.stat().st_size // 2)
+        found = r"checkpoint of step 4 in .* cannot be read: ValueError: OUT_OF_RANGE: .*\. If it is damaged, delete its.*"
         with pytest.raises(ValueError, match=found) as raised:
             checkpoints.restore(model, optimizer)
     assert "\n" not in str(raised.value)
@@ -211,12 +215,16 @@ def given_up(text):
     GivenUp()
 
 
-@pytest.mark.parametrize("part", ["arrays/_METADATA", "arrays/manifest.ocdbt", "arrays/d/*", "extra/metadata"])
+@pytest.mark.parametrize(
+    "part", ["arrays/_METADATA", "arrays/manifest.ocdbt", "arrays/d/*", "extra/metadata"]
+)
 def test_a_damaged_checkpoint_changes_nothing_and_the_one_before_is_there(part, tmp_path):
     damage(saved(tmp_path, 3, 4) / "4", part)
     model, optimizer = build()
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match=r"checkpoint of step 4 in .* cannot be read: .* delete its folder"):
+        with pytest.raises(
+            ValueError, match=r"checkpoint of step 4 in .* cannot be read: .* delete its folder"
+        ):
             checkpoints.restore(model, optimizer)
         np.testing.assert_array_equal(model.kernel[...], build()[0].kernel[...])
         shutil.rmtree(tmp_path / "4")
@@ -226,7 +234,9 @@ def test_a_damaged_checkpoint_changes_nothing_and_the_one_before_is_there(part, 
 @pytest.mark.parametrize("step", [-1, 1.5, 2.0, True, "3", None], ids=repr)
 def test_a_step_is_a_whole_number(step, tmp_path, no_shape_checks):
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match=re.escape(f"must be a whole number, 0 or larger; got step={step!r}")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"must be a whole number, 0 or larger; got step={step!r}")
+        ):
             checkpoints.save(step, *build())
         checkpoints.save(np.int64(0), *build())
         assert checkpoints.latest == 0
@@ -235,7 +245,9 @@ def test_a_step_is_a_whole_number(step, tmp_path, no_shape_checks):
 @pytest.mark.parametrize("inside", ["", "run"])
 def test_a_path_that_is_a_file(inside, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"stored in a folder; got .*, and .*file is a file\. Pass another path"):
+    with pytest.raises(
+        ValueError, match=r"stored in a folder; got .*, and .*file is a file\. Pass another path"
+    ):
         Checkpoints(tmp_path / "file" / inside)
 
 
@@ -245,6 +257,9 @@ def test_without_locks_nothing_of_others_is_removed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     Path(tmp_path, "4.orbax-checkpoint-tmp").mkdir()
-    with pytest.warns(UserWarning, match=r"there are no locks for .*\.lock \(Operation not supported\): what a killed"):
+    with pytest.warns(
+        UserWarning,
+        match=r"there are no locks for .*\.lock \(Operation not supported\): what a killed",
+    ):
         saved(tmp_path, 3)
     assert {path.name for path in tmp_path.iterdir()} == {"3", "4.orbax-checkpoint-tmp"}

@@ -52,8 +52,14 @@ def run(folder, seed=0):
 
 def arrays(model, optimizer):
     state = nnx.state((model, optimizer))
-    keys = jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, state)
-    return {jax.tree_util.keystr(path): np.array(x) for path, x in jax.tree_util.tree_leaves_with_path(keys)}
+    keys = jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
+        state,
+    )
+    return {
+        jax.tree_util.keystr(path): np.array(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(keys)
+    }
 
 
 def tell(line):
@@ -78,7 +84,10 @@ def hang_in_the_third_save():
 def killed(folder, at):
     """Run in another process until it prints `at`, and kill it; return the losses that it printed."""
     command = [sys.executable, __file__, str(folder), *(["hang"] if at.startswith("in") else [])]
-    options = {"cwd": Path(__file__).parents[2], "env": os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}}  # as here
+    options = {
+        "cwd": Path(__file__).parents[2],
+        "env": os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+    }  # as here
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
         lines = []
         for line in process.stdout:
@@ -171,7 +180,10 @@ def test_steps_grow(step, tmp_path):
     model, optimizer = build()
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(4, model, optimizer)
-        with pytest.raises(ValueError, match=rf"got step={step}, and {re.escape(str(tmp_path))} has one of step 4\."):
+        with pytest.raises(
+            ValueError,
+            match=rf"got step={step}, and {re.escape(str(tmp_path))} has one of step 4\.",
+        ):
             checkpoints.save(step, model, optimizer)
 
 
@@ -195,14 +207,21 @@ def test_a_folder_without_checkpoint(tmp_path):
 def test_a_checkpoint_of_another_run(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(4, *build())
-        for other in (build(1, d_model=6), build(1, param_dtype=jnp.bfloat16), build(1, optimizer=optax.sgd(0.1))):
+        for other in (
+            build(1, d_model=6),
+            build(1, param_dtype=jnp.bfloat16),
+            build(1, optimizer=optax.sgd(0.1)),
+        ):
             before = arrays(*other)
             with pytest.raises(ValueError, match="is of another model or optimizer") as error:
                 checkpoints.restore(*other)
             for name, array in arrays(*other).items():
                 np.testing.assert_array_equal(array, before[name])
     lines = str(error.value).splitlines()[1:]
-    assert "  optimizer.opt_state.0.nu.tok_emb.embedding: float32[11, 8] is saved, nothing is wanted" in lines
+    assert (
+        "  optimizer.opt_state.0.nu.tok_emb.embedding: float32[11, 8] is saved, nothing is wanted"
+        in lines
+    )
 
 
 def test_the_lines_name_both_shapes_and_dtypes(tmp_path):

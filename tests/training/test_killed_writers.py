@@ -47,7 +47,9 @@ def build():
 
 
 def tell(*words):
-    os.write(1, (" ".join(map(str, words)) + "\n").encode())  # in one piece, also beside other processes
+    os.write(
+        1, (" ".join(map(str, words)) + "\n").encode()
+    )  # in one piece, also beside other processes
 
 
 def write(folder):
@@ -83,7 +85,9 @@ def filled(d_model):
     config = GPT2Config(d_model, 2, 1, context_length=8, vocab_size=11)
     model = nnx.eval_shape(lambda: GPT2(config, rngs=nnx.Rngs(0)))
     weights = nnx.state(model, nnx.Param)
-    nnx.update(model, jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, d_model, x.dtype)), weights))
+    nnx.update(
+        model, jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, d_model, x.dtype)), weights)
+    )
     return model
 
 
@@ -159,7 +163,9 @@ def test_a_finished_checkpoint_is_never_lost_and_leftovers_do_not_pile_up(tmp_pa
             os.kill(started[0], signal.SIGKILL)
             assert check(folder) >= server.heard["finished"]
             started[0] = server.start("write")
-            assert server.until("ready") > server.heard["finished"]  # of all that the last one told before
+            assert (
+                server.until("ready") > server.heard["finished"]
+            )  # of all that the last one told before
         server.until("read")
     finally:
         for pid in started:
@@ -183,7 +189,10 @@ def test_a_folder_holds_one_whole_model(tmp_path):
             for pid in started:
                 os.kill(pid, signal.SIGKILL)
             model = from_pretrained(folder)
-            assert all((weight == model.config.d_model).all() for weight in convert.state_dict(model).values())
+            assert all(
+                (weight == model.config.d_model).all()
+                for weight in convert.state_dict(model).values()
+            )
             there = sorted(path.name for path in folder.iterdir())
             assert len(there) < 25, there  # one save in progress, what the last one left, the lock
             started = [server.start("store") for _ in range(2)]

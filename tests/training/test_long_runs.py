@@ -45,7 +45,9 @@ def needs_linux():
 
 
 def test_decoding_with_a_ring_buffer():
-    layer = MultiHeadAttention(*(16, 16, None, 0.0, 4), num_kv_heads=2, window=8, rope=RoPE(), rngs=nnx.Rngs(0))
+    layer = MultiHeadAttention(
+        *(16, 16, None, 0.0, 4), num_kv_heads=2, window=8, rope=RoPE(), rngs=nnx.Rngs(0)
+    )
     run = nnx.jit(lambda layer, x, cache: layer(x, cache=cache), donate_argnums=2)
     state = {"cache": layer.init_cache(3, 9), "x": jax.random.normal(jax.random.key(0), (3, 1, 16))}
 

@@ -16,7 +16,10 @@ TOKENS = np.random.default_rng(0).integers(0, 19, (3, 14)).astype(np.int32)
 
 def build(param_dtype=jnp.float32, **options):
     """Return a model without blocks, which is quick to compile: what the head reads are the embeddings."""
-    config = GPT2Config(**{"d_model": 6, "num_heads": 2, "num_layers": 0, "vocab_size": 19, "dropout": 0.0} | options)
+    config = GPT2Config(
+        **{"d_model": 6, "num_heads": 2, "num_layers": 0, "vocab_size": 19, "dropout": 0.0}
+        | options
+    )
     model = GPT2(config, param_dtype=param_dtype, rngs=nnx.Rngs(0))
     model.tok_emb.embedding[...] *= 20  # as one that has learned: the logits lie far apart
     return model
@@ -29,7 +32,9 @@ def plain(model, tokens):
 
 
 def lesson(model, function=next_token_loss):
-    value, gradients = nnx.jit(nnx.value_and_grad(lambda model, tokens: function(model, tokens)))(model, TOKENS)
+    value, gradients = nnx.jit(nnx.value_and_grad(lambda model, tokens: function(model, tokens)))(
+        model, TOKENS
+    )
     return value, nnx.to_pure_dict(gradients)
 
 
@@ -45,9 +50,14 @@ def test_second_derivatives(x64, close):
 
     def steepness(function):
         gradients = nnx.grad(lambda model, tokens: function(model, tokens))
-        return lambda model, tokens: sum(jnp.square(x).sum() for x in jax.tree.leaves(gradients(model, tokens)))
+        return lambda model, tokens: sum(
+            jnp.square(x).sum() for x in jax.tree.leaves(gradients(model, tokens))
+        )
 
-    ours, truth = (nnx.jit(nnx.grad(steepness(function)))(model, TOKENS) for function in (next_token_loss, plain))
+    ours, truth = (
+        nnx.jit(nnx.grad(steepness(function)))(model, TOKENS)
+        for function in (next_token_loss, plain)
+    )
     close(nnx.to_pure_dict(ours), nnx.to_pure_dict(truth))
 
 
@@ -56,7 +66,9 @@ def test_logits_are_never_held_all_at_once():
     graph, params = nnx.split(model)
 
     def temporaries(function):
-        program = jax.jit(jax.value_and_grad(lambda params, tokens: function(nnx.merge(graph, params), tokens)))
+        program = jax.jit(
+            jax.value_and_grad(lambda params, tokens: function(nnx.merge(graph, params), tokens))
+        )
         return program.lower(params, tokens).compile().memory_analysis().temp_size_in_bytes
 
     whole = 4 * 512 * 2000 * 4
@@ -68,7 +80,9 @@ def test_sums_are_taken_in_float32():
     value, gradients = lesson(model)
     assert value.dtype == jnp.float32
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"bfloat16"}
-    assert abs(value - lesson(model, plain)[0]) < 1e-6 * value  # a sum in bfloat16 is off by up to 4e-3
+    assert (
+        abs(value - lesson(model, plain)[0]) < 1e-6 * value
+    )  # a sum in bfloat16 is off by up to 4e-3
 
 
 def test_gradients_of_the_head_are_summed_in_float32(monkeypatch):
@@ -76,4 +90,7 @@ def test_gradients_of_the_head_are_summed_in_float32(monkeypatch):
     truth = lesson(model)[1]["out_head"]["kernel"].astype(jnp.float32)
     monkeypatch.setattr(cross_entropy, "_ROWS", 1)
     found = lesson(model)[1]["out_head"]["kernel"].astype(jnp.float32)
-    assert jnp.abs(found - truth).max() <= 2 * float(jnp.finfo(jnp.bfloat16).eps) * jnp.abs(truth).max()
+    assert (
+        jnp.abs(found - truth).max()
+        <= 2 * float(jnp.finfo(jnp.bfloat16).eps) * jnp.abs(truth).max()
+    )

@@ -11,7 +11,10 @@ from flax_attn import GPT2, GPT2Config
 from flax_attn.training import float32_state, train_step
 
 RANDOM = np.random.default_rng(0)
-VALUES = {"kernel": RANDOM.normal(size=(5, 7)) * 10.0 ** RANDOM.integers(-2, 3, (5, 7)), "scale": RANDOM.normal(size=3)}
+VALUES = {
+    "kernel": RANDOM.normal(size=(5, 7)) * 10.0 ** RANDOM.integers(-2, 3, (5, 7)),
+    "scale": RANDOM.normal(size=3),
+}
 STEPS = 200
 
 
@@ -22,7 +25,10 @@ def promotion():
 
 
 def parameters(low):
-    return {"kernel": jnp.asarray(VALUES["kernel"], low), "scale": jnp.asarray(VALUES["scale"], jnp.float32)}
+    return {
+        "kernel": jnp.asarray(VALUES["kernel"], low),
+        "scale": jnp.asarray(VALUES["scale"], jnp.float32),
+    }
 
 
 def as_float32(tree):
@@ -38,7 +44,10 @@ def train(optimizer, params, gradients):
 
 
 def gradients_of(params, steps):
-    return [jax.tree.map(lambda x: jnp.asarray(RANDOM.normal(1, 1, x.shape), x.dtype), params) for _ in range(steps)]
+    return [
+        jax.tree.map(lambda x: jnp.asarray(RANDOM.normal(1, 1, x.shape), x.dtype), params)
+        for _ in range(steps)
+    ]
 
 
 @pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
@@ -110,7 +119,9 @@ WRAPPERS = {
     "chain": lambda optimizer: optax.chain(optax.clip_by_global_norm(1e6), optimizer),
     "masked": lambda optimizer: optax.masked(optimizer, {"kernel": True, "scale": True}),
     "inject": lambda optimizer: optax.inject_hyperparams(lambda rate: optimizer)(rate=0.5),
-    "partition": lambda optimizer: optax.partition({"all": optimizer}, {"kernel": "all", "scale": "all"}),
+    "partition": lambda optimizer: optax.partition(
+        {"all": optimizer}, {"kernel": "all", "scale": "all"}
+    ),
     "MultiSteps": lambda optimizer: optax.MultiSteps(optimizer, 1),
 }
 
@@ -142,7 +153,9 @@ def test_extra_arguments_reach_the_optimizer():
 
 def test_without_parameters():
     optimizer = float32_state(optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"needs the parameters, .*; got params=None\. Call update\("):
+    with pytest.raises(
+        ValueError, match=r"needs the parameters, .*; got params=None\. Call update\("
+    ):
         optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)))
 
 

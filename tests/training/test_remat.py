@@ -41,7 +41,10 @@ def test_gradients_are_the_same(name, x64):
     for remat in (False, True):
         program, inputs = compiled(build(name, remat, param_dtype=jnp.float64), tokens)
         loss, gradients = program(*inputs)
-        paths = ((jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(gradients))
+        paths = (
+            (jax.tree_util.keystr(path), x)
+            for path, x in jax.tree_util.tree_leaves_with_path(gradients)
+        )
         found.append({"loss": np.asarray(loss)} | {path: np.asarray(x) for path, x in paths})
     errors = tolerance.reordered(*found)
     assert max(errors.values()) <= 1, errors
@@ -49,7 +52,10 @@ def test_gradients_are_the_same(name, x64):
 
 def test_temporaries_fall():
     tokens = jnp.zeros((64, 16), jnp.int32)
-    models = [nnx.eval_shape(lambda remat=remat: build("llama", remat, num_layers=2)) for remat in (False, True)]
+    models = [
+        nnx.eval_shape(lambda remat=remat: build("llama", remat, num_layers=2))
+        for remat in (False, True)
+    ]
     sizes = (compiled(model, tokens)[0].memory_analysis() for model in models)
     kept, again = (size.temp_size_in_bytes for size in sizes)
     assert again < 0.6 * kept
@@ -57,10 +63,15 @@ def test_temporaries_fall():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_model_that_is_closed_over_can_be_compiled(name):
-    tokens, (plain, again) = jnp.ones((2, 5), jnp.int32), (build(name, remat) for remat in (False, True))
+    tokens, (plain, again) = (
+        jnp.ones((2, 5), jnp.int32),
+        (build(name, remat) for remat in (False, True)),
+    )
     for model in (plain, again):
         model.eval()
-    np.testing.assert_array_equal(jax.jit(lambda x: again(x))(tokens), jax.jit(lambda x: plain(x))(tokens))
+    np.testing.assert_array_equal(
+        jax.jit(lambda x: again(x))(tokens), jax.jit(lambda x: plain(x))(tokens)
+    )
 
 
 def test_streams_of_dropout_advance_as_without_recomputing():
@@ -68,5 +79,7 @@ def test_streams_of_dropout_advance_as_without_recomputing():
     for remat in (False, True):
         model = build("llama", remat, num_layers=2)
         nnx.jit(lambda model, x: model(x))(model, jnp.ones((2, 5), jnp.int32))
-        counts.append([int(count) for count in jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.RngCount)))])
+        counts.append(
+            [int(count) for count in jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.RngCount)))]
+        )
     assert counts[0] == counts[1] == [1, 1]

@@ -22,7 +22,11 @@ def build(dropout=0.3, remat=False):
 
 
 def leaves(node):
-    return [x for x in jax.tree.leaves(nnx.as_pure(nnx.state(node))) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return [
+        x
+        for x in jax.tree.leaves(nnx.as_pure(nnx.state(node)))
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
 
 
 def test_it_is_the_loss_its_gradient_and_the_optimizer(close):

@@ -28,7 +28,9 @@ def check_scale(scale: Any, shape: tuple[int, ...] | None, dtype: str) -> None:
     rule = "scale is one real number for all scores, finite where it is known before tracing"
     if shape is None and not is_finite(scale):
         raise ValueError(f"{rule}; got scale={scale!r}. For 1 / sqrt(h) pass None")
-    if shape is not None and (shape != () or not dtype.startswith(("float", "bfloat", "int", "uint"))):
+    if shape is not None and (
+        shape != () or not dtype.startswith(("float", "bfloat", "int", "uint"))
+    ):
         raise ValueError(
             f"{rule}; got an array of shape {shape}, dtype {dtype}. Pass one of shape (), and multiply what "
             "differs between heads or tokens into query or key"
@@ -48,7 +50,9 @@ def check_soft_cap(soft_cap: Any) -> None:
 def check_sinks(num_heads: int, shape: tuple[int, ...], dtype: str) -> None:
     """Raise unless there is one logit a query head."""
     if shape != (num_heads,):
-        raise ValueError(f"sinks must be one logit a query head, shape ({num_heads},); got shape {shape}")
+        raise ValueError(
+            f"sinks must be one logit a query head, shape ({num_heads},); got shape {shape}"
+        )
     if not dtype.startswith(("float", "bfloat")):
         raise ValueError(f"sinks are logits and must be floating point; got {dtype}. Cast them")
 
@@ -57,9 +61,13 @@ def check_argument(name: str, value: Any, kind: Any, remedy: str) -> None:
     """Raise unless an argument of attention is an array; what is meant for another is told where it goes."""
     if not isinstance(value, kind):
         classes = getattr(kind, "__args__", (kind,))
-        kinds = [one.__name__.rpartition(".")[2] for one in classes]  # JAX gives its Array a dotted name
+        kinds = [
+            one.__name__.rpartition(".")[2] for one in classes
+        ]  # JAX gives its Array a dotted name
         remedy = "Pass a mask as mask=" if type(value).__name__ == "Mask" else remedy
-        raise ValueError(f"{name} must be {' or '.join(kinds)}; got {type(value).__name__}. {remedy}")
+        raise ValueError(
+            f"{name} must be {' or '.join(kinds)}; got {type(value).__name__}. {remedy}"
+        )
 
 
 def check_offset(offset: int, t: int, s: int, left: int, right: int) -> None:

@@ -119,12 +119,18 @@ class KVCache(Cache):
     def key_positions(self) -> Integer[Tensor, "*b s"]:
         """The position in its sequence of the key in each slot; -1 where there is none."""
         lengths = self.row_lengths[..., None]
-        slots = torch.arange(self.capacity, device=lengths.device).expand(*lengths.shape[:-1], self.capacity)
+        slots = torch.arange(self.capacity, device=lengths.device).expand(
+            *lengths.shape[:-1], self.capacity
+        )
         # Of the positions that share a slot of a ring buffer, the last one is cached.
-        positions = slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
+        positions = (
+            slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
+        )
         return torch.where((positions >= 0) & (positions < lengths), positions, -1)
 
-    def check_heads(self, batch: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int) -> None:
+    def check_heads(
+        self, batch: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int
+    ) -> None:
         """Raise unless the cache is one of floating point for these rows, heads and widths of keys and values."""
         heads = (*batch, num_kv_heads, self.capacity)
         self.check_shapes({"key": (*heads, head_dim), "value": (*heads, value_dim)})
@@ -142,11 +148,17 @@ class KVCache(Cache):
         if key.ndim == 3:
             return self._batched().append(key[None], value[None], lengths)._unbatched()
         length, stored = self._count(key.shape[1], lengths)
-        keys, values = (self._write(cached, x, stored) for cached, x in ((self.key, key), (self.value, value)))
+        keys, values = (
+            self._write(cached, x, stored) for cached, x in ((self.key, key), (self.value, value))
+        )
         return KVCache(keys, values, length, self.window)
 
     def extend(
-        self, key: Key, value: Value, mask: Mask | Tensor | None = None, lengths: ArrayLike | int | None = None
+        self,
+        key: Key,
+        value: Value,
+        mask: Mask | Tensor | None = None,
+        lengths: ArrayLike | int | None = None,
     ) -> Extended:
         """Return the keys, the values and the mask that the queries of new tokens attend with, and the cache after.
 
@@ -168,10 +180,14 @@ class KVCache(Cache):
             extended = self._extend_ring_buffer(key, value, as_mask(mask), lengths, self.window)
         return extended._replace(mask=extended.mask & Mask.lengths(query=lengths))
 
-    def _extend(self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None) -> Extended:
+    def _extend(
+        self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None
+    ) -> Extended:
         mask.check_whole(self.capacity)
         after = self.append(key, value, lengths)
-        return self._attend(key.shape[1], *after._tokens_first(key.dtype), mask, after.key_positions, after)
+        return self._attend(
+            key.shape[1], *after._tokens_first(key.dtype), mask, after.key_positions, after
+        )
 
     def _extend_ring_buffer(
         self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None, window: int
@@ -188,8 +204,12 @@ class KVCache(Cache):
             positions = torch.cat([self.key_positions, new], dim=1)
         return self._attend(t, keys, values, mask, positions, after)
 
-    def _attend(self, t: int, keys: Key, values: Value, mask: Mask, positions: Tensor, after: KVCache) -> Extended:
-        visible = mask.at(self.positions(t), positions) & rearrange(positions >= 0, "b s -> b 1 1 s")
+    def _attend(
+        self, t: int, keys: Key, values: Value, mask: Mask, positions: Tensor, after: KVCache
+    ) -> Extended:
+        visible = mask.at(self.positions(t), positions) & rearrange(
+            positions >= 0, "b s -> b 1 1 s"
+        )
         return Extended(keys, values, Mask.dense(visible), positions, after)
 
     def _count(self, t: int, lengths: ArrayLike | int | None) -> tuple[Count, Count]:
@@ -215,7 +235,9 @@ class KVCache(Cache):
         if self.window is not None:
             slots = torch.where(i >= count - self.capacity, slots % self.capacity, self.capacity)
         slots = torch.where(i < count, slots, self.capacity)
-        written = torch.cat([cached, torch.zeros_like(cached[:, :, :1])], dim=2)  # a slot for what is not stored
+        written = torch.cat(
+            [cached, torch.zeros_like(cached[:, :, :1])], dim=2
+        )  # a slot for what is not stored
         written[torch.arange(len(new))[:, None], :, slots] = new
         return written[:, :, :-1]
 

@@ -62,7 +62,9 @@ class Cache:
         """Raise unless the arrays are of floating point and have these shapes, by the names of their fields."""
         for array in self.arrays.values():
             check_cache_dtype(str(array.dtype).removeprefix("torch."))
-        check_cache_shapes({name: tuple(array.shape) for name, array in self.arrays.items()}, wanted)
+        check_cache_shapes(
+            {name: tuple(array.shape) for name, array in self.arrays.items()}, wanted
+        )
 
     @property
     def row_lengths(self) -> Integer[Tensor, "*b"]:

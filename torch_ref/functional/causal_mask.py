@@ -6,7 +6,9 @@ from torch import Tensor
 from torch_ref.functional.masks import Mask
 
 
-def create_causal_mask(t: int, s: int | None = None, offset: int | None = None) -> Bool[Tensor, "t s"]:
+def create_causal_mask(
+    t: int, s: int | None = None, offset: int | None = None
+) -> Bool[Tensor, "t s"]:
     """Return the causal mask as an array, `True` = attend: `mask[i, j] = (j <= offset + i)`.
 
     Raises:

@@ -68,7 +68,10 @@ class DeltaCache(Cache):
         shapes = DeltaCache.shapes(b, *sizes, value_dim=value_dim, num_key_heads=num_key_heads)
         check_cache_dtype(str(dtype).removeprefix("torch."))
         kinds = dict.fromkeys(shapes, dtype) | {"state": accumulation_dtype(dtype)}
-        arrays = {name: torch.zeros(shape, dtype=kinds[name], device=device) for name, shape in shapes.items()}
+        arrays = {
+            name: torch.zeros(shape, dtype=kinds[name], device=device)
+            for name, shape in shapes.items()
+        }
         length = torch.zeros(() if b is None else (b,), dtype=torch.long, device=device)
         return DeltaCache(**arrays, length=length)
 
@@ -89,7 +92,10 @@ class DeltaCache(Cache):
         check_positive(head_dim=head_dim, value_dim=value_dim)
         batch, before = () if b is None else (b,), kernel_size - 1
         keys = (*batch, before, num_key_heads * head_dim)
-        values, state = (*batch, before, num_heads * value_dim), (*batch, num_heads, value_dim, head_dim)
+        values, state = (
+            (*batch, before, num_heads * value_dim),
+            (*batch, num_heads, value_dim, head_dim),
+        )
         return {"query": keys, "key": keys, "value": values, "state": state}
 
     @property
@@ -140,7 +146,9 @@ def documents_of(
         elif isinstance(part, Lengths):
             for count in (part.query, part.key):
                 lengths = lengths if count is None else _fewer(lengths, count, positions)
-        elif not (isinstance(part, Causal) and isinstance(part.offset, int | None) and not part.offset):
+        elif not (
+            isinstance(part, Causal) and isinstance(part.offset, int | None) and not part.offset
+        ):
             raise ValueError(
                 "a recurrent attention takes causal masks, segments and lengths, as its state holds all tokens before; "
                 f"got {Mask((part,))}. Use MultiHeadAttention for other masks"
@@ -152,4 +160,7 @@ def _fewer(lengths: ArrayLike | int | None, count: Count, positions: Tensor) -> 
     """Return how many of the tokens that are real stand before the `count` of their sequence."""
     b, t = positions.shape
     inside = positions < torch.as_tensor(count, device=positions.device).expand(b)[:, None]
-    return torch.minimum(inside.sum(dim=1), torch.as_tensor(t if lengths is None else lengths, device=positions.device))
+    return torch.minimum(
+        inside.sum(dim=1),
+        torch.as_tensor(t if lengths is None else lengths, device=positions.device),
+    )

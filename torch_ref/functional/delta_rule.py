@@ -97,9 +97,15 @@ def gated_delta_rule(
     decay = decay[..., None] if decay.ndim == 3 else decay
     query, key = (x.to(dtype).repeat_interleave(n // k, dim=2) for x in (query, key))
     # Padding adds nothing, under no key, and lets all of the state remain.
-    query, key, value_, decay = (torch.where(real[..., None, None], x, 0).to(dtype) for x in (query, key, value, decay))
+    query, key, value_, decay = (
+        torch.where(real[..., None, None], x, 0).to(dtype) for x in (query, key, value, decay)
+    )
     part = None if beta is None else torch.where(real[..., None], beta, 0).to(dtype)[..., None]
-    now = torch.zeros((b, n, v, h), dtype=dtype, device=query.device) if state is None else state.to(dtype)
+    now = (
+        torch.zeros((b, n, v, h), dtype=dtype, device=query.device)
+        if state is None
+        else state.to(dtype)
+    )
     outputs = []
     for i in range(t):
         now = torch.where(starts[:, i, None, None, None], 0, now) * decay[:, i, :, None].exp()

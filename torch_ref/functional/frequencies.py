@@ -182,16 +182,24 @@ class YaRNScaling(Scaling):
     def frequencies(self, base: float, width: int) -> Frequencies:
         """Return the frequencies of a RoPE of this base and width."""
         plain = plain_frequencies(base, width)
-        fast, slow = (self._index(rotations, base, width) for rotations in (self.beta_fast, self.beta_slow))
+        fast, slow = (
+            self._index(rotations, base, width) for rotations in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
             fast, slow = math.floor(fast), math.ceil(slow)
         fast, slow = max(fast, 0), min(slow, width - 1)
-        ramp = np.clip((np.arange(width // 2) - fast) / ((slow - fast) or 1), 0, 1)  # a step where they meet
+        ramp = np.clip(
+            (np.arange(width // 2) - fast) / ((slow - fast) or 1), 0, 1
+        )  # a step where they meet
         return plain * (1 - ramp) + plain / self.factor * ramp
 
     def _index(self, rotations: float, base: float, width: int) -> float:
         # The i at which base ** (-2i / width) * original_context_length is `rotations` full rotations.
-        return width * math.log(self.original_context_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        return (
+            width
+            * math.log(self.original_context_length / (rotations * 2 * math.pi))
+            / (2 * math.log(base))
+        )
 
     def amplitude(self) -> float:
         """Return the factor on what is rotated."""
@@ -243,7 +251,11 @@ class Llama3Scaling(Scaling):
         """Return the frequencies of a RoPE of this base and width."""
         plain = plain_frequencies(base, width)
         rotations = plain * self.original_context_length / (2 * math.pi)
-        stays = np.clip((rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        stays = np.clip(
+            (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor),
+            0,
+            1,
+        )
         return plain * stays + plain / self.factor * (1 - stays)
 
 
@@ -258,7 +270,9 @@ def check_pairs(name: str, width: int) -> None:
 def check_base(base: float) -> None:
     """Raise unless the frequencies of `base` fall."""
     if not base > 1:
-        raise ValueError(f"base must be larger than 1, so that frequencies fall; got base={base}. Usual is 10000")
+        raise ValueError(
+            f"base must be larger than 1, so that frequencies fall; got base={base}. Usual is 10000"
+        )
 
 
 def _check_order(low_name: str, low: float, high_name: str, high: float, remedy: str) -> None:

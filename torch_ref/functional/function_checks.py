@@ -18,7 +18,9 @@ def check_function(what: str, function: Any, arguments: Sequence[str]) -> None:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
         signature = inspect.signature(function)
-        raise ValueError(f"{rule}; got one that takes {signature}. Take all {len(arguments)} arguments") from error
+        raise ValueError(
+            f"{rule}; got one that takes {signature}. Take all {len(arguments)} arguments"
+        ) from error
     except ValueError:  # a builtin without a signature, which the call itself will judge
         return
 
@@ -27,7 +29,9 @@ def check_sees(dtype: str, size: tuple[int, ...], expected: tuple[int, ...]) -> 
     """Raise unless the function of a mask returned booleans of a size that broadcasts to what is expected."""
     rule = "the function of a mask returns one boolean for one (b, n, i, j), True = attend"
     if dtype != "bool":
-        raise ValueError(f"{rule}; got dtype {dtype}. Compare: i - j < 4 instead of i - j; for 0/1 integers write != 0")
+        raise ValueError(
+            f"{rule}; got dtype {dtype}. Compare: i - j < 4 instead of i - j; for 0/1 integers write != 0"
+        )
     _check_size(rule, size, expected)
 
 
@@ -35,15 +39,23 @@ def check_scored(dtype: str, size: tuple[int, ...], given: str, expected: tuple[
     """Raise unless the function of a score returned numbers of the dtype of the score, of a size that broadcasts."""
     rule = "the function of a score returns the new score for one (b, n, i, j), in the dtype of the score"
     if dtype != given:
-        remedy = "Cast what it adds or multiplies to score.dtype" if dtype.startswith("float") else "Return a score"
+        remedy = (
+            "Cast what it adds or multiplies to score.dtype"
+            if dtype.startswith("float")
+            else "Return a score"
+        )
         raise ValueError(f"{rule}, here {given}; got dtype {dtype}. {remedy}")
     _check_size(rule, size, expected)
 
 
 def _check_size(rule: str, size: tuple[int, ...], expected: tuple[int, ...]) -> None:
     padded = (1,) * (len(expected) - len(size)) + size
-    if len(size) > len(expected) or any(a not in (1, e) for a, e in zip(padded, expected, strict=True)):
-        raise ValueError(f"{rule}; got an array for one. Index what it reads down to one number, as in table[n, j - i]")
+    if len(size) > len(expected) or any(
+        a not in (1, e) for a, e in zip(padded, expected, strict=True)
+    ):
+        raise ValueError(
+            f"{rule}; got an array for one. Index what it reads down to one number, as in table[n, j - i]"
+        )
 
 
 def check_single(what: str, result: Any, is_array: bool) -> None:
@@ -79,7 +91,9 @@ def check_same_size(name: str, known: int | None, size: int) -> None:
         )
 
 
-def check_token_positions(name: str, size: tuple[int, ...], integers: bool, b: int, tokens: int) -> None:
+def check_token_positions(
+    name: str, size: tuple[int, ...], integers: bool, b: int, tokens: int
+) -> None:
     """Raise unless there is one integer a token, for all rows of the batch or for each."""
     if not integers or size not in ((tokens,), (1, tokens), (b, tokens)):
         raise ValueError(

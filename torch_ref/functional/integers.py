@@ -7,7 +7,9 @@ from torch import Tensor
 from torch_ref.functional.shapes import ArrayLike
 
 
-def clipped(values: ArrayLike | int, limit: int, device: torch.device | str | None = None) -> Int64[Tensor, "*shape"]:
+def clipped(
+    values: ArrayLike | int, limit: int, device: torch.device | str | None = None
+) -> Int64[Tensor, "*shape"]:
     """Return integers between -1 and `limit` as they are, and others as the nearer of these two.
 
     Ids are compared with sizes and with each other, and lengths with positions: in a dtype of 8 bits

@@ -6,7 +6,9 @@ def check_latent_norm(name: str, norm: object, rank: int | None) -> None:
     if norm is None:
         return
     if rank is None:
-        raise ValueError(f"{name} norms the latent of queries; got q_lora_rank=None. Leave out {name}, or pass a rank")
+        raise ValueError(
+            f"{name} norms the latent of queries; got q_lora_rank=None. Leave out {name}, or pass a rank"
+        )
     width = getattr(norm, "d_model", None)
     if width != rank:
         raise ValueError(

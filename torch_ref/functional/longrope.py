@@ -57,7 +57,9 @@ class LongRoPEScaling(Scaling):
             )
         for name in ("short_factors", "long_factors"):
             if not all(factor > 0 for factor in getattr(self, name)):
-                raise ValueError(f"{name} divide the frequencies and must be positive; got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} divide the frequencies and must be positive; got {getattr(self, name)}"
+                )
 
     def frequencies(self, base: float, width: int) -> Frequencies:
         """Return the frequencies of a RoPE of this base and width, those of short inputs."""

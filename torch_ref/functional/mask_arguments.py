@@ -75,7 +75,9 @@ def _beyond(values: Tensor) -> Tensor:
 def _integer_array(name: str, values: Any) -> Tensor:
     array = as_array(name, values)
     if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
-        raise ValueError(f"{name} must be integers; got dtype {array.dtype}. Cast them before the call")
+        raise ValueError(
+            f"{name} must be integers; got dtype {array.dtype}. Cast them before the call"
+        )
     return array
 
 
@@ -89,4 +91,6 @@ def as_array(name: str, values: Any) -> Tensor:
     try:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be one array; got {error}. Pass rows of one length, of numbers") from error
+        raise ValueError(
+            f"{name} must be one array; got {error}. Pass rows of one length, of numbers"
+        ) from error

@@ -160,7 +160,9 @@ class Dense(Part):
 def _check_rows(name: str, values: Count | None, b: int) -> None:
     shape = tuple(getattr(values, "shape", ()))
     if shape not in ((), (1,), (b,)):
-        raise ValueError(f"{name} must be one integer or one a row, shape ({b},); got shape {shape}")
+        raise ValueError(
+            f"{name} must be one integer or one a row, shape ({b},); got shape {shape}"
+        )
 
 
 def _check_whole(name: str, sizes: Sequence[int], s: int) -> None:

@@ -46,15 +46,21 @@ class Mask:
         return Mask((Causal(offset=as_integers("offset", offset)),))
 
     @staticmethod
-    def window(left: int | None, right: int | None, offset: Count | ArrayLike | None = None) -> Mask:
+    def window(
+        left: int | None, right: int | None, offset: Count | ArrayLike | None = None
+    ) -> Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
         for name, size in (("left", left), ("right", right)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, Integral) or size < 0):
+            if size is not None and (
+                isinstance(size, bool) or not isinstance(size, Integral) or size < 0
+            ):
                 raise ValueError(
                     f"a window's {name} is a number of keys, at least 0, known before tracing; got {name}={size}. "
                     "For an unbounded side pass None"
                 )
-        sizes = (None if size is None else int(size) for size in (left, right))  # of numpy's integers, too
+        sizes = (
+            None if size is None else int(size) for size in (left, right)
+        )  # of numpy's integers, too
         return Mask((Window(*sizes, offset=as_integers("offset", offset)),))
 
     @staticmethod
@@ -64,9 +70,13 @@ class Mask:
         return Mask.window(width - 1, 0, offset)
 
     @staticmethod
-    def lengths(*, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None) -> Mask:
+    def lengths(
+        *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
+    ) -> Mask:
         """Hide padding at the end: of row `b` only the first `query[b]` queries and `key[b]` keys are real."""
-        return Mask((Lengths(as_integers("query lengths", query), as_integers("key lengths", key)),))
+        return Mask(
+            (Lengths(as_integers("query lengths", query), as_integers("key lengths", key)),)
+        )
 
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
@@ -76,7 +86,9 @@ class Mask:
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
-        return Mask((Prefix(as_integers("prefix length", length), offset=as_integers("offset", offset)),))
+        return Mask(
+            (Prefix(as_integers("prefix length", length), offset=as_integers("offset", offset)),)
+        )
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
@@ -122,7 +134,9 @@ class Mask:
         """Return the mask for `b` rows and `n` heads, which its functions may read, as a call does; None is unknown."""
         return Mask(tuple(part.sized(b, n) for part in self.parts))
 
-    def block(self, rows: Integer[Tensor, " t"], cols: Integer[Tensor, " s"]) -> Bool[Tensor, "#b #n #t #s"]:
+    def block(
+        self, rows: Integer[Tensor, " t"], cols: Integer[Tensor, " s"]
+    ) -> Bool[Tensor, "#b #n #t #s"]:
         """Return the mask at the query indices `rows` and key indices `cols`, axes that do not matter being 1."""
         rows = rows[None, None, :, None]
         cols = cols[None, None, None, :]
@@ -133,7 +147,9 @@ class Mask:
 
     def materialise(self, b: int, n: int, t: int, s: int, device=None) -> Bool[Tensor, "b n t s"]:
         """Return the whole mask as one boolean array."""
-        block = self.resolve(b, n, t, s).block(torch.arange(t, device=device), torch.arange(s, device=device))
+        block = self.resolve(b, n, t, s).block(
+            torch.arange(t, device=device), torch.arange(s, device=device)
+        )
         return block.expand(b, n, t, s)
 
     def as_text(self, t: int, s: int | None = None, *, b: int = 1, n: int = 1) -> str:
@@ -154,13 +170,17 @@ class Mask:
         """
         s = t if s is None else s
         check_printable(t, s)
-        block = self.resolve(b, n, t, s).block(torch.arange(t, device="cpu"), torch.arange(s, device="cpu"))
+        block = self.resolve(b, n, t, s).block(
+            torch.arange(t, device="cpu"), torch.arange(s, device="cpu")
+        )
         return picture(block.expand(-1, -1, t, s).tolist())
 
     def __repr__(self) -> str:
         return expression(self.parts)
 
-    def at(self, rows: Integer[Tensor, "#b t"], cols: Integer[Tensor, "#b s"]) -> Bool[Tensor, "#b #n #t #s"]:
+    def at(
+        self, rows: Integer[Tensor, "#b t"], cols: Integer[Tensor, "#b s"]
+    ) -> Bool[Tensor, "#b #n #t #s"]:
         """Return the mask at query indices and key indices that each row of the batch has of its own.
 
         Example:

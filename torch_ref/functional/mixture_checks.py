@@ -18,7 +18,9 @@ def check_router(num_experts: int, top_k: int, groups: int, top_groups: int) -> 
         )
 
 
-def check_experts(router: tuple[int, int], experts: tuple[int, int], shared: int | None, lone_gate: bool) -> None:
+def check_experts(
+    router: tuple[int, int], experts: tuple[int, int], shared: int | None, lone_gate: bool
+) -> None:
     """Raise unless router and experts agree in number and width, and a gate has a shared layer of that width."""
     if router != experts or shared not in (None, router[1]):
         raise ValueError(
@@ -28,4 +30,6 @@ def check_experts(router: tuple[int, int], experts: tuple[int, int], shared: int
             "Construct them with the same"
         )
     if lone_gate:
-        raise ValueError("shared_gate is that of a shared layer; got shared=None. Pass shared, or no gate")
+        raise ValueError(
+            "shared_gate is that of a shared layer; got shared=None. Pass shared, or no gate"
+        )

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from torch_ref.functional.checks import check_type
 from torch_ref.functional.dtypes import accumulation_dtype
-from torch_ref.functional.frequencies import DynamicNTKScaling, Scaling, check_base, check_pairs, plain_frequencies
+from torch_ref.functional.frequencies import (
+    DynamicNTKScaling,
+    Scaling,
+    check_base,
+    check_pairs,
+    plain_frequencies,
+)
 from torch_ref.functional.longrope import LongRoPEScaling
 from torch_ref.functional.shapes import ArrayLike
 
@@ -61,7 +67,12 @@ class RoPE:
         check_base(self.base)
         if self.width is not None:
             check_pairs("width", self.width)
-        check_type("scaling", self.scaling, Scaling | None, "scaling=LinearScaling(8.0), or another one, or None")
+        check_type(
+            "scaling",
+            self.scaling,
+            Scaling | None,
+            "scaling=LinearScaling(8.0), or another one, or None",
+        )
 
     def check_head_dim(self, head_dim: int) -> None:
         """Raise unless heads of this width can be rotated."""
@@ -75,33 +86,51 @@ class RoPE:
         if self.scaling is not None:
             self.scaling.check_width(head_dim if self.width is None else self.width)
 
-    def __call__(self, x: Float[Tensor, "*b t n h"], positions: ArrayLike | None = None) -> Float[Tensor, "*b t n h"]:
+    def __call__(
+        self, x: Float[Tensor, "*b t n h"], positions: ArrayLike | None = None
+    ) -> Float[Tensor, "*b t n h"]:
         self.check_head_dim(x.shape[-1])
-        positions = torch.arange(x.shape[-3]) if positions is None else as_positions(positions, tuple(x.shape[:-2]))
+        positions = (
+            torch.arange(x.shape[-3])
+            if positions is None
+            else as_positions(positions, tuple(x.shape[:-2]))
+        )
         if x.ndim == 3:
             return self(x[None], positions)[0]
         width = x.shape[-1] if self.width is None else self.width
         positions = (positions if positions.ndim == 2 else positions[None]).to(x.device)
         cos, sin = self._cos_sin(width, positions, x.dtype)
         pairs = "(i two)" if self.interleaved else "(two i)"
-        first, second = rearrange(x[..., :width].to(cos.dtype), f"b t n {pairs} -> two b t n i", two=2)
+        first, second = rearrange(
+            x[..., :width].to(cos.dtype), f"b t n {pairs} -> two b t n i", two=2
+        )
         rotated = torch.stack([first * cos - second * sin, second * cos + first * sin])
         rotated = rearrange(rotated, f"two b t n i -> b t n {pairs}").to(x.dtype)
         return torch.cat([rotated, x[..., width:]], dim=-1)
 
-    def _cos_sin(self, width: int, positions: Integer[Tensor, "#b t"], dtype: torch.dtype) -> list[Tensor]:
+    def _cos_sin(
+        self, width: int, positions: Integer[Tensor, "#b t"], dtype: torch.dtype
+    ) -> list[Tensor]:
         dtype = accumulation_dtype(dtype)
-        frequencies = (plain_frequencies if self.scaling is None else self.scaling.frequencies)(self.base, width)
+        frequencies = (plain_frequencies if self.scaling is None else self.scaling.frequencies)(
+            self.base, width
+        )
         frequencies = torch.as_tensor(frequencies, dtype=dtype, device=positions.device)[None]
         if isinstance(self.scaling, DynamicNTKScaling):
             stretch = self.scaling.stretch(1 + positions.amax(dim=1, keepdim=True).to(dtype))
-            exponents = torch.as_tensor(self.scaling.exponents(width), dtype=dtype, device=positions.device)
+            exponents = torch.as_tensor(
+                self.scaling.exponents(width), dtype=dtype, device=positions.device
+            )
             frequencies = frequencies * stretch ** exponents[None]
         if isinstance(self.scaling, LongRoPEScaling):
             long = self.scaling.long_frequencies(self.base, width)
             is_long = positions.amax(dim=1, keepdim=True) >= self.scaling.original_context_length
-            frequencies = torch.where(is_long, torch.as_tensor(long, dtype=dtype, device=positions.device), frequencies)
-        angles = rearrange(positions, "b t -> b t 1 1").to(dtype) * rearrange(frequencies, "b i -> b 1 1 i")
+            frequencies = torch.where(
+                is_long, torch.as_tensor(long, dtype=dtype, device=positions.device), frequencies
+            )
+        angles = rearrange(positions, "b t -> b t 1 1").to(dtype) * rearrange(
+            frequencies, "b i -> b 1 1 i"
+        )
         amplitude = 1.0 if self.scaling is None else self.scaling.amplitude()
         return [amplitude * torch.cos(angles), amplitude * torch.sin(angles)]
 
@@ -138,12 +167,18 @@ def sinusoidal(
     dtype = torch.get_default_dtype() if dtype is None else dtype
     wide = accumulation_dtype(dtype)
     positions = as_positions(positions)
-    frequencies = torch.as_tensor(plain_frequencies(base, width), dtype=wide, device=positions.device)
+    frequencies = torch.as_tensor(
+        plain_frequencies(base, width), dtype=wide, device=positions.device
+    )
     angles = positions[..., None].to(wide) * frequencies
-    return rearrange(torch.stack([torch.sin(angles), torch.cos(angles)]), "two ... i -> ... (i two)").to(dtype)
+    return rearrange(
+        torch.stack([torch.sin(angles), torch.cos(angles)]), "two ... i -> ... (i two)"
+    ).to(dtype)
 
 
-def as_positions(positions: ArrayLike, tokens: tuple[int, ...] | None = None) -> Integer[Tensor, "*b t"]:
+def as_positions(
+    positions: ArrayLike, tokens: tuple[int, ...] | None = None
+) -> Integer[Tensor, "*b t"]:
     """Return positions as signed integers, for an input whose tokens have shape `(t,)` or `(b, t)` if it is known.
 
     Raises:
@@ -160,7 +195,9 @@ def as_positions(positions: ArrayLike, tokens: tuple[int, ...] | None = None) ->
     if dtype.is_floating_point or dtype == torch.bool or len(shape) not in (1, 2):
         raise ValueError(f"{rule}; {got}. Cast and reshape them before the call")
     if tokens is not None and shape not in (tokens, tokens[-1:]):
-        raise ValueError(f"{rule}, one for each of the tokens {tokens}; {got}. Without b they serve every row")
+        raise ValueError(
+            f"{rule}, one for each of the tokens {tokens}; {got}. Without b they serve every row"
+        )
     return positions.long()
 
 

@@ -74,7 +74,9 @@ def reference_attention(
     return output.to(low), weights.to(low)
 
 
-def capped_scores(scores: Weights, bias: Float[Tensor, "#b #n #t #s"] | None, soft_cap: float | None) -> Weights:
+def capped_scores(
+    scores: Weights, bias: Float[Tensor, "#b #n #t #s"] | None, soft_cap: float | None
+) -> Weights:
     """Return `soft_cap * tanh((scores + bias) / soft_cap)`, each step where it is given.
 
     Example:
@@ -88,7 +90,9 @@ def capped_scores(scores: Weights, bias: Float[Tensor, "#b #n #t #s"] | None, so
     return scores
 
 
-def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Tensor, " n"] | None = None) -> Weights:
+def masked_softmax(
+    scores: Weights, visible: Visible, sinks: Float[Tensor, " n"] | None = None
+) -> Weights:
     """Return `exp(x_j) / (exp(sink) + sum_j exp(x_j))` over the visible j, and zeros where nothing is visible.
 
     Example:
@@ -98,7 +102,9 @@ def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Tensor, " n"]
                 [0.0000, 0.0000]])
     """
     masked = checkpoint_name(torch.where(visible, scores, -torch.inf), "masked")
-    visible = masked != -torch.inf  # read back, so that a value substituted for "masked" decides what is hidden
+    visible = (
+        masked != -torch.inf
+    )  # read back, so that a value substituted for "masked" decides what is hidden
     top = masked.amax(dim=-1, keepdim=True)
     if sinks is not None:
         sinks = sinks.to(scores.dtype)[None, :, None, None]
@@ -112,7 +118,9 @@ def masked_softmax(scores: Weights, visible: Visible, sinks: Float[Tensor, " n"]
     return torch.where(visible, exps / torch.where(total == 0, 1, total), 0)
 
 
-def hide(visible: Visible, bias: Float[Tensor, "#b #n #t #s"] | None) -> tuple[Visible, Tensor | None]:
+def hide(
+    visible: Visible, bias: Float[Tensor, "#b #n #t #s"] | None
+) -> tuple[Visible, Tensor | None]:
     """Return what is visible beside a bias of -inf, and the bias without it.
 
     It hides like a mask: kept in the sum it would turn gradients, and empty rows, into NaN.

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from torch_ref.functional.called import called
-from torch_ref.functional.function_checks import SCORES, check_function, check_scored, check_token_positions
+from torch_ref.functional.function_checks import (
+    SCORES,
+    check_function,
+    check_scored,
+    check_token_positions,
+)
 from torch_ref.functional.shapes import Weights
 
 
@@ -56,7 +61,11 @@ class ScoreFunction:
         check_function("score", self.function, SCORES)
         rows, cols = self._positions("query", b, t, scores), self._positions("key", b, s, scores)
         indices = torch.arange(b)[:, None, None, None], torch.arange(n)[None, :, None, None]
-        indices = (*(x.to(scores.device) for x in indices), rows[:, None, :, None], cols[:, None, None, :])
+        indices = (
+            *(x.to(scores.device) for x in indices),
+            rows[:, None, :, None],
+            cols[:, None, None, :],
+        )
         result = called("score", self.function, scores, *indices)
         check_scored(_name(result.dtype), tuple(result.shape), _name(scores.dtype), (b, n, t, s))
         return result.expand(b, n, t, s)

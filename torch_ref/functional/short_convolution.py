@@ -61,12 +61,18 @@ def short_convolution(
     """
     check_short_convolution(tuple(x.shape), tuple(kernel.shape), shape_of(state), shape_of(starts))
     if x.ndim == 2:
-        found = short_convolution(x[None], kernel, batched(state), starts=batched(starts), lengths=lengths)
+        found = short_convolution(
+            x[None], kernel, batched(state), starts=batched(starts), lengths=lengths
+        )
         return Convolved(found.output[0], found.state[0])
     (b, t, d), w, dtype = x.shape, len(kernel), accumulation_dtype(x.dtype)
     real = real_tokens(b, t, lengths, x.device)
     starts = torch.zeros_like(real) if starts is None else starts & real
-    before = torch.zeros((b, w - 1, d), dtype=x.dtype, device=x.device) if state is None else state.to(x.dtype)
+    before = (
+        torch.zeros((b, w - 1, d), dtype=x.dtype, device=x.device)
+        if state is None
+        else state.to(x.dtype)
+    )
     inputs = torch.cat([before, torch.where(real[..., None], x, 0)], dim=1)
     # The document of each input, counted from the one that the state belongs to.
     documents = functional.pad(starts.long().cumsum(dim=1), (w - 1, 0))

@@ -34,17 +34,26 @@ class Where(Positioned):
     def resolve(self, b, n, t, s):
         for name, index, size in (("b", self.b, b), ("n", self.n, n)):
             check_same_size(name, None if index is None else len(index), size)
-        placed = replace(self, offset=0) if self.offset is None else self  # a function of indices, unless it is said
+        placed = (
+            replace(self, offset=0) if self.offset is None else self
+        )  # a function of indices, unless it is said
         return super(Where, placed).resolve(b, n, t, s).sized(b, n)
 
     def sized(self, b, n):
         given = {"b": (self.b, b), "n": (self.n, n)}
-        unknown = {name: size for name, (index, size) in given.items() if index is None and size is not None}
+        unknown = {
+            name: size
+            for name, (index, size) in given.items()
+            if index is None and size is not None
+        }
         return replace(self, **{name: torch.arange(size) for name, size in unknown.items()})
 
     def allow(self, rows, cols):
         check_known(*(None if index is None else len(index) for index in (self.b, self.n)))
-        b, n = self.b.to(rows.device)[:, None, None, None], self.n.to(rows.device)[None, :, None, None]
+        b, n = (
+            self.b.to(rows.device)[:, None, None, None],
+            self.n.to(rows.device)[None, :, None, None],
+        )
         indices = b, n, self._positions(rows), cols
         result, size = called("mask", self.function, *indices), broadcast_size(*indices)
         check_sees(str(result.dtype).removeprefix("torch."), tuple(result.shape), size)

@@ -92,7 +92,9 @@ class Bert(TextEncoder[BertConfig]):
         config, d = self.config, self.config.d_model
         options = {"qkv_bias": True, "causal": False, "backend": backend}
         return TransformerBlock(
-            MultiHeadAttention(d, d, config.context_length, config.attention_dropout, config.num_heads, **options),
+            MultiHeadAttention(
+                d, d, config.context_length, config.attention_dropout, config.num_heads, **options
+            ),
             FeedForward(d, config.d_hidden, config.activation),
             LayerNorm(d, config.eps),
             LayerNorm(d, config.eps),
@@ -116,7 +118,11 @@ class Bert(TextEncoder[BertConfig]):
 
         `token_types` are integers `(t,)` or `(b, t)`; None is 0.
         """
-        types = torch.zeros_like(tokens) if token_types is None else torch.as_tensor(token_types, device=tokens.device)
+        types = (
+            torch.zeros_like(tokens)
+            if token_types is None
+            else torch.as_tensor(token_types, device=tokens.device)
+        )
         x = self.tok_emb(tokens) + self.type_emb(types) + self.pos_emb(positions)
         return self.drop_emb(self.emb_norm(x), dropout_key=dropout_key)
 

@@ -63,7 +63,9 @@ class DecoderConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer, None where it has none."""
-        return tuple(None if layer in self.full_layers else self.window for layer in range(self.num_layers))
+        return tuple(
+            None if layer in self.full_layers else self.window for layer in range(self.num_layers)
+        )
 
     @property
     def head_width(self) -> int:
@@ -92,7 +94,9 @@ class Decoder(LanguageModel[C]):
             **self.block_norms(),
         )
 
-    def attention(self, layer: int, *, out_bias: bool = False, **options: Any) -> MultiHeadAttention:
+    def attention(
+        self, layer: int, *, out_bias: bool = False, **options: Any
+    ) -> MultiHeadAttention:
         """Return the attention of a layer; `options` are arguments of its class, `attention_type`."""
         config = self.config
         return self.attention_type(
@@ -111,7 +115,9 @@ class Decoder(LanguageModel[C]):
 
     def feed_forward(self, layer: int, *, bias: bool = False, **options: Any) -> GatedFeedForward:
         """Return the feed-forward part of a layer; `options` are arguments of `GatedFeedForward`."""
-        return GatedFeedForward(self.config.d_model, self.config.d_hidden, self.config.activation, bias, **options)
+        return GatedFeedForward(
+            self.config.d_model, self.config.d_hidden, self.config.activation, bias, **options
+        )
 
     def rope(self, layer: int) -> RoPE | None:
         """Return the rotary positions of a layer, None where it has none."""

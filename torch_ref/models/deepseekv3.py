@@ -118,7 +118,11 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
     def head_norms(self, **numerics: Any) -> dict[str, Any]:
         """Return the norms of the latents; their epsilon is that of V3, whatever that of the other norms is."""
         ranks = {"q_norm": self.config.q_lora_rank, "kv_norm": self.config.kv_lora_rank}
-        return {name: RMSNorm(rank, 1e-6, **numerics) for name, rank in ranks.items() if rank is not None}
+        return {
+            name: RMSNorm(rank, 1e-6, **numerics)
+            for name, rank in ranks.items()
+            if rank is not None
+        }
 
     def feed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, layer: int, **options: Any
@@ -139,6 +143,10 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
             top_groups=config.top_groups,
             **options,
         )
-        experts = Experts(config.num_experts, config.d_model, config.d_expert, config.activation, **options)
-        shared = GatedFeedForward(config.d_model, config.num_shared * config.d_expert, config.activation, **options)
+        experts = Experts(
+            config.num_experts, config.d_model, config.d_expert, config.activation, **options
+        )
+        shared = GatedFeedForward(
+            config.d_model, config.num_shared * config.d_expert, config.activation, **options
+        )
         return MixtureOfExperts(router, experts, shared)

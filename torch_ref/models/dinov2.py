@@ -84,7 +84,9 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     def create_embeddings(self) -> None:
         """Set the patches, the class token, the table of positions and the mask token."""
         super().create_embeddings()
-        self.mask_token = nn.Parameter(torch.zeros(self.config.d_model)) if self.config.mask_token else None
+        self.mask_token = (
+            nn.Parameter(torch.zeros(self.config.d_model)) if self.config.mask_token else None
+        )
 
     def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
         """Return the feed-forward part of a layer: SwiGLU with biases if the config asks for it."""
@@ -104,7 +106,9 @@ class DINOv2(ImageEncoder[DINOv2Config]):
         if masked is None:
             return x
         if self.mask_token is None:
-            raise ValueError("masked patches need a mask token; got mask_token=False. Construct the model with one")
+            raise ValueError(
+                "masked patches need a mask token; got mask_token=False. Construct the model with one"
+            )
         return torch.where(torch.as_tensor(masked, device=x.device)[..., None], self.mask_token, x)
 
     def positions(self, height: int, width: int) -> Float[Tensor, "t d"]:
@@ -141,4 +145,6 @@ class DINOv2Classifier(DINOv2):
 
     def predict(self, hidden: Tokens) -> Tensor:
         """Return the logits of the labels."""
-        return self.classifier(torch.cat([hidden[..., 0, :], hidden[..., 1:, :].mean(dim=-2)], dim=-1))
+        return self.classifier(
+            torch.cat([hidden[..., 0, :], hidden[..., 1:, :].mean(dim=-2)], dim=-1)
+        )

@@ -99,7 +99,11 @@ class Encoder(TypedModule, Generic[C]):
                 "lengths": lengths,
                 "dropout_key": fold_in(dropout_key, 1 + i),
             }
-            x = checkpoint(block, x, use_reentrant=False, **options) if self.remat else block(x, **options)
+            x = (
+                checkpoint(block, x, use_reentrant=False, **options)
+                if self.remat
+                else block(x, **options)
+            )
         return x if self.final_norm is None else self.final_norm(x)
 
 
@@ -111,7 +115,11 @@ class TextEncoder(Encoder[C]):
     """
 
     def embed(
-        self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None, **inputs: Any
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        positions: Tensor,
+        dropout_key: Tensor | None,
+        **inputs: Any,
     ) -> Tokens:
         """Return the vectors of tokens at these positions; `inputs` are what a family takes beside."""
         raise NotImplementedError
@@ -134,7 +142,9 @@ class TextEncoder(Encoder[C]):
 
         positions = None if positions is None else real(as_positions(positions, shape))
         order = torch.arange(shape[-1], device=tokens.device) if positions is None else positions
-        inputs = {name: numbers if numbers is None else real(numbers) for name, numbers in inputs.items()}
+        inputs = {
+            name: numbers if numbers is None else real(numbers) for name, numbers in inputs.items()
+        }
         x = self.embed(real(tokens), order, fold_in(dropout_key, 0), **inputs)
         return self.run(x, mask=mask, positions=positions, lengths=lengths, dropout_key=dropout_key)
 
@@ -161,5 +171,10 @@ class TextEncoder(Encoder[C]):
         Raises:
             ValueError: if there are more than `context_length` tokens, or mask or positions do not fit.
         """
-        options: dict[str, Any] = {"mask": mask, "positions": positions, "lengths": lengths, "dropout_key": dropout_key}
+        options: dict[str, Any] = {
+            "mask": mask,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
         return self.predict(self.hidden(tokens, **options, **inputs))

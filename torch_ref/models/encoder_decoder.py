@@ -99,11 +99,17 @@ class EncoderDecoder(TypedModule, Generic[C]):
         super().__init__()
         self.config, self.remat = config, remat
         self.create_embeddings()
-        self.enc_blocks = nn.ModuleList(self.encoder_block(i, backend) for i in range(config.num_layers))
+        self.enc_blocks = nn.ModuleList(
+            self.encoder_block(i, backend) for i in range(config.num_layers)
+        )
         self.enc_norm = self.norm()
-        self.dec_blocks = nn.ModuleList(self.decoder_block(i, backend) for i in range(config.num_decoder_layers))
+        self.dec_blocks = nn.ModuleList(
+            self.decoder_block(i, backend) for i in range(config.num_decoder_layers)
+        )
         self.final_norm = self.norm()
-        self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False)
+        self.out_head = (
+            None if config.tied else Linear(config.d_model, config.vocab_size, bias=False)
+        )
         self.initialise()
 
     def create_embeddings(self) -> None:
@@ -130,7 +136,9 @@ class EncoderDecoder(TypedModule, Generic[C]):
         """Return the vectors of what is encoded."""
         raise NotImplementedError
 
-    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None
+    ) -> Tokens:
         """Return the vectors of the decoder's tokens at these positions."""
         raise NotImplementedError
 
@@ -139,13 +147,20 @@ class EncoderDecoder(TypedModule, Generic[C]):
         return None, None
 
     def encode(
-        self, inputs: Tensor, *, lengths: ArrayLike | int | None = None, dropout_key: Tensor | None = None
+        self,
+        inputs: Tensor,
+        *,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Tensor | None = None,
     ) -> Tokens:
         """Return what the encoder makes of its inputs, of whose rows the first `lengths` are real."""
         key = fold_in(dropout_key, 0)
         if not inputs.is_floating_point():
             inputs = without_padding(inputs, tuple(inputs.shape), lengths)
-        x, options = self.embed_inputs(inputs, fold_in(key, 0)), {"lengths": lengths, "bias": self.biases()[0]}
+        x, options = (
+            self.embed_inputs(inputs, fold_in(key, 0)),
+            {"lengths": lengths, "bias": self.biases()[0]},
+        )
         for i, block in enumerate(self.enc_blocks):
             x = self._run(block, x, dropout_key=fold_in(key, 1 + i), **options)
         return self.enc_norm(x)
@@ -156,11 +171,21 @@ class EncoderDecoder(TypedModule, Generic[C]):
 
     @overload
     def hidden(
-        self, tokens: Integer[Tensor, "*b t"], kept: Kept, *, cache: None = None, **options: Unpack[DecodeOptions]
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        kept: Kept,
+        *,
+        cache: None = None,
+        **options: Unpack[DecodeOptions],
     ) -> Tokens: ...
     @overload
     def hidden(
-        self, tokens: Integer[Tensor, "*b t"], kept: Kept, *, cache: Caches, **options: Unpack[DecodeOptions]
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        kept: Kept,
+        *,
+        cache: Caches,
+        **options: Unpack[DecodeOptions],
     ) -> tuple[Tokens, Caches]: ...
     def hidden(
         self,
@@ -185,7 +210,11 @@ class EncoderDecoder(TypedModule, Generic[C]):
         if cache is not None:
             check_caches("cache", cache, len(blocks))
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
-        order = torch.arange(t, device=tokens.device) if cache is None else cache[0].positions(t, lengths)
+        order = (
+            torch.arange(t, device=tokens.device)
+            if cache is None
+            else cache[0].positions(t, lengths)
+        )
         tokens = without_padding(tokens, tuple(tokens.shape), lengths)
         x, caches = self.embed(tokens, order, fold_in(key, 0)), []
         for i, block in enumerate(blocks):
@@ -224,11 +253,17 @@ class EncoderDecoder(TypedModule, Generic[C]):
             dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
         """
         encoded = self.encode(inputs, lengths=lengths, dropout_key=dropout_key)
-        return self.logits(self.hidden(tokens, self.keep(encoded, lengths), dropout_key=dropout_key))
+        return self.logits(
+            self.hidden(tokens, self.keep(encoded, lengths), dropout_key=dropout_key)
+        )
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Caches:
         """Return an empty cache for `b` sequences of up to `capacity` tokens of the decoder."""
         return tuple(block.init_cache(b, capacity, dtype) for block in self.dec_blocks)
 
     def _run(self, block: nn.Module, x: Tensor, **options: Any) -> Tensor:
-        return checkpoint(block, x, use_reentrant=False, **options) if self.remat else block(x, **options)
+        return (
+            checkpoint(block, x, use_reentrant=False, **options)
+            if self.remat
+            else block(x, **options)
+        )

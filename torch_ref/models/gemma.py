@@ -53,10 +53,14 @@ class Gemma(Decoder[C]):
         Gemma Team 2024 (arXiv:2403.08295).
     """
 
-    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None
+    ) -> Tokens:
         """Return the vectors of tokens, times the square root of their width."""
         x = super().embed(tokens, positions, dropout_key)
-        return x * torch.tensor(self.config.d_model**0.5, dtype=x.dtype, device=x.device)  # rounded, as in training
+        return x * torch.tensor(
+            self.config.d_model**0.5, dtype=x.dtype, device=x.device
+        )  # rounded, as in training
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, with biases if the config asks for them."""

@@ -121,7 +121,9 @@ def generate(
         else:
             check_no_start(start)
             begun = _begin(model, tokens, max_new_tokens, capacity)
-        rows = _steps(model, begun, max_new_tokens, stops, callback, lambda x, i: sample(x, sampling, seed, i))
+        rows = _steps(
+            model, begun, max_new_tokens, stops, callback, lambda x, i: sample(x, sampling, seed, i)
+        )
     finally:
         model.train(training)
     return rows[0] if begun.single else rows
@@ -160,7 +162,9 @@ def _steps(
     return rows
 
 
-def _begin(model: LanguageModel, tokens: Prompts, max_new_tokens: int, capacity: int | None) -> _Begun:
+def _begin(
+    model: LanguageModel, tokens: Prompts, max_new_tokens: int, capacity: int | None
+) -> _Begun:
     prompts, single = as_prompts(tokens)
     _check_prompts(model, prompts, max_new_tokens, capacity)
     capacity = capacity or max(map(len, prompts)) + max_new_tokens
@@ -177,10 +181,14 @@ def _begin(model: LanguageModel, tokens: Prompts, max_new_tokens: int, capacity:
     return _Begun(hidden[:, 0], cache, run, single)
 
 
-def _read(model: LanguageModel, prompts: list[np.ndarray], capacity: int) -> tuple[Tensor, ModelCache]:
+def _read(
+    model: LanguageModel, prompts: list[np.ndarray], capacity: int
+) -> tuple[Tensor, ModelCache]:
     """Return the vector of the last token of each prompt, `(b, 1, d)`, and the cache of all."""
     padded, lengths = _pad(prompts)
-    hidden, cache = model.hidden(padded, lengths=lengths, cache=_empty_cache(model, len(prompts), capacity))
+    hidden, cache = model.hidden(
+        padded, lengths=lengths, cache=_empty_cache(model, len(prompts), capacity)
+    )
     return hidden[torch.arange(len(prompts)), lengths - 1][:, None], cache
 
 
@@ -193,7 +201,11 @@ def _rereads(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: in
 
 
 def _begin_answer(
-    model: EncoderDecoder, inputs: Prompts, start: Sequence[int] | None, max_new_tokens: int, capacity: int | None
+    model: EncoderDecoder,
+    inputs: Prompts,
+    start: Sequence[int] | None,
+    max_new_tokens: int,
+    capacity: int | None,
 ) -> _Begun:
     config, begin = model.config, _start(model, start)
     ends = (int(begin.min()), int(begin.max())) if len(begin) else None
@@ -228,15 +240,24 @@ def _start(model: EncoderDecoder, start: Sequence[int] | None) -> np.ndarray:
 
 
 def _pad(prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-    padded = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(prompt) for prompt in prompts], batch_first=True)
+    padded = torch.nn.utils.rnn.pad_sequence(
+        [torch.as_tensor(prompt) for prompt in prompts], batch_first=True
+    )
     return padded, torch.tensor([len(prompt) for prompt in prompts])
 
 
-def _check_prompts(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None) -> None:
+def _check_prompts(
+    model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None
+) -> None:
     full = any(block.att.window is None for block in model.trf_blocks)
     for i, prompt in enumerate(prompts):
         ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
-        sizes = model.config.vocab_size, model.config.context_length, max_new_tokens, capacity if full else None
+        sizes = (
+            model.config.vocab_size,
+            model.config.context_length,
+            max_new_tokens,
+            capacity if full else None,
+        )
         check_prompt(i, len(prompt), ends, *sizes)
 
 

@@ -106,7 +106,9 @@ class GPT2(LanguageModel[GPT2Config]):
         """Return a norm."""
         return LayerNorm(self.config.d_model, self.config.eps)
 
-    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None
+    ) -> Tokens:
         """Return the vectors of tokens and of their positions, summed, and dropped in train mode."""
         x = self.tok_emb(tokens)
         return self.drop_emb(x + self.pos_emb(positions), dropout_key=dropout_key)
@@ -114,7 +116,9 @@ class GPT2(LanguageModel[GPT2Config]):
 
 def _attention(config: GPT2Config, **options: Any) -> MultiHeadAttention:
     d, length = config.d_model, config.context_length
-    return MultiHeadAttention(d, d, length, config.dropout, config.num_heads, config.qkv_bias, **options)
+    return MultiHeadAttention(
+        d, d, length, config.dropout, config.num_heads, config.qkv_bias, **options
+    )
 
 
 def create_gpt2_attention(

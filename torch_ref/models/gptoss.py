@@ -57,7 +57,9 @@ class GptOss(Decoder[GptOssConfig]):
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, with a sink for each head."""
         bias = self.config.attention_bias
-        return super().attention(layer, qkv_bias=bias, out_bias=bias, scores=Scores(sinks=True), **options)
+        return super().attention(
+            layer, qkv_bias=bias, out_bias=bias, scores=Scores(sinks=True), **options
+        )
 
     def feed_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, layer: int, **options: Any
@@ -66,5 +68,12 @@ class GptOss(Decoder[GptOssConfig]):
         config = self.config
         return MixtureOfExperts(
             Router(config.d_model, config.num_experts, config.top_k, bias=True, **options),
-            Experts(config.num_experts, config.d_model, config.d_hidden, config.swiglu, bias=True, **options),
+            Experts(
+                config.num_experts,
+                config.d_model,
+                config.d_hidden,
+                config.swiglu,
+                bias=True,
+                **options,
+            ),
         )

@@ -103,17 +103,23 @@ class ImageEncoder(Encoder[C]):
     def block(self, layer: int, backend: str) -> TransformerBlock:
         """Return a block: norms before attention and feed-forward."""
         attention = self.attention(backend=backend)
-        return TransformerBlock(attention, self.feed_forward(), self.norm(), self.norm(), **self.behind())
+        return TransformerBlock(
+            attention, self.feed_forward(), self.norm(), self.norm(), **self.behind()
+        )
 
     def attention(self, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer; `options` are arguments of `MultiHeadAttention`."""
         config, d = self.config, self.config.d_model
         biases = {"qkv_bias": config.qkv_bias, "causal": False}
-        return MultiHeadAttention(d, d, None, config.attention_dropout, config.num_heads, **biases, **options)
+        return MultiHeadAttention(
+            d, d, None, config.attention_dropout, config.num_heads, **biases, **options
+        )
 
     def feed_forward(self, **options: Any) -> FeedForward | GatedFeedForward:
         """Return the feed-forward part of a layer."""
-        return FeedForward(self.config.d_model, self.config.d_hidden, self.config.activation, **options)
+        return FeedForward(
+            self.config.d_model, self.config.d_hidden, self.config.activation, **options
+        )
 
     def norm(self) -> LayerNorm:
         """Return a norm."""
@@ -140,7 +146,9 @@ class ImageEncoder(Encoder[C]):
         x = self.drop_emb(x, dropout_key=fold_in(dropout_key, 0))
         return self.run(x, dropout_key=dropout_key)
 
-    def forward(self, images: Images, *, dropout_key: Tensor | None = None, **inputs: Any) -> Tensor:
+    def forward(
+        self, images: Images, *, dropout_key: Tensor | None = None, **inputs: Any
+    ) -> Tensor:
         """Return the vectors of the class token and of all patches, or what the head makes of them.
 
         Args:

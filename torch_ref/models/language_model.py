@@ -90,7 +90,9 @@ class LanguageModel(TypedModule, Generic[C]):
         self.create_embeddings()
         self.trf_blocks = nn.ModuleList(self.block(i, backend) for i in range(config.num_layers))
         self.final_norm = self.norm()
-        self.out_head = None if config.tied else Linear(config.d_model, config.vocab_size, bias=False)
+        self.out_head = (
+            None if config.tied else Linear(config.d_model, config.vocab_size, bias=False)
+        )
         initialise(self)
 
     def create_embeddings(self) -> None:
@@ -105,13 +107,19 @@ class LanguageModel(TypedModule, Generic[C]):
         """Return a norm of the family."""
         raise NotImplementedError
 
-    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None
+    ) -> Tokens:
         """Return the vectors of tokens at these positions."""
         return self.tok_emb(tokens)
 
     @overload
     def forward(
-        self, tokens: Integer[Tensor, "*b t"], *, cache: None = None, **options: Unpack[ModelOptions]
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        *,
+        cache: None = None,
+        **options: Unpack[ModelOptions],
     ) -> Tensor: ...
 
     @overload
@@ -144,14 +152,23 @@ class LanguageModel(TypedModule, Generic[C]):
             ValueError: if there are more than `context_length` tokens, or mask, positions or cache do not fit. Values
                 are not read: a token outside the vocabulary, or one that the cache has no space for, gives NaN.
         """
-        options: ModelOptions = {"mask": mask, "positions": positions, "lengths": lengths, "dropout_key": dropout_key}
+        options: ModelOptions = {
+            "mask": mask,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
         hidden, cache = self._run(tokens, cache, **options)
         logits = self.logits(hidden)
         return logits if cache is None else (logits, cache)
 
     @overload
     def hidden(
-        self, tokens: Integer[Tensor, "*b t"], *, cache: None = None, **options: Unpack[ModelOptions]
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        *,
+        cache: None = None,
+        **options: Unpack[ModelOptions],
     ) -> Tensor: ...
 
     @overload
@@ -160,7 +177,11 @@ class LanguageModel(TypedModule, Generic[C]):
     ) -> tuple[Tensor, ModelCache]: ...
 
     def hidden(
-        self, tokens: Integer[Tensor, "*b t"], *, cache: ModelCache | None = None, **options: Unpack[ModelOptions]
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        *,
+        cache: ModelCache | None = None,
+        **options: Unpack[ModelOptions],
     ) -> Tensor | tuple[Tensor, ModelCache]:
         """Return the input of the head, `(b, t, d_model)`; arguments, and the cache behind it, are those of a call."""
         hidden, cache = self._run(tokens, cache, **options)
@@ -183,7 +204,11 @@ class LanguageModel(TypedModule, Generic[C]):
         if positions is not None:
             positions = as_positions(positions, tuple(tokens.shape))
             positions = without_padding(positions, tuple(tokens.shape), lengths)
-        order = torch.arange(t, device=tokens.device) if cache is None else cache[0].positions(t, lengths)
+        order = (
+            torch.arange(t, device=tokens.device)
+            if cache is None
+            else cache[0].positions(t, lengths)
+        )
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
         caches = []
         for i, block in enumerate(self.trf_blocks):
@@ -197,14 +222,20 @@ class LanguageModel(TypedModule, Generic[C]):
                 x, extended = block(x, cache=cache[i], **options)
                 caches.append(extended)
             else:
-                x = checkpoint(block, x, use_reentrant=False, **options) if self.remat else block(x, **options)
+                x = (
+                    checkpoint(block, x, use_reentrant=False, **options)
+                    if self.remat
+                    else block(x, **options)
+                )
         return self.final_norm(x), None if cache is None else tuple(caches)
 
     def logits(self, hidden: Float[Tensor, "*b d"]) -> Float[Tensor, "*b vocab"]:
         """Return the logits of what `hidden` returned."""
         return self.tok_emb.attend(hidden) if self.out_head is None else self.out_head(hidden)
 
-    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> ModelCache:
+    def init_cache(
+        self, b: int | None, capacity: int, dtype: torch.dtype | None = None
+    ) -> ModelCache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
 
         The cache of a layer with a window is a ring buffer, which holds the window at least.
@@ -218,7 +249,10 @@ class LanguageModel(TypedModule, Generic[C]):
             >>> logits.shape, cache[0].length.tolist()
             (torch.Size([4, 1, 11]), [6, 6, 6, 6])
         """
-        return tuple(block.init_cache(b, max(capacity, block.att.window or 0), dtype) for block in self.trf_blocks)
+        return tuple(
+            block.init_cache(b, max(capacity, block.att.window or 0), dtype)
+            for block in self.trf_blocks
+        )
 
 
 def initialise(model: LanguageModel) -> None:

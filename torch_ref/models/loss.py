@@ -85,7 +85,9 @@ def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
     return {"mask": Mask.segments(segments), "positions": positions}
 
 
-def _targets(tokens: Tensor, lengths: ArrayLike | int | None, segments: ArrayLike | None) -> Bool[Tensor, "*b t"]:
+def _targets(
+    tokens: Tensor, lengths: ArrayLike | int | None, segments: ArrayLike | None
+) -> Bool[Tensor, "*b t"]:
     """Return which tokens are followed by a target."""
     b, t = tokens.shape if tokens.ndim == 2 else (1, len(tokens))
     real = real_tokens(b, t, lengths, tokens.device).reshape(tokens.shape)

@@ -55,6 +55,8 @@ class MaskedLMHead(TypedModule):
         self.activation, self.norm = ACTIVATIONS[activation](), norm
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
 
-    def forward(self, x: Float[Tensor, "*shape d"], table: Embedding) -> Float[Tensor, "*shape vocab"]:
+    def forward(
+        self, x: Float[Tensor, "*shape d"], table: Embedding
+    ) -> Float[Tensor, "*shape vocab"]:
         logits = table.attend(self.norm(self.activation(self.dense(x))))
         return logits if self.bias is None else logits + self.bias

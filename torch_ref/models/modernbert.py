@@ -116,7 +116,9 @@ class ModernBert(TextEncoder[ModernBertConfig]):
     def block(self, layer: int, backend: str) -> TransformerBlock:
         """Return a block: norms before attention and feed-forward, but for the first attention."""
         config = self.config
-        feed_forward = GatedFeedForward(config.d_model, config.d_hidden, config.activation, config.ff_bias)
+        feed_forward = GatedFeedForward(
+            config.d_model, config.d_hidden, config.activation, config.ff_bias
+        )
         norm1 = self.norm() if layer else None
         attention = self.attention(layer, backend=backend)
         return TransformerBlock(attention, feed_forward, norm1, self.norm())
@@ -126,8 +128,12 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         config, bias = self.config, self.config.attention_bias
         sizes = config.d_model, config.d_model, config.context_length, 0.0, config.num_heads, bias
         if layer in config.full:
-            return MultiHeadAttention(*sizes, out_bias=bias, causal=False, rope=config.rope, **options)
-        return LocalAttention(*sizes, out_bias=bias, reach=config.window // 2, rope=config.local_rope, **options)
+            return MultiHeadAttention(
+                *sizes, out_bias=bias, causal=False, rope=config.rope, **options
+            )
+        return LocalAttention(
+            *sizes, out_bias=bias, reach=config.window // 2, rope=config.local_rope, **options
+        )
 
     def norm(self) -> LayerNorm:
         """Return a norm."""
@@ -137,7 +143,9 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         """Set the norm behind the blocks."""
         self.final_norm = self.norm()
 
-    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None
+    ) -> Tokens:
         """Return the normed vectors of tokens; positions are in the attention."""
         return self.drop_emb(self.emb_norm(self.tok_emb(tokens)), dropout_key=dropout_key)
 
@@ -165,9 +173,14 @@ class ModernBertMaskedLM(ModernBert):
     def create_head(self) -> None:
         """Set the norm behind the blocks, and the head."""
         super().create_head()
-        config, options = self.config, {"dense_bias": self.config.head_bias, "bias": self.config.logits_bias}
+        config, options = (
+            self.config,
+            {"dense_bias": self.config.head_bias, "bias": self.config.logits_bias},
+        )
         norm = self.norm()
-        self.head = MaskedLMHead(config.d_model, config.vocab_size, norm, config.head_activation, **options)
+        self.head = MaskedLMHead(
+            config.d_model, config.vocab_size, norm, config.head_activation, **options
+        )
 
     def predict(self, hidden: Tokens) -> Tensor:
         """Return the logits of every token, `(b, t, vocab_size)`."""

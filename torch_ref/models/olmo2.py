@@ -51,7 +51,11 @@ class Olmo2(Decoder[Olmo2Config]):
 
     def block_norms(self) -> dict[str, Any]:
         """Return the norms of a block, after both of its parts."""
-        return {"norm1": None, "norm2": None, **{name: self.norm() for name in ("post_norm1", "post_norm2")}}
+        return {
+            "norm1": None,
+            "norm2": None,
+            **{name: self.norm() for name in ("post_norm1", "post_norm2")},
+        }
 
     def head_norms(self) -> dict[str, Any]:
         """Return the norms of queries and keys, all heads together."""

@@ -61,6 +61,14 @@ class Qwen3Moe(Qwen3):
         config = self.config
         if layer in config.dense_layers:
             return super().feed_forward(layer, **options)
-        router = Router(config.d_model, config.num_experts, config.top_k, renormalize=config.renormalize, **options)
-        experts = Experts(config.num_experts, config.d_model, config.d_expert, config.activation, **options)
+        router = Router(
+            config.d_model,
+            config.num_experts,
+            config.top_k,
+            renormalize=config.renormalize,
+            **options,
+        )
+        experts = Experts(
+            config.num_experts, config.d_model, config.d_expert, config.activation, **options
+        )
         return MixtureOfExperts(router, experts)

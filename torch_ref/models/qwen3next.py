@@ -87,7 +87,9 @@ class Qwen3Next(Qwen3Moe):
         if not isinstance(mixture, MixtureOfExperts):
             return mixture
         shared = GatedFeedForward(config.d_model, config.d_shared, config.activation, **options)
-        return MixtureOfExperts(mixture.router, mixture.experts, shared, Linear(config.d_model, 1, False, **options))
+        return MixtureOfExperts(
+            mixture.router, mixture.experts, shared, Linear(config.d_model, 1, False, **options)
+        )
 
     def norm(self, width: int | None = None, **options: Any) -> RMSNorm:
         """Return a norm whose factor is `1 + scale`."""

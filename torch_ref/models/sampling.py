@@ -43,7 +43,9 @@ class Sampling:
     def __post_init__(self):
         check_number(temperature=self.temperature)
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be at least 0, and finite; got {self.temperature}. For greedy pass 0")
+            raise ValueError(
+                f"temperature must be at least 0, and finite; got {self.temperature}. For greedy pass 0"
+            )
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError(
                 "temperature=0 takes the most likely token, and top_k and top_p choose among several; got "
@@ -54,7 +56,9 @@ class Sampling:
         if self.top_p is not None:
             check_number(top_p=self.top_p)
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is a probability in (0, 1]; got top_p={self.top_p}. For all tokens pass None")
+            raise ValueError(
+                f"top_p is a probability in (0, 1]; got top_p={self.top_p}. For all tokens pass None"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -80,14 +84,21 @@ def keep_most_likely(logits: Float[Tensor, "b v"], sampling: Sampling) -> Float[
     if sampling.top_p is not None:
         ordered = logits.sort(dim=-1, descending=True).values
         chances = ordered.softmax(dim=-1)
-        inside = chances.cumsum(dim=-1) - chances < sampling.top_p  # the more likely ones have less together
-        inside = inside | (torch.arange(inside.shape[-1]) == 0)  # a top_p below float32's numbers is 0
+        inside = (
+            chances.cumsum(dim=-1) - chances < sampling.top_p
+        )  # the more likely ones have less together
+        inside = inside | (
+            torch.arange(inside.shape[-1]) == 0
+        )  # a top_p below float32's numbers is 0
         logits = _from(logits, torch.where(inside, ordered, torch.inf).amin(dim=-1, keepdim=True))
     return logits
 
 
 def sample(
-    logits: Float[Tensor, "b v"], sampling: Sampling, key: Integer[Tensor, "2"], step: Integer[Tensor, ""] | int
+    logits: Float[Tensor, "b v"],
+    sampling: Sampling,
+    key: Integer[Tensor, "2"],
+    step: Integer[Tensor, ""] | int,
 ) -> Integer[Tensor, " b"]:
     """Return a token for every row, decided by (key, step, row) alone: the same in both frameworks.
 

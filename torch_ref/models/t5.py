@@ -101,13 +101,20 @@ class T5(EncoderDecoder[T5Config]):
     def encoder_block(self, layer: int, backend: str) -> TransformerBlock:
         """Return a block of the encoder."""
         attention = self.attention(causal=False, backend=backend)
-        return TransformerBlock(attention, self.feed_forward(), self.norm(), self.norm(), drop_shortcut=self.drop())
+        return TransformerBlock(
+            attention, self.feed_forward(), self.norm(), self.norm(), drop_shortcut=self.drop()
+        )
 
     def decoder_block(self, layer: int, backend: str) -> CrossBlock:
         """Return a block of the decoder."""
         config = self.config
         sizes = config.d_model, config.d_model, config.dropout, config.num_heads
-        options = {"head_dim": config.head_dim, "out_bias": False, "scores": Scores(scale=1.0), "backend": backend}
+        options = {
+            "head_dim": config.head_dim,
+            "out_bias": False,
+            "scores": Scores(scale=1.0),
+            "backend": backend,
+        }
         attention, cross = self.attention(backend=backend), CrossAttention(*sizes, **options)
         norms = (self.norm() for _ in range(3))
         return CrossBlock(attention, cross, self.feed_forward(), *norms, drop_shortcut=self.drop())
@@ -115,7 +122,13 @@ class T5(EncoderDecoder[T5Config]):
     def attention(self, **options: Any) -> MultiHeadAttention:
         """Return the self-attention of a layer: its scores are not scaled."""
         config = self.config
-        sizes = config.d_model, config.d_model, config.context_length, config.dropout, config.num_heads
+        sizes = (
+            config.d_model,
+            config.d_model,
+            config.context_length,
+            config.dropout,
+            config.num_heads,
+        )
         own = {"head_dim": config.head_dim, "out_bias": False, "scores": Scores(scale=1.0)}
         return MultiHeadAttention(*sizes, **own, **options)
 
@@ -146,7 +159,9 @@ class T5(EncoderDecoder[T5Config]):
         """Return the vectors of the encoder's tokens, dropped in train mode."""
         return self.drop_emb(self.tok_emb(inputs), dropout_key=dropout_key)
 
-    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None
+    ) -> Tokens:
         """Return the vectors of the decoder's tokens, from the same table; positions are in the scores."""
         return self.embed_inputs(tokens, dropout_key)
 

@@ -110,7 +110,9 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         config = self.config
         attention = self.attention(config.num_heads, causal=False, backend=backend)
         feed_forward, norms = self.feed_forward(config.d_hidden), (self.norm() for _ in range(2))
-        return TransformerBlock(attention, feed_forward, *norms, drop_shortcut=Dropout(config.dropout))
+        return TransformerBlock(
+            attention, feed_forward, *norms, drop_shortcut=Dropout(config.dropout)
+        )
 
     def decoder_block(self, layer: int, backend: str) -> CrossBlock:
         """Return a block of the decoder."""
@@ -120,13 +122,17 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         cross = CrossAttention(*sizes, qkv_bias=True, backend=backend)
         norms = (self.norm() for _ in range(3))
         feed_forward = self.feed_forward(config.d_decoder_hidden)
-        return CrossBlock(attention, cross, feed_forward, *norms, drop_shortcut=Dropout(config.dropout))
+        return CrossBlock(
+            attention, cross, feed_forward, *norms, drop_shortcut=Dropout(config.dropout)
+        )
 
     def attention(self, num_heads: int, *, backend: str, causal: bool = True) -> MultiHeadAttention:
         """Return the self-attention of a layer: its keys have no bias, which a softmax would not feel."""
         d, length = self.config.d_model, self.config.context_length if causal else None
         options = {"qkv_bias": True, "causal": causal, "backend": backend}
-        attention = MultiHeadAttention(d, d, length, self.config.attention_dropout, num_heads, **options)
+        attention = MultiHeadAttention(
+            d, d, length, self.config.attention_dropout, num_heads, **options
+        )
         attention.W_key = Linear(d, d, False)
         return attention
 
@@ -144,16 +150,22 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         table = self.enc_pos.weight
         table.data = torch.from_numpy(sinusoids(*table.shape)).to(table.dtype)
 
-    def embed_inputs(self, inputs: Float[Tensor, "*b mel frames"], dropout_key: Tensor | None) -> Tokens:
+    def embed_inputs(
+        self, inputs: Float[Tensor, "*b mel frames"], dropout_key: Tensor | None
+    ) -> Tokens:
         """Return the vectors of sound, half as many as there are frames."""
         check_features(tuple(inputs.shape), self.config.num_mel, 2 * self.config.num_positions)
         x = rearrange(inputs, "... mel frames -> ... frames mel")
         x = gelu(self.conv2(gelu(self.conv1(x)))) + self.enc_pos.weight
         return self.drop_emb(x, dropout_key=dropout_key)
 
-    def embed(self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None) -> Tokens:
+    def embed(
+        self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None
+    ) -> Tokens:
         """Return the vectors of the decoder's tokens and of their positions, summed."""
-        return self.drop_emb(self.tok_emb(tokens) + self.pos_emb(positions), dropout_key=dropout_key)
+        return self.drop_emb(
+            self.tok_emb(tokens) + self.pos_emb(positions), dropout_key=dropout_key
+        )
 
 
 def sinusoids(num_positions: int, width: int) -> np.ndarray:

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_ref.functional.cache_base import Cache
-from torch_ref.functional.checks import check_block_norms, check_block_widths, check_tokens, check_type
+from torch_ref.functional.checks import (
+    check_block_norms,
+    check_block_widths,
+    check_tokens,
+    check_type,
+)
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import ArrayLike, Tokens
@@ -71,9 +76,17 @@ class TransformerBlock(TypedModule):
     ):
         super().__init__()
         check_type("att", att, Attention, "att=MultiHeadAttention(...)")
-        check_type("drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None")
+        check_type(
+            "drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None"
+        )
         check_block_norms(norm_first, norm1, norm2, post_norm1, post_norm2)
-        parts = {"ff": ff, "norm1": norm1, "norm2": norm2, "post_norm1": post_norm1, "post_norm2": post_norm2}
+        parts = {
+            "ff": ff,
+            "norm1": norm1,
+            "norm2": norm2,
+            "post_norm1": post_norm1,
+            "post_norm2": post_norm2,
+        }
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         inputs = {
             name: getattr(att, name, att.d_in) for name in ("d_out", "kdim", "vdim")
@@ -147,7 +160,9 @@ class TransformerBlock(TypedModule):
     def _before(self, norm: _Part | None, x: Tensor) -> Tensor:
         return norm(x) if self.norm_first and norm is not None else x
 
-    def _add(self, x: Tensor, y: Tensor, norm: _Part | None, post_norm: _Part | None, key: Tensor | None) -> Tensor:
+    def _add(
+        self, x: Tensor, y: Tensor, norm: _Part | None, post_norm: _Part | None, key: Tensor | None
+    ) -> Tensor:
         y = y if post_norm is None else post_norm(y)
         y = y if self.drop_shortcut is None else self.drop_shortcut(y, dropout_key=key)
         return x + y if self.norm_first or norm is None else norm(x + y)

@@ -87,7 +87,11 @@ class Outputs(NamedTuple):
         """
         if self.weights is None:
             return self.output if self.cache is None else (self.output, self.cache)
-        return (self.output, self.weights) if self.cache is None else (self.output, self.weights, self.cache)
+        return (
+            (self.output, self.weights)
+            if self.cache is None
+            else (self.output, self.weights, self.cache)
+        )
 
 
 def unpack(returned: Returned, return_weights: bool, cached: bool = False) -> Outputs:
@@ -99,15 +103,23 @@ def unpack(returned: Returned, return_weights: bool, cached: bool = False) -> Ou
         True
     """
     values = cast(Iterator[Any], iter(returned if return_weights or cached else (returned,)))
-    return Outputs(next(values), next(values) if return_weights else None, next(values) if cached else None)
+    return Outputs(
+        next(values), next(values) if return_weights else None, next(values) if cached else None
+    )
 
 
 def check_self_attention(
-    rope: RoPE | None, query: Tensor, key: Tensor | None, positions: ArrayLike | None, cache: Cache | None
+    rope: RoPE | None,
+    query: Tensor,
+    key: Tensor | None,
+    positions: ArrayLike | None,
+    cache: Cache | None,
 ) -> None:
     """Raise where positions have no rope, or where there is a key beside rope or a cache."""
     if rope is None and positions is not None:
-        raise ValueError("positions are for rope; got positions, rope=None. Construct the module with rope=RoPE()")
+        raise ValueError(
+            "positions are for rope; got positions, rope=None. Construct the module with rope=RoPE()"
+        )
     if rope is not None and key is not None:
         raise ValueError(
             "rope rotates queries and keys by the positions of one sequence, in self-attention; got a key of shape "

@@ -61,7 +61,9 @@ class CausalAttention(SelfAttention):
         self.dropout = Dropout(dropout)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        state_dict.pop(f"{prefix}mask", None)  # a buffer that modules of the same names elsewhere save
+        state_dict.pop(
+            f"{prefix}mask", None
+        )  # a buffer that modules of the same names elsewhere save
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @overload

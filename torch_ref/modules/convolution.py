@@ -46,5 +46,7 @@ class Convolution(TypedModule):
 
     def forward(self, x: Float[Tensor, "*b t c"]) -> Float[Tensor, "*b t2 d"]:
         check_tokens("x", x, "channels", self.channels, None)
-        windows = pad(x, (0, 0, self.width // 2, self.width // 2)).unfold(-2, self.width, self.stride)
+        windows = pad(x, (0, 0, self.width // 2, self.width // 2)).unfold(
+            -2, self.width, self.stride
+        )
         return self.proj(rearrange(windows, "... t c k -> ... t (c k)"))

@@ -88,12 +88,17 @@ class CrossAttention(TypedModule):
         self.out_proj = Linear(width, d_in, out_bias)
         self.dropout = Dropout(dropout)
 
-    def keep(self, encoded: Float[Tensor, "*b s d"], lengths: ArrayLike | int | None = None) -> KVCache:
+    def keep(
+        self, encoded: Float[Tensor, "*b s d"], lengths: ArrayLike | int | None = None
+    ) -> KVCache:
         """Return the keys and values of the other sequence, of whose rows the first `lengths` tokens are real."""
         check_tokens("encoded", encoded, "kdim", self.kdim, None)
         check_known_lengths(lengths, len(encoded) if encoded.ndim == 3 else 1, encoded.shape[-2])
         pattern = "... s (k h) -> ... k s h"
-        key, value = (rearrange(layer(encoded), pattern, k=self.num_heads) for layer in (self.W_key, self.W_value))
+        key, value = (
+            rearrange(layer(encoded), pattern, k=self.num_heads)
+            for layer in (self.W_key, self.W_value)
+        )
         given = torch.as_tensor(encoded.shape[-2] if lengths is None else lengths)
         return KVCache(key, value, given.broadcast_to(key.shape[:-3]))
 

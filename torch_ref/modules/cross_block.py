@@ -71,7 +71,9 @@ class CrossBlock(TypedModule):
         super().__init__()
         check_type("att", att, Attention, "att=MultiHeadAttention(...)")
         check_type("cross", cross, CrossAttention, "cross=CrossAttention(...)")
-        check_type("drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None")
+        check_type(
+            "drop_shortcut", drop_shortcut, Dropout | None, "drop_shortcut=Dropout(...), or None"
+        )
         parts = {"ff": ff, "norm1": norm1, "norm2": norm2, "norm3": norm3}
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
         check_block_widths(att.d_in, {"d_out": att.d_out}, widths | {"cross": cross.d_in})
@@ -81,13 +83,21 @@ class CrossBlock(TypedModule):
         self.drop_shortcut = drop_shortcut
 
     @overload
-    def forward(self, x: Tensor, kept: KVCache, *, cache: None = None, **options: Unpack[CallOptions]) -> Tensor: ...
+    def forward(
+        self, x: Tensor, kept: KVCache, *, cache: None = None, **options: Unpack[CallOptions]
+    ) -> Tensor: ...
     @overload
     def forward(
         self, x: Tensor, kept: KVCache, *, cache: Cache, **options: Unpack[CallOptions]
     ) -> tuple[Tensor, Cache]: ...
     def forward(
-        self, x: Tokens, kept: KVCache, *, cache: Cache | None = None, dropout_key: Tensor | None = None, **options: Any
+        self,
+        x: Tokens,
+        kept: KVCache,
+        *,
+        cache: Cache | None = None,
+        dropout_key: Tensor | None = None,
+        **options: Any,
     ) -> Tensor | tuple[Tensor, Cache]:
         """Return the tokens, followed by the new cache if there is a cache.
 
@@ -96,10 +106,17 @@ class CrossBlock(TypedModule):
         layer's output.
         """
         keys = [fold_in(dropout_key, i) for i in range(5)]
-        attended = self.att(self._before(self.norm1, x), cache=cache, dropout_key=keys[0], **options)
+        attended = self.att(
+            self._before(self.norm1, x), cache=cache, dropout_key=keys[0], **options
+        )
         output, _, cache = unpack(attended, False, cache is not None)
         x = self._add(x, output, self.norm1, keys[1])
-        x = self._add(x, self.cross(self._before(self.norm2, x), kept, dropout_key=keys[2]), self.norm2, keys[3])
+        x = self._add(
+            x,
+            self.cross(self._before(self.norm2, x), kept, dropout_key=keys[2]),
+            self.norm2,
+            keys[3],
+        )
         x = self._add(x, self.ff(self._before(self.norm3, x)), self.norm3, keys[4])
         return x if cache is None else (x, cache)
 

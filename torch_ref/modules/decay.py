@@ -46,6 +46,8 @@ class DecayRate(TypedModule):
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape n s"]:
         x = x.to(accumulation_dtype(x.dtype))
-        step = functional.softplus(x + self.dt_bias.to(x.dtype), threshold=1000.0)  # torch leaves it out above 20
+        step = functional.softplus(
+            x + self.dt_bias.to(x.dtype), threshold=1000.0
+        )  # torch leaves it out above 20
         step = rearrange(step, "... (n s) -> ... n s", n=self.num_heads)
         return -self.A_log.to(x.dtype).exp()[:, None] * step

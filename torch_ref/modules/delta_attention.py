@@ -152,15 +152,21 @@ class DeltaAttention(Attention):
         check_recurrent_options(options)
         if cache is not None:
             check_type("cache", cache, DeltaCache, "what init_cache of this layer returns")
-            cache.check_shapes(DeltaCache.shapes(len(query) if query.ndim == 3 else None, **self._cached))
+            cache.check_shapes(
+                DeltaCache.shapes(len(query) if query.ndim == 3 else None, **self._cached)
+            )
         if query.ndim == 2:
             batched = None if cache is None else _each(cache, lambda x: x[None])
             output, after = self._attend(query[None], as_mask(mask), lengths, batched)
-            return Outputs(output[0], cache=None if after is None else _each(after, lambda x: x[0])).pack()
+            return Outputs(
+                output[0], cache=None if after is None else _each(after, lambda x: x[0])
+            ).pack()
         output, after = self._attend(query, as_mask(mask), lengths, cache)
         return Outputs(output, cache=after).pack()
 
-    def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> DeltaCache:
+    def init_cache(
+        self, b: int | None, capacity: int, dtype: torch.dtype | None = None
+    ) -> DeltaCache:
         """Return an empty cache for `b` sequences; b None is one without a batch axis.
 
         It is as large for any `capacity`. `dtype` is that of the inputs of the convolutions; None is that of the key
@@ -179,16 +185,24 @@ class DeltaAttention(Attention):
         self, x: Tensor, mask: Mask, lengths: ArrayLike | int | None, cache: DeltaCache | None
     ) -> tuple[Tensor, DeltaCache | None]:
         b, t, _ = x.shape
-        order = torch.arange(t, device=x.device).expand(b, t) if cache is None else cache.positions(t)
+        order = (
+            torch.arange(t, device=x.device).expand(b, t) if cache is None else cache.positions(t)
+        )
         starts, lengths = documents_of(mask, order, lengths)
         after, lengths = (0, lengths) if cache is None else cache.count(t, lengths)
         before = (None, None, None, None) if cache is None else tuple(cache.arrays.values())
         options = {"starts": starts, "lengths": lengths}
-        x = x if lengths is None else torch.where(real_tokens(b, t, lengths, x.device)[..., None], x, 0)
+        x = (
+            x
+            if lengths is None
+            else torch.where(real_tokens(b, t, lengths, x.device)[..., None], x, 0)
+        )
         query, last_query = self.conv_query(self.W_query(x), before[0], **options)
         key, last_key = self.conv_key(self.W_key(x), before[1], **options)
         value, last_value = self.conv_value(self.W_value(x), before[2], **options)
-        query, key = (_unit(rearrange(y, "b t (k h) -> b t k h", h=self.head_dim)) for y in (query, key))
+        query, key = (
+            _unit(rearrange(y, "b t (k h) -> b t k h", h=self.head_dim)) for y in (query, key)
+        )
         value = rearrange(value, "b t (n v) -> b t n v", n=self.num_heads)
         beta = self.beta(x)
         found = gated_delta_rule(query, key, value, self.decay(x), beta, state=before[3], **options)

@@ -102,7 +102,9 @@ class DifferentialAttention(MultiHeadAttention):
         # The key/value heads of both halves get the values of both: then query heads are grouped as always.
         of_both = torch.cat(v.chunk(2, dim=-2), dim=-1)
         values = torch.cat([of_both, of_both], dim=-2)
-        heads, weights = super()._attend(q, k, values, *others, return_weights=return_weights, **options)
+        heads, weights = super()._attend(
+            q, k, values, *others, return_weights=return_weights, **options
+        )
         first, second = heads.to(accumulation_dtype(heads.dtype)).chunk(2, dim=-2)
         normed = rms_normed(first - self.difference().to(first.dtype) * second, self.eps)
         return ((1 - self.lambda_init) * normed).to(heads.dtype), weights

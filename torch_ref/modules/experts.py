@@ -42,9 +42,13 @@ class ClampedSwiGLU:
 
     def __post_init__(self):
         if not self.limit > 0:
-            raise ValueError(f"limit bounds the branches of a SwiGLU and must be positive; got {self.limit!r}")
+            raise ValueError(
+                f"limit bounds the branches of a SwiGLU and must be positive; got {self.limit!r}"
+            )
 
-    def __call__(self, gate: Float[Tensor, "*shape h"], up: Float[Tensor, "*shape h"]) -> Float[Tensor, "*shape h"]:
+    def __call__(
+        self, gate: Float[Tensor, "*shape h"], up: Float[Tensor, "*shape h"]
+    ) -> Float[Tensor, "*shape h"]:
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
@@ -56,7 +60,9 @@ class _Linears(TypedModule):
         super().__init__()
         bound = d_in**-0.5
         self.weight = nn.Parameter(torch.empty(num_experts, d_out, d_in).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(num_experts, d_out).uniform_(-bound, bound)) if bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(num_experts, d_out).uniform_(-bound, bound)) if bias else None
+        )
 
     def forward(self, x: Float[Tensor, "e *shape d_in"]) -> Float[Tensor, "e *shape d_out"]:
         biases = [None] * len(x) if self.bias is None else self.bias
@@ -123,7 +129,9 @@ class Experts(TypedModule):
         return torch.einsum("...e,e...d->...d", weights, outputs)
 
 
-def gated(activation: str | Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def gated(
+    activation: str | Callable[[Tensor, Tensor], Tensor],
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function of gate and up that an activation stands for.
 
     Raises:
@@ -134,7 +142,9 @@ def gated(activation: str | Callable[[Tensor, Tensor], Tensor]) -> Callable[[Ten
         tensor([0.])
     """
     if not isinstance(activation, str):
-        check_type("activation", activation, Callable, 'activation="silu", or a function of gate and up')
+        check_type(
+            "activation", activation, Callable, 'activation="silu", or a function of gate and up'
+        )
         return activation
     check_choice("activation", activation, tuple(ACTIVATIONS))
     return _Gated(ACTIVATIONS[activation]())

@@ -9,7 +9,12 @@ from torch_ref.functional.checks import check_choice, check_positive, check_widt
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.typed import TypedModule
 
-ACTIVATIONS = {"gelu_tanh": partial(nn.GELU, "tanh"), "gelu_exact": nn.GELU, "silu": nn.SiLU, "relu": nn.ReLU}
+ACTIVATIONS = {
+    "gelu_tanh": partial(nn.GELU, "tanh"),
+    "gelu_exact": nn.GELU,
+    "silu": nn.SiLU,
+    "relu": nn.ReLU,
+}
 
 
 class FeedForward(TypedModule):
@@ -38,14 +43,22 @@ class FeedForward(TypedModule):
         Hendrycks and Gimpel 2016 (arXiv:1606.08415).
     """
 
-    def __init__(self, d_model: int, d_hidden: int | None = None, activation: str = "gelu_tanh", bias: bool = True):
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int | None = None,
+        activation: str = "gelu_tanh",
+        bias: bool = True,
+    ):
         super().__init__()
         check_choice("activation", activation, tuple(ACTIVATIONS))
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
         check_positive(d_model=d_model, d_hidden=d_hidden)
         self.d_model = d_model
         self.layers = nn.Sequential(
-            Linear(d_model, d_hidden, bias), ACTIVATIONS[activation](), Linear(d_hidden, d_model, bias)
+            Linear(d_model, d_hidden, bias),
+            ACTIVATIONS[activation](),
+            Linear(d_hidden, d_model, bias),
         )
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
@@ -77,7 +90,13 @@ class GatedFeedForward(TypedModule):
         Shazeer 2020 (arXiv:2002.05202).
     """
 
-    def __init__(self, d_model: int, d_hidden: int | None = None, activation: str = "silu", bias: bool = False):
+    def __init__(
+        self,
+        d_model: int,
+        d_hidden: int | None = None,
+        activation: str = "silu",
+        bias: bool = False,
+    ):
         super().__init__()
         check_choice("activation", activation, tuple(ACTIVATIONS))
         d_hidden = 4 * d_model if d_hidden is None else d_hidden

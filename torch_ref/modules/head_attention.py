@@ -81,7 +81,9 @@ class HeadAttention(Attention):
             cache.check_heads(tuple(query.shape[:-2]), *self._cached)
             check_cache_window(cache.window, self.window)
         t = query.shape[-2]
-        query_positions = torch.arange(t, device=query.device) if cache is None else cache.positions(t, lengths)
+        query_positions = (
+            torch.arange(t, device=query.device) if cache is None else cache.positions(t, lengths)
+        )
         q, k, v = self._project(*inputs, query_positions if positions is None else positions)
         mask = self._mask(mask)
         if cache is None:
@@ -90,14 +92,19 @@ class HeadAttention(Attention):
         else:
             k, v, mask, key_positions, cache = cache.extend(k, v, mask, lengths)
         bias = bias(query_positions, key_positions) if callable(bias) else bias
-        score, dropout = self.scores.placed(query_positions, key_positions), self.dropout.keyed(dropout_key)
+        score, dropout = (
+            self.scores.placed(query_positions, key_positions),
+            self.dropout.keyed(dropout_key),
+        )
         options = {"score": score, "dropout": dropout, "return_weights": return_weights}
         context, weights = self._attend(q, k, v, bias, mask, **options)
         if cache is not None:
             context = torch.where(cache.invalid[..., None, None, None], torch.nan, context)
         if self.W_gate is not None:
             context = gate_heads(self.W_gate(query), context)
-        output = checkpoint_name(self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output")
+        output = checkpoint_name(
+            self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output"
+        )
         return Outputs(output, weights, cache).pack()
 
     def _attend(
@@ -118,11 +125,15 @@ class HeadAttention(Attention):
         own = Mask.causal() if self.window is None else Mask.sliding_window(self.window)
         return (own if self.causal else Mask()) & as_mask(mask).sized(None, self.num_heads)
 
-    def _empty(self, b: int | None, capacity: int, dtype: torch.dtype | None, layer: Linear) -> KVCache:
+    def _empty(
+        self, b: int | None, capacity: int, dtype: torch.dtype | None, layer: Linear
+    ) -> KVCache:
         """Return an empty cache of these heads and widths, by default in the dtype of a projection."""
         if self.window is None:
             check_capacity(capacity, self.context_length)
         *sizes, value_dim = self._cached
         own = layer.weight
         numerics = {"dtype": own.dtype if dtype is None else dtype, "device": own.device}
-        return KVCache.zeros(b, capacity, *sizes, value_dim=value_dim, window=self.window, **numerics)
+        return KVCache.zeros(
+            b, capacity, *sizes, value_dim=value_dim, window=self.window, **numerics
+        )

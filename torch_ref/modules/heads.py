@@ -31,10 +31,14 @@ def norm_heads(norm: Norm | None, x: Float[Tensor, "*b t n h"]) -> Float[Tensor,
         return x
     if getattr(norm, "d_model", None) == x.shape[-1]:
         return norm(x)
-    return rearrange(norm(rearrange(x, "... n h -> ... (n h)")), "... (n h) -> ... n h", n=x.shape[-2])
+    return rearrange(
+        norm(rearrange(x, "... n h -> ... (n h)")), "... (n h) -> ... n h", n=x.shape[-2]
+    )
 
 
-def gate_heads(gate: Float[Tensor, "*b t gates"], x: Float[Tensor, "*b t n h"]) -> Float[Tensor, "*b t n h"]:
+def gate_heads(
+    gate: Float[Tensor, "*b t gates"], x: Float[Tensor, "*b t n h"]
+) -> Float[Tensor, "*b t n h"]:
     """Return `sigmoid(gate) * x`, the sigmoid in at least float32.
 
     Args:

@@ -47,5 +47,7 @@ class KimiDeltaAttention(DeltaAttention):
 
     def gate(self, x: Tokens) -> Float[Tensor, "b t n v"]:
         """Return `sigmoid(x W_gate_down W_gate_up)`."""
-        gate = rearrange(self.W_gate_up(self.W_gate_down(x)), "b t (n v) -> b t n v", n=self.num_heads)
+        gate = rearrange(
+            self.W_gate_up(self.W_gate_down(x)), "b t (n v) -> b t n v", n=self.num_heads
+        )
         return gate.sigmoid()

@@ -117,8 +117,14 @@ class MultiHeadLatentAttention(HeadAttention):
         backend: str = "auto",
     ):
         super().__init__()
-        widths = {"qk_nope_head_dim": qk_nope_head_dim, "qk_rope_head_dim": qk_rope_head_dim, "v_head_dim": v_head_dim}
-        check_positive(d_in=d_in, d_out=d_out, num_heads=num_heads, kv_lora_rank=kv_lora_rank, **widths)
+        widths = {
+            "qk_nope_head_dim": qk_nope_head_dim,
+            "qk_rope_head_dim": qk_rope_head_dim,
+            "v_head_dim": v_head_dim,
+        }
+        check_positive(
+            d_in=d_in, d_out=d_out, num_heads=num_heads, kv_lora_rank=kv_lora_rank, **widths
+        )
         check_context_length(context_length)
         check_causal_window(window, causal)
         check_choice("form", form, FORMS)
@@ -137,7 +143,9 @@ class MultiHeadLatentAttention(HeadAttention):
         self.rope, self.scores, self.form, self.backend = rope, scores, form, backend
         self.W_query_down = None if q_lora_rank is None else Linear(d_in, q_lora_rank, qkv_bias)
         to_heads = Linear(q_lora_rank or d_in, num_heads * self.head_dim, False)
-        self.W_query, self.W_query_up = (to_heads, None) if q_lora_rank is None else (None, to_heads)
+        self.W_query, self.W_query_up = (
+            (to_heads, None) if q_lora_rank is None else (None, to_heads)
+        )
         self.W_latent = Linear(d_in, kv_lora_rank + qk_rope_head_dim, qkv_bias)
         self.W_key_value = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), False)
         self.out_proj = Linear(num_heads * v_head_dim, d_out, out_bias)
@@ -179,7 +187,13 @@ class MultiHeadLatentAttention(HeadAttention):
     ) -> Returned:
         """Return the output, and weights and cache where asked for; the arguments are those of `MultiHeadAttention`."""
         check_self_attention(self.rope, query, None, positions, cache)
-        options = {"mask": mask, "bias": bias, "positions": positions, "lengths": lengths, "cache": cache}
+        options = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "cache": cache,
+        }
         return self._run(query, return_weights=return_weights, dropout_key=dropout_key, **options)
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
@@ -194,13 +208,19 @@ class MultiHeadLatentAttention(HeadAttention):
 
     @property
     def _cached(self) -> tuple[int, int, int]:
-        return 1, self.kv_lora_rank + self.qk_rope_head_dim, 0  # [latent, rotated] is all that is cached
+        return (
+            1,
+            self.kv_lora_rank + self.qk_rope_head_dim,
+            0,
+        )  # [latent, rotated] is all that is cached
 
     def _project(self, query: Tensor, positions: ArrayLike) -> tuple[Tensor, Tensor, Tensor]:
         latents = self._latents(query, positions)
         return self._queries(query, positions), latents, latents[..., :0]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         return super()._attend(q, *self._keys_and_values(k), *others, **options)
 
     def _queries(self, x: Tensor, positions: ArrayLike) -> Tensor:

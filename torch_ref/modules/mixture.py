@@ -56,7 +56,9 @@ class MixtureOfExperts(TypedModule):
         check_type("router", router, Router, "router=Router(...)")
         check_type("experts", experts, Experts, "experts=Experts(...)")
         sizes = (router.num_experts, router.d_model), (experts.num_experts, experts.d_model)
-        check_experts(*sizes, getattr(shared, "d_model", None), shared is None and shared_gate is not None)
+        check_experts(
+            *sizes, getattr(shared, "d_model", None), shared is None and shared_gate is not None
+        )
         self.d_model = router.d_model
         self.router, self.experts = router, experts
         self.shared, self.shared_gate = shared, shared_gate

@@ -143,7 +143,9 @@ class MultiHeadAttention(HeadAttention):
         self.dropout = Dropout(dropout)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        state_dict.pop(f"{prefix}mask", None)  # a buffer that modules of the same names elsewhere save
+        state_dict.pop(
+            f"{prefix}mask", None
+        )  # a buffer that modules of the same names elsewhere save
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @overload
@@ -199,8 +201,16 @@ class MultiHeadAttention(HeadAttention):
             dropout_key: decides what is dropped in train mode; None draws a key from torch's generator.
         """
         check_self_attention(self.rope, query, key, positions, cache)
-        options = {"mask": mask, "bias": bias, "positions": positions, "lengths": lengths, "cache": cache}
-        return self._run(query, key, value, return_weights=return_weights, dropout_key=dropout_key, **options)
+        options = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "cache": cache,
+        }
+        return self._run(
+            query, key, value, return_weights=return_weights, dropout_key=dropout_key, **options
+        )
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.

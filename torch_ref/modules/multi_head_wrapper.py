@@ -55,7 +55,10 @@ class MultiHeadAttentionWrapper(TypedModule):
         super().__init__()
         check_positive(num_heads=num_heads)
         self.heads = nn.ModuleList(
-            [CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, backend=backend) for _ in range(num_heads)]
+            [
+                CausalAttention(d_in, d_out, context_length, dropout, qkv_bias, backend=backend)
+                for _ in range(num_heads)
+            ]
         )
 
     @overload
@@ -82,7 +85,10 @@ class MultiHeadAttentionWrapper(TypedModule):
         """
         results = [
             unpack(
-                head(x, return_weights=return_weights, mask=mask, dropout_key=fold_in(dropout_key, i)), return_weights
+                head(
+                    x, return_weights=return_weights, mask=mask, dropout_key=fold_in(dropout_key, i)
+                ),
+                return_weights,
             )
             for i, head in enumerate(self.heads)
         ]

@@ -118,7 +118,9 @@ class Router(TypedModule):
 
     def _preferred(self, scores: Tensor) -> Tensor:
         """Return what the experts are chosen by."""
-        return scores if self.selection_bias is None else scores + self.selection_bias.to(scores.dtype)
+        return (
+            scores if self.selection_bias is None else scores + self.selection_bias.to(scores.dtype)
+        )
 
     def _chosen(self, scores: Tensor, preferred: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores and the numbers of the experts of each token."""
@@ -136,7 +138,9 @@ class Router(TypedModule):
         return rearrange(grouped.where(open_groups[..., None], -torch.inf), "... g e -> ... (g e)")
 
 
-def load_balancing_loss(routings: Sequence[Routing], mask: Tensor | None = None) -> Float[Tensor, ""]:
+def load_balancing_loss(
+    routings: Sequence[Routing], mask: Tensor | None = None
+) -> Float[Tensor, ""]:
     """Return the auxiliary loss that is 1 where all experts have the same load, times `top_k`, and more elsewhere.
 
         num_experts * sum_e f_e p_e    with f_e = tokens given to expert e / tokens, p_e = mean softmax of its logits
@@ -159,10 +163,16 @@ def load_balancing_loss(routings: Sequence[Routing], mask: Tensor | None = None)
         Fedus et al. 2021, equations 4 to 6 (arXiv:2101.03961).
     """
     if not routings:
-        raise ValueError("the load is that of the routers of one layer at least; got no routing. Pass those of a model")
+        raise ValueError(
+            "the load is that of the routers of one layer at least; got no routing. Pass those of a model"
+        )
     logits = torch.stack([routing.logits for routing in routings])
     chosen = torch.stack([routing.experts for routing in routings])
-    real = logits.new_ones(logits.shape[1:-1], dtype=torch.bool) if mask is None else torch.as_tensor(mask).bool()
+    real = (
+        logits.new_ones(logits.shape[1:-1], dtype=torch.bool)
+        if mask is None
+        else torch.as_tensor(mask).bool()
+    )
     real = real.expand(logits.shape[:-1])
     count = logits.shape[-1]
     given = functional.one_hot(chosen, count).sum(dim=-2)[real].to(logits.dtype)

@@ -66,7 +66,11 @@ class SelfAttention(TypedModule):
 
     @overload
     def forward(
-        self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[False] = False
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        return_weights: Literal[False] = False,
     ) -> Tensor: ...
     @overload
     def forward(
@@ -77,4 +81,6 @@ class SelfAttention(TypedModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the context vectors, followed by the weights if `return_weights`."""
         check_tokens("x", x, "d_in", self.d_in, None)
-        return single_head_attention(*self.project(x), mask=mask, backend=self.backend, return_weights=return_weights)
+        return single_head_attention(
+            *self.project(x), mask=mask, backend=self.backend, return_weights=return_weights
+        )

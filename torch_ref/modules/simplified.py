@@ -41,4 +41,6 @@ class SimplifiedSelfAttention(TypedModule):
     def forward(self, x: Tokens, *, return_weights: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Return the context vectors, followed by the weights if `return_weights`."""
         check_tokens("x", x, "d", x.shape[-1], None)
-        return single_head_attention(x, x, x, scale=1.0, backend=self.backend, return_weights=return_weights)
+        return single_head_attention(
+            x, x, x, scale=1.0, backend=self.backend, return_weights=return_weights
+        )

@@ -20,7 +20,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from flax_attn.backends.backend import Backend
-from flax_attn.backends.blocked.heads import Loop, Options, attend_heads, backward_heads, forward_heads
+from flax_attn.backends.blocked.heads import (
+    Loop,
+    Options,
+    attend_heads,
+    backward_heads,
+    forward_heads,
+)
 from flax_attn.backends.blocked.tiles import Static
 from flax_attn.backends.blocked.tiling import Tiling, make_tiling
 from flax_attn.backends.call import Call, Floats
@@ -68,7 +74,9 @@ class Blocked(Backend):
         low = call.platform != "cpu" and call.query.dtype == jnp.bfloat16
         operand = call.query.dtype if low else sums
         tiling, rest = self.tiling(call)
-        loop = Loop(Static(tiling, call.soft_cap, call.precision, operand, sums), heads_at_once(call))
+        loop = Loop(
+            Static(tiling, call.soft_cap, call.precision, operand, sums), heads_at_once(call)
+        )
         scale, factor = jnp.asarray(call.scale, sums), row_factor(call, sums)
         options = Options(call.bias, call.score, call.sinks, scale, rest, call.dropout, factor)
         query, key, value = (jnp.asarray(x, operand) for x in (call.query, call.key, call.value))
@@ -83,12 +91,16 @@ class Blocked(Backend):
         head = (t + tiling.block + s + tiling.pad_before + tiling.pad_after) * (
             call.query.shape[3] + call.value.shape[3]
         )
-        return accumulation_dtype(call.query.dtype).itemsize * (heads_at_once(call) * (3 * tile + head) + 2 * b * n * t)
+        return accumulation_dtype(call.query.dtype).itemsize * (
+            heads_at_once(call) * (3 * tile + head) + 2 * b * n * t
+        )
 
     def tiling(self, call: Call) -> tuple[Tiling, Mask]:
         """Return the tiling, which follows the band of the mask, and the rest of the mask."""
         band, rest = call.mask.split_band()
-        block = self.block if call.platform == "cpu" else max(self.block // 4, 1)  # of all heads at once
+        block = (
+            self.block if call.platform == "cpu" else max(self.block // 4, 1)
+        )  # of all heads at once
         return make_tiling(*call.shape[2:], *band, block, min(self.edge, block)), rest
 
 

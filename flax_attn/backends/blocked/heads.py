@@ -92,20 +92,34 @@ def forward_heads(loop: Loop, query: Array, key: Array, value: Array, options: O
 
 
 def backward_heads(
-    loop: Loop, query: Array, key: Array, value: Array, options: Options, saved: Softmax, cotangent: Array
+    loop: Loop,
+    query: Array,
+    key: Array,
+    value: Array,
+    options: Options,
+    saved: Softmax,
+    cotangent: Array,
 ) -> Floats:
     """Return the gradients, where the keys may be a part of those that `saved` is over."""
     output, tops, totals = saved.output, saved.top, saved.total
     static, (b, _, n, _) = loop.static, query.shape
-    arrays, group = (query, key, value, _padded_bias(static.tiling, options.bias)), n // key.shape[2]
+    arrays, group = (
+        (query, key, value, _padded_bias(static.tiling, options.bias)),
+        n // key.shape[2],
+    )
 
     def one(b, n):
         saved = Softmax(_pick(output, b, n), _rows_of(tops, b, n), _rows_of(totals, b, n))
-        found = backward(static, _head(static, arrays, options, b, n), saved, _pick(cotangent, b, n))
-        query, key, value = (_pick(x, b, i) for x, i in zip(arrays[:3], (n, n // group, n // group), strict=True))
+        found = backward(
+            static, _head(static, arrays, options, b, n), saved, _pick(cotangent, b, n)
+        )
+        query, key, value = (
+            _pick(x, b, i) for x, i in zip(arrays[:3], (n, n // group, n // group), strict=True)
+        )
         d_scale = (found.query * zero_nonfinite(query).astype(static.sums)).sum()
         d_query, d_key, d_value = (
-            jnp.where(finite_tokens(x)[:, None], d, 0) for x, d in zip((query, key, value), found[:3], strict=True)
+            jnp.where(finite_tokens(x)[:, None], d, 0)
+            for x, d in zip((query, key, value), found[:3], strict=True)
         )
         return found._replace(query=d_query, key=d_key, value=d_value), d_scale
 
@@ -122,8 +136,12 @@ def backward_heads(
         )
 
     captured = () if options.score is None else options.score.floats
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, static.sums), (*arrays, options.sinks, options.scale, captured))
-    d_query, d_key, d_value, d_bias, d_sinks, d_scale, d_captured = _over_heads(loop, b, n, one, store, zeros)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, static.sums), (*arrays, options.sinks, options.scale, captured)
+    )
+    d_query, d_key, d_value, d_bias, d_sinks, d_scale, d_captured = _over_heads(
+        loop, b, n, one, store, zeros
+    )
     if d_bias is not None and options.bias is not None:
         d_bias = _unpadded_bias(static.tiling, d_bias, options.bias)
     return Floats(d_query, d_key, d_value, d_bias, d_sinks, d_scale, d_captured)
@@ -142,7 +160,12 @@ def _backward(loop, saved, cotangent):
     found: Floats = jax.tree.map(lambda d, x: d.astype(x.dtype), found, arrays)
     score = None if options.score is None else options.score.cotangent(found.captured)
     of_options = {"bias": found.bias, "score": score, "sinks": found.sinks, "scale": found.scale}
-    return found.query, found.key, found.value, Options(**of_options, mask=None, dropout=None, row_factor=None)
+    return (
+        found.query,
+        found.key,
+        found.value,
+        Options(**of_options, mask=None, dropout=None, row_factor=None),
+    )
 
 
 _attend.defvjp(_forward, _backward)
@@ -165,7 +188,9 @@ def _head(static: Static, arrays: tuple, options: Options, b: Array, n: Array) -
     query, key, value, bias = arrays
     tiling, group = static.tiling, query.shape[2] // key.shape[2]
     query = zero_nonfinite(_pick(query, b, n)).astype(static.sums) * options.scale
-    key, value = (zero_nonfinite(_pick(x, b, n // group)).astype(static.operand) for x in (key, value))
+    key, value = (
+        zero_nonfinite(_pick(x, b, n // group)).astype(static.operand) for x in (key, value)
+    )
     ends = ((tiling.pad_before, tiling.pad_after), (0, 0))
     return Head(
         query=jnp.pad(query.astype(static.operand), ((0, tiling.padded_t - tiling.t), (0, 0))),

@@ -54,7 +54,11 @@ def forward(static: Static, head: Head) -> Softmax:
             reduce(Sums.__and__, [_forward_tile(static, head, query[rows], tile) for tile in tiles])
             for rows, tiles in edges(static, head, start)
         ]
-        done = jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts) if parts else _nothing(static, head)
+        done = (
+            jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
+            if parts
+            else _nothing(static, head)
+        )
         return _finish(static, over_chunks(static, head, start, step, done), head.sink)
 
     blocks = lax.map(block, starts(static.tiling))
@@ -92,7 +96,9 @@ def _as_column(static: Static, sink: Array) -> Array:
     return sink.astype(static.sums).reshape(1, 1)
 
 
-def backward(static: Static, head: Head, saved: Softmax, cotangent: Float[Array, "t v"]) -> Gradients:
+def backward(
+    static: Static, head: Head, saved: Softmax, cotangent: Float[Array, "t v"]
+) -> Gradients:
     """Return the gradients of one head."""
     tiling = static.tiling
     all_rows, delta = _prepare(static, head, saved, cotangent)
@@ -111,17 +117,34 @@ def backward(static: Static, head: Head, saved: Softmax, cotangent: Float[Array,
                 d_query, sums = _backward_tile(static, head, block_rows.part(rows), tile, sums)
                 d_rows.append(d_query)
             parts.append(sum(d_rows))
-        d_query = jnp.concatenate(parts) if parts else jnp.zeros(block_rows.query.shape, static.sums)
+        d_query = (
+            jnp.concatenate(parts) if parts else jnp.zeros(block_rows.query.shape, static.sums)
+        )
         d_query, sums = over_chunks(static, head, start, step, (d_query, sums))
         return sums, d_query
 
     bias = None if head.bias is None else jnp.zeros(head.bias.shape[2:], static.sums)
-    captured = () if head.score is None else tuple(jnp.zeros(x.shape, static.sums) for x in head.score.floats)
-    sums = jnp.zeros(head.key.shape[::-1], static.sums), jnp.zeros(head.value.shape[::-1], static.sums), bias, captured
+    captured = (
+        ()
+        if head.score is None
+        else tuple(jnp.zeros(x.shape, static.sums) for x in head.score.floats)
+    )
+    sums = (
+        jnp.zeros(head.key.shape[::-1], static.sums),
+        jnp.zeros(head.value.shape[::-1], static.sums),
+        bias,
+        captured,
+    )
     (d_key, d_value, d_bias, d_captured), d_query = lax.scan(block, sums, starts(tiling))
     real = slice(tiling.pad_before, tiling.pad_before + tiling.s)
-    d_sink = None if head.sink is None else -(jnp.exp(_as_column(static, head.sink) - saved.top) * delta).sum()
-    return Gradients(_rows(static, d_query), d_key[:, real].T, d_value[:, real].T, d_bias, d_sink, d_captured)
+    d_sink = (
+        None
+        if head.sink is None
+        else -(jnp.exp(_as_column(static, head.sink) - saved.top) * delta).sum()
+    )
+    return Gradients(
+        _rows(static, d_query), d_key[:, real].T, d_value[:, real].T, d_bias, d_sink, d_captured
+    )
 
 
 class _Rows(NamedTuple):
@@ -135,7 +158,9 @@ class _Rows(NamedTuple):
     cotangent_t: Array
 
     def block(self, start: Array, size: int) -> _Rows:
-        return _Rows(*(lax.dynamic_slice_in_dim(x, start, size, i // 4) for i, x in enumerate(self)))
+        return _Rows(
+            *(lax.dynamic_slice_in_dim(x, start, size, i // 4) for i, x in enumerate(self))
+        )
 
     def part(self, at: slice) -> _Rows:
         return _Rows(*(x[:, at] if i // 4 else x[at] for i, x in enumerate(self)))
@@ -148,11 +173,15 @@ def _prepare(static: Static, head: Head, saved: Softmax, cotangent: Array) -> tu
     delta = (saved.output * cotangent).sum(axis=-1, keepdims=True)
     pad = ((0, head.query.shape[0] - static.tiling.t), (0, 0))
     padded = jnp.pad(cotangent.astype(static.operand), pad)
-    top = jnp.pad(saved.top, pad, constant_values=jnp.inf)  # these rows see nothing, whatever a function of scores says
+    top = jnp.pad(
+        saved.top, pad, constant_values=jnp.inf
+    )  # these rows see nothing, whatever a function of scores says
     return _Rows(head.query, padded, jnp.pad(delta, pad), top, head.query.T, padded.T), delta
 
 
-def _backward_tile(static: Static, head: Head, rows: _Rows, tile: Tile, sums: tuple) -> tuple[Array, tuple]:
+def _backward_tile(
+    static: Static, head: Head, rows: _Rows, tile: Tile, sums: tuple
+) -> tuple[Array, tuple]:
     d_key, d_value, d_bias, d_captured = sums
     masked, capped = scores(static, head, rows.query, tile)
     exps = jnp.exp(masked - rows.top)
@@ -165,7 +194,9 @@ def _backward_tile(static: Static, head: Head, rows: _Rows, tile: Tile, sums: tu
         seen = exps != 0
         cleared = (jnp.where(seen, x, 0) for x in (capped, d_scores))
         d_scores, found = head.score.pull(tile.indices, *cleared)
-        d_captured = tuple(sum_ + d.astype(sum_.dtype) for sum_, d in zip(d_captured, found, strict=True))
+        d_captured = tuple(
+            sum_ + d.astype(sum_.dtype) for sum_, d in zip(d_captured, found, strict=True)
+        )
     if static.soft_cap is not None:
         d_scores = d_scores * (1 - (capped / static.soft_cap) ** 2)
     d_scores = jnp.where(exps == 0, 0, d_scores)  # what overflowed where nothing is seen

@@ -84,7 +84,9 @@ class Tile(NamedTuple):
     @property
     def indices(self) -> tuple[Array, Array]:
         """The indices of the queries and of the keys."""
-        return self.row + jnp.arange(self.rows, dtype=jnp.int32), self.col + jnp.arange(self.cols, dtype=jnp.int32)
+        return self.row + jnp.arange(self.rows, dtype=jnp.int32), self.col + jnp.arange(
+            self.cols, dtype=jnp.int32
+        )
 
 
 def starts(tiling: Tiling) -> Array:
@@ -95,7 +97,10 @@ def starts(tiling: Tiling) -> Array:
 def edges(static: Static, head: Head, start: Array) -> Iterator[tuple[slice, list[Tile]]]:
     """Yield rows of the block at `start`, and the tiles in which the band ends for them."""
     for row, same_rows in groupby(static.tiling.edges, lambda edge: edge.row):
-        yield slice(row, row + static.tiling.edge), [_at_edge(static.tiling, head, start, edge) for edge in same_rows]
+        yield (
+            slice(row, row + static.tiling.edge),
+            [_at_edge(static.tiling, head, start, edge) for edge in same_rows],
+        )
 
 
 def _at_edge(tiling: Tiling, head: Head, start: Array, edge: EdgeTile) -> Tile:
@@ -110,7 +115,9 @@ def _at_edge(tiling: Tiling, head: Head, start: Array, edge: EdgeTile) -> Tile:
     return tile._replace(visible=reduce(jnp.logical_and, conditions))
 
 
-def over_chunks(static: Static, head: Head, start: Array, step: Callable[[Carry, Tile], Carry], carry: Carry) -> Carry:
+def over_chunks(
+    static: Static, head: Head, start: Array, step: Callable[[Carry, Tile], Carry], carry: Carry
+) -> Carry:
     """Return `carry` after `step(carry, tile)` for the chunks of keys that the band shows to a whole block.
 
     First for the chunks in which all is visible, then for those where the mask or the end of the keys hides something.
@@ -122,7 +129,9 @@ def over_chunks(static: Static, head: Head, start: Array, step: Callable[[Carry,
         return _over_seen_chunks(static, head, start, step, carry)
     kv_range = _chunk_range(tiling, head, start)
     first, stop, inner_first, inner_stop = (jnp.asarray(x, jnp.int32) for x in kv_range)
-    if tiling.chunks_fit:  # there are no keys beyond the last whole chunk, so that chunks begin where these do
+    if (
+        tiling.chunks_fit
+    ):  # there are no keys beyond the last whole chunk, so that chunks begin where these do
         first = first - first % chunk
 
     def chunk_at(index, masked):
@@ -135,14 +144,18 @@ def over_chunks(static: Static, head: Head, start: Array, step: Callable[[Carry,
     whole = jnp.int32(0)
     if not kv_range.needs_mask:
         whole = jnp.where(inner_first <= first, jnp.maximum(inner_stop - first, 0) // chunk, 0)
-        carry = lax.fori_loop(jnp.int32(0), whole, lambda i, carry: step(carry, chunk_at(i, False)), carry)
+        carry = lax.fori_loop(
+            jnp.int32(0), whole, lambda i, carry: step(carry, chunk_at(i, False)), carry
+        )
     if head.mask.parts or not tiling.chunks_fit:
         count = -(-jnp.maximum(stop - first, 0) // chunk)
         carry = lax.fori_loop(whole, count, lambda i, carry: step(carry, chunk_at(i, True)), carry)
     return carry
 
 
-def _over_seen_chunks(static: Static, head: Head, start: Array, step: Callable, carry: Carry) -> Carry:
+def _over_seen_chunks(
+    static: Static, head: Head, start: Array, step: Callable, carry: Carry
+) -> Carry:
     # As `over_chunks`, where a summary knows which chunks are empty: they are left out wherever they lie.
     tiling, chunk = static.tiling, static.tiling.chunk
     first, stop = (jnp.asarray(x, jnp.int32) for x in _chunk_range(tiling, head, start)[:2])
@@ -164,7 +177,9 @@ def _over_seen_chunks(static: Static, head: Head, start: Array, step: Callable, 
 
     bounds = [jnp.int32(0), *(jnp.count_nonzero(x).astype(jnp.int32) for x in (whole, some))]
     for masked, ends in zip((False, True), pairwise(bounds), strict=True):
-        carry = lax.fori_loop(*ends, lambda i, carry, masked=masked: step(carry, chunk_at(i, masked)), carry)
+        carry = lax.fori_loop(
+            *ends, lambda i, carry, masked=masked: step(carry, chunk_at(i, masked)), carry
+        )
     return carry
 
 
@@ -180,7 +195,9 @@ def scores(static: Static, head: Head, query: Array, tile: Tile) -> tuple[Array,
     x, visible = static.dot(query, keys(static, head.key, tile).T), tile.visible
     if head.bias is not None:
         bias = _bias_tile(static, head, head.bias, tile)
-        if static.soft_cap is not None or head.score is not None:  # which would turn the -inf that hides into a number
+        if (
+            static.soft_cap is not None or head.score is not None
+        ):  # which would turn the -inf that hides into a number
             visible = (bias != -jnp.inf) & (True if visible is None else visible)
         x = x + (bias if head.score is None else jnp.where(bias == -jnp.inf, 0, bias))
     if static.soft_cap is not None:
@@ -199,14 +216,21 @@ def dropout_factors(static: Static, head: Head, tile: Tile) -> Array | None:
     if head.dropout is None:
         return None
     rows, cols = tile.indices
-    keep = keep_mask(head.dropout, head.b.reshape(1, 1), head.n.reshape(1, 1), rows[:, None], cols[None])
+    keep = keep_mask(
+        head.dropout, head.b.reshape(1, 1), head.n.reshape(1, 1), rows[:, None], cols[None]
+    )
     return jnp.where(keep, 1 / (1 - head.dropout.rate), 0).astype(static.sums)
 
 
 def _bias_tile(static: Static, head: Head, bias: Array, tile: Tile) -> Array:
     whole, part = bias.shape, (1, 1, tile.rows, tile.cols)
-    at = [0 if size == 1 else i for i, size in zip((head.b, head.n, *padded_start(static, tile)), whole, strict=True)]
-    return take(bias, at, [min(pair) for pair in zip(whole, part, strict=True)])[0, 0].astype(static.sums)
+    at = [
+        0 if size == 1 else i
+        for i, size in zip((head.b, head.n, *padded_start(static, tile)), whole, strict=True)
+    ]
+    return take(bias, at, [min(pair) for pair in zip(whole, part, strict=True)])[0, 0].astype(
+        static.sums
+    )
 
 
 def padded_start(static: Static, tile: Tile) -> tuple[Array, Array]:

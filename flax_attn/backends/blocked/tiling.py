@@ -66,12 +66,16 @@ class Tiling:
     @property
     def edges(self) -> tuple[EdgeTile, ...]:
         """The edge tiles of the band, the same for every block; ordered by row."""
-        return tuple(tile for row in range(0, self.block, self.edge) for tile in self._edges_of(row))
+        return tuple(
+            tile for row in range(0, self.block, self.edge) for tile in self._edges_of(row)
+        )
 
     def _edges_of(self, row: int) -> list[EdgeTile]:
         low, high = self.low, self.high
         if low is not None and high is not None and self.edges_only:
-            return [EdgeTile(row, self.edge, row + low, max(1, self.edge + high - low))]  # the band may be empty
+            return [
+                EdgeTile(row, self.edge, row + low, max(1, self.edge + high - low))
+            ]  # the band may be empty
         left = [] if low is None else [EdgeTile(row, self.edge, row + low, self.block - row)]
         return left if high is None else [*left, EdgeTile(row, self.edge, high, row + self.edge)]
 
@@ -115,7 +119,9 @@ class Tiling:
 
 def make_tiling(t: int, s: int, low: int | None, high: int | None, block: int, edge: int) -> Tiling:
     """Return equal blocks of at most about `block` queries, with edge tiles of at most about `edge` queries."""
-    low = None if low is not None and low <= 1 - t else low  # the band ends beyond the last query or key
+    low = (
+        None if low is not None and low <= 1 - t else low
+    )  # the band ends beyond the last query or key
     high = None if high is not None and high >= s - 1 else high
     size = _share(t, block)
     edge = _share(size, edge)

@@ -49,7 +49,9 @@ class Native(Backend):
         if call.dropout is not None:
             return f"native drops no weights; got dropout={call.dropout.rate}. {hint}"
         if len(rest) > 1 or len(segments) < len(rest):
-            found = " & ".join(type(part).__name__ for part in rest)  # not their arrays, which would be waited for
+            found = " & ".join(
+                type(part).__name__ for part in rest
+            )  # not their arrays, which would be waited for
             takes = "causal masks, windows, lengths, prefixes and one pair of segments"
             return f"native takes {takes}; got {found}. {hint}"
         if any(ids.dtype.itemsize > 4 for part in segments for ids in (part.query, part.key)):
@@ -67,7 +69,9 @@ class Native(Backend):
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
         # A cache stores heads first; in the other order XLA would copy it. Where t = s keys were just computed.
         heads_first = t < s
-        key, value = (rearrange(x, "b s k h -> b k s h") if heads_first else x for x in (call.key, call.value))
+        key, value = (
+            rearrange(x, "b s k h -> b k s h") if heads_first else x for x in (call.key, call.value)
+        )
         (start, stop), rest = call.mask.split_intervals(t, s)
         pairs = [(part.query, part.key) for part in rest.parts if isinstance(part, Segments)]
         segments = pairs[0] if pairs else (jnp.zeros((b, 0), jnp.int32),) * 2

@@ -99,7 +99,9 @@ def _differentiate(options, primals, tangents):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def backward(options: Options, operands: Operands, results: Results, cotangent: Array) -> tuple[Array, ...]:
+def backward(
+    options: Options, operands: Operands, results: Results, cotangent: Array
+) -> tuple[Array, ...]:
     """Return the gradients by query, key, value and sinks."""
     d_query, d_key, d_value, delta = _backward.bind(*operands, *results, cotangent, options=options)
     d_key, d_value = (_swapped(options, x) for x in (d_key, d_value))
@@ -114,7 +116,9 @@ def _differentiate_again(options, primals, tangents):
         return jax.vjp(partial(_formula, options, operands), floats)[1](cotangent)[0]
 
     gradients, again = jax.jvp(by_formula, (operands.floats, cotangent), (changes[:4], change))
-    del gradients  # the kernel's are returned, so that they are the same bits under every transformation
+    del (
+        gradients
+    )  # the kernel's are returned, so that they are the same bits under every transformation
     return backward(options, *primals), again
 
 
@@ -147,7 +151,9 @@ def _call(name: str, results: Any, options: Options, *arrays: Array, **attribute
     call = jax.ffi.ffi_call(target(name), results)
     # What lies before the last axes may be split over devices; XLA reads the number of such axes from here.
     with set_xla_metadata(num_batch_dims="1"):
-        return call(*arrays, scale=scale, soft_cap=soft_cap, heads_first=options.heads_first, **attributes)
+        return call(
+            *arrays, scale=scale, soft_cap=soft_cap, heads_first=options.heads_first, **attributes
+        )
 
 
 def _swapped(options: Options, x: Array) -> Array:
@@ -189,8 +195,12 @@ def _scores(options: Options, row: Operands) -> Array:
     """Return the scores of one row of the batch, to base 2, `(n, t, s)`; -inf is hidden."""
     query, key = (x.astype(jnp.float32) for x in (row.query, _swapped(options, row.key)))
     query = rearrange(query, "t (k g) h -> t k g h", k=key.shape[1])
-    scores = jnp.einsum("t k g h, s k h -> k g t s", query, key, precision="highest") * options.scale
-    scores = capped_scores(rearrange(scores, "k g t s -> 1 (k g) t s"), None, options.soft_cap or None)[0]
+    scores = (
+        jnp.einsum("t k g h, s k h -> k g t s", query, key, precision="highest") * options.scale
+    )
+    scores = capped_scores(
+        rearrange(scores, "k g t s -> 1 (k g) t s"), None, options.soft_cap or None
+    )[0]
     return jnp.where(_visible(row, key.shape[0]), scores * _LOG2_E, -jnp.inf)
 
 
@@ -230,10 +240,16 @@ def _tangent_formula(*args: Array, options: Options) -> Array:
 
 
 def _transpose(cotangent, *args, options):
-    operands, results, changes = Operands(*args[:8]), Results(*args[8:11]), args[11:]  # changes: the linear inputs
+    operands, results, changes = (
+        Operands(*args[:8]),
+        Results(*args[8:11]),
+        args[11:],
+    )  # changes: the linear inputs
     cotangent = ad.instantiate_zeros(cotangent)
     gradients = backward(options, operands, results, cotangent)
-    wanted = [g if ad.is_undefined_primal(x) else None for g, x in zip(gradients, changes, strict=True)]
+    wanted = [
+        g if ad.is_undefined_primal(x) else None for g, x in zip(gradients, changes, strict=True)
+    ]
     return [None] * 11 + wanted
 
 
@@ -262,7 +278,12 @@ def _jvp(primals, tangents, *, options):
 
 _forward, _backward = (
     primitive(
-        f"native_attention_{name}", call, partial(_by_rows, plain), ("options",), shapes=call, multiple_results=True
+        f"native_attention_{name}",
+        call,
+        partial(_by_rows, plain),
+        ("options",),
+        shapes=call,
+        multiple_results=True,
     )
     for name, call, plain in (
         ("forward", _call_forward, _plain_forward),

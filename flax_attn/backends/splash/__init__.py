@@ -53,7 +53,9 @@ class Splash(Backend):
         Finite numbers so large that their products overflow float32 may turn gradients of rows that do not see them to
         NaN, unless no row sees them.
         """
-        from flax_attn.backends.splash.kernel import attend  # Pallas takes a second to import, and is for TPU
+        from flax_attn.backends.splash.kernel import (
+            attend,
+        )  # Pallas takes a second to import, and is for TPU
 
         return attend(call, _INTERPRETED.get())
 
@@ -89,7 +91,9 @@ def interpreted() -> Iterator[None]:
 
 def _refuse_numbers(call: Call) -> str | None:
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        return "splash does not compile with jax_enable_x64; got True. Switch it off around the step"
+        return (
+            "splash does not compile with jax_enable_x64; got True. Switch it off around the step"
+        )
     if call.precision not in (None, "default", jax.lax.Precision.DEFAULT):
         return (
             f"splash multiplies in the default precision; got precision={call.precision}. Pass precision=None and set "
@@ -100,9 +104,13 @@ def _refuse_numbers(call: Call) -> str | None:
 
 def _refuse_options(call: Call) -> str | None:
     if call.bias is not None:
-        return f"splash takes no bias; got one of shape {call.bias.shape}. Pass what hides as a mask"
+        return (
+            f"splash takes no bias; got one of shape {call.bias.shape}. Pass what hides as a mask"
+        )
     if call.score is not None:
-        return f'splash takes no function of scores; got score={call.score.name}. Pass backend="auto"'
+        return (
+            f'splash takes no function of scores; got score={call.score.name}. Pass backend="auto"'
+        )
     if call.dropout is not None and call.dropout.rate > 0:
         return f"splash drops no weights; got dropout={call.dropout.rate}. Drop the output, or choose another backend"
     return None

@@ -70,7 +70,9 @@ def _heads_first(x: Array) -> Array:
 def _sinks(call: Call) -> Array:
     if call.sinks is None:
         return jnp.full(call.shape[1], _NOTHING, call.query.dtype)
-    return jnp.maximum(call.sinks.astype(call.query.dtype), _NOTHING)  # the dtype that the kernel's gradient has
+    return jnp.maximum(
+        call.sinks.astype(call.query.dtype), _NOTHING
+    )  # the dtype that the kernel's gradient has
 
 
 def _segment_ids(call: Call) -> splash.SegmentIds | None:
@@ -82,7 +84,10 @@ def _segment_ids(call: Call) -> splash.SegmentIds | None:
     for part in call.mask.parts:
         if isinstance(part, Segments):
             query, key = _ranked(jnp.atleast_2d(part.query), jnp.atleast_2d(part.key))
-    query, key = jnp.where(_inside(call, "query"), query, -1), jnp.where(_inside(call, "key"), key, -2)
+    query, key = (
+        jnp.where(_inside(call, "query"), query, -1),
+        jnp.where(_inside(call, "key"), key, -2),
+    )
     return splash.SegmentIds(_pad_ids(query, b, -1), _pad_ids(key, b, -2))
 
 
@@ -90,17 +95,23 @@ def _ranked(query: Integer[Array, "#b t"], key: Integer[Array, "#b s"]) -> tuple
     # Any integers are ids, so none is free to mean padding until they are numbered from 0.
     b = max(query.shape[0], key.shape[0])
     both = jnp.concatenate([jnp.broadcast_to(x, (b, x.shape[1])) for x in (query, key)], axis=1)
-    ranks = jax.vmap(lambda ids: jnp.unique_inverse(ids, size=ids.size).inverse_indices)(both).astype(jnp.int32)
+    ranks = jax.vmap(lambda ids: jnp.unique_inverse(ids, size=ids.size).inverse_indices)(
+        both
+    ).astype(jnp.int32)
     return ranks[:, : query.shape[1]], ranks[:, query.shape[1] :]
 
 
 def _pad_ids(ids: Integer[Array, "#b t"], b: int, pad: int) -> Array:
     size = ids.shape[1]
-    return jnp.broadcast_to(jnp.pad(ids, ((0, 0), (0, padded(size) - size)), constant_values=pad), (b, padded(size)))
+    return jnp.broadcast_to(
+        jnp.pad(ids, ((0, 0), (0, padded(size) - size)), constant_values=pad), (b, padded(size))
+    )
 
 
 def _kernel(call: Call, masks: Sequence[splash.Mask], interpret: bool) -> Callable:
-    t, s = (next(block for block in _BLOCKS if padded(size) % block == 0) for size in call.shape[2:])
+    t, s = (
+        next(block for block in _BLOCKS if padded(size) % block == 0) for size in call.shape[2:]
+    )
     return splash.make_splash_mha(
         splash.MultiHeadMask(masks),
         head_shards=1,
@@ -129,8 +140,15 @@ def _masks(call: Call) -> list[splash.Mask]:
 def _band(mask: Mask, shape: tuple[int, int]) -> splash.Mask:
     """Return the diagonals that all parts let through: the kernel computes these and reads no mask."""
     (low, high), _ = mask.split_band()
-    window = None if low is None or low <= -shape[0] else -low, None if high is None or high >= shape[1] else high
-    return splash.FullMask(shape) if window == (None, None) else splash.LocalMask(shape, window, offset=0)
+    window = (
+        None if low is None or low <= -shape[0] else -low,
+        None if high is None or high >= shape[1] else high,
+    )
+    return (
+        splash.FullMask(shape)
+        if window == (None, None)
+        else splash.LocalMask(shape, window, offset=0)
+    )
 
 
 def _shows(mask: splash.Mask) -> bool:

@@ -13,4 +13,6 @@ def padded(size: int) -> int:
 
 def has_ids(call: Call) -> bool:
     """Return whether the kernel needs segment ids, for padding or for the mask."""
-    return call.shape[3] % LANES > 0 or any(isinstance(part, Lengths | Segments) for part in call.mask.parts)
+    return call.shape[3] % LANES > 0 or any(
+        isinstance(part, Lengths | Segments) for part in call.mask.parts
+    )

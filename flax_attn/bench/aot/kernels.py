@@ -42,7 +42,11 @@ def kernel(name: str) -> Kernel:
         True
     """
     backend, _, implementation = name.partition(" ")
-    ours = partial(_tokamax, implementation) if implementation else partial(dot_product_attention, backend=name)
+    ours = (
+        partial(_tokamax, implementation)
+        if implementation
+        else partial(dot_product_attention, backend=name)
+    )
     plain = {"cudnn": partial(_jax, "cudnn"), "xla": partial(_jax, "xla")}
     plain["tokamax"] = partial(_plain_tokamax, implementation or "mosaic_gpu")
     return Kernel(name, ours, plain.get(backend))
@@ -53,10 +57,16 @@ def _tokamax(implementation: str, query, key, value, bias=None, mask=None, **opt
 
 
 def _jax(implementation: str, query, key, value, bias=None, mask=None, **options: Any) -> Array:
-    return _call(jax.nn.dot_product_attention, implementation, prepare(query, key, value, bias, mask, **options))
+    return _call(
+        jax.nn.dot_product_attention,
+        implementation,
+        prepare(query, key, value, bias, mask, **options),
+    )
 
 
-def _plain_tokamax(implementation: str, query, key, value, bias=None, mask=None, **options: Any) -> Array:
+def _plain_tokamax(
+    implementation: str, query, key, value, bias=None, mask=None, **options: Any
+) -> Array:
     call = prepare(query, key, value, bias, mask, **options)
     attend = partial(import_module("tokamax").dot_product_attention, logits_soft_cap=call.soft_cap)
     return _call(attend, implementation, call)
@@ -77,5 +87,7 @@ def _mask(call: Call) -> dict[str, Any]:
     if left is not None:
         options["local_window_size"] = (left, s if right is None else right)
     if has_lengths(call):
-        options["key_value_seq_lengths"] = next(x.key for x in call.mask.parts if isinstance(x, Lengths))
+        options["key_value_seq_lengths"] = next(
+            x.key for x in call.mask.parts if isinstance(x, Lengths)
+        )
     return options

@@ -14,7 +14,9 @@ import numpy as np
 
 from flax_attn.aot.target import Target
 
-_COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
+_COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class Program:
         return self.arguments + self.outputs + self.temporaries
 
 
-def compile_for(target: Target, function: Callable, arguments: tuple, batch: int, devices: int = 1) -> Program:
+def compile_for(
+    target: Target, function: Callable, arguments: tuple, batch: int, devices: int = 1
+) -> Program:
     """Return what `function(*arguments)` takes, or why it does not compile; arguments are those of `compiled`."""
     start = time.perf_counter()
     try:
@@ -57,7 +61,9 @@ def compile_for(target: Target, function: Callable, arguments: tuple, batch: int
     return Program(*sizes, collectives(program.as_text() or ""), seconds)
 
 
-def compiled(target: Target, function: Callable, arguments: tuple, batch: int, devices: int = 1) -> jax.stages.Compiled:
+def compiled(
+    target: Target, function: Callable, arguments: tuple, batch: int, devices: int = 1
+) -> jax.stages.Compiled:
     """Return `function(*arguments)` compiled for so many devices, which share the arrays' axis of size `batch`.
 
     Args:
@@ -68,10 +74,15 @@ def compiled(target: Target, function: Callable, arguments: tuple, batch: int, d
         devices: how many.
     """
     mesh = jax.sharding.Mesh(np.array(target.devices[:devices]), ("batch",))
-    split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["batch"], []))
+    split, whole = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        for axes in (["batch"], [])
+    )
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split if x.shape[:1] == (batch,) else whole)
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=split if x.shape[:1] == (batch,) else whole
+        )
 
     # The mesh tells `dot_product_attention` the platform.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -80,7 +91,9 @@ def compiled(target: Target, function: Callable, arguments: tuple, batch: int, d
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error that says something."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 def collectives(text: str) -> dict[str, int]:

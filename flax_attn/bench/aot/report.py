@@ -29,16 +29,32 @@ def tables(platform: str, quick: bool = False) -> Iterator[Table]:
         ImportError: if something that this needs is not installed.
     """
     devices = import_module(f"flax_attn.bench.aot.{platform}")
-    calls, names = (devices.QUICK_CALLS, devices.QUICK_KERNELS) if quick else (devices.CALLS, devices.KERNELS)
+    calls, names = (
+        (devices.QUICK_CALLS, devices.QUICK_KERNELS) if quick else (devices.CALLS, devices.KERNELS)
+    )
     for target in devices.targets():
-        yield table(target, rows(target, calls, [kernel(name) for name in names], os.cpu_count() or 1))
+        yield table(
+            target, rows(target, calls, [kernel(name) for name in names], os.cpu_count() or 1)
+        )
 
 
 def table(target: Target, rows: Iterable[Row]) -> Table:
     """Return the rows of one target, grouped by call."""
     devices = len(target.devices)
-    found = Table("call", "backend", title=f"Compiled for {target.name}", caption=LEGEND.format(devices=devices))
-    for name in ("forward", "plain", "forward+\nbackward", "plain", "of\nmemory", f"{devices}\ndevices"):
+    found = Table(
+        "call",
+        "backend",
+        title=f"Compiled for {target.name}",
+        caption=LEGEND.format(devices=devices),
+    )
+    for name in (
+        "forward",
+        "plain",
+        "forward+\nbackward",
+        "plain",
+        "of\nmemory",
+        f"{devices}\ndevices",
+    ):
         found.add_column(name, justify="right")
     found.add_column("collectives", overflow="fold")
     found.add_column("s", justify="right")

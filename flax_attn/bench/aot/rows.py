@@ -45,10 +45,14 @@ class Row:
         assert self.backward is not None
         if self.backward.reason:
             return f"backward: {self.backward.reason}"
-        return f"several devices: {self.spread.reason}" if self.spread and self.spread.reason else ""
+        return (
+            f"several devices: {self.spread.reason}" if self.spread and self.spread.reason else ""
+        )
 
 
-def rows(target: Target, calls: Sequence[ModelCall], kernels: Sequence[Kernel], workers: int) -> Iterator[Row]:
+def rows(
+    target: Target, calls: Sequence[ModelCall], kernels: Sequence[Kernel], workers: int
+) -> Iterator[Row]:
     """Compile every call with every kernel, so many at a time; the rows come in order."""
     with ThreadPoolExecutor(workers) as pool:
         yield from pool.map(lambda pair: row(target, *pair), product(calls, kernels))
@@ -61,7 +65,10 @@ def row(target: Target, call: ModelCall, kernel: Kernel) -> Row:
         return found
     found = replace(found, backward=_backward(target, call, kernel.ours))
     if kernel.plain:
-        found = replace(found, plain=(_forward(target, call, kernel.plain), _backward(target, call, kernel.plain)))
+        found = replace(
+            found,
+            plain=(_forward(target, call, kernel.plain), _backward(target, call, kernel.plain)),
+        )
     if found.backward is None or found.backward.reason:
         return found
     return replace(found, spread=_backward(target, call, kernel.ours, len(target.devices)))
@@ -71,7 +78,9 @@ def _forward(target: Target, call: ModelCall, attend: Callable[..., Array]) -> P
     return compile_for(target, _function(call, attend), (call.arrays,), _batch(call))
 
 
-def _backward(target: Target, call: ModelCall, attend: Callable[..., Array], devices: int = 1) -> Program:
+def _backward(
+    target: Target, call: ModelCall, attend: Callable[..., Array], devices: int = 1
+) -> Program:
     call = grown(call, devices)
     function = with_gradients(call, _function(call, attend))
     return compile_for(target, function, (call.arrays, call.cotangent), _batch(call), devices)
@@ -101,4 +110,6 @@ def grown(call: ModelCall, factor: int) -> ModelCall:
         return x if rest is None else jax.ShapeDtypeStruct((batch * factor, *rest), x.dtype)
 
     names = [name for name in ("query", "key", "value", "mask") if name in call.arrays]
-    return replace(call, arrays=call.arrays | {name: jax.tree.map(grow, call.arrays[name]) for name in names})
+    return replace(
+        call, arrays=call.arrays | {name: jax.tree.map(grow, call.arrays[name]) for name in names}
+    )

@@ -35,5 +35,8 @@ def _causal(b: int, t: int, n: int, k: int, h: int) -> ModelCall:
     return ModelCall(f"causal, (b, t, n, k, h) = {(b, t, n, k, h)}", arrays)
 
 
-CALLS = tuple(_causal(*shape) for shape in ((1, 4096, 16, 16, 128), (4, 2048, 8, 8, 128), (1, 8192, 32, 8, 128)))
+CALLS = tuple(
+    _causal(*shape)
+    for shape in ((1, 4096, 16, 16, 128), (4, 2048, 8, 8, 128), (1, 8192, 32, 8, 128))
+)
 QUICK_CALLS, QUICK_KERNELS = CALLS[1:2], KERNELS

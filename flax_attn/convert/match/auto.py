@@ -63,7 +63,9 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
     return Pairing(tuple(made), "|".join(map(re.escape, sorted(ignored))), rows=tuple(rows))
 
 
-def _match(flax_module: Any, torch_module: Any, ours: Collection[str], theirs: Collection[str]) -> Matching:
+def _match(
+    flax_module: Any, torch_module: Any, ours: Collection[str], theirs: Collection[str]
+) -> Matching:
     """Return the complete matching of all tensors but these."""
     left = jax_tree(flax_module, ours)
     # Where query, key and value are one projection on both sides, it is one layer.
@@ -116,7 +118,9 @@ def _row(pieces: Sequence[tuple[str, Part, Part, str]]) -> PairedTensor:
     patterns = {transformation(ours.axes, part.axes, ours.merged) for _, ours, part, _ in pieces}
     names = tuple(ours.tensor.name for _, ours, _, _ in pieces)
     if len(patterns) > 1:
-        raise ConversionError(f"{', '.join(names)} lie differently and make one tensor, {theirs.tensor.name}")
+        raise ConversionError(
+            f"{', '.join(names)} lie differently and make one tensor, {theirs.tensor.name}"
+        )
     return PairedTensor(
         kind,
         names,

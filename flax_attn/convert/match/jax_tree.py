@@ -15,8 +15,12 @@ from flax_attn.convert.match.kinds import own_layers
 from flax_attn.convert.match.tree import Branch, Group, Tensor, simplify
 from flax_attn.convert.stacked import LayerSlice, children, stacked_layers
 
-_Key = tuple[int, int | None]  # of a tensor: that of its variable, and its layer where layers are stacked
-NORMS = linen.LayerNorm | linen.RMSNorm | linen.GroupNorm  # a module by itself whose parameters do not tell its kind
+_Key = tuple[
+    int, int | None
+]  # of a tensor: that of its variable, and its layer where layers are stacked
+NORMS = (
+    linen.LayerNorm | linen.RMSNorm | linen.GroupNorm
+)  # a module by itself whose parameters do not tell its kind
 ATTENTION = {"query", "key", "value", "out"}  # the projections of an attention layer of Flax
 
 
@@ -27,7 +31,10 @@ def jax_tree(module: Any, without: Collection[str] = ()) -> Group:
 
 def _grow(branch: Branch, path: tuple[str, ...], heads: bool = False) -> Group:
     named = branch.module is None and branch.branches.keys() >= ATTENTION
-    children = [_grow(child, (*path, name), named and name in ATTENTION) for name, child in branch.branches.items()]
+    children = [
+        _grow(child, (*path, name), named and name in ATTENTION)
+        for name, child in branch.branches.items()
+    ]
     return Group(path, (*own_layers(branch, path, heads), *children), branch.ordered)
 
 
@@ -40,22 +47,34 @@ def _branch(module: Any, without: Collection[str]) -> Branch:
         variables = module.variables if module.scope is not None else {}
         params, stats = variables.get("params", {}), variables.get("batch_stats", {})
         branch = _of_linen(params, stats, "", without)
-        return branch if branch.branches or not isinstance(module, NORMS) else Branch(module, branch.tensors)
+        return (
+            branch
+            if branch.branches or not isinstance(module, NORMS)
+            else Branch(module, branch.tensors)
+        )
     return _of_pytree(module, "", without)
 
 
 def _key(tensor: nnx.Variable | LayerSlice) -> _Key:
-    return (id(tensor.variable), tensor.layer) if isinstance(tensor, LayerSlice) else (id(tensor), None)
+    return (
+        (id(tensor.variable), tensor.layer)
+        if isinstance(tensor, LayerSlice)
+        else (id(tensor), None)
+    )
 
 
-def _of_nnx(module: Any, known: Mapping[_Key, Tensor], seen: set[int], layer: int | None = None) -> Branch:
+def _of_nnx(
+    module: Any, known: Mapping[_Key, Tensor], seen: set[int], layer: int | None = None
+) -> Branch:
     tensors, branches = {}, {}
     if id(module) in seen:  # a module may hold another that holds it
         return Branch()
     seen = seen | {id(module)}
     if layers := stacked_layers(module):
         found = children(module, layers).items()
-        return Branch(module, branches={str(n): _of_nnx(child, known, seen, i) for n, (child, i) in found})
+        return Branch(
+            module, branches={str(n): _of_nnx(child, known, seen, i) for n, (child, i) in found}
+        )
     for name, value in _attributes(module):
         if isinstance(value, nnx.Variable):
             at = (id(value), layer)
@@ -72,11 +91,17 @@ def _attributes(module: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(module, nnx.List | list | tuple):
         items = enumerate(module)
     else:
-        items = ((name, value) for name, value in vars(module).items() if not name.startswith("_pytree__"))
+        items = (
+            (name, value)
+            for name, value in vars(module).items()
+            if not name.startswith("_pytree__")
+        )
     return ((str(name), value) for name, value in items)
 
 
-def _of_linen(params: Mapping[str, Any], stats: Mapping[str, Any], prefix: str, without: Collection[str]) -> Branch:
+def _of_linen(
+    params: Mapping[str, Any], stats: Mapping[str, Any], prefix: str, without: Collection[str]
+) -> Branch:
     """Return the branch of two trees of variables; their order is not that of construction."""
     tensors, branches = {}, {}
     for tree, trainable in ((params, True), (stats, False)):
@@ -96,9 +121,15 @@ def _of_pytree(tree: Any, prefix: str, without: Collection[str]) -> Branch:
         if isinstance(value, jax.Array):
             if jnp.issubdtype(value.dtype, jnp.floating) and prefix + name not in without:
                 tensors[name] = Tensor(prefix + name, value.shape)
-        elif name == "_fun":  # what equinox's own transforms, such as filter_vmap, call the module inside them
+        elif (
+            name == "_fun"
+        ):  # what equinox's own transforms, such as filter_vmap, call the module inside them
             return _of_pytree(value, prefix, without)
-        elif is_dataclass(value) or isinstance(value, Mapping | list | tuple) or hasattr(value, "_fun"):
+        elif (
+            is_dataclass(value)
+            or isinstance(value, Mapping | list | tuple)
+            or hasattr(value, "_fun")
+        ):
             branches[name] = _of_pytree(value, f"{prefix}{name}.", without)
     plain = isinstance(tree, Mapping)
     return Branch(None if plain else tree, tensors, branches, ordered=not plain)

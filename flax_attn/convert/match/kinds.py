@@ -29,7 +29,9 @@ class Kind(NamedTuple):
 
 def _norm(name: str, weight: str = "weight", bias: str = "bias", *statistics: str) -> Kind:
     roles = {weight: ("weight", "..."), bias: ("bias", "...")}
-    return Kind(name, roles | {n: (r, "...") for n, r in zip(statistics, ("mean", "var"), strict=False)})
+    return Kind(
+        name, roles | {n: (r, "...") for n, r in zip(statistics, ("mean", "var"), strict=False)}
+    )
 
 
 _AFFINE = {"weight": ("weight", "o i"), "bias": ("bias", "o")}
@@ -59,7 +61,9 @@ def _einsum(module: Any) -> Kind | None:
     sizes = dict(zip(kernel, module.kernel_shape, strict=False))
     inputs, outputs = [a for a in data if a in sizes], [a for a in output if a in sizes]
     bias = getattr(module, "bias_shape", None)
-    if sorted(inputs + outputs) != sorted(kernel) or (bias and list(bias) != [sizes[a] for a in outputs]):
+    if sorted(inputs + outputs) != sorted(kernel) or (
+        bias and list(bias) != [sizes[a] for a in outputs]
+    ):
         return None
     return _contraction(*([f"axis{a}" for a in axes] for axes in (kernel, inputs, outputs)))
 
@@ -85,10 +89,14 @@ def _conv_transpose(module: Any) -> Kind | None:
 # By package and class; a subclass is of the kind of its base.
 KINDS: dict[tuple[str, str], Kind | Callable[[Any], Kind | None]] = {
     ("torch", "Linear"): Kind("Linear", _AFFINE),
-    ("transformers", "Conv1D"): Kind("Linear", {"weight": ("weight", "i o"), "bias": ("bias", "o")}),
+    ("transformers", "Conv1D"): Kind(
+        "Linear", {"weight": ("weight", "i o"), "bias": ("bias", "o")}
+    ),
     **{("torch", f"Conv{n}d"): Kind("Conv", _CONV) for n in (1, 2, 3)},
     **{
-        ("torch", f"ConvTranspose{n}d"): Kind("ConvTranspose", {"weight": ("weight", "i o ..."), "bias": ("bias", "o")})
+        ("torch", f"ConvTranspose{n}d"): Kind(
+            "ConvTranspose", {"weight": ("weight", "i o ..."), "bias": ("bias", "o")}
+        )
         for n in (1, 2, 3)
     },
     ("torch", "Embedding"): Kind("Embedding", _EMBEDDING),
@@ -107,7 +115,9 @@ KINDS: dict[tuple[str, str], Kind | Callable[[Any], Kind | None]] = {
     ("flax", "GroupNorm"): _norm("GroupNorm", "scale"),
     ("flax", "BatchNorm"): _norm("BatchNorm", "scale", "bias", "mean", "var"),
     ("equinox", "Linear"): Kind("Linear", _AFFINE),
-    ("equinox", "Conv"): Kind("Conv", {"weight": ("weight", "o i ..."), "bias": ("bias", "o 1...")}),
+    ("equinox", "Conv"): Kind(
+        "Conv", {"weight": ("weight", "o i ..."), "bias": ("bias", "o 1...")}
+    ),
     ("equinox", "Embedding"): Kind("Embedding", _EMBEDDING),
     ("equinox", "LayerNorm"): _norm("LayerNorm"),
     ("equinox", "RMSNorm"): _norm("RMSNorm"),
@@ -142,14 +152,28 @@ def own_layers(branch: Branch, path: tuple[str, ...], heads: bool = False) -> li
         kind = _kind_by_class(branch.module) or _kind_of_own_class(branch)
     layers, rest = [], dict(branch.tensors)
     if kind is not None:
-        parts = {role: _part(rest.pop(name), axes, kind) for name, (role, axes) in kind.roles.items() if name in rest}
+        parts = {
+            role: _part(rest.pop(name), axes, kind)
+            for name, (role, axes) in kind.roles.items()
+            if name in rest
+        }
         stacked = any(part is None for part in parts.values())
         if stacked:
-            return [_single(name, t, path, f"stacked {kind.name}") for name, t in branch.tensors.items()]
-        layers = [Layer(kind.name, path, {role: part for role, part in parts.items() if part is not None})]
-    unknown = branch.module is not None and kind is None and UNKNOWN.intersection(class_names(branch.module))
+            return [
+                _single(name, t, path, f"stacked {kind.name}") for name, t in branch.tensors.items()
+            ]
+        layers = [
+            Layer(kind.name, path, {role: part for role, part in parts.items() if part is not None})
+        ]
+    unknown = (
+        branch.module is not None
+        and kind is None
+        and UNKNOWN.intersection(class_names(branch.module))
+    )
     name = type(branch.module).__name__ if unknown else PARAMETER
-    return [layer for layer in layers if layer.parts] + [_single(n, t, path, name) for n, t in rest.items()]
+    return [layer for layer in layers if layer.parts] + [
+        _single(n, t, path, name) for n, t in rest.items()
+    ]
 
 
 def _kind_by_class(module: object) -> Kind | None:
@@ -165,7 +189,12 @@ def _kind_of_own_class(branch: Branch) -> Kind | None:
     names, own = set(branch.tensors), type(branch.module).__name__
     flat = all(len(tensor.shape) == 1 for tensor in branch.tensors.values())
     both = len(names) == 2 and len({tensor.shape for tensor in branch.tensors.values()}) == 1
-    if flat and not branch.branches and _is_norm(names) and (both or re.search("Norm|^RMS|^LN", own)):
+    if (
+        flat
+        and not branch.branches
+        and _is_norm(names)
+        and (both or re.search("Norm|^RMS|^LN", own))
+    ):
         return _named_norm(names)
     if own.startswith("Embed") and len(names) == 1 and names <= {"embedding", "weight"}:
         return Kind("Embedding", {min(names): ("weight", "v d")})
@@ -180,7 +209,9 @@ def _named_norm(names: set[str]) -> Kind:
     return Kind("Norm", {name: ("weight" if name in _SCALES else "bias", "...") for name in names})
 
 
-def _kind_by_parameters(tensors: Mapping[str, Tensor], path: tuple[str, ...], heads: bool) -> Kind | None:
+def _kind_by_parameters(
+    tensors: Mapping[str, Tensor], path: tuple[str, ...], heads: bool
+) -> Kind | None:
     """Return the kind of a module of Linen, from the names and ranks of its parameters alone."""
     names, kernel, bias = set(tensors), tensors.get("kernel"), tensors.get("bias")
     if kernel is not None and names <= {"kernel", "bias"}:
@@ -202,7 +233,11 @@ def _part(tensor: Tensor, axes: str, kind: Kind) -> Part | None:
         return None
     named = " ".join(f"s{n}" for n in range(others))
     written = axes.replace("1...", " ".join("1" * others)).replace("...", named)
-    merged = {axis: names for axis, names in kind.merged.items() if set(names.strip("()").split()) <= set(axes.split())}
+    merged = {
+        axis: names
+        for axis, names in kind.merged.items()
+        if set(names.strip("()").split()) <= set(axes.split())
+    }
     return Part(tensor, " ".join(written.split()), merged)
 
 

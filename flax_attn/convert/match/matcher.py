@@ -79,7 +79,11 @@ class _Level:
     """The children of two modules that belong together."""
 
     def __init__(self, ours: Group, theirs: Group, signature: Signature):
-        self.ours, self.theirs, self.signature = list(ours.children), list(theirs.children), signature
+        self.ours, self.theirs, self.signature = (
+            list(ours.children),
+            list(theirs.children),
+            signature,
+        )
         self.depths = len(ours.path), len(theirs.path)
         self.ordered = ours.ordered and theirs.ordered
         self._contents: dict[int, Hashable] = {}
@@ -98,11 +102,18 @@ class _Level:
             for sign, items in ((1, self.ours), (-1, self.theirs)):
                 for item in items:
                     counts[self.contents(item)] += sign
-            groups = [i for i in (*self.ours, *self.theirs) if isinstance(i, Group) and counts[self.contents(i)]]
+            groups = [
+                i
+                for i in (*self.ours, *self.theirs)
+                if isinstance(i, Group) and counts[self.contents(i)]
+            ]
             if not groups:
                 return
             largest = self.contents(max(groups, key=lambda item: sum(1 for _ in layers_of(item))))
-            self.ours, self.theirs = self._opened(self.ours, largest), self._opened(self.theirs, largest)
+            self.ours, self.theirs = (
+                self._opened(self.ours, largest),
+                self._opened(self.theirs, largest),
+            )
 
     def _opened(self, items: list[Item], contents: Hashable) -> list[Item]:
         opened: list[Item] = []
@@ -122,31 +133,50 @@ class _Level:
                 alike[self.contents(item)][side].append(item)
         return alike.values()
 
-    def by_full_name(self, left: list[Item], right: list[Item], found: Matching) -> tuple[list[Item], list[Item]]:
+    def by_full_name(
+        self, left: list[Item], right: list[Item], found: Matching
+    ) -> tuple[list[Item], list[Item]]:
         """Return those that have the same name on both sides; the others are without a partner."""
         names = {self._key(item, 0) for item in left} & {self._key(item, 1) for item in right}
-        found.ours += [x for item in left if self._key(item, 0) not in names for x in layers_of(item)]
-        found.theirs += [x for item in right if self._key(item, 1) not in names for x in layers_of(item)]
+        found.ours += [
+            x for item in left if self._key(item, 0) not in names for x in layers_of(item)
+        ]
+        found.theirs += [
+            x for item in right if self._key(item, 1) not in names for x in layers_of(item)
+        ]
         left = [item for item in left if self._key(item, 0) in names]
         right = [item for item in right if self._key(item, 1) in names]
         return left, right
 
-    def settle(self, left: list[Item], right: list[Item]) -> list[tuple[Item, Item, Evidence]] | None:
+    def settle(
+        self, left: list[Item], right: list[Item]
+    ) -> list[tuple[Item, Item, Evidence]] | None:
         """Return which of some like items belong together, or None if that cannot be told."""
         if len(left) == len(right) == 1:
             keys = self._key(left[0], 0), self._key(right[0], 1)
-            return [(left[0], right[0], "name" if keys[0].words and keys[0] == keys[1] else "shape")]
+            return [
+                (left[0], right[0], "name" if keys[0].words and keys[0] == keys[1] else "shape")
+            ]
         for names in self._names(left, right):
-            if all(len(set(keys)) == len(left) for keys in names) and set(names[0]) == set(names[1]):
+            if all(len(set(keys)) == len(left) for keys in names) and set(names[0]) == set(
+                names[1]
+            ):
                 partner = dict(zip(names[1], right, strict=True))
-                return [(item, partner[key], "name") for item, key in zip(left, names[0], strict=True)]
+                return [
+                    (item, partner[key], "name") for item, key in zip(left, names[0], strict=True)
+                ]
         keys = distinguishing(self._paths(left, 0)), distinguishing(self._paths(right, 1))
-        if any(ATTENTION_INPUTS.intersection(key_of(path).words) for path in self._all_paths(left, right)):
+        if any(
+            ATTENTION_INPUTS.intersection(key_of(path).words)
+            for path in self._all_paths(left, right)
+        ):
             return None
         ranks = [_ranks(side) for side in keys]
         if ranks[0] is not None and ranks[1] is not None:
             partner = dict(zip(ranks[1], right, strict=True))
-            return [(item, partner[rank], "number") for item, rank in zip(left, ranks[0], strict=True)]
+            return [
+                (item, partner[rank], "number") for item, rank in zip(left, ranks[0], strict=True)
+            ]
         if self._same_order(left, right) and _agree_with_order(keys, ranks):
             return [(*pair, "order") for pair in zip(left, right, strict=True)]
         return None
@@ -164,7 +194,10 @@ class _Level:
 
     def _contradicted(self, one: Layer, other: Layer) -> bool:
         """Whether either has the name of another layer of its kind, or both are different inputs of attention."""
-        inputs = [ATTENTION_INPUTS.intersection(self._key(item, side).words) for side, item in enumerate((one, other))]
+        inputs = [
+            ATTENTION_INPUTS.intersection(self._key(item, side).words)
+            for side, item in enumerate((one, other))
+        ]
         if all(inputs) and inputs[0] != inputs[1]:
             return True
         if self._key(one, 0) == self._key(other, 1):
@@ -178,7 +211,9 @@ class _Level:
         alike = (o for o in others if isinstance(o, Layer) and o.family == item.family)
         return any(self._key(o, 1 - side) == key for o in alike)
 
-    def _names(self, left: list[Item], right: list[Item]) -> Iterable[tuple[Sequence[Hashable], Sequence[Hashable]]]:
+    def _names(
+        self, left: list[Item], right: list[Item]
+    ) -> Iterable[tuple[Sequence[Hashable], Sequence[Hashable]]]:
         """Return names of the items to compare, the strictest first."""
         paths = self._paths(left, 0), self._paths(right, 1)
         yield paths
@@ -187,7 +222,10 @@ class _Level:
     def _same_order(self, left: list[Item], right: list[Item]) -> bool:
         """Whether modules, or parameters, are in the same order everywhere on this level."""
         raw = _is_parameter(left[0])
-        orders = [[self.contents(i) for i in items if _is_parameter(i) == raw] for items in (self.ours, self.theirs)]
+        orders = [
+            [self.contents(i) for i in items if _is_parameter(i) == raw]
+            for items in (self.ours, self.theirs)
+        ]
         return self.ordered and orders[0] == orders[1]
 
     def _paths(self, items: list[Item], side: int) -> list[tuple[str, ...]]:
@@ -207,7 +245,11 @@ def _is_parameter(item: Item) -> bool:
 def _ranks(keys: list[Key]) -> list[int] | None:
     """Return the place of each by its numbers, or None if they are not numbered alike."""
     numbers = [key.numbers for key in keys]
-    if any(key.words for key in keys) or len(set(numbers)) < len(keys) or len(set(map(len, numbers))) > 1:
+    if (
+        any(key.words for key in keys)
+        or len(set(numbers)) < len(keys)
+        or len(set(map(len, numbers))) > 1
+    ):
         return None
     return [sorted(numbers).index(own) for own in numbers]
 

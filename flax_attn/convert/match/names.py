@@ -28,7 +28,20 @@ PHRASES = {
     "post attention norm": "norm 2",
 }
 # What a name is decorated with.
-FILLERS = {"w", "c", "to", "proj", "projection", "lin", "linear", "dense", "fc", "layer", "self", "module"}
+FILLERS = {
+    "w",
+    "c",
+    "to",
+    "proj",
+    "projection",
+    "lin",
+    "linear",
+    "dense",
+    "fc",
+    "layer",
+    "self",
+    "module",
+}
 ATTENTION_INPUTS = {"query", "key", "value"}
 
 

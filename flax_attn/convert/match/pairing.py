@@ -36,8 +36,19 @@ class PairedTensor:
 
     def cells(self) -> list[str]:
         """Return the row as text."""
-        names, shapes = " + ".join(_short(self.ours)), " + ".join(map(str, dict.fromkeys(self.shapes)))
-        return [self.theirs, self.kind, str(self.shape), names, shapes, self.pattern or "same", self.evidence]
+        names, shapes = (
+            " + ".join(_short(self.ours)),
+            " + ".join(map(str, dict.fromkeys(self.shapes))),
+        )
+        return [
+            self.theirs,
+            self.kind,
+            str(self.shape),
+            names,
+            shapes,
+            self.pattern or "same",
+            self.evidence,
+        ]
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,10 @@ def _short(names: Sequence[str]) -> list[str]:
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def transformation(axes: str, wanted: str, merged: Mapping[str, str]) -> str:

@@ -16,16 +16,22 @@ def problems_of(found: Matching) -> list[str]:
     lines = _lone_parts(found) + _lone_layers(found)
     for one, other in found.conflicts:
         differ = "names" if one.fits(other) else "kinds"
-        lines.append(f"flax {_text(one)} and torch {_text(other)} are in the same place, but their {differ} differ")
+        lines.append(
+            f"flax {_text(one)} and torch {_text(other)} are in the same place, but their {differ} differ"
+        )
     for ours, theirs in found.ambiguous:
-        lines.append(f"ambiguous: flax {_texts(ours)} fit torch {_texts(theirs)} in more than one way")
+        lines.append(
+            f"ambiguous: flax {_texts(ours)} fit torch {_texts(theirs)} in more than one way"
+        )
     return lines
 
 
 def message(heading: str, lines: Sequence[str], found: Matching) -> str:
     """Return the whole error."""
     shown = [*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])]
-    remedy = f"Name them alike, or pair them by rules: convert.auto(..., rules=[{_example(found)}, ...])"
+    remedy = (
+        f"Name them alike, or pair them by rules: convert.auto(..., rules=[{_example(found)}, ...])"
+    )
     return "\n  ".join([heading, *shown]) + "\n" + remedy
 
 
@@ -37,13 +43,18 @@ def _lone_parts(found: Matching) -> list[str]:
             for role in mine.parts.keys() - yours.parts.keys():
                 tensor = mine.parts[role].tensor
                 there = ".".join(yours.path)
-                lines.append(f"no partner for {framework} {tensor.name} {tensor.shape}: {there} has no {role}")
+                lines.append(
+                    f"no partner for {framework} {tensor.name} {tensor.shape}: {there} has no {role}"
+                )
     return lines
 
 
 def _lone_layers(found: Matching) -> list[str]:
     lines = []
-    for framework, mine, yours in (("flax", found.ours, found.theirs), ("torch", found.theirs, found.ours)):
+    for framework, mine, yours in (
+        ("flax", found.ours, found.theirs),
+        ("torch", found.theirs, found.ours),
+    ):
         for layer in mine:
             lines.append(f"no partner for {framework} {_text(layer)}{_hint(layer, yours)}")
     return lines
@@ -75,10 +86,16 @@ def _texts(items: Sequence[Item]) -> str:
 def _example(found: Matching) -> str:
     """Return a rule as one would write it for the first problem."""
     namesakes = [
-        ([one], [other]) for one in found.ours for other in found.theirs if key_of(one.path) == key_of(other.path)
+        ([one], [other])
+        for one in found.ours
+        for other in found.theirs
+        if key_of(one.path) == key_of(other.path)
     ]
     pairs = [*found.ambiguous, *(([one], [other]) for one, other in found.conflicts), *namesakes]
     for ours, theirs in pairs:
-        names = [next(iter(next(layers_of(side[0])).parts.values())).tensor.name for side in (ours, theirs)]
+        names = [
+            next(iter(next(layers_of(side[0])).parts.values())).tensor.name
+            for side in (ours, theirs)
+        ]
         return f"Rule(({names[0]!r},), {names[1]!r})"
     return "Rule((flax_name,), torch_name)"

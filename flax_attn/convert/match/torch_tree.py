@@ -36,11 +36,22 @@ def state_names(module: Any) -> tuple[str, ...]:
 
 def _branch(module: Any, prefix: str, names: dict[int, str], without: Collection[str]) -> Branch:
     """Return the branch of a module; a shared parameter has the name of its first place."""
-    own = {name: Tensor(names[id(p)], tuple(p.shape)) for name, p in module._parameters.items() if p is not None}
+    own = {
+        name: Tensor(names[id(p)], tuple(p.shape))
+        for name, p in module._parameters.items()
+        if p is not None
+    }
     buffers = {name: module._buffers.get(name) for name in STATISTICS}
-    own |= {name: Tensor(prefix + name, tuple(b.shape), False) for name, b in buffers.items() if b is not None}
+    own |= {
+        name: Tensor(prefix + name, tuple(b.shape), False)
+        for name, b in buffers.items()
+        if b is not None
+    }
     tensors = {name: tensor for name, tensor in own.items() if tensor.name not in without}
-    inner = {name: _branch(child, f"{prefix}{name}.", names, without) for name, child in module.named_children()}
+    inner = {
+        name: _branch(child, f"{prefix}{name}.", names, without)
+        for name, child in module.named_children()
+    }
     return Branch(module, tensors, inner)
 
 
@@ -56,7 +67,9 @@ def _grow(branch: Branch, path: tuple[str, ...], split: bool) -> Group:
     return Group(path, (*fused, *own_layers(own, path), *children))
 
 
-def _multihead_attention(branch: Branch, path: tuple[str, ...], split: bool) -> tuple[list[Layer], Branch]:
+def _multihead_attention(
+    branch: Branch, path: tuple[str, ...], split: bool
+) -> tuple[list[Layer], Branch]:
     """Return query, key and value of torch.nn.MultiheadAttention, packed or not, and what else it has."""
     own = dict(branch.tensors)
     weight, bias = own.pop("in_proj_weight", None), own.pop("in_proj_bias", None)

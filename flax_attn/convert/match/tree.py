@@ -10,7 +10,13 @@ from typing import NamedTuple
 from flax_attn.convert.rules import Shape
 
 PARAMETER = "Parameter"  # the kind of a parameter that is an attribute of a user's module
-NORMS = {"LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "Norm"}  # "Norm" where the parameters do not tell which
+NORMS = {
+    "LayerNorm",
+    "RMSNorm",
+    "GroupNorm",
+    "InstanceNorm",
+    "Norm",
+}  # "Norm" where the parameters do not tell which
 
 
 class Tensor(NamedTuple):
@@ -67,7 +73,11 @@ class Part:
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """The size of each axis of the layer."""
-        sizes = {axis: size for axis, size in zip(self.axes.split(), self.shape, strict=True) if axis != "1"}
+        sizes = {
+            axis: size
+            for axis, size in zip(self.axes.split(), self.shape, strict=True)
+            if axis != "1"
+        }
         for axis, names in self.merged.items():
             sizes[axis] = prod(sizes.pop(name) for name in names.strip("()").split())
         return tuple(sorted(sizes.items()))
@@ -88,7 +98,9 @@ class Layer:
 
     def fits(self, other: Layer) -> bool:
         """Whether both can be the same layer."""
-        return self.kind == other.kind or (self.family == other.family == "norm" and "Norm" in (self.kind, other.kind))
+        return self.kind == other.kind or (
+            self.family == other.family == "norm" and "Norm" in (self.kind, other.kind)
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,9 @@ def layers_of(item: Layer | Group) -> Iterator[Layer]:
 
 def tensors_of(root: Group) -> dict[str, Tensor]:
     """Return the tensors of a tree by name."""
-    return {part.tensor.name: part.tensor for layer in layers_of(root) for part in layer.parts.values()}
+    return {
+        part.tensor.name: part.tensor for layer in layers_of(root) for part in layer.parts.values()
+    }
 
 
 def simplify(root: Group) -> Group:
@@ -133,11 +147,15 @@ def _owners(root: Group) -> dict[tuple[str, int], tuple[str, ...]]:
     return {key: layer.path for key, layer in owners.items()}
 
 
-def _prune(item: Layer | Group, owners: dict[tuple[str, int], tuple[str, ...]]) -> Layer | Group | None:
+def _prune(
+    item: Layer | Group, owners: dict[tuple[str, int], tuple[str, ...]]
+) -> Layer | Group | None:
     if isinstance(item, Layer):
         own = {r: p for r, p in item.parts.items() if owners[p.tensor.name, p.piece] == item.path}
         return replace(item, parts=own) if own else None
-    children = tuple(child for child in (_prune(child, owners) for child in item.children) if child is not None)
+    children = tuple(
+        child for child in (_prune(child, owners) for child in item.children) if child is not None
+    )
     if len(children) == 1:
         return children[0]
     return replace(item, children=children) if children else None

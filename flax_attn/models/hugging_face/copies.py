@@ -14,7 +14,9 @@ from flax_attn.models.hugging_face.family import Family
 _ROWS = 4096  # compared at once
 
 
-def check_copies(entries: Collection[Entry], family: Family, stored: Mapping[str, Stored], weights: Path) -> None:
+def check_copies(
+    entries: Collection[Entry], family: Family, stored: Mapping[str, Stored], weights: Path
+) -> None:
     """Raise if files hold a weight twice, and not with the same values: transformers then reads both.
 
     Args:

@@ -13,7 +13,11 @@ from typing import Any
 from flax_attn.convert.rules import ConversionError, Layout
 from flax_attn.models.hugging_face.family import Family
 
-_STACKS = {"trf_blocks": "num_layers", "enc_blocks": "num_layers", "dec_blocks": "num_decoder_layers"}
+_STACKS = {
+    "trf_blocks": "num_layers",
+    "enc_blocks": "num_layers",
+    "dec_blocks": "num_decoder_layers",
+}
 
 
 def check_counts(config: Any, family: Family, names: Collection[str], weights: Path) -> None:
@@ -49,7 +53,8 @@ def _patterns(family: Family) -> dict[str, re.Pattern[str]]:
         for field, before in _numbered(layout, family.base):
             found.setdefault(field, set()).add(re.escape(before))
     return {
-        field: re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(parts))})(\d{{1,9}})(?=\.)") for field, parts in found.items()
+        field: re.compile(rf"(?:^|\.)(?:{'|'.join(sorted(parts))})(\d{{1,9}})(?=\.)")
+        for field, parts in found.items()
     }
 
 

@@ -50,8 +50,15 @@ def decoder_layout(*first: Rule, block_norms: Mapping[str, str] = _PRE_NORMS) ->
                     "out_head": "lm_head",
                 }
             ),
-            *norms({f"{block}.att.{name}": f"{layer}.self_attn.{name}" for name in ("q_norm", "k_norm")}),
-            *norms({f"{block}.{ours}": f"{layer}.{theirs}" for ours, theirs in block_norms.items()}),
+            *norms(
+                {
+                    f"{block}.att.{name}": f"{layer}.self_attn.{name}"
+                    for name in ("q_norm", "k_norm")
+                }
+            ),
+            *norms(
+                {f"{block}.{ours}": f"{layer}.{theirs}" for ours, theirs in block_norms.items()}
+            ),
             *norms({"final_norm": "model.norm"}),
         ),
         # The frequencies of RoPE are no parameters, and a tied head may be stored a second time.
@@ -60,12 +67,18 @@ def decoder_layout(*first: Rule, block_norms: Mapping[str, str] = _PRE_NORMS) ->
 
 
 DECODER_LAYOUT = decoder_layout()
-POST_NORM_LAYOUT = decoder_layout(block_norms=_NORMS)  # with norms of what attention and feed-forward layer return
+POST_NORM_LAYOUT = decoder_layout(
+    block_norms=_NORMS
+)  # with norms of what attention and feed-forward layer return
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_decoder(
-    fields: Fields, dropout: float | None, *, activation: str = "hidden_act", partial_rope: bool = False
+    fields: Fields,
+    dropout: float | None,
+    *,
+    activation: str = "hidden_act",
+    partial_rope: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of a `DecoderConfig`, all but the window.
 
@@ -168,7 +181,9 @@ def read_windows(fields: Fields) -> dict[str, Any]:
     layers, first = range(fields.count("num_hidden_layers")), fields.count("max_window_layers", 28)
     fields = fields.filled(use_sliding_window=False, sliding_window=4096)
     window = fields.optional_length("sliding_window") if fields.flag("use_sliding_window") else None
-    return read_layer_types(fields, window, [FULL if window is None or i < first else SLIDING for i in layers])
+    return read_layer_types(
+        fields, window, [FULL if window is None or i < first else SLIDING for i in layers]
+    )
 
 
 def read_layer_types(fields: Fields, window: int | None, default: Sequence[str]) -> dict[str, Any]:
@@ -192,7 +207,9 @@ def read_layer_types(fields: Fields, window: int | None, default: Sequence[str])
     if window is None and SLIDING in kinds:
         names = [name for name in ("use_sliding_window", "sliding_window") if name in fields.values]
         got = ", ".join(f"{name}={json.dumps(fields.values[name])}" for name in names)
-        raise ValueError(f"{fields.where}: layer_types names {SLIDING!r}, which needs a window; got {got}")
+        raise ValueError(
+            f"{fields.where}: layer_types names {SLIDING!r}, which needs a window; got {got}"
+        )
     full = tuple(layer for layer in layers if kinds[layer] == FULL)
     return {} if len(full) == len(layers) else {"window": window, "full_layers": full}
 
@@ -214,7 +231,9 @@ def write_windows(config: DecoderConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": True,
         "sliding_window": config.window,
-        "max_window_layers": next(layer for layer, window in enumerate(config.windows) if window is not None),
+        "max_window_layers": next(
+            layer for layer, window in enumerate(config.windows) if window is not None
+        ),
         "layer_types": write_layer_types(config),
     }
 

@@ -16,12 +16,18 @@ def delta_net(name: str) -> tuple[Rule, ...]:
 
     def by_key_head(theirs: str, *ours: str) -> Rule:
         """The rows of each head of keys, its own and those of its heads of values, stand together."""
-        return Rule(_kernels(*ours), theirs, "i (k f) -> k f i", axis=1, grouped=True, beside=recurrent)
+        return Rule(
+            _kernels(*ours), theirs, "i (k f) -> k f i", axis=1, grouped=True, beside=recurrent
+        )
 
     return (
         by_key_head(f"{name}.in_proj_qkvz.weight", "W_query", "W_key", "W_value", "W_gate"),
         by_key_head(f"{name}.in_proj_ba.weight", "W_beta", "W_decay"),
-        Rule(_kernels("conv_query", "conv_key", "conv_value"), f"{name}.conv1d.weight", "w d -> d 1 w"),
+        Rule(
+            _kernels("conv_query", "conv_key", "conv_value"),
+            f"{name}.conv1d.weight",
+            "w d -> d 1 w",
+        ),
         Rule((f"{_ATT}.rate.A_log",), f"{name}.A_log"),
         Rule((f"{_ATT}.rate.dt_bias",), f"{name}.dt_bias"),
         Rule((f"{_ATT}.norm.scale",), f"{name}.norm.weight"),
@@ -38,7 +44,13 @@ def gated_queries(name: str) -> tuple[Rule, ...]:
     """
     biases = tuple(kernel.replace("kernel", "bias") for kernel in _kernels("W_query", "W_gate"))
     return (
-        Rule(_kernels("W_query", "W_gate"), f"{name}.weight", "i (n h) -> n h i", axis=1, grouped=True),
+        Rule(
+            _kernels("W_query", "W_gate"),
+            f"{name}.weight",
+            "i (n h) -> n h i",
+            axis=1,
+            grouped=True,
+        ),
         Rule(biases, f"{name}.bias", "(n h) -> n h", axis=1, grouped=True),
     )
 

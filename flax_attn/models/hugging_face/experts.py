@@ -13,7 +13,11 @@ _BIASES = tuple(f"{_OURS}.{name}.bias" for name in ("W_gate", "W_up"))
 
 
 def one_by_one(
-    mixture: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", others: tuple[Rule, ...] = ()
+    mixture: str,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    others: tuple[Rule, ...] = (),
 ) -> Layout:
     """Return the layout of decoders whose experts are stored one by one, as on the Hub.
 
@@ -32,7 +36,11 @@ def one_by_one(
     return _with_router(
         f"{mixture}.gate",
         *(
-            Rule((f"{_OURS}.{ours}.kernel",), f"{mixture}.experts.*.{theirs}.weight", "e i o -> e o i")
+            Rule(
+                (f"{_OURS}.{ours}.kernel",),
+                f"{mixture}.experts.*.{theirs}.weight",
+                "e i o -> e o i",
+            )
             for ours, theirs in names.items()
         ),
         *others,
@@ -92,7 +100,9 @@ def read_mixture(fields: Fields, dropout: float | None, **options: Any) -> dict[
         "top_k": fields.integer("num_experts_per_tok", 8),
         "d_expert": fields.integer("moe_intermediate_size", 768),
         "renormalize": fields.flag("norm_topk_prob"),
-        "dense_layers": tuple(layer for layer in layers if layer in dense or (layer + 1) % step or not experts),
+        "dense_layers": tuple(
+            layer for layer in layers if layer in dense or (layer + 1) % step or not experts
+        ),
     }
 
 

@@ -48,7 +48,9 @@ class Family:
     anchor: str = "tok_emb.embedding"
     architecture: str = ""
     fit: Callable[[Any, Mapping[str, Stored]], Any] = lambda config, stored: config
-    copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "tok_emb.embedding"})
+    copies: Mapping[str, str] = field(
+        default_factory=lambda: {"lm_head.weight": "tok_emb.embedding"}
+    )
 
 
 def linears(names: Mapping[str, str], pattern: str = "i o -> o i") -> tuple[Rule, ...]:
@@ -58,8 +60,13 @@ def linears(names: Mapping[str, str], pattern: str = "i o -> o i") -> tuple[Rule
         >>> [rule.theirs for rule in linears({"out_head": "lm_head"})]
         ['lm_head.weight', 'lm_head.bias']
     """
-    kernels = (Rule((f"{ours}.kernel",), f"{theirs}.weight", pattern) for ours, theirs in names.items())
-    return (*kernels, *(Rule((f"{ours}.bias",), f"{theirs}.bias") for ours, theirs in names.items()))
+    kernels = (
+        Rule((f"{ours}.kernel",), f"{theirs}.weight", pattern) for ours, theirs in names.items()
+    )
+    return (
+        *kernels,
+        *(Rule((f"{ours}.bias",), f"{theirs}.bias") for ours, theirs in names.items()),
+    )
 
 
 def norms(names: Mapping[str, str]) -> tuple[Rule, ...]:
@@ -70,7 +77,10 @@ def norms(names: Mapping[str, str]) -> tuple[Rule, ...]:
         ['model.norm.weight', 'model.norm.bias']
     """
     scales = (Rule((f"{ours}.scale",), f"{theirs}.weight") for ours, theirs in names.items())
-    return (*scales, *(Rule((f"{ours}.shift",), f"{theirs}.bias") for ours, theirs in names.items()))
+    return (
+        *scales,
+        *(Rule((f"{ours}.shift",), f"{theirs}.bias") for ours, theirs in names.items()),
+    )
 
 
 def embeddings(names: Mapping[str, str]) -> tuple[Rule, ...]:

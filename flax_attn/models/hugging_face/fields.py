@@ -91,7 +91,9 @@ class Fields:
         """Return an integer; raise if the field holds something else, or is missing without a default."""
         return self._within(within, name, self._get(name, int, default))
 
-    def optional_integer(self, name: str, default: int | None = None, within: Bounds = WIDTHS) -> int | None:
+    def optional_integer(
+        self, name: str, default: int | None = None, within: Bounds = WIDTHS
+    ) -> int | None:
         """Return an integer, or None where the field holds null."""
         return self._within(within, name, self._get(name, int | None, default))
 
@@ -161,7 +163,9 @@ class Fields:
         value = self._get(name, int | list, default)
         first, *others = self._each(name, value if isinstance(value, list) else [value, value], int)
         if len(others) != 1:
-            raise ValueError(f"{self.where}: {name} must be one integer or two; got {_shown(value)}")
+            raise ValueError(
+                f"{self.where}: {name} must be one integer or two; got {_shown(value)}"
+            )
         return self._within(within, name, first), self._within(within, name, others[0])
 
     def optional_integers(self, name: str) -> list[int] | None:
@@ -187,7 +191,9 @@ class Fields:
         self.used.add(name)
         value = self.values.get(name, default)
         if value is REQUIRED:
-            raise ValueError(f"{self.where} lacks the field {name}. Take the config.json that came with the weights")
+            raise ValueError(
+                f"{self.where} lacks the field {name}. Take the config.json that came with the weights"
+            )
         if not _is_a(value, kind):
             raise ValueError(
                 f"{self.where}: {name} must be of the kind {_called(kind)}; got {_shown(value)}. "
@@ -217,7 +223,9 @@ class Fields:
         value = self.text(name, REQUIRED if default is None else default)
         if value not in choices:
             known = ", ".join(map(repr, choices))
-            raise ValueError(f"{self.where}: {name} must be one of {known}; got {reprlib.repr(value)}")
+            raise ValueError(
+                f"{self.where}: {name} must be one of {known}; got {reprlib.repr(value)}"
+            )
         return choices[value]
 
     def only(self, **wanted: Any) -> None:
@@ -230,7 +238,9 @@ class Fields:
             found = self.values.get(name, value)
             if found != value and (found is not None or value is True):
                 only, got = json.dumps(value), _shown(self.values[name])
-                raise ValueError(f"{self.where}: {name} must be {only}, no other value is supported; got {got}")
+                raise ValueError(
+                    f"{self.where}: {name} must be {only}, no other value is supported; got {got}"
+                )
 
     def check_all_used(self) -> None:
         """Raise if a field was not read; null counts as missing."""
@@ -249,10 +259,14 @@ def read_fields(path: Path) -> Fields:
         ValueError: if the file does not hold a JSON object.
     """
     if not path.is_dir():
-        raise FileNotFoundError(f"no folder {path}. Nothing is downloaded: pass the path of a folder on this machine")
+        raise FileNotFoundError(
+            f"no folder {path}. Nothing is downloaded: pass the path of a folder on this machine"
+        )
     file = path / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"no config.json in {path}, the folder of a model holds one beside the weights")
+        raise FileNotFoundError(
+            f"no config.json in {path}, the folder of a model holds one beside the weights"
+        )
     return Fields(str(file), read_object(file))
 
 

@@ -62,7 +62,9 @@ class LoadOptions(TypedDict, total=False):
     mesh: Mesh | None
 
 
-def load(cls: type[M], family: Family | None, path: str | PathLike[str], **options: Unpack[LoadOptions]) -> M:
+def load(
+    cls: type[M], family: Family | None, path: str | PathLike[str], **options: Unpack[LoadOptions]
+) -> M:
     """Return the model of a local folder, in eval mode: an instance of `cls`, which `family` describes.
 
     Raises:
@@ -83,7 +85,9 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
     stored = dequantized(stored, fields, dtype)
     check_counts(config, family, stored, weights)
     config = family.fit(config, stored)
-    model = _abstract(cls, config, {name: value for name, value in options.items() if name in _OF_MODELS})
+    model = _abstract(
+        cls, config, {name: value for name, value in options.items() if name in _OF_MODELS}
+    )
     entries = _match(model, family, stored, weights)
     check_copies(entries, family, stored, weights)
     rngs, progress = options.get("rngs"), options.get("progress")
@@ -91,14 +95,22 @@ def load(cls: type[M], family: Family | None, path: str | PathLike[str], **optio
         _check_float64(stored[name].dtype for entry in entries for name in entry.tensors)
     fork_streams(model, rngs)
     memory = Memory() if mesh is None else OnMesh(mesh)
-    _fill(model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress, memory)
+    _fill(
+        model, entries, stored, dtype, sys.stderr.isatty() if progress is None else progress, memory
+    )
     if mesh is not None:
         shard(model, mesh)  # what is left: the streams of dropout
     model.eval()
     return model
 
 
-def save(model: nnx.Module, config: Any, family: Family | None, path: str | PathLike[str], max_shard_size: int) -> None:
+def save(
+    model: nnx.Module,
+    config: Any,
+    family: Family | None,
+    path: str | PathLike[str],
+    max_shard_size: int,
+) -> None:
     """Write a model of this config, which `family` describes, as a folder that transformers loads.
 
     The weights are written under names that nothing reads. Then `config.json` is replaced by the
@@ -154,8 +166,15 @@ def write_config(family: Family, config: Any, dtype: str) -> str:
     Raises:
         ValueError: if the models of transformers cannot compute what the config says.
     """
-    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # the tokenizer has them, the model not
-    return json.dumps({**family.write(config), **ids, "dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n"
+    ids = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }  # the tokenizer has them, the model not
+    return (
+        json.dumps({**family.write(config), **ids, "dtype": dtype, "torch_dtype": dtype}, indent=2)
+        + "\n"
+    )
 
 
 def _known(cls: type, family: Family | None) -> Family:
@@ -190,7 +209,9 @@ def _abstract(cls: Callable[..., M], config: Any, options: Mapping[str, Any]) ->
 
 def _current(name: str) -> str:
     """Return the name that a weight has today: the norms of the first uploads had the names of TensorFlow."""
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
+        "LayerNorm.beta", "LayerNorm.bias"
+    )
 
 
 def _plan(model: nnx.Module, layout: Layout) -> list[Entry]:
@@ -199,16 +220,25 @@ def _plan(model: nnx.Module, layout: Layout) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.theirs)
 
 
-def _match(model: nnx.Module, family: Family, stored: Mapping[str, Stored], weights: Path) -> list[Entry]:
+def _match(
+    model: nnx.Module, family: Family, stored: Mapping[str, Stored], weights: Path
+) -> list[Entry]:
     """Return the entries of a model by their names in the files, or raise with all that is wrong.
 
     Of the layouts of the family it is the one that has the fewest names that are not there.
     """
-    plans = [(layout, _named_as_in(stored, _plan(model, layout), family)) for layout in (family.layout, *family.others)]
+    plans = [
+        (layout, _named_as_in(stored, _plan(model, layout), family))
+        for layout in (family.layout, *family.others)
+    ]
     layout, entries = min(plans, key=lambda plan: len(_names(plan[1]) - stored.keys()))
     wrong = problems(entries, {name: entry.shape for name, entry in stored.items()}, layout)
     dtypes = {name: stored[name].dtype for name in sorted(_names(entries) & stored.keys())}
-    wrong += [f"not readable {name}: its dtype is {dtype}" for name, dtype in dtypes.items() if dtype not in DTYPES]
+    wrong += [
+        f"not readable {name}: its dtype is {dtype}"
+        for name, dtype in dtypes.items()
+        if dtype not in DTYPES
+    ]
     if wrong:
         heading = f"{weights} does not hold the weights of the {type(model).__name__} that config.json describes:"
         raise ConversionError("\n  ".join([heading, *wrong]))
@@ -225,7 +255,9 @@ def _named_as_in(names: Iterable[str], entries: list[Entry], family: Family) -> 
     Files of a model without its head lack the base, and those of a model inside another module have a longer prefix.
     """
     base = family.base
-    anchor = next(entry.theirs for entry in entries if family.anchor in entry.ours).removeprefix(base)
+    anchor = next(entry.theirs for entry in entries if family.anchor in entry.ours).removeprefix(
+        base
+    )
     start = next((name.removesuffix(anchor) for name in names if name.endswith(anchor)), base)
     outer = start.removesuffix(base)
 
@@ -254,13 +286,19 @@ def _fill(
 ) -> None:
     """Read the weights, the largest first: while its copies are made, the others take no memory yet."""
     own = tensors(model)
-    groups = sorted(_by_variables(entries, own), key=lambda group: -sum(math.prod(e.shape) for e in group))
+    groups = sorted(
+        _by_variables(entries, own), key=lambda group: -sum(math.prod(e.shape) for e in group)
+    )
     for group in _shown(groups) if progress else groups:
         mapped = {name: parts for entry in group for name, parts in _read(entry, stored).items()}
         for variable, layers in whole(own, mapped):
             arrays = [array for parts in layers for array in parts]
-            kept = dtype is None or not isinstance(variable, nnx.Param)  # statistics keep their dtype
-            variable.set_value(memory.copy(arrays, variable, jnp.dtype(arrays[0].dtype if kept else dtype)))
+            kept = dtype is None or not isinstance(
+                variable, nnx.Param
+            )  # statistics keep their dtype
+            variable.set_value(
+                memory.copy(arrays, variable, jnp.dtype(arrays[0].dtype if kept else dtype))
+            )
 
 
 def _read(entry: Entry, stored: Mapping[str, Stored]) -> dict[str, list[np.ndarray]]:
@@ -285,6 +323,8 @@ def _by_variables(entries: list[Entry], tensors: Mapping[str, Tensor]) -> Iterab
     groups: dict[Any, list[Entry]] = {}
     for entry in entries:
         own = (tensors[name] for name in entry.ours)
-        key = tuple(id(tensor.variable if isinstance(tensor, LayerSlice) else tensor) for tensor in own)
+        key = tuple(
+            id(tensor.variable if isinstance(tensor, LayerSlice) else tensor) for tensor in own
+        )
         groups.setdefault(key, []).append(entry)
     return groups.values()

@@ -16,7 +16,9 @@ _SCALE = "_scale_inv"
 _SCALES = ("float32", "bfloat16", "float16")
 
 
-def dequantized(stored: Mapping[str, Stored], block: tuple[int, int], dtype: Dtype) -> dict[str, Stored]:
+def dequantized(
+    stored: Mapping[str, Stored], block: tuple[int, int], dtype: Dtype
+) -> dict[str, Stored]:
     """Return the entries of a file, those named `X` and `X_scale_inv` as one that is named `X`, in a dtype.
 
     Each block of rows and columns has one scale; those at the end may be smaller:
@@ -36,7 +38,9 @@ def dequantized(stored: Mapping[str, Stored], block: tuple[int, int], dtype: Dty
     }
     gone = {name + _SCALE for name in pairs}
     read = {
-        name: replace(entry, dtype=jnp.dtype(dtype).name, read=partial(_read, entry, scales, block, dtype))
+        name: replace(
+            entry, dtype=jnp.dtype(dtype).name, read=partial(_read, entry, scales, block, dtype)
+        )
         for name, (entry, scales) in pairs.items()
     }
     return {name: entry for name, entry in stored.items() if name not in gone} | read
@@ -46,7 +50,9 @@ def _fit(weight: Stored, scales: Stored, block: tuple[int, int]) -> bool:
     """Return whether these are blocks with a scale each; what is not keeps its name, and is said to be unexpected."""
     if weight.dtype != "float8_e4m3fn" or scales.dtype not in _SCALES or len(weight.shape) != 2:
         return False
-    return scales.shape == tuple(-(-size // edge) for size, edge in zip(weight.shape, block, strict=True))
+    return scales.shape == tuple(
+        -(-size // edge) for size, edge in zip(weight.shape, block, strict=True)
+    )
 
 
 def _read(weight: Stored, scales: Stored, block: tuple[int, int], dtype: Dtype) -> np.ndarray:

@@ -17,7 +17,9 @@ _ATTENTION = {
 }
 
 
-def image_layout(base: str, linear: dict[str, str], norm: dict[str, str], *rules: Rule, ignored: str = "") -> Layout:
+def image_layout(
+    base: str, linear: dict[str, str], norm: dict[str, str], *rules: Rule, ignored: str = ""
+) -> Layout:
     """Return the names of the weights of an encoder of images.
 
     Args:
@@ -27,7 +29,10 @@ def image_layout(base: str, linear: dict[str, str], norm: dict[str, str], *rules
         rules: for what only this family has.
         ignored: of `Layout`.
     """
-    table, patches = f"{base}embeddings.position_embeddings", f"{base}embeddings.patch_embeddings.projection"
+    table, patches = (
+        f"{base}embeddings.position_embeddings",
+        f"{base}embeddings.patch_embeddings.projection",
+    )
     layer = f"{base}encoder.layer.{{i}}."
     return Layout(
         (
@@ -35,7 +40,12 @@ def image_layout(base: str, linear: dict[str, str], norm: dict[str, str], *rules
             Rule(("pos_emb.embedding",), table, "t d -> 1 t d"),
             Rule(("patches.proj.kernel",), f"{patches}.weight", "(c p q) d -> d c p q"),
             Rule(("patches.proj.bias",), f"{patches}.bias"),
-            *linears({f"trf_blocks.{{i}}.{ours}": layer + theirs for ours, theirs in (_ATTENTION | linear).items()}),
+            *linears(
+                {
+                    f"trf_blocks.{{i}}.{ours}": layer + theirs
+                    for ours, theirs in (_ATTENTION | linear).items()
+                }
+            ),
             *norms({f"trf_blocks.{{i}}.{ours}": layer + theirs for ours, theirs in norm.items()}),
             *norms({"final_norm": f"{base}layernorm"}),
             *linears({"classifier": "classifier"}),
@@ -60,7 +70,9 @@ def read_images(fields: Fields, dropout: float | None) -> dict[str, Any]:
         "qkv_bias": fields.flag("qkv_bias", True),
         "activation": fields.choose("hidden_act", ACTIVATIONS, "gelu"),
         "dropout": fields.rate("hidden_dropout_prob", 0.0) if dropout is None else dropout,
-        "attention_dropout": fields.rate("attention_probs_dropout_prob", 0.0) if dropout is None else dropout,
+        "attention_dropout": fields.rate("attention_probs_dropout_prob", 0.0)
+        if dropout is None
+        else dropout,
         "labels": _labels(fields),
     }
 

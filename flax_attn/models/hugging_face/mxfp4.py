@@ -41,13 +41,17 @@ def dequantized(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 def _fit(blocks: Stored, scales: Stored) -> bool:
     """Return whether these are blocks with a scale each; what is not keeps its name, and is said to be unexpected."""
     return (
-        blocks.dtype == scales.dtype == "uint8" and len(blocks.shape) == 4 and blocks.shape == (*scales.shape, _BYTES)
+        blocks.dtype == scales.dtype == "uint8"
+        and len(blocks.shape) == 4
+        and blocks.shape == (*scales.shape, _BYTES)
     )
 
 
 def _joined(blocks: Stored, scales: Stored) -> Stored:
     e, o, groups, _ = blocks.shape
-    return Stored(blocks.file, (e, 2 * _BYTES * groups, o), "bfloat16", partial(_read, blocks, scales))
+    return Stored(
+        blocks.file, (e, 2 * _BYTES * groups, o), "bfloat16", partial(_read, blocks, scales)
+    )
 
 
 def _read(blocks: Stored, scales: Stored) -> np.ndarray:
@@ -65,6 +69,8 @@ def _table() -> np.ndarray:
     values = np.array([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
     byte = np.arange(256)
     numbers = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)
-    scales = np.array([*(2.0 ** (i - 127) for i in range(255)), np.nan], np.float32)  # the last is none
+    scales = np.array(
+        [*(2.0 ** (i - 127) for i in range(255)), np.nan], np.float32
+    )  # the last is none
     with np.errstate(over="ignore"):
         return (scales[:, None, None] * numbers).astype(jnp.bfloat16).view(np.uint32).reshape(-1)

@@ -12,7 +12,9 @@ from flax_attn.models.hugging_face import fp8, mxfp4
 from flax_attn.models.hugging_face.fields import Fields
 
 
-def dequantized(stored: Mapping[str, Stored], fields: Fields, dtype: Dtype | None) -> Mapping[str, Stored]:
+def dequantized(
+    stored: Mapping[str, Stored], fields: Fields, dtype: Dtype | None
+) -> Mapping[str, Stored]:
     """Return the entries of a file as a config says that they are quantized.
 
     Args:
@@ -28,7 +30,9 @@ def dequantized(stored: Mapping[str, Stored], fields: Fields, dtype: Dtype | Non
         return stored
     if quantization.text("quant_method") == "mxfp4":
         return mxfp4.dequantized(stored)
-    return fp8.dequantized(stored, quantization.pair("weight_block_size", 128), dtype or jnp.bfloat16)
+    return fp8.dequantized(
+        stored, quantization.pair("weight_block_size", 128), dtype or jnp.bfloat16
+    )
 
 
 def read_quantization(fields: Fields) -> Fields | None:

@@ -41,7 +41,11 @@ def replace_model(folder: Path, fields: str, prefix: str, weights: Path) -> None
     """Make weights whose names have a prefix those of the folder, with this config."""
     named = {**json.loads(fields), "transformers_weights": weights.name}
     _replace_config(folder, prefix, json.dumps(named))  # at once the folder holds the new model
-    for pattern in ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"):
+    for pattern in (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "model-*-of-*.safetensors",
+    ):
         for stale in folder.glob(pattern):
             stale.unlink()
     for file in sorted(folder.glob(f"{prefix}*")):

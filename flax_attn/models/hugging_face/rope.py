@@ -7,7 +7,13 @@ Each field means what it means in `modeling_rope_utils.py` of transformers 5.
 import math
 from typing import Any
 
-from flax_attn.functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YaRNScaling
+from flax_attn.functional.frequencies import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    Scaling,
+    YaRNScaling,
+)
 from flax_attn.functional.longrope import LongRoPEScaling
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.hugging_face.bounds import BASES, FACTORS, PARTS
@@ -32,10 +38,14 @@ def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RoPE:
         RoPE(base=500.0, width=None, interleaved=False, scaling=LinearScaling(factor=8.0))
     """
     old, new = (fields.optional_object(name) for name in ("rope_scaling", "rope_parameters"))
-    rope = Fields(f"{fields.where}: {'rope_scaling' if old else 'rope_parameters'}", old or new or {})
+    rope = Fields(
+        f"{fields.where}: {'rope_scaling' if old else 'rope_parameters'}", old or new or {}
+    )
     if head_dim is None:
         for part in (fields, rope):
-            part.only(partial_rotary_factor=1.0)  # with another value, transformers' Llama fails or rotates whole heads
+            part.only(
+                partial_rotary_factor=1.0
+            )  # with another value, transformers' Llama fails or rotates whole heads
     base = rope.number("rope_theta", BASES, fields.number("rope_theta", BASES, 10000.0))
     name = "rope_type" if "rope_type" in rope.values else "type"
     read = rope.choose(name, _READERS, "default")
@@ -48,7 +58,9 @@ def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RoPE:
 
 def _rotated(fields: Fields, rope: Fields, head_dim: int) -> int | None:
     """Return how many features of a head are rotated, None for all."""
-    part = rope.number("partial_rotary_factor", PARTS, fields.number("partial_rotary_factor", PARTS, 1.0))
+    part = rope.number(
+        "partial_rotary_factor", PARTS, fields.number("partial_rotary_factor", PARTS, 1.0)
+    )
     width = int(head_dim * part)
     return None if width == head_dim else width
 
@@ -77,8 +89,12 @@ def _llama3(rope: Fields, length: int, original: int | None) -> Llama3Scaling:
 def _yarn(rope: Fields, length: int, original: int | None) -> YaRNScaling:
     original = _original(rope, length, original)
     optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-    fast, slow, mscale, mscale_all_dim, amplitude = (rope.optional_factor(name) for name in optional)
-    scales = {"mscale": mscale, "mscale_all_dim": mscale_all_dim} if mscale and mscale_all_dim else {}
+    fast, slow, mscale, mscale_all_dim, amplitude = (
+        rope.optional_factor(name) for name in optional
+    )
+    scales = (
+        {"mscale": mscale, "mscale_all_dim": mscale_all_dim} if mscale and mscale_all_dim else {}
+    )
     return YaRNScaling(
         rope.optional_factor("factor", REQUIRED) or length / original,
         original,
@@ -156,7 +172,9 @@ def _factor(width: int, head_dim: int) -> float:
 def _write_scaling(scaling: Scaling, length: int) -> dict[str, Any]:
     if type(scaling) not in _WRITERS:
         known = ", ".join(kind.__name__ for kind in _WRITERS)
-        raise ValueError(f"transformers scales RoPE by {known}; got {scaling}. Save with flax_attn.convert.save")
+        raise ValueError(
+            f"transformers scales RoPE by {known}; got {scaling}. Save with flax_attn.convert.save"
+        )
     name, write = _WRITERS[type(scaling)]
     return {"rope_type": name, "factor": scaling.factor, **write(scaling, length)}
 
@@ -207,7 +225,9 @@ def _write_yarn(scaling: YaRNScaling, length: int) -> dict[str, Any]:
 
 
 def _write_longrope(scaling: LongRoPEScaling, length: int) -> dict[str, Any]:
-    amplitude = {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+    amplitude = (
+        {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+    )
     return {
         "original_max_position_embeddings": scaling.original_context_length,
         "short_factor": list(scaling.short_factors),

@@ -20,7 +20,9 @@ def fork_streams(model: nnx.Module, rngs: nnx.Rngs | None) -> None:
     for dropout in _dropouts(model):
         if id(dropout) not in stack_of:
             dropout.stream = nnx.data(fork(rngs.dropout))
-        elif (one := stack_of[id(dropout)]) in stacks:  # the layers of a stack where the first of them comes
+        elif (
+            one := stack_of[id(dropout)]
+        ) in stacks:  # the layers of a stack where the first of them comes
             stacks.remove(one)
             _fork_stacked(one, rngs)
 
@@ -37,4 +39,6 @@ def _fork_stacked(one: Stack, rngs: nnx.Rngs) -> None:
 
 def _dropouts(model: nnx.Module) -> list[Dropout]:
     modules = (module for _, module in nnx.iter_modules(model))
-    return [module for module in modules if isinstance(module, Dropout) and module.stream is not None]
+    return [
+        module for module in modules if isinstance(module, Dropout) and module.stream is not None
+    ]

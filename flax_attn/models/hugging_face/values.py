@@ -55,15 +55,21 @@ class OnMesh:
         found: dict[tuple[Span, ...], np.ndarray] = {}
 
         def part(index: Any) -> np.ndarray:
-            spans = tuple(span.indices(size) for span, size in zip(index, variable.shape, strict=True))
+            spans = tuple(
+                span.indices(size) for span, size in zip(index, variable.shape, strict=True)
+            )
             if spans not in found:  # devices that have the same part
-                found[spans] = _part(arrays, variable.shape, tuple(slice(*span) for span in spans), dtype)
+                found[spans] = _part(
+                    arrays, variable.shape, tuple(slice(*span) for span in spans), dtype
+                )
             return found[spans]
 
         return jax.make_array_from_callback(variable.shape, sharding_of(variable, self.mesh), part)
 
 
-def _part(arrays: list[np.ndarray], shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+def _part(
+    arrays: list[np.ndarray], shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any
+) -> np.ndarray:
     """Return a part of an array of this shape, which the arrays are stacked to: a copy, in this dtype."""
     lead = len(shape) - arrays[0].ndim
     numbers, inner = np.arange(len(arrays)).reshape(shape[:lead])[index[:lead]], index[lead:]

@@ -130,9 +130,13 @@ class Call:
 
     def __init__(self, call: Callable | None, method: Callable, positional: bool):
         self.function, self.positional = call, positional
-        self.accepts = frozenset(self.EXTRAS).intersection(_parameters(method if call is None else call))
+        self.accepts = frozenset(self.EXTRAS).intersection(
+            _parameters(method if call is None else call)
+        )
 
-    def __call__(self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(
+        self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the outputs by name."""
         extras = {name: value for name, value in extras.items() if name in self.accepts}
         # By number: JAX sorts the names of what it compiles, and "input 10" sorts before "input 2".
@@ -146,7 +150,13 @@ class Call:
 class ModuleAdapter:
     """What the adapters of modules share: how the module is called, whole or in steps, and what the calls take."""
 
-    def __init__(self, method: Callable, call: Callable | None, cached_call: Callable | None, positional: bool):
+    def __init__(
+        self,
+        method: Callable,
+        call: Callable | None,
+        cached_call: Callable | None,
+        positional: bool,
+    ):
         self._calls = {False: Call(call, method, positional)}
         if cached_call:
             self._calls[True] = Call(cached_call, method, positional)
@@ -162,7 +172,11 @@ class ModuleAdapter:
         return True in self._calls
 
     def call(
-        self, module: Any, inputs: Mapping[str, Any], extras: Mapping[str, Any], cached: bool = False
+        self,
+        module: Any,
+        inputs: Mapping[str, Any],
+        extras: Mapping[str, Any],
+        cached: bool = False,
     ) -> dict[str, Any]:
         """Return the outputs of a module of this kind, by name; computed in steps if `cached`."""
         return self._calls[cached](module, inputs, extras)
@@ -216,7 +230,11 @@ def named(result: Any) -> dict[str, Any]:
                 f"{name!r}. Pass a call that returns them under different names"
             )
         found[name] = value
-    return {"output": next(iter(found.values()))} if len(found) == 1 and not isinstance(result, Mapping) else found
+    return (
+        {"output": next(iter(found.values()))}
+        if len(found) == 1 and not isinstance(result, Mapping)
+        else found
+    )
 
 
 def _walk(name: str, value: Any):
@@ -267,7 +285,10 @@ def float64(arrays: Mapping[str, Any]) -> Arrays:
             raise PairingError(
                 f"arrays of numbers are compared; {name} has the dtype {array.dtype}. Pass a call that leaves it out"
             )
-    return {name: array.astype(np.float64) if is_floating(array) else array for name, array in found.items()}
+    return {
+        name: array.astype(np.float64) if is_floating(array) else array
+        for name, array in found.items()
+    }
 
 
 def dtypes(arrays: Mapping[str, Any]) -> dict[str, str]:

@@ -57,13 +57,18 @@ class JaxAdapter(ModuleAdapter):
     ):
         self.module, self.entries, self.device, self._place = module, list(entries), device, place
         self._modes = {train: take_apart(module, train) for train in (False, True)}
-        self._params, self._statistics = dict(self._modes[False].params), dict(self._modes[False].statistics)
+        self._params, self._statistics = (
+            dict(self._modes[False].params),
+            dict(self._modes[False].statistics),
+        )
         super().__init__(self._modes[False].call, call, cached_call, positional)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of parameters and running statistics, by their own names."""
-        return {name: tuple(array.shape) for name, array in {**self._params, **self._statistics}.items()}
+        return {
+            name: tuple(array.shape) for name, array in {**self._params, **self._statistics}.items()
+        }
 
     @property
     def statistics(self) -> list[str]:
@@ -79,7 +84,10 @@ class JaxAdapter(ModuleAdapter):
         """Set parameters and running statistics, by shared names."""
         for entry in self.entries:
             own = self._params if entry.ours[0] in self._params else self._statistics
-            own |= {name: np.asarray(array) for name, array in entry.split(weights[entry.theirs]).items()}
+            own |= {
+                name: np.asarray(array)
+                for name, array in entry.split(weights[entry.theirs]).items()
+            }
 
     def built(self, train: bool = False, dtype: str = "float64") -> Any:
         """Return the module with its parameters, in a dtype."""
@@ -108,10 +116,14 @@ class JaxAdapter(ModuleAdapter):
             return Result(float64(outputs), dtypes=dtypes(outputs))
         cotangents = self.arrays(spec.cotangents, spec.dtype)
         if spec.tangents is None:
-            outputs, gradients = self._gradients(params, inputs, state, extras, cotangents, train=spec.train)
+            outputs, gradients = self._gradients(
+                params, inputs, state, extras, cotangents, train=spec.train
+            )
             return Result(float64(outputs), self._all(*gradients), dtypes=dtypes(outputs))
         along = self._tangents(spec.tangents, params, inputs)
-        return Result({}, second=self._all(*self._second(params, inputs, state, extras, cotangents, along)))
+        return Result(
+            {}, second=self._all(*self._second(params, inputs, state, extras, cotangents, along))
+        )
 
     def train(self, spec: TrainingSpec) -> Arrays:
         """Train a copy; return the final parameters by shared names, and the losses as `loss`."""
@@ -128,7 +140,9 @@ class JaxAdapter(ModuleAdapter):
             losses.append(loss)
         return self._shared(params) | {"loss": np.array(losses)}
 
-    def _training_step(self, spec: TrainingSpec, params: Mapping[str, jax.Array]) -> tuple[Callable, Callable, Any]:
+    def _training_step(
+        self, spec: TrainingSpec, params: Mapping[str, jax.Array]
+    ) -> tuple[Callable, Callable, Any]:
         """Return the loss with its gradient, the update of the shared parameters, and the optimizer's state."""
         optimizer, target = spec.recipe.optax(), jnp.asarray(spec.target)
         shared = {name for entry in self.entries if entry.trainable for name in entry.ours}
@@ -143,7 +157,9 @@ class JaxAdapter(ModuleAdapter):
 
         @_compiled
         def update(params, state, gradients):
-            with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of an integer count
+            with jax.numpy_dtype_promotion(
+                "standard"
+            ):  # optax raises a float to the power of an integer count
                 updates, state = optimizer.update(kept(gradients), state, kept(params))
                 trained: Any = optax.apply_updates(kept(params), updates)
                 return {**params, **trained}, state
@@ -154,12 +170,16 @@ class JaxAdapter(ModuleAdapter):
         statistics, rest = state
         return self._modes[train].build({**params, **statistics}, rest)
 
-    def _outputs(self, params, inputs, state, extras, train: bool, cached: bool = False) -> dict[str, Any]:
+    def _outputs(
+        self, params, inputs, state, extras, train: bool, cached: bool = False
+    ) -> dict[str, Any]:
         return self.call(self._build(params, state, train), inputs, extras, cached)
 
     def _weighted(self, params, floating, inputs, state, extras, cotangents, train: bool):
         outputs = self._outputs(params, {**inputs, **floating}, state, extras, train)
-        terms = (jnp.sum(output_of(outputs, name).astype(c.dtype) * c) for name, c in cotangents.items())
+        terms = (
+            jnp.sum(output_of(outputs, name).astype(c.dtype) * c) for name, c in cotangents.items()
+        )
         return sum(terms), outputs
 
     @cached_property
@@ -172,7 +192,9 @@ class JaxAdapter(ModuleAdapter):
 
         def gradients(params, inputs, state, extras, cotangents, train):
             differentiate = jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
-            found, outputs = differentiate(params, _floating(inputs), inputs, state, extras, cotangents, train)
+            found, outputs = differentiate(
+                params, _floating(inputs), inputs, state, extras, cotangents, train
+            )
             return outputs, found
 
         return _compiled(gradients, static_argnames=("train",))
@@ -198,7 +220,10 @@ class JaxAdapter(ModuleAdapter):
         own = {}
         for entry in (entry for entry in self.entries if entry.trainable):
             own |= entry.split(tangents[entry.theirs])
-        of_params = {name: jnp.asarray(own.get(name, np.zeros(p.shape, p.dtype))) for name, p in params.items()}
+        of_params = {
+            name: jnp.asarray(own.get(name, np.zeros(p.shape, p.dtype)))
+            for name, p in params.items()
+        }
         return of_params, {name: jnp.asarray(tangents[name]) for name in _floating(inputs)}
 
     def _all(self, of_params, of_inputs) -> Arrays:
@@ -216,7 +241,9 @@ def _compiled(function: Callable, **options: Any) -> Callable:
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         device = jax.config.values["jax_default_device"]
-        return (on_cpu if device is None or device.platform == "cpu" else anywhere)(*arguments, **keywords)
+        return (on_cpu if device is None or device.platform == "cpu" else anywhere)(
+            *arguments, **keywords
+        )
 
     return run
 
@@ -234,7 +261,10 @@ def _compiler_options() -> dict[str, Any]:
 def _cast(arrays: Mapping[str, Any], dtype: str) -> dict[str, jax.Array]:
     # In NumPy, which casts without compiling a program for each shape.
     found = {name: np.asarray(a) for name, a in arrays.items()}
-    return {name: jnp.asarray(a.astype(jnp.dtype(dtype)) if is_floating(a) else a) for name, a in found.items()}
+    return {
+        name: jnp.asarray(a.astype(jnp.dtype(dtype)) if is_floating(a) else a)
+        for name, a in found.items()
+    }
 
 
 def _round_stochastically(params: Mapping[str, Any], inputs: Arrays, spec: RunSpec) -> list[Arrays]:
@@ -243,7 +273,11 @@ def _round_stochastically(params: Mapping[str, Any], inputs: Arrays, spec: RunSp
 
     def moved(array: Any) -> np.ndarray:
         array = np.asarray(array)
-        return array * (1 + eps * random.uniform(-0.5, 0.5, array.shape)) if is_floating(array) else array
+        return (
+            array * (1 + eps * random.uniform(-0.5, 0.5, array.shape))
+            if is_floating(array)
+            else array
+        )
 
     return [{name: moved(array) for name, array in arrays.items()} for arrays in (params, inputs)]
 

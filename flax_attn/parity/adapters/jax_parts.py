@@ -71,15 +71,21 @@ def _nnx(module: nnx.Module, train: bool) -> Parts:
     names = {path: name(path) for path in flat}
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> nnx.Module:
-        state = nnx.from_flat_state([(path, flat[path].replace(_join(arrays, own))) for path, own in names.items()])
-        return nnx.merge(graph, state, rest, copy=True)  # a Variable can only be changed in the trace that made it
+        state = nnx.from_flat_state(
+            [(path, flat[path].replace(_join(arrays, own))) for path, own in names.items()]
+        )
+        return nnx.merge(
+            graph, state, rest, copy=True
+        )  # a Variable can only be changed in the trace that made it
 
     values = {
         name: flat[path].get_value() if layer is None else flat[path].get_value()[layer]
         for path, own in names.items()
         for name, layer in own.items()
     }
-    kept = {name for path, own in names.items() for name in own if isinstance(flat[path], nnx.BatchStat)}
+    kept = {
+        name for path, own in names.items() for name in own if isinstance(flat[path], nnx.BatchStat)
+    }
     return Parts(*_parted(values, kept), rest, build, type(module).__call__)
 
 
@@ -91,10 +97,14 @@ def _join(arrays: Mapping[str, jax.Array], names: Mapping[str, int | None]) -> j
 
 
 def _is_statistic(path: tuple, value: Any) -> bool:
-    return isinstance(value, nnx.BatchStat) and jnp.issubdtype(value.dtype, jnp.floating)  # a count of calls is none
+    return isinstance(value, nnx.BatchStat) and jnp.issubdtype(
+        value.dtype, jnp.floating
+    )  # a count of calls is none
 
 
-def _parted(arrays: Mapping[str, Any], statistics: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parted(
+    arrays: Mapping[str, Any], statistics: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters, and the statistics."""
     params = {name: array for name, array in arrays.items() if name not in statistics}
     return params, {name: array for name, array in arrays.items() if name in statistics}
@@ -107,16 +117,22 @@ def _linen(module: linen.Module) -> Parts:
             "or flax.nnx.bridge.ToNNX(module, rngs).lazy_init(inputs)"
         )
     unbound, variables = module.unbind()
-    trees = {name: variables.get(name, {}) for name in ("params", "batch_stats") if name in variables}
+    trees = {
+        name: variables.get(name, {}) for name in ("params", "batch_stats") if name in variables
+    }
     leaves, structure = jax.tree_util.tree_flatten_with_path(trees)
     # The name of a leaf is its path without that of its collection.
     paths = [_dotted(path[1:]) for path, _ in leaves]
     rest = {name: value for name, value in variables.items() if name not in trees}
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> linen.Module:
-        return unbound.bind({**jax.tree.unflatten(structure, [arrays[path] for path in paths]), **rest})
+        return unbound.bind(
+            {**jax.tree.unflatten(structure, [arrays[path] for path in paths]), **rest}
+        )
 
-    kept = {name for name, (path, _) in zip(paths, leaves, strict=True) if path[0].key == "batch_stats"}
+    kept = {
+        name for name, (path, _) in zip(paths, leaves, strict=True) if path[0].key == "batch_stats"
+    }
     values = {name: leaf for name, (_, leaf) in zip(paths, leaves, strict=True)}
     return Parts(*_parted(values, kept), rest, build, type(module).__call__)
 
@@ -131,12 +147,21 @@ def _pytree(module: Any, train: bool) -> Parts:
 def _arrays(module: Any, made: Callable[[Any], Any]) -> Parts:
     """Return the parts of a tree of arrays, that `made` makes a module of."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(module)
-    is_param = [isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating) for _, leaf in leaves]
-    params = {_dotted(path): leaf for (path, leaf), yes in zip(leaves, is_param, strict=True) if yes}
-    static = {_dotted(path): leaf for (path, leaf), yes in zip(leaves, is_param, strict=True) if not yes}
+    is_param = [
+        isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        for _, leaf in leaves
+    ]
+    params = {
+        _dotted(path): leaf for (path, leaf), yes in zip(leaves, is_param, strict=True) if yes
+    }
+    static = {
+        _dotted(path): leaf for (path, leaf), yes in zip(leaves, is_param, strict=True) if not yes
+    }
 
     def build(arrays: Mapping[str, jax.Array], rest: Any) -> Any:
-        return made(jax.tree.unflatten(tree, [{**static, **arrays}[_dotted(path)] for path, _ in leaves]))
+        return made(
+            jax.tree.unflatten(tree, [{**static, **arrays}[_dotted(path)] for path, _ in leaves])
+        )
 
     return Parts(params, {}, {}, build, made)
 
@@ -149,5 +174,7 @@ def _inference(module: Any, value: bool) -> Any:
 
 def _dotted(path: Any) -> str:
     # `_fun` is what equinox's own transforms, such as filter_vmap, call the module inside them.
-    names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
+    names = [
+        str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path
+    ]
     return ".".join(name for name in names if name != "_fun")

@@ -72,14 +72,26 @@ class RecordingAdapter:
         return result
 
     def _keep(self, prefix: str, arrays: Arrays) -> None:
-        self.results |= {f"{prefix}/{name}": np.asarray(array, order="C") for name, array in arrays.items()}
+        self.results |= {
+            f"{prefix}/{name}": np.asarray(array, order="C") for name, array in arrays.items()
+        }
 
     def save(self, path: str | PathLike[str], inputs: Arrays, about: Mapping[str, Any]) -> None:
         """Write all results, with the inputs and a header."""
         arrays = self.results | {f"weights/{name}": array for name, array in self.weights().items()}
         arrays |= {f"inputs/{name}": array for name, array in inputs.items()}
-        header = {**about, "format": FORMAT, "framework": self.framework, "accepts": sorted(self.accepts)}
-        header |= {"has_cache": self.has_cache, "inputs": list(inputs), "results": self.about, "order": list(arrays)}
+        header = {
+            **about,
+            "format": FORMAT,
+            "framework": self.framework,
+            "accepts": sorted(self.accepts),
+        }
+        header |= {
+            "has_cache": self.has_cache,
+            "inputs": list(inputs),
+            "results": self.about,
+            "order": list(arrays),
+        }
         try:
             with replacing(path) as whole:
                 safetensors.numpy.save_file(arrays, whole, {"about": json.dumps(header)})
@@ -123,7 +135,11 @@ class Recording:
         """The layout that was used, by the full names of the parameters; None where there was none."""
         rules = [Rule(tuple(ours), theirs, *rest) for ours, theirs, *rest in self.about["rules"]]
         # A rule applies under any prefix, so the longer of two names that end alike comes first.
-        return None if not rules else Layout(tuple(sorted(rules, key=lambda rule: -rule.ours[0].count("."))))
+        return (
+            None
+            if not rules
+            else Layout(tuple(sorted(rules, key=lambda rule: -rule.ours[0].count("."))))
+        )
 
     def weights(self) -> Arrays:
         """Return the recorded parameters."""
@@ -133,7 +149,9 @@ class Recording:
         """Refuse parameters other than those recorded."""
         recorded = self.weights()
         if any(not np.array_equal(recorded[name], weights[name]) for name in recorded):
-            raise ExportError(f"{self.path} was recorded with other parameters, which cannot be changed")
+            raise ExportError(
+                f"{self.path} was recorded with other parameters, which cannot be changed"
+            )
 
     def run(self, spec: RunSpec) -> Result:
         """Return the recorded result."""
@@ -151,7 +169,9 @@ class Recording:
     def _about(self, spec: RunSpec | TrainingSpec) -> dict[str, Any]:
         about = self.about["results"].get(spec.name)
         if about is None:
-            raise NotRun(f"{self.path} holds no result of {spec.name!r}: export again with this check")
+            raise NotRun(
+                f"{self.path} holds no result of {spec.name!r}: export again with this check"
+            )
         if about["digest"] != digest(spec):
             raise ExportError(
                 f"{self.path} was recorded with other inputs of {spec.name!r}, by flax-attn "
@@ -160,7 +180,11 @@ class Recording:
         return about
 
     def _under(self, prefix: str) -> Arrays:
-        return {name.removeprefix(prefix): a for name, a in self._arrays.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): a
+            for name, a in self._arrays.items()
+            if name.startswith(prefix)
+        }
 
 
 def save(report: Report, folder: str | PathLike[str]) -> Path:
@@ -193,7 +217,9 @@ def load(folder: str | PathLike[str], names: Sequence[str] | None = None) -> dic
     """
     files = sorted(Path(folder).glob("*.safetensors")) if Path(folder).is_dir() else []
     if not files:
-        raise ExportError(f"no export in {folder}: make one with `flax-attn parity --export {folder}`, where torch is")
+        raise ExportError(
+            f"no export in {folder}: make one with `flax-attn parity --export {folder}`, where torch is"
+        )
     found = {recording.about["name"]: recording for recording in map(Recording, files)}
     missing = [name for name in names or () if name not in found]
     if missing:

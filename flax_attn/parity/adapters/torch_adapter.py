@@ -49,7 +49,9 @@ class TorchAdapter(ModuleAdapter):
     ):
         rule = "the PyTorch module is an nn.Module or a function of tensors"
         check_kind(module, rule, {"flax": "Flax", "equinox": "Equinox"})
-        self.module = copy.deepcopy(module).double() if isinstance(module, torch.nn.Module) else module
+        self.module = (
+            copy.deepcopy(module).double() if isinstance(module, torch.nn.Module) else module
+        )
         method = module.forward if isinstance(module, torch.nn.Module) else module
         super().__init__(method, call, cached_call, positional)
 
@@ -61,7 +63,11 @@ class TorchAdapter(ModuleAdapter):
     @property
     def frozen(self) -> set[str]:
         """The parameters that do not require gradients, where others do: they are shared, and not trained."""
-        found = {name for name, parameter in self._parameters(self.module).items() if not parameter.requires_grad}
+        found = {
+            name
+            for name, parameter in self._parameters(self.module).items()
+            if not parameter.requires_grad
+        }
         return found if len(found) < len(self._parameters(self.module)) else set()
 
     def weights(self) -> Arrays:
@@ -72,12 +78,19 @@ class TorchAdapter(ModuleAdapter):
         """Set parameters and running statistics."""
         with torch.no_grad():
             for name, tensor in self._tensors(self.module).items():
-                tensor.copy_(torch.from_numpy(np.asarray(weights[name], order="C")))  # a number stays one
+                tensor.copy_(
+                    torch.from_numpy(np.asarray(weights[name], order="C"))
+                )  # a number stays one
 
-    def arrays(self, arrays: Mapping[str, np.ndarray], dtype: str = "float64") -> dict[str, torch.Tensor]:
+    def arrays(
+        self, arrays: Mapping[str, np.ndarray], dtype: str = "float64"
+    ) -> dict[str, torch.Tensor]:
         """Return inputs as tensors, floating ones cast."""
         kind = getattr(torch, dtype)
-        return {name: torch.tensor(a, dtype=kind if is_floating(a) else None) for name, a in arrays.items()}
+        return {
+            name: torch.tensor(a, dtype=kind if is_floating(a) else None)
+            for name, a in arrays.items()
+        }
 
     def run(self, spec: RunSpec) -> Result:
         """Run once."""
@@ -107,8 +120,14 @@ class TorchAdapter(ModuleAdapter):
         if spec.tangents is None:
             return Result(float64(outputs), float64(gradients), dtypes=dtypes(outputs))
         along = {name: torch.tensor(tangent) for name, tangent in spec.tangents.items()}
-        products = [(g * along[n]).sum() for n, g in gradients.items() if n in along and g.requires_grad]
-        slope = torch.stack(products).sum() if products else torch.zeros((), dtype=torch.float64, requires_grad=True)
+        products = [
+            (g * along[n]).sum() for n, g in gradients.items() if n in along and g.requires_grad
+        ]
+        slope = (
+            torch.stack(products).sum()
+            if products
+            else torch.zeros((), dtype=torch.float64, requires_grad=True)
+        )
         return Result({}, second=float64(_differentiated(slope, leaves)))
 
     def train(self, spec: TrainingSpec) -> Arrays:
@@ -160,14 +179,19 @@ class TorchAdapter(ModuleAdapter):
     def _tensors(cls, module: Any) -> dict[str, torch.Tensor]:
         # Running statistics: of BatchNorm, of other norms that keep them, and of routers.
         buffers = dict(module.named_buffers()) if isinstance(module, torch.nn.Module) else {}
-        statistics = {name: b for name, b in buffers.items() if name.rpartition(".")[2] in STATISTICS}
+        statistics = {
+            name: b for name, b in buffers.items() if name.rpartition(".")[2] in STATISTICS
+        }
         return {**cls._parameters(module), **statistics}
 
 
 @torch.no_grad()
 def _round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
     # Each number moves by up to half a rounding, so that the cast that follows rounds it up or down at random.
-    random, eps = np.random.default_rng(spec.rounding_seed), torch.finfo(getattr(torch, spec.dtype)).eps
+    random, eps = (
+        np.random.default_rng(spec.rounding_seed),
+        torch.finfo(getattr(torch, spec.dtype)).eps,
+    )
     for tensor in (tensor for tensor in tensors if tensor.is_floating_point()):
         tensor.mul_(1 + eps * torch.tensor(random.uniform(-0.5, 0.5, tuple(tensor.shape))))
 
@@ -183,7 +207,9 @@ def _differentiated(
     """Return the gradients by name, 0 where the total does not depend on any leaf."""
     if not (leaves and total.requires_grad):
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(total, [*leaves.values()], create_graph=create_graph, materialize_grads=True)
+    found = torch.autograd.grad(
+        total, [*leaves.values()], create_graph=create_graph, materialize_grads=True
+    )
     return dict(zip(leaves, found, strict=True))
 
 

@@ -21,15 +21,36 @@ from flax_attn.parity.report.findings import Findings
 PAIRS = 30  # the most that are listed
 _LOW, _LOW_GRADIENT = f"{tolerance.LOW_FORWARD:.0f}x", f"{tolerance.LOW_GRADIENT:.0f}x"
 _COLUMNS = {  # what is measured, and the rule
-    "forward": ("float64: largest error over largest value, outputs and weights", f"{tolerance.FORWARD:.0e}"),
-    "gradients": ("float64: every parameter and input, under random cotangents", f"{tolerance.GRADIENT:.0e}"),
-    "float32": (f"error over the allowed one: {_LOW} PyTorch's own, {_LOW_GRADIENT} for gradients", "1"),
+    "forward": (
+        "float64: largest error over largest value, outputs and weights",
+        f"{tolerance.FORWARD:.0e}",
+    ),
+    "gradients": (
+        "float64: every parameter and input, under random cotangents",
+        f"{tolerance.GRADIENT:.0e}",
+    ),
+    "float32": (
+        f"error over the allowed one: {_LOW} PyTorch's own, {_LOW_GRADIENT} for gradients",
+        "1",
+    ),
     "jit = eager": ("float64: compiled against eager", f"{tolerance.FORWARD:.0e}"),
-    "dropout": ("float64: train mode with one dropout key, outputs and gradients", f"{tolerance.GRADIENT:.0e}"),
+    "dropout": (
+        "float64: train mode with one dropout key, outputs and gradients",
+        f"{tolerance.GRADIENT:.0e}",
+    ),
     "unbatched": ("float64: one example without a batch axis", f"{tolerance.FORWARD:.0e}"),
-    "cache = full": ("float64: in chunks and steps with a cache, in both frameworks", f"{tolerance.FORWARD:.0e}"),
-    "training": ("float64: losses and parameters over 100 steps of AdamW, dropout on", f"{tolerance.TRAINING:.0e}"),
-    "layouts": ("layouts of weights with a round trip bit for bit, every element in its place", "0"),
+    "cache = full": (
+        "float64: in chunks and steps with a cache, in both frameworks",
+        f"{tolerance.FORWARD:.0e}",
+    ),
+    "training": (
+        "float64: losses and parameters over 100 steps of AdamW, dropout on",
+        f"{tolerance.TRAINING:.0e}",
+    ),
+    "layouts": (
+        "layouts of weights with a round trip bit for bit, every element in its place",
+        "0",
+    ),
 }
 
 
@@ -46,8 +67,12 @@ def variants(reports: Sequence[Findings]) -> Table:
 
 def legend(reports: Sequence[Findings]) -> str:
     """Return a line for every column of the table of reports."""
-    lines = [f"{name:12} {_COLUMNS[name][0]:76} rule {_COLUMNS[name][1]}" for name in _columns(reports)]
-    return "\n".join([*lines, "margin       how far below its rule the worst check is;  -  does not apply"])
+    lines = [
+        f"{name:12} {_COLUMNS[name][0]:76} rule {_COLUMNS[name][1]}" for name in _columns(reports)
+    ]
+    return "\n".join(
+        [*lines, "margin       how far below its rule the worst check is;  -  does not apply"]
+    )
 
 
 def _columns(reports: Sequence[Findings]) -> list[str]:
@@ -62,7 +87,9 @@ def verdict(report: Findings) -> Group:
 def text(report: Findings, width: int = 120) -> str:
     """Return one report in full as plain text."""
     file = io.StringIO()
-    Console(file=file, width=width, color_system=None, highlight=False, force_jupyter=False).print(verdict(report))
+    Console(file=file, width=width, color_system=None, highlight=False, force_jupyter=False).print(
+        verdict(report)
+    )
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
 
 
@@ -98,12 +125,20 @@ def _verdict(report: Findings) -> Text:
 
 
 def _parts(report: Findings) -> Iterator[RenderableType]:
-    yield Text.assemble((report.name, "bold"), ": ", _verdict(report), f"\n{wording.reason(report)}\n")
+    yield Text.assemble(
+        (report.name, "bold"), ": ", _verdict(report), f"\n{wording.reason(report)}\n"
+    )
     yield from _titled("causes", report.causes)
     yield from _titled("where they differ", report.where)
     yield _checks([check for check in report.checks if check.ran])
-    yield from _titled("nothing compared", (_missing(check) for check in report.checks if check.nothing), "bold red")
-    yield from _titled("not run", (_missing(check) for check in report.checks if check.skipped), "dim")
+    yield from _titled(
+        "nothing compared",
+        (_missing(check) for check in report.checks if check.nothing),
+        "bold red",
+    )
+    yield from _titled(
+        "not run", (_missing(check) for check in report.checks if check.skipped), "dim"
+    )
     if report.entries:
         yield from _pairs(report.entries)
     yield from _titled("notes", report.notes)
@@ -119,7 +154,9 @@ def _checks(checks: Sequence[Check]) -> Table:
     for check in sorted(checks, key=lambda check: check.passed):
         style, mark = ("", "holds") if check.passed else ("bold red", "FAILS")
         name, error, mark = (Text(text, style) for text in (check.name, wording.error(check), mark))
-        worst = Text.assemble(wording.worst(check), (f"\n{check.note}" if check.note else "", "dim"))
+        worst = Text.assemble(
+            wording.worst(check), (f"\n{check.note}" if check.note else "", "dim")
+        )
         rows.add_row(name, error, wording.rule(check), wording.margin(check.margin), mark, worst)
     return rows
 
@@ -130,7 +167,13 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[RenderableType]:
         rows.add_column(column, overflow="fold")
     for entry in entries[:PAIRS]:
         shapes = "\n".join(" ".join(map(str, shape)) for shape in entry.shapes)
-        cells = (entry.theirs, " ".join(map(str, entry.shape)), "\n".join(entry.ours), shapes, wording.change(entry))
+        cells = (
+            entry.theirs,
+            " ".join(map(str, entry.shape)),
+            "\n".join(entry.ours),
+            shapes,
+            wording.change(entry),
+        )
         rows.add_row(*map(Text, cells))
     yield Text("pairs of parameters", style="bold")
     yield rows
@@ -141,7 +184,9 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[RenderableType]:
 def _missing(check: Check) -> str:
     if check.nothing:
         return f"{check.name}: {check.nothing}: FAILS"
-    return f"{check.name}: {check.skipped}" + (", and it was asked for by name: FAILS" if check.wanted else "")
+    return f"{check.name}: {check.skipped}" + (
+        ", and it was asked for by name: FAILS" if check.wanted else ""
+    )
 
 
 def _titled(title: str, lines: Iterable[str], style: str = "") -> Iterator[RenderableType]:

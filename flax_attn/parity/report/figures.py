@@ -14,7 +14,11 @@ from flax_attn.parity.report.scale import COLORS, FLOOR
 from flax_attn.parity.trace.divergence import Divergence
 
 LABELS = 12  # nodes that are named on the axis, the first of those that are wrong
-HEADS, TOKENS, POINTS = 8, 32, 500  # the most that is drawn of a layer and of a curve, to keep the page small
+HEADS, TOKENS, POINTS = (
+    8,
+    32,
+    500,
+)  # the most that is drawn of a layer and of a curve, to keep the page small
 FLAX, TORCH = "#e8710a", "#1a73e8"
 
 
@@ -58,13 +62,17 @@ def divergence(found: Divergence) -> Picture:
     marked = {node.order for node in (found.first, *found.locally_wrong) if node}
     marks = [i for i, node in enumerate(found.nodes) if node.order in marked][:LABELS]
     figure.update_yaxes(showgrid=False, zeroline=False)
-    figure.update_xaxes(tickvals=marks, ticktext=[names[i] for i in marks], tickangle=-30, showgrid=False)
+    figure.update_xaxes(
+        tickvals=marks, ticktext=[names[i] for i in marks], tickangle=-30, showgrid=False
+    )
     words = (
         f"{len(names)} nodes in order of execution, from left to right; "
         f"the output of {sum(node.differs for node in found.nodes)} differs, "
         f"{len(found.locally_wrong)} are locally wrong."
     )
-    return _picture(figure, "Errors of every node", words, 190, {"t": 12, "b": 50, "l": 70, "r": 12})
+    return _picture(
+        figure, "Errors of every node", words, 190, {"t": 12, "b": 50, "l": 70, "r": 12}
+    )
 
 
 def attention(name: str, flax: np.ndarray, torch: np.ndarray) -> list[Picture]:
@@ -79,8 +87,12 @@ def losses(flax: np.ndarray, torch: np.ndarray, rule: float) -> Picture:
     apart = np.abs(flax - torch) / np.max(np.abs(torch))
     figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.6, 0.4], vertical_spacing=0.08)
     curve = {"x": steps + 1, "mode": "lines"}
-    figure.add_scatter(y=torch[steps], name="torch", line={"color": TORCH, "width": 5}, opacity=0.55, **curve)
-    figure.add_scatter(y=flax[steps], name="flax", line={"color": FLAX, "width": 2, "dash": "dash"}, **curve)
+    figure.add_scatter(
+        y=torch[steps], name="torch", line={"color": TORCH, "width": 5}, opacity=0.55, **curve
+    )
+    figure.add_scatter(
+        y=flax[steps], name="flax", line={"color": FLAX, "width": 2, "dash": "dash"}, **curve
+    )
     figure.add_scatter(
         x=steps + 1,
         y=np.maximum(apart[steps], FLOOR),
@@ -91,7 +103,9 @@ def losses(flax: np.ndarray, torch: np.ndarray, rule: float) -> Picture:
         col=1,
     )
     ends = {"x": [0, len(torch) + 1], "y": [rule, rule]}
-    figure.add_scatter(**ends, mode="lines", name="rule", line={"color": FLAX, "dash": "dot"}, row=2, col=1)
+    figure.add_scatter(
+        **ends, mode="lines", name="rule", line={"color": FLAX, "dash": "dot"}, row=2, col=1
+    )
     figure.update_yaxes(type="log", exponentformat="power")
     figure.update_yaxes(title="loss", row=1)
     figure.update_yaxes(title="difference", range=np.log10([FLOOR / 2, 1]), dtick=6, row=2)
@@ -108,8 +122,13 @@ def losses(flax: np.ndarray, torch: np.ndarray, rule: float) -> Picture:
 def _head(title: str, flax: np.ndarray, torch: np.ndarray) -> Picture:
     apart = np.abs(flax - torch)
     query, key = np.unravel_index(np.argmax(apart), apart.shape)
-    figure = make_subplots(1, 3, subplot_titles=["flax", "torch", "difference"], horizontal_spacing=0.04)
-    weights = {"coloraxis": "coloraxis", "hovertemplate": "query %{y}, key %{x}<br>%{z:.6g}<extra></extra>"}
+    figure = make_subplots(
+        1, 3, subplot_titles=["flax", "torch", "difference"], horizontal_spacing=0.04
+    )
+    weights = {
+        "coloraxis": "coloraxis",
+        "hovertemplate": "query %{y}, key %{x}<br>%{z:.6g}<extra></extra>",
+    }
     hover = "query %{y}, key %{x}<br>10^%{z:.1f}<extra></extra>"
     figure.add_heatmap(z=np.float32(flax), row=1, col=1, **weights)
     figure.add_heatmap(z=np.float32(torch), row=1, col=2, **weights)
@@ -130,9 +149,13 @@ def _logarithm(errors: Any) -> np.ndarray:
     return np.log10(np.clip(np.asarray(errors, np.float64), FLOOR, 1e30)).astype(np.float32)
 
 
-def _picture(figure: go.Figure, title: str, words: str, height: int, margin: dict[str, int]) -> Picture:
+def _picture(
+    figure: go.Figure, title: str, words: str, height: int, margin: dict[str, int]
+) -> Picture:
     clear = "rgba(0,0,0,0)"  # the page's own background and colour of text
-    figure.update_layout(template="none", paper_bgcolor=clear, plot_bgcolor=clear, height=height, margin=margin)
+    figure.update_layout(
+        template="none", paper_bgcolor=clear, plot_bgcolor=clear, height=height, margin=margin
+    )
     # plotly writes `<` as an escape, so that no name can end the script that holds it.
     data = str(figure.to_json())
     return Picture(title, words, data, height)

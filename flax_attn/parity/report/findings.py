@@ -44,7 +44,9 @@ class Findings:
     @property
     def passed(self) -> bool:
         """Whether something was measured, and every rule holds."""
-        return all(check.passed for check in self.checks) and any(check.ran for check in self.checks)
+        return all(check.passed for check in self.checks) and any(
+            check.ran for check in self.checks
+        )
 
     @property
     def differs(self) -> bool:
@@ -83,7 +85,11 @@ class Findings:
         failed = self.failed or [check for check in self.checks if not check.ran]
         lines = [*self.causes, *self.where, *_explained(failed)]
         lines += [f"repeat: {self.command}"] if self.command else []
-        verdict = "the two sides differ" if self.differs else "not proven that both sides are the same function"
+        verdict = (
+            "the two sides differ"
+            if self.differs
+            else "not proven that both sides are the same function"
+        )
         return "\n  ".join([f"{self.name}: {verdict}", *lines])
 
     def as_dict(self) -> dict[str, Any]:

@@ -26,7 +26,11 @@ def write_junit(reports: Sequence[Findings], path: str) -> None:
 def _suite(report: Findings) -> Xml.Element:
     suite = Xml.Element("testsuite", {"name": _text(report.name), **_counts([report])})
     properties = Xml.SubElement(suite, "properties")
-    for name, value in {**report.environment, "seed": report.seed, "command": report.command}.items():
+    for name, value in {
+        **report.environment,
+        "seed": report.seed,
+        "command": report.command,
+    }.items():
         Xml.SubElement(properties, "property", name=_text(name), value=_text(value))
     suite.extend(_case(report, check) for check in report.checks)
     Xml.SubElement(suite, "system-out").text = _text("\n".join([report.explain(), *report.notes]))
@@ -48,7 +52,12 @@ def _counts(reports: Sequence[Findings]) -> dict[str, str]:
     checks = [check for report in reports for check in report.checks]
     failed = sum(not check.passed for check in checks)
     skipped = sum(check.passed and not check.ran for check in checks)
-    return {"tests": str(len(checks)), "failures": str(failed), "errors": "0", "skipped": str(skipped)}
+    return {
+        "tests": str(len(checks)),
+        "failures": str(failed),
+        "errors": "0",
+        "skipped": str(skipped),
+    }
 
 
 def _text(value: object) -> str:

@@ -81,9 +81,15 @@ def page(reports: Sequence[Findings], pictures: bool = True) -> str:
         lstrip_blocks=True,
     )
     templates.globals |= {"wording": wording, "tolerance": tolerance, "share": scale.share}
-    parts = sections(reports) if pictures else [Section(report, _tensors(report), missing=SAVE) for report in reports]
+    parts = (
+        sections(reports)
+        if pictures
+        else [Section(report, _tensors(report), missing=SAVE) for report in reports]
+    )
     script = get_plotlyjs() if any(part.pictures for part in parts) else ""
-    return templates.get_template("page.html.j2").render(sections=parts, plotly=script, legend=scale.legend())
+    return templates.get_template("page.html.j2").render(
+        sections=parts, plotly=script, legend=scale.legend()
+    )
 
 
 def check_installed() -> None:
@@ -96,13 +102,17 @@ def check_installed() -> None:
         for package in ("jinja2", "plotly"):
             importlib.import_module(package)
     except ImportError as error:
-        raise ImportError('a page needs jinja2 and plotly: pip install "flax-attn[report]"') from error
+        raise ImportError(
+            'a page needs jinja2 and plotly: pip install "flax-attn[report]"'
+        ) from error
 
 
 def sections(reports: Sequence[Findings]) -> list[Section]:
     """Return a section for each report; among several, only those that differ have attention maps."""
     share = MAP_BYTES // max(sum(not report.passed for report in reports), 1)
-    return [_section(report, 0 if report.passed and len(reports) > 1 else share) for report in reports]
+    return [
+        _section(report, 0 if report.passed and len(reports) > 1 else share) for report in reports
+    ]
 
 
 def _section(report: Findings, size: int) -> Section:
@@ -112,7 +122,9 @@ def _section(report: Findings, size: int) -> Section:
     if report.divergence is not None and report.divergence.nodes:
         section.divergence = figures.divergence(report.divergence)
     training = report.check("training")
-    if report.pair is not None and training is not None and training.errors:  # it ran: nothing is trained for a page
+    if (
+        report.pair is not None and training is not None and training.errors
+    ):  # it ran: nothing is trained for a page
         flax, torch = report.pair.trained
         section.losses = figures.losses(flax["loss"], torch["loss"], training.limit)
     if report.pair is not None and size:
@@ -148,4 +160,6 @@ def _attention(pair: Pair, size: int) -> tuple[list[Any], str]:
         drawn[name] = heads
     left = len(layers) - len(drawn)
     missing = f"{left} of {len(layers)} layers, those that differ least, are left out to keep the page small."
-    return [head for name in layers if name in drawn for head in drawn[name]], missing if left else ""
+    return [
+        head for name in layers if name in drawn for head in drawn[name]
+    ], missing if left else ""

@@ -38,7 +38,9 @@ class Report(Findings):
     def __repr__(self) -> str:
         """Return the verdict in short."""
         ran = sum(check.ran for check in self.checks)
-        return f"Report({self.name!r}: {wording.verdict(self)}, {ran} check{'' if ran == 1 else 's'})"
+        return (
+            f"Report({self.name!r}: {wording.verdict(self)}, {ran} check{'' if ran == 1 else 's'})"
+        )
 
     def __str__(self) -> str:
         """Return everything that a terminal shows, without colours."""
@@ -80,7 +82,11 @@ class Report(Findings):
 
 def environment() -> dict[str, str]:
     """Return what results depend on: versions, devices, precision."""
-    found = {"python": platform.python_version(), "machine": platform.machine(), "platform": platform.platform()}
+    found = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "platform": platform.platform(),
+    }
     found |= {package: _version(package) for package in PACKAGES}
     found["jax devices"] = ", ".join(str(device) for device in jax.devices())
     for setting in ("jax_enable_x64", "jax_default_matmul_precision"):
@@ -92,7 +98,9 @@ def environment() -> dict[str, str]:
         found["torch TF32 (matmul, cuDNN)"] = (
             f"{torch.backends.cuda.matmul.allow_tf32}, {torch.backends.cudnn.allow_tf32}"
         )
-    return found | {name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in os.environ}
+    return found | {
+        name: os.environ[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in os.environ
+    }
 
 
 def _version(package: str) -> str:
@@ -106,7 +114,12 @@ def write_json(reports: Sequence[Report], path: str) -> None:
     """Write everything that was measured, and where: seed and environment are those of the reports."""
     variants = [report.as_dict() for report in reports]
     good = all(report.passed for report in reports)
-    content = {"passed": good, "seed": reports[0].seed, "environment": reports[0].environment, "variants": variants}
+    content = {
+        "passed": good,
+        "seed": reports[0].seed,
+        "environment": reports[0].environment,
+        "variants": variants,
+    }
     text = json.dumps(content, indent=1) + "\n"
     with replacing(path) as whole:
         whole.write_text(text, encoding="utf-8")

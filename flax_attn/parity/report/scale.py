@@ -12,7 +12,12 @@ FLOOR = 1e-18  # a logarithm shows no 0: what is equal to the last bit stands he
 LOWEST, HIGHEST = 1e-6, 1e12  # error over rule, at both ends of a bar
 
 # Blue holds and turns to orange at the rule: readers who cannot tell red from green can tell these.
-_COLORS = ((FLOOR, "#1f4e79"), (tolerance.FORWARD, "#a9cbe8"), (tolerance.FORWARD, "#fdc98a"), (1.0, "#a11d07"))
+_COLORS = (
+    (FLOOR, "#1f4e79"),
+    (tolerance.FORWARD, "#a9cbe8"),
+    (tolerance.FORWARD, "#fdc98a"),
+    (1.0, "#a11d07"),
+)
 COLORS = [[float(1 - np.log10(error) / np.log10(FLOOR)), color] for error, color in _COLORS]
 
 

@@ -68,7 +68,9 @@ def worst(check: Check) -> str:
     if check.passed or not check.where:
         return check.worst
     index = ", ".join(map(str, check.where["index"]))
-    return f"{check.worst}[{index}]: flax {check.where['flax']:.9g}, torch {check.where['torch']:.9g}"
+    return (
+        f"{check.worst}[{index}]: flax {check.where['flax']:.9g}, torch {check.where['torch']:.9g}"
+    )
 
 
 def verdict(report: Findings) -> str:

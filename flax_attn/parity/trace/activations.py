@@ -16,7 +16,15 @@ from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.pair import NotRun, Pair
 from flax_attn.parity.trace import jax_hooks
 from flax_attn.parity.trace.alignment import Axes, Shape, aligned, step_of
-from flax_attn.parity.trace.hooks import TABLE, Activation, ActivationRecorder, Frame, Observer, numpy64, outputs
+from flax_attn.parity.trace.hooks import (
+    TABLE,
+    Activation,
+    ActivationRecorder,
+    Frame,
+    Observer,
+    numpy64,
+    outputs,
+)
 from flax_attn.parity.trace.jax_hooks import TracedModule
 from flax_attn.parity.trace.pairing import pair_paths
 from flax_attn.parity.trace.tables import tables_of_torch
@@ -82,7 +90,9 @@ class Activations:
     @cached_property
     def attention(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """The attention weights `(b, n, t, s)` of Flax and of PyTorch, where both have them."""
-        names = [name for name in self.shared if step_of(name) == "weights" and self.flax[name].ndim == 4]
+        names = [
+            name for name in self.shared if step_of(name) == "weights" and self.flax[name].ndim == 4
+        ]
         return {name: (self.flax[name], self.torch[name]) for name in names}
 
 
@@ -109,7 +119,10 @@ def record(pair: Pair) -> Activations:
             "the first difference is found by running both sides, and one of these is the recording of an earlier run. "
             "Compare where both frameworks are installed"
         )
-    ours, theirs = jax_hooks.paths(pair.flax.built(), pair.flax.shapes), torch_hooks.paths(pair.torch.module)
+    ours, theirs = (
+        jax_hooks.paths(pair.flax.built(), pair.flax.shapes),
+        torch_hooks.paths(pair.torch.module),
+    )
     names = pair_paths(pair.entries, ours, theirs)
     there = {path: path for path in names.values()}
     torch = torch_hooks.record(pair.torch, pair.inputs, pair.extras, pair.cotangents, there)
@@ -134,7 +147,9 @@ def _record_flax(traced: TracedModule, recorder: ActivationRecorder) -> None:
 
     arrays = jax.tree.map(numpy64, traced.compiled(recorded)())
     for name, (inputs, output) in arrays.items():
-        recorder.activations[name] = replace(recorder.activations[name], inputs=inputs, output=output)
+        recorder.activations[name] = replace(
+            recorder.activations[name], inputs=inputs, output=output
+        )
 
 
 class _Probe(Observer):
@@ -148,14 +163,20 @@ class _Probe(Observer):
         return self.stepped(frame.name, output)
 
     def stepped(self, name: str, value: Any) -> Any:
-        return value + self.zeros[name] if name in self.zeros else value  # those alone that can be compared
+        return (
+            value + self.zeros[name] if name in self.zeros else value
+        )  # those alone that can be compared
 
 
 def flax_cotangents(pair: Pair, found: Activations) -> Arrays:
     """Return the cotangents of the Flax side, by name of the node at whose output they arrive."""
     axes = found.axes
-    zeros = {name: np.zeros(value.shape, found.ours[name].dtype) for name, value in found.flax.items()}
-    zeros = {name: axes[name].to_flax(zero) if name in axes else zero for name, zero in zeros.items()}
+    zeros = {
+        name: np.zeros(value.shape, found.ours[name].dtype) for name, value in found.flax.items()
+    }
+    zeros = {
+        name: axes[name].to_flax(zero) if name in axes else zero for name, zero in zeros.items()
+    }
 
     def gradient(run: Any, zeros: Mapping[str, Any], cotangents: Mapping[str, Any]) -> Any:
         def weighted(zeros: Mapping[str, Any]) -> Any:
@@ -164,6 +185,11 @@ def flax_cotangents(pair: Pair, found: Activations) -> Arrays:
 
         return jax.grad(weighted)(zeros)
 
-    arrays = found.traced.compiled(gradient)(zeros, {n: jnp.asarray(c) for n, c in pair.cotangents.items()})
+    arrays = found.traced.compiled(gradient)(
+        zeros, {n: jnp.asarray(c) for n, c in pair.cotangents.items()}
+    )
     arrays = {name: numpy64(array) for name, array in arrays.items()}
-    return {name: axes[name].to_torch(array) if name in axes else array for name, array in arrays.items()}
+    return {
+        name: axes[name].to_torch(array) if name in axes else array
+        for name, array in arrays.items()
+    }

@@ -82,40 +82,62 @@ def aligned(flax: Nodes, torch: Nodes) -> Aligned:
             ambiguous += [] if clear else [name]
         else:
             turned = _images(ours[name].output, theirs[name].output) if name != ROOT else None
-            ours[name] = replace(ours[name], output=turned.to_torch(ours[name].output)) if turned else ours[name]
+            ours[name] = (
+                replace(ours[name], output=turned.to_torch(ours[name].output))
+                if turned
+                else ours[name]
+            )
         axes |= {name: turned} if turned else {}
     inputs = {
-        name: tuple(_images(x, y) for x, y in zip(ours[name].inputs, theirs[name].inputs, strict=False))
+        name: tuple(
+            _images(x, y) for x, y in zip(ours[name].inputs, theirs[name].inputs, strict=False)
+        )
         for name in shared
         if name != ROOT
     }
-    shapes = {name: (ours[name].output.shape, theirs[name].output.shape) for name in shared if name != ROOT}
+    shapes = {
+        name: (ours[name].output.shape, theirs[name].output.shape)
+        for name in shared
+        if name != ROOT
+    }
     differing = {name: both for name, both in shapes.items() if both[0] != both[1]}
     lines = [f"{name}: flax {flax}, torch {torch}" for name, (flax, torch) in differing.items()]
     for framework, here, there in (("flax", ours, theirs), ("torch", theirs, ours)):
         alone = (name for name in here if name not in there)
-        lines += [name if name.startswith(f"{framework}:") else f"{framework}:{name}" for name in alone]
+        lines += [
+            name if name.startswith(f"{framework}:") else f"{framework}:{name}" for name in alone
+        ]
     ours = {name: x for name, x in ours.items() if name not in differing}
     return Aligned(ours, theirs, axes, inputs, differing, tuple(lines), tuple(ambiguous))
 
 
-def _aligned_scores(ours: Activation, theirs: Activation) -> tuple[Activation, Activation, Axes | None, bool]:
+def _aligned_scores(
+    ours: Activation, theirs: Activation
+) -> tuple[Activation, Activation, Axes | None, bool]:
     """Return both with the axes `b n t s`: of the orders that fit the shapes, the one with the smallest error.
 
     The last value is whether there is no doubt.
     """
     fits = []
     for pattern in ORDERS.get(ours.output.ndim, ()):
-        axes = Axes(pattern, SCORES, {"k": 1 if "(k g)" in pattern else ours.output.shape[pattern.split().index("k")]})
+        axes = Axes(
+            pattern,
+            SCORES,
+            {"k": 1 if "(k g)" in pattern else ours.output.shape[pattern.split().index("k")]},
+        )
         flax, torch = axes.to_torch(ours.output), theirs.output
-        if torch.ndim == 3 and torch.size == flax.size:  # torch.nn.MultiheadAttention folds batch and heads
+        if (
+            torch.ndim == 3 and torch.size == flax.size
+        ):  # torch.nn.MultiheadAttention folds batch and heads
             torch = rearrange(torch, "(b n) t s -> b n t s", b=flax.shape[0])
         if flax.shape == torch.shape:
             fits.append((_error(flax, torch), axes, flax, torch))
     if not fits:
         return ours, theirs, None, True
     error, axes, flax, torch = min(fits, key=lambda fit: fit[0])
-    clear = error <= AGREE or all(np.array_equal(flax, other, equal_nan=True) for _, _, other, _ in fits)
+    clear = error <= AGREE or all(
+        np.array_equal(flax, other, equal_nan=True) for _, _, other, _ in fits
+    )
     turned = None if axes.flax == SCORES else axes
     return replace(ours, output=flax), replace(theirs, output=torch), turned, clear
 

@@ -38,7 +38,11 @@ def angle_tables(value: np.ndarray) -> Forms:
 def _base(column: np.ndarray, exponent: float) -> float | None:
     """Return the base of a column, to six digits: x[i + 1] + x[i - 1] = 2 cos(frequency) x[i] for cosines and sines."""
     middle = column[1:-1]
-    cosine = float((column[2:] + column[:-2]) @ middle / (2 * (middle @ middle))) if middle.any() else 1.0
+    cosine = (
+        float((column[2:] + column[:-2]) @ middle / (2 * (middle @ middle)))
+        if middle.any()
+        else 1.0
+    )
     if not -1 < cosine < 1:
         return None
     return float(f"{np.arccos(cosine) ** (-1 / exponent):.6g}")

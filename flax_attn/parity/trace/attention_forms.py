@@ -15,7 +15,9 @@ from flax_attn.parity.adapters.adapter import Arrays
 Forms = Iterator[tuple[str, np.ndarray]]
 
 
-def scores(query: np.ndarray, key: np.ndarray, *, scale: float | None = None, tile: bool = False) -> np.ndarray:
+def scores(
+    query: np.ndarray, key: np.ndarray, *, scale: float | None = None, tile: bool = False
+) -> np.ndarray:
     """Return `scale * query . key` of every query head with its key head.
 
     Args:
@@ -65,7 +67,9 @@ def share_heads(x: np.ndarray, n: int, tile: bool = False) -> np.ndarray:
         >>> share_heads(x, 4).ravel(), share_heads(x, 4, tile=True).ravel()
         (array([0., 0., 1., 1.]), array([0., 1., 0., 1.]))
     """
-    return repeat(x, "b s k h -> b s (g k) h" if tile else "b s k h -> b s (k g) h", g=n // x.shape[2])
+    return repeat(
+        x, "b s k h -> b s (g k) h" if tile else "b s k h -> b s (k g) h", g=n // x.shape[2]
+    )
 
 
 def split_heads(x: np.ndarray, n: int) -> dict[str, np.ndarray]:
@@ -74,7 +78,9 @@ def split_heads(x: np.ndarray, n: int) -> dict[str, np.ndarray]:
     return {
         "heads side by side": rearrange(x, "b t (n h) -> b t n h", n=n),
         "heads interleaved": rearrange(x, "b t (h n) -> b t n h", n=n),
-        "heads by reshape without a transpose": rearrange(x.reshape(b, n, t, d // n), "b n t h -> b t n h"),
+        "heads by reshape without a transpose": rearrange(
+            x.reshape(b, n, t, d // n), "b n t h -> b t n h"
+        ),
     }
 
 
@@ -84,7 +90,9 @@ def join_heads(x: np.ndarray) -> dict[str, np.ndarray]:
     return {
         "heads side by side": rearrange(x, "b t n h -> b t (n h)"),
         "heads interleaved": rearrange(x, "b t n h -> b t (h n)"),
-        "heads by reshape without a transpose": rearrange(x, "b t n h -> b n t h").reshape(b, t, n * h),
+        "heads by reshape without a transpose": rearrange(x, "b t n h -> b n t h").reshape(
+            b, t, n * h
+        ),
     }
 
 
@@ -111,7 +119,9 @@ def _heads(sources: Arrays, *names: str) -> bool:
     return all(name in sources and sources[name].ndim == 4 for name in names)
 
 
-def _products(query: np.ndarray, key: np.ndarray) -> Iterator[tuple[str, np.ndarray, np.ndarray, bool]]:
+def _products(
+    query: np.ndarray, key: np.ndarray
+) -> Iterator[tuple[str, np.ndarray, np.ndarray, bool]]:
     yield "query . key", query, key, False
     if 1 < key.shape[2] < query.shape[2]:
         yield "query . key with key heads tiled, not repeated,", query, key, True
@@ -127,7 +137,12 @@ def scale_in_words(scale: float, query: np.ndarray, close: float = 1e-9) -> str:
         '/ sqrt(h)'
     """
     n, h = query.shape[-2:]
-    known = {"/ sqrt(h)": h**-0.5, "without a scale": 1.0, "/ sqrt(d_out)": (n * h) ** -0.5, "/ h": 1 / h}
+    known = {
+        "/ sqrt(h)": h**-0.5,
+        "without a scale": 1.0,
+        "/ sqrt(d_out)": (n * h) ** -0.5,
+        "/ h": 1 / h,
+    }
     fits = (text for text, number in known.items() if np.isclose(scale, number, rtol=close, atol=0))
     return next(fits, f"* {scale:.6g}")
 
@@ -140,7 +155,10 @@ def softmax_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Form
     yield "softmax over the keys", softmax(hidden)
     yield "softmax over the queries", softmax(hidden, axis=-2)
     yield "softmax over the heads", softmax(hidden, axis=1)
-    yield "softmax over the keys, the mean where nothing is visible", softmax(hidden, empty=1 / value.shape[-1])
+    yield (
+        "softmax over the keys, the mean where nothing is visible",
+        softmax(hidden, empty=1 / value.shape[-1]),
+    )
     if "scores" in sources:
         early = softmax(sources["scores"])
         yield "softmax before the mask, not divided anew", np.where(np.isfinite(hidden), early, 0)
@@ -159,5 +177,11 @@ def context_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Form
 def joined_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
     """Heads side by side again."""
     for name, x in sources.items():
-        if x.ndim == 4 and x.size == value.size and x.shape[:2] == np.reshape(value, (-1, *value.shape[-2:])).shape[:2]:
-            yield from ((f"{name}, {way}", y.reshape(value.shape)) for way, y in join_heads(x).items())
+        if (
+            x.ndim == 4
+            and x.size == value.size
+            and x.shape[:2] == np.reshape(value, (-1, *value.shape[-2:])).shape[:2]
+        ):
+            yield from (
+                (f"{name}, {way}", y.reshape(value.shape)) for way, y in join_heads(x).items()
+            )

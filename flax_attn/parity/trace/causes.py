@@ -18,7 +18,12 @@ from flax_attn.parity.trace.hooks import CAST, path_of, spoken
 from flax_attn.parity.trace.layer_forms import Forms
 from flax_attn.parity.trace.mask_forms import mask_forms
 from flax_attn.parity.trace.pooled_forms import pooled
-from flax_attn.parity.trace.projected_forms import attended_forms, head_forms, projected_scores, turned_forms
+from flax_attn.parity.trace.projected_forms import (
+    attended_forms,
+    head_forms,
+    projected_scores,
+    turned_forms,
+)
 from flax_attn.parity.trace.recurrent_forms import gru, lstm, running_statistics
 from flax_attn.parity.trace.structure import UNKNOWN
 from flax_attn.parity.trace.substitute import Evidence, Target, relative
@@ -43,7 +48,9 @@ STEPS: dict[str, tuple[Callable[[np.ndarray, np.ndarray, Arrays], Forms], ...]] 
 }
 
 
-def causes_of(found: Evidence, weights: Arrays, lower: Mapping[str, Lower] | None = None) -> list[str]:
+def causes_of(
+    found: Evidence, weights: Arrays, lower: Mapping[str, Lower] | None = None
+) -> list[str]:
     """Return a sentence for everything wrong that a node computes, where the cause is known.
 
     A formula is named only if it fits what a side computes as closely as two right sides fit one another. Those of a
@@ -62,11 +69,19 @@ def causes_of(found: Evidence, weights: Arrays, lower: Mapping[str, Lower] | Non
         >>> causes_of(found, {"norm1.scale": scale})
         ['norm1: flax has eps=1e-05, torch 1e-06']
     """
-    wrong = [target for target in found.targets if not target.error <= max(tolerance.FORWARD, target.rounding)]
-    once: dict[tuple[bytes, bytes], Target] = {}  # what is passed on as query, key and value is one thing
+    wrong = [
+        target
+        for target in found.targets
+        if not target.error <= max(tolerance.FORWARD, target.rounding)
+    ]
+    once: dict[
+        tuple[bytes, bytes], Target
+    ] = {}  # what is passed on as query, key and value is one thing
     for target in wrong:
         once.setdefault((target.flax.tobytes(), target.torch.tobytes()), target)
-    return [line for target in once.values() if (line := _cause(found, target, weights, lower or {}))]
+    return [
+        line for target in once.values() if (line := _cause(found, target, weights, lower or {}))
+    ]
 
 
 def grouped(causes: Sequence[str]) -> list[str]:
@@ -80,7 +95,10 @@ def grouped(causes: Sequence[str]) -> list[str]:
     for cause in causes:
         node, _, sentence = cause.partition(": ")
         found.setdefault(f"{re.sub('[0-9]+', '', node)}: {sentence}", []).append(cause)
-    return [_with_repeats(same[0], [re.split("[,:]", cause)[0] for cause in same[1:]]) for same in found.values()]
+    return [
+        _with_repeats(same[0], [re.split("[,:]", cause)[0] for cause in same[1:]])
+        for same in found.values()
+    ]
 
 
 def _with_repeats(cause: str, others: list[str]) -> str:
@@ -89,22 +107,35 @@ def _with_repeats(cause: str, others: list[str]) -> str:
 
 
 def _cause(found: Evidence, target: Target, weights: Arrays, lower: Mapping[str, Lower]) -> str:
-    place = spoken(found.name) if target.label == "output" else f"{spoken(found.name)}, {target.label}"
+    place = (
+        spoken(found.name) if target.label == "output" else f"{spoken(found.name)}, {target.label}"
+    )
     families = list(_families(found, target, weights))
     forms = [_fitted(family, target) for family in families]
     both = _first_difference(forms) or _in_lower_dtypes(found.name, target, families, lower)
     if both:
         return f"{place}: {_difference(both['flax'], both['torch'])}"
-    last = {f"{child} alone" for child in found.alone}  # that PyTorch returns what it calls last says nothing by itself
-    one = next((x for x in forms if any(x.values()) and not all(x.values()) and x["torch"] not in last), None)
-    cause = _rounded(target) or _one_pass_variance(found, target, weights) or (_known_on_one_side(one) if one else "")
+    last = {
+        f"{child} alone" for child in found.alone
+    }  # that PyTorch returns what it calls last says nothing by itself
+    one = next(
+        (x for x in forms if any(x.values()) and not all(x.values()) and x["torch"] not in last),
+        None,
+    )
+    cause = (
+        _rounded(target)
+        or _one_pass_variance(found, target, weights)
+        or (_known_on_one_side(one) if one else "")
+    )
     named = _lower_operations(found.name, target.error, lower)
     cast = cast_of(found.name, target.error, lower) if not cause or UNKNOWN in cause else ""
     return named or cast or (f"{place}: {cause}" if cause else "")
 
 
 def _first_difference(forms: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:
-    return next((fits for fits in forms if all(fits.values()) and fits["flax"] != fits["torch"]), None)
+    return next(
+        (fits for fits in forms if all(fits.values()) and fits["flax"] != fits["torch"]), None
+    )
 
 
 def _in_lower_dtypes(
@@ -131,7 +162,9 @@ def _fitted(family: Family, target: Target, limits: Mapping[str, float] = EXACT)
 
 def _fit(family: Family, value: np.ndarray, other: np.ndarray, limit: float) -> str:
     with np.errstate(all="ignore"):
-        return next((text for text, form in family(value, other) if relative(form, value) <= limit), "")
+        return next(
+            (text for text, form in family(value, other) if relative(form, value) <= limit), ""
+        )
 
 
 def _difference(flax: str, torch: str) -> str:
@@ -156,7 +189,9 @@ def _known_on_one_side(forms: Mapping[str, str]) -> str:
 
 
 def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Family]:
-    sources = {name: x for name, x in found.sources.items() if not target.without or name != target.without}
+    sources = {
+        name: x for name, x in found.sources.items() if not target.without or name != target.without
+    }
     if found.kind == "step":
         step = found.name.split("/")[1].split("#")[0]
         for steps in STEPS.get(step, ()):
@@ -173,7 +208,11 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
         yield lambda value, other: transposed_convolution(value, sources["input"], own)
         yield lambda value, other: gru(value, sources, own)
     # What PyTorch calls last returns the output itself: it is named where nothing within says how that is computed.
-    inner = {name: x for name, x in sources.items() if name not in found.alone or not np.array_equal(x, target.torch)}
+    inner = {
+        name: x
+        for name, x in sources.items()
+        if name not in found.alone or not np.array_equal(x, target.torch)
+    }
     for child in found.alone:  # before sums: else it is the output of that submodule
         yield lambda value, other, child=child: _by_hand(value, child, found, weights)
     yield lambda value, other: attention_forms.joined_forms(value, other, sources)
@@ -182,7 +221,9 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
     yield lambda value, other: layer_forms.total(value, sources)
     yield lambda value, other: layer_forms.total_with_rows(value, inner, _inside(found, weights))
     called = {name: x for name, x in sources.items() if name not in found.alone}
-    yield lambda value, other: layer_forms.activation(value, called | sources)  # ReLU of ReLU is ReLU
+    yield lambda value, other: layer_forms.activation(
+        value, called | sources
+    )  # ReLU of ReLU is ReLU
     yield lambda value, other: turned_forms(value, sources)
     yield lambda value, other: layer_forms.gated(value, inner)
     yield lambda value, other: image_forms.patches(value, inner)
@@ -284,7 +325,11 @@ def _rounded(target: Target) -> str:
     """Say so where all numbers of one side alone are numbers of a lower dtype, and close to the other's."""
     dtypes = {"flax": dtype_of_numbers(target.flax), "torch": dtype_of_numbers(target.torch)}
     for dtype in dtypes.values():
-        if dtype != "float64" and dtypes["flax"] != dtypes["torch"] and target.error <= _rounding(dtype):
+        if (
+            dtype != "float64"
+            and dtypes["flax"] != dtypes["torch"]
+            and target.error <= _rounding(dtype)
+        ):
             return f"flax has numbers of {dtypes['flax']}, torch of {dtypes['torch']}"
     return ""
 

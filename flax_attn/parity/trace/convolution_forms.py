@@ -47,11 +47,15 @@ def convolution(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
                 yield text, back(form)
 
 
-def _convolved(value: np.ndarray, x: np.ndarray, kernel: np.ndarray, bias: np.ndarray, groups: int) -> Forms:
+def _convolved(
+    value: np.ndarray, x: np.ndarray, kernel: np.ndarray, bias: np.ndarray, groups: int
+) -> Forms:
     flips = {"": kernel, ", its kernel flipped": np.flip(kernel, tuple(range(2, kernel.ndim)))}
     for (how, w), dilation, (filling, mode) in product(flips.items(), DILATIONS, MODES.items()):
         spread = [dilation * (k - 1) for k in w.shape[2:]]
-        if x[:, 0].size * w[0].size > WORK or (mode == "reflect" and any(np.less_equal(x.shape[2:], spread))):
+        if x[:, 0].size * w[0].size > WORK or (
+            mode == "reflect" and any(np.less_equal(x.shape[2:], spread))
+        ):
             continue
         padded = np.pad(x, [(0, 0), (0, 0), *((k, k) for k in spread)], mode=mode)
         first = _correlated(padded[:, : w.shape[1]], w[:1], dilation)[:, 0] + bias[0]
@@ -59,7 +63,9 @@ def _convolved(value: np.ndarray, x: np.ndarray, kernel: np.ndarray, bias: np.nd
             if _near(first[(..., *_windows(placing, spread, value.shape[2:]))], value[:, 0]):
                 where = _windows(placing, spread, value.shape[2:])
                 parts = zip(np.split(padded, groups, 1), np.split(w, groups), strict=True)
-                whole = np.concatenate([_correlated(part, own, dilation)[(..., *where)] for part, own in parts], 1)
+                whole = np.concatenate(
+                    [_correlated(part, own, dilation)[(..., *where)] for part, own in parts], 1
+                )
                 dilated = f", dilation {dilation}" if dilation > 1 else ""
                 text = f"a convolution of {_spoken(placing)}{dilated}" + (
                     f" of {filling}" if mode != "constant" else ""
@@ -77,7 +83,9 @@ def _correlated(x: np.ndarray, kernel: np.ndarray, dilation: int) -> np.ndarray:
     return np.moveaxis(np.tensordot(windows, kernel, (inner, [1, *axes])), -1, 1)
 
 
-def _placings(out: tuple[int, ...], size: tuple[int, ...], spread: list[int]) -> list[list[_Placing]]:
+def _placings(
+    out: tuple[int, ...], size: tuple[int, ...], spread: list[int]
+) -> list[list[_Placing]]:
     """Return where the windows of each axis may stand, given how many there are."""
     found = []
     for windows, length, reach in zip(out, size, spread, strict=True):
@@ -90,14 +98,21 @@ def _placings(out: tuple[int, ...], size: tuple[int, ...], spread: list[int]) ->
     return found
 
 
-def _windows(placing: tuple[_Placing, ...], spread: list[int], out: tuple[int, ...]) -> tuple[slice, ...]:
+def _windows(
+    placing: tuple[_Placing, ...], spread: list[int], out: tuple[int, ...]
+) -> tuple[slice, ...]:
     starts = [reach - axis.before for axis, reach in zip(placing, spread, strict=True)]
-    ends = [start + (n - 1) * axis.stride + 1 for start, axis, n in zip(starts, placing, out, strict=True)]
+    ends = [
+        start + (n - 1) * axis.stride + 1
+        for start, axis, n in zip(starts, placing, out, strict=True)
+    ]
     return tuple(slice(s, e, axis.stride) for s, e, axis in zip(starts, ends, placing, strict=True))
 
 
 def _near(found: np.ndarray, value: np.ndarray) -> bool:
-    return found.shape == value.shape and bool(np.abs(found - value).max() <= NEAR * np.abs(value).max())
+    return found.shape == value.shape and bool(
+        np.abs(found - value).max() <= NEAR * np.abs(value).max()
+    )
 
 
 def _spoken(placing: tuple[_Placing, ...]) -> str:
@@ -106,5 +121,7 @@ def _spoken(placing: tuple[_Placing, ...]) -> str:
         {axis.stride for axis in placing},
         [f"{axis.before} before and {axis.after} after" for axis in axes],
     )
-    stride = str(strides.pop()) if len(strides) == 1 else str(tuple(axis.stride for axis in placing))
+    stride = (
+        str(strides.pop()) if len(strides) == 1 else str(tuple(axis.stride for axis in placing))
+    )
     return f"stride {stride}, padded by {', '.join(padding)}"

@@ -55,7 +55,11 @@ class Node:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the node for JSON; what is infinite or NaN is None there."""
-        state = {"shape": list(self.shape), "differs": self.differs, "locally_wrong": self.locally_wrong}
+        state = {
+            "shape": list(self.shape),
+            "differs": self.differs,
+            "locally_wrong": self.locally_wrong,
+        }
         return finite(vars(self)) | state
 
 

@@ -26,8 +26,16 @@ def gradient_causes(flax: Arrays, torch: Arrays) -> list[str]:
         ['embed.weight: torch has no gradient in row 0, as of padding_idx, flax has one']
     """
     errors = tolerance.gradient_errors(flax, torch)
-    wrong = [name for name in torch if errors[name] > tolerance.GRADIENT and flax[name].shape == torch[name].shape]
-    return [f"{name}: {cause}" for name in wrong for cause in _causes({"flax": flax[name], "torch": torch[name]})]
+    wrong = [
+        name
+        for name in torch
+        if errors[name] > tolerance.GRADIENT and flax[name].shape == torch[name].shape
+    ]
+    return [
+        f"{name}: {cause}"
+        for name in wrong
+        for cause in _causes({"flax": flax[name], "torch": torch[name]})
+    ]
 
 
 def detached(name: str, flax: Arrays, torch: Arrays) -> list[str]:
@@ -46,7 +54,9 @@ def detached(name: str, flax: Arrays, torch: Arrays) -> list[str]:
     if silent["flax"] == silent["torch"]:
         return []
     side, other = ("flax", "torch") if silent["flax"] else ("torch", "flax")
-    return [f"{spoken(name)}: {side} has no gradient at its output, as of stop_gradient or detach, {other} has one"]
+    return [
+        f"{spoken(name)}: {side} has no gradient at its output, as of stop_gradient or detach, {other} has one"
+    ]
 
 
 def _causes(gradients: Mapping[str, np.ndarray]) -> Iterator[str]:

@@ -19,7 +19,16 @@ OPERATIONS = {
     **dict.fromkeys(("softmax", "_softmax", "_safe_softmax", "_log_softmax"), "the softmax"),
     **dict.fromkeys(("cos", "sin"), "cos and sin (rotary angles)"),
     **dict.fromkeys(
-        ("dot_general", "native_product", "native_grouped_product", "mm", "bmm", "addmm", "baddbmm"), "matrix products"
+        (
+            "dot_general",
+            "native_product",
+            "native_grouped_product",
+            "mm",
+            "bmm",
+            "addmm",
+            "baddbmm",
+        ),
+        "matrix products",
     ),
     **dict.fromkeys(("rsqrt", "sqrt"), "the root in a norm"),
     **dict.fromkeys(("erf", "tanh", "logistic", "gelu", "silu", "sigmoid"), "the activation"),
@@ -102,7 +111,9 @@ class Observer:
     @property
     def enclosing(self) -> Frame:
         """The innermost call that both sides have."""
-        return next((frame for frame in reversed(self.frames) if ":" not in frame.name), self.frames[0])
+        return next(
+            (frame for frame in reversed(self.frames) if ":" not in frame.name), self.frames[0]
+        )
 
     def entered(self, frame: Frame) -> tuple[Any, ...]:
         """Return the inputs that a call is to continue with."""
@@ -142,7 +153,9 @@ class ActivationRecorder(Observer):
 
     def keep(self, name: str, kind: str, inputs: tuple[Any, ...], output: Any) -> None:
         """Keep what one node computed."""
-        self.activations[name] = Activation(name, kind, inputs, output, str(output.dtype).removeprefix("torch."))
+        self.activations[name] = Activation(
+            name, kind, inputs, output, str(output.dtype).removeprefix("torch.")
+        )
 
 
 def path_of(name: str) -> str:

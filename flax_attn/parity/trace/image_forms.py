@@ -26,13 +26,17 @@ def patches(value: np.ndarray, sources: Arrays) -> Forms:
         for layout, channel in zip(LAYOUTS, (1, -1), strict=True) if image.ndim == 4 else ():
             sizes = [n for i, n in enumerate(image.shape) if i not in (0, channel % 4)]
             for p, q in _patch_sizes(value.shape, sizes, image.shape[channel]):
-                for (where, tokens), order in ((x, y) for y in permutations("cpq") for x in PATCHES.items()):
+                for (where, tokens), order in (
+                    (x, y) for y in permutations("cpq") for x in PATCHES.items()
+                ):
                     pixels = ", ".join(PIXELS[axis] for axis in order)
                     form = rearrange(image, f"{layout} -> b {tokens} ({' '.join(order)})", p=p, q=q)
                     yield f"patches of {name} {where}, each by {pixels}", form
 
 
-def _patch_sizes(shape: tuple[int, ...], sizes: list[int], channels: int) -> Iterator[tuple[int, int]]:
+def _patch_sizes(
+    shape: tuple[int, ...], sizes: list[int], channels: int
+) -> Iterator[tuple[int, int]]:
     rows, columns = sizes
     for p in (p for p in range(1, rows + 1) if rows % p == 0):
         q, rest = divmod(shape[-1], channels * p)
@@ -46,7 +50,11 @@ def tokens(value: np.ndarray, sources: Arrays, own: Arrays) -> Forms:
         return
     width, own = value.shape[-1], {name.rpartition(".")[2]: w for name, w in own.items()}
     classes = {name: w.ravel() for name, w in own.items() if w.size == width}
-    tables = {name: w.reshape(-1, width) for name, w in own.items() if w.ndim > 1 and w.shape[-1] == width < w.size}
+    tables = {
+        name: w.reshape(-1, width)
+        for name, w in own.items()
+        if w.ndim > 1 and w.shape[-1] == width < w.size
+    }
     for text, grid, row in _rows(value, sources):
         for with_class, first, whole in _with_class(text, row, classes, value.shape[1]):
             yield with_class, whole
@@ -64,14 +72,18 @@ def _rows(value: np.ndarray, sources: Arrays) -> Iterator[tuple[str, tuple[int, 
     for name, x in sources.items():
         if x.ndim == 3 and x.shape[0] == b and x.shape[-1] == d and x.shape[1] in (n, n - 1):
             yield name, (0, 0), x
-        for grid, channel in zip(GRIDS, (1, -1), strict=True) if x.ndim == 4 and len(x) == b else ():
+        for grid, channel in (
+            zip(GRIDS, (1, -1), strict=True) if x.ndim == 4 and len(x) == b else ()
+        ):
             if x.shape[channel] == d and x.size // (b * d) in (n, n - 1):
                 i, j = (size for axis, size in enumerate(x.shape) if axis not in (0, channel % 4))
                 for where, order in PATCHES.items():
                     yield f"{name} {where}", (i, j), rearrange(x, f"{grid} -> b {order} d")
 
 
-def _with_class(text: str, row: np.ndarray, classes: Arrays, n: int) -> Iterator[tuple[str, bool | None, np.ndarray]]:
+def _with_class(
+    text: str, row: np.ndarray, classes: Arrays, n: int
+) -> Iterator[tuple[str, bool | None, np.ndarray]]:
     """Yield a row of the right length, and whether a class token stands first in it; None if there is none."""
     if row.shape[1] == n:
         yield text, None, row
@@ -90,7 +102,9 @@ def _placed(text: str, value: np.ndarray, whole: np.ndarray, table: np.ndarray) 
     yield text + (f" from row {first} on" if first else ""), whole + table[None, first : first + n]
 
 
-def _resized(text: str, whole: np.ndarray, table: np.ndarray, grid: tuple[int, int], first: bool | None) -> Forms:
+def _resized(
+    text: str, whole: np.ndarray, table: np.ndarray, grid: tuple[int, int], first: bool | None
+) -> Forms:
     # The table is of a square image; a class token has a position of its own before it.
     extra = 0 if first is None else 1
     side = round((len(table) - extra) ** 0.5)
@@ -99,7 +113,9 @@ def _resized(text: str, whole: np.ndarray, table: np.ndarray, grid: tuple[int, i
     square = table[extra:].reshape(side, side, -1)
     grids = [grid] if grid[0] else _grids(whole.shape[1] - extra)
     for (i, j), (how, resize) in product(grids, RESIZES.items()):
-        resized = np.einsum("ia,jb,abd->ijd", resize(side, i), resize(side, j), square).reshape(i * j, -1)
+        resized = np.einsum("ia,jb,abd->ijd", resize(side, i), resize(side, j), square).reshape(
+            i * j, -1
+        )
         yield f"{text} resized, {how}", whole + np.concatenate([table[:extra], resized])[None]
 
 

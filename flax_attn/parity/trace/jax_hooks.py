@@ -66,7 +66,9 @@ class TracedModule:
         jitted = jax.jit(whole, compiler_options=COMPILER)
         return lambda *arrays: jitted(self.constants, self.inputs, *arrays)
 
-    def _run(self, constants: list[Any], inputs: list[Any], observer: Observer) -> dict[str, jax.Array]:
+    def _run(
+        self, constants: list[Any], inputs: list[Any], observer: Observer
+    ) -> dict[str, jax.Array]:
         observer.tables = frozenset(id(constants[i]) for i in self.tables)
         floating = floats(inputs)
         inputs = replaced(inputs, floating, observer.enter(ROOT, floating))
@@ -88,7 +90,9 @@ def trace(pair: Pair) -> TracedModule:
     inputs = adapter.arrays(pair.inputs)
     closed, output = jax.make_jaxpr(forward, return_shape=True)(inputs)
     tables = tables_of_flax(pair, closed.consts)
-    return TracedModule(closed.jaxpr, closed.consts, jax.tree.leaves(inputs), jax.tree.structure(output), tables)
+    return TracedModule(
+        closed.jaxpr, closed.consts, jax.tree.leaves(inputs), jax.tree.structure(output), tables
+    )
 
 
 def paths(module: Any, parameters: Mapping[str, Any]) -> list[str]:
@@ -108,7 +112,11 @@ def submodules(module: Any) -> dict[str, Any]:
     """Return the submodules of an NNX or Equinox module by their paths, as the parameters are named."""
     if isinstance(module, nnx.Module):
         names = naming(module)
-        return {name: inner for path, inner in nnx.iter_modules(module) if (name := _dotted(path, names(path)))}
+        return {
+            name: inner
+            for path, inner in nnx.iter_modules(module)
+            if (name := _dotted(path, names(path)))
+        }
     return {} if jax.tree_util.all_leaves([module]) else dict(_inside("", module))
 
 
@@ -200,7 +208,10 @@ def _name_steps(module: Any) -> None:
 def _stepping(attention: Callable) -> Callable:
     @wraps(attention)
     def stepping(query, key, value, *args, **kwargs):
-        named = (_mark(x, (x,), event="step", name=n) for x, n in ((query, "query"), (key, "key"), (value, "value")))
+        named = (
+            _mark(x, (x,), event="step", name=n)
+            for x, n in ((query, "query"), (key, "key"), (value, "value"))
+        )
         context = attention(*named, *args, **kwargs)
         return _mark(context, (context,), event="step", name="context")
 

@@ -21,11 +21,19 @@ mark_p.multiple_results = True
 mark_p.def_impl(lambda *values, **event: list(values))
 mark_p.def_abstract_eval(lambda *values, **event: list(values))
 mlir.register_lowering(mark_p, lambda context, *values, **event: values)
-ad.primitive_jvps[mark_p] = lambda primals, tangents, **event: (mark_p.bind(*primals, **event), list(tangents))
+ad.primitive_jvps[mark_p] = lambda primals, tangents, **event: (
+    mark_p.bind(*primals, **event),
+    list(tangents),
+)
 
 
-def _mapped(values: Sequence[Any], axes: Sequence[Any], **event: str) -> tuple[list[Any], list[Any]]:
-    first = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(values, axes, strict=True)]
+def _mapped(
+    values: Sequence[Any], axes: Sequence[Any], **event: str
+) -> tuple[list[Any], list[Any]]:
+    first = [
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(values, axes, strict=True)
+    ]
     return mark_p.bind(*first, **event), [None if axis is None else 0 for axis in axes]
 
 
@@ -37,7 +45,9 @@ def mark(values: tuple[Any, ...], **event: str) -> tuple[Any, ...]:
     return tuple(mark_p.bind(*values, **event))
 
 
-def evaluate(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], observer: Observer) -> list[Any]:
+def evaluate(
+    jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], observer: Observer
+) -> list[Any]:
     """Return the outputs of a jaxpr, each mark, name and softmax in it told to an observer."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
     softmaxes = {eqn.outvars[0]: found for eqn, found in _softmaxes(jaxpr)}
@@ -70,10 +80,16 @@ def _evaluated(eqn: Any, values: list[Any], observer: Observer) -> Sequence[Any]
     return result if eqn.primitive.multiple_results else [result]
 
 
-def _observed_mark(event: Mapping[str, str], values: list[Any], observer: Observer) -> Sequence[Any]:
+def _observed_mark(
+    event: Mapping[str, str], values: list[Any], observer: Observer
+) -> Sequence[Any]:
     if event["event"] == "step":
         return [observer.step(values[0], event["name"])]
-    return observer.enter(event["name"], tuple(values)) if event["event"] == "enter" else observer.leave(tuple(values))
+    return (
+        observer.enter(event["name"], tuple(values))
+        if event["event"] == "enter"
+        else observer.leave(tuple(values))
+    )
 
 
 def _observed_softmax(x: Any, weights: Any, axes: tuple[int, ...], observer: Observer) -> Any:
@@ -85,7 +101,9 @@ def _observed_softmax(x: Any, weights: Any, axes: tuple[int, ...], observer: Obs
         top = new.max(axes, keepdims=True)
         exps = jnp.exp(new - jnp.where(jnp.isfinite(top), top, 0))
         total = exps.sum(axes, keepdims=True)
-        weights = exps / jnp.where(total == 0, 1, total)  # where all is hidden by -inf on the other side, none
+        weights = exps / jnp.where(
+            total == 0, 1, total
+        )  # where all is hidden by -inf on the other side, none
     return observer.step(weights, "weights")
 
 
@@ -101,7 +119,10 @@ def _inner(eqn: Any) -> Iterator[Any]:
 
 def _has_events(jaxpr: Any) -> bool:
     jaxpr = _opened(jaxpr)
-    events = (eqn.primitive in (mark_p, name_p) or any(map(_has_events, _inner(eqn))) for eqn in jaxpr.eqns)
+    events = (
+        eqn.primitive in (mark_p, name_p) or any(map(_has_events, _inner(eqn)))
+        for eqn in jaxpr.eqns
+    )
     return any(events) or any(True for _ in _softmaxes(jaxpr))
 
 
@@ -124,17 +145,30 @@ def _softmaxes(jaxpr: Any) -> Iterator[tuple[Any, tuple[Any, tuple[int, ...]]]]:
         if eqn is None or eqn.primitive.name == name:
             return eqn
         operands = [x for x in eqn.invars if not isinstance(x, Literal)]
-        return origin(operands[0], name) if eqn.primitive.name in RESHAPES and len(operands) == 1 else None
+        return (
+            origin(operands[0], name)
+            if eqn.primitive.name in RESHAPES and len(operands) == 1
+            else None
+        )
 
     def untransposed(atom: Any) -> Any:
         eqn = None if isinstance(atom, Literal) else made.get(atom)
-        return atom if eqn is None or eqn.primitive.name != "transpose" else untransposed(eqn.invars[0])
+        return (
+            atom
+            if eqn is None or eqn.primitive.name != "transpose"
+            else untransposed(eqn.invars[0])
+        )
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "div" or any(isinstance(atom, Literal) for atom in eqn.invars):
             continue
         exp, total = made.get(eqn.invars[0]), origin(eqn.invars[1], "reduce_sum")
-        if exp is None or exp.primitive.name != "exp" or total is None or total.invars[0] is not eqn.invars[0]:
+        if (
+            exp is None
+            or exp.primitive.name != "exp"
+            or total is None
+            or total.invars[0] is not eqn.invars[0]
+        ):
             continue
         shifted = origin(exp.invars[0], "sub")
         top = origin(shifted.invars[1], "reduce_max") if shifted else None

@@ -34,35 +34,57 @@ def activation(value: np.ndarray, sources: Arrays) -> Forms:
     """A function of every number."""
     for name, x in sources.items():
         if x.shape == value.shape:
-            yield from ((f"{text} of {name}", function(x)) for text, function in ACTIVATIONS.items())
+            yield from (
+                (f"{text} of {name}", function(x)) for text, function in ACTIVATIONS.items()
+            )
 
 
 def gated(value: np.ndarray, sources: Arrays) -> Forms:
     """A function of one half of a projection, or of one of two, times the other."""
-    pairs = [pair for name, x in sources.items() for pair in _halves(name, x) if x.shape[-1] == 2 * value.shape[-1]]
+    pairs = [
+        pair
+        for name, x in sources.items()
+        for pair in _halves(name, x)
+        if x.shape[-1] == 2 * value.shape[-1]
+    ]
     pairs += permutations(list(sources.items())[:SUMMANDS], 2)
     for (name, gate), (other, up) in pairs:
         if gate.shape == up.shape == value.shape:
-            yield from ((f"{text} of {name} times {other}", f(gate) * up) for text, f in ACTIVATIONS.items())
+            yield from (
+                (f"{text} of {name} times {other}", f(gate) * up) for text, f in ACTIVATIONS.items()
+            )
 
 
-def _halves(name: str, x: np.ndarray) -> Iterator[tuple[tuple[str, np.ndarray], tuple[str, np.ndarray]]]:
+def _halves(
+    name: str, x: np.ndarray
+) -> Iterator[tuple[tuple[str, np.ndarray], tuple[str, np.ndarray]]]:
     halves = zip(
-        (f"the first half of {name}", f"the second half of {name}"), np.array_split(x, 2, axis=-1), strict=True
+        (f"the first half of {name}", f"the second half of {name}"),
+        np.array_split(x, 2, axis=-1),
+        strict=True,
     )
     yield from permutations(halves, 2)
 
 
 def total(value: np.ndarray, sources: Arrays) -> Forms:
     """A sum of what is there: how residual connections are wired."""
-    alike = (value.shape, value.shape[1:], (1, *value.shape[1:]))  # positions may come without a batch
-    usable = [(name, np.broadcast_to(x, value.shape)) for name, x in sources.items() if x.shape in alike]
+    alike = (
+        value.shape,
+        value.shape[1:],
+        (1, *value.shape[1:]),
+    )  # positions may come without a batch
+    usable = [
+        (name, np.broadcast_to(x, value.shape)) for name, x in sources.items() if x.shape in alike
+    ]
     distinct = {x.tobytes(): (name, x) for name, x in reversed(usable)}
     summands = list(distinct.values())[:SUMMANDS][::-1]
     for count in range(1, TERMS + 1):
         for terms in combinations(summands, count):
             names = [name for name, _ in terms]
-            yield " + ".join(names) + (" alone" if count == 1 else ""), np.sum([x for _, x in terms], axis=0)
+            yield (
+                " + ".join(names) + (" alone" if count == 1 else ""),
+                np.sum([x for _, x in terms], axis=0),
+            )
 
 
 def multiple(value: np.ndarray, sources: Arrays) -> Forms:
@@ -80,8 +102,13 @@ def total_with_rows(value: np.ndarray, sources: Arrays, weights: Arrays) -> Form
     if value.ndim != 3:
         return
     t, d = value.shape[1:]
-    tables = {name: w for name, w in weights.items() if w.ndim == 2 and w.shape[1] == d and len(w) >= t}
-    rows = {f"the first rows of {name}": np.broadcast_to(w[:t], value.shape) for name, w in tables.items()}
+    tables = {
+        name: w for name, w in weights.items() if w.ndim == 2 and w.shape[1] == d and len(w) >= t
+    }
+    rows = {
+        f"the first rows of {name}": np.broadcast_to(w[:t], value.shape)
+        for name, w in tables.items()
+    }
     yield from total(value, {**dict(list(rows.items())[:TABLES]), **sources})
 
 
@@ -98,8 +125,15 @@ def linear(value: np.ndarray, x: np.ndarray, own: Arrays, everything: Arrays) ->
         yield from ((f"{text} + {name}", product + w) for name, w in biases.items())
     for other, w in everything.items():
         for text, product in _products(other, x, w, value.shape) if w.shape == matrix.shape else ():
-            yield text if bias is None else f"{text} + bias", product if bias is None else product + bias
-            yield from ((f"{text} + {name}", product + w) for name, w in biases.items() if _beside(name, other))
+            yield (
+                text if bias is None else f"{text} + bias",
+                product if bias is None else product + bias,
+            )
+            yield from (
+                (f"{text} + {name}", product + w)
+                for name, w in biases.items()
+                if _beside(name, other)
+            )
 
 
 def _products(name: str, x: np.ndarray, matrix: np.ndarray, shape: tuple[int, ...]) -> Forms:
@@ -115,11 +149,20 @@ def _beside(name: str, other: str) -> bool:
 def lookup(value: np.ndarray, other: np.ndarray, own: Arrays) -> Forms:
     """Rows of a table: which of them an embedding gives, where the other side gives others."""
     table = next((w for w in own.values() if w.ndim == 2), None)
-    if table is None or len(own) > 1 or value.shape[-1:] != table.shape[1:] or value.shape != other.shape:
+    if (
+        table is None
+        or len(own) > 1
+        or value.shape[-1:] != table.shape[1:]
+        or value.shape != other.shape
+    ):
         return
     rows, others = (np.abs(x[..., :1] - table[:, 0]).argmin(-1) for x in (value, other))
     same = (rows == rows.flat[0]).all() and (others == others.flat[0]).all()
-    at = tuple(int(i[0]) for i in np.nonzero(rows != others)) if (rows != others).any() else (0,) * rows.ndim
+    at = (
+        tuple(int(i[0]) for i in np.nonzero(rows != others))
+        if (rows != others).any()
+        else (0,) * rows.ndim
+    )
     yield f"row {rows[at]} of its table " + ("everywhere" if same else f"at {at}"), table[rows]
 
 
@@ -133,10 +176,20 @@ def norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
     kinds = {
         "layer norm": (centred, (centred**2).mean(-1, keepdims=True)),
         "RMS norm": (x, (x**2).mean(-1, keepdims=True)),
-        "layer norm with the variance divided by d - 1": (centred, centred.var(-1, ddof=1, keepdims=True)),
+        "layer norm with the variance divided by d - 1": (
+            centred,
+            centred.var(-1, ddof=1, keepdims=True),
+        ),
     }
-    ways = {"": (scale, shift), ", scale and shift swapped": (shift, scale), ", times 1 + scale": (1 + scale, shift)}
-    ways |= {", without its shift": (scale, 0 * shift), ", without scale and shift": (1 + 0 * scale, 0 * shift)}
+    ways = {
+        "": (scale, shift),
+        ", scale and shift swapped": (shift, scale),
+        ", times 1 + scale": (1 + scale, shift),
+    }
+    ways |= {
+        ", without its shift": (scale, 0 * shift),
+        ", without scale and shift": (1 + 0 * scale, 0 * shift),
+    }
     for kind, (centre, square) in kinds.items():
         for how, (a, b) in ways.items():
             yield from _with_epsilon(kind, how, value, centre, square, a, b)
@@ -157,10 +210,14 @@ def _group_norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
     channels = x.shape[-1]
     for groups in (g for g in range(1, channels + 1) if channels % g == 0):
         grouped, back = _grouping(x.shape, groups)
-        rows, scale, shift, normed = (grouped(np.broadcast_to(y, x.shape)) for y in (x, *affine, value))
+        rows, scale, shift, normed = (
+            grouped(np.broadcast_to(y, x.shape)) for y in (x, *affine, value)
+        )
         centred = rows - rows.mean(-1, keepdims=True)
         square = (centred**2).mean(-1, keepdims=True)
-        forms = _with_epsilon(f"group norm of {groups} groups", "", normed, centred, square, scale, shift)
+        forms = _with_epsilon(
+            f"group norm of {groups} groups", "", normed, centred, square, scale, shift
+        )
         yield from ((text, back(form)) for text, form in forms)
 
 
@@ -196,7 +253,9 @@ def _with_epsilon(kind, how, value, centre, square, scale, shift) -> Forms:
     yield text, centre / (np.sqrt(square) + beside) * scale + shift
 
 
-def _factor(value: np.ndarray, centre: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray | None:
+def _factor(
+    value: np.ndarray, centre: np.ndarray, scale: np.ndarray, shift: np.ndarray
+) -> np.ndarray | None:
     """Return what each row was multiplied by before scale and shift."""
     if not scale.all():
         return None
@@ -224,9 +283,14 @@ def is_one_pass_norm(value: np.ndarray, other: np.ndarray, x: np.ndarray, own: A
         if factor is None or right is None:
             return False
         variance = x.var(-1, keepdims=True)  # each side may have its own epsilon
-        off, noise = (np.abs(found - _epsilon(found)) for found in (factor**-2 - variance, right**-2 - variance))
+        off, noise = (
+            np.abs(found - _epsilon(found))
+            for found in (factor**-2 - variance, right**-2 - variance)
+        )
     roundings = tolerance.REORDERED * np.finfo(np.float64).eps
-    centring = max(tolerance.FORWARD, roundings * float(np.max(np.abs(mean) * right))) * np.max(np.abs(value))
+    centring = max(tolerance.FORWARD, roundings * float(np.max(np.abs(mean) * right))) * np.max(
+        np.abs(value)
+    )
     rest = np.abs((x - mean) * factor * affine[0] + affine[1] - value)
     lost = off <= roundings * (x**2).mean(-1, keepdims=True)
     return bool(lost.all() and rest.max() <= centring and off.max() > 8 * noise.max())

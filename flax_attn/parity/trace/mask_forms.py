@@ -23,7 +23,10 @@ def mask_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
     text = "a mask" if visible.sum() >= visible_there.sum() else "the same mask inverted"
     yield text, np.where(visible_there, -np.inf, kept)
     if "scores" in sources:
-        yield "a mask that is neither causal nor a window", np.where(visible, sources["scores"], -np.inf)
+        yield (
+            "a mask that is neither causal nor a window",
+            np.where(visible, sources["scores"], -np.inf),
+        )
 
 
 def _empty_rows(value: np.ndarray, visible: np.ndarray, visible_there: np.ndarray) -> Forms:
@@ -65,12 +68,17 @@ def _key(distance: int) -> str:
     return f"i {'+' if distance > 0 else '-'} {abs(distance)}" if distance else "i"
 
 
-def _filled(value: np.ndarray, kept: np.ndarray, visible_there: np.ndarray, scores: np.ndarray) -> Forms:
+def _filled(
+    value: np.ndarray, kept: np.ndarray, visible_there: np.ndarray, scores: np.ndarray
+) -> Forms:
     # Hidden by a number, and not by -inf: it still counts.
     filled, added = value[~visible_there], (value - scores)[~visible_there]
     if filled.size > 1 and np.isfinite(filled).all():
         fill, extra = float(np.median(filled)), float(np.median(added))
-        yield f"a mask that sets {fill:g} where the other side hides", np.where(visible_there, kept, fill)
+        yield (
+            f"a mask that sets {fill:g} where the other side hides",
+            np.where(visible_there, kept, fill),
+        )
         if extra:
             text = f"a mask that adds {extra:g} where the other side hides"
             yield text, np.where(visible_there, kept, scores + extra)

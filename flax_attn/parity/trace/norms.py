@@ -38,14 +38,24 @@ def norms_at_an_offset(pair: Pair) -> list[tuple[Evidence, float]]:
     built = pair.flax.built()
     ours = {ROOT: built, **jax_hooks.submodules(built)}
     norms = _norms(theirs)
-    names = {path: name for path, name in pair_paths(pair.entries, ours, norms).items() if name in norms}
+    names = {
+        path: name for path, name in pair_paths(pair.entries, ours, norms).items() if name in norms
+    }
     given = _inputs_of(pair, torch, set(names.values())) if names else {}
-    found = (_evidence(ours[path], theirs, name, given[name]) for path, name in names.items() if name in given)
+    found = (
+        _evidence(ours[path], theirs, name, given[name])
+        for path, name in names.items()
+        if name in given
+    )
     return [evidence for evidence in found if evidence is not None]
 
 
 def _norms(module: Any) -> list[str]:
-    return [path or ROOT for path, inner in module.named_modules() if "norm" in type(inner).__name__.lower()]
+    return [
+        path or ROOT
+        for path, inner in module.named_modules()
+        if "norm" in type(inner).__name__.lower()
+    ]
 
 
 def _within(module: Any, name: str) -> Any:
@@ -66,7 +76,9 @@ def _inputs_of(pair: Pair, adapter: Any, wanted: set[str]) -> dict[str, tuple[np
     return found
 
 
-def _evidence(ours: Any, theirs: Any, name: str, given: tuple[np.ndarray, ...]) -> tuple[Evidence, float] | None:
+def _evidence(
+    ours: Any, theirs: Any, name: str, given: tuple[np.ndarray, ...]
+) -> tuple[Evidence, float] | None:
     import torch  # where both sides are run
 
     norm = copy.deepcopy(_within(theirs, name)).eval()
@@ -75,7 +87,9 @@ def _evidence(ours: Any, theirs: Any, name: str, given: tuple[np.ndarray, ...]) 
         single = numpy64(norm.float()(*(torch.from_numpy(x).float() for x in given)))
     for flax in _calls(ours, given):
         if flax.shape == expected.shape:
-            evidence = Evidence(name, "module", [Target("output", flax, expected)], {"input": given[0]})
+            evidence = Evidence(
+                name, "module", [Target("output", flax, expected)], {"input": given[0]}
+            )
             return evidence, relative(single, expected)
     return None
 
@@ -87,14 +101,22 @@ def _calls(norm: Any, given: tuple[np.ndarray, ...]) -> Iterator[np.ndarray]:
     for there, back in orders:
         try:
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                yield back(numpy64(norm(*(jnp.asarray(np.ascontiguousarray(there(x))) for x in given))))
-        except Exception:  # it takes other arguments, or other axes: then it is judged by outputs alone
+                yield back(
+                    numpy64(norm(*(jnp.asarray(np.ascontiguousarray(there(x))) for x in given)))
+                )
+        except (
+            Exception
+        ):  # it takes other arguments, or other axes: then it is judged by outputs alone
             continue
 
 
 def offset_errors(pair: Pair) -> dict[str, float]:
     """Return the error of each norm within a model over the allowed one, by name."""
-    found = [(evidence, rounding) for evidence, rounding in norms_at_an_offset(pair) if evidence.name != ROOT]
+    found = [
+        (evidence, rounding)
+        for evidence, rounding in norms_at_an_offset(pair)
+        if evidence.name != ROOT
+    ]
     errors = {f"{evidence.name} by itself": evidence.error for evidence, _ in found}
     rounding = {f"{evidence.name} by itself": rounding for evidence, rounding in found}
     return tolerance.conditioned(errors, rounding, tolerance.FORWARD)

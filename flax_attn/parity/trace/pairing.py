@@ -9,7 +9,9 @@ from flax_attn.convert.rules import Entry
 from flax_attn.parity.trace.hooks import ROOT
 
 
-def pair_paths(entries: Sequence[Entry], flax: Iterable[str], torch: Iterable[str]) -> dict[str, str]:
+def pair_paths(
+    entries: Sequence[Entry], flax: Iterable[str], torch: Iterable[str]
+) -> dict[str, str]:
     """Return the path on the PyTorch side of every submodule of the Flax side that has a counterpart.
 
     Two modules are counterparts if they hold exactly the same parameters: where several projections of Flax are one of
@@ -63,7 +65,10 @@ def _groups(held: dict[str, frozenset[int] | None]) -> dict[frozenset[int], list
 def _matched(ours: list[str], theirs: list[str]) -> dict[str, str]:
     # A module within a module may hold the same weights: equal names first, then from the inside out.
     pairs = {path: path for path in ours if path in theirs}
-    left, right = ([p for p in sorted(chain, key=len, reverse=True) if p not in pairs] for chain in (ours, theirs))
+    left, right = (
+        [p for p in sorted(chain, key=len, reverse=True) if p not in pairs]
+        for chain in (ours, theirs)
+    )
     return pairs | dict(zip(left, right, strict=False))
 
 

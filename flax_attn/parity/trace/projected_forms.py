@@ -42,7 +42,9 @@ def head_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
     if value.ndim != 4:
         return
     b, t, n, h = value.shape
-    projections = {name: x.reshape(b, t, n * h) for name, x in sources.items() if x.shape[-2:] == (t, n * h)}
+    projections = {
+        name: x.reshape(b, t, n * h) for name, x in sources.items() if x.shape[-2:] == (t, n * h)
+    }
     split = {name: split_heads(x, n) for name, x in projections.items()}
     for name, ways in split.items():
         yield from ((f"{name}, {way}", x) for way, x in ways.items())
@@ -57,7 +59,12 @@ def head_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
 def attended_forms(value: np.ndarray, sources: Arrays) -> Forms:
     """Weights times a projection, its heads joined again: each way to split and to join them, the right one first."""
     weights = sources.get("weights")
-    if weights is None or weights.ndim != 4 or value.ndim != 3 or value.shape[-1] % weights.shape[1]:
+    if (
+        weights is None
+        or weights.ndim != 4
+        or value.ndim != 3
+        or value.shape[-1] % weights.shape[1]
+    ):
         return
     b, n, t, s = weights.shape
     h = value.shape[-1] // n
@@ -69,9 +76,15 @@ def attended_forms(value: np.ndarray, sources: Arrays) -> Forms:
 def _values(sources: Arrays, shape: tuple[int, int, int], n: int) -> Forms:
     """Yield what may be values `(b, s, n, h)`: projections, then halves of one that holds keys and values."""
     b, s, h = shape
-    usable = {name: x for name, x in sources.items() if x.shape[:2] == (b, s) and x.size % (b * s * h) == 0}
+    usable = {
+        name: x
+        for name, x in sources.items()
+        if x.shape[:2] == (b, s) and x.size % (b * s * h) == 0
+    }
     for name, x in list(usable.items())[-PROJECTIONS:]:
-        yield from ((f"{name}{how}", heads) for how, heads in _shared_heads(x.reshape(b, s, -1), h, n))
+        yield from (
+            (f"{name}{how}", heads) for how, heads in _shared_heads(x.reshape(b, s, -1), h, n)
+        )
     for name, x in list(sources.items())[-PROJECTIONS:]:
         for text, half in _halves(name, x, h, "value") if x.shape[:2] == (b, s) else ():
             yield from ((f"{text}{how}", heads) for how, heads in _shared(half, n))
@@ -108,7 +121,10 @@ _HEADS = {
 
 
 def _turned(name: str, value: np.ndarray, x: np.ndarray) -> Forms:
-    yield from ((f"RoPE of {name}, {rotation}", rotation.heads(x)) for rotation in rotations_of_heads(value, x))
+    yield from (
+        (f"RoPE of {name}, {rotation}", rotation.heads(x))
+        for rotation in rotations_of_heads(value, x)
+    )
 
 
 @dataclass(frozen=True)
@@ -130,9 +146,15 @@ def projected_scores(value: np.ndarray, other: np.ndarray, sources: Arrays) -> F
     """Scores, or what is visible of them, of two projections, or of one that holds queries, keys and values."""
     if value.ndim != 4:
         return
-    candidates = [*_of_two(value.shape, sources), *_of_one(value.shape, sources), *_of_pairs(value.shape, sources)]
+    candidates = [
+        *_of_two(value.shape, sources),
+        *_of_one(value.shape, sources),
+        *_of_pairs(value.shape, sources),
+    ]
     for found in (*candidates, *_split_otherwise(value.shape, sources)):
-        for scale, scaled in scaled_forms(scores(found.query, found.key, scale=1.0), value, found.query):
+        for scale, scaled in scaled_forms(
+            scores(found.query, found.key, scale=1.0), value, found.query
+        ):
             yield found.text.format(scale), scaled
     for found in candidates:
         yield from _turned_scores(found, value)
@@ -140,19 +162,34 @@ def projected_scores(value: np.ndarray, other: np.ndarray, sources: Arrays) -> F
 
 def _of_two(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
     b, n, t, s = shape
-    usable = {name: x for name, x in sources.items() if name not in STEPS and x.ndim in (3, 4) and len(x) == b}
+    usable = {
+        name: x
+        for name, x in sources.items()
+        if name not in STEPS and x.ndim in (3, 4) and len(x) == b
+    }
     for (name, x), (other, y) in permutations(list(usable.items())[-PROJECTIONS:], 2):
-        if x.shape[1] == t and y.shape[1] == s and x.size % (b * t * n) == 0 and (x.ndim == 3 or x.shape[2] == n):
+        if (
+            x.shape[1] == t
+            and y.shape[1] == s
+            and x.size % (b * t * n) == 0
+            and (x.ndim == 3 or x.shape[2] == n)
+        ):
             h = x.size // (b * t * n)
             k, rest = divmod(y.size, b * s * h)
             if not rest and k and n % k == 0 and (y.ndim == 3 or y.shape[2] == k):
-                yield _Projected(f"{name} . {other} {{}}", x.reshape(b, t, n, h), y.reshape(b, s, k, h))
+                yield _Projected(
+                    f"{name} . {other} {{}}", x.reshape(b, t, n, h), y.reshape(b, s, k, h)
+                )
 
 
-def _flat_pairs(shape: tuple[int, ...], sources: Arrays) -> Iterator[tuple[tuple[str, np.ndarray], ...]]:
+def _flat_pairs(
+    shape: tuple[int, ...], sources: Arrays
+) -> Iterator[tuple[tuple[str, np.ndarray], ...]]:
     """Yield two projections whose heads lie side by side, the first of queries, with their names."""
     b, n, t, s = shape
-    usable = {name: x for name, x in sources.items() if name not in STEPS and x.ndim == 3 and len(x) == b}
+    usable = {
+        name: x for name, x in sources.items() if name not in STEPS and x.ndim == 3 and len(x) == b
+    }
     for (name, x), (other, y) in permutations(list(usable.items())[-PROJECTIONS:], 2):
         if x.shape[1] == t and y.shape[1] == s and x.shape[-1] % n == 0:
             yield (name, x), (other, y)
@@ -162,7 +199,9 @@ def _split_otherwise(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Proje
     n = shape[1]
     for (name, x), (other, y) in _flat_pairs(shape, sources):
         if y.shape[-1] == x.shape[-1]:
-            for (how, query), key in zip(split_heads(x, n).items(), split_heads(y, n).values(), strict=True):
+            for (how, query), key in zip(
+                split_heads(x, n).items(), split_heads(y, n).values(), strict=True
+            ):
                 yield _Projected(f"{name} . {other} {{}}, both with {how}", query, key)
 
 
@@ -174,8 +213,12 @@ def _of_one(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
                 parts = rearrange(x, pattern, c=3, n=n)
                 for order in permutations(("query", "key", "value")):
                     query, key = (parts[order.index(part)] for part in ("query", "key"))
-                    where = "" if order[:2] == ("query", "key") else f" in the order {', '.join(order)}"
-                    yield _Projected(f"query . key {{}} of {name} split as {split}{where}", query, key)
+                    where = (
+                        "" if order[:2] == ("query", "key") else f" in the order {', '.join(order)}"
+                    )
+                    yield _Projected(
+                        f"query . key {{}} of {name} split as {split}{where}", query, key
+                    )
 
 
 def _of_pairs(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
@@ -187,7 +230,9 @@ def _of_pairs(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
                 yield _Projected(f"{name} . {text} {{}}", query, key)
             if 1 < key.shape[2] < n and n % key.shape[2] == 0:
                 tiled = share_heads(key, n, tile=True)
-                yield _Projected(f"{name} . {text}, its heads tiled, not repeated, {{}}", query, tiled)
+                yield _Projected(
+                    f"{name} . {text}, its heads tiled, not repeated, {{}}", query, tiled
+                )
 
 
 def _halves(name: str, x: np.ndarray, h: int, part: str) -> Forms:
@@ -195,7 +240,10 @@ def _halves(name: str, x: np.ndarray, h: int, part: str) -> Forms:
     if x.ndim == 3 and x.shape[-1] % (2 * h) == 0:
         for (split, pattern), order in product(PAIRS.items(), (("key", "value"), ("value", "key"))):
             where = "" if order[0] == "key" else f" in the order {', '.join(order)}"
-            yield f"{part} of {name} split as {split}{where}", rearrange(x, pattern, c=2, h=h)[order.index(part)]
+            yield (
+                f"{part} of {name} split as {split}{where}",
+                rearrange(x, pattern, c=2, h=h)[order.index(part)],
+            )
 
 
 def _turned_scores(found: _Projected, value: np.ndarray) -> Forms:
@@ -203,4 +251,7 @@ def _turned_scores(found: _Projected, value: np.ndarray) -> Forms:
     for rotation in rotations_of_scores(value, query, key):
         text = found.text.format(scale_in_words(rotation.factor, query, close=1e-6))
         scaled = rotation.factor * rotation.scores(query, key)
-        yield f"{text}, RoPE {replace(rotation, factor=1.0)}", np.where(np.isfinite(value), scaled, -np.inf)
+        yield (
+            f"{text}, RoPE {replace(rotation, factor=1.0)}",
+            np.where(np.isfinite(value), scaled, -np.inf),
+        )

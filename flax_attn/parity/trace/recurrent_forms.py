@@ -10,8 +10,15 @@ import numpy as np
 from flax_attn.parity.adapters.adapter import Arrays
 
 Forms = Iterator[tuple[str, np.ndarray]]
-RESETS = {"after": "the reset gate after the product with the state", "before": "the reset gate before that product"}
-BIASES = {"both": "", "no n": ", without the bias of the state in n", "input": ", without the biases of the state"}
+RESETS = {
+    "after": "the reset gate after the product with the state",
+    "before": "the reset gate before that product",
+}
+BIASES = {
+    "both": "",
+    "no n": ", without the bias of the state in n",
+    "input": ", without the biases of the state",
+}
 UPDATES = {"keep": "", "take": ", the update gate on the new state"}
 SOURCES = 6  # of an LSTM, three of which are tried together
 FORGETS = {0.0: "", 1.0: " that adds 1 to its forget gate"}
@@ -30,7 +37,9 @@ def gru(value: np.ndarray, sources: Arrays, own: Arrays) -> Forms:
     if len(matrices) != 2 or len(biases) > 2:
         return
     of_n = [np.concatenate([np.zeros(2 * width), w]) for w in own.values() if w.shape == (width,)]
-    biases = [*biases, *of_n, np.zeros(3 * width), np.zeros(3 * width)][:2]  # of the input, and of the state
+    biases = [*biases, *of_n, np.zeros(3 * width), np.zeros(3 * width)][
+        :2
+    ]  # of the input, and of the state
     for x, state in permutations(sources.values(), 2):
         if state.shape == value.shape and x.shape == (*value.shape[:-1], matrices[0].shape[1]):
             for reset, bias, update, order in product(RESETS, BIASES, UPDATES, ORDERS):
@@ -38,7 +47,9 @@ def gru(value: np.ndarray, sources: Arrays, own: Arrays) -> Forms:
                 yield text, _gru(x, state, matrices, biases, reset, bias, update, order)
 
 
-def _gru(x, state, matrices, biases, reset: str, bias: str, update: str, order: tuple[int, ...]) -> np.ndarray:
+def _gru(
+    x, state, matrices, biases, reset: str, bias: str, update: str, order: tuple[int, ...]
+) -> np.ndarray:
     def gates(array: np.ndarray) -> list[np.ndarray]:
         parts = np.split(array, 3)
         return [parts[i] for i in order]
@@ -47,7 +58,10 @@ def _gru(x, state, matrices, biases, reset: str, bias: str, update: str, order: 
     (br, bz, bn), (cr, cz, cn) = map(gates, biases)
     cn = cn if bias == "both" else 0.0
     cr, cz = (0.0, 0.0) if bias == "input" else (cr, cz)
-    r, z = (_sigmoid(x @ i.T + b + state @ h.T + c) for i, b, h, c in ((ir, br, hr, cr), (iz, bz, hz, cz)))
+    r, z = (
+        _sigmoid(x @ i.T + b + state @ h.T + c)
+        for i, b, h, c in ((ir, br, hr, cr), (iz, bz, hz, cz))
+    )
     hidden = r * (state @ hn.T + cn) if reset == "after" else (r * state) @ hn.T + cn
     n = np.tanh(x @ inn.T + bn + hidden)
     return (1 - z) * n + z * state if update == "keep" else z * n + (1 - z) * state
@@ -63,12 +77,20 @@ def lstm(value: np.ndarray, sources: Arrays, own: Arrays) -> Forms:
     triples = permutations(list(sources.values())[:SOURCES], 3)
     for matrix, (x, hidden, state) in product(_side_by_side(matrices), triples):
         joined = (4 * width, x.shape[-1] + width)
-        if hidden.shape == state.shape == value.shape and x.ndim == value.ndim and matrix.shape == joined:
+        if (
+            hidden.shape == state.shape == value.shape
+            and x.ndim == value.ndim
+            and matrix.shape == joined
+        ):
             gates = np.split(np.concatenate([x, hidden], -1) @ matrix.T + bias, 4, axis=-1)
             for order, (forget, added) in product(permutations("ifgo"), FORGETS.items()):
                 i, f, g, o = (gates[order.index(gate)] for gate in "ifgo")
                 new = _sigmoid(f + forget) * state + _sigmoid(i) * np.tanh(g)
-                way = "" if "".join(order) == "ifgo" else f", its gates in the order {', '.join(order)}"
+                way = (
+                    ""
+                    if "".join(order) == "ifgo"
+                    else f", its gates in the order {', '.join(order)}"
+                )
                 yield f"the hidden state of an LSTM{added}{way}", _sigmoid(o) * np.tanh(new)
                 yield f"the cell state of an LSTM{added}{way}", new
 
@@ -79,7 +101,9 @@ def _side_by_side(matrices: list[np.ndarray]) -> list[np.ndarray]:
 
 def running_statistics(value: np.ndarray, sources: Arrays, weights: Arrays) -> Forms:
     """A running variance or mean after a batch, with the momentum that fits, as PyTorch counts it."""
-    known = {name: old for name, old in weights.items() if old.shape == value.shape and "running" in name}
+    known = {
+        name: old for name, old in weights.items() if old.shape == value.shape and "running" in name
+    }
     for (name, old), x in product(known.items(), sources.values()):
         for axis in {1, x.ndim - 1} if value.ndim == 1 and x.ndim > 1 else ():
             if x.shape[axis] == len(value):

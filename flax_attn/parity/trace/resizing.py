@@ -72,9 +72,13 @@ RESIZES: Mapping[str, Callable[[int, int], np.ndarray]] = {
     "bicubic (a = -0.75, as in PyTorch)": partial(weights, kernel=_TORCH),
     "bicubic (a = -0.5, as in JAX)": partial(weights, kernel=_JAX, clamp=False, antialias=True),
     "bicubic (a = -0.5) without antialiasing": partial(weights, kernel=_JAX, clamp=False),
-    "bicubic (a = -0.5) with antialiasing, as in PyTorch": partial(weights, kernel=_JAX, antialias=True, clamp=False),
+    "bicubic (a = -0.5) with antialiasing, as in PyTorch": partial(
+        weights, kernel=_JAX, antialias=True, clamp=False
+    ),
     "bicubic (a = -0.75), 0.1 added to the sizes": partial(weights, kernel=_TORCH, more=0.1),
-    "bicubic (a = -0.5), 0.1 added to the sizes": partial(weights, kernel=_JAX, clamp=False, more=0.1),
+    "bicubic (a = -0.5), 0.1 added to the sizes": partial(
+        weights, kernel=_JAX, clamp=False, more=0.1
+    ),
     "bicubic (a = -0.75), its corners aligned": partial(weights, kernel=_TORCH, corners=True),
     "bilinear": partial(weights, kernel=triangle),
     "bilinear with antialiasing": partial(weights, kernel=triangle, clamp=False, antialias=True),

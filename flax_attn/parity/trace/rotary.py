@@ -48,9 +48,13 @@ class Rotation:
 
     def heads(self, x: np.ndarray) -> np.ndarray:
         """Return heads `(b, t, n, h)`, turned."""
-        angles = np.multiply.outer(self.positions(x.shape[1]) + self.start, self.frequencies)[:, None]
+        angles = np.multiply.outer(self.positions(x.shape[1]) + self.start, self.frequencies)[
+            :, None
+        ]
         z = _pairs(x, self.interleaved, self.width) * np.exp(1j * angles)
-        parts = np.stack([np.real(z), np.imag(z)], -1 if self.interleaved else -2).reshape(*x.shape[:-1], self.width)
+        parts = np.stack([np.real(z), np.imag(z)], -1 if self.interleaved else -2).reshape(
+            *x.shape[:-1], self.width
+        )
         return self.factor * np.concatenate([parts, x[..., self.width :]], -1)
 
     def scores(self, query: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -76,8 +80,14 @@ class Rotation:
         text += [f"the first {part} features of each head"] if part < self.h else []
         text += ["turned backwards"] if backwards else []
         text += [f"positions shifted by {self.start:g}"] if self.start else []
-        text += [f"positions that end at {self.end}, as those of a table of {self.end + 1} rows"] if self.end else []
-        return ", ".join(text) + (f", times {self.factor:.6g}" if abs(self.factor - 1) > ANGLES[1] else "")
+        text += (
+            [f"positions that end at {self.end}, as those of a table of {self.end + 1} rows"]
+            if self.end
+            else []
+        )
+        return ", ".join(text) + (
+            f", times {self.factor:.6g}" if abs(self.factor - 1) > ANGLES[1] else ""
+        )
 
 
 def _pairs(x: np.ndarray, interleaved: bool, width: int) -> np.ndarray:
@@ -91,7 +101,9 @@ def _ways(h: int) -> Iterator[tuple[bool, int]]:
     """Yield which features may be paired; of interleaved ones those that are not turned have the frequency 0."""
     if h % 2 == 0:
         yield from ((False, h), (True, h))
-    yield from ((False, width) for width in (3 * h // 4, h // 2, h // 4) if width and width % 2 == 0)
+    yield from (
+        (False, width) for width in (3 * h // 4, h // 2, h // 4) if width and width % 2 == 0
+    )
 
 
 # The words.
@@ -107,7 +119,9 @@ def _frequencies(found: np.ndarray) -> str:
                 off = np.abs(found - _powers(base, len(found)) / divisor)
                 if off.max() <= angle:
                     return f"base {base:.7g}{scaled}"
-    return _slowed(found) or f"frequencies {', '.join(f'{f:.3g}' for f in found[:4])}" + ", ..." * (len(found) > 4)
+    return _slowed(found) or f"frequencies {', '.join(f'{f:.3g}' for f in found[:4])}" + ", ..." * (
+        len(found) > 4
+    )
 
 
 def _rounded(number: float) -> list[float]:
@@ -156,7 +170,9 @@ def rotations_of_heads(value: np.ndarray, x: np.ndarray) -> Iterator[Rotation]:
         yield Rotation(steps[0], interleaved, width, x.shape[-1], start, end, factor)
 
 
-def rotations_of_scores(value: np.ndarray, query: np.ndarray, key: np.ndarray) -> Iterator[Rotation]:
+def rotations_of_scores(
+    value: np.ndarray, query: np.ndarray, key: np.ndarray
+) -> Iterator[Rotation]:
     """Yield the rotations that may be in the scores `value` `(b, n, t, s)`, the scale as their factor.
 
     A score at the distance `i - j` is a linear function of the cosine and the sine by which each pair is turned there.
@@ -183,21 +199,35 @@ def rotations_of_scores(value: np.ndarray, query: np.ndarray, key: np.ndarray) -
 class _Products:
     """The products of each pair of features of queries with that of keys, which scores are sums of."""
 
-    def __init__(self, value: np.ndarray, query: np.ndarray, key: np.ndarray, interleaved: bool, width: int):
-        self.value, self.interleaved, self.width, self.h = value, interleaved, width, query.shape[-1]
+    def __init__(
+        self, value: np.ndarray, query: np.ndarray, key: np.ndarray, interleaved: bool, width: int
+    ):
+        self.value, self.interleaved, self.width, self.h = (
+            value,
+            interleaved,
+            width,
+            query.shape[-1],
+        )
         first, second = (_pairs(x, interleaved, width) for x in (query, key))
         self.pairs = np.einsum("btnp,bsnp->bntsp", first, second.conj())
         self.rest = np.einsum("btnh,bsnh->bnts", query[..., width:], key[..., width:])
 
     def rotation(self, rows: int, end: int | None) -> Iterator[Rotation]:
         """Yield the rotation that fits tokens at the distances 0 and 1, the first rows of them, if there is one."""
-        near, far = (self.turns(keys + i, keys) for i, keys in enumerate((np.arange(rows), np.arange(rows - 1))))
+        near, far = (
+            self.turns(keys + i, keys)
+            for i, keys in enumerate((np.arange(rows), np.arange(rows - 1)))
+        )
         if near is None or far is None or not near.all():
             yield from self.known() if end is None else ()
             return
         frequencies, ahead = np.angle(far / near), np.angle(near)
         if np.isfinite(frequencies).all() and np.abs(frequencies).max() > ANGLES[1]:
-            start = float(np.round(ahead[0] / frequencies[0])) if abs(frequencies[0]) > ANGLES[1] else 0.0
+            start = (
+                float(np.round(ahead[0] / frequencies[0]))
+                if abs(frequencies[0]) > ANGLES[1]
+                else 0.0
+            )
             factor = float(np.abs(near).mean())
             yield Rotation(frequencies, self.interleaved, self.width, self.h, start, end, factor)
 
@@ -213,18 +243,25 @@ class _Products:
         near, far = (self.turns(np.arange(t), np.full(t, j)) for j in (0, 1))
         yield from self.alone("keys", near, far)
 
-    def alone(self, which: str, near: np.ndarray | None, far: np.ndarray | None) -> Iterator[Rotation]:
+    def alone(
+        self, which: str, near: np.ndarray | None, far: np.ndarray | None
+    ) -> Iterator[Rotation]:
         """Yield the rotation of one side of the scores, from the turns of two neighbours."""
         if near is None or far is None or not near.all():
             return
         frequencies = np.angle(far / near) * (1 if which == "queries" else -1)
         if np.isfinite(frequencies).all() and np.abs(frequencies).max() > ANGLES[1]:
             factor = float(np.abs(near).mean())
-            yield Rotation(frequencies, self.interleaved, self.width, self.h, factor=factor, alone=which)
+            yield Rotation(
+                frequencies, self.interleaved, self.width, self.h, factor=factor, alone=which
+            )
 
     def known(self) -> Iterator[Rotation]:
         """Yield the rotations by known bases, with the scale that fits best."""
-        distance, seen = np.subtract.outer(*map(np.arange, self.value.shape[-2:])), np.isfinite(self.value)
+        distance, seen = (
+            np.subtract.outer(*map(np.arange, self.value.shape[-2:])),
+            np.isfinite(self.value),
+        )
         for base in BASES:
             frequencies = _powers(base, self.pairs.shape[-1])
             turned = self.pairs * np.exp(1j * np.multiply.outer(distance, frequencies))
@@ -252,6 +289,8 @@ class _Products:
         """Return the linear system of cosines and sines, times the scale: an equation for each score that is seen."""
         scores, rest = (x[..., queries, keys].reshape(-1) for x in (self.value, self.rest))
         pairs = self.pairs[..., queries, keys, :].reshape(len(scores), -1)
-        matrix = np.concatenate([pairs.real, -pairs.imag, rest[:, None]][: 3 if rest.any() else 2], -1)
+        matrix = np.concatenate(
+            [pairs.real, -pairs.imag, rest[:, None]][: 3 if rest.any() else 2], -1
+        )
         seen = np.isfinite(scores)
         return matrix[seen], scores[seen]

@@ -20,12 +20,24 @@ def head_causes(found: Activations) -> list[str]:
 
     Parameters have the same shapes then: a width of 12 is 2 heads of 6, or 3 of 4.
     """
-    counts = {path_of(name): _heads(found, name, *shapes) for name, shapes in found.differing.items()}
-    return [f"{spoken(path)}: flax has {c[0]} heads, torch has {c[1]}" for path, c in counts.items() if c]
+    counts = {
+        path_of(name): _heads(found, name, *shapes) for name, shapes in found.differing.items()
+    }
+    return [
+        f"{spoken(path)}: flax has {c[0]} heads, torch has {c[1]}"
+        for path, c in counts.items()
+        if c
+    ]
 
 
-def _heads(found: Activations, name: str, flax: Sequence[int], torch: Sequence[int]) -> tuple[int, int] | None:
-    if step_of(name) not in STEPS or min(len(flax), len(torch)) < 3 or tuple(flax[-2:]) != tuple(torch[-2:]):
+def _heads(
+    found: Activations, name: str, flax: Sequence[int], torch: Sequence[int]
+) -> tuple[int, int] | None:
+    if (
+        step_of(name) not in STEPS
+        or min(len(flax), len(torch)) < 3
+        or tuple(flax[-2:]) != tuple(torch[-2:])
+    ):
         return None
     batch = torch[0] if len(torch) == 4 else _batch(found)
     counts = [divmod(int(np.prod(shape[:-2])), batch) for shape in (flax, torch)]
@@ -68,4 +80,7 @@ def in_another_batch(pair: Pair, found: Activations) -> tuple[Pair, Activations]
 
 def _longer(arrays: Mapping[str, np.ndarray], size: int) -> Arrays:
     """Return arrays with their first example once more at the end, if they have this many."""
-    return {name: np.concatenate([x, x[:1]]) if x.ndim and len(x) == size else x for name, x in arrays.items()}
+    return {
+        name: np.concatenate([x, x[:1]]) if x.ndim and len(x) == size else x
+        for name, x in arrays.items()
+    }

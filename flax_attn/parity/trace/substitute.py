@@ -64,7 +64,9 @@ class Evidence:
     def error(self) -> float:
         """The largest error of what it computes; NaN if that may not be its own, because what it is given differs."""
         errors = [target.error for target in self.targets if not target.error <= target.rounding]
-        judged = self.same_inputs and (errors or not any(target.rounding for target in self.targets))
+        judged = self.same_inputs and (
+            errors or not any(target.rounding for target in self.targets)
+        )
         return max(errors, default=0.0 if self.targets else np.nan) if judged else np.nan
 
 
@@ -87,7 +89,9 @@ def rerun(found: Activations, outputs: Arrays) -> dict[str, Evidence]:
         observer.returned(run(observer), outputs)
         return [target.flax for target in observer.targets()]
 
-    arrays = {name: (_inputs_for_flax(found, name), _for_flax(found, name)) for name in found.shared}
+    arrays = {
+        name: (_inputs_for_flax(found, name), _for_flax(found, name)) for name in found.shared
+    }
     values = found.traced.compiled(computed)(arrays)
     for target, value in zip(observer.targets(), values, strict=True):
         target.flax = numpy64(value)
@@ -102,7 +106,9 @@ def _for_flax(found: Activations, name: str) -> np.ndarray:
 def _inputs_for_flax(found: Activations, name: str) -> tuple[np.ndarray, ...]:
     inputs = found.theirs[name].inputs
     axes = (*found.inputs.get(name, ()), *(None for _ in inputs))
-    return tuple(np.ascontiguousarray(a.to_flax(x)) if a else x for x, a in zip(inputs, axes, strict=False))
+    return tuple(
+        np.ascontiguousarray(a.to_flax(x)) if a else x for x, a in zip(inputs, axes, strict=False)
+    )
 
 
 class _Substitution(Observer):
@@ -131,7 +137,9 @@ class _Substitution(Observer):
             evidence.alone[child], evidence.sources[child] = call.inputs, call.output
         evidence.sources |= {_numbered("input", i): x for i, x in enumerate(theirs)}
         pairs = list(zip(frame.inputs, given, strict=False))
-        evidence.same_inputs = bool(frame.inputs) == bool(given) and all(x.shape == r.shape for x, r in pairs)
+        evidence.same_inputs = bool(frame.inputs) == bool(given) and all(
+            x.shape == r.shape for x, r in pairs
+        )
         if not evidence.same_inputs:
             return frame.inputs
         if frame.name != ROOT:
@@ -161,7 +169,10 @@ class _Substitution(Observer):
         parent, child = self.evidence.get(self.enclosing.name), _within(name, self.enclosing.name)
         if parent is not None:
             pairs = enumerate(zip(ours, theirs, strict=False))
-            parent.targets += [self._target(f"{_numbered('input', i)} of {child}", x, r, child) for i, (x, r) in pairs]
+            parent.targets += [
+                self._target(f"{_numbered('input', i)} of {child}", x, r, child)
+                for i, (x, r) in pairs
+            ]
 
     def left(self, frame: Frame, output: Any) -> Any:
         if frame.name not in self.reference:
@@ -201,13 +212,17 @@ class _Substitution(Observer):
         steps = itertools.takewhile(lambda step: step != name, self.found.theirs)
         prefix = f"{self.enclosing.name}/"
         return {
-            s.removeprefix(prefix).split("#")[0]: self.found.theirs[s].output for s in steps if s.startswith(prefix)
+            s.removeprefix(prefix).split("#")[0]: self.found.theirs[s].output
+            for s in steps
+            if s.startswith(prefix)
         }
 
     def _target(self, label: str, flax: Any, torch: np.ndarray, without: str = "") -> Target:
         return self._target_of(self.enclosing.name, label, flax, torch, without)
 
-    def _target_of(self, node: str, label: str, flax: Any, torch: np.ndarray, without: str = "") -> Target:
+    def _target_of(
+        self, node: str, label: str, flax: Any, torch: np.ndarray, without: str = ""
+    ) -> Target:
         return Target(label, flax, torch, without, self.roundings.get(node, 0.0))
 
     def _replaced(self, name: str, value: Any, known: bool) -> Any:
@@ -223,7 +238,9 @@ class _Substitution(Observer):
     def _lost(self, node: str, array: np.ndarray, dtype: Any) -> None:
         """Note how far off a node may be that is given PyTorch's value in a dtype that cannot hold it."""
         if _loses(array, dtype):
-            self.roundings[node] = max(self.roundings.get(node, 0.0), tolerance.REORDERED * float(jnp.finfo(dtype).eps))
+            self.roundings[node] = max(
+                self.roundings.get(node, 0.0), tolerance.REORDERED * float(jnp.finfo(dtype).eps)
+            )
 
 
 def _loses(array: np.ndarray, dtype: Any) -> bool:

@@ -24,7 +24,11 @@ def dtype_of_numbers(value: np.ndarray) -> str:
     """
     value = value[np.isfinite(value)]
     with np.errstate(over="ignore"):
-        fits = (kind for kind in LOW if (value.astype(jnp.dtype(kind)).astype(np.float64) == value).all())
+        fits = (
+            kind
+            for kind in LOW
+            if (value.astype(jnp.dtype(kind)).astype(np.float64) == value).all()
+        )
         return next(fits, "float64")
 
 
@@ -35,10 +39,20 @@ def tables_of_flax(pair: Pair, constants: Sequence[Any]) -> frozenset[int]:
     """
     if pair.has_parameters and not pair.entries:
         return frozenset()  # parameters may be in float32, and cannot be told from tables
-    weights = {_numbers(part) for entry in pair.entries for part in entry.split(pair.weights[entry.theirs]).values()}
-    arrays = ((i, np.asarray(array)) for i, array in enumerate(constants) if getattr(array, "size", 0) > 1)
+    weights = {
+        _numbers(part)
+        for entry in pair.entries
+        for part in entry.split(pair.weights[entry.theirs]).values()
+    }
+    arrays = (
+        (i, np.asarray(array)) for i, array in enumerate(constants) if getattr(array, "size", 0) > 1
+    )
     found = {i: x.astype(np.float64) for i, x in arrays if x.dtype.kind == "f"}
-    return frozenset(i for i, x in found.items() if dtype_of_numbers(x) == "float32" and _numbers(x) not in weights)
+    return frozenset(
+        i
+        for i, x in found.items()
+        if dtype_of_numbers(x) == "float32" and _numbers(x) not in weights
+    )
 
 
 def tables_of_torch(pair: Pair, tensors: Arrays, shared: Iterable[str]) -> set[str]:
@@ -53,7 +67,9 @@ def tables_of_torch(pair: Pair, tensors: Arrays, shared: Iterable[str]) -> set[s
         return set()
     paths, weights = set(shared), {entry.theirs for entry in pair.entries}
     low = (
-        name for name, x in tensors.items() if name not in weights and x.size > 1 and dtype_of_numbers(x) == "float32"
+        name
+        for name, x in tensors.items()
+        if name not in weights and x.size > 1 and dtype_of_numbers(x) == "float32"
     )
     return {_within(name, paths) for name in low}
 

@@ -34,7 +34,9 @@ def _cap(value: np.ndarray, y: np.ndarray) -> float | None:
     if not 0 < capped < whole:
         return None
     low, high = capped, capped
-    while high * np.tanh(whole / high) < capped and high < 1e9:  # it grows with the cap, up to the value itself
+    while (
+        high * np.tanh(whole / high) < capped and high < 1e9
+    ):  # it grows with the cap, up to the value itself
         low, high = high, 2 * high
     for _ in range(100):
         middle = (low + high) / 2

@@ -40,7 +40,11 @@ def paths(module: Any) -> list[str]:
     """
     if not isinstance(module, torch.nn.Module):
         return []
-    return [path for path, inner in module.named_modules() if path and type(inner).forward is not NO_FORWARD]
+    return [
+        path
+        for path, inner in module.named_modules()
+        if path and type(inner).forward is not NO_FORWARD
+    ]
 
 
 def tensors(module: Any) -> Arrays:
@@ -63,7 +67,10 @@ class TorchRecorder(ActivationRecorder):
         self.cotangents: Arrays = {}
 
     def entered(self, frame: Frame) -> tuple[Any, ...]:
-        given, frame.inputs = frame.inputs, tuple(numpy64(x) for x in frame.inputs)  # PyTorch may change them in place
+        given, frame.inputs = (
+            frame.inputs,
+            tuple(numpy64(x) for x in frame.inputs),
+        )  # PyTorch may change them in place
         return given
 
     def left(self, frame: Frame, output: torch.Tensor) -> torch.Tensor:
@@ -99,7 +106,9 @@ def record(
 ) -> TorchRecorder:
     """Return the activations of a run in float64 and eval mode, and the cotangents that arrive at them."""
     recorder, module = TorchRecorder(names), copy.deepcopy(adapter.module)
-    arrays = {name: x.requires_grad_(x.is_floating_point()) for name, x in adapter.arrays(inputs).items()}
+    arrays = {
+        name: x.requires_grad_(x.is_floating_point()) for name, x in adapter.arrays(inputs).items()
+    }
     with ExitStack() as stack:
         if isinstance(module, torch.nn.Module):
             _hook(module.eval().requires_grad_(True), recorder)
@@ -109,7 +118,9 @@ def record(
         found = adapter.call(module, arrays, adapter.arrays(extras))
         outputs = _left(recorder, dict(sorted(found.items())))  # in the order in which JAX has them
     weigh = adapter.arrays(cotangents)
-    torch.stack([(outputs[name] * c.to(outputs[name].dtype)).sum() for name, c in weigh.items()]).sum().backward()
+    torch.stack(
+        [(outputs[name] * c.to(outputs[name].dtype)).sum() for name, c in weigh.items()]
+    ).sum().backward()
     return recorder
 
 
@@ -154,12 +165,20 @@ class _Functions(TorchFunctionMode):
     def _named(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return self.recorder.step(x, name)
 
-    def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
-        query, key, value = self._step(query, "query"), self._step(key, "key"), self._step(value, "value")
+    def _attention(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options
+    ):
+        query, key, value = (
+            self._step(query, "query"),
+            self._step(key, "key"),
+            self._step(value, "value"),
+        )
         # The one kernel that has a softmax to observe, called by its name: the choice of kernels is process-wide.
         kernel = torch.ops.aten._scaled_dot_product_attention_math
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
+                ~attn_mask, -torch.inf
+            )
         context, _ = kernel(query, key, value, attn_mask, dropout_p, is_causal, **options)
         return self._step(context, "context")
 
@@ -167,13 +186,17 @@ class _Functions(TorchFunctionMode):
         if x.ndim != 4:
             return x
         # The heads of PyTorch's own attention stand before the tokens.
-        return rearrange(self.recorder.step(rearrange(x, "b n t h -> b t n h"), name), "b t n h -> b n t h")
+        return rearrange(
+            self.recorder.step(rearrange(x, "b n t h -> b t n h"), name), "b t n h -> b n t h"
+        )
 
 
 def _unguarded(function: FunctionType) -> FunctionType:
     """Return a function of `torch.nn.functional` that does not offer itself to a mode, so that those it calls can."""
     names = {**function.__globals__, "has_torch_function": lambda arguments: False}
-    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    return FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
 
 
 class _Operations(TorchDispatchMode):

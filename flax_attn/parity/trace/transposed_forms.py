@@ -51,6 +51,9 @@ def _spread(x: np.ndarray, kernel: np.ndarray, stride: int) -> np.ndarray:
     sizes = [stride * (n - 1) + k for n, k in zip(x.shape[2:], kernel.shape[2:], strict=True)]
     whole = np.zeros((len(x), kernel.shape[1], *sizes))
     for place in np.ndindex(*kernel.shape[2:]):
-        where = tuple(slice(i, i + stride * (n - 1) + 1, stride) for i, n in zip(place, x.shape[2:], strict=True))
+        where = tuple(
+            slice(i, i + stride * (n - 1) + 1, stride)
+            for i, n in zip(place, x.shape[2:], strict=True)
+        )
         whole[(..., *where)] += np.moveaxis(np.tensordot(x, kernel[(..., *place)], (1, 0)), -1, 1)
     return whole

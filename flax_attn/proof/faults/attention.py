@@ -17,7 +17,9 @@ CAPPED = "multi_head_soft_cap_sinks"
 SOFT_CAP = 1.5  # of that variant
 
 
-def softmax_patch(hidden: float = -torch.inf, axis: int = -1, dtype: torch.dtype | None = None) -> Patch:
+def softmax_patch(
+    hidden: float = -torch.inf, axis: int = -1, dtype: torch.dtype | None = None
+) -> Patch:
     """Return the patch that computes weights with `torch.softmax`, hidden scores having a fixed value."""
 
     def softmax(scores, visible, sinks=None):
@@ -86,7 +88,9 @@ def without_segment_0(allow, part, rows, cols):
 
 def any_part(mask, rows, cols):
     """The disjunction of the parts of a mask."""
-    parts = [part.allow(rows[None, None, :, None], cols[None, None, None, :]) for part in mask.parts]
+    parts = [
+        part.allow(rows[None, None, :, None], cols[None, None, None, :]) for part in mask.parts
+    ]
     return torch.stack(torch.broadcast_tensors(*parts)).any(dim=0)
 
 

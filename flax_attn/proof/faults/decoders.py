@@ -24,7 +24,9 @@ NO_NORMS = (Patch("", "q_norm", None), Patch("", "k_norm", None))
 
 def each_by_itself(norm_heads, norm, x):
     """Norm each head by itself, with its part of the scale."""
-    return functional.rms_norm(x, x.shape[-1:], eps=norm.eps) * norm.scale.unflatten(0, x.shape[-2:])
+    return functional.rms_norm(x, x.shape[-1:], eps=norm.eps) * norm.scale.unflatten(
+        0, x.shape[-2:]
+    )
 
 
 def after_rotation(project, module, *inputs):
@@ -64,7 +66,9 @@ LONGROPE = "multi_head_rope_longrope"  # long from 5 tokens on
 
 def five_tokens_later(cos_sin, rope, *others):
     """Begin with the long factors at five tokens more."""
-    scaling = replace(rope.scaling, original_context_length=rope.scaling.original_context_length + 5)
+    scaling = replace(
+        rope.scaling, original_context_length=rope.scaling.original_context_length + 5
+    )
     return cos_sin(replace(rope, scaling=scaling), *others)
 
 
@@ -117,7 +121,11 @@ def gate_of_the_output():
     gates = []
     return (
         Wrap(head_attention, "gate_heads", lambda gated, gate, x: gates.append(gate) or x),
-        Wrap(head_attention, "checkpoint_name", lambda named, x, name: named(torch.sigmoid(gates.pop()) * x, name)),
+        Wrap(
+            head_attention,
+            "checkpoint_name",
+            lambda named, x, name: named(torch.sigmoid(gates.pop()) * x, name),
+        ),
     )
 
 
@@ -136,7 +144,9 @@ GATES = (
           Wrap(head_attention, "gate_heads", lambda gated, gate, x: gated(gate.flip(-1), x))),
 )  # fmt: skip
 
-DIFFERENCE = "multi_head_differential"  # of 4 query heads and 4 key/value heads; lambda starts near 0.4
+DIFFERENCE = (
+    "multi_head_differential"  # of 4 query heads and 4 key/value heads; lambda starts near 0.4
+)
 
 
 def own_values(attend, module, query, key, value, *others, **options):

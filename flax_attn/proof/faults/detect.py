@@ -58,7 +58,9 @@ class Detection:
 
 
 def detect(
-    faults: Sequence[Fault] = FAULTS, seed: int = 0, watch: Callable[[str], None] = lambda name: None
+    faults: Sequence[Fault] = FAULTS,
+    seed: int = 0,
+    watch: Callable[[str], None] = lambda name: None,
 ) -> list[Detection]:
     """Patch in each fault and return which check detects it first.
 
@@ -76,7 +78,9 @@ def detect(
     variants = {fault.row: fault.variant for fault in faults}
     with on_cpu():
         prepared = {row: PreparedVariant(variant, seed) for row, variant in variants.items()}
-        with ThreadPoolExecutor(2) as pool:  # compiles most of what is needed, as long as nothing is patched
+        with ThreadPoolExecutor(
+            2
+        ) as pool:  # compiles most of what is needed, as long as nothing is patched
             list(pool.map(lambda row: prepared[row].prepare(ORDER[: last[row] + 1]), prepared))
         return [_detected(prepared[fault.row], fault, watch) for fault in faults]
 
@@ -141,7 +145,9 @@ class PreparedVariant:
         adapter = self._copy(self._defaults)
         with patched(adapter.module, fault.patches):
             outputs = adapter.run(self.pair.float64).outputs["output"]
-        return {tol: bool(np.allclose(self._flax_outputs, outputs, rtol=tol, atol=tol)) for tol in FIXED}
+        return {
+            tol: bool(np.allclose(self._flax_outputs, outputs, rtol=tol, atol=tol)) for tol in FIXED
+        }
 
     def _copy(self, weights: Arrays) -> TorchAdapter:
         adapter = copy(self._torch)
@@ -169,7 +175,14 @@ LEGEND = """\
 each fault is patched into the PyTorch module; error and rule are those of the first check that fails
 1e-04 ... np.allclose of the outputs, default weights, eval mode, at this rtol and atol: 'passes' detects nothing"""
 
-_COLUMNS = ("fault", "variant", "first detected by", "error", "rule", *(f"{tol:.0e}" for tol in FIXED))
+_COLUMNS = (
+    "fault",
+    "variant",
+    "first detected by",
+    "error",
+    "rule",
+    *(f"{tol:.0e}" for tol in FIXED),
+)
 
 
 def table(detections: Sequence[Detection]) -> Table:
@@ -185,13 +198,19 @@ def table(detections: Sequence[Detection]) -> Table:
 
 def markdown(detections: Sequence[Detection]) -> str:
     """Return the table in Markdown."""
-    lines = [_COLUMNS, ("---", "---", "---", *("---:" for _ in _COLUMNS[3:])), *map(_cells, detections)]
+    lines = [
+        _COLUMNS,
+        ("---", "---", "---", *("---:" for _ in _COLUMNS[3:])),
+        *map(_cells, detections),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def summary(detections: Sequence[Detection]) -> str:
     """Return how many faults the checks detect, and how many the fixed tolerances do."""
-    found = [f"{sum(not detection.fixed[tol] for detection in detections)} at {tol:.0e}" for tol in FIXED]
+    found = [
+        f"{sum(not detection.fixed[tol] for detection in detections)} at {tol:.0e}" for tol in FIXED
+    ]
     detected = sum(detection.detected for detection in detections)
     return f"{detected} of {len(detections)} faults are detected; a fixed tolerance detects {', '.join(found)}"
 

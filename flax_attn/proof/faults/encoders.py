@@ -71,7 +71,9 @@ MODERN = (
 def class_token_last(model, images, *, dropout_key=None):
     """The class token behind the patches."""
     x = model.tokens(images)
-    x = torch.cat([x, model.cls_token.expand(*x.shape[:-2], 1, -1)], dim=-2) + model.positions(*images.shape[-2:])
+    x = torch.cat([x, model.cls_token.expand(*x.shape[:-2], 1, -1)], dim=-2) + model.positions(
+        *images.shape[-2:]
+    )
     return model.run(model.drop_emb(x), dropout_key=dropout_key)
 
 
@@ -84,7 +86,10 @@ def channels_last(forward, layer, images):
 def by_columns(forward, layer, images):
     """Patches column by column."""
     return (
-        forward(layer, images).unflatten(-2, (images.shape[-2] // layer.height, -1)).transpose(-3, -2).flatten(-3, -2)
+        forward(layer, images)
+        .unflatten(-2, (images.shape[-2] // layer.height, -1))
+        .transpose(-3, -2)
+        .flatten(-3, -2)
     )
 
 

@@ -114,8 +114,12 @@ def patched(module: torch.nn.Module, patches: Sequence[Patch]) -> Iterator[None]
     """Apply patches to a module and to `torch_ref`; afterwards, also after an error, all is as before."""
     values = []
     for patch in patches:  # all values are taken before the first is replaced
-        target = module.get_submodule(patch.target) if isinstance(patch.target, str) else patch.target
-        values.append((target, patch.attribute, patch.value(getattr(target, patch.attribute), module)))
+        target = (
+            module.get_submodule(patch.target) if isinstance(patch.target, str) else patch.target
+        )
+        values.append(
+            (target, patch.attribute, patch.value(getattr(target, patch.attribute), module))
+        )
     with ExitStack() as stack:
         for target, attribute, value in values:
             stack.enter_context(_replaced(target, attribute, value))
@@ -128,7 +132,9 @@ def _replaced(target: object, attribute: str, value: object) -> Iterator[None]:
         with mock.patch.object(target, attribute, value):
             yield
         return
-    original = getattr(target, attribute)  # mock would delete it first, and with it its place among the parameters
+    original = getattr(
+        target, attribute
+    )  # mock would delete it first, and with it its place among the parameters
     plain = attribute in vars(target)  # such as None, in whose place a module is registered
     setattr(target, attribute, value)
     try:

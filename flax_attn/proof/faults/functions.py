@@ -49,7 +49,11 @@ def before_the_cap(apply, score, scores):
 
 def in_the_order_of_tokens(**positions):
     """Return the patch by which queries or keys stand where they are in the call."""
-    return Wrap(ScoreFunction, "apply", lambda apply, score, scores: apply(replace(score, **positions), scores))
+    return Wrap(
+        ScoreFunction,
+        "apply",
+        lambda apply, score, scores: apply(replace(score, **positions), scores),
+    )
 
 
 FAULTS = (

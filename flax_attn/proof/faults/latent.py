@@ -19,7 +19,9 @@ def norm_before_split(att, x, positions):
     both = att.W_latent(x)
     together = both * torch.rsqrt(both.square().mean(dim=-1, keepdim=True) + att.kv_norm.eps)
     latent, rotated = together[..., : att.kv_lora_rank], both[..., None, att.kv_lora_rank :]
-    return torch.cat([(latent * att.kv_norm.scale)[..., None, :], att.rope(rotated, positions)], dim=-1)
+    return torch.cat(
+        [(latent * att.kv_norm.scale)[..., None, :], att.rope(rotated, positions)], dim=-1
+    )
 
 
 def key_unrotated(att, x, positions):
@@ -31,7 +33,9 @@ def key_unrotated(att, x, positions):
 
 def rotated_first(att, x, positions):
     """Rotate the first features of queries."""
-    q = rearrange(att.W_query_up(att.q_norm(att.W_query_down(x))), "... t (n h) -> ... t n h", n=att.num_heads)
+    q = rearrange(
+        att.W_query_up(att.q_norm(att.W_query_down(x))), "... t (n h) -> ... t n h", n=att.num_heads
+    )
     rotated, plain = q[..., : att.qk_rope_head_dim], q[..., att.qk_rope_head_dim :]
     return torch.cat([att.rope(rotated, positions), plain], dim=-1)
 

@@ -60,7 +60,9 @@ def _stays_abroad(send: Callable, self: Any, pieces: Any, hops: int, last: Any =
 
 
 def _of_last_piece(self: Places, array: Any, part: Any, axis: int) -> Any:
-    return jax.lax.dynamic_update_slice_in_dim(jnp.zeros_like(array), part.astype(array.dtype), self.starts[0], axis)
+    return jax.lax.dynamic_update_slice_in_dim(
+        jnp.zeros_like(array), part.astype(array.dtype), self.starts[0], axis
+    )
 
 
 def _wraps(function: Callable, replacement: Callable) -> Callable:

@@ -42,7 +42,9 @@ def groups_by(score):
 
 def shifted_by_one(forward, experts, x, routing):
     """Give tokens to the experts after theirs."""
-    return forward(experts, x, routing._replace(experts=(routing.experts + 1) % experts.num_experts))
+    return forward(
+        experts, x, routing._replace(experts=(routing.experts + 1) % experts.num_experts)
+    )
 
 
 def clamped(gate, up):

@@ -37,7 +37,9 @@ def decayed_after(rule, query, key, value, decay, beta, **options):
     query, key = (x.repeat_interleave(groups, dim=2) for x in (query, key))
     for i in range(value.shape[1]):
         new = beta[:, i, :, None] * (value[:, i] - torch.einsum("bnvh,bnh->bnv", now, key[:, i]))
-        now = (now + torch.einsum("bnv,bnh->bnvh", new, key[:, i])) * decay[:, i, :, None, None].exp()
+        now = (now + torch.einsum("bnv,bnh->bnvh", new, key[:, i])) * decay[
+            :, i, :, None, None
+        ].exp()
         outputs.append(torch.einsum("bnvh,bnh->bnv", now, query[:, i]) * query.shape[-1] ** -0.5)
     return Recurrence(torch.stack(outputs, dim=1), now)
 

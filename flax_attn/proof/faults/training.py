@@ -14,7 +14,11 @@ VARIANT = "feed_forward_tanh"
 
 def recipe_patch(**changes):
     """Return the patch that trains PyTorch by a recipe with these changes."""
-    return Wrap(Recipe, "torch", lambda torch, recipe, parameters: torch(replace(recipe, **changes), parameters))
+    return Wrap(
+        Recipe,
+        "torch",
+        lambda torch, recipe, parameters: torch(replace(recipe, **changes), parameters),
+    )
 
 
 def without_decay_of_biases(torch, recipe, parameters):
@@ -35,9 +39,15 @@ class Uncorrected(torch.optim.AdamW):
             rate, (slow, slower) = group["lr"], group["betas"]
             for parameter in group["params"]:
                 state, gradient = self.state[parameter], parameter.grad
-                mean = state.setdefault("mean", torch.zeros_like(gradient)).lerp_(gradient, 1 - slow)
-                square = state.setdefault("square", torch.zeros_like(gradient)).lerp_(gradient.square(), 1 - slower)
-                parameter.mul_(1 - rate * group["weight_decay"]).sub_(rate * mean / (square.sqrt() + group["eps"]))
+                mean = state.setdefault("mean", torch.zeros_like(gradient)).lerp_(
+                    gradient, 1 - slow
+                )
+                square = state.setdefault("square", torch.zeros_like(gradient)).lerp_(
+                    gradient.square(), 1 - slower
+                )
+                parameter.mul_(1 - rate * group["weight_decay"]).sub_(
+                    rate * mean / (square.sqrt() + group["eps"])
+                )
 
 
 FAULTS = (

@@ -12,7 +12,9 @@ _HEAD = {"d_in": 4, "d_out": 6, "context_length": 9, "dropout": 0.3}
 _DIFFERENTIAL: dict[str, Any] = {"module": "DifferentialAttention"}
 _WIDE_HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 6}
 _CROSS: dict[str, Any] = {**OPEN, "kdim": 5, "vdim": 3}
-_PACKED = np.array([[0, 1, 2, 0, 1], [0, 2, 3, 7, 9], [70, 73, 0, 1, 4]])  # with gaps: these are positions, not indices
+_PACKED = np.array(
+    [[0, 1, 2, 0, 1], [0, 2, 3, 7, 9], [70, 73, 0, 1, 4]]
+)  # with gaps: these are positions, not indices
 
 
 def _multi_head(
@@ -27,7 +29,14 @@ def _multi_head(
     **arguments: Any,
 ) -> Variant:
     """Return a row; `widths` are those of query, key and value, `parts` are arguments built from the package."""
-    arguments = {"d_in": 6, "d_out": 8, "context_length": 9, "dropout": 0.3, "num_heads": 4, **arguments}
+    arguments = {
+        "d_in": 6,
+        "d_out": 8,
+        "context_length": 9,
+        "dropout": 0.3,
+        "num_heads": 4,
+        **arguments,
+    }
     arguments = divided(sizes, arguments)
     if chunks is None:
         chunks = sizes.chunks if arguments.get("causal", True) else ()
@@ -55,10 +64,14 @@ def _delta(
     """Return a row of a recurrent attention."""
     arguments = {"d_in": 6, "d_out": 7, "num_heads": 4, "head_dim": 3, **arguments}
     arguments |= {
-        name: sizes.times(2) * arguments[name] for name in ("num_heads", "num_key_heads") if name in arguments
+        name: sizes.times(2) * arguments[name]
+        for name in ("num_heads", "num_key_heads")
+        if name in arguments
     }
     inputs, chunks = ((sizes.b, sizes.t, 6),), sizes.chunks if chunks is None else chunks
-    return Variant(name, module, lambda p: getattr(p, module)(**arguments), inputs, call, chunks=chunks)
+    return Variant(
+        name, module, lambda p: getattr(p, module)(**arguments), inputs, call, chunks=chunks
+    )
 
 
 def _latent(
@@ -73,11 +86,25 @@ def _latent(
     **arguments: Any,
 ) -> Variant:
     """Return a row of latent attention; `rope` and `scores` are arguments of these."""
-    widths = {"kv_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 2, **arguments}
+    widths = {
+        "kv_lora_rank": 5,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 2,
+        **arguments,
+    }
 
     def make(p: Any) -> Any:
-        parts = {"rope": p.RoPE(**rope), "scores": p.Scores(**scores), "kv_norm": p.RMSNorm(5, 1e-3)}
-        parts |= {} if q_lora_rank is None else {"q_norm": p.RMSNorm(q_lora_rank, 1e-3), "q_lora_rank": q_lora_rank}
+        parts = {
+            "rope": p.RoPE(**rope),
+            "scores": p.Scores(**scores),
+            "kv_norm": p.RMSNorm(5, 1e-3),
+        }
+        parts |= (
+            {}
+            if q_lora_rank is None
+            else {"q_norm": p.RMSNorm(q_lora_rank, 1e-3), "q_lora_rank": q_lora_rank}
+        )
         return p.MultiHeadLatentAttention(6, 8, 9, 0.3, 4 * sizes.times(4), **widths, **parts)
 
     return Variant(
@@ -93,7 +120,9 @@ def _latent(
 
 def _seen(b: Any, n: Any, i: Any, j: Any) -> Any:
     """A mask in which every index counts, and the first tokens of some rows and heads see nothing."""
-    return (j <= i) & ((i // 3 == j // 3) | ((i + 2 * j + b + 3 * n) % 4 == 0)) & ((i + b + n) % 5 > 0)
+    return (
+        (j <= i) & ((i // 3 == j // 3) | ((i + 2 * j + b + 3 * n) % 4 == 0)) & ((i + b + n) % 5 > 0)
+    )
 
 
 def _rescored(p: Any, heads: int) -> Callable:
@@ -102,7 +131,9 @@ def _rescored(p: Any, heads: int) -> Callable:
     def rescored(score: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
         table = p.alibi(heads, [16], np.arange(33))
         found = table[n, 0, 16 + j - i] - table[(n + b) % heads, 0, 15 - i]
-        return score * abs(score) + (found.astype(score.dtype) if hasattr(found, "astype") else found.to(score.dtype))
+        return score * abs(score) + (
+            found.astype(score.dtype) if hasattr(found, "astype") else found.to(score.dtype)
+        )
 
     return rescored
 
@@ -114,12 +145,23 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
     return (
         layer(sizes, "simplified", "SimplifiedSelfAttention"),
         layer(sizes, "self_attention", "SelfAttention", d_in=4, d_out=6),
-        layer(sizes, "self_attention_d_key", "SelfAttention", d_in=4, d_out=6, qkv_bias=True, d_key=2),
+        layer(
+            sizes, "self_attention_d_key", "SelfAttention", d_in=4, d_out=6, qkv_bias=True, d_key=2
+        ),
         layer(sizes, "causal", "CausalAttention", **_HEAD),
         layer(sizes, "causal_d_key", "CausalAttention", **_HEAD, qkv_bias=True, d_key=2),
-        layer(sizes, "multi_head_wrapper", "MultiHeadAttentionWrapper", **_HEAD, num_heads=2, qkv_bias=True),
+        layer(
+            sizes,
+            "multi_head_wrapper",
+            "MultiHeadAttentionWrapper",
+            **_HEAD,
+            num_heads=2,
+            qkv_bias=True,
+        ),
         _multi_head(sizes, "causal"),
-        _multi_head(sizes, "square", 8, d_in=8, qkv_bias=True),  # what torch's own layer and GPT-2's can represent
+        _multi_head(
+            sizes, "square", 8, d_in=8, qkv_bias=True
+        ),  # what torch's own layer and GPT-2's can represent
         _multi_head(sizes, "gqa", num_kv_heads=2, qkv_bias=True),
         _multi_head(sizes, "mqa", num_kv_heads=1, out_bias=False),
         _multi_head(sizes, "bidirectional", **OPEN),
@@ -135,13 +177,17 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             sizes,
             "padding",  # the first row of the batch attends to nothing
             call=lambda p: {
-                "mask": p.Mask.lengths(query=np.array(of_rows(sizes, t, 3, 4)), key=np.array(of_rows(sizes, 0, 3, t)))
+                "mask": p.Mask.lengths(
+                    query=np.array(of_rows(sizes, t, 3, 4)), key=np.array(of_rows(sizes, 0, 3, t))
+                )
             },
         ),
         _multi_head(
             sizes,
             "packed_window",
-            call=lambda p: {"mask": p.Mask.segments(np.where(np.arange(t) < 3, 7, 0)) & p.Mask.sliding_window(2)},
+            call=lambda p: {
+                "mask": p.Mask.segments(np.where(np.arange(t) < 3, 7, 0)) & p.Mask.sliding_window(2)
+            },
             causal=False,
             chunks=sizes.chunks,
         ),
@@ -152,12 +198,24 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             causal=False,
             chunks=sizes.chunks,
         ),
-        _multi_head(sizes, "rope", parts=lambda p: {"rope": p.RoPE()}, num_heads=2, num_kv_heads=1, qkv_bias=True),
+        _multi_head(
+            sizes,
+            "rope",
+            parts=lambda p: {"rope": p.RoPE()},
+            num_heads=2,
+            num_kv_heads=1,
+            qkv_bias=True,
+        ),
         _multi_head(
             sizes,
             "rope_yarn_packed",
-            call=lambda p: {"positions": fitted(sizes, _PACKED), "mask": p.Mask.segments(fitted(sizes, DOCUMENTS))},
-            parts=lambda p: {"rope": p.RoPE(500.0, width=8, interleaved=True, scaling=p.YaRNScaling(4.0, 40))},
+            call=lambda p: {
+                "positions": fitted(sizes, _PACKED),
+                "mask": p.Mask.segments(fitted(sizes, DOCUMENTS)),
+            },
+            parts=lambda p: {
+                "rope": p.RoPE(500.0, width=8, interleaved=True, scaling=p.YaRNScaling(4.0, 40))
+            },
             d_out=24,
             num_heads=2,
         ),
@@ -165,7 +223,9 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             sizes,
             "rope_longrope",  # the first row of the batch is short, the others are long
             call=lambda p: {"positions": fitted(sizes, _PACKED)},
-            parts=lambda p: {"rope": p.RoPE(50.0, scaling=p.LongRoPEScaling(4.0, 5, (1.0, 1.5), (2.0, 8.0)))},
+            parts=lambda p: {
+                "rope": p.RoPE(50.0, scaling=p.LongRoPEScaling(4.0, 5, (1.0, 1.5), (2.0, 8.0)))
+            },
             num_heads=2,
             chunks=(),
         ),
@@ -203,7 +263,9 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
         _multi_head(
             sizes,
             "function_score",
-            parts=lambda p: {"scores": p.Scores(soft_cap=1.5, sinks=True, function=_rescored(p, heads))},
+            parts=lambda p: {
+                "scores": p.Scores(soft_cap=1.5, sinks=True, function=_rescored(p, heads))
+            },
             num_kv_heads=2,
         ),
         _multi_head(
@@ -214,7 +276,9 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             window=3,
             capacity=4,
         ),
-        _multi_head(sizes, "qk_norm", parts=lambda p: {"rope": p.RoPE(), **head_norms(p, 6)}, **_WIDE_HEADS),
+        _multi_head(
+            sizes, "qk_norm", parts=lambda p: {"rope": p.RoPE(), **head_norms(p, 6)}, **_WIDE_HEADS
+        ),
         _multi_head(
             sizes,
             "qk_norm_over_heads",
@@ -222,10 +286,32 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
             **_WIDE_HEADS,
         ),
         _multi_head(sizes, "gated_features", num_kv_heads=2, qkv_bias=True, output_gate="features"),
-        _multi_head(sizes, "gated_heads", parts=lambda p: {"rope": p.RoPE()}, head_dim=6, output_gate="heads"),
-        _multi_head(sizes, "partial_rope", parts=lambda p: {"rope": p.RoPE(500.0, width=4)}, **_WIDE_HEADS),
-        _multi_head(sizes, "differential", parts=lambda p: {"rope": p.RoPE()}, **_DIFFERENTIAL, lambda_init=0.4),
-        _multi_head(sizes, "differential_gqa", **_DIFFERENTIAL, **_WIDE_HEADS, window=3, capacity=3, qkv_bias=True),
+        _multi_head(
+            sizes,
+            "gated_heads",
+            parts=lambda p: {"rope": p.RoPE()},
+            head_dim=6,
+            output_gate="heads",
+        ),
+        _multi_head(
+            sizes, "partial_rope", parts=lambda p: {"rope": p.RoPE(500.0, width=4)}, **_WIDE_HEADS
+        ),
+        _multi_head(
+            sizes,
+            "differential",
+            parts=lambda p: {"rope": p.RoPE()},
+            **_DIFFERENTIAL,
+            lambda_init=0.4,
+        ),
+        _multi_head(
+            sizes,
+            "differential_gqa",
+            **_DIFFERENTIAL,
+            **_WIDE_HEADS,
+            window=3,
+            capacity=3,
+            qkv_bias=True,
+        ),
         _multi_head(sizes, "window", num_kv_heads=2, window=2, capacity=2),
         _multi_head(
             sizes,
@@ -257,7 +343,15 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
         ),
         _latent(sizes, "deepseek", q_lora_rank=7),
         _latent(sizes, "absorbed", form="absorbed", scores={"soft_cap": 1.5, "sinks": True}),
-        _latent(sizes, "plain", form="plain", rope={}, qkv_bias=True, out_bias=True, scores={"scale": 0.4}),
+        _latent(
+            sizes,
+            "plain",
+            form="plain",
+            rope={},
+            qkv_bias=True,
+            out_bias=True,
+            scores={"scale": 0.4},
+        ),
         _latent(sizes, "window", window=2, capacity=3),
         _latent(
             sizes,

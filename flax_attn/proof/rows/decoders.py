@@ -10,12 +10,16 @@ from flax_attn.proof.variant import Sizes, Variant
 _Widths = tuple[int, int, int, int, int]  # d_model, d_hidden, heads, layers and key/value heads
 
 
-def _model(sizes: Sizes, module: str, config: Callable[[Any], Any], dropout: bool = False) -> Variant:
+def _model(
+    sizes: Sizes, module: str, config: Callable[[Any], Any], dropout: bool = False
+) -> Variant:
     def make(p: Any) -> Any:
         return getattr(p, module)(config(p))
 
     inputs, words = ((sizes.b, sizes.t),), _lengths(sizes)["vocab_size"]
-    return Variant(module.lower(), module, make, inputs, vocab_size=words, chunks=sizes.chunks, dropout=dropout)
+    return Variant(
+        module.lower(), module, make, inputs, vocab_size=words, chunks=sizes.chunks, dropout=dropout
+    )
 
 
 def _widths(sizes: Sizes) -> _Widths:
@@ -38,7 +42,9 @@ def _deepseek(sizes: Sizes, p: Any) -> Any:
         layers,
         **_lengths(sizes),
         **{**_experts(sizes), "num_experts": 8, "top_k": 3},
-        rope=p.RoPE(500.0, interleaved=True, scaling=p.YaRNScaling(4.0, 40, mscale=0.7, mscale_all_dim=0.4)),
+        rope=p.RoPE(
+            500.0, interleaved=True, scaling=p.YaRNScaling(4.0, 40, mscale=0.7, mscale_all_dim=0.4)
+        ),
         kv_lora_rank=5,
         q_lora_rank=7,
         qk_nope_head_dim=3,
@@ -52,7 +58,12 @@ def _deepseek(sizes: Sizes, p: Any) -> Any:
 
 def _next(sizes: Sizes, p: Any) -> Any:
     times = sizes.times(2)
-    linear = {"linear_heads": 4 * times, "linear_key_heads": 2 * times, "linear_head_dim": 3, "linear_value_dim": 5}
+    linear = {
+        "linear_heads": 4 * times,
+        "linear_key_heads": 2 * times,
+        "linear_head_dim": 3,
+        "linear_value_dim": 5,
+    }
     return p.Qwen3NextConfig(
         *_widths(sizes),
         6,
@@ -72,31 +83,60 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
     return (
         _model(sizes, "GPT2", lambda p: p.GPT2Config(*gpt2, **lengths, dropout=0.3), dropout=True),
         _model(sizes, "Llama", lambda p: p.LlamaConfig(*widths, **lengths)),
-        _model(sizes, "Qwen2", lambda p: p.Qwen2Config(*widths, **lengths, window=3, full_layers=(0,))),
+        _model(
+            sizes, "Qwen2", lambda p: p.Qwen2Config(*widths, **lengths, window=3, full_layers=(0,))
+        ),
         _model(sizes, "Qwen3", lambda p: p.Qwen3Config(*widths, **lengths, head_dim=6)),
-        _model(sizes, "Phi3", lambda p: p.Phi3Config(*widths, **lengths, head_dim=6, rope=p.RoPE(50.0, width=4))),
+        _model(
+            sizes,
+            "Phi3",
+            lambda p: p.Phi3Config(*widths, **lengths, head_dim=6, rope=p.RoPE(50.0, width=4)),
+        ),
         _model(sizes, "Gemma", lambda p: p.GemmaConfig(*widths, **lengths, head_dim=6)),
         _model(
             sizes,
             "Gemma2",
-            lambda p: p.Gemma2Config(*widths, **turns, query_pre_attn_scalar=5, score_cap=1.5, logit_cap=2.0),
+            lambda p: p.Gemma2Config(
+                *widths, **turns, query_pre_attn_scalar=5, score_cap=1.5, logit_cap=2.0
+            ),
         ),
         _model(
             sizes,
             "Gemma3",
-            lambda p: p.Gemma3Config(*widths, **turns, query_pre_attn_scalar=5, local_rope=p.RoPE(30.0)),
+            lambda p: p.Gemma3Config(
+                *widths, **turns, query_pre_attn_scalar=5, local_rope=p.RoPE(30.0)
+            ),
         ),
         _model(sizes, "Olmo2", lambda p: p.Olmo2Config(*widths, **lengths, head_dim=6)),
-        _model(sizes, "DiffLlama", lambda p: p.DiffLlamaConfig(*widths[:4], widths[2], **lengths, head_dim=6)),
-        _model(sizes, "SmolLM3", lambda p: p.SmolLM3Config(*widths, **turns, unrotated_layers=(0,))),
-        _model(sizes, "Mixtral", lambda p: p.MixtralConfig(*widths, **lengths, num_experts=experts["num_experts"])),
-        _model(sizes, "Qwen3Moe", lambda p: p.Qwen3MoeConfig(*widths, **lengths, **experts, dense_layers=(0,))),
+        _model(
+            sizes,
+            "DiffLlama",
+            lambda p: p.DiffLlamaConfig(*widths[:4], widths[2], **lengths, head_dim=6),
+        ),
+        _model(
+            sizes, "SmolLM3", lambda p: p.SmolLM3Config(*widths, **turns, unrotated_layers=(0,))
+        ),
+        _model(
+            sizes,
+            "Mixtral",
+            lambda p: p.MixtralConfig(*widths, **lengths, num_experts=experts["num_experts"]),
+        ),
+        _model(
+            sizes,
+            "Qwen3Moe",
+            lambda p: p.Qwen3MoeConfig(*widths, **lengths, **experts, dense_layers=(0,)),
+        ),
         _model(sizes, "Qwen3Next", partial(_next, sizes)),
         _model(
             sizes,
             "GptOss",
             lambda p: p.GptOssConfig(
-                *widths, **lengths, num_experts=experts["num_experts"], top_k=2, window=3, full_layers=(1,)
+                *widths,
+                **lengths,
+                num_experts=experts["num_experts"],
+                top_k=2,
+                window=3,
+                full_layers=(1,),
             ),
         ),
         _model(sizes, "DeepseekV3", partial(_deepseek, sizes)),

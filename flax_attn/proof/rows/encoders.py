@@ -32,14 +32,26 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
     """Return the rows."""
     t, times, hidden = sizes.t, sizes.times(2), 10 * sizes.times(10)
     heads, words = 2 * times, 11 * sizes.times(11)
-    images: dict[str, Any] = {"d_model": 6 * times, "num_heads": heads, "num_layers": 2, "d_hidden": hidden}
+    images: dict[str, Any] = {
+        "d_model": 6 * times,
+        "num_heads": heads,
+        "num_layers": 2,
+        "d_hidden": hidden,
+    }
     images |= {"channels": 2, "dropout": 0.3}
     rows = 2 if t % 2 else 1  # of patches, beside a class token
     return (
         _encoder(
             "BertMaskedLM",
             lambda p: p.BertConfig(
-                6 * times, heads, 2, context_length=9, vocab_size=words, num_types=3, d_hidden=hidden, eps=1e-3
+                6 * times,
+                heads,
+                2,
+                context_length=9,
+                vocab_size=words,
+                num_types=3,
+                d_hidden=hidden,
+                eps=1e-3,
             ),
             (sizes.b, t),
             vocab_size=words,
@@ -47,7 +59,9 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
         ),
         _encoder(
             "ViT",
-            lambda p: p.ViTConfig(**images, image_size=(3 * rows, 2 * (t - 1) // rows), patch_size=(3, 2)),
+            lambda p: p.ViTConfig(
+                **images, image_size=(3 * rows, 2 * (t - 1) // rows), patch_size=(3, 2)
+            ),
             (sizes.b, 2, 3 * rows, 2 * (t - 1) // rows),
         ),
         _encoder(
@@ -73,7 +87,16 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
         _encoder(
             "T5",
             lambda p: p.T5Config(
-                6, hidden, heads, 4, 2, 2, vocab_size=words, num_buckets=8, max_distance=6, dropout=0.3
+                6,
+                hidden,
+                heads,
+                4,
+                2,
+                2,
+                vocab_size=words,
+                num_buckets=8,
+                max_distance=6,
+                dropout=0.3,
             ),
             (sizes.b, sizes.s),
             (sizes.b, t),

@@ -22,18 +22,35 @@ def _block(
     parts: Callable[[Any], Mapping[str, Any]] = lambda p: {},
     **attention: Any,
 ) -> Variant:
-    arguments = {"d_in": 6, "d_out": 6, "context_length": 9, "dropout": 0.3, "num_heads": 2, **attention}
+    arguments = {
+        "d_in": 6,
+        "d_out": 6,
+        "context_length": 9,
+        "dropout": 0.3,
+        "num_heads": 2,
+        **attention,
+    }
     arguments = divided(sizes, arguments)
 
     def make(p: Any) -> Any:
         att = p.MultiHeadAttention(**arguments, **parts(p), rope=p.RoPE() if rope else None)
         norms = [None if norm is None else norm(p) for _ in range(2)]
         after = {f"post_norm{i}": post_norm(p) for i in (1, 2)} if post_norm else {}
-        return p.TransformerBlock(att, ff(p), *norms, norm_first=norm_first, drop_shortcut=p.Dropout(0.3), **after)
+        return p.TransformerBlock(
+            att, ff(p), *norms, norm_first=norm_first, drop_shortcut=p.Dropout(0.3), **after
+        )
 
     chunks = sizes.chunks if arguments.get("causal", True) else ()
     inputs = ((sizes.b, sizes.t, 6),)
-    return Variant(f"block_{name}", "TransformerBlock", make, inputs, chunks=chunks, capacity=capacity, dropout=True)
+    return Variant(
+        f"block_{name}",
+        "TransformerBlock",
+        make,
+        inputs,
+        chunks=chunks,
+        capacity=capacity,
+        dropout=True,
+    )
 
 
 def _mixture(
@@ -48,7 +65,10 @@ def _mixture(
     """Return a row of a mixture of 8 experts; `router` and `experts` are arguments of these parts."""
 
     def make(p: Any) -> Any:
-        parts = p.Router(4, 8, 3, **router), p.Experts(8, 4, 6 * sizes.times(6), activation(p), **experts)
+        parts = (
+            p.Router(4, 8, 3, **router),
+            p.Experts(8, 4, 6 * sizes.times(6), activation(p), **experts),
+        )
         own = p.GatedFeedForward(4, 10 * sizes.times(10)) if shared else None
         return p.MixtureOfExperts(*parts, own, p.Linear(4, 1, False) if gate else None)
 
@@ -69,7 +89,9 @@ def _feed_forward(sizes: Sizes, activation: str) -> Callable[[Any], Any]:
 
 def _mixtral(sizes: Sizes) -> Callable[[Any], Any]:
     experts = max(4, sizes.experts)
-    return lambda p: p.MixtureOfExperts(p.Router(6, experts, 2), p.Experts(experts, 6, 5 * sizes.times(5)))
+    return lambda p: p.MixtureOfExperts(
+        p.Router(6, experts, 2), p.Experts(experts, 6, 5 * sizes.times(5))
+    )
 
 
 def rows(sizes: Sizes) -> tuple[Variant, ...]:
@@ -79,7 +101,12 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
         _block(sizes, "gpt2", _feed_forward(sizes, "gelu_tanh"), _layer_norm, qkv_bias=True),
         _block(sizes, "llama_norms", _feed_forward(sizes, "gelu_exact"), rms_norm, num_kv_heads=1),
         _block(
-            sizes, "bert", _feed_forward(sizes, "gelu_exact"), lambda p: p.LayerNorm(6, 1e-3), norm_first=False, **OPEN
+            sizes,
+            "bert",
+            _feed_forward(sizes, "gelu_exact"),
+            lambda p: p.LayerNorm(6, 1e-3),
+            norm_first=False,
+            **OPEN,
         ),
         _block(sizes, "post_rms", _feed_forward(sizes, "gelu_tanh"), rms_norm, norm_first=False),
         _block(sizes, "gemma2", _feed_forward(sizes, "gelu_tanh"), rms_norm, post_norm=rms_norm),
@@ -110,12 +137,28 @@ def rows(sizes: Sizes) -> tuple[Variant, ...]:
         _mixture(
             sizes,
             "deepseek_v3",
-            {"scores": "sigmoid", "scale": 2.5, "selection_bias": True, "groups": 4, "top_groups": 2},
+            {
+                "scores": "sigmoid",
+                "scale": 2.5,
+                "selection_bias": True,
+                "groups": 4,
+                "top_groups": 2,
+            },
             shared=True,
         ),
         _block(sizes, "mixtral", _mixtral(sizes), rms_norm),
-        Variant("embedding", "Embedding", lambda p: p.Embedding(words, 4), ((sizes.b, t),), vocab_size=words),
         Variant(
-            "embedding_outside", "Embedding", lambda p: p.Embedding(words, 4), ((sizes.b, t),), vocab_size=words + 2
+            "embedding",
+            "Embedding",
+            lambda p: p.Embedding(words, 4),
+            ((sizes.b, t),),
+            vocab_size=words,
+        ),
+        Variant(
+            "embedding_outside",
+            "Embedding",
+            lambda p: p.Embedding(words, 4),
+            ((sizes.b, t),),
+            vocab_size=words + 2,
         ),  # the last two ids: NaN
     )

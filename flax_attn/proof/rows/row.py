@@ -31,9 +31,14 @@ def rms_norm(p: Any) -> Any:
     return p.RMSNorm(6)
 
 
-def head_norms(p: Any, of_query: int, of_key: int | None = None, eps: float = 1e-3) -> dict[str, Any]:
+def head_norms(
+    p: Any, of_query: int, of_key: int | None = None, eps: float = 1e-3
+) -> dict[str, Any]:
     """Return norms of queries and keys of these widths."""
-    return {"q_norm": p.RMSNorm(of_query, eps), "k_norm": p.RMSNorm(of_query if of_key is None else of_key, eps)}
+    return {
+        "q_norm": p.RMSNorm(of_query, eps),
+        "k_norm": p.RMSNorm(of_query if of_key is None else of_key, eps),
+    }
 
 
 def fitted(sizes: Sizes, ids: np.ndarray) -> np.ndarray:
