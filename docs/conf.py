@@ -55,8 +55,8 @@ myst_heading_anchors = 3
 html_math_renderer = "mathml"
 
 # Every notebook is run at every build, and one that raises an error fails it.
-KernelManager.transport_encryption.default_value = (
-    "auto"  # without it each kernel warns of what it sends over TCP
+KernelManager.transport_encryption.default_value = (  # without it each kernel warns of what it sends over TCP
+    "auto"
 )
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True

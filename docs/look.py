@@ -67,7 +67,10 @@ def check(page: Page) -> Iterator[str]:
     """Yield what axe-core finds, the first elements of each rule that they violate."""
     for violation in Axe().run(page, context=LOOKED_AT, options=RULES).response["violations"]:
         for node in violation["nodes"][:3]:
-            yield f"{violation['id']}: {node['failureSummary'].splitlines()[1].strip()}: {node['html'][:120]}"
+            yield (
+                f"{violation['id']}: {node['failureSummary'].splitlines()[1].strip()}:"
+                f" {node['html'][:120]}"
+            )
 
 
 def walk(address: str, names: Sequence[str], pictures: Path, width: int) -> list[str]:

@@ -21,7 +21,8 @@ assert output.shape == (2, 10, 64)
 assert weights.shape == (2, 4, 10, 10)
 assert jnp.allclose(weights.sum(axis=-1), 1, atol=1e-6)
 print(
-    f"flax_attn {flax_attn.__version__}, jax {jax.__version__}, Python {sys.version.split()[0]}: {output.shape}"
+    f"flax_attn {flax_attn.__version__}, jax {jax.__version__}, Python {sys.version.split()[0]}:"
+    f" {output.shape}"
 )
 
 heads = jnp.ones((2, 10, 4, 16))

@@ -94,7 +94,8 @@ class Corpus:
         """Yield batches after `read` rows, each with how many rows are read after it."""
         if self.rows < ROWS:
             raise ValueError(
-                f"a batch has {ROWS} rows of {self.t} tokens; got {self.rows} in all. Take more text"
+                f"a batch has {ROWS} rows of {self.t} tokens; got {self.rows} in all. Take more"
+                " text"
             )
         while True:
             tokens, segments = self.epoch(read // self.rows)

@@ -102,8 +102,8 @@ def check_same(settings: dict[int, dict[str, str]]) -> None:
         if different := [name for name in settings[0] if own[name] != settings[0][name]]:
             found = "; ".join(f"{name} {settings[0][name]} and {own[name]}" for name in different)
             raise ValueError(
-                f"all processes must be started with the same arguments; got on process 0 and on process {process}: "
-                f"{found}. Start every process with the same command"
+                "all processes must be started with the same arguments; got on process 0 and on"
+                f" process {process}: {found}. Start every process with the same command"
             )
 
 
@@ -166,7 +166,8 @@ def check_divides(name: str, size: int, axis: str, mesh: Mesh) -> None:
     sizes = {found: mesh.shape[found] for found in mesh_axes(axis, mesh)}
     if size % math.prod(sizes.values()):
         raise ValueError(
-            f"{name} must be a multiple of what the mesh splits it into; got {name}={size} and {sizes}. Change either"
+            f"{name} must be a multiple of what the mesh splits it into; got {name}={size} and"
+            f" {sizes}. Change either"
         )
 
 
@@ -201,8 +202,9 @@ def end_at_once() -> Iterator[None]:
         traceback.print_exc()
         if isinstance(error, jax.errors.JaxRuntimeError):
             print(
-                f"process {jax.process_index()} ends: most likely another process ended, or cannot be reached. Start "
-                "all processes again: they resume from the last complete checkpoint",
+                f"process {jax.process_index()} ends: most likely another process ended, or cannot"
+                " be reached. Start all processes again: they resume from the last complete"
+                " checkpoint",
                 file=sys.stderr,
             )
         sys.stderr.flush()

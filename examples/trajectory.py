@@ -137,11 +137,11 @@ def report(trajectory: Trajectory) -> str:
     """Return the figures of a run, in three lines."""
     worst = int(trajectory.parameters.argmax())
     return (
-        f"{len(trajectory.ours)} steps, loss {trajectory.reference[0]:.4f} to {trajectory.reference[-1]:.4f} in "
-        f"PyTorch and {trajectory.ours[0]:.4f} to {trajectory.ours[-1]:.4f} in JAX\n"
-        f"loss: relative difference at most {trajectory.loss.max():.1e}\n"
-        f"parameters: at most {trajectory.parameters[worst]:.1e}, {trajectory.where[worst]} after step {worst + 1}; "
-        f"the rule is {tolerance.TRAINING:.0e}"
+        f"{len(trajectory.ours)} steps, loss {trajectory.reference[0]:.4f} to"
+        f" {trajectory.reference[-1]:.4f} in PyTorch and {trajectory.ours[0]:.4f} to"
+        f" {trajectory.ours[-1]:.4f} in JAX\nloss: relative difference at most"
+        f" {trajectory.loss.max():.1e}\nparameters: at most {trajectory.parameters[worst]:.1e},"
+        f" {trajectory.where[worst]} after step {worst + 1}; the rule is {tolerance.TRAINING:.0e}"
     )
 
 

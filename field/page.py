@@ -41,17 +41,26 @@ CROSSING = {
     "jax": "there are none",
 }
 MEANING = {
-    "equal": "all checks hold in float64: outputs within 1e-12, gradients of all parameters within 1e-11",
+    "equal": (
+        "all checks hold in float64: outputs within 1e-12, gradients of all parameters within 1e-11"
+    ),
     "equal up to float32": (
-        "some of one side runs in float32 whatever is asked for, and differs by no more than that loses: outputs "
-        "within 64 roundings, 8e-6, gradients within 3e-4. Built in float32 it is as close to the float64 result as "
-        "PyTorch itself (factor 2, gradients 3), or a cast is all that the harness names. No fault"
+        "some of one side runs in float32 whatever is asked for, and differs by no more than that"
+        " loses: outputs within 64 roundings, 8e-6, gradients within 3e-4. Built in float32 it is"
+        " as close to the float64 result as PyTorch itself (factor 2, gradients 3), or a cast is"
+        " all that the harness names. No fault"
     ),
     "differs in empty rows": (
-        "equal, but for rows in which every token is padding. What such a row should give is not agreed on. No fault"
+        "equal, but for rows in which every token is padding. What such a row should give is not"
+        " agreed on. No fault"
     ),
-    "different": "another function, or other gradients: what is wrong, and on which side, follows below",
-    "other parameters": "one side has parameters that the other lacks, so that weights cannot be carried over in full",
+    "different": (
+        "another function, or other gradients: what is wrong, and on which side, follows below"
+    ),
+    "other parameters": (
+        "one side has parameters that the other lacks, so that weights cannot be carried over in"
+        " full"
+    ),
     "Flax raises": "an error in Flax, for a configuration that PyTorch takes",
     UNJUDGED: "neither side could be compared here; not counted",
 }
@@ -116,10 +125,11 @@ def _head(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "# The field, judged"
     yield ""
     yield (
-        f"{judged} ports of PyTorch models and layers to JAX that other people wrote, each compared with its original "
-        "by the harness of this library: same random weights, float64, outputs, gradients of every parameter, padding. "
-        "`make field` repeats it. A row is one configuration of one class; sizes are small and the weights random, so "
-        "that what is compared is the function and not a checkpoint."
+        f"{judged} ports of PyTorch models and layers to JAX that other people wrote, each compared"
+        " with its original by the harness of this library: same random weights, float64, outputs,"
+        " gradients of every parameter, padding. `make field` repeats it. A row is one"
+        " configuration of one class; sizes are small and the weights random, so that what is"
+        " compared is the function and not a checkpoint."
     )
     yield ""
     yield "| verdict | ports | meaning |"
@@ -133,15 +143,17 @@ def _head(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _second(rows: Sequence[Mapping[str, Any]], records: Mapping[str, Any]) -> Iterator[str]:
     again = set(reproduced(rows, records))
     yield (
-        f"{len(again)} of these verdicts were reached a second time without the harness, by `make field-by-hand`. "
-        "Its code, `field/by_hand`, imports nothing of this library; it shares the configurations of transformers' "
-        "models alone. Other random weights cross by the port's own converter, or are placed by hand. Both sides "
-        "are differentiated with respect to the same arrays, all parameters and floating inputs. They are equal if "
-        "outputs agree within 1e-12 and gradients within 1e-11, or within 16 times what one rounding of all "
-        "weights and inputs does to the PyTorch side. Where they are not, both run again with every float32 in the "
-        "source of the libraries written as float64: if they are equal then, float32 alone made the difference. "
-        "The column *by hand* has the errors of outputs and gradients; after the arrow, those without float32. "
-        "Where plain inputs agree and others do not, it has those of the others."
+        f"{len(again)} of these verdicts were reached a second time without the harness, by `make"
+        " field-by-hand`. Its code, `field/by_hand`, imports nothing of this library; it shares"
+        " the configurations of transformers' models alone. Other random weights cross by the"
+        " port's own converter, or are placed by hand. Both sides are differentiated with respect"
+        " to the same arrays, all parameters and floating inputs. They are equal if outputs agree"
+        " within 1e-12 and gradients within 1e-11, or within 16 times what one rounding of all"
+        " weights and inputs does to the PyTorch side. Where they are not, both run again with"
+        " every float32 in the source of the libraries written as float64: if they are equal then,"
+        " float32 alone made the difference. The column *by hand* has the errors of outputs and"
+        " gradients; after the arrow, those without float32. Where plain inputs agree and others"
+        " do not, it has those of the others."
     )
     yield ""
     yield "| library | how weights cross | verdicts reproduced |"

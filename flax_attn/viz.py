@@ -97,8 +97,8 @@ def _check(
     sizes = (len(titles), len(tokens), len(key_tokens))
     if weights.shape != sizes:
         raise ValueError(
-            f"weights (n, t, s) = {weights.shape} need as many titles, tokens and key_tokens; got {sizes}. "
-            "For cross attention pass key_tokens"
+            f"weights (n, t, s) = {weights.shape} need as many titles, tokens and key_tokens; got"
+            f" {sizes}. For cross attention pass key_tokens"
         )
 
 

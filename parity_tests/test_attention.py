@@ -247,9 +247,10 @@ def run(side, arrays, cotangents, options, sizes):
         results = side.dot_product_attention(
             **arrays, mask=mask, dropout=dropout, **options, return_weights=True
         )
-        return sum(
-            (result * c).sum() for result, c in zip(results, cotangents, strict=True)
-        ), results
+        return (
+            sum((result * c).sum() for result, c in zip(results, cotangents, strict=True)),
+            results,
+        )
 
     if side.is_flax:
         gradients, results = jax.jit(jax.grad(weighted, has_aux=True), compiler_options=FAST)(

@@ -335,7 +335,10 @@ WRONG_MESHES = (
                 "--rules",
                 "{m}:RULES",
             ],
-            "--rules is for what auto cannot pair, beside --layout auto, and an export holds its layout; got --rules",
+            (
+                "--rules is for what auto cannot pair, beside --layout auto, and an export holds"
+                " its layout; got --rules"
+            ),
         ),
         (
             ["{m}:flax_linear", "{m}:torch_linear", "--input", "4,5"],

@@ -47,7 +47,10 @@ def test_check_names_what_is_out_of_date_and_writes_nothing(folder, capsys):
     with (folder / "faults.md").open("a") as file:
         file.write("by hand\n")
     assert run(folder, "--check") == 1
-    error = f"flax-attn: {folder / 'faults.md'} is out of date. Run `flax-attn docs` and commit the result\n"
+    error = (
+        f"flax-attn: {folder / 'faults.md'} is out of date. Run `flax-attn docs` and commit the"
+        " result\n"
+    )
     assert capsys.readouterr().err == error
 
 

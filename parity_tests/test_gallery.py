@@ -192,7 +192,10 @@ def test_formulas_and_references_are_those_of_docstrings():
     assert formula_of("`proj` of `a + b`.\n") == "a + b"
     assert formula_of("`proj` of every `stride`-th window.\n") == ""
     assert formula_of("Nothing.\n\nExample:\n    >>> 1\n") == ""
-    text = "One.\n\nReferences:\n    A 2017 (arXiv:1706.03762); B 2020, of\n    C (arXiv:2002.04745).\n"
+    text = (
+        "One.\n\nReferences:\n    A 2017 (arXiv:1706.03762); B 2020, of\n    C"
+        " (arXiv:2002.04745).\n"
+    )
     assert references_of(text) == ["A 2017 (arXiv:1706.03762)", "B 2020, of C (arXiv:2002.04745)"]
     assert references_of("One.") == []
     assert (

@@ -31,11 +31,16 @@ def test_python_m_runs_the_same():
 
 
 def test_parity_without_torch_says_what_to_install_in_one_line():
-    code = "import sys; sys.modules['torch'] = None; from flax_attn.cli import main; sys.exit(main(['parity']))"
+    code = (
+        "import sys; sys.modules['torch'] = None; from flax_attn.cli import main;"
+        " sys.exit(main(['parity']))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert run.stderr == (
-        'flax-attn: parity needs PyTorch: pip install "flax-attn[torch]", or compare with an export: --against DIR\n'
+    assert (
+        run.stderr
+        == 'flax-attn: parity needs PyTorch: pip install "flax-attn[torch]", or compare with an'
+        " export: --against DIR\n"
     )
 
 

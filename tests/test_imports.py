@@ -33,8 +33,21 @@ LAYERS = {  # lowest first, and the layers that each may import; the package is 
     "viz": set(),
     "bench": LIBRARY | {"convert", "models", "training", "parity", "aot"},
     "plan": {"functional", "sharding", "modules", "models", "training", "aot"},
-    "cli": LIBRARY
-    | {"package", "convert", "models", "parity", "proof", "steps", "viz", "bench", "plan", "aot"},
+    "cli": (
+        LIBRARY
+        | {
+            "package",
+            "convert",
+            "models",
+            "parity",
+            "proof",
+            "steps",
+            "viz",
+            "bench",
+            "plan",
+            "aot",
+        }
+    ),
     "__main__": {"cli"},
 }
 OTHERS = {"torch", "torch_ref", "matplotlib"}  # imported at the top of no file below the harness

@@ -110,7 +110,8 @@ def main() -> None:
         )
     if check and failed:
         sys.exit(
-            f"goals: nodes a line at most {GOALS['median']} and {GOALS['90th']}, comments at least 3 %, width 100"
+            f"goals: nodes a line at most {GOALS['median']} and {GOALS['90th']}, comments at least"
+            " 3 %, width 100"
         )
 
 

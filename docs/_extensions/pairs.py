@@ -23,7 +23,7 @@ class Pairs(SphinxTransform):
             flax = torch.next_node(descend=False, siblings=True)
             if flax is None or "tag_flax" not in flax.get("classes", ()):
                 raise ValueError(
-                    f"a cell tagged torch needs a cell tagged flax directly after it; "
+                    "a cell tagged torch needs a cell tagged flax directly after it; "
                     f"{self.env.docname} has none after:\n{torch.astext()}"
                 )
             torch.replace_self(pair := nodes.container(classes=["pair"]))

@@ -194,7 +194,8 @@ ATTENTION = (
     Card(
         "Heads side by side",
         ("MultiHeadAttentionWrapper",),
-        "You want to read how several heads come about; `MultiHeadAttention` computes them at once.",
+        "You want to read how several heads come about; `MultiHeadAttention` computes them at"
+        " once.",
         """
         layer = MultiHeadAttentionWrapper(
             8, 4, 16, dropout=0.0, num_heads=2, rngs=rngs)
@@ -228,7 +229,8 @@ ATTENTION = (
     Card(
         "Grouped-query",
         ("MultiHeadAttention",),
-        "Most new models: several query heads share a head of keys and values, and the cache is that much smaller.",
+        "Most new models: several query heads share a head of keys and values, and the cache is"
+        " that much smaller.",
         f"""
         layer = MultiHeadAttention(
             8, 8, 16, 0.0, num_heads=4, num_kv_heads=2,
@@ -236,7 +238,8 @@ ATTENTION = (
         {CALL}
         """,
         "weights",
-        "Four heads, each a lower triangle; heads 0 and 1 share their keys, and so do heads 2 and 3.",
+        "Four heads, each a lower triangle; heads 0 and 1 share their keys, and so do heads 2"
+        " and 3.",
         "transformers.models.llama.modeling_llama.LlamaAttention(num_key_value_heads=2)",
         llama(2),
         ("multi_head_gqa", "llama"),
@@ -298,7 +301,8 @@ ATTENTION = (
     Card(
         "Latent (MLA)",
         ("MultiHeadLatentAttention",),
-        "Weights of DeepSeek, or a cache that holds one small vector for each token instead of all heads.",
+        "Weights of DeepSeek, or a cache that holds one small vector for each token instead of all"
+        " heads.",
         f"""
         layer = MultiHeadLatentAttention(
             8, 8, 16, 0.0, num_heads=2, kv_lora_rank=6,
@@ -316,7 +320,8 @@ ATTENTION = (
     Card(
         "Differential",
         ("DifferentialAttention",),
-        "Weights of DiffLlama, or long texts of which little matters: one softmax is subtracted from another.",
+        "Weights of DiffLlama, or long texts of which little matters: one softmax is subtracted"
+        " from another.",
         """
         layer = DifferentialAttention(
             8, 8, 16, 0.0, num_heads=4, out_bias=False,

@@ -53,10 +53,12 @@ CACHES = (
     Card(
         "Keys and values",
         ("KVCache", "Cache"),
-        "Text is made token by token; rows may differ in length, and the same program serves every step.",
+        "Text is made token by token; rows may differ in length, and the same program serves every"
+        " step.",
         code(attention(), STEPS.format(capacity=10)),
         HELD.format(capacity=10, window=None),
-        "Ten steps: after each one more slot is taken. The stronger the colour, the later the position.",
+        "Ten steps: after each one more slot is taken. The stronger the colour, the later the"
+        " position.",
         "transformers.cache_utils.DynamicCache",
         llama(),
         ("multi_head_causal", "multi_head_ragged", "gpt2"),
@@ -69,7 +71,8 @@ CACHES = (
         "The layer has a window: the cache stays as small as the window, and the text has no end.",
         code(attention(", window=4"), STEPS.format(capacity=6)),
         HELD.format(capacity=6, window=4),
-        "Ten steps over six slots: new positions overwrite the oldest. The stronger the colour, the later.",
+        "Ten steps over six slots: new positions overwrite the oldest. The stronger the colour, the"
+        " later.",
         "transformers.cache_utils.DynamicCache",
         llama(4),
         ("multi_head_window", "latent_window"),
@@ -80,7 +83,8 @@ CACHES = (
     Card(
         "State of linear attention",
         ("DeltaCache",),
-        "The layer is a Gated DeltaNet or Kimi Delta Attention: the size does not depend on the number of tokens.",
+        "The layer is a Gated DeltaNet or Kimi Delta Attention: the size does not depend on the"
+        " number of tokens.",
         """
         layer = GatedDeltaNet(8, 8, num_heads=2, head_dim=4,
             num_key_heads=1, rngs=rngs)

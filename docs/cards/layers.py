@@ -153,7 +153,8 @@ LAYERS = (
         "Layer norm",
         ("LayerNorm",),
         "LayerNorm(8)",
-        "GPT-2, BERT, ViT and Whisper. Its epsilon is PyTorch's 1e-5, and its variance takes two passes.",
+        "GPT-2, BERT, ViT and Whisper. Its epsilon is PyTorch's 1e-5, and its variance takes two"
+        " passes.",
         "Ten tokens with eight features each: columns differ by their scales and shifts.",
         "torch.nn.LayerNorm(8)",
         of_x(lambda: torch.nn.LayerNorm(8)),
@@ -186,7 +187,8 @@ LAYERS = (
         "Feed-forward",
         ("FeedForward",),
         "FeedForward(8, 12, rngs=rngs)",
-        "GPT-2, BERT and ViT. GPT-2 has GELU's tanh form, BERT and ViT the exact one: `activation='gelu_exact'`.",
+        "GPT-2, BERT and ViT. GPT-2 has GELU's tanh form, BERT and ViT the exact one:"
+        " `activation='gelu_exact'`.",
         "Ten tokens with twelve hidden features each, of which GELU sets about half close to zero.",
         "transformers.models.gpt2.modeling_gpt2.GPT2MLP",
         of_x(
@@ -222,7 +224,8 @@ LAYERS = (
             Router(8, 4, 2, rngs=rngs),
             Experts(4, 8, 6, "silu", rngs=rngs))
         """,
-        "More parameters at the cost of fewer: Mixtral, Qwen3-MoE, DeepSeek-V3. No token is dropped.",
+        "More parameters at the cost of fewer: Mixtral, Qwen3-MoE, DeepSeek-V3. No token is"
+        " dropped.",
         "Ten tokens and four experts: each token gives its weight to two of them.",
         "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
         mixtral,
@@ -259,7 +262,8 @@ LAYERS = (
             FeedForward(8, 12, rngs=rngs),
             LayerNorm(8), LayerNorm(8))
         """,
-        "Attention and a feed-forward layer with norms and residual connections, built from parts of your choice.",
+        "Attention and a feed-forward layer with norms and residual connections, built from parts"
+        " of your choice.",
         "A lower triangle with a strong diagonal, as the residual connections carry each token on.",
         "transformers.models.gpt2.modeling_gpt2.GPT2Block",
         gpt2_block,
@@ -306,7 +310,8 @@ LAYERS = (
         ("Patches",),
         "Patches(8, 1, 2, 2, rngs=rngs)",
         "Images become tokens: ViT and DINOv2.",
-        "Six patches by 24 pixels, in rows of six: each token depends on the four pixels of its patch.",
+        "Six patches by 24 pixels, in rows of six: each token depends on the four pixels of its"
+        " patch.",
         "transformers.models.vit.modeling_vit.ViTPatchEmbeddings",
         patches,
         ("vit", "dinov2"),
@@ -331,7 +336,9 @@ LAYERS = (
         ("whisper",),
         picture="influence(layer, x)",
         axes=TOKENS,
-        formula="proj(x_(stride i - r), ..., x_(stride i + r))    with r = width // 2, and 0 outside",
+        formula=(
+            "proj(x_(stride i - r), ..., x_(stride i + r))    with r = width // 2, and 0 outside"
+        ),
     ),
     card(
         "Short causal convolution",

@@ -73,7 +73,8 @@ MASKS = (
         "Causal, fewer queries than keys",
         "Mask.causal",
         "Mask.causal(offset=6)  # s - t",
-        "Some keys come from a cache. Offset 0 is PyTorch's top-left form, `s - t` FlashAttention's bottom-right one.",
+        "Some keys come from a cache. Offset 0 is PyTorch's top-left form, `s - t` FlashAttention's"
+        " bottom-right one.",
         "Four queries and ten keys: the first query sees seven keys, the last one sees all ten.",
         "torch.nn.attention.bias.causal_lower_right(t, s)",
         lambda names: sdpa(names, causal_lower_right(4, 10)),
@@ -86,7 +87,8 @@ MASKS = (
         "Sliding window",
         "Mask.sliding_window",
         "Mask.sliding_window(4)",
-        "A long text is continued at a cost that grows linearly: each token sees `width` keys, its own included.",
+        "A long text is continued at a cost that grows linearly: each token sees `width` keys, its"
+        " own included.",
         "A diagonal band: each query sees its own key and the three before it.",
         "transformers.masking_utils.sliding_window_causal_mask_function(4)",
         by_index(masking_utils.sliding_window_causal_mask_function(4)),
@@ -135,7 +137,8 @@ MASKS = (
         "Prefix",
         "Mask.prefix",
         "Mask.prefix(4)",
-        "A prompt or an image is read in both directions, and what follows is continued (prefix-LM).",
+        "A prompt or an image is read in both directions, and what follows is continued"
+        " (prefix-LM).",
         "A lower triangle whose first four columns are seen by every query.",
         f"{FUNCTION}(lambda b, n, i, j: (j <= i) | (j < 4))",
         flexible(lambda b, n, i, j: (j <= i) | (j < 4)),
@@ -169,7 +172,8 @@ MASKS = (
         flexible(lambda b, n, i, j: ((i - j) % 3 == 0) & (j <= i)),
         ("multi_head_function_mask",),
         "(i - j) mod step = 0",
-        "Beltagy et al. 2020, Longformer (arXiv:2004.05150); Dong et al. 2024, FlexAttention (arXiv:2412.05496)",
+        "Beltagy et al. 2020, Longformer (arXiv:2004.05150); Dong et al. 2024, FlexAttention"
+        " (arXiv:2412.05496)",
         before="""
         def third(b, n, i, j):
             return (i - j) % 3 == 0
@@ -180,12 +184,14 @@ MASKS = (
         "Mask.where",
         "Mask.where(near)",
         "Tokens are the patches of an image, and each sees those around it.",
-        "Bands: each of the ten patches, in rows of five, sees those at most one row and one column away.",
+        "Bands: each of the ten patches, in rows of five, sees those at most one row and one column"
+        " away.",
         f"{FUNCTION}(near)",
         flexible(lambda b, n, i, j: ((i // 5 - j // 5).abs() <= 1) & ((i % 5 - j % 5).abs() <= 1)),
         ("multi_head_function_mask",),
         "|row(i) - row(j)| <= r and |column(i) - column(j)| <= r",
-        "Hassani et al. 2022 (arXiv:2204.07143), which moves the window inwards at the edges; this one ends there",
+        "Hassani et al. 2022 (arXiv:2204.07143), which moves the window inwards at the edges; this"
+        " one ends there",
         before="""
         def near(b, n, i, j):  # patches in rows of 5
             row = abs(i // 5 - j // 5)
@@ -197,7 +203,8 @@ MASKS = (
         "Tree",
         "Mask.where",
         "Mask.where(ancestor)",
-        "Several continuations are checked in one pass, as in speculative decoding: a token sees its ancestors.",
+        "Several continuations are checked in one pass, as in speculative decoding: a token sees"
+        " its ancestors.",
         "Scattered keys at and before each query: its ancestors in a tree of ten tokens.",
         f"{FUNCTION}(ancestor)",
         flexible(ancestor),
@@ -218,7 +225,8 @@ MASKS = (
         "Combined",
         "Mask",
         "Mask.segments(chunks) & Mask.causal()",
-        "Two rules hold at once: `&` keeps both, and their structure. Here chunks of four tokens, as in Llama 4.",
+        "Two rules hold at once: `&` keeps both, and their structure. Here chunks of four tokens,"
+        " as in Llama 4.",
         "Three triangles on the diagonal: each token sees those before it in its chunk of four.",
         "transformers.masking_utils.chunked_causal_mask_function(4, left_padding)",
         by_index(masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))),

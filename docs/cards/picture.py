@@ -30,15 +30,16 @@ def svg(numbers: np.ndarray, axes: tuple[str, str], label: str) -> str:
     """
     if numbers.ndim not in (1, 2, 3) or not np.isfinite(numbers).all():
         raise ValueError(
-            f"a picture has finite numbers and 1, 2 or 3 axes; got shape {numbers.shape}. Change the card"
+            f"a picture has finite numbers and 1, 2 or 3 axes; got shape {numbers.shape}. Change"
+            " the card"
         )
     *sizes, parts = (
         _bars(numbers) if numbers.ndim == 1 else _panels(numbers.reshape(-1, *numbers.shape[-2:]))
     )
     height, width = (max(size, LETTER * len(name)) for size, name in zip(sizes, axes, strict=True))
     names = (
-        f'<text x="{MARGIN + width / 2:g}" y="{height + MARGIN - 3}">{escape(axes[1])}</text>'
-        f'<text transform="translate({MARGIN - 5} {height / 2:g}) rotate(-90)">{escape(axes[0])}</text>'
+        f'<text x="{MARGIN + width / 2:g}" y="{height + MARGIN - 3}">{escape(axes[1])}</text><text'
+        f' transform="translate({MARGIN - 5} {height / 2:g}) rotate(-90)">{escape(axes[0])}</text>'
     )
     size = f'width="{width + MARGIN + 1}" height="{height + MARGIN}"'
     box = f'viewBox="0 0 {width + MARGIN + 1} {height + MARGIN}"'
@@ -64,7 +65,10 @@ def _panel(shares: np.ndarray, x: int, y: int) -> str:
         f"M{j} 0v{rows}" for j in range(columns + 1)
     )
     cells = "".join(_shades(shares))
-    return f'<g transform="translate({x} {y + 0.5}) scale({CELL})">{cells}<path class="grid" d="{lines}"/></g>'
+    return (
+        f'<g transform="translate({x} {y + 0.5}) scale({CELL})">{cells}<path class="grid"'
+        f' d="{lines}"/></g>'
+    )
 
 
 def _shades(shares: np.ndarray) -> Iterator[str]:
@@ -84,8 +88,9 @@ def _bars(heights: np.ndarray) -> tuple[int, int, Iterable[str]]:
     size, wide = 9 * CELL, 2 * CELL
     top = heights.max()
     bars = (
-        f'<rect class="more" x="{MARGIN + i * wide + 3}" y="{size - share:g}" width="{wide - 6}" height="{share:g}"/>'
-        f'<text x="{MARGIN + i * wide + CELL}" y="{size - share - 3:g}">{value:.3g}</text>'
+        f'<rect class="more" x="{MARGIN + i * wide + 3}" y="{size - share:g}" width="{wide - 6}"'
+        f' height="{share:g}"/><text x="{MARGIN + i * wide + CELL}"'
+        f' y="{size - share - 3:g}">{value:.3g}</text>'
         for i, (value, share) in enumerate(zip(heights, heights / top * (size - 14), strict=True))
     )
     base = f'<path class="grid" d="M{MARGIN} {size}h{wide * len(heights)}"/>'

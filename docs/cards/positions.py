@@ -145,30 +145,34 @@ POSITIONS = (
     Card(
         "Rotary, halves",
         ("RoPE",),
-        "The default of new models: scores depend on distances alone. Weights of Llama, GPT-NeoX and most others.",
+        "The default of new models: scores depend on distances alone. Weights of Llama, GPT-NeoX"
+        " and most others.",
         """
         rope = RoPE()  # an argument of layers
         output = rope(query)
         """,
         ROTATION,
-        "The rotation at position 3: feature i turns with feature i + 8, so that two diagonals flank the main one.",
+        "The rotation at position 3: feature i turns with feature i + 8, so that two diagonals"
+        " flank the main one.",
         "transformers.models.llama.modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)",
         halves,
         ("multi_head_rope", "llama"),
-        "(x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)    angle: position * base ** (-2i / width)    "
-        "pairs: (x_i, x_(i + width/2))",
+        "(x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)    angle: position * base ** (-2i /"
+        " width)    pairs: (x_i, x_(i + width/2))",
         axes=FEATURES,
     ),
     Card(
         "Rotary, interleaved",
         ("RoPE",),
-        "Weights come from GPT-J, Cohere, DeepSeek or the original Llama files, which pair neighbouring features.",
+        "Weights come from GPT-J, Cohere, DeepSeek or the original Llama files, which pair"
+        " neighbouring features.",
         """
         rope = RoPE(interleaved=True)
         output = rope(query)
         """,
         ROTATION,
-        "The rotation at position 3: each feature turns with its neighbour, in two-by-two blocks on the diagonal.",
+        "The rotation at position 3: each feature turns with its neighbour, in two-by-two blocks on"
+        " the diagonal.",
         "transformers.models.cohere.modeling_cohere.apply_rotary_pos_emb(q, k, cos, sin)",
         interleaved,
         ("multi_head_rope_yarn_packed", "latent_deepseek"),
@@ -178,14 +182,17 @@ POSITIONS = (
     Card(
         "Rotary, partial",
         ("RoPE",),
-        "Only the first `width` features of a head carry the position, as in GPT-NeoX, Phi and Qwen3-Next.",
+        "Only the first `width` features of a head carry the position, as in GPT-NeoX, Phi and"
+        " Qwen3-Next.",
         """
         rope = RoPE(width=8)
         output = rope(query)
         """,
         ROTATION,
-        "The rotation at position 3: the first eight features turn, the last eight stay as they are.",
-        "transformers.models.llama.modeling_llama.apply_rotary_pos_emb(q[..., :8], k[..., :8], cos, sin)",
+        "The rotation at position 3: the first eight features turn, the last eight stay as they"
+        " are.",
+        "transformers.models.llama.modeling_llama.apply_rotary_pos_emb(q[..., :8], k[..., :8], cos,"
+        " sin)",
         partial,
         ("multi_head_partial_rope", "phi3"),
         formula="as rotary halves, of x_0 to x_(width-1) alone",
@@ -206,7 +213,8 @@ POSITIONS = (
         "DynamicNTKScaling",
         "4.0, 40",
         "A model without further training is run on longer inputs than it was trained on.",
-        "Bars that rise from 1 at the fastest pair to 6.1 at the slowest one, for an input of 91 tokens.",
+        "Bars that rise from 1 at the fastest pair to 6.1 at the slowest one, for an input of 91"
+        " tokens.",
         by_transformers("dynamic", 91, factor=4.0),
         "dynamic",
         scaled=f"{SCALED} * scaling.stretch(jnp.array(91.0)) ** scaling.exponents(16)",
@@ -259,7 +267,8 @@ POSITIONS = (
     Card(
         "ALiBi",
         ("alibi", "alibi_slopes"),
-        "Weights of BLOOM or MPT, or a model that is to run on longer inputs than those it was trained on.",
+        "Weights of BLOOM or MPT, or a model that is to run on longer inputs than those it was"
+        " trained on.",
         """
         positions = jnp.arange(10)  # of queries, of keys
         bias = alibi(4, positions, positions)
@@ -268,7 +277,8 @@ POSITIONS = (
             mask=Mask.causal())
         """,
         "jnp.exp(bias) * Mask.causal().materialise(1, 4, 10, 10)[0]",
-        "Four heads: the factor on each weight falls with the distance, fast in the first head and slowly in the last.",
+        "Four heads: the factor on each weight falls with the distance, fast in the first head and"
+        " slowly in the last.",
         "transformers.models.bloom.modeling_bloom.build_alibi_tensor(mask, heads, dtype)",
         bloom,
         ("multi_head_alibi",),

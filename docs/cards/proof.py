@@ -29,7 +29,8 @@ def recorded(page: Path = Path(__file__).parents[1] / "proof.md") -> dict[str, d
     )
     if start is None:
         raise ValueError(
-            f"{page} must hold the table that `make parity` prints, from `variant  forward  gradients` on"
+            f"{page} must hold the table that `make parity` prints, from `variant  forward "
+            " gradients` on"
         )
     heads = [*re.split(r"\s{2,}", lines[start]), "verdict"]
     rows = {}
@@ -53,7 +54,8 @@ def worst(variants: Iterable[str], rows: dict[str, dict[str, str]]) -> Proven:
     bad = [name for name in variants if rows.get(name, {}).get("verdict") != "equal"]
     if bad:
         raise ValueError(
-            f"the recorded run must find {', '.join(bad)} equal. Run `make parity` and copy what it prints"
+            f"the recorded run must find {', '.join(bad)} equal. Run `make parity` and copy what it"
+            " prints"
         )
     found = {
         check: [float(rows[name][check]) for name in variants if rows[name][check] != "-"]

@@ -75,7 +75,8 @@ RECURRENT = (
     Card(
         "Gated delta rule",
         ("gated_delta_rule",),
-        "A linear attention of your own: what the state holds under a key is replaced, and all of it decays.",
+        "A linear attention of your own: what the state holds under a key is replaced, and all of"
+        " it decays.",
         """
         k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
         decay = jnp.full((10, 1), -0.2)  # logarithms
@@ -84,8 +85,10 @@ RECURRENT = (
             q, k, v, decay, beta)
         """,
         "influence(lambda v: gated_delta_rule(q, k, v, decay, beta)[0], v)",
-        "A lower triangle that fades away from the diagonal: what was stored decays and is replaced.",
-        "transformers.models.qwen3_next.modeling_qwen3_next.torch_recurrent_gated_delta_rule(q, k, v, decay, beta)",
+        "A lower triangle that fades away from the diagonal: what was stored decays and is"
+        " replaced.",
+        "transformers.models.qwen3_next.modeling_qwen3_next.torch_recurrent_gated_delta_rule(q, k,"
+        " v, decay, beta)",
         rule,
         ("gated_delta_net", "kimi_delta_attention"),
         axes=("output token", "token of the value"),
@@ -93,7 +96,8 @@ RECURRENT = (
     Card(
         "Gated DeltaNet",
         ("GatedDeltaNet", "DeltaAttention", "DecayRate"),
-        "Weights of Qwen3-Next, or text so long that a growing cache is too much: one decay a head.",
+        "Weights of Qwen3-Next, or text so long that a growing cache is too much: one decay a"
+        " head.",
         """
         layer = GatedDeltaNet(8, 8, num_heads=2, head_dim=4,
             num_key_heads=1, rngs=rngs)
@@ -116,7 +120,8 @@ RECURRENT = (
         output = layer(x)
         """,
         "jnp.exp(layer.decay(x)).reshape(10, 8)",
-        "Ten tokens and eight features, four of each head: each feature of the state remains by its own part.",
+        "Ten tokens and eight features, four of each head: each feature of the state remains by its"
+        " own part.",
         "transformers.models.kimi_linear.modeling_kimi_linear.KimiLinearDeltaAttention",
         kimi,
         ("kimi_delta_attention", "kimi_delta_attention_packed"),

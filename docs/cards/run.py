@@ -45,8 +45,8 @@ def run(card: Card) -> Outcome:
     ]
     if not error <= tolerance.FORWARD:
         raise ValueError(
-            f"{card.name}: the output must be within {tolerance.FORWARD} of {card.equals}; got {error}. "
-            "Correct the example or its twin"
+            f"{card.name}: the output must be within {tolerance.FORWARD} of {card.equals}; got"
+            f" {error}. Correct the example or its twin"
         )
     return Outcome(np.asarray(picture, np.float64), error)
 

@@ -105,9 +105,12 @@ SCORES = (
         "Attention sinks",
         ("Scores",),
         "sinks=sinks",
-        "Weights of gpt-oss, or heads that may attend to nothing: each has a logit that takes part in its softmax.",
-        "Four heads, each a lower triangle; their rows add up to less the larger the sink of the head.",
-        "transformers.models.gpt_oss.modeling_gpt_oss.eager_attention_forward(module, query, key, value)",
+        "Weights of gpt-oss, or heads that may attend to nothing: each has a logit that takes part"
+        " in its softmax.",
+        "Four heads, each a lower triangle; their rows add up to less the larger the sink of the"
+        " head.",
+        "transformers.models.gpt_oss.modeling_gpt_oss.eager_attention_forward(module, query, key,"
+        " value)",
         with_sinks,
         ("multi_head_soft_cap_sinks", "gptoss"),
         "exp(score_j) / (exp(sink) + sum_j exp(score_j))",
@@ -121,7 +124,8 @@ SCORES = (
         "Function of scores",
         ("ScoreFunction",),
         "score=falling",
-        "A change that has no name yet, as in FlexAttention. Arrays that the function captures have gradients.",
+        "A change that has no name yet, as in FlexAttention. Arrays that the function captures have"
+        " gradients.",
         "Four heads, each a lower triangle whose weights fall with the distance from the diagonal.",
         "torch.nn.attention.flex_attention.flex_attention(query, key, value, score_mod=falling)",
         flexible,
@@ -148,7 +152,8 @@ SCORES = (
     Card(
         "Norms of queries and keys",
         ("MultiHeadAttention", "RMSNorm"),
-        "Weights of Qwen3, Gemma 3 or OLMo 2, or training at a high learning rate: scores stay bounded.",
+        "Weights of Qwen3, Gemma 3 or OLMo 2, or training at a high learning rate: scores stay"
+        " bounded.",
         """
         layer = MultiHeadAttention(
             8, 8, None, 0.0, num_heads=2, out_bias=False,
@@ -167,7 +172,8 @@ SCORES = (
     Card(
         "Gated output",
         ("MultiHeadAttention",),
-        "Weights of Qwen3-Next: what each head returns is multiplied by a sigmoid of the query's token.",
+        "Weights of Qwen3-Next: what each head returns is multiplied by a sigmoid of the query's"
+        " token.",
         """
         layer = MultiHeadAttention(
             8, 8, None, 0.0, num_heads=2, out_bias=False,
@@ -178,7 +184,8 @@ SCORES = (
         output = layer(x)
         """,
         "influence(layer, x)",
-        "A lower triangle with a strong diagonal: the gate adds the token's own influence to that of the keys.",
+        "A lower triangle with a strong diagonal: the gate adds the token's own influence to that"
+        " of the keys.",
         "transformers.models.qwen3_next.modeling_qwen3_next.Qwen3NextAttention",
         qwen(Qwen3Next.family, Qwen3NextConfig, Qwen3NextAttention),
         ("multi_head_gated_features", "multi_head_gated_heads", "qwen3next"),

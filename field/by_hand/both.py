@@ -75,7 +75,8 @@ def placed(own: Mapping[str, Sequence[int]], values: Values) -> Values:
     if wrong:
         found = ", ".join(f"{name} {shape}" for name, shape in sorted(wrong))
         raise ValueError(
-            f"one of the module and what is placed in it lacks {found}: place each of its parameters"
+            f"one of the module and what is placed in it lacks {found}: place each of its"
+            " parameters"
         )
     return values
 
@@ -251,9 +252,11 @@ def _where(arrays: Values, seen: Any) -> dict[str, np.ndarray]:
     if seen is None:
         return found
     return {
-        name: np.where(seen.reshape(*seen.shape, *(1,) * (x.ndim - 2)), x, 0.0)
-        if x.shape[:2] == seen.shape
-        else x
+        name: (
+            np.where(seen.reshape(*seen.shape, *(1,) * (x.ndim - 2)), x, 0.0)
+            if x.shape[:2] == seen.shape
+            else x
+        )
         for name, x in found.items()
     }
 

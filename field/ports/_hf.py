@@ -34,8 +34,8 @@ AXES = {
     3: "w i o -> o i w",
     4: "h w i o -> o i h w",
 }  # of a kernel, to PyTorch's weight
-NORMED = (
-    "parametrizations.weight.original"  # of PyTorch's weight_norm: the lengths, and the directions
+NORMED = (  # of PyTorch's weight_norm: the lengths, and the directions
+    "parametrizations.weight.original"
 )
 NAMES = {"weight_g": f"{NORMED}0", "weight_v": f"{NORMED}1"} | {
     "kernel": "weight",

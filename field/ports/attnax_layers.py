@@ -30,7 +30,8 @@ def ports() -> list[Port]:
         ),
         _port(
             "MultiHeadAttention/tiles-padding",
-            "memory_efficient, tiles of 4, 7 tokens, a padding mask as make_padding_mask returns it",
+            "memory_efficient, tiles of 4, 7 tokens, a padding mask as make_padding_mask"
+            " returns it",
             partial(_tiled, padded=True),
             mha,
             CHECKS,

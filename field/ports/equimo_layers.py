@@ -218,8 +218,8 @@ def _filled(model, twin):
 
 def _rows(values, depth):
     top = {
-        "cls_token": (lambda m: m.cls_token),
-        "position_embeddings": (lambda m: m.global_pos_embed.weight),
+        "cls_token": lambda m: m.cls_token,
+        "position_embeddings": lambda m: m.global_pos_embed.weight,
     }
     for name, get in top.items():
         yield get, values[f"embeddings.{name}"][0]

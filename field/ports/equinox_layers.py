@@ -34,7 +34,8 @@ def ports() -> list[Port]:
         ),
         _port(
             "nn.RotaryPositionalEmbedding/second-theta",
-            "theta=500000, after a layer of the same width with theta=10000 ran in the same process",
+            "theta=500000, after a layer of the same width with theta=10000 ran in the same"
+            " process",
             partial(_rope, 500000.0, 10000.0),
             "the rotary embedding of transformers' Llama",
             ("forward", "gradients"),

@@ -22,7 +22,10 @@ def ports() -> list[Port]:
         "plain": ("no mask", SAME, attend, sdpa),
         "causal": ("is_causal", SAME, _with(attend, **causal), _with(sdpa, **causal)),
         "causal-cross": (
-            "is_causal, three queries and six keys: the first query sees the first key on both sides",
+            (
+                "is_causal, three queries and six keys: the first query sees the first key on both"
+                " sides"
+            ),
             CROSS,
             _with(attend, **causal),
             _with(sdpa, **causal),

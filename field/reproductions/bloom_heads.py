@@ -5,7 +5,8 @@ from transformers import BloomConfig, BloomModel, FlaxBloomModel
 for heads in (2, 3):
     config = BloomConfig(vocab_size=37, hidden_size=24, n_layer=1, n_head=heads)
     print(
-        f"PyTorch, {heads} heads: {sum(p.numel() for p in BloomModel(config).parameters())} parameters"
+        f"PyTorch, {heads} heads: {sum(p.numel() for p in BloomModel(config).parameters())}"
+        " parameters"
     )
     try:
         FlaxBloomModel(config)

@@ -18,10 +18,12 @@ port = FlaxGEGLU(4).apply({"params": {"proj": {"kernel": weight, "bias": jnp.zer
 hidden, gate = np.split(x @ weight, 2, axis=-1)
 print(f"GEGLU differs by {np.abs(port - original).max():.1e}")
 print(
-    f"  from its formula with the tanh GELU by {np.abs(port - hidden * jax.nn.gelu(gate)).max():.1e}"
+    "  from its formula with the tanh GELU by"
+    f" {np.abs(port - hidden * jax.nn.gelu(gate)).max():.1e}"
 )
 print(
-    f"  and PyTorch from that with the exact one by {np.abs(original - hidden * jax.nn.gelu(gate, False)).max():.1e}"
+    "  and PyTorch from that with the exact one by"
+    f" {np.abs(original - hidden * jax.nn.gelu(gate, False)).max():.1e}"
 )
 print(
     "GroupNorm of Transformer2DModel: eps =",

@@ -18,5 +18,6 @@ def formula(theta):
 
 for theta in (10000.0, 500000.0):
     print(
-        f"theta = {theta:g}: equinox turns by {angles(theta).round(5)}, the formula by {formula(theta).round(5)}"
+        f"theta = {theta:g}: equinox turns by {angles(theta).round(5)}, the formula by"
+        f" {formula(theta).round(5)}"
     )

@@ -27,5 +27,6 @@ for name in ("gelu_pytorch_tanh", "gelu"):
     ):
         far = {"tanh": abs(got - tanh).max(), "exact": abs(got - exact).max()}
         print(
-            f"hidden_activation={name!r}, {side}: {min(far, key=far.get)} GELU, {min(far.values()):.0e} off"
+            f"hidden_activation={name!r}, {side}: {min(far, key=far.get)} GELU,"
+            f" {min(far.values()):.0e} off"
         )

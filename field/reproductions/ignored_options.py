@@ -39,6 +39,7 @@ for name, option in OPTIONS.items():
     ]
     print(f"{name}, {option}")
     print(
-        f"  PyTorch: {len(plain)} tensors by default, {len(theirs)} with it; shapes differ: {plain != theirs}"
+        f"  PyTorch: {len(plain)} tensors by default, {len(theirs)} with it; shapes differ:"
+        f" {plain != theirs}"
     )
     print(f"  Flax: {counts[0]} numbers by default, {counts[1]} with it")

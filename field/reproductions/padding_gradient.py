@@ -21,5 +21,6 @@ for table in ("word_embeddings", "position_embeddings"):
     theirs = getattr(twin.embeddings, table).weight.grad.abs()
     for row in (1, 2 if table == "position_embeddings" else 5):
         print(
-            f"{table}, row {row}: largest gradient in Flax {ours[row].max():.4f}, in PyTorch {theirs[row].max():.4f}"
+            f"{table}, row {row}: largest gradient in Flax {ours[row].max():.4f}, in PyTorch"
+            f" {theirs[row].max():.4f}"
         )

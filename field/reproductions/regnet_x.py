@@ -6,7 +6,8 @@ SIZES = {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 2], "groups
 for kind in ("y", "x"):
     config = RegNetConfig(layer_type=kind, **SIZES)
     print(
-        f'PyTorch, layer_type="{kind}": {sum(p.numel() for p in RegNetModel(config).parameters())} parameters'
+        f'PyTorch, layer_type="{kind}": {sum(p.numel() for p in RegNetModel(config).parameters())}'
+        " parameters"
     )
     try:
         FlaxRegNetModel(config)

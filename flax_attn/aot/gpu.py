@@ -27,7 +27,10 @@ from flax_attn.aot.target import Target
 # Else XLA leaves cuDNN's calls unchecked, and a refused one "compiles".
 _FLAG = "--xla_gpu_cudnn_deviceless_compilation_mode=CUDNN_DEVICELESS_COMPILATION_AUTO"
 _PACKAGES = ("jax_cuda13_plugin", "tokamax", "nvidia.cudnn", "nvidia.cu13")
-_NEEDED = "compiling for GPUs needs {missing}, not a GPU: make gpu installs all of it, on Python 3.12 or newer"
+_NEEDED = (
+    "compiling for GPUs needs {missing}, not a GPU: make gpu installs all of it, on Python 3.12 or"
+    " newer"
+)
 
 
 @contextmanager

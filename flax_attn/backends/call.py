@@ -257,8 +257,9 @@ def _check_known(*shapes: tuple[Any, ...]) -> None:
     # jax.export has sizes that are symbols. Which kernel runs, and its blocks, follow from all sizes but the batch.
     if any(not isinstance(size, int) for shape in shapes for size in shape[-3:]):
         raise ValueError(
-            "of the sizes of a call the batch alone may be symbolic in jax.export; got query, key and value "
-            f"{', '.join(map(str, shapes))}. Export for each number of tokens, or pad to the longest under lengths"
+            "of the sizes of a call the batch alone may be symbolic in jax.export; got query, key"
+            f" and value {', '.join(map(str, shapes))}. Export for each number of tokens, or pad to"
+            " the longest under lengths"
         )
 
 

@@ -28,7 +28,8 @@ def refusal(backend: Backend, call: Call) -> str | None:
     """Return why a backend cannot run the call, for its platform, its dtype or a reason of its own, or None."""
     if not runs_on(backend, call.platform):
         return (
-            f"{backend.name} runs on {' and '.join(p.upper() for p in backend.platforms or ())}; got platform "
+            f"{backend.name} runs on {' and '.join(p.upper() for p in backend.platforms or ())};"
+            " got platform "
             f'"{call.platform}". Pass backend="auto"'
         )
     dtype = call.query.dtype.name

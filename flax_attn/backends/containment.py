@@ -60,9 +60,10 @@ def contain(call: Call, kernel: Kernel) -> Array:
     def backward(saved: tuple, cotangent: Array) -> tuple[Arrays, None]:
         finite, pullback, arrays, traced = saved
         call = rebuilt(arrays, traced)
-        return _if_finite(
-            finite, pullback(cotangent), lambda: _gradients(call, kernel, cotangent)
-        ), None
+        return (
+            _if_finite(finite, pullback(cotangent), lambda: _gradients(call, kernel, cotangent)),
+            None,
+        )
 
     attend.defvjp(forward, backward)
     return attend((call.query, call.key, call.value), traced)

@@ -26,8 +26,8 @@ class CuDNN(Backend):
     source = "`jax.nn`"
     structure = "causal and sliding windows at t = s, lengths"
     limits = (
-        "head widths above 128 (on Hopper 256), soft cap, functions of scores, sinks, dropout, a precision, a bias of "
-        "another dtype than the query"
+        "head widths above 128 (on Hopper 256), soft cap, functions of scores, sinks, dropout, a"
+        " precision, a bias of another dtype than the query"
     )
 
     def preferred(self, call: Call) -> bool:
@@ -37,14 +37,21 @@ class CuDNN(Backend):
         """Return why cuDNN cannot honour the call, or None."""
         capability = compute_capability()
         if not any(find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
-            return 'cudnn needs the CUDA plugin of JAX, which is not installed: pip install "jax[cuda]"'
+            return (
+                "cudnn needs the CUDA plugin of JAX, which is not installed: pip install"
+                ' "jax[cuda]"'
+            )
         if _width(call) > (256 if 9 <= capability < 10 else 128):
             return (
-                "cudnn has gradients for head widths up to 128, and on Hopper (compute capability 9) up to 256; got "
-                f"h={call.query.shape[-1]}, v={call.value.shape[-1]}, and compute capability {capability}"
+                "cudnn has gradients for head widths up to 128, and on Hopper (compute capability"
+                f" 9) up to 256; got h={call.query.shape[-1]}, v={call.value.shape[-1]}, and"
+                f" compute capability {capability}"
             )
         if isinstance(call.scale, jax.Array):
-            return f"cudnn needs a scale that is known before tracing; got {call.scale}. Multiply it into the query"
+            return (
+                f"cudnn needs a scale that is known before tracing; got {call.scale}. Multiply it"
+                " into the query"
+            )
         if call.soft_cap is not None:
             return f'cudnn has no soft cap; got soft_cap={call.soft_cap}. Pass backend="auto"'
         return refuse_options("cudnn", call) or _refuse_bias(call)
@@ -75,8 +82,8 @@ class CuDNN(Backend):
 def _refuse_bias(call: Call) -> str | None:
     if call.bias is not None and call.bias.dtype != call.query.dtype:
         return (
-            f"cudnn adds a bias in the dtype of the query, {call.query.dtype.name}; got {call.bias.dtype.name}. "
-            "Cast it where the loss of digits is welcome"
+            f"cudnn adds a bias in the dtype of the query, {call.query.dtype.name}; got"
+            f" {call.bias.dtype.name}. Cast it where the loss of digits is welcome"
         )
     return None
 

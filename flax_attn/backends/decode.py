@@ -37,7 +37,10 @@ class Decode(Backend):
 
     def refuse(self, call: Call) -> str | None:
         if call.dropout is not None:
-            return "decode is for steps of decoding, which drop no weights; got dropout. Call .eval() on the module"
+            return (
+                "decode is for steps of decoding, which drop no weights; got dropout. Call .eval()"
+                " on the module"
+            )
         return None
 
     def attend(self, call: Call) -> Array:

@@ -16,17 +16,29 @@ from flax_attn.functional.reference import hide
 def refuse_options(name: str, call: Call) -> str | None:
     """Return what no kernel behind the interface of jax.nn can honour, or None."""
     if 0 in call.shape:
-        return f"{name} needs at least one batch row and one query token; got (b, n, t, s) = {call.shape}"
+        return (
+            f"{name} needs at least one batch row and one query token; got (b, n, t, s) ="
+            f" {call.shape}"
+        )
     if call.sinks is not None:
-        return f'{name} has no attention sinks; got sinks of shape {call.sinks.shape}. Pass backend="auto"'
+        return (
+            f"{name} has no attention sinks; got sinks of shape {call.sinks.shape}. Pass"
+            ' backend="auto"'
+        )
     if call.score is not None:
         return (
             f'{name} takes no function of scores; got score={call.score.name}. Pass backend="auto"'
         )
     if call.dropout is not None:
-        return f'{name} cannot drop by key and index; got dropout at rate {call.dropout.rate}. Pass backend="auto"'
+        return (
+            f"{name} cannot drop by key and index; got dropout at rate {call.dropout.rate}. Pass"
+            ' backend="auto"'
+        )
     if call.precision is not None:
-        return f"{name} takes no precision; got {call.precision!r}. Set jax.default_matmul_precision around the call"
+        return (
+            f"{name} takes no precision; got {call.precision!r}. Set jax.default_matmul_precision"
+            " around the call"
+        )
     return None
 
 

@@ -32,10 +32,14 @@ class Tokamax(Backend):
         if not find_spec("tokamax"):
             return "tokamax is not installed: pip install tokamax (Python 3.12 or newer)"
         if isinstance(call.scale, jax.Array):
-            return f"tokamax needs a scale that is known before tracing; got {call.scale}. Multiply it into the query"
+            return (
+                f"tokamax needs a scale that is known before tracing; got {call.scale}. Multiply it"
+                " into the query"
+            )
         if call.soft_cap is not None and implementation() == "triton":
             return (
-                "tokamax has a gradient of the soft cap on GPUs of compute capability 9 and 10 only; got "
+                "tokamax has a gradient of the soft cap on GPUs of compute capability 9 and 10"
+                " only; got "
                 f'soft_cap={call.soft_cap}. Pass backend="auto"'
             )
         return refuse_options("tokamax", call) or refuse_widths("tokamax", call)

@@ -19,7 +19,10 @@ class Xla(Backend):
     name = "xla"
     dtypes = ("float32", "bfloat16", "float16")  # its softmax is in float32
     source = "`jax.nn`"
-    limits = "soft cap, functions of scores, sinks, dropout, a precision, values of another width than queries"
+    limits = (
+        "soft cap, functions of scores, sinks, dropout, a precision, values of another width than"
+        " queries"
+    )
 
     def refuse(self, call: Call) -> str | None:
         """Return why jax.nn cannot honour the call, or None."""

@@ -125,7 +125,10 @@ def _prepare(
     known = {"compile_seconds": prepared.compile_seconds, "temporaries": prepared.temporaries}
     need = prepared.temporaries or 0
     if benchmark.timed and need > benchmark.limit:
-        note = f"needs {need / GIB:.1f} GiB of temporaries, and the limit is {benchmark.limit / GIB:.1f} GiB"
+        note = (
+            f"needs {need / GIB:.1f} GiB of temporaries, and the limit is"
+            f" {benchmark.limit / GIB:.1f} GiB"
+        )
         raise NotTimed("too large", note, **known)
     return prepared, replace(row, status="timed" if benchmark.timed else "compiled", **known)
 

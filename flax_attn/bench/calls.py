@@ -148,7 +148,10 @@ MODEL_CALLS = (
     ModelCall(
         "gpt-oss 20B, float32 sinks, window 128",
         _arrays(8192, 64, 64, k=8)
-        | {"mask": Mask.sliding_window(128), "sinks": ShapeDtypeStruct((64,), jnp.float32)},
+        | {
+            "mask": Mask.sliding_window(128),
+            "sinks": ShapeDtypeStruct((64,), jnp.float32),
+        },
         learned=("query", "key", "value", "sinks"),
     ),
     ModelCall(

@@ -194,5 +194,6 @@ def _check_equal(what: str, ours: np.ndarray, theirs: np.ndarray) -> None:
     error = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
     if not error < TOLERANCE:
         raise ValueError(
-            f"{what} must agree with transformers within {TOLERANCE:.0e} of the largest; got {error:.1e}"
+            f"{what} must agree with transformers within {TOLERANCE:.0e} of the largest; got"
+            f" {error:.1e}"
         )

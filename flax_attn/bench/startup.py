@@ -120,7 +120,10 @@ def _run(code: str, folder: str, cache: str) -> dict[str, float]:
             command, env=_environment(cache), text=True, stdout=subprocess.PIPE, stderr=errors
         )
         with process:
-            first, seconds = process.stdout.readline(), time.perf_counter() - start  # pyright: ignore[reportOptionalMemberAccess]
+            first, seconds = (
+                process.stdout.readline(),
+                time.perf_counter() - start,
+            )  # pyright: ignore[reportOptionalMemberAccess]
             rest, _ = process.communicate()
         errors.seek(0)
         if process.returncode or first != "first\n":

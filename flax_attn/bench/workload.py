@@ -70,7 +70,10 @@ class Workload:
         shape = (
             (self.b, self.t, self.n * self.h) if self.layer else (self.b, self.n, self.t, self.h)
         )
-        return f"{shape} {'decoding step' if self.step else 'forward+backward' if self.backward else 'forward'}"
+        return (
+            f"{shape}"
+            f" {'decoding step' if self.step else 'forward+backward' if self.backward else 'forward'}"
+        )
 
     def mask(self, offset: Count | None = None) -> Mask:
         """Return the mask; `offset` is the position of the first query where the queries are only some of the rows."""

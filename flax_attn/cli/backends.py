@@ -14,7 +14,10 @@ def add(commands: Any) -> None:
     """Add the command."""
     backends = commands.add_parser(
         "backends",
-        help="say which backend would run a call, why every other would not, and the memory each would take",
+        help=(
+            "say which backend would run a call, why every other would not, and the memory each"
+            " would take"
+        ),
         description="Nothing is computed. The defaults are the attention of GPT-2 small.",
     )
     shape = {"type": common.sizes("b,t,n,h"), "metavar": "B,T,N,H"}

@@ -17,7 +17,10 @@ def add(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure time, memory and growth beside PyTorch, jax.nn, Flax and attnax",
-        description="Time implementations on the same inputs, in turns, after a check that their results agree.",
+        description=(
+            "Time implementations on the same inputs, in turns, after a check that their results"
+            " agree."
+        ),
     )
     bench.add_argument(
         "--quick", action="store_true", help="small shapes, or with --gpu few calls: in a minute"

@@ -54,7 +54,8 @@ def check_writable(path: str | None) -> None:
     folder = Path(path).absolute().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(
-            f"cannot write {path}: it must name a file in a folder that exists and can be written to"
+            f"cannot write {path}: it must name a file in a folder that exists and can be"
+            " written to"
         )
 
 

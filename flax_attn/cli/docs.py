@@ -38,7 +38,9 @@ def add(commands: Any) -> None:
     docs = commands.add_parser(
         "docs",
         help="write the generated tables of the documentation",
-        description="Write the tables of variants, faults and backends into the documentation of a clone.",
+        description=(
+            "Write the tables of variants, faults and backends into the documentation of a clone."
+        ),
     )
     docs.add_argument(
         "--check",

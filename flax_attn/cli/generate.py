@@ -20,8 +20,11 @@ def add(commands: Any) -> None:
     generate = commands.add_parser(
         "generate",
         help="continue a text with a checkpoint from a local folder",
-        description="Continue a text with a checkpoint from a local Hugging Face folder: config.json of any family "
-        "that flax_attn has, safetensors and tokenizer.json. The text is written as it is made; nothing is downloaded.",
+        description=(
+            "Continue a text with a checkpoint from a local Hugging Face folder: config.json of any"
+            " family that flax_attn has, safetensors and tokenizer.json. The text is written as it"
+            " is made; nothing is downloaded."
+        ),
     )
     generate.add_argument(
         "--model", metavar="DIR", required=True, help="the folder of the checkpoint"
@@ -179,6 +182,7 @@ def _stop_tokens(folder: Path) -> list[int]:
 def _ids(path: Path, found: list[Any]) -> list[int]:
     if not all(type(token) is int for token in found):
         raise UsageError(
-            f"{path}: eos_token_id must be one integer or a list of them; got {json.dumps(found)}. Correct it"
+            f"{path}: eos_token_id must be one integer or a list of them; got {json.dumps(found)}."
+            " Correct it"
         )
     return found

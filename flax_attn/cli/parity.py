@@ -53,8 +53,10 @@ def add(commands: Any) -> None:
     parity.add_argument(
         "--mesh",
         metavar="AXIS=SIZE,...",
-        help="run the Flax modules on a mesh of simulated devices, of data, fsdp, tensor, context and expert: "
-        "data=2,tensor=2,context=2",
+        help=(
+            "run the Flax modules on a mesh of simulated devices, of data, fsdp, tensor, context"
+            " and expert: data=2,tensor=2,context=2"
+        ),
     )
     targets.add(parity)
     written = parity.add_argument_group("files")
@@ -63,8 +65,10 @@ def add(commands: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="write the report: .json, .xml (JUnit, for continuous integration) or .html (a page with pictures; needs "
-        "flax-attn[report]); may be repeated",
+        help=(
+            "write the report: .json, .xml (JUnit, for continuous integration) or .html (a page"
+            " with pictures; needs flax-attn[report]); may be repeated"
+        ),
     )
     written.add_argument(
         "--export",
@@ -136,7 +140,8 @@ def need_torch() -> None:
         import torch
     except ImportError:
         raise common.UsageError(
-            'parity needs PyTorch: pip install "flax-attn[torch]", or compare with an export: --against DIR'
+            'parity needs PyTorch: pip install "flax-attn[torch]", or compare with an export:'
+            " --against DIR"
         ) from None
     torch.set_num_threads(1)
 

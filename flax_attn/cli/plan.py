@@ -20,9 +20,11 @@ def add(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="say what training or generation would take on TPUs or GPUs that are not at hand",
-        description="Compile ahead of time for chips that are not at hand, and print what one of them would hold, "
-        "compute and send, whether it fits, and what would. No weights are read. TPUs need libtpu (make plan), GPUs "
-        "what make gpu installs.",
+        description=(
+            "Compile ahead of time for chips that are not at hand, and print what one of them would"
+            " hold, compute and send, whether it fits, and what would. No weights are read. TPUs"
+            " need libtpu (make plan), GPUs what make gpu installs."
+        ),
     )
     plan.add_argument(
         "--model",
@@ -76,7 +78,10 @@ def add(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=AXIS,...",
-        help="split the axes of this name over these of the mesh: embed=fsdp,context; may be repeated",
+        help=(
+            "split the axes of this name over these of the mesh: embed=fsdp,context; may be"
+            " repeated"
+        ),
     )
     plan.add_argument(
         "--backend", default="auto", metavar="NAME", help="of the attention calls (default auto)"

@@ -25,15 +25,19 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--input",
         action="append",
         metavar="SHAPE",
-        help="of an input: 3,5,6 is drawn from the normal distribution, int:50:3,5 are integers below 50; "
-        "repeated for each input",
+        help=(
+            "of an input: 3,5,6 is drawn from the normal distribution, int:50:3,5 are integers"
+            " below 50; repeated for each input"
+        ),
     )
     group.add_argument(
         "--layout",
         metavar="NAME",
         default="auto",
-        help="which parameter is which: auto (the default) pairs them by layers, none keeps the weights as they are; "
-        "or the name of a layout, or pkg.mod:TABLE",
+        help=(
+            "which parameter is which: auto (the default) pairs them by layers, none keeps the"
+            " weights as they are; or the name of a layout, or pkg.mod:TABLE"
+        ),
     )
     group.add_argument(
         "--rules",
@@ -116,8 +120,9 @@ def _paired(options: argparse.Namespace, flax_module: Any, torch_module: Any) ->
 
     if options.against or options.layout != "auto":
         raise common.UsageError(
-            "--rules is for what auto cannot pair, beside --layout auto, and an export holds its layout; got "
-            f"--rules {options.rules} and {'--against' if options.against else f'--layout {options.layout}'}"
+            "--rules is for what auto cannot pair, beside --layout auto, and an export holds its"
+            f" layout; got --rules {options.rules} and"
+            f" {'--against' if options.against else f'--layout {options.layout}'}"
         )
     return convert.auto(flax_module, torch_module, rules=_load(options.rules))
 

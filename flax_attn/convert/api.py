@@ -148,7 +148,8 @@ def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
     """Return the axes that the submodules give sizes to, after asking each whether the layout can hold it."""
     if not isinstance(module, nnx.Module):
         raise ConversionError(
-            f"weights go into and out of NNX modules; got {type(module)}. Pass the Flax side as the module"
+            f"weights go into and out of NNX modules; got {type(module)}. Pass the Flax side as the"
+            " module"
         )
     names, table = naming(module), as_layout(layout)
     modules = {

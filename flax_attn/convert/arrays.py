@@ -154,6 +154,7 @@ def _under(prefix: str, weights: dict[str, Any]) -> dict[str, Any]:
     }
     if prefix and not found:
         raise ConversionError(
-            f"no entry starts with the prefix {prefix!r}; the first are {', '.join(list(weights)[:3])}"
+            f"no entry starts with the prefix {prefix!r}; the first are"
+            f" {', '.join(list(weights)[:3])}"
         )
     return found

@@ -99,20 +99,21 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         import torch
     except ImportError as error:
         raise ConversionError(
-            f'{path} is a PyTorch checkpoint, which needs torch to be read: pip install "flax-attn[torch]", '
-            "or save it as safetensors"
+            f"{path} is a PyTorch checkpoint, which needs torch to be read: pip install"
+            ' "flax-attn[torch]", or save it as safetensors'
         ) from error
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle and zip errors of many kinds
         raise ConversionError(
-            f"{path} is damaged or is not a checkpoint of weights only, and is refused: a pickle could run any code. "
-            "Save the state_dict() alone, best as safetensors. "
-            f"({type(error).__name__}: {str(error).partition('.')[0]})"
+            f"{path} is damaged or is not a checkpoint of weights only, and is refused: a pickle"
+            " could run any code. Save the state_dict() alone, best as safetensors."
+            f" ({type(error).__name__}: {str(error).partition('.')[0]})"
         ) from error
     if not isinstance(found, dict):
         raise ConversionError(
-            f"{path} must hold weights by name; got {type(found).__name__}. Save the state_dict() alone"
+            f"{path} must hold weights by name; got {type(found).__name__}. Save the state_dict()"
+            " alone"
         )
     return found
 

@@ -39,7 +39,10 @@ def no_latents(module: Any) -> str | None:
     """Refuse keys and values that are made of latents."""
     if not hasattr(module, "W_latent"):
         return None
-    return f"its keys and values are made of the input; got latents, kv_lora_rank={module.kv_lora_rank}"
+    return (
+        "its keys and values are made of the input; got latents,"
+        f" kv_lora_rank={module.kv_lora_rank}"
+    )
 
 
 def has_output(module: Any) -> str | None:
@@ -138,7 +141,10 @@ def scores_plain(module: Any) -> str | None:
     scores = getattr(module, "scores", None)
     if scores is None or _values(scores) == (None, None, False, None):
         return None
-    return f"its scores have the scale 1 / sqrt(head_dim), no function, no soft cap and no sinks; got scores={scores}"
+    return (
+        "its scores have the scale 1 / sqrt(head_dim), no function, no soft cap and no sinks; got"
+        f" scores={scores}"
+    )
 
 
 def scores_unscaled(module: Any) -> str | None:

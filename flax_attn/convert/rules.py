@@ -59,8 +59,8 @@ class Rule:
         ]
         if any(found != sorted(set(names[0])) for found in names):
             raise ConversionError(
-                "a rule can be read both ways if each of its names has the same placeholders, each once; "
-                f"got {', '.join(self.ours)} and {self.theirs}"
+                "a rule can be read both ways if each of its names has the same placeholders, each"
+                f" once; got {', '.join(self.ours)} and {self.theirs}"
             )
 
 
@@ -230,8 +230,9 @@ def plan(
     entries, free = apply_rules(shapes, layout.rules, axes)
     if free:
         raise ConversionError(
-            f"this layout has no place for {', '.join(f'{n} {s}' for n, s in free.items())}. Rules for some of the "
-            "parameters go to convert.auto(flax_module, torch_module, rules=...), which pairs the rest"
+            f"this layout has no place for {', '.join(f'{n} {s}' for n, s in free.items())}. Rules"
+            " for some of the parameters go to convert.auto(flax_module, torch_module, rules=...),"
+            " which pairs the rest"
         )
     _check_distinct(entries)
     return [replace(entry, trainable=not set(entry.ours) <= set(statistics)) for entry in entries]

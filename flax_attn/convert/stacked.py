@@ -12,7 +12,9 @@ from jax import Array
 
 from flax_attn.convert.rules import Shape
 
-_CHILD = "block"  # of a module that has `stacked_layers`: the one whose variables are stacked, or a list of those
+_CHILD = (  # of a module that has `stacked_layers`: the one whose variables are stacked, or a list of those
+    "block"
+)
 Layers = tuple[tuple[int, ...], ...]  # of each of them, the numbers of its layers
 
 

@@ -10,8 +10,8 @@ def check_cache_dtype(dtype: str) -> None:
     """Raise unless a cache stores numbers of floating point."""
     if not dtype.startswith(("float", "bfloat")):
         raise ValueError(
-            f"a cache stores keys and values as they are and must be floating point; got dtype {dtype}. "
-            "Use that of the layer, such as float32, or a narrower one, such as bfloat16"
+            "a cache stores keys and values as they are and must be floating point; got dtype"
+            f" {dtype}. Use that of the layer, such as float32, or a narrower one, such as bfloat16"
         )
 
 
@@ -28,8 +28,9 @@ def check_cache_window(own: int | None, window: int | None) -> None:
     """Raise if a ring buffer overwrites keys that a layer attends to; None keeps all keys, or sees them."""
     if own is not None and (window is None or own < window):
         raise ValueError(
-            f"a ring buffer keeps the keys of its own window; got one of window={own} for a layer of "
-            f"window={window}, which attends to {'all' if window is None else 'more'}. {_REMEDY}"
+            f"a ring buffer keeps the keys of its own window; got one of window={own} for a layer"
+            f" of window={window}, which attends to {'all' if window is None else 'more'}."
+            f" {_REMEDY}"
         )
 
 

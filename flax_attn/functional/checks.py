@@ -33,7 +33,8 @@ def check_odd(**sizes: int) -> None:
     for name, size in sizes.items():
         if size % 2 == 0:
             raise ValueError(
-                f"{name} must be odd, so that a window has a middle; got {name}={size}. Use {size + 1}"
+                f"{name} must be odd, so that a window has a middle; got {name}={size}. Use"
+                f" {size + 1}"
             )
 
 
@@ -41,8 +42,9 @@ def check_features(shape: tuple[int, ...], channels: int, frames: int) -> None:
     """Raise unless `shape` is `(channels, frames)`, or a batch of them."""
     if len(shape) not in (2, 3) or shape[-2:] != (channels, frames):
         raise ValueError(
-            f"features must have shape (mel, frames) or (b, mel, frames) with mel={channels}, frames={frames}; got "
-            f"shape {shape}. Pad or cut the sound, as the feature extractor of the model does"
+            f"features must have shape (mel, frames) or (b, mel, frames) with mel={channels},"
+            f" frames={frames}; got shape {shape}. Pad or cut the sound, as the feature extractor"
+            " of the model does"
         )
 
 
@@ -72,8 +74,8 @@ def check_rate(dropout: float) -> None:
     """Raise unless `dropout` is a probability below one."""
     if not isinstance(dropout, Real) or not 0 <= dropout < 1:
         raise ValueError(
-            f"dropout must be in [0, 1), the probability that a weight is dropped; got dropout={dropout!r}. "
-            "For no dropout pass 0.0"
+            "dropout must be in [0, 1), the probability that a weight is dropped; got"
+            f" dropout={dropout!r}. For no dropout pass 0.0"
         )
 
 
@@ -81,8 +83,8 @@ def check_key_data(shape: tuple[int, ...], dtype: str) -> None:
     """Raise unless it is the data of one dropout key."""
     if len(shape) != 1 or shape[0] < 2 or not dtype.startswith(("int", "uint")):
         raise ValueError(
-            f"a dropout key must be one key, of at least two integers; got shape {shape}, dtype {dtype}. "
-            "Of a batch of keys pass one"
+            f"a dropout key must be one key, of at least two integers; got shape {shape}, dtype"
+            f" {dtype}. Of a batch of keys pass one"
         )
 
 
@@ -93,13 +95,15 @@ def check_heads(d_out: int, num_heads: int, num_kv_heads: int, head_dim: int | N
         check_positive(head_dim=head_dim)
     elif d_out % num_heads:
         raise ValueError(
-            f"num_heads must divide d_out, so that all heads have one width; got d_out={d_out}, "
-            f"num_heads={num_heads}. num_heads may be {_divisors(d_out)}, or give the width as head_dim"
+            f"num_heads must divide d_out, so that all heads have one width; got d_out={d_out},"
+            f" num_heads={num_heads}. num_heads may be {_divisors(d_out)}, or give the width as"
+            " head_dim"
         )
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"num_kv_heads must divide num_heads, so that every key/value head serves equally many query heads; "
-            f"got num_heads={num_heads}, num_kv_heads={num_kv_heads}. num_kv_heads may be {_divisors(num_heads)}"
+            "num_kv_heads must divide num_heads, so that every key/value head serves equally many"
+            f" query heads; got num_heads={num_heads}, num_kv_heads={num_kv_heads}. num_kv_heads"
+            f" may be {_divisors(num_heads)}"
         )
 
 
@@ -113,8 +117,9 @@ def check_head_norm(name: str, width: int | None, head_dim: int, num_heads: int)
     """Raise unless the norm of queries or keys is as wide as a head, or as all heads together."""
     if width not in (head_dim, num_heads * head_dim):
         raise ValueError(
-            f"{name} is a norm of each head, head_dim={head_dim} wide, or of all heads together, {num_heads} * head_dim"
-            f" = {num_heads * head_dim} wide; got one of d_model={width}. Pass {name}=RMSNorm({head_dim})"
+            f"{name} is a norm of each head, head_dim={head_dim} wide, or of all heads together,"
+            f" {num_heads} * head_dim = {num_heads * head_dim} wide; got one of d_model={width}."
+            f" Pass {name}=RMSNorm({head_dim})"
         )
 
 
@@ -122,7 +127,8 @@ def check_layers(name: str, layers: tuple[int, ...], num_layers: int) -> None:
     """Raise unless a model has all these layers, counted from 0."""
     if not set(layers) <= set(range(num_layers)):
         raise ValueError(
-            f"{name} must be numbers of layers, 0 to {num_layers - 1}; got {layers}. Leave out those beyond num_layers"
+            f"{name} must be numbers of layers, 0 to {num_layers - 1}; got {layers}. Leave out"
+            " those beyond num_layers"
         )
 
 
@@ -150,8 +156,9 @@ def check_block_widths(
     }
     if wrong:
         raise ValueError(
-            f"all parts of a block have one width; got att.d_in={d_model}, "
-            f"{', '.join(f'{name}={width}' for name, width in wrong.items())}. Construct them with one d_model"
+            f"all parts of a block have one width; got att.d_in={d_model},"
+            f" {', '.join(f'{name}={width}' for name, width in wrong.items())}. Construct them with"
+            " one d_model"
         )
 
 
@@ -162,14 +169,16 @@ def check_tokens(
     shape = shape_of(name, x)
     if len(shape) not in (2, 3):
         raise ValueError(
-            f"{name} must have shape (t, {width_name}) or (b, t, {width_name}); got rank {len(shape)}, shape {shape}. "
-            "For more batch axes use jax.vmap or torch.vmap, or reshape them into one"
+            f"{name} must have shape (t, {width_name}) or (b, t, {width_name}); got rank"
+            f" {len(shape)}, shape {shape}. For more batch axes use jax.vmap or torch.vmap, or"
+            " reshape them into one"
         )
     check_width(name, x, width_name, width)
     if context_length is not None and shape[-2] > context_length:
         raise ValueError(
-            f"{name} must not be longer than context_length={context_length} tokens; got {shape[-2]} tokens, shape "
-            f"{shape}. Cut the input or construct the module with a larger context_length"
+            f"{name} must not be longer than context_length={context_length} tokens; got"
+            f" {shape[-2]} tokens, shape {shape}. Cut the input or construct the module with a"
+            " larger context_length"
         )
 
 
@@ -183,9 +192,9 @@ def check_image(shape: tuple[int, ...], channels: int, height: int, width: int) 
         or 0 in shape[-2:]
     ):
         raise ValueError(
-            f"images must have shape (c, rows, columns) or (b, c, rows, columns), with c={channels} channels, and "
-            f"patches of {height} x {width} pixels must fill them; got shape {shape}. Resize them first; of images "
-            "with channels last move these to the front"
+            f"images must have shape (c, rows, columns) or (b, c, rows, columns), with c={channels}"
+            f" channels, and patches of {height} x {width} pixels must fill them; got shape"
+            f" {shape}. Resize them first; of images with channels last move these to the front"
         )
 
 
@@ -193,8 +202,8 @@ def check_image_size(got: tuple[int, ...], wanted: tuple[int, int]) -> None:
     """Raise unless images have the size that a table of positions is for."""
     if got != wanted:
         raise ValueError(
-            f"positions are learned for images of {wanted[0]} x {wanted[1]} pixels; got {got[0]} x {got[1]}. "
-            "Resize the images first"
+            f"positions are learned for images of {wanted[0]} x {wanted[1]} pixels; got {got[0]} x"
+            f" {got[1]}. Resize the images first"
         )
 
 
@@ -243,16 +252,18 @@ def check_inputs(
     shapes = f"got query {query}, key {key}, value {value}"
     if len(query) not in (3, 4) or not len(query) == len(key) == len(value):
         raise ValueError(
-            "query, key and value must have shape (b, t, n, h), (b, s, k, h), (b, s, k, v), or all three without b; "
-            f"{shapes}"
+            "query, key and value must have shape (b, t, n, h), (b, s, k, h), (b, s, k, v), or all"
+            f" three without b; {shapes}"
         )
     if 0 in key[-3:] or 0 in query[-2:] or value[-1] == 0:
         raise ValueError(
-            f"there must be at least one key token, one head and a head width of at least 1; {shapes}"
+            "there must be at least one key token, one head and a head width of at least 1;"
+            f" {shapes}"
         )
     if len(query) == 4 and not query[0] == key[0] == value[0]:
         raise ValueError(
-            f"query, key and value must have one batch size; {shapes}. Repeat the smaller batch first"
+            f"query, key and value must have one batch size; {shapes}. Repeat the smaller batch"
+            " first"
         )
     if key[-3] != value[-3] or key[-2] != value[-2]:
         raise ValueError(
@@ -262,11 +273,13 @@ def check_inputs(
         raise ValueError(f"query and key must have one head width h; {shapes}")
     if query[-2] % key[-2]:
         raise ValueError(
-            f"the key/value heads must divide the query heads: query head i reads key/value head i // (n / k); {shapes}"
+            "the key/value heads must divide the query heads: query head i reads key/value head i"
+            f" // (n / k); {shapes}"
         )
     if len(set(dtypes)) > 1:
         raise ValueError(
-            f"query, key and value must have one dtype; got {', '.join(dtypes)}. Cast them before the call"
+            f"query, key and value must have one dtype; got {', '.join(dtypes)}. Cast them before"
+            " the call"
         )
     check_dtype("query, key and value", *dtypes)
 
@@ -288,8 +301,8 @@ def check_broadcast(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> N
         size not in (1, full) for size, full in zip(padded, to, strict=True)
     ):
         raise ValueError(
-            f"{name} must broadcast to (b, n, t, s) = {to}; got shape {shape}. "
-            "Over (t, s) it is used as it is; from (b, s) write [:, None, None, :], from (b, t, s) write [:, None]"
+            f"{name} must broadcast to (b, n, t, s) = {to}; got shape {shape}. Over (t, s) it is"
+            " used as it is; from (b, s) write [:, None, None, :], from (b, t, s) write [:, None]"
         )
 
 
@@ -300,8 +313,8 @@ def check_ring_buffer(window: int | None, capacity: int) -> None:
     check_positive(window=window)
     if window > capacity:
         raise ValueError(
-            f"a ring buffer must keep at least the window, all keys that a query attends to; got window={window}, "
-            f"capacity={capacity}. Use a capacity of at least {window}"
+            "a ring buffer must keep at least the window, all keys that a query attends to; got"
+            f" window={window}, capacity={capacity}. Use a capacity of at least {window}"
         )
 
 
@@ -309,7 +322,8 @@ def check_lengths(lengths: int, t: int) -> None:
     """Raise unless `lengths` counts some of the tokens of a call."""
     if not 0 <= lengths <= t:
         raise ValueError(
-            f"lengths counts the real tokens of a call of t={t} tokens; got lengths={lengths}. Use 0 to {t}"
+            f"lengths counts the real tokens of a call of t={t} tokens; got lengths={lengths}. Use"
+            f" 0 to {t}"
         )
 
 
@@ -326,8 +340,9 @@ def check_fits(capacity: int, cached: int, new: int) -> None:
     """Raise if new tokens do not fit behind the cached ones."""
     if cached + new > capacity:
         raise ValueError(
-            f"the cache has a capacity of {capacity} tokens; got {new} new tokens, {cached} cached. Make it larger, as "
-            f"in KVCache.zeros(b, {cached + new}, ...), or a ring buffer with window="
+            f"the cache has a capacity of {capacity} tokens; got {new} new tokens, {cached} cached."
+            f" Make it larger, as in KVCache.zeros(b, {cached + new}, ...), or a ring buffer with"
+            " window="
         )
 
 
@@ -338,8 +353,8 @@ def check_causal_window(window: int | None, causal: bool) -> None:
     check_positive(window=window)
     if not causal:
         raise ValueError(
-            f"window is how many keys a token of a causal module attends to; got window={window}, causal=False. "
-            "For one in both directions pass mask=Mask.window(left, right)"
+            f"window is how many keys a token of a causal module attends to; got window={window},"
+            " causal=False. For one in both directions pass mask=Mask.window(left, right)"
         )
 
 
@@ -347,8 +362,9 @@ def check_capacity(capacity: int, context_length: int | None) -> None:
     """Raise unless a cache keeps no more tokens than the module takes."""
     if context_length is not None and capacity > context_length:
         raise ValueError(
-            f"capacity must not exceed context_length; got capacity={capacity}, context_length={context_length}. "
-            "Make the cache smaller or construct the module with a larger context_length"
+            f"capacity must not exceed context_length; got capacity={capacity},"
+            f" context_length={context_length}. Make the cache smaller or construct the module with"
+            " a larger context_length"
         )
 
 
@@ -362,8 +378,8 @@ def check_no_start(start: object) -> None:
     """Raise unless a model without an encoder is given no tokens to start from."""
     if start is not None:
         raise ValueError(
-            f"start is what the decoder of an encoder-decoder begins with; got start={start} for a model without an "
-            "encoder. Put these tokens in front of the prompt"
+            f"start is what the decoder of an encoder-decoder begins with; got start={start} for a"
+            " model without an encoder. Put these tokens in front of the prompt"
         )
 
 
@@ -379,20 +395,24 @@ def check_prompt(
     """Raise unless prompt `i`, of which the smallest and the largest id are known, fits a model and its cache."""
     if ends is None:
         raise ValueError(
-            f"a prompt holds at least one token; prompt {i} is empty. Begin with the model's start token"
+            f"a prompt holds at least one token; prompt {i} is empty. Begin with the model's start"
+            " token"
         )
     if ends[0] < 0 or ends[1] >= vocab_size:
         raise ValueError(
-            f"token ids lie in the vocabulary, 0 to {vocab_size - 1}; got {ends[0] if ends[0] < 0 else ends[1]} in "
-            f"prompt {i}. Encode text with the tokenizer of this model"
+            f"token ids lie in the vocabulary, 0 to {vocab_size - 1}; got"
+            f" {ends[0] if ends[0] < 0 else ends[1]} in prompt {i}. Encode text with the tokenizer"
+            " of this model"
         )
     if length > context_length:
         raise ValueError(
-            f"a prompt is at most context_length={context_length} tokens; prompt {i} has {length}. Cut it"
+            f"a prompt is at most context_length={context_length} tokens; prompt {i} has {length}."
+            " Cut it"
         )
     for name, limit in (("context_length", context_length), ("capacity", capacity)):
         if limit is not None and length + max_new_tokens > limit:
             raise ValueError(
-                f"a prompt and its new tokens together are at most {name}={limit}; prompt {i} has {length} tokens and "
-                f"max_new_tokens={max_new_tokens}. Pass max_new_tokens={max(limit - length, 0)}, or a shorter prompt"
+                f"a prompt and its new tokens together are at most {name}={limit}; prompt {i} has"
+                f" {length} tokens and max_new_tokens={max_new_tokens}. Pass"
+                f" max_new_tokens={max(limit - length, 0)}, or a shorter prompt"
             )

@@ -30,14 +30,18 @@ def check_sees(dtype: str, size: tuple[int, ...], expected: tuple[int, ...]) -> 
     rule = "the function of a mask returns one boolean for one (b, n, i, j), True = attend"
     if dtype != "bool":
         raise ValueError(
-            f"{rule}; got dtype {dtype}. Compare: i - j < 4 instead of i - j; for 0/1 integers write != 0"
+            f"{rule}; got dtype {dtype}. Compare: i - j < 4 instead of i - j; for 0/1 integers"
+            " write != 0"
         )
     _check_size(rule, size, expected)
 
 
 def check_scored(dtype: str, size: tuple[int, ...], given: str, expected: tuple[int, ...]) -> None:
     """Raise unless the function of a score returned numbers of the dtype of the score, of a size that broadcasts."""
-    rule = "the function of a score returns the new score for one (b, n, i, j), in the dtype of the score"
+    rule = (
+        "the function of a score returns the new score for one (b, n, i, j), in the dtype of the"
+        " score"
+    )
     if dtype != given:
         remedy = (
             "Cast what it adds or multiplies to score.dtype"
@@ -54,7 +58,8 @@ def _check_size(rule: str, size: tuple[int, ...], expected: tuple[int, ...]) -> 
         a not in (1, e) for a, e in zip(padded, expected, strict=True)
     ):
         raise ValueError(
-            f"{rule}; got an array for one. Index what it reads down to one number, as in table[n, j - i]"
+            f"{rule}; got an array for one. Index what it reads down to one number, as in table[n,"
+            " j - i]"
         )
 
 
@@ -62,15 +67,17 @@ def check_single(what: str, result: Any, is_array: bool) -> None:
     """Raise unless the function of a mask or a score returned an array or a number, and not a tuple or None."""
     if not is_array:
         raise ValueError(
-            f"the function of a {what} returns one array; got {type(result).__name__}. Return the result alone"
+            f"the function of a {what} returns one array; got {type(result).__name__}. Return the"
+            " result alone"
         )
 
 
 def needs_values(what: str, error: Exception) -> ValueError:
     """Return the error that a function needs the values of its indices, which it is not called with."""
     return ValueError(
-        f"the function of a {what} is called once for all indices, which have no values of their own: write & and | in "
-        f"place of and and or, where in place of if, and index arrays of the framework, not of NumPy; got {error}"
+        f"the function of a {what} is called once for all indices, which have no values of their"
+        " own: write & and | in place of and and or, where in place of if, and index arrays of the"
+        f" framework, not of NumPy; got {error}"
     )
 
 
@@ -78,8 +85,8 @@ def check_known(b: int | None, n: int | None) -> None:
     """Raise unless it is known for how many batch rows and heads a function is asked."""
     if b is None or n is None:
         raise ValueError(
-            "a mask of a function that reads b or n has to know how many batch rows and query heads there are; got "
-            f"b={b}, n={n}. Say it first: mask.sized(b, n)"
+            "a mask of a function that reads b or n has to know how many batch rows and query"
+            f" heads there are; got b={b}, n={n}. Say it first: mask.sized(b, n)"
         )
 
 
@@ -87,7 +94,8 @@ def check_same_size(name: str, known: int | None, size: int) -> None:
     """Raise unless a mask for a known number of rows or heads is used for as many."""
     if known not in (None, size):
         raise ValueError(
-            f"this mask of a function is one for {name}={known}; got {name}={size}. Make it again for that many"
+            f"this mask of a function is one for {name}={known}; got {name}={size}. Make it again"
+            " for that many"
         )
 
 
@@ -97,7 +105,7 @@ def check_token_positions(
     """Raise unless there is one integer a token, for all rows of the batch or for each."""
     if not integers or size not in ((tokens,), (1, tokens), (b, tokens)):
         raise ValueError(
-            f"{name}_positions of a score are one integer a token, of shape ({b}, {tokens}) or ({tokens},); got shape "
-            f"{size}{'' if integers else ', not integers'}. Those of a KVCache are cache.positions(t) and "
-            "extended.key_positions"
+            f"{name}_positions of a score are one integer a token, of shape ({b}, {tokens}) or"
+            f" ({tokens},); got shape {size}{'' if integers else ', not integers'}. Those of a"
+            " KVCache are cache.positions(t) and extended.key_positions"
         )

@@ -7,10 +7,12 @@ def check_latent_norm(name: str, norm: object, rank: int | None) -> None:
         return
     if rank is None:
         raise ValueError(
-            f"{name} norms the latent of queries; got q_lora_rank=None. Leave out {name}, or pass a rank"
+            f"{name} norms the latent of queries; got q_lora_rank=None. Leave out {name}, or pass a"
+            " rank"
         )
     width = getattr(norm, "d_model", None)
     if width != rank:
         raise ValueError(
-            f"{name} is as wide as its latent, {rank}; got one of d_model={width}. Pass {name}=RMSNorm({rank})"
+            f"{name} is as wide as its latent, {rank}; got one of d_model={width}. Pass"
+            f" {name}=RMSNorm({rank})"
         )

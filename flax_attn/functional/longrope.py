@@ -74,8 +74,9 @@ class LongRoPEScaling(Scaling):
         for name in ("short_factors", "long_factors"):
             if len(getattr(self, name)) != width // 2:
                 raise ValueError(
-                    f"{name} must be one for each of the {width // 2} frequencies of {width} rotated features; got "
-                    f"{len(getattr(self, name))}. Take those that were searched for this model"
+                    f"{name} must be one for each of the {width // 2} frequencies of {width}"
+                    f" rotated features; got {len(getattr(self, name))}. Take those that were"
+                    " searched for this model"
                 )
 
     def tokens_left(self, length: int) -> int:

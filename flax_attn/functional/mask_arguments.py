@@ -18,8 +18,8 @@ def as_booleans(array: Any) -> Array:
     array = as_array("mask", array)
     if array.dtype != bool:
         raise ValueError(
-            f"mask must be boolean, True = attend; got dtype {array.dtype}. "
-            "To add numbers to the scores pass them as bias; for 0/1 integers write mask.astype(bool)"
+            f"mask must be boolean, True = attend; got dtype {array.dtype}. To add numbers to the"
+            " scores pass them as bias; for 0/1 integers write mask.astype(bool)"
         )
     return jnp.asarray(array)
 
@@ -78,8 +78,9 @@ def _as_known_ids(name: str, ids: Any) -> Array:
     ends = jnp.iinfo(held.dtype)
     if isinstance(given, np.ndarray) and ((given < ends.min) | (given > ends.max)).any():
         raise ValueError(
-            f"{name} must fit 32 bits while jax_enable_x64 is off; got ids from {given.min()} to {given.max()}. "
-            "Number them, those of queries and keys together: np.unique(ids, return_inverse=True)[1]"
+            f"{name} must fit 32 bits while jax_enable_x64 is off; got ids from {given.min()} to"
+            f" {given.max()}. Number them, those of queries and keys together: np.unique(ids,"
+            " return_inverse=True)[1]"
         )
     return held
 
@@ -101,7 +102,8 @@ def as_array(name: str, values: Any) -> Array | np.ndarray:
         return jnp.asarray(values)
     if not isinstance(values, np.ndarray | np.generic | bool | int | float | list | tuple):
         raise ValueError(
-            f"{name} must be an array, a number or a list; got {type(values).__name__}. Pass an array of JAX or NumPy"
+            f"{name} must be an array, a number or a list; got {type(values).__name__}. Pass an"
+            " array of JAX or NumPy"
         )
     try:
         traced = any(isinstance(x, jax.Array) for x in jax.tree.leaves(values))

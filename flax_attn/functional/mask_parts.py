@@ -40,9 +40,10 @@ class Positioned(Part):
     def resolve(self, b, n, t, s):
         if self.offset is None and t != s:
             raise ValueError(
-                f"a causal, window or prefix mask needs an offset when t != s: query i stands at offset + i; got "
-                f"t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal) or offset={s - t} (bottom-right, "
-                "as FlashAttention): build a module with causal=False and pass mask=Mask.causal(offset=...)"
+                "a causal, window or prefix mask needs an offset when t != s: query i stands at"
+                f" offset + i; got t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal)"
+                f" or offset={s - t} (bottom-right, as FlashAttention): build a module with"
+                " causal=False and pass mask=Mask.causal(offset=...)"
             )
         self.check_static(t, s)
         _check_rows("offset", self.offset, b)
@@ -198,8 +199,8 @@ class Segments(Part):
             shape = ids.shape
             if shape not in ((size,), (1, size), (b, size)):
                 raise ValueError(
-                    f"{name} segments must have one id a token, shape ({b}, {size}) or ({size},); got {shape}. "
-                    "When t != s pass both: Mask.segments(query, key)"
+                    f"{name} segments must have one id a token, shape ({b}, {size}) or ({size},);"
+                    f" got {shape}. When t != s pass both: Mask.segments(query, key)"
                 )
         return self
 
@@ -286,9 +287,10 @@ def _check_rows(name: str, values: Count | None, b: int) -> None:
 def _check_whole(name: str, sizes: Sequence[int], s: int) -> None:
     if any(size != s for size in sizes):
         raise ValueError(
-            f"under a cache the mask is that of the whole sequence, with one row and one column for each of the "
-            f"capacity={s} tokens it can hold; got {name} of {', '.join(map(str, sizes))} tokens. Pad it to the "
-            "capacity: what stands beyond the tokens is hidden"
+            "under a cache the mask is that of the whole sequence, with one row and one column for"
+            f" each of the capacity={s} tokens it can hold; got {name} of"
+            f" {', '.join(map(str, sizes))} tokens. Pad it to the capacity: what stands beyond the"
+            " tokens is hidden"
         )
 
 

@@ -61,8 +61,8 @@ class Mask:
                 isinstance(size, bool) or not isinstance(size, Integral) or size < 0
             ):
                 raise ValueError(
-                    f"a window's {name} is a number of keys, at least 0, known before tracing; got {name}={size}. "
-                    "For an unbounded side pass None"
+                    f"a window's {name} is a number of keys, at least 0, known before tracing; got"
+                    f" {name}={size}. For an unbounded side pass None"
                 )
         sizes = (
             None if size is None else int(size) for size in (left, right)

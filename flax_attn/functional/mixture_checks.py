@@ -8,13 +8,14 @@ def check_router(num_experts: int, top_k: int, groups: int, top_groups: int) -> 
     check_positive(num_experts=num_experts, top_k=top_k, groups=groups, top_groups=top_groups)
     if num_experts % groups or (groups > 1 and num_experts // groups < 2):
         raise ValueError(
-            "groups must divide num_experts into groups of two experts at least, whose sum chooses a group; got "
-            f"num_experts={num_experts}, groups={groups}. Pass groups=1, or other numbers"
+            "groups must divide num_experts into groups of two experts at least, whose sum chooses"
+            f" a group; got num_experts={num_experts}, groups={groups}. Pass groups=1, or other"
+            " numbers"
         )
     if top_groups > groups or top_k > num_experts // groups * top_groups:
         raise ValueError(
-            "top_k must be at most the number of experts in top_groups groups; got "
-            f"top_k={top_k}, num_experts={num_experts}, groups={groups}, top_groups={top_groups}. Lower top_k"
+            f"top_k must be at most the number of experts in top_groups groups; got top_k={top_k},"
+            f" num_experts={num_experts}, groups={groups}, top_groups={top_groups}. Lower top_k"
         )
 
 
@@ -24,10 +25,11 @@ def check_experts(
     """Raise unless router and experts agree in number and width, and a gate has a shared layer of that width."""
     if router != experts or shared not in (None, router[1]):
         raise ValueError(
-            "all parts of a mixture have one d_model, and router and experts one num_experts; got "
-            f"router.num_experts={router[0]}, router.d_model={router[1]}, experts.num_experts={experts[0]}, "
-            f"experts.d_model={experts[1]}{'' if shared is None else f', shared.d_model={shared}'}. "
-            "Construct them with the same"
+            "all parts of a mixture have one d_model, and router and experts one num_experts; got"
+            f" router.num_experts={router[0]}, router.d_model={router[1]},"
+            f" experts.num_experts={experts[0]},"
+            f" experts.d_model={experts[1]}{'' if shared is None else f', shared.d_model={shared}'}."
+            " Construct them with the same"
         )
     if lone_gate:
         raise ValueError(

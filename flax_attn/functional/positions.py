@@ -82,8 +82,8 @@ class RoPE:
             check_pairs("head_dim", head_dim)
         elif self.width > head_dim:
             raise ValueError(
-                f"width must not exceed head_dim, as it counts rotated features of a head; got width={self.width}, "
-                f"head_dim={head_dim}. For all of them use width=None"
+                "width must not exceed head_dim, as it counts rotated features of a head; got"
+                f" width={self.width}, head_dim={head_dim}. For all of them use width=None"
             )
         if self.scaling is not None:
             self.scaling.check_width(head_dim if self.width is None else self.width)

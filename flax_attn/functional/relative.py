@@ -157,8 +157,9 @@ def _bucket_starts(buckets: int, max_distance: int) -> list[int]:
     wide = buckets - exact
     if exact < 1 or max_distance <= exact:
         raise ValueError(
-            "T5 needs at least 2 buckets a direction, and a max_distance beyond the half of them that hold one "
-            f"distance each; got {buckets} buckets a direction, max_distance={max_distance}. Usual are 32 and 128"
+            "T5 needs at least 2 buckets a direction, and a max_distance beyond the half of them"
+            f" that hold one distance each; got {buckets} buckets a direction,"
+            f" max_distance={max_distance}. Usual are 32 and 128"
         )
     powers = (max_distance**j * exact ** (wide - j) for j in range(wide))
     return [

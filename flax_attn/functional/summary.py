@@ -76,8 +76,9 @@ class Summarised(Part):
         if self.summary is not None and self.summary.shape != (t, s):
             made = "t={}, s={}".format(*self.summary.shape)
             raise ValueError(
-                f"the summary of a mask is one of its tiles, for one number of queries and keys; got t={t}, s={s}, and "
-                f"a summary for {made}. Make it for this call: mask.summarise({t}, {s})"
+                "the summary of a mask is one of its tiles, for one number of queries and keys;"
+                f" got t={t}, s={s}, and a summary for {made}. Make it for this call:"
+                f" mask.summarise({t}, {s})"
             )
         return replace(self, mask=self.mask.resolve(b, n, t, s))
 

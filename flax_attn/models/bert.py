@@ -74,9 +74,9 @@ def _read(fields: Fields, dropout: float | None) -> BertConfig:
         activation=fields.choose("hidden_act", ACTIVATIONS, "gelu"),
         eps=fields.epsilon("layer_norm_eps", 1e-12),
         dropout=fields.rate("hidden_dropout_prob", 0.1) if dropout is None else dropout,
-        attention_dropout=fields.rate("attention_probs_dropout_prob", 0.1)
-        if dropout is None
-        else dropout,
+        attention_dropout=(
+            fields.rate("attention_probs_dropout_prob", 0.1) if dropout is None else dropout
+        ),
     )
 
 
@@ -258,7 +258,8 @@ class Bert(TextEncoder[BertConfig]):
         """
         if self.pooler is None:
             raise ValueError(
-                "this BERT has no pooler; got pooler=False. Take the first token, hidden[..., 0, :], or average them"
+                "this BERT has no pooler; got pooler=False. Take the first token, hidden[..., 0,"
+                " :], or average them"
             )
         return jnp.tanh(self.pooler(hidden[..., 0, :]))
 

@@ -120,9 +120,10 @@ def _loss_and_gradients(
         scores, pull = jax.vjp(logits, head, hidden)
         loss, slope = _of_chunk(scores, targets, weights, split.vocab)
         of_head, of_hidden = pull(slope)
-        return jax.tree.map(
-            lambda total, x: total + x.astype(total.dtype), sums, (loss, of_head)
-        ), of_hidden
+        return (
+            jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, (loss, of_head)),
+            of_hidden,
+        )
 
     chunks = _chunks(*rows)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), head)

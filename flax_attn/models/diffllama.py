@@ -49,7 +49,8 @@ def _write(config: DiffLlamaConfig) -> dict[str, Any]:
     check_no_window("DiffLlama", config)
     if config.dropout:
         raise ValueError(
-            f"transformers' DiffLlama has no dropout; got dropout={config.dropout}. Save with flax_attn.convert.save"
+            f"transformers' DiffLlama has no dropout; got dropout={config.dropout}. Save with"
+            " flax_attn.convert.save"
         )
     return write_decoder("DiffLlama", config, attention_bias=config.attention_bias)
 

@@ -53,8 +53,9 @@ class DINOv2Config(ImageConfig):
         super().__post_init__()
         if self.grid[0] != self.grid[1]:
             raise ValueError(
-                f"the positions of a DINOv2 are those of a square grid; got image_size={self.image_size}, "
-                f"patch_size={self.patch_size}. Images of another shape are given to the call"
+                "the positions of a DINOv2 are those of a square grid; got"
+                f" image_size={self.image_size}, patch_size={self.patch_size}. Images of another"
+                " shape are given to the call"
             )
 
     @property
@@ -173,7 +174,8 @@ class DINOv2(ImageEncoder[DINOv2Config]):
             return x
         if self.mask_token is None:
             raise ValueError(
-                "masked patches need a mask token; got mask_token=False. Construct the model with one"
+                "masked patches need a mask token; got mask_token=False. Construct the model"
+                " with one"
             )
         hidden = jnp.broadcast_to(jnp.asarray(masked)[..., None], x.shape)
         return jnp.where(hidden, jnp.broadcast_to(self.mask_token[...].astype(x.dtype), x.shape), x)

@@ -55,8 +55,8 @@ def _write(config: GemmaConfig) -> dict[str, Any]:
     check_no_window("Gemma", config)
     if config.activation == "gelu_exact":
         raise ValueError(
-            "transformers' Gemma takes the tanh form of GELU for the exact one; got activation='gelu_exact'. "
-            "Save with flax_attn.convert.save"
+            "transformers' Gemma takes the tanh form of GELU for the exact one; got"
+            " activation='gelu_exact'. Save with flax_attn.convert.save"
         )
     activation = GEMMA_ACTIVATIONS[config.activation]
     return write_decoder(

@@ -123,7 +123,8 @@ def generate(
     """
     if not isinstance(model, LanguageModel | EncoderDecoder):
         raise ValueError(
-            f"text is made by a LanguageModel or an EncoderDecoder; got {type(model).__name__}. Load a model of text"
+            f"text is made by a LanguageModel or an EncoderDecoder; got {type(model).__name__}."
+            " Load a model of text"
         )
     sampling = Sampling(temperature, top_k, top_p)
     draws = sampling, _seed(key, sampling)
@@ -211,8 +212,8 @@ def _start(model: EncoderDecoder, start: Sequence[int] | None) -> np.ndarray:
     prompts, single = as_prompts([model.config.start_token] if start is None else start)
     if not single:
         raise ValueError(
-            f"start is one list of tokens, with which the decoder begins in each row; got {start!r}. "
-            "Pass the tokens of one row"
+            "start is one list of tokens, with which the decoder begins in each row; got"
+            f" {start!r}. Pass the tokens of one row"
         )
     return prompts[0].astype(np.int64)
 
@@ -264,7 +265,8 @@ def _seed(key: Array | None, sampling: Sampling) -> Array | np.ndarray:
         return key_data(key)
     if not sampling.greedy:
         raise ValueError(
-            f"temperature={sampling.temperature} draws tokens, which needs a key. Pass key=jax.random.key(0)"
+            f"temperature={sampling.temperature} draws tokens, which needs a key. Pass"
+            " key=jax.random.key(0)"
         )
     return np.zeros(2, np.uint32)
 

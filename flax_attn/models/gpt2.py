@@ -108,8 +108,8 @@ def _read_dropout(fields: Fields) -> float:
 def _write(config: GPT2Config) -> dict[str, Any]:
     if not config.qkv_bias:
         raise ValueError(
-            "transformers' GPT-2 has biases in the projections of queries, keys and values; got qkv_bias=False. "
-            "Save with flax_attn.convert.save"
+            "transformers' GPT-2 has biases in the projections of queries, keys and values; got"
+            " qkv_bias=False. Save with flax_attn.convert.save"
         )
     return {
         "architectures": ["GPT2LMHeadModel"],

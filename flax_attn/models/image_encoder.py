@@ -67,8 +67,8 @@ class ImageConfig:
     def __post_init__(self):
         if self.image_size[0] % self.patch_size[0] or self.image_size[1] % self.patch_size[1]:
             raise ValueError(
-                f"patches must fill an image; got image_size={self.image_size}, patch_size={self.patch_size}. "
-                "Take an image_size that patch_size divides"
+                f"patches must fill an image; got image_size={self.image_size},"
+                f" patch_size={self.patch_size}. Take an image_size that patch_size divides"
             )
 
     @property

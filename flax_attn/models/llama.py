@@ -51,8 +51,9 @@ def _write(config: LlamaConfig) -> dict[str, Any]:
 def _write_llama(config: LlamaConfig) -> dict[str, Any]:
     if config.d_model % config.num_heads:
         raise ValueError(
-            "in transformers' Llama num_heads must divide d_model, whatever head_dim is; got "
-            f"d_model={config.d_model}, num_heads={config.num_heads}. Save with flax_attn.convert.save"
+            "in transformers' Llama num_heads must divide d_model, whatever head_dim is; got"
+            f" d_model={config.d_model}, num_heads={config.num_heads}. Save with"
+            " flax_attn.convert.save"
         )
     return write_decoder(
         "Llama", config, attention_bias=config.attention_bias, mlp_bias=config.ff_bias
@@ -62,8 +63,9 @@ def _write_llama(config: LlamaConfig) -> dict[str, Any]:
 def _write_mistral(config: LlamaConfig) -> dict[str, Any]:
     if config.attention_bias or config.ff_bias:
         raise ValueError(
-            "a Llama with a window is stored as Mistral, which has no biases; got "
-            f"attention_bias={config.attention_bias}, ff_bias={config.ff_bias}. Save with flax_attn.convert.save"
+            "a Llama with a window is stored as Mistral, which has no biases; got"
+            f" attention_bias={config.attention_bias}, ff_bias={config.ff_bias}. Save with"
+            " flax_attn.convert.save"
         )
     if config.full_layers:
         raise ValueError(

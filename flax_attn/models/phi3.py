@@ -34,8 +34,8 @@ def _read(fields: Fields, dropout: float | None) -> Phi3Config:
     arguments = read_decoder(fields, dropout, partial_rope=True)
     if not isinstance(arguments["rope"].scaling, LongRoPEScaling | None):
         raise ValueError(
-            f"{fields.where}: the rope_type of a Phi-3 must be 'default' or 'longrope', transformers takes no other; "
-            f"got {arguments['rope'].scaling}"
+            f"{fields.where}: the rope_type of a Phi-3 must be 'default' or 'longrope',"
+            f" transformers takes no other; got {arguments['rope'].scaling}"
         )
     return Phi3Config(**arguments, window=fields.optional_length("sliding_window"))
 
@@ -51,8 +51,9 @@ def _write(config: Phi3Config) -> dict[str, Any]:
     scaling = config.rope.scaling
     if not isinstance(scaling, LongRoPEScaling | None) or config.full_layers:
         raise ValueError(
-            "transformers' Phi-3 scales RoPE by LongRoPEScaling alone, and has its window in every layer; got "
-            f"rope.scaling={scaling}, full_layers={config.full_layers}. Save with flax_attn.convert.save"
+            "transformers' Phi-3 scales RoPE by LongRoPEScaling alone, and has its window in every"
+            f" layer; got rope.scaling={scaling}, full_layers={config.full_layers}. Save with"
+            " flax_attn.convert.save"
         )
     original: dict[str, Any] = (
         {}

@@ -47,7 +47,8 @@ def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
     for prompt in prompts:
         if prompt.ndim != 1 or (len(prompt) and not np.issubdtype(prompt.dtype, np.integer)):
             raise ValueError(
-                "prompts are integers (t,), (b, t) or lists of them that may differ in length; got one of shape "
-                f"{prompt.shape}, dtype {prompt.dtype}. Encode text with the tokenizer of the model first"
+                "prompts are integers (t,), (b, t) or lists of them that may differ in length; got"
+                f" one of shape {prompt.shape}, dtype {prompt.dtype}. Encode text with the"
+                " tokenizer of the model first"
             )
     return prompts, single

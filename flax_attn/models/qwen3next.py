@@ -89,8 +89,8 @@ def _read_layer_types(fields: Fields) -> tuple[int, ...]:
     ]
     if len(kinds) != layers or not set(kinds) <= {_LINEAR, FULL}:
         raise ValueError(
-            f"{fields.where}: layer_types must name {_LINEAR!r} or {FULL!r} for each of num_hidden_layers={layers} "
-            f"layers; got {kinds}"
+            f"{fields.where}: layer_types must name {_LINEAR!r} or {FULL!r} for each of"
+            f" num_hidden_layers={layers} layers; got {kinds}"
         )
     return tuple(i for i, kind in enumerate(kinds) if kind == FULL)
 

@@ -95,8 +95,8 @@ def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained
     }
     if named and named[0] not in known:
         raise ValueError(
-            f"{fields.where}: architectures must name one of {', '.join(map(repr, known))}; got {named}. For a head "
-            f"of your own begin with {first.__name__}.from_pretrained"
+            f"{fields.where}: architectures must name one of {', '.join(map(repr, known))}; got"
+            f" {named}. For a head of your own begin with {first.__name__}.from_pretrained"
         )
     return known[named[0]] if named else first
 

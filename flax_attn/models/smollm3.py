@@ -71,8 +71,9 @@ def _unrotated(fields: Fields) -> tuple[int, ...]:
         return tuple(range(every - 1, layers, every))
     if len(rotated) != layers or not set(rotated) <= {0, 1}:
         raise ValueError(
-            f"{fields.where}: no_rope_layers must hold 1 or 0 for each of num_hidden_layers={layers} layers, 0 for one "
-            f"without rotary positions; got {json.dumps(rotated)}"
+            f"{fields.where}: no_rope_layers must hold 1 or 0 for each of"
+            f" num_hidden_layers={layers} layers, 0 for one without rotary positions; got"
+            f" {json.dumps(rotated)}"
         )
     return tuple(layer for layer in range(layers) if not rotated[layer])
 

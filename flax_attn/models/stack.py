@@ -55,7 +55,8 @@ class Stack(nnx.Module):
     def __init__(self, blocks: Sequence[Block]):
         if not blocks:
             raise ValueError(
-                "scan_layers=True stacks one layer at least; got num_layers=0. Pass scan_layers=False"
+                "scan_layers=True stacks one layer at least; got num_layers=0. Pass"
+                " scan_layers=False"
             )
         numbers = [take_numbers(block) for block in blocks]
         self.stacked_layers = in_turns(

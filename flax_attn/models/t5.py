@@ -134,8 +134,8 @@ def _write(config: T5Config) -> dict[str, Any]:
         )
     if config.gated and config.activation == "gelu_exact":
         raise ValueError(
-            "transformers' T5 has no gated feed-forward layer with the exact GELU; got activation='gelu_exact', "
-            "gated=True. Save with flax_attn.convert.save"
+            "transformers' T5 has no gated feed-forward layer with the exact GELU; got"
+            " activation='gelu_exact', gated=True. Save with flax_attn.convert.save"
         )
     name = THEIR_ACTIVATIONS[config.activation]
     return {

@@ -70,9 +70,9 @@ def in_turns(kinds: Sequence[object]) -> tuple[tuple[int, ...], ...]:
         return ((0,),)
     other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
     raise UnequalLayersError(
-        f"scan_layers=True stacks layers of equal shapes and options, or those that take turns; layer {other} differs "
-        "from layer 0, in a window, a width or a dtype, and no turn is repeated to the "
-        "last layer. Pass scan_layers=False"
+        "scan_layers=True stacks layers of equal shapes and options, or those that take turns;"
+        f" layer {other} differs from layer 0, in a window, a width or a dtype, and no turn is"
+        " repeated to the last layer. Pass scan_layers=False"
     )
 
 

@@ -118,8 +118,8 @@ def _fit(config: WhisperConfig, stored: Mapping[str, Stored]) -> WhisperConfig:
     found = [entry.shape for key, entry in stored.items() if key.endswith(name)]
     if found != [wanted]:
         raise ConversionError(
-            f"{name} must have the shape (max_source_positions, d_model); got {found} for {wanted}. "
-            "Take the config.json that came with the weights"
+            f"{name} must have the shape (max_source_positions, d_model); got {found} for {wanted}."
+            " Take the config.json that came with the weights"
         )
     return config
 

@@ -30,7 +30,8 @@ def set_backend(model: nnx.Module, backend: str) -> None:
     check_type("model", model, nnx.Module, "an nnx.Module; a list of them as nnx.List(layers)")
     if not any(hasattr(module, "backend") for _, module in nnx.iter_modules(model)):
         raise ValueError(
-            "set_backend needs a model with an attention layer, a submodule that has an attribute `backend`; got "
-            f"{type(model).__name__}, which has none. Pass the model that holds the layers"
+            "set_backend needs a model with an attention layer, a submodule that has an attribute"
+            f" `backend`; got {type(model).__name__}, which has none. Pass the model that holds the"
+            " layers"
         )
     model.set_attributes(backend=backend)

@@ -101,25 +101,37 @@ class TransformerBlock(nnx.Module):
         self.drop_shortcut = drop_shortcut
 
     @overload
-    def __call__(
-        self, x: Array, *,
-        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def __call__(self, x: Array, *, cache: None = None, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> Array: ...  # fmt: skip
+
     @overload
-    def __call__(
-        self, x: Array, *,
-        cache: None = None, return_weights: Literal[True], **options: Unpack[CallOptions],
+    def __call__(self, x: Array, *, cache: None = None, return_weights: Literal[
+        True
+    ], **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Array, Array]: ...  # fmt: skip
+
     @overload
-    def __call__(
-        self, x: Array, *,
-        cache: K, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def __call__(self, x: Array, *, cache: K, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Array, K]: ...  # fmt: skip
+
     @overload
-    def __call__(
-        self, x: Array, *,
-        cache: K, return_weights: Literal[True], **options: Unpack[CallOptions],
+    def __call__(self, x: Array, *, cache: K, return_weights: Literal[
+        True
+    ], **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Array, Array, K]: ...  # fmt: skip
+
     def __call__(
         self,
         x: Tokens,

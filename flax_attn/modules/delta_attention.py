@@ -137,15 +137,21 @@ class DeltaAttention(Attention):
         return jax.nn.sigmoid(_at_least_float32(self.W_beta(x)))
 
     @overload
-    def __call__(
-        self, query: Array, *,
-        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def __call__(self, query: Array, *, cache: None = None, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> Array: ...  # fmt: skip
+
     @overload
-    def __call__(
-        self, query: Array, *,
-        cache: DeltaCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def __call__(self, query: Array, *, cache: DeltaCache, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Array, DeltaCache]: ...  # fmt: skip
+
     def __call__(
         self,
         query: Tokens,
@@ -216,9 +222,9 @@ class DeltaAttention(Attention):
             "convolutions": convolutions,
             "cache": None if cache is None else tuple(cache.arrays.values()),
             "starts": starts,
-            "lengths": None
-            if lengths is None
-            else jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), (b,)),
+            "lengths": (
+                None if lengths is None else jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), (b,))
+            ),
         }
         names = {
             name: jax.tree.map(lambda x, own=own: own[: x.ndim], arrays[name])

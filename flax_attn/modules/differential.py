@@ -159,6 +159,7 @@ def _check_pairs(num_kv_heads: int) -> None:
     check_positive(num_kv_heads=num_kv_heads)
     if num_kv_heads % 2:
         raise ValueError(
-            "differential attention pairs the heads of the first half with those of the second, so num_kv_heads must "
-            f"be even; got num_kv_heads={num_kv_heads}. Pass {num_kv_heads + 1}, or another even number"
+            "differential attention pairs the heads of the first half with those of the second, so"
+            f" num_kv_heads must be even; got num_kv_heads={num_kv_heads}. Pass {num_kv_heads + 1},"
+            " or another even number"
         )

@@ -94,8 +94,8 @@ def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
     """Return the streams that parameters are drawn from; raise if they are missing."""
     if not isinstance(rngs, nnx.Rngs) or not ("params" in rngs or "default" in rngs):
         raise ValueError(
-            f"rngs is missing: the parameters are drawn from its stream 'params'; got {type(rngs).__name__}. "
-            "Pass rngs=nnx.Rngs(0)"
+            "rngs is missing: the parameters are drawn from its stream 'params'; got"
+            f" {type(rngs).__name__}. Pass rngs=nnx.Rngs(0)"
         )
     return rngs
 

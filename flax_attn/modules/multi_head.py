@@ -167,25 +167,37 @@ class MultiHeadAttention(HeadAttention):
         self.dropout = Dropout(dropout, rngs=rngs)
 
     @overload
-    def __call__(
-        self, query: Array, key: Array | None = None, value: Array | None = None, *,
-        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def __call__(self, query: Array, key: Array | None = None, value: Array | None = None, *, cache: None = None, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> Array: ...  # fmt: skip
+
     @overload
-    def __call__(
-        self, query: Array, key: Array | None = None, value: Array | None = None, *,
-        cache: None = None, return_weights: Literal[True], **options: Unpack[CallOptions],
+    def __call__(self, query: Array, key: Array | None = None, value: Array | None = None, *, cache: None = None, return_weights: Literal[
+        True
+    ], **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Array, Array]: ...  # fmt: skip
+
     @overload
-    def __call__(
-        self, query: Array, key: Array | None = None, value: Array | None = None, *,
-        cache: KVCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def __call__(self, query: Array, key: Array | None = None, value: Array | None = None, *, cache: KVCache, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Array, KVCache]: ...  # fmt: skip
+
     @overload
-    def __call__(
-        self, query: Array, key: Array | None = None, value: Array | None = None, *,
-        cache: KVCache, return_weights: Literal[True], **options: Unpack[CallOptions],
+    def __call__(self, query: Array, key: Array | None = None, value: Array | None = None, *, cache: KVCache, return_weights: Literal[
+        True
+    ], **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Array, Array, KVCache]: ...  # fmt: skip
+
     def __call__(
         self,
         query: Float[Array, "*b t d_in"],

@@ -78,15 +78,21 @@ class MultiHeadAttentionWrapper(nnx.Module):
         )
 
     @overload
-    def __call__(
-        self, x: Array, *,
-        mask: Mask | Array | None = None, return_weights: Literal[False] = False, dropout_key: Array | None = None,
+    def __call__(self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[
+        False
+    ] = False, dropout_key: (
+        Array | None
+    ) = None,
     ) -> Array: ...  # fmt: skip
+
     @overload
-    def __call__(
-        self, x: Array, *,
-        mask: Mask | Array | None = None, return_weights: Literal[True], dropout_key: Array | None = None,
+    def __call__(self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[
+        True
+    ], dropout_key: (
+        Array | None
+    ) = None,
     ) -> tuple[Array, Array]: ...  # fmt: skip
+
     def __call__(
         self,
         x: Tokens,

@@ -181,7 +181,8 @@ def load_balancing_loss(routings: Sequence[Routing], mask: Array | None = None) 
     """
     if not routings:
         raise ValueError(
-            "the load is that of the routers of one layer at least; got no routing. Pass those of a model"
+            "the load is that of the routers of one layer at least; got no routing. Pass those of a"
+            " model"
         )
     count = routings[0].logits.shape[-1]
     real = (

@@ -13,8 +13,8 @@ import jax
 import jax.export
 
 MISSING = (
-    "its library was not built, which takes a C++ compiler when flax_attn is installed: install one (g++ 12 or newer), "
-    "and then flax_attn again with pip install --force-reinstall --no-deps"
+    "its library was not built, which takes a C++ compiler when flax_attn is installed: install one"
+    " (g++ 12 or newer), and then flax_attn again with pip install --force-reinstall --no-deps"
 )
 DTYPES = ("float32", "bfloat16", "float16")  # that its functions take; all sums are in float32
 _ATTENTION = (

@@ -91,8 +91,8 @@ def finite(value: Any) -> Any:
 
 
 NOTHING = (
-    "PyTorch returns no number here that is finite, as for an empty batch, or where a mask that hides "
-    "every key makes all of it NaN. Pass inputs for which it returns numbers"
+    "PyTorch returns no number here that is finite, as for an empty batch, or where a mask that"
+    " hides every key makes all of it NaN. Pass inputs for which it returns numbers"
 )
 
 

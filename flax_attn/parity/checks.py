@@ -81,8 +81,8 @@ def forward(pair: Pair) -> Check:
     check = worst_of("forward", errors, tolerance.FORWARD, _low(ours), **arrays)
     if check.passed and _only_zeros(theirs):
         raise NothingCompared(
-            "both sides return 0 everywhere, and all gradients are 0, as where a mask hides every key. "
-            "Pass inputs, or extras such as lengths, for which PyTorch returns other numbers"
+            "both sides return 0 everywhere, and all gradients are 0, as where a mask hides every"
+            " key. Pass inputs, or extras such as lengths, for which PyTorch returns other numbers"
         )
     return check
 
@@ -98,9 +98,10 @@ def _low(result: Result) -> str:
     if not low:
         return ""
     return (
-        f"{', '.join(low)} for inputs and parameters in float64: construct the Flax module without dtype=, or, if its "
-        "dtype is fixed at construction, run `flax-attn parity pkg.mod:flax_factory pkg.mod:torch_factory`, which "
-        "enables x64 before either is constructed"
+        f"{', '.join(low)} for inputs and parameters in float64: construct the Flax module without"
+        " dtype=, or, if its dtype is fixed at construction, run `flax-attn parity"
+        " pkg.mod:flax_factory pkg.mod:torch_factory`, which enables x64 before either is"
+        " constructed"
     )
 
 
@@ -218,14 +219,16 @@ def _in_lower_dtype(pair: Pair, spec: RunSpec) -> Result:
     except AdapterError as error:
         if spec.dtype == "float16" and on_cpu and _MISSING_PRODUCT.search(str(error.__cause__)):
             raise NotRun(
-                f"XLA has no such float16 product on a CPU: {error}. Pass device= to use a GPU or TPU"
+                f"XLA has no such float16 product on a CPU: {error}. Pass device= to use a GPU"
+                " or TPU"
             ) from None
         raise
 
 
 # Of JAX, which checks some products before it compiles, and of XLA.
 _MISSING_PRODUCT = re.compile(
-    r"^The precision 'F16\w*' is not supported by dot_general on CPU|^UNIMPLEMENTED: (?=.*dot)(?=.*(?<!b)f16)",
+    r"^The precision 'F16\w*' is not supported by dot_general on CPU|^UNIMPLEMENTED:"
+    r" (?=.*dot)(?=.*(?<!b)f16)",
     re.IGNORECASE,
 )
 

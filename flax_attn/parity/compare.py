@@ -200,9 +200,9 @@ def _layout(layout: Layout, flax_module: Any, torch_module: Any) -> convert.Layo
         return convert.auto(flax_module, torch_module)
     except convert.ConversionError as error:
         raise PairingError(
-            f"{error}\nPair these yourself, and the rest as before: layout=convert.auto(flax_module, torch_module, "
-            "rules=[Rule(...)]), or --rules pkg.mod:RULES from a shell. If the weights already agree, pass "
-            "layout=None"
+            f"{error}\nPair these yourself, and the rest as before:"
+            " layout=convert.auto(flax_module, torch_module, rules=[Rule(...)]), or --rules"
+            " pkg.mod:RULES from a shell. If the weights already agree, pass layout=None"
         ) from error
 
 
@@ -284,12 +284,13 @@ def _check_callable(pair: Pair) -> None:
             if isinstance(error.__cause__, PairingError):
                 raise error.__cause__ from None
             raise PairingError(
-                f"the inputs do not go through the {framework} module: {error}\nWhere it takes them in another form, "
-                f"such as channels last, pass {framework}_call="
+                f"the inputs do not go through the {framework} module: {error}\nWhere it takes them"
+                f" in another form, such as channels last, pass {framework}_call="
             ) from error
         if not result.outputs:
             raise PairingError(
-                f"the {framework} module returns nothing to compare. Pass a call that returns its arrays"
+                f"the {framework} module returns nothing to compare. Pass a call that returns its"
+                " arrays"
             )
 
 
@@ -297,8 +298,9 @@ def _check_extras(pair: Pair) -> None:
     for name in pair.extras:
         if not pair.takes(name):
             raise PairingError(
-                f"extras are {' and '.join(Call.EXTRAS)}, where both calls take them by name; "
-                f"got {name!r}, flax takes {sorted(pair.flax.accepts)}, torch takes {sorted(pair.torch.accepts)}"
+                f"extras are {' and '.join(Call.EXTRAS)}, where both calls take them by name; got"
+                f" {name!r}, flax takes {sorted(pair.flax.accepts)}, torch takes"
+                f" {sorted(pair.torch.accepts)}"
             )
 
 
@@ -310,9 +312,9 @@ def _refuse_train_mode(torch_module: Any, pair: Pair) -> None:
     for name, error in tolerance.relative(train, pair.plain.outputs).items():
         if error:
             raise PairingError(
-                f"the PyTorch module was left in train mode, where {name} differs from that in eval mode by a "
-                f"relative {error:.3g}: call .eval() on it. The check 'dropout' compares train mode, with one key "
-                "for both"
+                f"the PyTorch module was left in train mode, where {name} differs from that in eval"
+                f" mode by a relative {error:.3g}: call .eval() on it. The check 'dropout' compares"
+                " train mode, with one key for both"
             )
 
 
@@ -329,6 +331,7 @@ def _notes(pair: Pair) -> list[str]:
     notes = pair.recipe.notes() if pair.has_parameters and not recorded else []
     if pair.has_parameters and not pair.entries:
         notes.append(
-            "layout=None: both modules keep their weights, and one that is 0 or 1 may hide a difference"
+            "layout=None: both modules keep their weights, and one that is 0 or 1 may hide a"
+            " difference"
         )
     return notes + note_on_variance(getattr(pair.flax, "module", None))

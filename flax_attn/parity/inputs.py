@@ -32,8 +32,8 @@ def named_inputs(inputs: Inputs, seed: int) -> Arrays:
             else f"an empty {inputs!r}"
         )
         raise PairingError(
-            f"inputs are a list of arrays or of shapes, or a mapping of them by name; got {got}. Pass [x] for one "
-            "array x"
+            f"inputs are a list of arrays or of shapes, or a mapping of them by name; got {got}."
+            " Pass [x] for one array x"
         )
     random = np.random.default_rng(seed + 1000)
     named = (
@@ -48,7 +48,8 @@ def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
     if isinstance(value, tuple):
         if not all(isinstance(size, int | np.integer) and size >= 0 for size in value):
             raise PairingError(
-                f"{name}: a tuple is a shape, of sizes from 0; got {value}. Pass other values as an array"
+                f"{name}: a tuple is a shape, of sizes from 0; got {value}. Pass other values as an"
+                " array"
             )
         return random.normal(size=value)
     try:
@@ -61,6 +62,7 @@ def _array(name: str, value: Any, random: np.random.Generator) -> np.ndarray:
         return array.astype(np.float64)
     if array.dtype.kind not in "biu":
         raise PairingError(
-            f"{name} is no array of real numbers: its dtype is {array.dtype}. Pass an array, or a shape as a tuple"
+            f"{name} is no array of real numbers: its dtype is {array.dtype}. Pass an array, or a"
+            " shape as a tuple"
         )
     return array

@@ -29,6 +29,6 @@ def note_on_variance(module: Any) -> list[str]:
     first = ".".join(map(str, found[0])) or "it"
     count = "1 norm takes" if len(found) == 1 else f"{len(found)} norms take"
     return [
-        f"{count} the variance in one pass (as {first} does), which loses its digits where the mean is large beside "
-        "the deviation, and PyTorch does not: pass use_fast_variance=False"
+        f"{count} the variance in one pass (as {first} does), which loses its digits where the mean"
+        " is large beside the deviation, and PyTorch does not: pass use_fast_variance=False"
     ]

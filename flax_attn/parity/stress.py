@@ -198,7 +198,8 @@ def _each(pair: Pair, change: Callable[[np.ndarray], np.ndarray]) -> StressInput
 def _tokens(pair: Pair, change: Callable[[np.ndarray], np.ndarray]) -> StressInput:
     if any(x.ndim < (3 if is_floating(x) else 2) for x in pair.inputs.values()):
         raise NotRun(
-            "tokens are the second axis of floats of rank 3, or of integers of rank 2; an input has neither"
+            "tokens are the second axis of floats of rank 3, or of integers of rank 2; an input has"
+            " neither"
         )
     return StressInput({name: change(x) for name, x in pair.inputs.items()}, dict(pair.extras))
 
@@ -209,7 +210,7 @@ def _lengths(pair: Pair) -> np.ndarray:
     shapes = {x.shape[:2] for x in pair.inputs.values() if x.ndim > 1}
     if len(shapes) != 1:
         raise NotRun(f"lengths are those of one sequence; the inputs have {sorted(shapes)}")
-    (batch, tokens) = shapes.pop()
+    batch, tokens = shapes.pop()
     return np.array(
         [(row * tokens) // max(batch - 1, 1) if batch > 1 else tokens - 1 for row in range(batch)]
     )

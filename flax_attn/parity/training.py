@@ -139,8 +139,8 @@ class Recipe:
         ]
         if self.clip_norm is not None:
             lines.append(
-                "torch.nn.utils.clip_grad_norm_ divides by the norm + 1e-6, optax.clip_by_global_norm by the norm: "
-                "both divide by the norm + 1e-6 here"
+                "torch.nn.utils.clip_grad_norm_ divides by the norm + 1e-6,"
+                " optax.clip_by_global_norm by the norm: both divide by the norm + 1e-6 here"
             )
         return lines
 

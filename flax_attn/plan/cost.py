@@ -92,7 +92,7 @@ def _products(instruction: Instruction, computation: Computation) -> int:
 def _dot(dot: Instruction, computation: Computation) -> int:
     """Return the operations: the results times what each is a sum over, as XLA or a call of cuBLAS writes it."""
     contracted = _numbers(r'lhs_contracting_dim(?:s=|ensions":)[\[{]([\d,"]*)[\]}]', dot.attributes)
-    (left, *_) = computation[dot.operands[0]].shapes
+    left, *_ = computation[dot.operands[0]].shapes
     return 2 * prod(dot.shapes[0].sizes) * prod(left.sizes[i] for i in contracted)
 
 

@@ -113,8 +113,8 @@ class Job:
         limit = self.config.context_length
         if self.tokens > limit and not hasattr(self.config, "rope"):
             raise ValueError(
-                f"{self.name} has an embedding for each of {limit} positions; got {self.tokens} tokens. Plan {limit} "
-                "tokens at most, or a model with rotary positions"
+                f"{self.name} has an embedding for each of {limit} positions; got {self.tokens}"
+                f" tokens. Plan {limit} tokens at most, or a model with rotary positions"
             )
 
     def axis(self, name: str) -> int:
@@ -145,13 +145,15 @@ class Job:
         unknown = [axis for axis in self.mesh if axis not in known]
         if unknown:
             raise ValueError(
-                f"the axes of a mesh are {', '.join(known)}; got {', '.join(unknown)}. Name it as one of these"
+                f"the axes of a mesh are {', '.join(known)}; got {', '.join(unknown)}. Name it as"
+                " one of these"
             )
         if prod(self.mesh.values()) != self.topology.size:
             sizes = " * ".join(f"{axis}={size}" for axis, size in self.mesh.items())
             raise ValueError(
-                f"the axes of the mesh must multiply to the {self.topology.size} devices of {self.topology.name}; got "
-                f"{sizes} = {prod(self.mesh.values())}. Change --mesh or --topology"
+                f"the axes of the mesh must multiply to the {self.topology.size} devices of"
+                f" {self.topology.name}; got {sizes} = {prod(self.mesh.values())}. Change --mesh or"
+                " --topology"
             )
 
     def _check_divides(self, what: str, name: str, size: int, option: str) -> None:
@@ -179,8 +181,8 @@ def model_of(name: str) -> tuple[str, type[LanguageModel], Any]:
     folder = Path(name)
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"a model is one of {', '.join(MODELS)}, or a folder with a config.json; got {name!r}, which is neither. "
-            "Pass one of these names, or the path of a folder"
+            f"a model is one of {', '.join(MODELS)}, or a folder with a config.json; got {name!r},"
+            " which is neither. Pass one of these names, or the path of a folder"
         )
     cls = model_class(folder)
     if not issubclass(cls, LanguageModel):
@@ -231,8 +233,8 @@ def rules_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     wrong = [text for text in texts if text.count("=") != 1]
     if wrong:
         raise ValueError(
-            "a rule is written as the name of an axis and the axes of the mesh that it is split over; got "
-            f"{wrong[0]!r}. Write for example embed=fsdp,context"
+            "a rule is written as the name of an axis and the axes of the mesh that it is split"
+            f" over; got {wrong[0]!r}. Write for example embed=fsdp,context"
         )
     pairs = (text.split("=") for text in texts)
     return {name: tuple(filter(None, axes.split(","))) for name, axes in pairs}

@@ -67,15 +67,15 @@ def topology(text: str) -> Topology:
     name, _, sizes = text.partition(":")
     if name not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
         raise ValueError(
-            f"a topology is one of {', '.join(CHIPS)} and the number of its chips in each dimension; got {text!r}. "
-            f"Write it as one of {_EXAMPLES}"
+            f"a topology is one of {', '.join(CHIPS)} and the number of its chips in each"
+            f" dimension; got {text!r}. Write it as one of {_EXAMPLES}"
         )
     shape = tuple(map(int, sizes.split("x")))
     if len(shape) != _DIMENSIONS[name] or (name == "h200" and shape[0] > _PER_HOST):
         limit = f", {_PER_HOST} at most" if name == "h200" else ""
         raise ValueError(
-            f"chips of {name} are counted along {_DIMENSIONS[name]} dimensions{limit}; got {text!r}. "
-            f"Write it as in {_EXAMPLES}"
+            f"chips of {name} are counted along {_DIMENSIONS[name]} dimensions{limit}; got"
+            f" {text!r}. Write it as in {_EXAMPLES}"
         )
     return Topology(text, CHIPS[name], shape)
 
@@ -87,6 +87,6 @@ def _tpu(wanted: Topology) -> Sequence[Any]:
         if "INVALID_ARGUMENT" not in str(error):
             raise
         raise ValueError(
-            f"libtpu describes no topology {wanted.name!r}: {str(error).splitlines()[0]}. Ask for one of the shapes "
-            "that the chip is sold in"
+            f"libtpu describes no topology {wanted.name!r}: {str(error).splitlines()[0]}. Ask for"
+            " one of the shapes that the chip is sold in"
         ) from None

@@ -102,8 +102,8 @@ def each(att: Attention) -> Each:
         )
         return Each(both, both)
     raise ValueError(
-        "the operations of MultiHeadAttention, MultiHeadLatentAttention, DifferentialAttention and DeltaAttention are "
-        f"known; got a model with {type(att).__name__}. Plan a model without it"
+        "the operations of MultiHeadAttention, MultiHeadLatentAttention, DifferentialAttention and"
+        f" DeltaAttention are known; got a model with {type(att).__name__}. Plan a model without it"
     )
 
 

@@ -140,8 +140,8 @@ def sizes_for(mesh: Mapping[str, int]) -> Sizes:
     """
     if min(mesh.values(), default=1) < 1 or prod(mesh.values()) > MOST_DEVICES:
         raise ValueError(
-            f"the devices of a mesh are simulated, each axis of 1 at least, {MOST_DEVICES} devices in "
-            f"all at most; got {dict(mesh)}. Change these sizes"
+            f"the devices of a mesh are simulated, each axis of 1 at least, {MOST_DEVICES} devices"
+            f" in all at most; got {dict(mesh)}. Change these sizes"
         )
     rows, heads, tokens, experts = (
         mesh.get(name, 1) for name in ("data", "tensor", "context", "expert")
@@ -150,8 +150,9 @@ def sizes_for(mesh: Mapping[str, int]) -> Sizes:
     unknown = mesh.keys() - {"data", "fsdp", "tensor", "context", "expert"}
     if unknown or not {heads, tokens, experts} <= {1, 2, 4, 8}:
         raise ValueError(
-            "the table of variants can be divided over data and fsdp, and over tensor, context and expert where these "
-            f"are 1, 2, 4 or 8, as its modules are small; got {dict(mesh)}. Use fewer devices"
+            "the table of variants can be divided over data and fsdp, and over tensor, context and"
+            f" expert where these are 1, 2, 4 or 8, as its modules are small; got {dict(mesh)}. Use"
+            " fewer devices"
         )
     return Sizes(
         -(-4 // rows) * rows,

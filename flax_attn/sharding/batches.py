@@ -88,7 +88,8 @@ def _devices() -> int:
     axes = mesh_axes("tokens", mesh)
     if not axes:
         raise ValueError(
-            f"the zigzag order is that of tokens that a mesh splits; got a mesh with axes {mesh.axis_names}. Pass "
-            'order="natural", or set a mesh with an axis for tokens with jax.set_mesh'
+            "the zigzag order is that of tokens that a mesh splits; got a mesh with axes"
+            f' {mesh.axis_names}. Pass order="natural", or set a mesh with an axis for tokens with'
+            " jax.set_mesh"
         )
     return prod(mesh.shape[axis] for axis in axes)

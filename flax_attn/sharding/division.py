@@ -72,7 +72,8 @@ def divide(call: Call, backend: str = "auto") -> Division | None:
     few = t <= FEW and t < s
     if in_use().order == "zigzag" and (few or not found["tokens"]):
         raise ValueError(
-            f"tokens in zigzag order are those of a sequence that a mesh splits; got t={t}, s={s} and a mesh with axes "
+            f"tokens in zigzag order are those of a sequence that a mesh splits; got t={t}, s={s}"
+            " and a mesh with axes "
             f'{mesh.axis_names}. Pass order="natural", or set a mesh with an axis for tokens'
         )
     if 0 in call.shape or not any(found.values()):
@@ -104,8 +105,10 @@ def _split(mesh: Any, name: str, what: str, axes: tuple[str, ...], size: int) ->
             "query heads": "Use fewer devices for them",
         }.get(what, f"Add {-size % devices} tokens of padding and hide them with Mask.lengths")
         raise IndivisibleError(
-            f"the mesh splits {name} over {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)}, which must "
-            f"divide the {size} {what}. {remedy}, or leave them whole: with flax_attn.sharding.rules({name}=None)"
+            f"the mesh splits {name} over"
+            f" {' x '.join(f'{axis}={mesh.shape[axis]}' for axis in axes)}, which must divide the"
+            f" {size} {what}. {remedy}, or leave them whole: with"
+            f" flax_attn.sharding.rules({name}=None)"
         )
     return axes
 
@@ -126,13 +129,16 @@ def _with_strategy(
         within = devices if strategy == "ulysses" else gcd(devices, n, k)
         if n % within or within == 1:
             raise ValueError(
-                f"Ulysses divides the heads among the devices that share the tokens; got {n} query and {k} key/value "
-                f'heads a device for {devices} devices. Use strategy="ring", or fewer devices for tokens'
+                f"Ulysses divides the heads among the devices that share the tokens; got {n} query"
+                f" and {k} key/value "
+                f'heads a device for {devices} devices. Use strategy="ring", or fewer devices for'
+                " tokens"
             )
     if strategy in _IN_PIECES and backend not in ("auto", "blocked"):
         raise Unsupported(
-            f"backend {backend!r} cannot honour this call: strategy {strategy!r} attends to parts of the keys, which "
-            'only "blocked" does. Pass backend="auto", or strategy="all_gather"'
+            f"backend {backend!r} cannot honour this call: strategy {strategy!r} attends to parts"
+            ' of the keys, which only "blocked" does. Pass backend="auto", or'
+            ' strategy="all_gather"'
         )
     balanced, ordered = _balanced(call, options, strategy, devices), options.order == "zigzag"
     return _changed(division, strategy, reason, within=within, balanced=balanced, ordered=ordered)
@@ -153,7 +159,10 @@ def _chosen(call: Call, backend: str, devices: int, n: int, k: int) -> tuple[str
     if low is not None and high is not None and high - low <= share:
         return (
             "ring",
-            f"the mask shows {high - low + 1} keys, so only pieces of neighbours of {share} tokens are sent",
+            (
+                f"the mask shows {high - low + 1} keys, so only pieces of neighbours of {share}"
+                " tokens are sent"
+            ),
         )
     if n % devices == 0:
         return (

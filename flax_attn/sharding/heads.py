@@ -49,8 +49,9 @@ def by_rows_and_heads(
     """
     if in_use().order == "zigzag":
         raise ValueError(
-            "a state passes through the tokens in their own order; got order='zigzag'. Pass order='natural' to "
-            "context_parallel, and balance='zigzag' where attention by softmax needs it"
+            "a state passes through the tokens in their own order; got order='zigzag'. Pass"
+            " order='natural' to context_parallel, and balance='zigzag' where attention by softmax"
+            " needs it"
         )
     mesh = mesh_in_use(*jax.tree.leaves(arrays))
     if mesh is None:

@@ -66,7 +66,8 @@ def context_parallel(
         check_choice(name, getattr(options, name), choices)
     if options.order == "zigzag" and options.balance == "none":
         raise ValueError(
-            'order="zigzag" is balanced; got balance="none". Pass balance="auto", or order="natural"'
+            'order="zigzag" is balanced; got balance="none". Pass balance="auto", or'
+            ' order="natural"'
         )
     with _in_use(options):
         yield options

@@ -69,8 +69,9 @@ def check_pieces(tokens: int, devices: int) -> None:
     if tokens % (2 * devices):
         short = -tokens % (2 * devices)
         raise ValueError(
-            f"the zigzag order cuts a sequence in two equal pieces a device; got {tokens} tokens on {devices} devices. "
-            f"Add {short} tokens of padding and hide them with Mask.lengths, or use balance='none'"
+            f"the zigzag order cuts a sequence in two equal pieces a device; got {tokens} tokens on"
+            f" {devices} devices. Add {short} tokens of padding and hide them with Mask.lengths, or"
+            " use balance='none'"
         )
 
 

@@ -168,8 +168,9 @@ def check_mesh(mesh: Any) -> None:
     known = dict.fromkeys(axis for axes in table().values() for axis in axes)
     if known.keys().isdisjoint(mesh.axis_names):
         raise ValueError(
-            f"a mesh must have an axis of the table, {', '.join(known)}; got the axes {', '.join(mesh.axis_names)}. "
-            "Name an axis of the mesh so, or change the table with flax_attn.sharding.rules"
+            f"a mesh must have an axis of the table, {', '.join(known)}; got the axes"
+            f" {', '.join(mesh.axis_names)}. Name an axis of the mesh so, or change the table with"
+            " flax_attn.sharding.rules"
         )
 
 

@@ -130,7 +130,8 @@ class Checkpoints:
             step = self.latest
             if step is None:
                 raise ValueError(
-                    f"{self.folder} has no complete checkpoint. Save one first, or pass the folder of a run"
+                    f"{self.folder} has no complete checkpoint. Save one first, or pass the folder"
+                    " of a run"
                 )
             problems, found, failure = [], None, None
             try:
@@ -148,8 +149,8 @@ class Checkpoints:
             )
         if found is None:
             raise ValueError(
-                f"the checkpoint of step {step} in {self.folder} is of another model or optimizer. Build both as the "
-                "run did:\n  " + "\n  ".join(problems)
+                f"the checkpoint of step {step} in {self.folder} is of another model or optimizer."
+                " Build both as the run did:\n  " + "\n  ".join(problems)
             )
         _write(found.arrays, model=model, optimizer=optimizer)
         return step, found.extra
@@ -200,8 +201,8 @@ class Checkpoints:
         latest = max(self._steps(), default=None)
         if latest is not None and step <= latest:
             raise ValueError(
-                f"steps of checkpoints must increase; got step={step}, and {self.folder} has one of step {latest}. "
-                "Restore it first, or save into another folder"
+                f"steps of checkpoints must increase; got step={step}, and {self.folder} has one of"
+                f" step {latest}. Restore it first, or save into another folder"
             )
 
     def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]) -> Any:
@@ -232,7 +233,8 @@ def _check_folder(folder: Path) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(
-            f"checkpoints are stored in a folder; got {folder}, and {there} is a file. Pass another path"
+            f"checkpoints are stored in a folder; got {folder}, and {there} is a file. Pass another"
+            " path"
         )
 
 
@@ -273,8 +275,9 @@ def _check_json(extra: dict[str, Any]) -> None:
         same = False
     if not same:
         raise ValueError(
-            "values saved beside the arrays must be as JSON has them: finite numbers, strings, None, lists, and dicts "
-            f"with strings as keys; got {extra!r}. Write int(...) of an array, list(...) of a tuple"
+            "values saved beside the arrays must be as JSON has them: finite numbers, strings,"
+            f" None, lists, and dicts with strings as keys; got {extra!r}. Write int(...) of an"
+            " array, list(...) of a tuple"
         )
 
 

@@ -69,8 +69,8 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
     ):
         if params is None:
             raise ValueError(
-                "float32_state needs the parameters, to move them to where their float32 copies are; got params=None. "
-                "Call update(gradients, state, params)"
+                "float32_state needs the parameters, to move them to where their float32 copies"
+                " are; got params=None. Call update(gradients, state, params)"
             )
         wide = _with_master(params, state.master)
         wide_updates, new_inner = inner.update(

@@ -189,7 +189,10 @@ SAME = {
     ),
     "offset of a function": (
         lambda side: side.Mask.where(lambda b, n, i, j: i > j, 2**31).resolve(1, 1, 5, 7),
-        r"positions that the function of a mask gets are integers of 32 bits; got offset=2147483648\. Count",
+        (
+            r"positions that the function of a mask gets are integers of 32 bits; got"
+            r" offset=2147483648\. Count"
+        ),
     ),
     "offsets": (
         mask("causal", np.arange(3)),
@@ -299,7 +302,10 @@ ALIKE = {
                 **dict.fromkeys(("query", "key", "value"), side.array(np.ones((1, 2, 3))))
                 | {name: value}
             ),
-            rf"{name} must be .*; got {type(value).__name__}\. Pass \w+\.as_?(array|tensor)\({name}\)",
+            (
+                rf"{name} must be .*; got {type(value).__name__}\. Pass"
+                rf" \w+\.as_?(array|tensor)\({name}\)"
+            ),
         )
         for name, value in (("query", None), ("key", [1.0]), ("value", 2.0), ("query", "x"))
     },

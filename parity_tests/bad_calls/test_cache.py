@@ -31,9 +31,15 @@ def extend(side, t, cache=None, mask=None, lengths=None):
     return cache.extend(new(side, t), new(side, t), mask, lengths)
 
 
-FITS = r"capacity of 8 tokens; got {} new tokens, {} cached\. .*KVCache\.zeros\(b, 9, \.\.\.\), or a ring buffer"
+FITS = (
+    r"capacity of 8 tokens; got {} new tokens, {} cached\. .*KVCache\.zeros\(b, 9, \.\.\.\), or a"
+    r" ring buffer"
+)
 LENGTHS = r"lengths counts the real tokens of a call of t=2 tokens; got lengths={}\. Use 0 to 2"
-WHOLE = r"mask is that of the whole sequence, .*capacity=8 tokens it can hold; got {}\. Pad it to the capacity"
+WHOLE = (
+    r"mask is that of the whole sequence, .*capacity=8 tokens it can hold; got {}\. Pad it to the"
+    r" capacity"
+)
 BAD = {
     "window 0": (
         lambda side: zeros(side, 8, window=0),
@@ -41,7 +47,10 @@ BAD = {
     ),
     "wide window": (
         lambda side: zeros(side, 4, window=5),
-        r"a ring buffer must keep at least the window.*got window=5, capacity=4\. Use a capacity of at least 5",
+        (
+            r"a ring buffer must keep at least the window.*got window=5, capacity=4\. Use a"
+            r" capacity of at least 5"
+        ),
     ),
     "no capacity": (
         lambda side: zeros(side, 0),
@@ -119,7 +128,10 @@ def answer(side, change):
 MADE = (
     r"a cache is made for the heads and widths of one layer .*: {}; got {}\. Pass what init_cache"
 )
-RING = r"a ring buffer keeps the keys of its own window; got one of window={} for a layer of window={}, "
+RING = (
+    r"a ring buffer keeps the keys of its own window; got one of window={} for a layer of"
+    r" window={}, "
+)
 FLOATING = r"a cache stores keys .* must be floating point; got dtype {}\. Use that of the layer"
 OURS = r"key \(2, 2, 8, 3\), value \(2, 2, 8, 3\)"
 FOREIGN = {
@@ -215,7 +227,10 @@ FOREIGN = {
     ),
     "fewer layers": (
         lambda side: read(side, model(side, num_layers=1).init_cache(B, 8)),
-        r"cache is a tuple with one entry for each layer .*, 2 in all; got 1\. Pass what init_cache of this model",
+        (
+            r"cache is a tuple with one entry for each layer .*, 2 in all; got 1\. Pass what"
+            r" init_cache of this model"
+        ),
     ),
     "more layers": (
         lambda side: read(side, model(side, num_layers=3).init_cache(B, 8)),
@@ -242,7 +257,10 @@ FOREIGN = {
     ),
     "kept of fewer layers": (
         lambda side: answer(side, lambda kept: kept[:1]),
-        r"kept is a tuple with one entry for each layer .*, 2 in all; got 1\. Pass what keep of this model",
+        (
+            r"kept is a tuple with one entry for each layer .*, 2 in all; got 1\. Pass what keep of"
+            r" this model"
+        ),
     ),
 }
 

@@ -78,19 +78,31 @@ SAME = {
     ),
     "another dtype": (
         scored(lambda x: lambda s, b, n, i, j: x[0] * (s.ndim + 1)),
-        r"in the dtype of the score, here float64; got dtype float32\. Cast what it adds or multiplies to score\.dtype",
+        (
+            r"in the dtype of the score, here float64; got dtype float32\. Cast what it adds or"
+            r" multiplies to score\.dtype"
+        ),
     ),
     "offset": (
         masked(lambda x: lambda b, n, i, j: i > j, 2**31),
-        r"positions that the function of a mask gets are integers of 32 bits; got offset=2147483648\. Count from",
+        (
+            r"positions that the function of a mask gets are integers of 32 bits; got"
+            r" offset=2147483648\. Count from"
+        ),
     ),
     "query positions": (
         scored(lambda x: lambda s, b, n, i, j: s, query_positions=np.arange(6)),
-        r"query_positions of a score are one integer a token, of shape \(2, 5\) or \(5,\); got shape \(6,\)\. Those of",
+        (
+            r"query_positions of a score are one integer a token, of shape \(2, 5\) or \(5,\); got"
+            r" shape \(6,\)\. Those of"
+        ),
     ),
     "float positions": (
         scored(lambda x: lambda s, b, n, i, j: s, key_positions=np.ones((2, 7))),
-        r"key_positions of a score .* \(7,\); got shape \(2, 7\), not integers\. .*KVCache are cache\.positions\(t\)",
+        (
+            r"key_positions of a score .* \(7,\); got shape \(2, 7\), not integers\. .*KVCache are"
+            r" cache\.positions\(t\)"
+        ),
     ),
     "rows": (
         lambda side: (

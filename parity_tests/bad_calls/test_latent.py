@@ -38,7 +38,10 @@ CASES = {
     ),
     "norm of no latent": (
         lambda side: latent(side, q_norm=side.build("RMSNorm", 4)),
-        r"q_norm norms the latent of queries; got q_lora_rank=None\. Leave out q_norm, or pass a rank",
+        (
+            r"q_norm norms the latent of queries; got q_lora_rank=None\. Leave out q_norm, or pass"
+            r" a rank"
+        ),
     ),
     "capacity": (lambda side: latent(side).init_cache(2, 10), r"got capacity=10, context_length=9"),
     "a cache of another width": (

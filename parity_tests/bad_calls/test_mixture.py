@@ -21,11 +21,17 @@ def zeros(side, *shape):
 CONSTRUCTORS = {
     "top_k above the experts": (
         lambda side: router(side, top_k=9),
-        r"top_k must be at most the number of experts.*top_k=9, num_experts=8, groups=1, top_groups=1\. Lower top_k$",
+        (
+            r"top_k must be at most the number of experts.*top_k=9, num_experts=8, groups=1,"
+            r" top_groups=1\. Lower top_k$"
+        ),
     ),
     "top_k above the groups": (
         lambda side: router(side, top_k=3, groups=4, top_groups=1),
-        r"top_k must be at most .* top_groups groups.*top_k=3, num_experts=8, groups=4, top_groups=1",
+        (
+            r"top_k must be at most .* top_groups groups.*top_k=3, num_experts=8, groups=4,"
+            r" top_groups=1"
+        ),
     ),
     "more groups chosen than there are": (
         lambda side: router(side, groups=2, top_groups=3),
@@ -33,7 +39,10 @@ CONSTRUCTORS = {
     ),
     "groups do not divide": (
         lambda side: router(side, groups=3),
-        r"groups must divide num_experts into groups of two experts at least.*num_experts=8, groups=3\. Pass groups=1",
+        (
+            r"groups must divide num_experts into groups of two experts at least.*num_experts=8,"
+            r" groups=3\. Pass groups=1"
+        ),
     ),
     "groups of one expert": (
         lambda side: router(side, groups=8),
@@ -69,7 +78,10 @@ CONSTRUCTORS = {
     ),
     "no activation": (
         lambda side: experts(side, activation=3),
-        r"activation must be Callable; got int\. Pass activation=\"silu\", or a function of gate and up",
+        (
+            r"activation must be Callable; got int\. Pass activation=\"silu\", or a function of"
+            r" gate and up"
+        ),
     ),
     "limit": (lambda side: side.ClampedSwiGLU(0.0), r"limit bounds .* must be positive; got 0\.0"),
     "no router": (
@@ -82,7 +94,10 @@ CONSTRUCTORS = {
     ),
     "another number of experts": (
         lambda side: side.MixtureOfExperts(router(side), experts(side, num_experts=6)),
-        r"one d_model, and .* one num_experts; got router\.num_experts=8, router\.d_model=4, experts\.num_experts=6",
+        (
+            r"one d_model, and .* one num_experts; got router\.num_experts=8, router\.d_model=4,"
+            r" experts\.num_experts=6"
+        ),
     ),
     "another shared width": (
         lambda side: side.MixtureOfExperts(

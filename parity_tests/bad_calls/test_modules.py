@@ -32,11 +32,17 @@ def block(side, **keywords):
 CONSTRUCTORS = {
     "num_heads does not divide": (
         lambda side: multi_head(side, num_heads=3),
-        r"num_heads must divide d_out.*d_out=8, num_heads=3\. .*may be 1, 2, 4, 8, or give the width as head_dim$",
+        (
+            r"num_heads must divide d_out.*d_out=8, num_heads=3\. .*may be 1, 2, 4, 8, or give the"
+            r" width as head_dim$"
+        ),
     ),
     "num_kv_heads does not divide": (
         lambda side: multi_head(side, num_kv_heads=3),
-        r"num_kv_heads must divide num_heads.*num_heads=4, num_kv_heads=3\. num_kv_heads may be 1, 2, 4$",
+        (
+            r"num_kv_heads must divide num_heads.*num_heads=4, num_kv_heads=3\. num_kv_heads may be"
+            r" 1, 2, 4$"
+        ),
     ),
     "more kv heads than heads": (
         lambda side: multi_head(side, num_kv_heads=8),
@@ -56,15 +62,24 @@ CONSTRUCTORS = {
     ),
     "kv heads with head_dim": (
         lambda side: multi_head(side, num_heads=3, num_kv_heads=2, head_dim=5),
-        r"num_kv_heads must divide num_heads.*num_heads=3, num_kv_heads=2\. num_kv_heads may be 1, 3$",
+        (
+            r"num_kv_heads must divide num_heads.*num_heads=3, num_kv_heads=2\. num_kv_heads may be"
+            r" 1, 3$"
+        ),
     ),
     "query norm width": (
         lambda side: multi_head(side, q_norm=side.build("RMSNorm", 4)),
-        r"q_norm is .* head_dim=2 wide, or .*, 4 \* head_dim = 8 wide; got one of d_model=4\. Pass q_norm=RMSNorm\(2\)",
+        (
+            r"q_norm is .* head_dim=2 wide, or .*, 4 \* head_dim = 8 wide; got one of d_model=4\."
+            r" Pass q_norm=RMSNorm\(2\)"
+        ),
     ),
     "key norm width": (
         lambda side: multi_head(side, num_kv_heads=2, k_norm=side.build("LayerNorm", 8)),
-        r"k_norm is .* head_dim=2 wide, or .*, 2 \* head_dim = 4 wide; got one of d_model=8\. Pass k_norm=RMSNorm\(2\)",
+        (
+            r"k_norm is .* head_dim=2 wide, or .*, 2 \* head_dim = 4 wide; got one of d_model=8\."
+            r" Pass k_norm=RMSNorm\(2\)"
+        ),
     ),
     "norm without a width": (
         lambda side: multi_head(side, q_norm=abs),
@@ -74,7 +89,10 @@ CONSTRUCTORS = {
         lambda side: side.build(
             "DifferentialAttention", 6, 8, 9, 0.0, 6, num_kv_heads=3, head_dim=4
         ),
-        r"pairs the heads .* num_kv_heads must be even; got num_kv_heads=3\. Pass 4, or another even number",
+        (
+            r"pairs the heads .* num_kv_heads must be even; got num_kv_heads=3\. Pass 4, or another"
+            r" even number"
+        ),
     ),
     "no pairs of heads": (
         lambda side: side.build("DifferentialAttention", 6, 8, 9, 0.0, 4, num_kv_heads=0),
@@ -90,7 +108,10 @@ CONSTRUCTORS = {
     ),
     "window in both directions": (
         lambda side: multi_head(side, window=3, causal=False),
-        r"window is how many keys a token .*got window=3, causal=False\. .*mask=Mask\.window\(left, right\)",
+        (
+            r"window is how many keys a token .*got window=3, causal=False\."
+            r" .*mask=Mask\.window\(left, right\)"
+        ),
     ),
     "no d_out": (
         lambda side: multi_head(side, d_out=0),
@@ -158,7 +179,10 @@ CONSTRUCTORS = {
     ),
     "sinks of cross-attention": (
         lambda side: side.build("CrossAttention", 4, 4, 0.0, 2, scores=side.Scores(sinks=True)),
-        r"cross-attention have a scale and a soft cap alone; got sinks=True, function=None\. Leave out sinks",
+        (
+            r"cross-attention have a scale and a soft cap alone; got sinks=True, function=None\."
+            r" Leave out sinks"
+        ),
     ),
     "gated activation": (
         lambda side: side.build("GatedFeedForward", 4, activation="swish"),
@@ -174,7 +198,10 @@ CONSTRUCTORS = {
     ),
     "capacity": (
         lambda side: multi_head(side).init_cache(2, 10),
-        r"capacity must not exceed context_length; got capacity=10, context_length=9\. Make the cache smaller",
+        (
+            r"capacity must not exceed context_length; got capacity=10, context_length=9\. Make the"
+            r" cache smaller"
+        ),
     ),
     "block capacity": (
         lambda side: block(side).init_cache(2, 10),
@@ -214,13 +241,19 @@ CONSTRUCTORS = {
         lambda side: side.TransformerBlock(
             multi_head(side, d_out=6, num_heads=2), None, None, None, drop_shortcut=0.1
         ),
-        r"drop_shortcut must be .*Dropout.*; got float\. Pass drop_shortcut=Dropout\(\.\.\.\), or None",
+        (
+            r"drop_shortcut must be .*Dropout.*; got float\. Pass drop_shortcut=Dropout\(\.\.\.\),"
+            r" or None"
+        ),
     ),
     "att widths": (
         lambda side: side.TransformerBlock(
             multi_head(side, kdim=5), side.build("FeedForward", 6), None, None
         ),
-        r"all parts of a block have one width; got att\.d_in=6, att\.d_out=8, att\.kdim=5\. Construct",
+        (
+            r"all parts of a block have one width; got att\.d_in=6, att\.d_out=8, att\.kdim=5\."
+            r" Construct"
+        ),
     ),
     "ff and norm widths": (
         lambda side: side.TransformerBlock(
@@ -243,7 +276,10 @@ CONSTRUCTORS = {
     ),
     "sums and post norms": (
         lambda side: block(side, norm_first=False, norms=("norm1", "norm2", "post_norm1")),
-        r"norm_first=False normalises the two sums, .*got norm1, norm2, post_norm1\. .*pass norm_first=True",
+        (
+            r"norm_first=False normalises the two sums, .*got norm1, norm2, post_norm1\. .*pass"
+            r" norm_first=True"
+        ),
     ),
     "sums without norms": (
         lambda side: block(side, norm_first=False, norms=()),
@@ -331,7 +367,10 @@ MODULES = {
 @pytest.mark.parametrize("rank", [1, 4])
 def test_wrong_rank(assert_same_error, build, width, name, rank):
     shape = (3, 2, 5, width)[-rank:]
-    match = rf"must have shape \(t, \w+\) or \(b, t, \w+\); got rank {rank}, shape {re.escape(str(shape))}.*vmap"
+    match = (
+        rf"must have shape \(t, \w+\) or \(b, t, \w+\); got rank {rank}, shape"
+        rf" {re.escape(str(shape))}.*vmap"
+    )
     assert_same_error(lambda side: build(side)(side.array(np.ones(shape))), match)
 
 
@@ -347,7 +386,10 @@ def test_wrong_width(assert_same_error, build, width, name):
     ("build", "width", "name"), list(MODULES.values())[2:], ids=list(MODULES)[2:]
 )
 def test_longer_than_context_length(assert_same_error, build, width, name):
-    match = rf"longer than context_length=5 tokens; got 7 tokens, shape \(2, 7, {width}\)\. Cut the input"
+    match = (
+        rf"longer than context_length=5 tokens; got 7 tokens, shape \(2, 7, {width}\)\. Cut the"
+        r" input"
+    )
     assert_same_error(lambda side: build(side)(side.array(np.ones((2, 7, width)))), match)
 
 

@@ -61,7 +61,10 @@ ERRORS = {
     ),
     "longrope width": (
         lambda side: turn(side, scaling=side.LongRoPEScaling(2.0, 4, (1.0,), (2.0,))),
-        r"short_factors must be one for each of the 8 frequencies of 16 rotated features; got 1\. Take those",
+        (
+            r"short_factors must be one for each of the 8 frequencies of 16 rotated features; got"
+            r" 1\. Take those"
+        ),
     ),
     "llama length": (
         lambda side: side.Llama3Scaling(8.0, 2.5),
@@ -69,11 +72,17 @@ ERRORS = {
     ),
     "llama factors": (
         lambda side: side.Llama3Scaling(low_freq_factor=4.0),
-        r"0 < low_freq_factor < high_freq_factor; got low_freq_factor=4\.0, high_freq_factor=4\.0\. Usual are 1 and 4",
+        (
+            r"0 < low_freq_factor < high_freq_factor; got low_freq_factor=4\.0,"
+            r" high_freq_factor=4\.0\. Usual are 1 and 4"
+        ),
     ),
     "float positions": (
         lambda side: turn(side, positions=np.ones(T)),
-        r"positions must be integers of shape \(t,\) or \(b, t\); got shape \(5,\), dtype float64\. Cast",
+        (
+            r"positions must be integers of shape \(t,\) or \(b, t\); got shape \(5,\), dtype"
+            r" float64\. Cast"
+        ),
     ),
     "boolean positions": (
         lambda side: turn(side, positions=np.ones(T, bool)),
@@ -85,7 +94,10 @@ ERRORS = {
     ),
     "shape of positions": (
         lambda side: turn(side, positions=np.ones((2, T), int)),
-        r"one for each of the tokens \(3, 5\); got shape \(2, 5\), dtype int64\. Without b they serve every row",
+        (
+            r"one for each of the tokens \(3, 5\); got shape \(2, 5\), dtype int64\. Without b they"
+            r" serve every row"
+        ),
     ),
     "batched positions": (
         lambda side: turn(side, shape=(T, N, H), positions=np.ones((B, T), int)),
@@ -110,7 +122,10 @@ ERRORS = {
     ),
     "t5 distance": (
         lambda side: side.t5_buckets([0], [0], num_buckets=32, max_distance=8),
-        r"max_distance beyond the half.*got 16 buckets a direction, max_distance=8\. Usual are 32 and 128",
+        (
+            r"max_distance beyond the half.*got 16 buckets a direction, max_distance=8\. Usual are"
+            r" 32 and 128"
+        ),
     ),
     "sinusoidal width": (
         lambda side: side.sinusoidal([0], 5),
@@ -136,13 +151,19 @@ ERRORS = {
         lambda side: side.build("MultiHeadAttention", 6, 8, 9, 0.0, 2)(
             side.array(np.ones((B, T, 6))), positions=np.arange(T)
         ),
-        r"positions are for rope; got positions, rope=None\. Construct the module with rope=RoPE\(\)",
+        (
+            r"positions are for rope; got positions, rope=None\. Construct the module with"
+            r" rope=RoPE\(\)"
+        ),
     ),
     "rope across": (
         lambda side: roped(side, causal=False)(
             side.array(np.ones((B, T, 6))), side.array(np.ones((B, S, 6)))
         ),
-        r"in self-attention; got a key of shape \(3, 7, 6\)\. Leave it out, or construct the module with rope=None",
+        (
+            r"in self-attention; got a key of shape \(3, 7, 6\)\. Leave it out, or construct the"
+            r" module with rope=None"
+        ),
     ),
 }
 

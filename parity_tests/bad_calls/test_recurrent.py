@@ -48,7 +48,10 @@ MASKS = (
 BAD = {
     "another key": (
         lambda side: rule(side, key=(B, T, K, 4)),
-        r"query and key must have shape \(b, t, k, h\) both.*got query \(2, 5, 2, 3\), key \(2, 5, 2, 4\)",
+        (
+            r"query and key must have shape \(b, t, k, h\) both.*got query \(2, 5, 2, 3\), key \(2,"
+            r" 5, 2, 4\)"
+        ),
     ),
     "a rank of two": (
         lambda side: rule(side, query=(T, H), key=(T, H)),
@@ -60,11 +63,17 @@ BAD = {
     ),
     "heads that do not divide": (
         lambda side: rule(side, value=(B, T, 3, V)),
-        r"heads k of the query must divide the heads n of the value; got query \(2, 5, 2, 3\), value \(2, 5, 3, 6\)",
+        (
+            r"heads k of the query must divide the heads n of the value; got query \(2, 5, 2, 3\),"
+            r" value \(2, 5, 3, 6\)"
+        ),
     ),
     "decay": (
         lambda side: rule(side, decay=(B, T, N, V)),
-        r"one number a head, \(2, 5, 4\), or one a feature of its key, \(2, 5, 4, 3\); got \(2, 5, 4, 6\)",
+        (
+            r"one number a head, \(2, 5, 4\), or one a feature of its key, \(2, 5, 4, 3\); got \(2,"
+            r" 5, 4, 6\)"
+        ),
     ),
     "beta": (
         lambda side: rule(side, beta=(B, T, K)),
@@ -116,7 +125,10 @@ BAD = {
     ),
     "weights": (
         lambda side: layer(side, call=lambda side: {"return_weights": True}),
-        r"has a state, and no scores, weights or positions; got return_weights=\. Leave it out, or use MultiHead",
+        (
+            r"has a state, and no scores, weights or positions; got return_weights=\. Leave it out,"
+            r" or use MultiHead"
+        ),
     ),
     "positions": (
         lambda side: layer(side, call=lambda side: {"positions": side.array(np.arange(T))}),

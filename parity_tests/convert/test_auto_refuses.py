@@ -89,8 +89,14 @@ def test_query_and_key_of_each_others_shape_are_refused():
     ours = Flax(query=nnx.Linear(4, D, rngs=R), key=nnx.Linear(5, D, rngs=R))
     theirs = Torch(q=nn.Linear(5, D), k=nn.Linear(4, D))
     assert [line.split(" are in")[0] for line in lines(ours, theirs)[1:-1]] == [
-        "  flax query.kernel (4, 6), query.bias (6,) (Linear) and torch k.weight (6, 4), k.bias (6,) (Linear)",
-        "  flax key.kernel (5, 6), key.bias (6,) (Linear) and torch q.weight (6, 5), q.bias (6,) (Linear)",
+        (
+            "  flax query.kernel (4, 6), query.bias (6,) (Linear) and torch k.weight (6, 4), k.bias"
+            " (6,) (Linear)"
+        ),
+        (
+            "  flax key.kernel (5, 6), key.bias (6,) (Linear) and torch q.weight (6, 5), q.bias"
+            " (6,) (Linear)"
+        ),
     ]
 
 
@@ -132,10 +138,15 @@ def test_like_layers_in_another_order_are_ambiguous():
     }  # both are numbered
     named = Torch(before=nn.LayerNorm(D), middle=nn.Linear(D, D), after=nn.LayerNorm(D))
     assert lines(ours, named)[1:] == [
-        "  ambiguous: flax n1.scale (6,), n1.bias (6,) (LayerNorm); n2.scale (6,), n2.bias (6,) (LayerNorm) fit torch "
-        "before.weight (6,), before.bias (6,) (LayerNorm); after.weight (6,), after.bias (6,) (LayerNorm) in more "
-        "than one way",
-        "Name them alike, or pair them by rules: convert.auto(..., rules=[Rule(('n1.scale',), 'before.weight'), ...])",
+        (
+            "  ambiguous: flax n1.scale (6,), n1.bias (6,) (LayerNorm); n2.scale (6,), n2.bias (6,)"
+            " (LayerNorm) fit torch before.weight (6,), before.bias (6,) (LayerNorm); after.weight"
+            " (6,), after.bias (6,) (LayerNorm) in more than one way"
+        ),
+        (
+            "Name them alike, or pair them by rules: convert.auto(..., rules=[Rule(('n1.scale',),"
+            " 'before.weight'), ...])"
+        ),
     ]
 
 
@@ -207,17 +218,29 @@ def test_what_has_no_partner_is_listed_all_at_once():
         "the parameters of Flax and Torch do not pair:",
         "  no partner for flax fc.bias (6,): fc has no bias",
         "  no partner for flax gain (3,)",
-        "  no partner for flax norm.scale (6,), norm.bias (6,) (LayerNorm); by name norm.weight (6,), norm.bias (6,), "
-        "norm.running_mean (6,), norm.running_var (6,) (BatchNorm)",
-        "  no partner for flax narrow.kernel (3, 2), narrow.bias (2,) (Linear); by name narrow.weight (5, 3), "
-        "narrow.bias (5,) (Linear)",
-        "  no partner for torch norm.weight (6,), norm.bias (6,), norm.running_mean (6,), norm.running_var (6,) "
-        "(BatchNorm); by name norm.scale (6,), norm.bias (6,) (LayerNorm)",
-        "  no partner for torch narrow.weight (5, 3), narrow.bias (5,) (Linear); by name narrow.kernel (3, 2), "
-        "narrow.bias (2,) (Linear)",
+        (
+            "  no partner for flax norm.scale (6,), norm.bias (6,) (LayerNorm); by name norm.weight"
+            " (6,), norm.bias (6,), norm.running_mean (6,), norm.running_var (6,) (BatchNorm)"
+        ),
+        (
+            "  no partner for flax narrow.kernel (3, 2), narrow.bias (2,) (Linear); by name"
+            " narrow.weight (5, 3), narrow.bias (5,) (Linear)"
+        ),
+        (
+            "  no partner for torch norm.weight (6,), norm.bias (6,), norm.running_mean (6,),"
+            " norm.running_var (6,) (BatchNorm); by name norm.scale (6,), norm.bias (6,)"
+            " (LayerNorm)"
+        ),
+        (
+            "  no partner for torch narrow.weight (5, 3), narrow.bias (5,) (Linear); by name"
+            " narrow.kernel (3, 2), narrow.bias (2,) (Linear)"
+        ),
         "  no partner for torch lstm.weight_ih_l0 (12, 2) (LSTM)",
         "  no partner for torch lstm.weight_hh_l0 (12, 3) (LSTM)",
-        "Name them alike, or pair them by rules: convert.auto(..., rules=[Rule(('norm.scale',), 'norm.weight'), ...])",
+        (
+            "Name them alike, or pair them by rules: convert.auto(..., rules=[Rule(('norm.scale',),"
+            " 'norm.weight'), ...])"
+        ),
     ]
 
 

@@ -119,7 +119,10 @@ class Norms(nnx.Module):
 
 
 def test_a_shift_beside_a_bias_is_ambiguous():
-    message = r"an entry is made once; this layout makes norm.bias of norm.shift, and of norm.bias\. Rename one"
+    message = (
+        r"an entry is made once; this layout makes norm.bias of norm.shift, and of norm.bias\."
+        r" Rename one"
+    )
     with pytest.raises(convert.ConversionError, match=message):
         convert.state_dict(Norms(), "torch")
     with pytest.raises(convert.ConversionError, match=message):

@@ -61,9 +61,10 @@ def build(tmp_path):
             str(tmp_path),
             str(tmp_path / "site"),
         ]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False
-        ).stderr, tmp_path / "site"
+        return (
+            subprocess.run(command, capture_output=True, text=True, check=False).stderr,
+            tmp_path / "site",
+        )
 
     return run
 
@@ -139,7 +140,10 @@ def test_every_example_is_shown():
     assert [name for name in EXAMPLES if f"../examples/{name}" not in shown] == []
 
 
-GOOD = '<html lang="en"><title>T</title><body style="background: #fff"><main><p style="color: #000">text</p>{}</main>'
+GOOD = (
+    '<html lang="en"><title>T</title><body style="background: #fff"><main><p style="color:'
+    ' #000">text</p>{}</main>'
+)
 BAD = {
     '<p style="color: #bbb">pale</p>': "color-contrast",
     '<img src="data:image/gif;base64,R0lGODlhAQABAAAAACw=">': "image-alt",

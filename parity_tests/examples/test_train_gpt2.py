@@ -32,7 +32,10 @@ def library(tmp_path_factory):
     (folder / "test").mkdir()
     (folder / "test" / "left_out.py").write_text('"""Not part of the library."""')
     for i in range(150):
-        text = f'"""Module {i}."""\ndef f{i}(x):\n    """Return the number {i} of x."""\nclass A:\n    """Shared."""\n'
+        text = (
+            f'"""Module {i}."""\ndef f{i}(x):\n    """Return the number {i} of x."""\nclass A:\n   '
+            ' """Shared."""\n'
+        )
         (folder / f"m{i:03}.py").write_text(
             text + "    async def g(self):\n        '''Wait for x.'''\nraise OSError\n"
         )

@@ -51,7 +51,10 @@ def cross_block(side, width=6, **parts):
 CALLS = {
     "channels of an image": (
         lambda side: side.Patches(6, 3, 4, 2, **numerics(side))(ones(side, 5, 2, 8, 8)),
-        r"images must have shape .* with c=3 channels, .* 4 x 2 pixels must fill them; got shape \(5, 2, 8, 8\)\. Res",
+        (
+            r"images must have shape .* with c=3 channels, .* 4 x 2 pixels must fill them; got"
+            r" shape \(5, 2, 8, 8\)\. Res"
+        ),
     ),
     "an image that patches do not fill": (
         lambda side: side.Patches(6, 3, 4, 2, **numerics(side))(ones(side, 5, 3, 8, 7)),
@@ -63,11 +66,17 @@ CALLS = {
     ),
     "an image_size that patches do not fill": (
         lambda side: make(side, "vit", "ViT", 6, 2, 1, image_size=(8, 7), patch_size=(4, 3)),
-        r"patches must fill an image; got image_size=\(8, 7\), patch_size=\(4, 3\)\. Take an image_size that",
+        (
+            r"patches must fill an image; got image_size=\(8, 7\), patch_size=\(4, 3\)\. Take an"
+            r" image_size that"
+        ),
     ),
     "positions of an oblong DINOv2": (
         lambda side: make(side, "dinov2", "DINOv2", 6, 2, 1, image_size=(8, 12), patch_size=(4, 4)),
-        r"positions of a DINOv2 are those of a square grid; got image_size=\(8, 12\), patch_size=\(4, 4\)\. Images of",
+        (
+            r"positions of a DINOv2 are those of a square grid; got image_size=\(8, 12\),"
+            r" patch_size=\(4, 4\)\. Images of"
+        ),
     ),
     "masked patches without a token for them": (
         lambda side: make(side, "dinov2", "DINOv2", 6, 2, 1, **SQUARE, mask_token=False)(
@@ -97,7 +106,10 @@ CALLS = {
         lambda side: side.file("models.modernbert").ModernBertConfig(
             6, 8, 2, 2, full_layers=(0, 2)
         ),
-        r"full_layers must be numbers of layers, 0 to 1; got \(0, 2\)\. Leave out those beyond num_layers",
+        (
+            r"full_layers must be numbers of layers, 0 to 1; got \(0, 2\)\. Leave out those beyond"
+            r" num_layers"
+        ),
     ),
     "features of another length": (
         lambda side: whisper(side)(ones(side, 3, 5, 12), side.array(np.ones((3, 4), int))),
@@ -111,7 +123,10 @@ CALLS = {
     ),
     "a block of parts of two widths": (
         lambda side: cross_block(side, width=8),
-        r"all parts of a block have one width; got att\.d_in=6, cross\.d_model=8\. Construct them with one d_model",
+        (
+            r"all parts of a block have one width; got att\.d_in=6, cross\.d_model=8\. Construct"
+            r" them with one d_model"
+        ),
     ),
     "a block of another attention": (
         lambda side: cross_block(side, att=side.FeedForward(6, **numerics(side))),
@@ -125,7 +140,10 @@ CALLS = {
         lambda side: side.generate(
             side.GPT2(side.GPT2Config(6, 2, 1), **numerics(side)), [1], 1, start=[2]
         ),
-        r"start is what the decoder of an encoder-decoder begins with; got start=\[2\] for a model without an encoder",
+        (
+            r"start is what the decoder of an encoder-decoder begins with; got start=\[2\] for a"
+            r" model without an encoder"
+        ),
     ),
     "no start": (
         lambda side: side.generate(t5(side), [1], 1, start=[]),

@@ -186,9 +186,10 @@ def test_a_model_is_the_same_function(row, tmp_path):
 
     def weighed(model):
         outputs = our_outputs(model, our_inputs)
-        return sum(
-            (output * c).sum() for output, c in zip(outputs, cotangents, strict=True)
-        ), outputs
+        return (
+            sum((output * c).sum() for output, c in zip(outputs, cotangents, strict=True)),
+            outputs,
+        )
 
     gradients, outputs = nnx.jit(nnx.grad(weighed, has_aux=True))(ours)
     seen = [

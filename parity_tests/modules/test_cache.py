@@ -123,8 +123,10 @@ VARIANTS = {
     "prefix and segments": heads(
         causal=False,
         options=lambda side, size: {
-            "mask": side.Mask.prefix(np.array([3, 1, 2]))
-            & side.Mask.segments(padded(IDS[0], size, (0,)))
+            "mask": (
+                side.Mask.prefix(np.array([3, 1, 2]))
+                & side.Mask.segments(padded(IDS[0], size, (0,)))
+            )
         },
     ),
     "dense": heads(options=dense(DENSE, 2, 3)),

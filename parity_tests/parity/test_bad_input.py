@@ -122,7 +122,10 @@ def test_an_unknown_layout_and_an_unknown_check():
         ([], r"inputs are a list of arrays or of shapes, .* got an empty \[\]"),
         (
             ["text"],
-            r"input 0 is no array of real numbers: its dtype is <U4. Pass an array, or a shape as a tuple",
+            (
+                r"input 0 is no array of real numbers: its dtype is <U4. Pass an array, or a shape"
+                r" as a tuple"
+            ),
         ),
         ([None], r"input 0 is no array of real numbers: its dtype is object"),
         ([[[1.0], [1.0, 2.0]]], r"input 0 is no array of numbers: setting an array element"),
@@ -158,7 +161,8 @@ def test_extras_that_a_call_does_not_take():
 
     lengths = {"lengths": np.array([1, 2, 3, 4])}
     with say(
-        r"extras are lengths and dropout_key, .* got 'lengths', flax takes \['lengths'\], torch takes \[\]"
+        r"extras are lengths and dropout_key, .* got 'lengths', flax takes \['lengths'\], torch"
+        r" takes \[\]"
     ):
         compare(linear(), torch_linear(), X, layout="torch", flax_call=call, extras=lengths)
     with say(r"extras are lengths and dropout_key, .* got 'length'"):
@@ -179,7 +183,8 @@ def test_one_side_that_raises():
 
 def test_an_output_that_is_no_array():
     with say(
-        r"an output is an array, or a tuple or mapping of arrays; 1 is a str. Pass a call that returns arrays"
+        r"an output is an array, or a tuple or mapping of arrays; 1 is a str. Pass a call that"
+        r" returns arrays"
     ):
         compare(linear(), torch_linear(), X, layout="torch", torch_call=lambda m, x: (m(x), "note"))
     with say(r"the output is a function"):
@@ -237,9 +242,10 @@ def test_a_module_that_computes_in_float32():
     )
     assert "flax float32[4, 2], torch float64[4, 2]" in str(error)
     assert (
-        "output is float32 for inputs and parameters in float64: construct the Flax module without dtype=, or, if its "
-        "dtype is fixed at construction, run `flax-attn parity pkg.mod:flax_factory pkg.mod:torch_factory`"
-    ) in str(error)
+        "output is float32 for inputs and parameters in float64: construct the Flax module without"
+        " dtype=, or, if its dtype is fixed at construction, run `flax-attn parity"
+        " pkg.mod:flax_factory pkg.mod:torch_factory`" in str(error)
+    )
 
 
 def test_a_check_that_is_asked_for_and_cannot_run():

@@ -74,7 +74,10 @@ class Ours(nnx.Module):
 
 
 WHOLE = "the whole module"
-ATTENDED = f"{WHOLE}, input of out: flax has weights . value{{}}, torch has weights . value, heads side by side"
+ATTENDED = (
+    f"{WHOLE}, input of out: flax has weights . value{{}}, torch has weights . value, heads side by"
+    " side"
+)
 POOLED = f"{WHOLE}, input of head: flax has {{}}, torch has the mean of norm over its tokens"
 CAUSES = {
     "": [],
@@ -82,7 +85,8 @@ CAUSES = {
     "interleaved": [ATTENDED.format(" split as heads interleaved, heads side by side")],
     "tiled": [ATTENDED.format(" with its heads tiled, not repeated, heads side by side")],
     "product": [
-        f"{WHOLE}, input of norm: flax has x @ weight + bias of out, torch has x @ weight.T + bias of out"
+        f"{WHOLE}, input of norm: flax has x @ weight + bias of out, torch has x @ weight.T + bias"
+        " of out"
     ],
     "columns": [
         f"{WHOLE}, input of query: flax has patches column by column + positions, "
@@ -93,7 +97,8 @@ CAUSES = {
     ],
     "first": [POOLED.format("the first token of norm")],
     "fixed": [
-        "positions: flax has no gradient at its output, as of stop_gradient or detach, torch has one"
+        "positions: flax has no gradient at its output, as of stop_gradient or detach, torch"
+        " has one"
     ],
 }
 

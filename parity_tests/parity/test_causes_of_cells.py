@@ -149,7 +149,8 @@ def theirs(layer, x):
         (
             0.9,
             [
-                ", output 'var': flax has running_var of the variance divided by n with momentum=0.1, "
+                ", output 'var': flax has running_var of the variance divided by n with"
+                " momentum=0.1, "
             ],
         ),
         (

@@ -94,7 +94,8 @@ def test_the_same_padding_of_flax_is_a_cause_within_a_model():
     with jax.numpy_dtype_promotion("standard"):
         report, right = judged("SAME"), judged(1)
     assert report.causes == [
-        f"conv: flax has a convolution of stride 2, padded by 0 before and 1 after, torch has {RIGHT}"
+        "conv: flax has a convolution of stride 2, padded by 0 before and 1 after, torch has"
+        f" {RIGHT}"
     ]
     assert right.passed
 
@@ -267,7 +268,10 @@ def test_what_pytorch_calls_last_is_no_formula_by_itself():
 def test_tokens_of_something_else_are_not_named():
     lines = said(row_of() + draw(2, 13, 5), row_of(), {"conv": GRID}, TOKENS, "input of fc")
     assert lines == [
-        "flax has cls_token, then conv row by row + pos_embed, torch has none of the known formulas",
+        (
+            "flax has cls_token, then conv row by row + pos_embed, torch has none of the known"
+            " formulas"
+        ),
     ]
 
 
@@ -308,7 +312,10 @@ def test_the_order_of_patches_is_a_cause_within_a_model(by_columns):
         report = compare(
             FlaxViT(by_columns), TorchViT(), [(2, 2, 6, 8)], layout=layout, checks=["forward"]
         )
-    text = "the whole module, input of head: flax has conv column by column + pos, torch has conv row by row + pos"
+    text = (
+        "the whole module, input of head: flax has conv column by column + pos, torch has conv row"
+        " by row + pos"
+    )
     assert report.causes == ([text] if by_columns else [])
     assert report.passed is not by_columns
 

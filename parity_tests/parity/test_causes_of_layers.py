@@ -43,8 +43,11 @@ def test_what_a_gate_computes_is_a_cause(gate_first, gate, other, paired):
             paired(FlaxGated(gate_first), TorchGated(), (3, 4, 6), layout="torch")
         ).causes
     assert found == (
-        f"the whole module: flax has tanh GELU of the {gate} half of proj times the {other} half of proj, "
-        "torch has exact GELU of the second half of proj times the first half of proj",
+        (
+            f"the whole module: flax has tanh GELU of the {gate} half of proj times the {other}"
+            " half of proj, torch has exact GELU of the second half of proj times the first half"
+            " of proj"
+        ),
     )
 
 
@@ -61,7 +64,10 @@ def channels_first(layer, x):
             2,
             1e-5,
             (
-                "the whole module: flax has group norm of 2 groups with eps=1e-05, torch has group norm of 3 ",
+                (
+                    "the whole module: flax has group norm of 2 groups with eps=1e-05, torch has"
+                    " group norm of 3 "
+                ),
             ),
         ),
     ],
@@ -97,7 +103,10 @@ def test_rows_of_a_table_that_one_side_adds_are_a_cause(name):
     lines = causes_of(
         Evidence(name, "module", [target], {"word": word}), {f"{name}.position.weight": table}
     )
-    text = f"{name}, input of norm: flax has the first rows of position.weight + word, torch has word alone"
+    text = (
+        f"{name}, input of norm: flax has the first rows of position.weight + word, torch has word"
+        " alone"
+    )
     assert lines == [text]
 
 
@@ -121,7 +130,10 @@ def test_a_row_that_sees_no_key_and_attends_to_all_is_a_cause(fill, paired):
     pair.inputs["input 3"] = visible
     found = localise(pair)
     assert [node.name for node in found.locally_wrong] == ([] if fill == -np.inf else ["./masked"])
-    text = "./masked: flax has -1e+30 throughout rows that see no key, which then attend to all alike, torch has -inf "
+    text = (
+        "./masked: flax has -1e+30 throughout rows that see no key, which then attend to all alike,"
+        " torch has -inf "
+    )
     assert found.causes == (() if fill == -np.inf else (f"{text}throughout rows that see no key",))
 
 

@@ -141,8 +141,10 @@ def test_a_sliding_window_that_one_side_lacks_is_a_cause(paired):
 
     divergence = localise(paired(ours, theirs, *[(2, 5, 3, 4)] * 3))
     assert divergence.causes == (
-        "./masked: flax has a causal mask, query i sees keys up to i, "
-        "torch has a sliding window, query i sees keys i - 2 to i",
+        (
+            "./masked: flax has a causal mask, query i sees keys up to i, "
+            "torch has a sliding window, query i sees keys i - 2 to i"
+        ),
     )
 
 

@@ -240,8 +240,8 @@ def test_a_fault_of_the_backward_pass_is_found_by_the_cotangents(target, functio
     assert divergence.locally_wrong == ()
     assert divergence.backward.name == where
     assert str(divergence).startswith(
-        f"{where}: torch has no gradient at its output, as of stop_gradient or detach, flax has one\n"
-        f"all outputs agree; the backward pass differs after {where}, "
+        f"{where}: torch has no gradient at its output, as of stop_gradient or detach, flax has"
+        f" one\nall outputs agree; the backward pass differs after {where}, "
     )
 
 
@@ -300,7 +300,8 @@ def test_two_faults_in_a_stack_are_found_and_named(paired):
     assert norm == "blocks.1.norm1: flax has eps=1e-05, torch 1e-06"
     assert (
         gelu
-        == "blocks.2.ff, input of layers.2: flax has tanh GELU of layers.0, torch has exact GELU of layers.0"
+        == "blocks.2.ff, input of layers.2: flax has tanh GELU of layers.0, torch has exact GELU of"
+        " layers.0"
     )
     inherited = [node for node in divergence.nodes if node.differs and not node.locally_wrong]
     assert "blocks.3" in names(inherited)

@@ -48,7 +48,10 @@ def compared(flax, theirs, *inputs, **options):
         (
             [1] * 4,
             [0] * 4,
-            "types: flax has row 1 of its table everywhere, torch has row 0 of its table everywhere",
+            (
+                "types: flax has row 1 of its table everywhere, torch has row 0 of its table"
+                " everywhere"
+            ),
         ),
         (
             [1, 2, 3, 4],

@@ -90,7 +90,8 @@ def test_scores_of_turned_heads_and_of_projections_are_told_in_the_same_words():
     }  # as PyTorch's own attention takes them
     lines = said("masked", scored(ROPE), scored(RoPE(500.0)), sources)
     assert lines == [
-        f"att/masked: flax has q . k / sqrt(h), RoPE half-split, base 500, torch has q . k / sqrt(h), RoPE {HALVES}"
+        "att/masked: flax has q . k / sqrt(h), RoPE half-split, base 500, torch has q . k /"
+        f" sqrt(h), RoPE {HALVES}"
     ]
 
 
@@ -131,7 +132,8 @@ def test_what_a_module_of_rotary_positions_returns(axes):
 def test_query_and_key_exchanged_is_a_cause():
     lines = said("masked", scored(ROPE), scored(ROPE, query=Y, key=X), {"q": X, "k": Y})
     assert lines == [
-        f"att/masked: flax has k . q / sqrt(h), RoPE {HALVES}, torch has q . k / sqrt(h), RoPE {HALVES}"
+        f"att/masked: flax has k . q / sqrt(h), RoPE {HALVES}, torch has q . k / sqrt(h), RoPE"
+        f" {HALVES}"
     ]
 
 

@@ -88,7 +88,8 @@ def test_query_and_key_exchanged_by_the_rules_is_a_cause():
     rules += [Rule((f"{x}.bias",), f"{y}.bias") for x, y in pairs.items()]
     report = judged(FlaxHeads(3), TorchHeads(3), 2, layout=Layout(tuple(rules)))
     assert report.causes == [
-        "./masked: flax has key . query, the two swapped, / sqrt(h), torch has query . key / sqrt(h)"
+        "./masked: flax has key . query, the two swapped, / sqrt(h), torch has query . key /"
+        " sqrt(h)"
     ]
 
 

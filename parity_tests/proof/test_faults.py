@@ -163,7 +163,10 @@ def test_a_fault_is_patched_in_alone():
 def test_a_variant_that_fails_without_a_fault_is_refused(monkeypatch):
     forward = RMSNorm.forward
     monkeypatch.setattr(RMSNorm, "forward", lambda self, x: 1.001 * forward(self, x))
-    rule = r"must pass before a fault is patched in; got rms_norm, forward: error 0\.000999.*Repair the variant first"
+    rule = (
+        r"must pass before a fault is patched in; got rms_norm, forward: error 0\.000999.*Repair"
+        r" the variant first"
+    )
     with pytest.raises(detect.FailsWithoutFaultError, match=rule):
         detect.detect([SERIOUS])
 

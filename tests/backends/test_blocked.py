@@ -228,8 +228,10 @@ def test_keys_that_begin_inside_the_last_chunk_are_their_own(mask, tiles):
 HIDDEN = {
     "padding": Mask.lengths(query=17, key=jnp.array([17])),
     "to come": Mask.lengths(query=17) & Mask.causal(-3),
-    "of no document": Mask.segments(np.arange(37) // 17, np.where(np.arange(37) < 17, 0, 9))
-    & Mask.lengths(query=17),
+    "of no document": (
+        Mask.segments(np.arange(37) // 17, np.where(np.arange(37) < 17, 0, 9))
+        & Mask.lengths(query=17)
+    ),
     "dense": Mask.dense((np.arange(37) < 17)[:, None] & (np.arange(37) < 17)),
 }
 

@@ -172,7 +172,10 @@ def test_a_backend_refuses_a_dtype_that_it_does_not_declare(name, dtype):
         x = jnp.ones((2, 3, 4, 8), dtype)
     call = prepare(x, x, x, platform=(backend.platforms or ("cpu",))[0])
     takes = ", ".join(TAKES[name])
-    rule = f'{name} takes {takes}; got dtype {dtype}. Cast query, key and value, or pass backend="auto"'
+    rule = (
+        f"{name} takes {takes}; got dtype {dtype}. Cast query, key and value, or pass"
+        ' backend="auto"'
+    )
     assert (refusal(backend, call) == rule) == (dtype not in TAKES[name])
 
 
@@ -211,7 +214,10 @@ OTHER_DTYPES = [
 @pytest.mark.usefixtures("no_shape_checks")
 def test_a_dtype_that_no_call_may_have(dtype):
     x = jnp.ones((1, 64, 2, 16)).astype(dtype)
-    rule = rf"must be float64, float32, bfloat16 or float16; got {dtype}\. Cast to one of them before the call"
+    rule = (
+        rf"must be float64, float32, bfloat16 or float16; got {dtype}\. Cast to one of them before"
+        r" the call"
+    )
     layer = CausalAttention(16, 8, 64, 0.0, rngs=nnx.Rngs(0))
     for backend in ("auto", *BACKENDS):
         with pytest.raises(ValueError, match=f"^query, key and value {rule}"):

@@ -330,8 +330,9 @@ def test_a_part_that_a_backend_does_not_know_is_safe(run, on):
 def test_a_part_that_splash_does_not_know_is_refused():
     x = [jnp.asarray(x, jnp.float32) for x in UNKNOWN.arrays.values()]
     call = prepare(*x, mask=UNKNOWN.masked(Mask, jnp.asarray), platform="tpu")
-    assert load("splash").refuse(call) == (
-        "splash has no form for a mask of type Diagonals. Pass the mask as a boolean array"
+    assert (
+        load("splash").refuse(call)
+        == "splash has no form for a mask of type Diagonals. Pass the mask as a boolean array"
     )
 
 

@@ -145,6 +145,9 @@ def test_a_batch_that_is_symbolic(backend, close):
 @pytest.mark.usefixtures("no_shape_checks")
 def test_another_size_that_is_symbolic_is_refused(sizes):
     x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(sizes), jnp.float32)
-    rule = r"the batch alone may be symbolic in jax\.export; got query, key and value \(b, .* Export for each number of"
+    rule = (
+        r"the batch alone may be symbolic in jax\.export; got query, key and value \(b, .* Export"
+        r" for each number of"
+    )
     with pytest.raises(ValueError, match=rule):
         exported(lambda x: dot_product_attention(x, x, x), x)

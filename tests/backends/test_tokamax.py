@@ -23,8 +23,9 @@ STRUCTURE = {
     "causal_lengths": Mask.causal(0) & Mask.lengths(key=jnp.array([7, 0, 2])),
 }
 ARRAYS = {
-    "window_ends_before_the_keys": Mask.sliding_window(2, 0)
-    & Mask.lengths(key=jnp.array([7, 0, 2])),
+    "window_ends_before_the_keys": (
+        Mask.sliding_window(2, 0) & Mask.lengths(key=jnp.array([7, 0, 2]))
+    ),
     "offset": Mask.causal(-2),
     "segments": Mask.segments(np.array([0, 0, 1, 1, 9]), np.array([0, 0, 0, 1, 1, 2, 3])),
     "dense_of_all_axes": Mask.dense(np.arange(B * N * T * S).reshape(B, N, T, S) % 7 > 2),

@@ -82,10 +82,15 @@ def test_the_summary_belongs_to_the_full_table(report):
 def test_notes_name_everyone_left_out_once(report):
     twice = replace(report, rows=report.rows + report.rows)
     assert notes(twice) == [
-        "sloppy, (4, 12, 256, 64) forward, float32: disagrees: its error is 7 times the allowed one",
+        (
+            "sloppy, (4, 12, 256, 64) forward, float32: disagrees: its error is 7 times the"
+            " allowed one"
+        ),
         "attnax flash: not installed: pip install attnax",
-        "jax.nn, (1, 8, 2048, 64) forward+backward, float32: too large: needs 9.0 GiB of temporaries, and the limit "
-        "is 4.0 GiB",
+        (
+            "jax.nn, (1, 8, 2048, 64) forward+backward, float32: too large: needs 9.0 GiB of"
+            " temporaries, and the limit is 4.0 GiB"
+        ),
     ]
 
 

@@ -30,12 +30,12 @@ MASKS = {
     "where_by_arrays": Mask.where(
         lambda b, n, i, j: IDS[b, i + 1] == IDS[n, j], jnp.array([0, 1, -1])
     ),
-    "where_summarised": Mask.where(lambda b, n, i, j: (b + n + i) // 2 == j // 3).summarise(
-        T, S, b=B, n=N, tile=2
+    "where_summarised": (
+        Mask.where(lambda b, n, i, j: (b + n + i) // 2 == j // 3).summarise(T, S, b=B, n=N, tile=2)
     ),
-    "all": Mask.causal(2)
-    & Mask.lengths(key=jnp.array([7, 1, 4]))
-    & Mask.dense(np.arange(S) % 5 > 0),
+    "all": (
+        Mask.causal(2) & Mask.lengths(key=jnp.array([7, 1, 4])) & Mask.dense(np.arange(S) % 5 > 0)
+    ),
 }
 OFFSETS = (-T, -2, 0, 1, 4, S)
 WINDOWS = product((None, 0, 1, 3, 9), (None, 0, 2, 9), (-3, 0, 1, 4))
@@ -172,9 +172,10 @@ def test_a_block_is_a_slice_of_the_whole(mask):
 def keys_seen(seen, rows):
     """Return the keys that some of the rows see, and those that all of them see, in every batch row and head."""
     seen = seen[:, :, rows.start : rows.stop]
-    return np.flatnonzero(seen.any(axis=(0, 1, 2))).tolist(), np.flatnonzero(
-        seen.all(axis=(0, 1, 2))
-    ).tolist()
+    return (
+        np.flatnonzero(seen.any(axis=(0, 1, 2))).tolist(),
+        np.flatnonzero(seen.all(axis=(0, 1, 2))).tolist(),
+    )
 
 
 def keys_of(kv_range):
@@ -264,9 +265,11 @@ ONE_ROW = {
     "lengths": Mask.lengths(query=jnp.array([6]), key=jnp.array([8])),
     "no keys": Mask.lengths(key=0),
     "far lengths": Mask.lengths(query=2**40, key=2**40),
-    "several": Mask.causal(jnp.array([2]))
-    & Mask.lengths(key=jnp.array([7]))
-    & Mask.window(4, None, jnp.array([2])),
+    "several": (
+        Mask.causal(jnp.array([2]))
+        & Mask.lengths(key=jnp.array([7]))
+        & Mask.window(4, None, jnp.array([2]))
+    ),
 }
 NOT_TIGHT = {
     "segments": Mask.segments(

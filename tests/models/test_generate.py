@@ -172,7 +172,10 @@ def test_layers_and_lengths_within_a_bucket_share_programs(compiled):
         (
             [1] * 20,
             {},
-            r"together are at most context_length=24; prompt 0 has 20 tokens and max_new_tokens=5\. Pass",
+            (
+                r"together are at most context_length=24; prompt 0 has 20 tokens and"
+                r" max_new_tokens=5\. Pass"
+            ),
         ),
         (
             [1] * 6,
@@ -219,7 +222,10 @@ def test_layers_and_lengths_within_a_bucket_share_programs(compiled):
         (
             [1],
             {"stop_tokens": 3},
-            r"^stop_tokens are integers in a list, a set or an array \(n,\); got 3\. Pass \[token\]",
+            (
+                r"^stop_tokens are integers in a list, a set or an array \(n,\); got 3\. Pass"
+                r" \[token\]"
+            ),
         ),
         ([1], {"stop_tokens": None}, r"^stop_tokens are integers .* got None"),
         ([1], {"stop_tokens": [1.5]}, r"^stop_tokens are integers .* got \[1\.5\]"),

@@ -386,7 +386,10 @@ def test_float64_needs_the_mode_of_64_bits(folder, weights):
 )
 def test_a_dtype_that_no_call_may_have_is_refused_before_anything_is_read(name, dtype, tmp_path):
     dtype_name = jnp.dtype(dtype).name if dtype != "float31" else "'float31'"
-    rule = f"^{name} must be float64, float32, bfloat16 or float16; got {dtype_name}. Pass {name}=jnp.bfloat16"
+    rule = (
+        f"^{name} must be float64, float32, bfloat16 or float16; got {dtype_name}. Pass"
+        f" {name}=jnp.bfloat16"
+    )
     with pytest.raises(ValueError, match=rule):
         GPT2.from_pretrained(tmp_path / "nowhere", **{name: dtype})
 
@@ -448,7 +451,10 @@ REFUSED = [
     (
         QWEN3_NEXT_FIELDS,
         {"layer_types": [FULL, SLIDING]},
-        r"must name 'linear_attention' or 'full_attention' for each of num_hidden_layers=2 layers; got \['full",
+        (
+            r"must name 'linear_attention' or 'full_attention' for each of num_hidden_layers=2"
+            r" layers; got \['full"
+        ),
     ),
     (
         QWEN3_NEXT_FIELDS,
@@ -475,7 +481,10 @@ REFUSED = [
     (
         PHI3_FIELDS,
         {"rope_scaling": {"type": "longrope", "short_factor": ["1"]}},
-        r"rope_scaling: short_factor must be a list of values of the kind int \| float; got \[\"1\"\]",
+        (
+            r"rope_scaling: short_factor must be a list of values of the kind int \| float; got"
+            r" \[\"1\"\]"
+        ),
     ),
     (
         PHI3_FIELDS,
@@ -520,7 +529,10 @@ REFUSED = [
     (
         GEMMA3_FIELDS,
         {"rope_parameters": {SLIDING: {"rope_type": "su"}}},
-        r"rope_parameters: sliding_attention: rope_parameters: rope_type must be one of 'default', .*; got 'su'",
+        (
+            r"rope_parameters: sliding_attention: rope_parameters: rope_type must be one of"
+            r" 'default', .*; got 'su'"
+        ),
     ),
     (DIFFLLAMA_FIELDS, {"attention_dropout": 0.1}, r"attention_dropout must be 0\.0, .*; got 0\.1"),
     (

@@ -25,11 +25,17 @@ MIXTRAL = MixtralConfig(32, 48, num_heads=4, num_layers=2, num_experts=4)
         ({"mesh": {"data": 8, "tensor": 0}}, "tensor must be a positive integer; got tensor=0"),
         (
             {"batch": 6},
-            r"the batch must be divisible by data=2 \* fsdp=2 of the mesh; got 6. Change --batch or --mesh",
+            (
+                r"the batch must be divisible by data=2 \* fsdp=2 of the mesh; got 6. Change"
+                r" --batch or --mesh"
+            ),
         ),
         (
             {"mesh": {"context": 8}, "tokens": 12},
-            "the tokens of a sequence must be divisible by context=8 of the mesh; got 12. Change --tokens or --mesh",
+            (
+                "the tokens of a sequence must be divisible by context=8 of the mesh; got 12."
+                " Change --tokens or --mesh"
+            ),
         ),
         (
             {"mesh": {"tensor": 8}},

@@ -134,9 +134,9 @@ def test_a_plan_that_does_not_fit_is_shown_with_what_would(job):
     assert found.fits is False
     assert found.changes
     assert report.verdict(found) == "does not fit, too much by"
-    assert [table.title for table in report.tables(found)][-1] == (
-        "What would fit, estimated; each change with those above it"
-    )
+    assert [table.title for table in report.tables(found)][
+        -1
+    ] == "What would fit, estimated; each change with those above it"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,10 @@ def test_a_plan_that_does_not_fit_is_shown_with_what_would(job):
             21.5,
         ),
         (
-            "Ran out of memory on HBM, the total memory required for HLO temporaries (20.00G) exceeds available HBM",
+            (
+                "Ran out of memory on HBM, the total memory required for HLO temporaries (20.00G)"
+                " exceeds available HBM"
+            ),
             21.5,
         ),
     ],

@@ -363,7 +363,10 @@ def test_zigzag_of_two_sequences_is_refused(mesh_like):
 )
 def test_zigzag_of_tokens_that_are_whole_is_refused(sizes, t, mesh_like):
     arrays = arrays_of(64) | {"query": arrays_of(t)["query"]}
-    message = f"tokens in zigzag order are those of a sequence that a mesh splits; got t={t}, s=64 and a mesh with axes"
+    message = (
+        f"tokens in zigzag order are those of a sequence that a mesh splits; got t={t}, s=64 and a"
+        " mesh with axes"
+    )
     mesh = mesh_like(**sizes)
     with (
         jax.set_mesh(mesh),

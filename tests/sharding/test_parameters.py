@@ -159,7 +159,10 @@ def test_sums_over_an_axis_of_a_parameter_are_whole():
 )
 def test_a_mesh_without_an_axis_of_the_table_is_refused(place, mesh_like):
     layer = Linear(6, 4, axes=("embed", "hidden"), rngs=nnx.Rngs(0))
-    rule = r"must have an axis of the table, data, fsdp, expert, context, tensor; got the axes rows, columns\. Name"
+    rule = (
+        r"must have an axis of the table, data, fsdp, expert, context, tensor; got the axes rows,"
+        r" columns\. Name"
+    )
     with pytest.raises(ValueError, match=rule):
         place(layer, mesh_like(rows=2, columns=4))
     with rules(batch="rows"):

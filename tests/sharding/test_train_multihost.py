@@ -157,7 +157,10 @@ def test_killed_processes_end_the_run_and_another_start_goes_on_to_the_same_bits
 
 def test_processes_with_other_arguments_all_end(here):
     command = [str(FILE), *arguments("other")]
-    message = "must be started with the same arguments; got on process 0 and on process 1: steps 5 and 6. Start every"
+    message = (
+        "must be started with the same arguments; got on process 0 and on process 1: steps 5 and 6."
+        " Start every"
+    )
     for status, output, errors in run(command, [*command, "--steps", "6"]):
         assert status == 1
         assert message in errors
@@ -185,7 +188,10 @@ def test_the_mesh_has_all_devices():
 def test_the_mesh_divides_the_batch():
     mesh = EXAMPLE.make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     EXAMPLE.check_divides("batch", 12, "batch", mesh)
-    message = r"multiple of what the mesh splits it into; got batch=6 and {'data': 2, 'fsdp': 2}\. Change either"
+    message = (
+        r"multiple of what the mesh splits it into; got batch=6 and {'data': 2, 'fsdp': 2}\. Change"
+        r" either"
+    )
     with pytest.raises(ValueError, match=message):
         EXAMPLE.check_divides("batch", 6, "batch", mesh)
 

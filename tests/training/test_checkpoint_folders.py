@@ -192,7 +192,10 @@ def test_a_damaged_checkpoint_is_told_in_a_line(tmp_path, monkeypatch, capfd):
             tmp_path.glob("4/arrays/ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size
         )
         os.truncate(file, file.stat().st_size // 2)
-        found = r"checkpoint of step 4 in .* cannot be read: ValueError: OUT_OF_RANGE: .*\. If it is damaged, delete its.*"
+        found = (
+            r"checkpoint of step 4 in .* cannot be read: ValueError: OUT_OF_RANGE: .*\. If it is"
+            r" damaged, delete its.*"
+        )
         with pytest.raises(ValueError, match=found) as raised:
             checkpoints.restore(model, optimizer)
     assert "\n" not in str(raised.value)

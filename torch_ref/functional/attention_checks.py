@@ -32,8 +32,8 @@ def check_scale(scale: Any, shape: tuple[int, ...] | None, dtype: str) -> None:
         shape != () or not dtype.startswith(("float", "bfloat", "int", "uint"))
     ):
         raise ValueError(
-            f"{rule}; got an array of shape {shape}, dtype {dtype}. Pass one of shape (), and multiply what "
-            "differs between heads or tokens into query or key"
+            f"{rule}; got an array of shape {shape}, dtype {dtype}. Pass one of shape (), and"
+            " multiply what differs between heads or tokens into query or key"
         )
 
 
@@ -42,8 +42,8 @@ def check_soft_cap(soft_cap: Any) -> None:
     if soft_cap is None or (is_finite(soft_cap) and _LEAST_CAP <= soft_cap <= _LARGEST_CAP):
         return
     raise ValueError(
-        f"soft_cap must be positive, a number from {_LEAST_CAP} to {_LARGEST_CAP} known before tracing; "
-        f"got soft_cap={soft_cap!r}. For no cap pass None"
+        f"soft_cap must be positive, a number from {_LEAST_CAP} to {_LARGEST_CAP} known before"
+        f" tracing; got soft_cap={soft_cap!r}. For no cap pass None"
     )
 
 
@@ -76,9 +76,9 @@ def check_offset(offset: int, t: int, s: int, left: int, right: int) -> None:
     if not -t - right <= offset <= s + left:
         least, most = (f"{name} = {end}" for name, end in ends.items())
         raise ValueError(
-            f"a mask offset must lie between {least} and {most}, beyond which all queries see the same "
-            f"keys; got offset={offset}, t={t}, s={s}. Query i stands at offset + i: with "
-            f"offset={s - t} the last query stands at the last key"
+            f"a mask offset must lie between {least} and {most}, beyond which all queries see the"
+            f" same keys; got offset={offset}, t={t}, s={s}. Query i stands at offset + i: with"
+            f" offset={s - t} the last query stands at the last key"
         )
 
 
@@ -86,6 +86,6 @@ def check_position(offset: int) -> None:
     """Raise unless the offset of a mask that is a function of positions fits 32 bits."""
     if not -(2**31) <= offset < 2**31:
         raise ValueError(
-            f"the positions that the function of a mask gets are integers of 32 bits; got offset={offset}. "
-            "Count from a later token"
+            "the positions that the function of a mask gets are integers of 32 bits; got"
+            f" offset={offset}. Count from a later token"
         )

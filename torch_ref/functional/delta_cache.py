@@ -150,8 +150,9 @@ def documents_of(
             isinstance(part, Causal) and isinstance(part.offset, int | None) and not part.offset
         ):
             raise ValueError(
-                "a recurrent attention takes causal masks, segments and lengths, as its state holds all tokens before; "
-                f"got {Mask((part,))}. Use MultiHeadAttention for other masks"
+                "a recurrent attention takes causal masks, segments and lengths, as its state"
+                f" holds all tokens before; got {Mask((part,))}. Use MultiHeadAttention for other"
+                " masks"
             )
     return starts, lengths
 

@@ -52,7 +52,7 @@ class Scaling(ABC):
     def __post_init__(self):
         if not self.factor >= 1:
             raise ValueError(
-                f"factor is how many times longer than in training the inputs become, at least 1; "
+                "factor is how many times longer than in training the inputs become, at least 1; "
                 f"got factor={self.factor}. For no scaling pass scaling=None"
             )
 
@@ -263,7 +263,8 @@ def check_pairs(name: str, width: int) -> None:
     """Raise unless `width` features make pairs."""
     if isinstance(width, bool) or not isinstance(width, Integral) or width < 2 or width % 2:
         raise ValueError(
-            f"{name} must be a positive even integer, as a frequency takes two features; got {name}={width!r}"
+            f"{name} must be a positive even integer, as a frequency takes two features; got"
+            f" {name}={width!r}"
         )
 
 

@@ -80,8 +80,8 @@ class RoPE:
             check_pairs("head_dim", head_dim)
         elif self.width > head_dim:
             raise ValueError(
-                f"width must not exceed head_dim, as it counts rotated features of a head; got width={self.width}, "
-                f"head_dim={head_dim}. For all of them use width=None"
+                "width must not exceed head_dim, as it counts rotated features of a head; got"
+                f" width={self.width}, head_dim={head_dim}. For all of them use width=None"
             )
         if self.scaling is not None:
             self.scaling.check_width(head_dim if self.width is None else self.width)
@@ -218,8 +218,8 @@ def segment_positions(segments: ArrayLike) -> Integer[Tensor, "*b t"]:
     shape, dtype = tuple(ids.shape), ids.dtype
     if dtype.is_floating_point or dtype == torch.bool or len(shape) not in (1, 2):
         raise ValueError(
-            "segments must be integers of shape (t,) or (b, t), one id a token; "
-            f"got shape {shape}, dtype {str(dtype).removeprefix('torch.')}. Cast and reshape them before the call"
+            f"segments must be integers of shape (t,) or (b, t), one id a token; got shape {shape},"
+            f" dtype {str(dtype).removeprefix('torch.')}. Cast and reshape them before the call"
         )
     begins = torch.diff(ids, dim=-1, prepend=ids[..., :1] - 1) != 0
     positions = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)

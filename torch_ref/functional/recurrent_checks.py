@@ -18,18 +18,20 @@ def check_delta_rule(
     """Raise unless these are the shapes of one call of the gated delta rule."""
     if len(query) not in (3, 4) or len(value) != len(query) or query != key:
         raise ValueError(
-            "query and key must have shape (b, t, k, h) both and value (b, t, n, v), or all three without b; "
-            f"got query {query}, key {key}, value {value}"
+            "query and key must have shape (b, t, k, h) both and value (b, t, n, v), or all three"
+            f" without b; got query {query}, key {key}, value {value}"
         )
     if 0 in query[-3:] or 0 in value[-3:] or query[:-2] != value[:-2] or value[-2] % query[-2]:
         raise ValueError(
-            "query and value must have the same rows b and tokens t, at least one of these, and the heads k of "
-            f"the query must divide the heads n of the value; got query {query}, value {value}"
+            "query and value must have the same rows b and tokens t, at least one of these, and"
+            f" the heads k of the query must divide the heads n of the value; got query {query},"
+            f" value {value}"
         )
     heads, (n, v), h = value[:-1], value[-2:], query[-1]
     if decay not in (heads, (*heads, h)):
         raise ValueError(
-            f"decay must be one number a head, {heads}, or one a feature of its key, {(*heads, h)}; got {decay}"
+            f"decay must be one number a head, {heads}, or one a feature of its key, {(*heads, h)};"
+            f" got {decay}"
         )
     wanted = {"beta": heads, "state": (*query[:-3], n, v, h), "starts": query[:-2]}
     for (name, shape), got in zip(wanted.items(), (beta, state, starts), strict=True):
@@ -47,7 +49,8 @@ def check_short_convolution(
         raise ValueError(f"x must have shape (t, d) or (b, t, d), with at least one token; got {x}")
     if len(kernel) != 2 or kernel[1] != x[-1] or not kernel[0]:
         raise ValueError(
-            f"kernel must have shape (w, d), w numbers for each of the d={x[-1]} features of x; got {kernel}"
+            f"kernel must have shape (w, d), w numbers for each of the d={x[-1]} features of x; got"
+            f" {kernel}"
         )
     wanted = {"state": (*x[:-2], kernel[0] - 1, x[-1]), "starts": x[:-1]}
     for (name, shape), got in zip(wanted.items(), (state, starts), strict=True):
@@ -61,8 +64,8 @@ def check_recurrent_heads(num_heads: int, num_key_heads: int) -> None:
     """Raise unless every key head serves equally many value heads."""
     if num_heads % num_key_heads:
         raise ValueError(
-            "num_key_heads must divide num_heads, so that every key head serves equally many value heads; got "
-            f"num_heads={num_heads}, num_key_heads={num_key_heads}"
+            "num_key_heads must divide num_heads, so that every key head serves equally many value"
+            f" heads; got num_heads={num_heads}, num_key_heads={num_key_heads}"
         )
 
 
@@ -74,6 +77,6 @@ def check_recurrent_options(options: Mapping[str, Any]) -> None:
             raise TypeError(f"a recurrent attention takes no {name}=; got {type(value).__name__}")
         if value is not None and value is not False and name != "dropout_key":
             raise ValueError(
-                f"a recurrent attention has a state, and no scores, weights or positions; got {name}=. Leave it out, "
-                "or use MultiHeadAttention"
+                "a recurrent attention has a state, and no scores, weights or positions; got"
+                f" {name}=. Leave it out, or use MultiHeadAttention"
             )

@@ -156,8 +156,9 @@ def _bucket_starts(buckets: int, max_distance: int) -> list[int]:
     wide = buckets - exact
     if exact < 1 or max_distance <= exact:
         raise ValueError(
-            "T5 needs at least 2 buckets a direction, and a max_distance beyond the half of them that hold one "
-            f"distance each; got {buckets} buckets a direction, max_distance={max_distance}. Usual are 32 and 128"
+            "T5 needs at least 2 buckets a direction, and a max_distance beyond the half of them"
+            f" that hold one distance each; got {buckets} buckets a direction,"
+            f" max_distance={max_distance}. Usual are 32 and 128"
         )
     powers = (max_distance**j * exact ** (wide - j) for j in range(wide))
     return [
@@ -170,7 +171,8 @@ def _offsets(query_positions: ArrayLike, key_positions: ArrayLike) -> Integer[Te
     query, key = as_positions(query_positions), as_positions(key_positions)
     if query.shape[:-1] != key.shape[:-1]:
         raise ValueError(
-            "query and key positions must both have the same b, or both none; "
-            f"got shapes {tuple(query.shape)} and {tuple(key.shape)}. Repeat the positions that all rows share"
+            "query and key positions must both have the same b, or both none; got shapes"
+            f" {tuple(query.shape)} and {tuple(key.shape)}. Repeat the positions that all rows"
+            " share"
         )
     return rearrange(key, "... s -> ... 1 s") - rearrange(query, "... t -> ... t 1")

@@ -134,7 +134,8 @@ class Bert(TextEncoder[BertConfig]):
         """
         if self.pooler is None:
             raise ValueError(
-                "this BERT has no pooler; got pooler=False. Take the first token, hidden[..., 0, :], or average them"
+                "this BERT has no pooler; got pooler=False. Take the first token, hidden[..., 0,"
+                " :], or average them"
             )
         return torch.tanh(self.pooler(hidden[..., 0, :]))
 

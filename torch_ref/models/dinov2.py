@@ -45,8 +45,9 @@ class DINOv2Config(ImageConfig):
         super().__post_init__()
         if self.grid[0] != self.grid[1]:
             raise ValueError(
-                f"the positions of a DINOv2 are those of a square grid; got image_size={self.image_size}, "
-                f"patch_size={self.patch_size}. Images of another shape are given to the call"
+                "the positions of a DINOv2 are those of a square grid; got"
+                f" image_size={self.image_size}, patch_size={self.patch_size}. Images of another"
+                " shape are given to the call"
             )
 
     @property
@@ -107,7 +108,8 @@ class DINOv2(ImageEncoder[DINOv2Config]):
             return x
         if self.mask_token is None:
             raise ValueError(
-                "masked patches need a mask token; got mask_token=False. Construct the model with one"
+                "masked patches need a mask token; got mask_token=False. Construct the model"
+                " with one"
             )
         return torch.where(torch.as_tensor(masked, device=x.device)[..., None], self.mask_token, x)
 

@@ -233,8 +233,8 @@ def _start(model: EncoderDecoder, start: Sequence[int] | None) -> np.ndarray:
     prompts, single = as_prompts([model.config.start_token] if start is None else start)
     if not single:
         raise ValueError(
-            f"start is one list of tokens, with which the decoder begins in each row; got {start!r}. "
-            "Pass the tokens of one row"
+            "start is one list of tokens, with which the decoder begins in each row; got"
+            f" {start!r}. Pass the tokens of one row"
         )
     return prompts[0].astype(np.int64)
 
@@ -271,6 +271,7 @@ def _seed(key: Tensor | None, sampling: Sampling) -> Tensor:
         return key_data(key)
     if not sampling.greedy:
         raise ValueError(
-            f"temperature={sampling.temperature} draws tokens, which needs a key. Pass key=torch.tensor([7, 42])"
+            f"temperature={sampling.temperature} draws tokens, which needs a key. Pass"
+            " key=torch.tensor([7, 42])"
         )
     return torch.tensor([0, 0])

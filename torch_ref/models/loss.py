@@ -57,8 +57,8 @@ def next_token_loss(
     shape = tuple(tokens.shape)
     if shape[-1] < 2:
         raise ValueError(
-            f"the loss is that of the tokens after the first, so there must be two; got shape {shape}. "
-            "Leave out rows of one token"
+            "the loss is that of the tokens after the first, so there must be two; got shape"
+            f" {shape}. Leave out rows of one token"
         )
     check_ids(str(tokens.dtype).removeprefix("torch."))
     tokens = clipped(tokens, model.config.vocab_size)
@@ -79,8 +79,8 @@ def _packed(segments: ArrayLike | None, tokens: tuple[int, ...]) -> dict:
     positions = segment_positions(segments)
     if tuple(positions.shape) not in (tokens, tokens[-1:]):
         raise ValueError(
-            f"segments must have one id a token, shape {tokens} or {tokens[-1:]}; got shape {tuple(positions.shape)}. "
-            "Pack them as the tokens are"
+            f"segments must have one id a token, shape {tokens} or {tokens[-1:]}; got shape"
+            f" {tuple(positions.shape)}. Pack them as the tokens are"
         )
     return {"mask": Mask.segments(segments), "positions": positions}
 

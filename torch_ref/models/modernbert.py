@@ -75,8 +75,8 @@ class ModernBertConfig:
     def __post_init__(self):
         if not set(self.full) <= set(range(self.num_layers)):
             raise ValueError(
-                f"full_layers must be numbers of layers, 0 to {self.num_layers - 1}; got {self.full_layers}. "
-                "Leave out those beyond num_layers"
+                f"full_layers must be numbers of layers, 0 to {self.num_layers - 1}; got"
+                f" {self.full_layers}. Leave out those beyond num_layers"
             )
 
     @property

@@ -44,12 +44,14 @@ class Sampling:
         check_number(temperature=self.temperature)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(
-                f"temperature must be at least 0, and finite; got {self.temperature}. For greedy pass 0"
+                f"temperature must be at least 0, and finite; got {self.temperature}. For greedy"
+                " pass 0"
             )
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError(
-                "temperature=0 takes the most likely token, and top_k and top_p choose among several; got "
-                f"top_k={self.top_k}, top_p={self.top_p}. Leave them out or pass a temperature, such as 1.0"
+                "temperature=0 takes the most likely token, and top_k and top_p choose among"
+                f" several; got top_k={self.top_k}, top_p={self.top_p}. Leave them out or pass a"
+                " temperature, such as 1.0"
             )
         if self.top_k is not None:
             check_positive(top_k=self.top_k)
@@ -57,7 +59,8 @@ class Sampling:
             check_number(top_p=self.top_p)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(
-                f"top_p is a probability in (0, 1]; got top_p={self.top_p}. For all tokens pass None"
+                f"top_p is a probability in (0, 1]; got top_p={self.top_p}. For all tokens pass"
+                " None"
             )
 
     @property

@@ -64,7 +64,8 @@ class ViT(ImageEncoder[ViTConfig]):
         """
         if self.pooler is None:
             raise ValueError(
-                "this ViT has no pooler; got d_pooled=0. Take the class token, hidden[..., 0, :], or average the others"
+                "this ViT has no pooler; got d_pooled=0. Take the class token, hidden[..., 0, :],"
+                " or average the others"
             )
         return torch.tanh(self.pooler(hidden[..., 0, :]))
 

@@ -99,25 +99,37 @@ class TransformerBlock(TypedModule):
         self.drop_shortcut = drop_shortcut
 
     @overload
-    def forward(
-        self, x: Tensor, *,
-        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def forward(self, x: Tensor, *, cache: None = None, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> Tensor: ...  # fmt: skip
+
     @overload
-    def forward(
-        self, x: Tensor, *,
-        cache: None = None, return_weights: Literal[True], **options: Unpack[CallOptions],
+    def forward(self, x: Tensor, *, cache: None = None, return_weights: Literal[
+        True
+    ], **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
     @overload
-    def forward(
-        self, x: Tensor, *,
-        cache: K, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def forward(self, x: Tensor, *, cache: K, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Tensor, K]: ...  # fmt: skip
+
     @overload
-    def forward(
-        self, x: Tensor, *,
-        cache: K, return_weights: Literal[True], **options: Unpack[CallOptions],
+    def forward(self, x: Tensor, *, cache: K, return_weights: Literal[
+        True
+    ], **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Tensor, Tensor, K]: ...  # fmt: skip
+
     def forward(
         self,
         x: Tokens,

@@ -118,17 +118,19 @@ def check_self_attention(
     """Raise where positions have no rope, or where there is a key beside rope or a cache."""
     if rope is None and positions is not None:
         raise ValueError(
-            "positions are for rope; got positions, rope=None. Construct the module with rope=RoPE()"
+            "positions are for rope; got positions, rope=None. Construct the module with"
+            " rope=RoPE()"
         )
     if rope is not None and key is not None:
         raise ValueError(
-            "rope rotates queries and keys by the positions of one sequence, in self-attention; got a key of shape "
-            f"{tuple(key.shape)}. Leave it out, or construct the module with rope=None"
+            "rope rotates queries and keys by the positions of one sequence, in self-attention;"
+            f" got a key of shape {tuple(key.shape)}. Leave it out, or construct the module with"
+            " rope=None"
         )
     if cache is not None and key is not None:
         raise ValueError(
-            "a cache holds the keys and values of one sequence, in self-attention; got a key of shape "
-            f"{tuple(key.shape)}. Leave out the key, or the cache"
+            "a cache holds the keys and values of one sequence, in self-attention; got a key of"
+            f" shape {tuple(key.shape)}. Leave out the key, or the cache"
         )
     if positions is not None:
         as_positions(positions, tuple(query.shape)[:-1])

@@ -67,15 +67,21 @@ class CausalAttention(SelfAttention):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @overload
-    def forward(
-        self, x: Tensor, *,
-        mask: Mask | Tensor | None = None, return_weights: Literal[False] = False, dropout_key: Tensor | None = None,
+    def forward(self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[
+        False
+    ] = False, dropout_key: (
+        Tensor | None
+    ) = None,
     ) -> Tensor: ...  # fmt: skip
+
     @overload
-    def forward(
-        self, x: Tensor, *,
-        mask: Mask | Tensor | None = None, return_weights: Literal[True], dropout_key: Tensor | None = None,
+    def forward(self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[
+        True
+    ], dropout_key: (
+        Tensor | None
+    ) = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
     def forward(
         self,
         x: Tokens,

@@ -74,8 +74,8 @@ class CrossAttention(TypedModule):
         check_type("scores", scores, Scores, "scores=Scores(soft_cap=50.0)")
         if scores.sinks or scores.function is not None:
             raise ValueError(
-                f"the scores of cross-attention have a scale and a soft cap alone; got sinks={scores.sinks}, "
-                f"function={scores.function}. Leave out sinks and function"
+                "the scores of cross-attention have a scale and a soft cap alone; got"
+                f" sinks={scores.sinks}, function={scores.function}. Leave out sinks and function"
             )
         self.d_in, self.d_out, self.kdim, self.vdim = d_in, d_in, kdim, kdim
         self.num_heads = self.num_kv_heads = num_heads

@@ -119,15 +119,21 @@ class DeltaAttention(Attention):
         return beta.to(accumulation_dtype(beta.dtype)).sigmoid()
 
     @overload
-    def forward(
-        self, query: Tensor, *,
-        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def forward(self, query: Tensor, *, cache: None = None, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> Tensor: ...  # fmt: skip
+
     @overload
-    def forward(
-        self, query: Tensor, *,
-        cache: DeltaCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def forward(self, query: Tensor, *, cache: DeltaCache, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Tensor, DeltaCache]: ...  # fmt: skip
+
     def forward(
         self,
         query: Tokens,

@@ -154,25 +154,37 @@ class MultiHeadLatentAttention(HeadAttention):
         self.dropout = Dropout(dropout)
 
     @overload
-    def forward(
-        self, query: Tensor, *,
-        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def forward(self, query: Tensor, *, cache: None = None, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> Tensor: ...  # fmt: skip
+
     @overload
-    def forward(
-        self, query: Tensor, *,
-        cache: None = None, return_weights: Literal[True], **options: Unpack[CallOptions],
+    def forward(self, query: Tensor, *, cache: None = None, return_weights: Literal[
+        True
+    ], **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
     @overload
-    def forward(
-        self, query: Tensor, *,
-        cache: KVCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def forward(self, query: Tensor, *, cache: KVCache, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
+
     @overload
-    def forward(
-        self, query: Tensor, *,
-        cache: KVCache, return_weights: Literal[True], **options: Unpack[CallOptions],
+    def forward(self, query: Tensor, *, cache: KVCache, return_weights: Literal[
+        True
+    ], **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Tensor, Tensor, KVCache]: ...  # fmt: skip
+
     def forward(
         self,
         query: Float[Tensor, "*b t d_in"],

@@ -149,25 +149,37 @@ class MultiHeadAttention(HeadAttention):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @overload
-    def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
-        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, cache: None = None, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> Tensor: ...  # fmt: skip
+
     @overload
-    def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
-        cache: None = None, return_weights: Literal[True], **options: Unpack[CallOptions],
+    def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, cache: None = None, return_weights: Literal[
+        True
+    ], **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
     @overload
-    def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
-        cache: KVCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
+    def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, cache: KVCache, return_weights: Literal[
+        False
+    ] = False, **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
+
     @overload
-    def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
-        cache: KVCache, return_weights: Literal[True], **options: Unpack[CallOptions],
+    def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, cache: KVCache, return_weights: Literal[
+        True
+    ], **options: Unpack[
+        CallOptions
+    ],
     ) -> tuple[Tensor, Tensor, KVCache]: ...  # fmt: skip
+
     def forward(
         self,
         query: Float[Tensor, "*b t d_in"],

@@ -164,7 +164,8 @@ def load_balancing_loss(
     """
     if not routings:
         raise ValueError(
-            "the load is that of the routers of one layer at least; got no routing. Pass those of a model"
+            "the load is that of the routers of one layer at least; got no routing. Pass those of a"
+            " model"
         )
     logits = torch.stack([routing.logits for routing in routings])
     chosen = torch.stack([routing.experts for routing in routings])

@@ -47,7 +47,10 @@ class Blocked(Backend):
 
     name = "blocked"
     dtypes = DTYPES
-    structure = "causal, windows, lengths, prefix, segments, functions with a summary: hidden tiles are skipped"
+    structure = (
+        "causal, windows, lengths, prefix, segments, functions with a summary: hidden tiles are"
+        " skipped"
+    )
     block = 1024
     edge = 128
 

@@ -27,8 +27,8 @@ class Native(Backend):
     dtypes = DTYPES
     structure = "causal, windows, lengths, prefix, segments: hidden blocks are skipped"
     limits = (
-        "bias, functions of scores, dropout, masks that are dense or functions, a scale that is an array, a precision "
-        "that is an algorithm"
+        "bias, functions of scores, dropout, masks that are dense or functions, a scale that is an"
+        " array, a precision that is an algorithm"
     )
 
     def preferred(self, call: Call) -> bool:

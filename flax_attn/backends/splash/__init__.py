@@ -32,8 +32,8 @@ class Splash(Backend):
     source = "Pallas, in JAX"
     structure = "causal and windows with integer offsets, segments, lengths"
     limits = (
-        "a precision, bias, functions of scores, dropout, traced offsets, masks that are functions, "
-        "dense masks that are traced or differ between batch rows"
+        "a precision, bias, functions of scores, dropout, traced offsets, masks that are functions,"
+        " dense masks that are traced or differ between batch rows"
     )
 
     @property
@@ -96,8 +96,8 @@ def _refuse_numbers(call: Call) -> str | None:
         )
     if call.precision not in (None, "default", jax.lax.Precision.DEFAULT):
         return (
-            f"splash multiplies in the default precision; got precision={call.precision}. Pass precision=None and set "
-            "jax.default_matmul_precision around the whole step"
+            f"splash multiplies in the default precision; got precision={call.precision}. Pass"
+            " precision=None and set jax.default_matmul_precision around the whole step"
         )
     return None
 
@@ -112,7 +112,10 @@ def _refuse_options(call: Call) -> str | None:
             f'splash takes no function of scores; got score={call.score.name}. Pass backend="auto"'
         )
     if call.dropout is not None and call.dropout.rate > 0:
-        return f"splash drops no weights; got dropout={call.dropout.rate}. Drop the output, or choose another backend"
+        return (
+            f"splash drops no weights; got dropout={call.dropout.rate}. Drop the output, or choose"
+            " another backend"
+        )
     return None
 
 
@@ -124,13 +127,19 @@ def _refuse_mask(mask: Mask) -> str | None:
 
 def _refuse_part(part: Part) -> str | None:
     if not isinstance(part, Causal | Window | Prefix | Lengths | Segments | Dense):
-        return f"splash has no form for a mask of type {type(part).__name__}. Pass the mask as a boolean array"
+        return (
+            f"splash has no form for a mask of type {type(part).__name__}. Pass the mask as a"
+            " boolean array"
+        )
     if isinstance(part, Causal | Window | Prefix) and not isinstance(part.offset, int):
         return "splash needs the offset of a mask as a Python int; got an array. Pass an int"
     if isinstance(part, Prefix) and not isinstance(part.length, int):
         return "splash needs the length of a prefix as a Python int; got an array. Pass an int"
     if isinstance(part, Dense) and isinstance(part.array, Tracer | jax.ShapeDtypeStruct):
-        return "splash needs a dense mask that is known before tracing; got a traced one. Build it outside jax.jit"
+        return (
+            "splash needs a dense mask that is known before tracing; got a traced one. Build it"
+            " outside jax.jit"
+        )
     if isinstance(part, Dense) and part.array.ndim == 4 and part.array.shape[0] > 1:
         return (
             f"splash needs one dense mask for all batch rows; got shape {part.array.shape}. "

@@ -75,7 +75,10 @@ def _match(
         if found.complete:
             return found
     found = match(left, rights[0], main_part)
-    heading = f"the parameters of {type(flax_module).__name__} and {type(torch_module).__name__} do not pair:"
+    heading = (
+        f"the parameters of {type(flax_module).__name__} and {type(torch_module).__name__} do not"
+        " pair:"
+    )
     raise ConversionError(message(heading, problems_of(found), found))
 
 
@@ -100,7 +103,10 @@ def _misfit(entry: Entry, tensor: Tensor | None) -> str | None:
     if tensor is None:
         return f"{', '.join(entry.ours)}: there is no parameter {entry.theirs}"
     if tensor.shape != entry.shape:
-        return f"{', '.join(entry.ours)}: {entry.theirs} is {tensor.shape}, the rule makes {entry.shape}"
+        return (
+            f"{', '.join(entry.ours)}: {entry.theirs} is {tensor.shape}, the rule makes"
+            f" {entry.shape}"
+        )
     return None
 
 

@@ -17,7 +17,8 @@ def problems_of(found: Matching) -> list[str]:
     for one, other in found.conflicts:
         differ = "names" if one.fits(other) else "kinds"
         lines.append(
-            f"flax {_text(one)} and torch {_text(other)} are in the same place, but their {differ} differ"
+            f"flax {_text(one)} and torch {_text(other)} are in the same place, but their {differ}"
+            " differ"
         )
     for ours, theirs in found.ambiguous:
         lines.append(
@@ -44,7 +45,8 @@ def _lone_parts(found: Matching) -> list[str]:
                 tensor = mine.parts[role].tensor
                 there = ".".join(yours.path)
                 lines.append(
-                    f"no partner for {framework} {tensor.name} {tensor.shape}: {there} has no {role}"
+                    f"no partner for {framework} {tensor.name} {tensor.shape}: {there} has no"
+                    f" {role}"
                 )
     return lines
 

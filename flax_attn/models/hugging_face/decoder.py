@@ -166,7 +166,8 @@ def check_no_window(family: str, config: DecoderConfig) -> None:
     """Raise if a layer has a window, in a family of which transformers' models have none."""
     if any(config.windows):
         raise ValueError(
-            f"transformers' {family} has no window; got window={config.window}. Save with flax_attn.convert.save"
+            f"transformers' {family} has no window; got window={config.window}. Save with"
+            " flax_attn.convert.save"
         )
 
 
@@ -201,8 +202,8 @@ def read_layer_types(fields: Fields, window: int | None, default: Sequence[str])
     kinds = fields.optional_texts("layer_types") or default
     if len(kinds) != len(layers) or not set(kinds) <= {SLIDING, FULL}:
         raise ValueError(
-            f"{fields.where}: layer_types must name {SLIDING!r} or {FULL!r} for each of num_hidden_layers="
-            f"{len(layers)} layers; got {list(kinds)}"
+            f"{fields.where}: layer_types must name {SLIDING!r} or {FULL!r} for each of"
+            f" num_hidden_layers={len(layers)} layers; got {list(kinds)}"
         )
     if window is None and SLIDING in kinds:
         names = [name for name in ("use_sliding_window", "sliding_window") if name in fields.values]
@@ -246,7 +247,7 @@ def write_window(name: str, config: DecoderConfig) -> int | None:
     """
     if config.full_layers:
         raise ValueError(
-            f"{name} has its window in every layer of transformers; got full_layers={config.full_layers}. "
-            "Save with flax_attn.convert.save"
+            f"{name} has its window in every layer of transformers; got"
+            f" full_layers={config.full_layers}. Save with flax_attn.convert.save"
         )
     return config.window

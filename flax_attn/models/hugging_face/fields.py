@@ -192,7 +192,8 @@ class Fields:
         value = self.values.get(name, default)
         if value is REQUIRED:
             raise ValueError(
-                f"{self.where} lacks the field {name}. Take the config.json that came with the weights"
+                f"{self.where} lacks the field {name}. Take the config.json that came with the"
+                " weights"
             )
         if not _is_a(value, kind):
             raise ValueError(
@@ -247,7 +248,8 @@ class Fields:
         for name, value in self.values.items():
             if name not in self.used and value is not None:
                 raise ValueError(
-                    f"{self.where}: {name}={_shown(value)} would be ignored. Remove it if it means nothing"
+                    f"{self.where}: {name}={_shown(value)} would be ignored. Remove it if it means"
+                    " nothing"
                 )
 
 

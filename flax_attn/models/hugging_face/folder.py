@@ -152,8 +152,9 @@ def read_config(cls: type, family: Family, fields: Fields, dropout: float | None
     found = fields.text("model_type")
     if found not in family.read:
         raise ValueError(
-            f"{fields.where} is that of a model_type {found!r}, and {cls.__name__} reads "
-            f"{', '.join(map(repr, family.read))}. Use flax_attn.models.from_pretrained, which chooses the class"
+            f"{fields.where} is that of a model_type {found!r}, and {cls.__name__} reads"
+            f" {', '.join(map(repr, family.read))}. Use flax_attn.models.from_pretrained, which"
+            " chooses the class"
         )
     fields.only(is_causal=True)
     read_quantization(fields)
@@ -180,8 +181,9 @@ def write_config(family: Family, config: Any, dtype: str) -> str:
 def _known(cls: type, family: Family | None) -> Family:
     if family is None:
         raise ValueError(
-            f"{cls.__name__} has no form in Hugging Face's transformers, its class sets no `family`. "
-            "Use flax_attn.models.from_pretrained to load, or flax_attn.convert.save to store its weights"
+            f"{cls.__name__} has no form in Hugging Face's transformers, its class sets no"
+            " `family`. Use flax_attn.models.from_pretrained to load, or flax_attn.convert.save to"
+            " store its weights"
         )
     return family
 
@@ -240,7 +242,10 @@ def _match(
         if dtype not in DTYPES
     ]
     if wrong:
-        heading = f"{weights} does not hold the weights of the {type(model).__name__} that config.json describes:"
+        heading = (
+            f"{weights} does not hold the weights of the {type(model).__name__} that config.json"
+            " describes:"
+        )
         raise ConversionError("\n  ".join([heading, *wrong]))
     return entries
 
@@ -271,8 +276,9 @@ def _check_float64(dtypes: Iterable[Dtype]) -> None:
     for dtype in dtypes:
         if jnp.dtype(dtype) == jnp.float64 and jnp.result_type(float) != jnp.float64:
             raise ValueError(
-                "parameters in float64 need JAX's 64-bit mode; got a param_dtype or weights of float64. "
-                'Pass param_dtype=jnp.float32 or call jax.config.update("jax_enable_x64", True)'
+                "parameters in float64 need JAX's 64-bit mode; got a param_dtype or weights of"
+                ' float64. Pass param_dtype=jnp.float32 or call jax.config.update("jax_enable_x64",'
+                " True)"
             )
 
 

@@ -70,9 +70,9 @@ def read_images(fields: Fields, dropout: float | None) -> dict[str, Any]:
         "qkv_bias": fields.flag("qkv_bias", True),
         "activation": fields.choose("hidden_act", ACTIVATIONS, "gelu"),
         "dropout": fields.rate("hidden_dropout_prob", 0.0) if dropout is None else dropout,
-        "attention_dropout": fields.rate("attention_probs_dropout_prob", 0.0)
-        if dropout is None
-        else dropout,
+        "attention_dropout": (
+            fields.rate("attention_probs_dropout_prob", 0.0) if dropout is None else dropout
+        ),
         "labels": _labels(fields),
     }
 

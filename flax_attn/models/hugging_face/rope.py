@@ -147,8 +147,9 @@ def write_rope(rope: RoPE, length: int, head_dim: int, partial: bool = False) ->
     width = head_dim if rope.width is None else rope.width
     if rope.interleaved or (width != head_dim and not partial):
         raise ValueError(
-            "transformers rotates whole heads here, in pairs (i, i + h / 2); got "
-            f"rope.interleaved={rope.interleaved}, rope.width={rope.width}. Save with flax_attn.convert.save"
+            "transformers rotates whole heads here, in pairs (i, i + h / 2); got"
+            f" rope.interleaved={rope.interleaved}, rope.width={rope.width}. Save with"
+            " flax_attn.convert.save"
         )
     inside = {} if rope.scaling is None else _write_scaling(rope.scaling, length)
     part = {"partial_rotary_factor": _factor(width, head_dim)} if partial else {}
@@ -187,8 +188,9 @@ def _write_dynamic(scaling: DynamicNTKScaling, length: int) -> dict[str, Any]:
     end = dynamic_length(scaling)
     if length != end:
         raise ValueError(
-            "with dynamic scaling the context_length is not stored, it is read as factor times the original one: "
-            f"{end}; got context_length={length}. Construct it with context_length={end}"
+            "with dynamic scaling the context_length is not stored, it is read as factor times the"
+            f" original one: {end}; got context_length={length}. Construct it with"
+            f" context_length={end}"
         )
     return {}
 

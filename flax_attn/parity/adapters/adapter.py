@@ -226,8 +226,8 @@ def named(result: Any) -> dict[str, Any]:
     for name, value in _walk("", result):
         if name in found:
             raise PairingError(
-                f"outputs are compared by name, the keys around them joined by dots; two are called "
-                f"{name!r}. Pass a call that returns them under different names"
+                "outputs are compared by name, the keys around them joined by dots; two are called"
+                f" {name!r}. Pass a call that returns them under different names"
             )
         found[name] = value
     return (
@@ -248,8 +248,9 @@ def _walk(name: str, value: Any):
         yield name or "output", value
     else:
         raise PairingError(
-            f"an output is an array, or a tuple or mapping of arrays; {name or 'the output'} is a "
-            f"{type(value).__name__}. Pass a call that returns arrays, such as torch_call=lambda m, x: m(x)[0]"
+            f"an output is an array, or a tuple or mapping of arrays; {name or 'the output'} is a"
+            f" {type(value).__name__}. Pass a call that returns arrays, such as torch_call=lambda"
+            " m, x: m(x)[0]"
         )
 
 
@@ -283,7 +284,8 @@ def float64(arrays: Mapping[str, Any]) -> Arrays:
     for name, array in found.items():
         if array.dtype.kind not in "biufcV":  # V: the dtypes of ml_dtypes
             raise PairingError(
-                f"arrays of numbers are compared; {name} has the dtype {array.dtype}. Pass a call that leaves it out"
+                f"arrays of numbers are compared; {name} has the dtype {array.dtype}. Pass a call"
+                " that leaves it out"
             )
     return {
         name: array.astype(np.float64) if is_floating(array) else array

@@ -44,7 +44,10 @@ def take_apart(module: Any, train: bool = False) -> Parts:
         >>> sorted(take_apart(nnx.Linear(2, 3, rngs=nnx.Rngs(0))).params)
         ['bias', 'kernel']
     """
-    rule = "the Flax module is an NNX module, a bound Linen module, an equinox module or a function of arrays"
+    rule = (
+        "the Flax module is an NNX module, a bound Linen module, an equinox module or a function of"
+        " arrays"
+    )
     check_kind(module, rule, {"torch": "PyTorch"})
     if isinstance(module, nnx.Module):
         return _nnx(module, train)
@@ -113,8 +116,8 @@ def _parted(
 def _linen(module: linen.Module) -> Parts:
     if module.scope is None:
         raise PairingError(
-            f"{type(module).__name__} is a Linen module without variables. Pass module.bind(variables), "
-            "or flax.nnx.bridge.ToNNX(module, rngs).lazy_init(inputs)"
+            f"{type(module).__name__} is a Linen module without variables. Pass"
+            " module.bind(variables), or flax.nnx.bridge.ToNNX(module, rngs).lazy_init(inputs)"
         )
     unbound, variables = module.unbind()
     trees = {

@@ -218,7 +218,8 @@ def load(folder: str | PathLike[str], names: Sequence[str] | None = None) -> dic
     files = sorted(Path(folder).glob("*.safetensors")) if Path(folder).is_dir() else []
     if not files:
         raise ExportError(
-            f"no export in {folder}: make one with `flax-attn parity --export {folder}`, where torch is"
+            f"no export in {folder}: make one with `flax-attn parity --export {folder}`, where"
+            " torch is"
         )
     found = {recording.about["name"]: recording for recording in map(Recording, files)}
     missing = [name for name in names or () if name not in found]
@@ -268,7 +269,7 @@ def _read(path: Path) -> tuple[Arrays, dict[str, Any]]:
         raise ExportError(f"{path} holds arrays, but is no export of a comparison")
     if about["format"] != FORMAT:
         raise ExportError(
-            f"{path} is an export of format {about['format']}, made by flax-attn {about.get('version')}; this version "
-            f"reads format {FORMAT}. Export again"
+            f"{path} is an export of format {about['format']}, made by flax-attn"
+            f" {about.get('version')}; this version reads format {FORMAT}. Export again"
         )
     return arrays, about

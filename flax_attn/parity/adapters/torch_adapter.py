@@ -159,8 +159,9 @@ class TorchAdapter(ModuleAdapter):
         for name, output in outputs.items():
             if not isinstance(output, torch.Tensor):
                 raise PairingError(
-                    f"the outputs of the PyTorch module are tensors; {name} is a "
-                    f"{type(output).__name__}. Pass torch_call= that returns tensors, or leaves it out"
+                    f"the outputs of the PyTorch module are tensors; {name} is a"
+                    f" {type(output).__name__}. Pass torch_call= that returns tensors, or leaves"
+                    " it out"
                 )
         return outputs
 

@@ -113,8 +113,9 @@ def losses(flax: np.ndarray, torch: np.ndarray, rule: float) -> Picture:
     figure.update_xaxes(range=[0, len(torch) + 1])
     figure.update_layout(legend={"orientation": "h", "y": 1.12})
     words = (
-        f"{len(torch)} steps: torch from {torch[0]:.4g} to {torch[-1]:.4g}, flax from {flax[0]:.4g} to {flax[-1]:.4g}; "
-        f"at most {np.max(apart):.1e} of the largest loss apart. The rule is {rule:.0e}."
+        f"{len(torch)} steps: torch from {torch[0]:.4g} to {torch[-1]:.4g}, flax from {flax[0]:.4g}"
+        f" to {flax[-1]:.4g}; at most {np.max(apart):.1e} of the largest loss apart. The rule is"
+        f" {rule:.0e}."
     )
     return _picture(figure, "Losses", words, 360, {"t": 12, "b": 40, "l": 80, "r": 12})
 

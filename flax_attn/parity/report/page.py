@@ -159,7 +159,10 @@ def _attention(pair: Pair, size: int) -> tuple[list[Any], str]:
             break
         drawn[name] = heads
     left = len(layers) - len(drawn)
-    missing = f"{left} of {len(layers)} layers, those that differ least, are left out to keep the page small."
-    return [
-        head for name in layers if name in drawn for head in drawn[name]
-    ], missing if left else ""
+    missing = (
+        f"{left} of {len(layers)} layers, those that differ least, are left out to keep the page"
+        " small."
+    )
+    return [head for name in layers if name in drawn for head in drawn[name]], (
+        missing if left else ""
+    )

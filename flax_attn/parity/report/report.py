@@ -52,7 +52,10 @@ class Report(Findings):
             content = page.page([self], pictures=False)
         except ImportError:
             return f"<pre>{html.escape(str(self))}</pre>"
-        frame = 'sandbox="allow-scripts" style="width: 100%; height: 40rem; border: 0; resize: vertical"'
+        frame = (
+            'sandbox="allow-scripts" style="width: 100%; height: 40rem; border: 0; resize:'
+            ' vertical"'
+        )
         return f'<iframe title="Report" {frame} srcdoc="{html.escape(content)}"></iframe>'
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -116,8 +116,8 @@ def record(pair: Pair) -> Activations:
 
     if not isinstance(pair.flax, JaxAdapter) or not isinstance(pair.torch, TorchAdapter):
         raise NotRun(
-            "the first difference is found by running both sides, and one of these is the recording of an earlier run. "
-            "Compare where both frameworks are installed"
+            "the first difference is found by running both sides, and one of these is the recording"
+            " of an earlier run. Compare where both frameworks are installed"
         )
     ours, theirs = (
         jax_hooks.paths(pair.flax.built(), pair.flax.shapes),

@@ -90,8 +90,8 @@ def join_heads(x: np.ndarray) -> dict[str, np.ndarray]:
     return {
         "heads side by side": rearrange(x, "b t n h -> b t (n h)"),
         "heads interleaved": rearrange(x, "b t n h -> b t (h n)"),
-        "heads by reshape without a transpose": rearrange(x, "b t n h -> b n t h").reshape(
-            b, t, n * h
+        "heads by reshape without a transpose": (
+            rearrange(x, "b t n h -> b n t h").reshape(b, t, n * h)
         ),
     }
 

@@ -113,14 +113,21 @@ class Divergence:
         first, backward = self.first, self.backward
         if backward:
             yield (
-                f"all outputs agree; the backward pass differs after {spoken(backward.name)}, the last node with a "
-                f"wrong cotangent: error {backward.backward_error:.3g}, rule {tolerance.GRADIENT:.0e}"
+                f"all outputs agree; the backward pass differs after {spoken(backward.name)}, the"
+                f" last node with a wrong cotangent: error {backward.backward_error:.3g}, rule"
+                f" {tolerance.GRADIENT:.0e}"
             )
         elif first is None:
             yield f"in float64 none of {len(self.nodes)} nodes differs"
         else:
-            yield f"first difference: {spoken(first.name)}, error {first.error:.3g}, rule {first.limit:.0e}"
+            yield (
+                f"first difference: {spoken(first.name)}, error {first.error:.3g}, rule"
+                f" {first.limit:.0e}"
+            )
         for node in self.locally_wrong[:LISTED]:
-            yield f"locally wrong: {spoken(node.name)}, error {node.local_error:.3g} on the same inputs"
+            yield (
+                f"locally wrong: {spoken(node.name)}, error {node.local_error:.3g} on the same"
+                " inputs"
+            )
         if len(self.locally_wrong) > LISTED:
             yield f"locally wrong: {len(self.locally_wrong) - LISTED} more"

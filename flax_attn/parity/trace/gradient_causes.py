@@ -55,7 +55,8 @@ def detached(name: str, flax: Arrays, torch: Arrays) -> list[str]:
         return []
     side, other = ("flax", "torch") if silent["flax"] else ("torch", "flax")
     return [
-        f"{spoken(name)}: {side} has no gradient at its output, as of stop_gradient or detach, {other} has one"
+        f"{spoken(name)}: {side} has no gradient at its output, as of stop_gradient or detach,"
+        f" {other} has one"
     ]
 
 

@@ -139,7 +139,10 @@ def _slowed(found: np.ndarray) -> str:
     for base in _rounded((found[0] / found[1]) ** len(found)):
         divided = _powers(base, len(found)) / found
         if abs(divided[1] - 1) <= ANGLES[1] / found[1] and (np.diff(divided) > -ANGLES[1]).all():
-            return f"base {base:.7g}, slow pairs divided by up to {divided[-1]:.4g} as by llama3 scaling or YaRN"
+            return (
+                f"base {base:.7g}, slow pairs divided by up to {divided[-1]:.4g} as by llama3"
+                " scaling or YaRN"
+            )
     return ""
 
 

@@ -37,7 +37,10 @@ def _spread_forms(out: tuple[int, ...], x: np.ndarray, kernel: np.ndarray) -> Fo
         cut = [full - n for full, n in zip(whole.shape[2:], out, strict=True)]
         for before in range(min(cut) + 1):
             after = ", ".join(dict.fromkeys(str(rest - before) for rest in cut))
-            text = f"a transposed convolution of stride {stride}, {before} cut off before and {after} after"
+            text = (
+                f"a transposed convolution of stride {stride}, {before} cut off before and {after}"
+                " after"
+            )
             yield text + how, whole[(..., *(slice(before, before + n) for n in out))]
 
 

@@ -144,8 +144,8 @@ GATES = (
           Wrap(head_attention, "gate_heads", lambda gated, gate, x: gated(gate.flip(-1), x))),
 )  # fmt: skip
 
-DIFFERENCE = (
-    "multi_head_differential"  # of 4 query heads and 4 key/value heads; lambda starts near 0.4
+DIFFERENCE = (  # of 4 query heads and 4 key/value heads; lambda starts near 0.4
+    "multi_head_differential"
 )
 
 

@@ -125,8 +125,9 @@ class PreparedVariant:
                 check = None
             if check is not None and not check.passed:
                 raise FailsWithoutFaultError(
-                    f"a check must pass before a fault is patched in; got {self.variant.name}, {check.explain()}. "
-                    f"Repair the variant first: flax-attn parity --variant {self.variant.name}"
+                    f"a check must pass before a fault is patched in; got {self.variant.name},"
+                    f" {check.explain()}. Repair the variant first: flax-attn parity --variant"
+                    f" {self.variant.name}"
                 )
             self._applies[name] = check is not None
         return self._applies[name]
@@ -212,7 +213,10 @@ def summary(detections: Sequence[Detection]) -> str:
         f"{sum(not detection.fixed[tol] for detection in detections)} at {tol:.0e}" for tol in FIXED
     ]
     detected = sum(detection.detected for detection in detections)
-    return f"{detected} of {len(detections)} faults are detected; a fixed tolerance detects {', '.join(found)}"
+    return (
+        f"{detected} of {len(detections)} faults are detected; a fixed tolerance detects"
+        f" {', '.join(found)}"
+    )
 
 
 def _cells(detection: Detection) -> tuple[str, ...]:
