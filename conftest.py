@@ -13,12 +13,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)  # simulated, for what lies on a mesh
 jax.config.update("jax_disable_most_optimizations", True)  # most of the time is taken by compiling
 if jax.__version_info__ < (0, 11):
-    # As it is by the emitters of this XLA, and then by cutting each small program in 32. A newer one does not know the
-    # first flag, and compiles no sooner for the second.
+    # As it is by the emitters of this XLA, and then by cutting each small program in 32. A newer
+    # one does not know the first flag, and compiles no sooner for the second.
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell has background jobs ignore interrupts, and the commands that the tests interrupt would inherit that.
+    # A shell has background jobs ignore interrupts, and the commands that the tests interrupt would
+    # inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -10,7 +10,8 @@ from flax_attn import __version__
 
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 
-# For the processes that run the notebooks: they show what a CPU gives, and do not fight for its cores.
+# For the processes that run the notebooks: they show what a CPU gives, and do not fight for its
+# cores.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Each program runs once: optimising it takes longer than running it.

@@ -1,7 +1,8 @@
 """Look at every page of the built site in Chromium: `make docs-look`.
 
-Each is opened wide and narrow, in light and in dark. It must have no violation of WCAG A and AA that axe-core sees, no
-error in the console, and nothing that makes it scroll sideways. What was seen is saved as pictures.
+Each is opened wide and narrow, in light and in dark. It must have no violation of WCAG A and AA
+that axe-core sees, no error in the console, and nothing that makes it scroll sideways. What was
+seen is saved as pictures.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ Scheme = Literal["light", "dark"]
 
 RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"], "preload": False}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-# In pixels, and the schemes in their order: axe-core checks the first, so that it sees both layouts and both schemes.
+# In pixels, and the schemes in their order: axe-core checks the first, so that it sees both layouts
+# and both schemes.
 WIDTHS: dict[int, tuple[Scheme, Scheme]] = {1280: ("light", "dark"), 400: ("dark", "light")}
-# Of the entries in a section of the API the first two stand for all, which are written alike: axe-core is slow on many.
+# Of the entries in a section of the API the first two stand for all, which are written alike:
+# axe-core is slow on many.
 LOOKED_AT = {"include": [["html"]], "exclude": [["dl.py:nth-of-type(n+3)"]]}
 TALLEST = 8000  # of a picture, in pixels
 

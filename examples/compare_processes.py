@@ -2,8 +2,8 @@
 
     python examples/compare_processes.py
 
-All are processes of this machine, each with one simulated device, in float64. The exit status is 1 if a loss differs
-from that of one process by more than 1e-12 of it.
+All are processes of this machine, each with one simulated device, in float64. The exit status is 1
+if a loss differs from that of one process by more than 1e-12 of it.
 """
 
 import argparse

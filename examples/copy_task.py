@@ -6,8 +6,8 @@
     input    5 0 7 2 | 5 0 7        the model sees what is left of a place, and nothing else
     answer           5 0 7 2        the symbols are drawn at random: only attention can know them
 
-Both models are equally wide and have as many parameters. Every batch is new, so that the accuracy before a step is that
-on sequences never seen.
+Both models are equally wide and have as many parameters. Every batch is new, so that the accuracy
+before a step is that on sequences never seen.
 
 References:
     Graves et al. 2014, the copy task (arXiv:1410.5401).

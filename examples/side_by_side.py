@@ -17,7 +17,8 @@ def same_gradients(grads, theirs, layout):
     ours = {".".join(map(str, path)): np.asarray(g[...]) for path, g in nnx.to_flat_state(grads)}
     ours = convert.to_layout(ours, layout)
     reference = {name: p.grad.numpy() for name, p in theirs.named_parameters()}
-    # Softmax ignores the bias of the keys: its gradient is rounding, which is measured by the largest of all.
+    # Softmax ignores the bias of the keys: its gradient is rounding, which is measured by the
+    # largest of all.
     null = tolerance.null_directions(reference)
     largest = max(abs(g).max() for g in reference.values())
     assert all(abs(ours[name]).max() <= tolerance.NULL * largest for name in null)

@@ -2,8 +2,9 @@
 
     embeddings of tokens and positions; blocks of attention and feed-forward; a norm; a linear head
 
-`twins` makes both with the same weights. `train_flax` and `train_torch` are the loops that a user of each framework
-would write; given the same batches, each with its dropout key, they do the same step by step.
+`twins` makes both with the same weights. `train_flax` and `train_torch` are the loops that a user
+of each framework would write; given the same batches, each with its dropout key, they do the same
+step by step.
 """
 
 from collections.abc import Iterable, Iterator

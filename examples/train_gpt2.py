@@ -4,9 +4,9 @@
     python examples/train_gpt2.py --folder build/gpt2
     flax-attn generate --model build/gpt2/model --prompt "Return the"
 
-A tokenizer of 2048 tokens is trained first. Documents are packed into rows, and none sees another. The same command
-resumes a run that was stopped. The folder `model` is one that transformers
-loads, too.
+A tokenizer of 2048 tokens is trained first. Documents are packed into rows, and none sees another.
+The same command resumes a run that was stopped. The folder `model` is one that transformers loads,
+too.
 
 References:
     Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".

@@ -2,18 +2,19 @@
 
     python examples/train_multihost.py --mesh data=16,fsdp=4,tensor=4 --batch 64 --checkpoints gs://bucket/run
 
-On TPU pods, under Slurm and under Kubernetes JAX finds the other processes by itself. Elsewhere say where they are,
-here two processes on one machine:
+On TPU pods, under Slurm and under Kubernetes JAX finds the other processes by itself. Elsewhere say
+where they are, here two processes on one machine:
 
     for i in 0 1; do
         python examples/train_multihost.py --mesh data=2 --checkpoints build/multihost \
             --coordinator localhost:8476 --processes 2 --process $i &
     done; wait
 
-`--processes 1` trains on one host alone. Process 0 prints the loss of each step, a line of JSON each. If a process
-ends, the others end with an error, too. The same command resumes from the last complete checkpoint, and so does one
-with another mesh or another number of processes: the data and their order follow from `--seed` and the step alone. The
-folder of checkpoints must be one that all hosts share.
+`--processes 1` trains on one host alone. Process 0 prints the loss of each step, a line of JSON
+each. If a process ends, the others end with an error, too. The same command resumes from the last
+complete checkpoint, and so does one with another mesh or another number of processes: the data and
+their order follow from `--seed` and the step alone. The folder of checkpoints must be one that all
+hosts share.
 """
 
 import argparse

@@ -3,9 +3,10 @@
     pip install "flax-attn[torch,viz]"
     python examples/trajectory.py --out docs/trajectory.png
 
-Both learn to predict the next character of this project's licence: the same weights at the start, the same batches, the
-same elements dropped, AdamW with warm-up, cosine decay and clipping. In float64 only rounding may differ.
-`--defaults` leaves the weight decay at the default of each framework, to show what that does to a run.
+Both learn to predict the next character of this project's licence: the same weights at the start,
+the same batches, the same elements dropped, AdamW with warm-up, cosine decay and clipping. In
+float64 only rounding may differ. `--defaults` leaves the weight decay at the default of each
+framework, to show what that does to a run.
 
 References:
     Loshchilov and Hutter 2019 (arXiv:1711.05101).

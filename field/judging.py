@@ -30,7 +30,8 @@ EQUAL, FLOAT32, EMPTY, DIFFERENT, OTHER, RAISES, NOT_RUN = VERDICTS = (
     "does not run",
 )
 PADDING = "padded rows"
-# What float32 may change: of outputs, by the order of operations; of gradients, where small ones come of large terms.
+# What float32 may change: of outputs, by the order of operations; of gradients, where small ones
+# come of large terms.
 LOW = tolerance.REORDERED * float(np.finfo(np.float32).eps)
 LOW_GRADIENT = float(np.finfo(np.float32).eps) ** 0.5
 NODES = 4  # locally wrong nodes that are kept
@@ -170,7 +171,8 @@ def _call(call: Callable | None, xp: Any, empty: bool) -> Callable | None:
             return call(module, *inputs, mask=None)
         kept = lengths if empty else xp.clip(lengths, 1)
         mask = xp.arange(inputs[0].shape[1])[None] < kept[:, None]
-        # What a model computes at padding is seen by nobody; an empty row is kept, to be compared on its own.
+        # What a model computes at padding is seen by nobody; an empty row is kept, to be compared
+        # on its own.
         seen = mask | (kept == 0)[:, None]
         return _seen(call(module, *inputs, mask=mask), seen, xp)
 
@@ -178,8 +180,9 @@ def _call(call: Callable | None, xp: Any, empty: bool) -> Callable | None:
 
 
 def _with_plain_kernel(call: Callable) -> Callable:
-    # The fused kernel for CPUs keeps the log-sum-exp of scores for its backward pass. Where a whole row is masked by
-    # the lowest number, that cannot hold the logarithm, and gradients of the row are wrong: no fault of a port.
+    # The fused kernel for CPUs keeps the log-sum-exp of scores for its backward pass. Where a whole
+    # row is masked by the lowest number, that cannot hold the logarithm, and gradients of the row
+    # are wrong: no fault of a port.
     @wraps(call)
     def plain(*arguments, **keywords):
         with sdpa_kernel(SDPBackend.MATH):

@@ -21,10 +21,11 @@ class Built:
         flax: the JAX module.
         torch: the PyTorch module, in eval mode.
         inputs: of both, by position.
-        layouts: tried in order: names or layouts, or functions of both modules that return one. The first that pairs
-            all parameters is used.
-        flax_call: how to call the JAX module, `flax_call(module, *inputs, mask)`, where `mask` is boolean `(b, t)`,
-            True for tokens, or None; a call without a parameter `mask` has no padding. None is `module(*inputs)`.
+        layouts: tried in order: names or layouts, or functions of both modules that return one. The
+            first that pairs all parameters is used.
+        flax_call: how to call the JAX module, `flax_call(module, *inputs, mask)`, where `mask` is
+            boolean `(b, t)`, True for tokens, or None; a call without a parameter `mask` has no
+            padding. None is `module(*inputs)`.
         torch_call: the same for the PyTorch module.
         options: further arguments of `compare`.
     """

@@ -1,6 +1,7 @@
 """Attention for JAX, every variant proven equal to PyTorch.
 
-What this package exports stands in `__init__.pyi`, and is imported where it is first used: a layer costs no model.
+What this package exports stands in `__init__.pyi`, and is imported where it is first used: a layer
+costs no model.
 """
 
 import lazy_loader

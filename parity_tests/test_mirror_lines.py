@@ -1,7 +1,8 @@
 """The mirrored files read alike: each has at least the share of identical lines that `data/mirror.json` records.
 
-The share is that of lines, blank ones aside, that are identical and in the same order in both packages.
-`pytest -rP` prints the shares. `python parity_tests/test_mirror_lines.py` records them anew, rounded down to 5 %.
+The share is that of lines, blank ones aside, that are identical and in the same order in both
+packages. `pytest -rP` prints the shares. `python parity_tests/test_mirror_lines.py` records them
+anew, rounded down to 5 %.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Measure how much the lines of the packages hold: python tools/density.py [--check].
 
-Of every function of at least 8 lines, without its docstring: the nodes of its syntax tree over its lines that are
-neither blank nor comment. Printed are the median and the 90th percentile of each top folder, the share of lines that
-are comments, and the share that is wider than 100 characters. With `--check` it fails where a goal is missed.
+Of every function of at least 8 lines, without its docstring: the nodes of its syntax tree over its
+lines that are neither blank nor comment. Printed are the median and the 90th percentile of each top
+folder, the share of lines that are comments, and the share that is wider than 100 characters. With
+`--check` it fails where a goal is missed.
 """
 
 import argparse

@@ -100,8 +100,9 @@ def dot_product_attention(
 
         output = dropout(softmax(mask(score(soft_cap(scale * query @ key^T + bias))), sinks)) @ value
 
-    Query head `i` reads key/value head `i // (n / k)`: multi-head for k = n, grouped-query for k < n, multi-query
-    for k = 1. The softmax and all sums are in float32 for lower dtypes, and in the dtype of the inputs otherwise.
+    Query head `i` reads key/value head `i // (n / k)`: multi-head for k = n, grouped-query for k <
+    n, multi-query for k = 1. The softmax and all sums are in float32 for lower dtypes, and in the
+    dtype of the inputs otherwise.
 
     Args:
         query: `(b, t, n, h)` or `(t, n, h)`.
@@ -109,11 +110,15 @@ def dot_product_attention(
         value: `(b, s, k, v)` or `(s, k, v)`.
         bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. `-inf` hides.
         mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend.
-        scale: factor on the scores, a finite number or an array of shape `()`; None is `1 / sqrt(h)`.
-        soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`; a number known before tracing.
-        score: changes the scores: `score(score, b, n, i, j)`, written for scalars, or a `ScoreFunction`.
+        scale: factor on the scores, a finite number or an array of shape `()`; None is `1 /
+            sqrt(h)`.
+        soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`; a number known before
+            tracing.
+        score: changes the scores: `score(score, b, n, i, j)`, written for scalars, or a
+            `ScoreFunction`.
         sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
-        dropout: drops weights; the same key drops the same weights in every backend and in `flax_attn`.
+        dropout: drops weights; the same key drops the same weights in every backend and in
+            `flax_attn`.
         backend: `"auto"` or `"reference"`, which are the same here.
         return_weights: return `(output, weights)`; the output stays the same, bit for bit.
 
@@ -123,8 +128,9 @@ def dot_product_attention(
         A number in query, key or value that is not finite reaches the rows that may see it, as NaN, and no others.
 
     Raises:
-        ValueError: if an argument is no array or number, if shapes, dtypes, mask or bias do not fit one another, if
-            a causal mask has no offset although t != s, or if the backend is unknown.
+        ValueError: if an argument is no array or number, if shapes, dtypes, mask or bias do not fit
+            one another, if a causal mask has no offset although t != s, or if the backend is
+            unknown.
 
     Example:
         >>> import torch

@@ -77,7 +77,8 @@ def read(app: Any, kind: str, name: str, obj: object, options: Any, lines: list[
     """Change a docstring in place, before napoleon reads its sections."""
     package = "torch_ref" if name.startswith("torch_ref") else "flax_attn"
     text = "\n".join(formulas(lines))
-    # Code inside literal blocks and examples has no backticks, so the whole text can be changed at once.
+    # Code inside literal blocks and examples has no backticks, so the whole text can be changed at
+    # once.
     lines[:] = code(text, package, name).split("\n")
     if kind in ("attribute", "property"):
         lines[:0] = (
@@ -89,7 +90,8 @@ def read(app: Any, kind: str, name: str, obj: object, options: Any, lines: list[
 def sign(kind: str, obj: Any) -> tuple[str, str] | None:
     """Return a signature as the source has it, of a class that of its constructor.
 
-    What Sphinx finds is that of a metaclass for NNX modules, and has types spelled out that have a name in the source.
+    What Sphinx finds is that of a metaclass for NNX modules, and has types spelled out that have a
+    name in the source.
     """
     if kind == "class":
         obj = vars(obj).get("__init__")

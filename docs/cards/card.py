@@ -21,7 +21,8 @@ class Card:
 
     Args:
         name: the heading.
-        shows: public names of `flax_attn`; the first has the docstring that formula and references are taken from.
+        shows: public names of `flax_attn`; the first has the docstring that formula and references
+            are taken from.
         take: when to take it.
         example: the code that is shown and run. It leaves `output`, which is compared.
         picture: an expression for what is drawn, of the example's names.
@@ -32,7 +33,8 @@ class Card:
         formula: where that of the docstring is another.
         reference: where the docstring has none, or words that choose among those that it has.
         axes: what rows and columns of the picture are.
-        eager: whether the example runs operation by operation, which is faster for cards that share their shapes.
+        eager: whether the example runs operation by operation, which is faster for cards that share
+            their shapes.
     """
 
     name: str

@@ -54,9 +54,9 @@ def run(card: Card) -> Outcome:
 def executed(card: Card) -> tuple[dict[str, Any], jax.Array]:
     """Return the names of an example after it ran, as far as they are arrays or were given, and its picture.
 
-    What is assigned to `layer` has parameters from a normal distribution, in float64: as constructed, biases are small
-    and norm scales are 1, so that a wrong one would hardly show. All other statements are one function, compiled unless
-    the card says otherwise.
+    What is assigned to `layer` has parameters from a normal distribution, in float64: as
+    constructed, biases are small and norm scales are 1, so that a wrong one would hardly show. All
+    other statements are one function, compiled unless the card says otherwise.
     """
     names, rest = given(), []
     for statement in ast.parse(card.example).body:

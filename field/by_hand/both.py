@@ -35,7 +35,8 @@ class Case:
     """One configuration of a port.
 
     Args:
-        ours: the JAX side, a function of the values and of a mask `(b, t)`, True for tokens, or None.
+        ours: the JAX side, a function of the values and of a mask `(b, t)`, True for tokens, or
+            None.
         theirs: the PyTorch side, a function of the same.
         values: parameters and floating inputs, by the names of the PyTorch side.
         inputs: which of the values are inputs.
@@ -126,7 +127,8 @@ def layer_case(
 def call_with(module: torch.nn.Module, values: Values, *arguments: Any, **options: Any) -> Any:
     """Call a module with tensors in place of its parameters and buffers, wherever they are tied to.
 
-    torch.func.functional_call leaves a module that stands in several places, such as a shared embedding, untied.
+    torch.func.functional_call leaves a module that stands in several places, such as a shared
+    embedding, untied.
     """
     taken = dict(module.named_parameters()) | dict(module.named_buffers())
     names = {id(taken[name]): name for name in values}
@@ -220,7 +222,8 @@ def _weights(case: Case, values: Values, mask: Any, seen: Any) -> dict[str, np.n
 
 
 def _call_torch(case: Case, values: Values, mask: Any) -> dict[str, torch.Tensor]:
-    # The fused kernel for CPUs gives wrong gradients in rows that are masked as a whole by the lowest number.
+    # The fused kernel for CPUs gives wrong gradients in rows that are masked as a whole by the
+    # lowest number.
     with sdpa_kernel(SDPBackend.MATH):
         return named(case.theirs(values, None if mask is None else torch.tensor(mask)))
 

@@ -281,7 +281,8 @@ def _transposed():
     )
 
     def ours(v, mask):
-        # PyTorch's weight (in, out, h, w) is that of the convolution whose gradient this is, and so is Flax's here.
+        # PyTorch's weight (in, out, h, w) is that of the convolution whose gradient this is, and so
+        # is Flax's here.
         return filled(layer, {"kernel": v["weight"].transpose(2, 3, 1, 0), "bias": v["bias"]})(
             v["x"]
         )

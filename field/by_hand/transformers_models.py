@@ -136,7 +136,8 @@ def _case(flax: Any, twin: torch.nn.Module, call: str, alone: str) -> Case:
 
 def _converted(flax: Any, values: Mapping[str, Any]) -> Any:
     if "layer_0" in {part for path in flatten_dict(dict(flax.params_shape_tree)) for part in path}:
-        # ResNet's basic layers, which have a name of their own in Flax that the converter does not know.
+        # ResNet's basic layers, which have a name of their own in Flax that the converter does not
+        # know.
         values = {
             re.sub(r"\.layer\.(\d)\.", r".layer.layer_\1.", name): x for name, x in values.items()
         }

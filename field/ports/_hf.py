@@ -303,7 +303,8 @@ def _spectrum(config: Any) -> list[Any]:
     return [(3, config.num_mel_bins, 2 * config.max_source_positions)]
 
 
-# By name: the inputs of a configuration, the arguments that both sides are called with, and whether with a mask.
+# By name: the inputs of a configuration, the arguments that both sides are called with, and whether
+# with a mask.
 CALLS: dict[str, tuple[Callable, Callable, bool]] = {
     "text": (tokens, _text, True),
     "pad tokens": (_padded, _text, True),

@@ -9,7 +9,8 @@ from typing import Any
 
 from jax.experimental import topologies
 
-# Without these libtpu asks the cloud for a description of the machine, and lets one process at a time compile.
+# Without these libtpu asks the cloud for a description of the machine, and lets one process at a
+# time compile.
 _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",

@@ -13,7 +13,8 @@ class Backend:
         platforms: where it runs, of `"cpu"`, `"gpu"` and `"tpu"`; None is everywhere.
         dtypes: that query, key and value may have, of `flax_attn.functional.checks.DTYPES`.
         source: of the kernel, for the documentation.
-        structure: the masks that it takes without an array over all queries and keys, for the documentation.
+        structure: the masks that it takes without an array over all queries and keys, for the
+            documentation.
         limits: what it refuses beside other dtypes, for the documentation.
     """
 

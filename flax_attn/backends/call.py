@@ -64,14 +64,15 @@ _STATIC = {"static": True}  # known before tracing
 class Call:
     """The arguments of one call of `dot_product_attention`, after all checks: a pytree.
 
-    `jax.jit`, `jax.custom_vjp` and `jax.shard_map` take a call whole. Its arrays are traced; soft cap, precision,
-    platform and a scale that is a Python number stay known.
+    `jax.jit`, `jax.custom_vjp` and `jax.shard_map` take a call whole. Its arrays are traced; soft
+    cap, precision, platform and a scale that is a Python number stay known.
 
     Args:
         query: `(b, t, n, h)`.
         key: `(b, s, k, h)`, k dividing n.
         value: `(b, s, k, v)`.
-        bias: None, or of rank 4 and broadcasting to `(b, n, t, s)`; `-inf` hides. In a shard it is over all keys.
+        bias: None, or of rank 4 and broadcasting to `(b, n, t, s)`; `-inf` hides. In a shard it is
+            over all keys.
         mask: for these sizes, with its offsets filled in.
         scale: factor on the scores, a Python number or a scalar in the dtype of the scores.
         soft_cap: None or positive.
@@ -82,8 +83,9 @@ class Call:
         score: None or a function of scores, traced.
 
     Attributes:
-        axes: what the axes of each array are split over where a mesh divides the call: `"batch"`, `"heads"`,
-            `"queries"`, `"keys"`, or None for none. Aligned at the last axis; an axis of one serves every index.
+        axes: what the axes of each array are split over where a mesh divides the call: `"batch"`,
+            `"heads"`, `"queries"`, `"keys"`, or None for none. Aligned at the last axis; an axis of
+            one serves every index.
     """
 
     query: Query
@@ -254,7 +256,8 @@ def _dot_with(precision: Any) -> Any:
 
 
 def _check_known(*shapes: tuple[Any, ...]) -> None:
-    # jax.export has sizes that are symbols. Which kernel runs, and its blocks, follow from all sizes but the batch.
+    # jax.export has sizes that are symbols. Which kernel runs, and its blocks, follow from all
+    # sizes but the batch.
     if any(not isinstance(size, int) for shape in shapes for size in shape[-3:]):
         raise ValueError(
             "of the sizes of a call the batch alone may be symbolic in jax.export; got query, key"

@@ -1,10 +1,11 @@
 """Containment of numbers that are not finite around a fused kernel, without copies of all that the kernel reads.
 
-A kernel multiplies hidden keys and values by zero, and 0 * NaN is NaN, so it would have to read clean copies. Here it
-reads query, key and value as they are. Only where one of their numbers is not finite, its results are thrown away for
-those of the kernel on clean copies: in a branch, one head after the other, since XLA reserves the memory of a branch
-whether it is taken or not. Where XLA may divide the call among devices all heads are taken at once: to slice an axis
-that is divided it would gather the whole array.
+A kernel multiplies hidden keys and values by zero, and 0 * NaN is NaN, so it would have to read
+clean copies. Here it reads query, key and value as they are. Only where one of their numbers is not
+finite, its results are thrown away for those of the kernel on clean copies: in a branch, one head
+after the other, since XLA reserves the memory of a branch whether it is taken or not. Where XLA may
+divide the call among devices all heads are taken at once: to slice an axis that is divided it would
+gather the whole array.
 """
 
 from collections.abc import Callable
@@ -33,10 +34,11 @@ _NAMES = ("query", "key", "value")
 def contain(call: Call, kernel: Kernel) -> Array:
     """Return the output `(b, t, n, v)` of a kernel under the contract; differentiable once, in reverse mode.
 
-    The kernel keeps the contract for finite numbers, and takes query, key, value and a mask that is the same for all
-    heads.
+    The kernel keeps the contract for finite numbers, and takes query, key, value and a mask that is
+    the same for all heads.
     """
-    # A function with derivatives of its own must get as arguments what is traced; a kernel may need the rest as it is.
+    # A function with derivatives of its own must get as arguments what is traced; a kernel may need
+    # the rest as it is.
     traced, mask_of = split(call.mask, Tracer)
 
     def rebuilt(arrays: Arrays, traced: list[Array]) -> Call:
@@ -85,7 +87,8 @@ _finite = jax.custom_batching.custom_vmap(all_finite)
 
 @_finite.def_vmap
 def _finite_in_all(size: int, batched: Any, *arrays: Array) -> tuple[Array, bool]:
-    # One answer for the whole batch: with one for each element `jax.vmap` would compute both branches.
+    # One answer for the whole batch: with one for each element `jax.vmap` would compute both
+    # branches.
     return _finite(*arrays), False
 
 

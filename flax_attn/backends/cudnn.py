@@ -89,7 +89,8 @@ def _refuse_bias(call: Call) -> str | None:
 
 
 def _keeps(call: Call) -> bool:
-    # cuDNN knows a left window only together with causal, and counts positions from other ends when t != s.
+    # cuDNN knows a left window only together with causal, and counts positions from other ends when
+    # t != s.
     _, _, t, s = call.shape
     return is_band(call) and (sides(call) == (None, None) or (t == s and sides(call)[1] == 0))
 
@@ -119,7 +120,8 @@ def _attention(
     **structure,
 ):
     (_, _, t, s), (rows, cols, width) = call.shape, _sizes(call)
-    # Lengths even where nothing is padded: without them cuDNN's gradients count slots past a last tile that is not full
+    # Lengths even where nothing is padded: without them cuDNN's gradients count slots past a last
+    # tile that is not full
     if has_lengths(call) or t % 128 or s % 128:
         structure |= {"query_seq_lengths": lengths[0], "key_value_seq_lengths": lengths[1]}
     query, key, value = (
@@ -139,9 +141,9 @@ def _attention(
 def _sizes(call: Call) -> tuple[int, int, int]:
     """Return how many queries, keys and numbers a head the kernel gets.
 
-    jax refuses the gradients of odd t or s, and has one width for queries and values; cuDNN's are multiples of 8. Some
-    of its kernels return NaN gradients for strongly negative scores under a bias or a mask that is an array when
-    s % 128 == 64.
+    jax refuses the gradients of odd t or s, and has one width for queries and values; cuDNN's are
+    multiples of 8. Some of its kernels return NaN gradients for strongly negative scores under a
+    bias or a mask that is an array when s % 128 == 64.
     """
     _, _, t, s = call.shape
     cols = s + s % 2

@@ -1,7 +1,8 @@
 """The formula for a few queries over many keys, as in a step of decoding: keys and values are read once.
 
-Non-finite numbers are looked for in the scores and the output, which are small: where these are finite, so is what
-they were computed from, or it is hidden. Otherwise the call is computed again by the formula, which handles them.
+Non-finite numbers are looked for in the scores and the output, which are small: where these are
+finite, so is what they were computed from, or it is hidden. Otherwise the call is computed again by
+the formula, which handles them.
 """
 
 from dataclasses import replace
@@ -55,7 +56,8 @@ class Decode(Backend):
 
 @jax.custom_jvp
 def _attend(call: Call) -> Array:
-    # Heads first, as a cache stores them. In the other order XLA copies them for each product, and for the branch.
+    # Heads first, as a cache stores them. In the other order XLA copies them for each product, and
+    # for the branch.
     key = rearrange(call.key, "b s k h -> b k s h")
     value = rearrange(call.value, "b s k v -> b k s v")
 
@@ -67,7 +69,8 @@ def _attend(call: Call) -> Array:
         return with_weights(replace(call, **tokens_first))[0]
 
     output, scores = _plain(call, key, value)
-    # A number that is not finite makes every score or output that it takes part in so too, also those of hidden keys.
+    # A number that is not finite makes every score or output that it takes part in so too, also
+    # those of hidden keys.
     return lax.cond(all_finite(scores, output), lambda: output, by_formula)
 
 

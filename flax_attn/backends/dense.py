@@ -55,9 +55,9 @@ def refuse_widths(name: str, call: Call) -> str | None:
 def attend_dense(call: Call, kernel: Callable[..., Array], fill: float) -> Array:
     """Return `kernel(query, key, value, bias, visible)` under the contract, for kernels that do not keep it themselves.
 
-    The kernel gets finite numbers, zeros for tokens that nobody sees, no bias of -inf or near its own `fill` for hidden
-    scores, and rows that all see something: those that do not are shown every key, and zeroed afterwards, so that no
-    kernel divides by zero.
+    The kernel gets finite numbers, zeros for tokens that nobody sees, no bias of -inf or near its
+    own `fill` for hidden scores, and rows that all see something: those that do not are shown every
+    key, and zeroed afterwards, so that no kernel divides by zero.
     """
     visible, bias = hide(_array(call), call.bias)
     sees = visible.any(axis=-1, keepdims=True)
@@ -81,13 +81,15 @@ def array_size(call: Call) -> int:
 
 
 def _array(call: Call) -> Array:
-    # Whole over (t, s), which not every kernel broadcasts; axes b and n stay 1 where the mask does not depend on them.
+    # Whole over (t, s), which not every kernel broadcasts; axes b and n stay 1 where the mask does
+    # not depend on them.
     _, _, t, s = call.shape
     block = call.mask.block(jnp.arange(t), jnp.arange(s))
     return jnp.broadcast_to(block, (*block.shape[:2], t, s))
 
 
 def _above(bias: Array, floor: float) -> Array:
-    # A visible score below the fill would lose to a hidden one. The gradient is that of the bias itself.
+    # A visible score below the fill would lose to a hidden one. The gradient is that of the bias
+    # itself.
     constant = jax.lax.stop_gradient(bias)
     return jnp.maximum(constant, max(floor, float(jnp.finfo(bias.dtype).min))) + (bias - constant)

@@ -1,6 +1,7 @@
 """Non-finite handling around a kernel: it reads finite numbers, and rows that may see others become NaN.
 
-A kernel that needs it calls `zero_nonfinite` on what it reads and multiplies its output by `row_factor`.
+A kernel that needs it calls `zero_nonfinite` on what it reads and multiplies its output by
+`row_factor`.
 """
 
 from functools import partial
@@ -30,7 +31,8 @@ def all_finite(*arrays: Array) -> Bool[Array, ""]:
 def headroom(value: Float[Array, "*b v"], most: int | float) -> Float[Array, ""]:
     """Return a power of two by which values are multiplied so that sums of `most` of them are finite; mostly 1.
 
-    Kernels that divide by the sum of a row at its end need it, where the formula sums what is divided already.
+    Kernels that divide by the sum of a row at its end need it, where the formula sums what is
+    divided already.
 
     Example:
         >>> headroom(jnp.array([1.0, -2.0]), 1000), headroom(jnp.array([1.0, -3e38]), 1000)
@@ -46,7 +48,8 @@ def headroom(value: Float[Array, "*b v"], most: int | float) -> Float[Array, ""]
 def row_factor(call: Call, dtype) -> Float[Array, "b n t 1"]:
     """Return NaN for the rows that may see a number that is not finite, and 1 for the others.
 
-    A factor, so that gradients become NaN too. Which rows these are is computed only if a number is not finite.
+    A factor, so that gradients become NaN too. Which rows these are is computed only if a number is
+    not finite.
     """
     return _row_factor(dtype, call.mask, call.bias, call.query, call.key, call.value)
 

@@ -10,8 +10,8 @@ from flax_attn.functional.checks import DTYPES
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import reference_attention
 
-# Up to this many scores a head, t * s, the formula itself is as quick and compiles sooner. Measured on CPU, where the
-# two cross between 32 and 64 tokens; guessed elsewhere.
+# Up to this many scores a head, t * s, the formula itself is as quick and compiles sooner. Measured
+# on CPU, where the two cross between 32 and 64 tokens; guessed elsewhere.
 SHORT = {"cpu": 2048, "gpu": 256 * 256, "tpu": 256 * 256}
 
 

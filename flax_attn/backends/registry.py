@@ -5,7 +5,8 @@ from importlib import import_module
 from flax_attn.backends.backend import Backend
 from flax_attn.functional.checks import DTYPES, check_choice
 
-# In order of preference: "auto" takes the first that runs on the platform, prefers the call and does not refuse it.
+# In order of preference: "auto" takes the first that runs on the platform, prefers the call and
+# does not refuse it.
 BACKENDS = (
     "native",
     "decode",

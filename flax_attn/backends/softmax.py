@@ -1,7 +1,7 @@
 """Softmaxes over a part of the keys, and how those over several parts become one.
 
-Inside a kernel they are `Sums`, which are cheap to add up; what a kernel returns is a `Softmax`, whose output is
-divided by its sum.
+Inside a kernel they are `Sums`, which are cheap to add up; what a kernel returns is a `Softmax`,
+whose output is divided by its sum.
 """
 
 from __future__ import annotations

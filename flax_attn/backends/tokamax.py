@@ -87,7 +87,8 @@ def attend_with(call: Call, name: str) -> Array:
 
 
 def _keeps(call: Call) -> bool:
-    # Queries whose window ends left of where the keys end see nothing, which the kernels must not meet.
+    # Queries whose window ends left of where the keys end see nothing, which the kernels must not
+    # meet.
     _, _, t, s = call.shape
     return is_band(call) and not (sides(call)[0] is not None and (has_lengths(call) or t > s))
 

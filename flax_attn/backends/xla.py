@@ -43,7 +43,8 @@ class Xla(Backend):
 def _kernel(
     call: Call, query: Array, key: Array, value: Array, bias: Array | None, visible: Array
 ) -> Array:
-    # In lower dtypes jax.nn rounds the weights, has float16 on GPUs only, and no gradient if promotion is strict.
+    # In lower dtypes jax.nn rounds the weights, has float16 on GPUs only, and no gradient if
+    # promotion is strict.
     query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     bias = None if bias is None else bias.astype(jnp.float32)
     output = jax.nn.dot_product_attention(

@@ -1,12 +1,13 @@
 """Agreement before time: an implementation is timed only if it computes the same function.
 
-The reference is the formula in float64. The error against it may be at most that of the formula in the dtype of the
-workload, times the factors of `flax_attn.parity.tolerance`.
+The reference is the formula in float64. The error against it may be at most that of the formula in
+the dtype of the workload, times the factors of `flax_attn.parity.tolerance`.
 
-The error of a single token is that of a few hundred numbers, and depends on the order in which thousands of keys are
-summed: of the formula it is that of XLA, which sums one row in many parts and errs by a half or a third of what PyTorch
-does. For a step in float32 plain PyTorch is therefore asked too, with the keys in several orders, and the largest error
-counts, as in the rule for lower dtypes of the parity harness.
+The error of a single token is that of a few hundred numbers, and depends on the order in which
+thousands of keys are summed: of the formula it is that of XLA, which sums one row in many parts and
+errs by a half or a third of what PyTorch does. For a step in float32 plain PyTorch is therefore
+asked too, with the keys in several orders, and the largest error counts, as in the rule for lower
+dtypes of the parity harness.
 """
 
 from __future__ import annotations

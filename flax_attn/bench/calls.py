@@ -25,8 +25,8 @@ class ModelCall:
 
     Args:
         name: the model, and what is special about its attention.
-        arrays: the arguments that hold arrays, each a tree of `jax.ShapeDtypeStruct`: query, key, value, and of bias,
-            mask, sinks and dropout what the model passes.
+        arrays: the arguments that hold arrays, each a tree of `jax.ShapeDtypeStruct`: query, key,
+            value, and of bias, mask, sinks and dropout what the model passes.
         options: the other arguments.
         learned: the names of the arrays that training differentiates.
 
@@ -104,7 +104,8 @@ def _arrays(
     k: int | None = None,
     v: int | None = None,
 ):
-    # Where not given: as many keys as queries, as many key/value heads as heads, values as wide as queries.
+    # Where not given: as many keys as queries, as many key/value heads as heads, values as wide as
+    # queries.
     s, k, v = s or t, k or n, v or h
     return {
         "query": _bfloat16(b, t, n, h),

@@ -65,8 +65,8 @@ def over_cache(backend: str) -> Implementation:
 def probe(work: Workload) -> tuple[int, slice]:
     """Return the batch row and the heads that are compared: in the middle, so that reversing either axis changes them.
 
-    One head, since the formula on all of them would take longer than the measurement; all heads of a decoding step,
-    since the error of a single token is that of too few numbers.
+    One head, since the formula on all of them would take longer than the measurement; all heads of
+    a decoding step, since the error of a single token is that of too few numbers.
     """
     middle = work.n // 2
     return work.b // 2, slice(None) if work.step else slice(middle, middle + 1)
@@ -76,8 +76,8 @@ def formula(work: Workload, dtype: str) -> Arrays:
     """Return output and gradients at the probe, computed by the reference backend in `dtype`."""
     row, heads = probe(work)
     arrays = [jnp.asarray(x[row : row + 1, :, heads].astype(dtype)) for x in inputs(work)]
-    # In blocks of rows, so that a long head fits in memory; not in lower dtypes, where gradients summed over blocks
-    # are rounded each time, and the allowed error would grow.
+    # In blocks of rows, so that a long head fits in memory; not in lower dtypes, where gradients
+    # summed over blocks are rounded each time, and the allowed error would grow.
     rows = ROWS if jnp.finfo(dtype).bits >= 32 else work.t
     found = jax.jit(with_gradients(lambda *x: _in_blocks(work, rows, *x), work.backward))(*arrays)
     return {name: np.asarray(x[0], np.float64) for name, x in zip(NAMES, found, strict=False)}

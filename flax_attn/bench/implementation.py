@@ -61,7 +61,8 @@ def prepare_jax(
     compiled = jax.jit(with_gradients(compute, work.backward)).lower(*arguments).compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    # On a CPU two calls in flight would run side by side; on an accelerator they queue, and waiting leaves a gap.
+    # On a CPU two calls in flight would run side by side; on an accelerator they queue, and waiting
+    # leaves a gap.
     wait = jax.block_until_ready if jax.default_backend() == "cpu" else lambda result: result
 
     def run(repeats: int) -> Any:

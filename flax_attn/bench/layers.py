@@ -160,7 +160,8 @@ def _prepare_torch(work: Workload) -> Prepared:
     names = ["output", "input", *dict(layer.named_parameters())]
 
     def compute(x):
-        # With is_causal and without weights it calls its fused kernel; the mask itself is then not read.
+        # With is_causal and without weights it calls its fused kernel; the mask itself is then not
+        # read.
         return layer(x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
 
     def named(result: tuple) -> Arrays:

@@ -43,10 +43,12 @@ class Sizes:
         step: a step of decoding over so many keys, in float32 and in bfloat16.
         memory: temporaries, compiled only.
         layer: whole layers.
-        growth: over these tokens with the second number of `heads`, then over `heads` with the middle of these tokens.
+        growth: over these tokens with the second number of `heads`, then over `heads` with the
+            middle of these tokens.
         heads: numbers of heads that share `width`.
         width: of all heads together.
-        limit: bytes of temporaries above which an implementation is left out, as it is above a third of the memory.
+        limit: bytes of temporaries above which an implementation is left out, as it is above a
+            third of the memory.
     """
 
     shapes: tuple[Shape, ...]
@@ -108,7 +110,8 @@ def run(
 
     Args:
         shapes: `(b, n, t, h)`, instead of the table and of all sections but the first.
-        backends: ours, the first being the one that ratios are about; none is the usual ones of the platform.
+        backends: ours, the first being the one that ratios are about; none is the usual ones of the
+            platform.
         rounds: turns of each implementation.
         quick: small shapes.
         progress: called before each benchmark with all of them and this one.

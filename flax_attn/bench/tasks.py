@@ -17,7 +17,8 @@ class TaskResult:
         unit: of the two figures; more is better for those that end in "/s".
         ours: our figure.
         theirs: that of transformers.
-        compile_seconds: what our first call took beyond a later one; None where nothing is compiled.
+        compile_seconds: what our first call took beyond a later one; None where nothing is
+            compiled.
         note: details.
     """
 

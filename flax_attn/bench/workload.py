@@ -27,7 +27,8 @@ class Workload:
         window: sliding window, in keys; None is causal without a window.
         dtype: of inputs and output.
         layer: projections included, on `(b, t, n * h)`.
-        step: only the last token is a query, as in decoding; keys and values are stored heads first, as in a cache.
+        step: only the last token is a query, as in decoding; keys and values are stored heads
+            first, as in a cache.
     """
 
     b: int
@@ -57,8 +58,8 @@ class Workload:
     def flops(self) -> int:
         """Operations of the matrix products on the visible pairs, whatever an implementation really computes.
 
-        Two products forward; seven with the backward pass, which computes the scores again. A layer adds four
-        projections, of three products each with the backward pass.
+        Two products forward; seven with the backward pass, which computes the scores again. A layer
+        adds four projections, of three products each with the backward pass.
         """
         attention = 2 * (7 if self.backward else 2) * self.b * self.n * self.pairs * self.h
         projections = 2 * (12 if self.backward else 4) * self.b * self.t * (self.n * self.h) ** 2

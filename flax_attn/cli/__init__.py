@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 is done, 1 that a check failed, 2 that the command cannot run as it was called, or not on: something
-    is not installed, or cannot be written; 130 that it was interrupted, 141 that nobody reads its output.
+    0 is done, 1 that a check failed, 2 that the command cannot run as it was called, or not on:
+    something is not installed, or cannot be written; 130 that it was interrupted, 141 that nobody
+    reads its output.
     """
     if arguments is None:  # this process is the command, and not a program that calls it
         end_on_signals()

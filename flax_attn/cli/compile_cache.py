@@ -16,7 +16,8 @@ _LIMIT = 2**30  # bytes; those not used for longest are deleted
 def switch_on() -> None:
     """Let JAX keep what it compiles in the user's cache directory, unless its own settings say otherwise.
 
-    `JAX_COMPILATION_CACHE_DIR` names another directory, and `JAX_ENABLE_COMPILATION_CACHE=false` switches it off.
+    `JAX_COMPILATION_CACHE_DIR` names another directory, and `JAX_ENABLE_COMPILATION_CACHE=false`
+    switches it off.
     """
     import jax
 

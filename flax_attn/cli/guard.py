@@ -62,9 +62,10 @@ def guarded(run: Callable[[], int]) -> int:
 def end_on_signals() -> None:
     """Let SIGINT and SIGTERM end this process in one line, with 128 and the number of the signal.
 
-    Python would raise `KeyboardInterrupt` wherever it is. In the middle of an import, of a callback of a
-    compiled program or of the garbage collector that is lost, or ends in a traceback or a crash, and a
-    long compilation puts it off. So a thread waits for the signal, tidies up and ends the process.
+    Python would raise `KeyboardInterrupt` wherever it is. In the middle of an import, of a callback
+    of a compiled program or of the garbage collector that is lost, or ends in a traceback or a
+    crash, and a long compilation puts it off. So a thread waits for the signal, tidies up and ends
+    the process.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

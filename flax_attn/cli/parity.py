@@ -177,7 +177,8 @@ def _variants(options: argparse.Namespace) -> list[Report]:
         raise common.UsageError(str(error)) from None
     variants = _recorded(variants, options) if options.against else variants
     device, workers = common.device(options.device), min(os.cpu_count() or 1, _WORKERS)
-    # A page draws from the modules, and a difference is located in them: both need them in this process.
+    # A page draws from the modules, and a difference is located in them: both need them in this
+    # process.
     alone = run.checks or device or workers == 1 or len(variants) <= workers
     with common.progress() as progress:
         if alone or any(Path(path).suffix == ".html" for path in options.report):

@@ -53,10 +53,12 @@ def load_state_dict(
         module: the NNX module that takes the weights, each cast to the dtype of its parameter.
         weights: arrays by name: numpy, JAX or PyTorch, flat or nested. It is left as it is.
         layout: a name from `LAYOUTS`, or a `Layout` or a sequence of `Rule`s of your own.
-        prefix: the module's place in the state dict, such as `"transformer.h.0.attn."`; other entries are left alone.
+        prefix: the module's place in the state dict, such as `"transformer.h.0.attn."`; other
+            entries are left alone.
 
     Raises:
-        ConversionError: with a line for every missing, unexpected and mis-shaped entry. The module is then unchanged.
+        ConversionError: with a line for every missing, unexpected and mis-shaped entry. The module
+            is then unchanged.
 
     Example:
         >>> from flax_attn import Linear
@@ -79,8 +81,8 @@ def load_state_dict(
 def parameters(module: nnx.Module) -> dict[str, Tensor]:
     """Return the parameters of a module by the names that rules know them by: dotted paths.
 
-    As in PyTorch, the layers of an `nnx.Sequential` are named by their index alone: its part `layers` is left out.
-    Those of stacked layers are named as if the layers were a list.
+    As in PyTorch, the layers of an `nnx.Sequential` are named by their index alone: its part
+    `layers` is left out. Those of stacked layers are named as if the layers were a list.
 
     Example:
         >>> from flax_attn import LayerNorm, Linear

@@ -20,7 +20,8 @@ def to_layout(
     Args:
         weights: our side of the rules, arrays by name: numpy, JAX or PyTorch, flat or nested.
         layout: a name from `LAYOUTS`, a `Layout` or a sequence of `Rule`s.
-        axes: the sizes of einops axes within a prefix that the shapes do not give, such as `{"h": 64}` at `"att."`.
+        axes: the sizes of einops axes within a prefix that the shapes do not give, such as `{"h":
+            64}` at `"att."`.
         prefix: put before every name.
 
     Returns:
@@ -57,8 +58,10 @@ def from_layout(
         weights: their side of the rules, arrays by name: numpy, JAX or PyTorch, flat or nested.
         layout: a name from `LAYOUTS`, a `Layout` or a sequence of `Rule`s.
         like: the parameters wanted, by name, flat or nested: anything that has a shape.
-        axes: the sizes of einops axes within a prefix that the shapes do not give, such as `{"h": 64}` at `"att."`.
-        prefix: their place in `weights`, such as `"transformer.h.0.attn."`; other entries are left alone.
+        axes: the sizes of einops axes within a prefix that the shapes do not give, such as `{"h":
+            64}` at `"att."`.
+        prefix: their place in `weights`, such as `"transformer.h.0.attn."`; other entries are left
+            alone.
         what: the name that an error gives to the parameters.
 
     Returns:

@@ -68,8 +68,8 @@ def load(
 def read_file(path: str | PathLike[str]) -> dict[str, Any]:
     """Return the state dict in a `.safetensors` file, or in a `.pt`, `.pth` or `.bin` checkpoint of PyTorch.
 
-    A checkpoint is a pickle, which can run any code: it is read with `weights_only=True`, and refused if it holds
-    anything but weights.
+    A checkpoint is a pickle, which can run any code: it is read with `weights_only=True`, and
+    refused if it holds anything but weights.
 
     Raises:
         FileNotFoundError: if there is no such file.

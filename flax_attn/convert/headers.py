@@ -173,7 +173,8 @@ def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> Stored:
 
 
 def _map(path: Path, span: slice, dtype: str, shape: Shape) -> np.ndarray:
-    # What was read of a mapped file takes memory until the map is closed: so there is one for each entry.
+    # What was read of a mapped file takes memory until the map is closed: so there is one for each
+    # entry.
     return np.memmap(path, mode="r")[span].view(jnp.dtype(dtype)).reshape(shape)
 
 

@@ -16,8 +16,8 @@ def read_object(path: Path, limit: int = LIMIT) -> dict[str, Any]:
         limit: the largest size in bytes that is read.
 
     Raises:
-        ValueError: if the file is larger, is not JSON in UTF-8, or holds something else than an object, or an object
-            that has a name twice.
+        ValueError: if the file is larger, is not JSON in UTF-8, or holds something else than an
+            object, or an object that has a name twice.
 
     Example:
         >>> import tempfile

@@ -93,7 +93,8 @@ def _within(ours: str, theirs: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
     )
 
 
-# Flax layers and the torch.nn layers of the same names: each framework's own name and axes for the same weight.
+# Flax layers and the torch.nn layers of the same names: each framework's own name and axes for the
+# same weight.
 _TORCH = (
     Rule(("kernel",), "weight", "... i o -> o i ..."),
     Rule(("embedding",), "weight"),
@@ -130,12 +131,14 @@ LAYOUTS = {
         ignored=r"(.*\.)?mask",
         refuse=ours_unless(inputs_alike),
     ),
-    # torch.nn.MultiheadAttention: packed where the three inputs are equally wide, else one weight each.
+    # torch.nn.MultiheadAttention: packed where the three inputs are equally wide, else one weight
+    # each.
     "torch_mha": Layout(
         (*_packed(_INPUTS, "kernel", "i o -> o i"), _LINEAR, _SAME),
         refuse=ours_unless(*_SQUARE),
     ),
-    # torch.nn.TransformerEncoderLayer from a TransformerBlock, and TransformerDecoderLayer from a CrossBlock.
+    # torch.nn.TransformerEncoderLayer from a TransformerBlock, and TransformerDecoderLayer from a
+    # CrossBlock.
     "torch_transformer": Layout(
         (
             *_within("att", "self_attn", _TORCH_MHA),
@@ -183,7 +186,8 @@ LAYOUTS = {
         ignored=r"(.*\.)?output\.LayerNorm\.(weight|bias)",
         refuse=ours_unless(*_SQUARE, biases_all, self_attention),
     ),
-    # The attention of Hugging Face's T5; the table of its bias by distance, in the first layer, is not part of ours.
+    # The attention of Hugging Face's T5; the table of its bias by distance, in the first layer, is
+    # not part of ours.
     "hf_t5": Layout(
         _linears("q", "k", "v", "o"),
         ignored=r"(.*\.)?relative_attention_bias\.weight",
@@ -200,7 +204,8 @@ LAYOUTS = {
             )
         ),
     ),
-    # flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention: the head axis is separate.
+    # flax.linen.MultiHeadDotProductAttention and flax.nnx.MultiHeadAttention: the head axis is
+    # separate.
     "flax": Layout(
         (
             *_split_heads("W_query", "query"),

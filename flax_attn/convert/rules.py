@@ -26,10 +26,11 @@ class ConversionError(ValueError):
 class Rule:
     """One entry of a layout and the parameters it is made of; read forwards it exports, backwards it imports.
 
-    A name matches under any prefix, and `{a}` matches any one part of a dotted name; both are carried over.
-    `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",), "layer.{i}.ln.weight")` renames in
-    every block. Where `*` stands in their name for a number, the entry is stored in pieces, one for each index of its
-    first axis: `Rule(("experts.W_up.kernel",), "experts.*.up.weight", "e i o -> e o i")`.
+    A name matches under any prefix, and `{a}` matches any one part of a dotted name; both are
+    carried over. `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",),
+    "layer.{i}.ln.weight")` renames in every block. Where `*` stands in their name for a number, the
+    entry is stored in pieces, one for each index of its first axis: `Rule(("experts.W_up.kernel",),
+    "experts.*.up.weight", "e i o -> e o i")`.
 
     Args:
         ours: names of parameters under one prefix.
@@ -37,8 +38,10 @@ class Rule:
         pattern: einops pattern from a parameter to its part of the entry; `""` leaves it as it is.
         axis: the parts are joined along this axis of the entry.
         interleaved: whether the parts take turns along the axis, instead of following one another.
-        grouped: whether the first two axes of what is joined become one, such as heads, each with its part of all.
-        beside: name of a parameter under the same prefix, without which the rule does not apply; `""` is none.
+        grouped: whether the first two axes of what is joined become one, such as heads, each with
+            its part of all.
+        beside: name of a parameter under the same prefix, without which the rule does not apply;
+            `""` is none.
 
     Raises:
         ConversionError: if a placeholder is in one name and not in another, or twice in one.
@@ -69,8 +72,10 @@ class Layout:
     """A named way to store the weights of a module.
 
     Args:
-        rules: tried in order; a parameter belongs to the first rule that all of its parts are there for.
-        ignored: regular expression for other names that a state dict may hold, such as a mask buffer.
+        rules: tried in order; a parameter belongs to the first rule that all of its parts are there
+            for.
+        ignored: regular expression for other names that a state dict may hold, such as a mask
+            buffer.
         refuse: called with every submodule; returns why it cannot be stored this way, or None.
     """
 
@@ -220,8 +225,9 @@ def plan(
     Args:
         shapes: of our parameters, by name.
         layout: to store them in.
-        axes: the sizes of einops axes within a prefix, such as `{"h": 64}` at `"block.att."` for `"i (n h) -> i n h"`;
-            those that are alone on the left of a pattern are read from the shape.
+        axes: the sizes of einops axes within a prefix, such as `{"h": 64}` at `"block.att."` for
+            `"i (n h) -> i n h"`; those that are alone on the left of a pattern are read from the
+            shape.
         statistics: the names among `shapes` that are running statistics.
 
     Raises:

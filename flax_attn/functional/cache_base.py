@@ -20,12 +20,12 @@ C = TypeVar("C", bound="Cache")
 class Cache:
     """What a layer keeps of the tokens so far, each row of the batch with its own number of them; a base class.
 
-    A kind of cache is a frozen dataclass. It is a pytree of fixed shapes: its fields are arrays, but for those that
-    `static` names and for a length that is an integer.
+    A kind of cache is a frozen dataclass. It is a pytree of fixed shapes: its fields are arrays,
+    but for those that `static` names and for a length that is an integer.
 
     Attributes:
-        length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An integer is for all
-            rows, and stays static.
+        length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An
+            integer is for all rows, and stays static.
         static: the names of fields that are no arrays.
 
     Example:
@@ -85,7 +85,8 @@ class Cache:
         new = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (*cached.shape, t))
         if lengths is None:
             return cached[..., None] + new
-        # Positions of padding could lie beyond a table of positions that is large enough for the tokens.
+        # Positions of padding could lie beyond a table of positions that is large enough for the
+        # tokens.
         real = new < jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), cached.shape)[..., None]
         return jnp.where(real, cached[..., None] + new, 0)
 

@@ -21,8 +21,9 @@ def causal_softmax_masked(scores: Float[Array, "*b t t"]) -> Float[Array, "*b t 
 def causal_softmax_renormalized(scores: Float[Array, "*b t t"]) -> Float[Array, "*b t t"]:
     """Softmax first: zero above the diagonal, then divide each row by its sum.
 
-    Equal to `causal_softmax_masked` as long as the softmax of what is kept does not underflow: the sum of
-    the hidden terms cancels. Prefer the mask: a large score above the diagonal leaves this route 0 / 0.
+    Equal to `causal_softmax_masked` as long as the softmax of what is kept does not underflow: the
+    sum of the hidden terms cancels. Prefer the mask: a large score above the diagonal leaves this
+    route 0 / 0.
 
     Example:
         >>> causal_softmax_renormalized(jnp.zeros((2, 2)))

@@ -48,8 +48,9 @@ def decayed_products(x: Array, y: Array, decay: Array, precision: PrecisionLike 
 def _by_halves(x: Array, y: Array, decay: Array, precision: PrecisionLike) -> Pairs:
     """Return the pairs of blocks of 1 token, then of 2, 4, ... until there is one block.
 
-    Two tokens meet at the border of their halves: the decays on either side of it are sums of logarithms, and at most
-    1. A difference of sums from the start would lose its digits where the decay is strong.
+    Two tokens meet at the border of their halves: the decays on either side of it are sums of
+    logarithms, and at most 1. A difference of sums from the start would lose its digits where the
+    decay is strong.
     """
     products = rearrange((x * y[:, None]).sum(-1), "r p m -> r m p 1 1")
     before, after = decay[:, :, None], jnp.zeros_like(decay)[:, :, None]
@@ -80,9 +81,9 @@ def _rows_with_columns(x: Array, y: Array, precision: PrecisionLike) -> Array:
 def unit_inverse(lower: Array) -> Array:
     """Return the inverse of `I + lower`, `(r, t, t)` with t a power of 2 and 0 on the diagonal and above it.
 
-    By halves: that of `[[A, 0], [C, B]]` is `[[A', 0], [-B' C A', B']]`. `jax.lax.linalg.triangular_solve` of many
-    matrices can wait for ever on a CPU with few cores: in JAX 0.10 a call holds a thread of the pool that its parts
-    wait for.
+    By halves: that of `[[A, 0], [C, B]]` is `[[A', 0], [-B' C A', B']]`.
+    `jax.lax.linalg.triangular_solve` of many matrices can wait for ever on a CPU with few cores: in
+    JAX 0.10 a call holds a thread of the pool that its parts wait for.
 
     Example:
         >>> unit_inverse(jnp.array([[[0.0, 0.0], [3.0, 0.0]]]))[0]

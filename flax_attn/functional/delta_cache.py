@@ -22,21 +22,23 @@ from flax_attn.functional.shapes import ArrayLike
 class DeltaCache(Cache):
     """What a recurrent attention keeps of the tokens so far: its size does not depend on how many there were.
 
-    A pytree of fixed shapes, as `KVCache` is. There is no capacity, and so no token that does not fit: a row is
-    `invalid` after a length outside `0 ... t` alone.
+    A pytree of fixed shapes, as `KVCache` is. There is no capacity, and so no token that does not
+    fit: a row is `invalid` after a length outside `0 ... t` alone.
 
     Args:
         query: `(b, w - 1, k h)`, the last inputs of the convolution of queries.
         key: `(b, w - 1, k h)`, of keys.
         value: `(b, w - 1, n v)`, of values.
         state: `(b, n, v, h)`, in at least float32.
-        length: how many tokens of each row were taken, `(b,)`; -1 in a row that is invalid. An integer is for all.
+        length: how many tokens of each row were taken, `(b,)`; -1 in a row that is invalid. An
+            integer is for all.
 
     Shapes:
         All without b for one sequence.
 
     Raises:
-        ValueError: if a size is not positive, or a length that is an integer lies outside `0 ... t`.
+        ValueError: if a size is not positive, or a length that is an integer lies outside `0 ...
+            t`.
 
     Example:
         >>> cache = DeltaCache.zeros(2, 4, num_heads=3, head_dim=6, value_dim=5)

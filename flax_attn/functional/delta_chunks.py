@@ -65,16 +65,17 @@ def chunked(
 ) -> tuple[Array, Array]:
     """Return what `recurrent` does, in chunks of `size` tokens, a power of 2; None is `CHUNK`, or less for few tokens.
 
-    With C the tokens of a chunk, S the state before it, and D_ij the product of decays from j + 1 to i, the rows
-    u_i = beta_i (v_i - S_{i-1} diag(a_i) k_i) that the tokens add solve one triangular system:
+    With C the tokens of a chunk, S the state before it, and D_ij the product of decays from j + 1
+    to i, the rows u_i = beta_i (v_i - S_{i-1} diag(a_i) k_i) that the tokens add solve one
+    triangular system:
 
         (I + L) U = beta (V - (K * D_i0) S^T),   L_ij = beta_i (k_i * D_ij) . k_j  for j < i
         O = (Q * D_i0) S^T + A U,                A_ij = (q_i * D_ij) . k_j         for j <= i
         S' = S diag(D_C0) + U^T (K * D_Ci)
 
-    Every product of decays is made from the sum of its logarithms alone, so that none exceeds 1. What does not depend
-    on the state is computed for all chunks at once, and once more in the backward pass, which stores the state of each
-    chunk: memory is linear in t.
+    Every product of decays is made from the sum of its logarithms alone, so that none exceeds 1.
+    What does not depend on the state is computed for all chunks at once, and once more in the
+    backward pass, which stores the state of each chunk: memory is linear in t.
 
     Example:
         >>> x, no = jnp.ones((2, 5, 4)), jnp.zeros((2, 5, 1), bool)
@@ -108,7 +109,8 @@ class _Chunk(NamedTuple):
         query: `(r, C, h)`, by which tokens read the state before the chunk.
         key: `(r, C, h)`, under which what tokens add is in the state after it.
         new: `(r, C, v)`, what tokens add to an empty state.
-        removed: `(r, C, h)`, by which that is less where a state holds something; None where nothing is replaced.
+        removed: `(r, C, h)`, by which that is less where a state holds something; None where
+            nothing is replaced.
         within: `(r, C, C)`, how tokens read what tokens add.
         kept: `(r, 1, h)` or `(r, 1, 1)`, what remains of the state.
     """

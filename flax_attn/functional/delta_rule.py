@@ -44,23 +44,27 @@ def gated_delta_rule(
 
         S_t = S_{t-1} diag(exp(decay_t)) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        o_t = scale * S_t q_t
 
-    The state is decayed, what it holds under the key is replaced by the value to the part `beta`, then the query reads.
-    Without `beta` nothing is replaced: `S_t = S_{t-1} diag(exp(decay_t)) + v_t k_t^T`, as in lightning attention.
+    The state is decayed, what it holds under the key is replaced by the value to the part `beta`,
+    then the query reads. Without `beta` nothing is replaced: `S_t = S_{t-1} diag(exp(decay_t)) +
+    v_t k_t^T`, as in lightning attention.
 
-    Several tokens are computed in chunks, as matrix products: memory and time are linear in t. One token is a step
-    whose cost does not depend on how many came before. Sums are taken in at least float32.
+    Several tokens are computed in chunks, as matrix products: memory and time are linear in t. One
+    token is a step whose cost does not depend on how many came before. Sums are taken in at least
+    float32.
 
     Args:
         query: `(b, t, k, h)`.
-        key: `(b, t, k, h)`; normalised by the caller, so that `beta` between 0 and 1 replaces a part of the state.
+        key: `(b, t, k, h)`; normalised by the caller, so that `beta` between 0 and 1 replaces a
+            part of the state.
         value: `(b, t, n, v)`; value head i has the query and the key of head `i // (n / k)`.
-        decay: the logarithm of what remains of the state, at most 0: one number a head, `(b, t, n)` (Gated DeltaNet),
-            or one a feature of the key, `(b, t, n, h)` (Kimi Delta Attention).
+        decay: the logarithm of what remains of the state, at most 0: one number a head, `(b, t, n)`
+            (Gated DeltaNet), or one a feature of the key, `(b, t, n, h)` (Kimi Delta Attention).
         beta: the part that is replaced, `(b, t, n)`; None replaces nothing and adds.
         state: before the first token; None is zeros.
-        starts: `(b, t)`, True at the first token of a packed document: it does not see the state before it.
-        lengths: how many tokens of each row are real, `(b,)`; the rest is padding, which changes no state and
-            gives 0. None is all.
+        starts: `(b, t)`, True at the first token of a packed document: it does not see the state
+            before it.
+        lengths: how many tokens of each row are real, `(b,)`; the rest is padding, which changes no
+            state and gives 0. None is all.
         scale: of the output; None is `1 / sqrt(h)`.
         precision: of the matrix products, as in `jax.lax.dot_general`.
 

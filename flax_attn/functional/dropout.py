@@ -1,7 +1,7 @@
 """Counter-based dropout: the same key drops the same weights in both frameworks.
 
-Whether a weight is dropped depends on its key and its own index and on nothing else: not on the block
-size of a kernel, not on the order of evaluation, not on the framework. The random function is
+Whether a weight is dropped depends on its key and its own index and on nothing else: not on the
+block size of a kernel, not on the order of evaluation, not on the framework. The random function is
 Threefry-2x32 with 20 rounds, the one that `jax.random` is built on.
 
 References:

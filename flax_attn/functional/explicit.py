@@ -13,7 +13,8 @@ def split_as(x: Array, *axes: int | None) -> NamedSharding | None:
 
     Args:
         x: on any mesh, or none.
-        axes: of x, one for each axis of the result, which is split as that one is; None is one that is not split.
+        axes: of x, one for each axis of the result, which is split as that one is; None is one that
+            is not split.
 
     Example:
         >>> split_as(jnp.ones((3, 4)), 0, None) is None

@@ -1,6 +1,7 @@
 """The frequencies of rotary and sinusoidal positions, and the scalings that stretch RoPE to longer inputs.
 
-They are known before tracing: numpy in float64, so that a call rounds them once, to the dtype it computes in.
+They are known before tracing: numpy in float64, so that a call rounds them once, to the dtype it
+computes in.
 
 References:
     Vaswani et al. 2017 (arXiv:1706.03762); Su et al. 2021, RoPE (arXiv:2104.09864);
@@ -94,8 +95,9 @@ class DynamicNTKScaling(Scaling):
 
         f_i * stretch ** (-2i / (width - 2))    with stretch = 1 + factor * max(0, length / original_context_length - 1)
 
-    The length is the largest position of a sequence and one. Keys that a cache keeps were rotated for the length of
-    their own call: cached decoding beyond `original_context_length` is another function than the full forward.
+    The length is the largest position of a sequence and one. Keys that a cache keeps were rotated
+    for the length of their own call: cached decoding beyond `original_context_length` is another
+    function than the full forward.
 
     Args:
         factor: how fast the stretch grows, at least 1.
@@ -139,21 +141,24 @@ class YaRNScaling(Scaling):
         f_i * (1 - r_i) + f_i / factor * r_i    with r_i = clip((i - fast) / (slow - fast), 0, 1)
 
     `fast` and `slow` are the indices whose wavelengths fit `beta_fast` and `beta_slow` times into
-    `original_context_length`. What is rotated is multiplied by `attention_factor`, which stands for a temperature of
-    the softmax; None is `m(mscale) / m(mscale_all_dim)` with `m(c) = 1 + c * ln(factor) / 10`.
+    `original_context_length`. What is rotated is multiplied by `attention_factor`, which stands for
+    a temperature of the softmax; None is `m(mscale) / m(mscale_all_dim)` with `m(c) = 1 + c *
+    ln(factor) / 10`.
 
     Args:
         factor: how many times longer the inputs become, at least 1.
         original_context_length: the longest input of the training.
         beta_fast: rotations within the original context from which on a frequency stays.
-        beta_slow: rotations within the original context down to which a frequency is divided in full.
+        beta_slow: rotations within the original context down to which a frequency is divided in
+            full.
         truncate: whether `fast` and `slow` are rounded outwards to integers.
         mscale: see above.
         mscale_all_dim: see above; DeepSeek sets both.
         attention_factor: see above.
 
     Raises:
-        ValueError: if `factor` is less than 1, `original_context_length` is not positive or the betas are not in order.
+        ValueError: if `factor` is less than 1, `original_context_length` is not positive or the
+            betas are not in order.
 
     Example:
         >>> yarn = YaRNScaling(4.0, original_context_length=2048)
@@ -194,7 +199,8 @@ class YaRNScaling(Scaling):
         return plain * (1 - ramp) + plain / self.factor * ramp
 
     def _index(self, rotations: float, base: float, width: int) -> float:
-        # The i at which base ** (-2i / width) * original_context_length is `rotations` full rotations.
+        # The i at which base ** (-2i / width) * original_context_length is `rotations` full
+        # rotations.
         return (
             width
             * math.log(self.original_context_length / (rotations * 2 * math.pi))
@@ -215,8 +221,8 @@ class Llama3Scaling(Scaling):
 
         f_i * s_i + f_i / factor * (1 - s_i)    with s_i = clip((rotations_i - low) / (high - low), 0, 1)
 
-    `rotations_i = f_i * original_context_length / (2 pi)` is how often the wavelength fits into the original context,
-    `low` and `high` are `low_freq_factor` and `high_freq_factor`.
+    `rotations_i = f_i * original_context_length / (2 pi)` is how often the wavelength fits into the
+    original context, `low` and `high` are `low_freq_factor` and `high_freq_factor`.
 
     Args:
         factor: how many times longer the inputs become, at least 1.
@@ -225,8 +231,8 @@ class Llama3Scaling(Scaling):
         high_freq_factor: rotations from which on a frequency stays.
 
     Raises:
-        ValueError: if `factor` is less than 1, `original_context_length` is not positive or the two frequency factors
-            are not in order.
+        ValueError: if `factor` is less than 1, `original_context_length` is not positive or the two
+            frequency factors are not in order.
 
     Example:
         >>> (plain_frequencies(500000.0, 8) / Llama3Scaling().frequencies(500000.0, 8)).round(2).tolist()

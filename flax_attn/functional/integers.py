@@ -11,8 +11,8 @@ from flax_attn.functional.shapes import ArrayLike
 def clipped(values: ArrayLike | int, limit: int) -> Int32[Array, "*shape"]:
     """Return integers between -1 and `limit` as they are, and others as the nearer of these two.
 
-    Ids are compared with sizes and with each other, and lengths with positions: in a dtype of 8 bits
-    the larger would wrap around, and in one of 64 bits others wrap where they are made int32.
+    Ids are compared with sizes and with each other, and lengths with positions: in a dtype of 8
+    bits the larger would wrap around, and in one of 64 bits others wrap where they are made int32.
 
     Example:
         >>> clipped(jnp.array([7, 255], jnp.uint8), 300).tolist()

@@ -16,8 +16,9 @@ _INT32 = np.iinfo(np.int32)
 class KVRange(NamedTuple):
     """The keys that some queries may see, of `s`.
 
-    Keys outside `[start, stop)` are hidden from all of these queries. Keys inside `[inner_start, inner_stop)` are seen
-    by all of them, so that they need no mask. Both may be empty, with a stop at or before the start.
+    Keys outside `[start, stop)` are hidden from all of these queries. Keys inside `[inner_start,
+    inner_stop)` are seen by all of them, so that they need no mask. Both may be empty, with a stop
+    at or before the start.
 
     Example:
         >>> KVRange(2, 9, 4, 7) & KVRange(0, 8, 0, 6)
@@ -66,7 +67,8 @@ class Tiles(NamedTuple):
 def bounded(values: Any, more: int = 0) -> int | Array:
     """Return `values + more` within `-UNBOUNDED` and `UNBOUNDED`: an integer of an integer, else an array of int32.
 
-    Clipped before they are added, so that no sum wraps around; beyond every index nothing depends on by how much.
+    Clipped before they are added, so that no sum wraps around; beyond every index nothing depends
+    on by how much.
 
     Example:
         >>> bounded(2**70, -5), bounded(jnp.array([2**31 - 1, 3]), 2**31)

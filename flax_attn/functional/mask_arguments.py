@@ -39,7 +39,8 @@ def as_integers(name: str, values: Count | ArrayLike | None) -> Count | None: ..
 def as_integers(name: str, values: Any) -> int | Array | None:
     """Return an integer or None as it is, and all else as an array of int32, or raise `ValueError`.
 
-    What is beyond 32 bits becomes the largest or the smallest integer that is not: both are beyond every token.
+    What is beyond 32 bits becomes the largest or the smallest integer that is not: both are beyond
+    every token.
     """
     if values is None or (isinstance(values, Integral) and not isinstance(values, bool)):
         return values if values is None else int(values)

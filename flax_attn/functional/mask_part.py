@@ -19,12 +19,14 @@ Count = int | Integer[Array, ""] | Integer[Array, " b"]
 class Part:
     """One condition on (query, key). Python integers stay static under `jax.jit`, arrays are traced.
 
-    A new kind of part has to define `allow`, and is then correct in every backend. `kv_range` and `band` let kernels
-    skip what is hidden; `row` and `shift` keep the structure of a part whose `allow` depends on the batch row or shape.
+    A new kind of part has to define `allow`, and is then correct in every backend. `kv_range` and
+    `band` let kernels skip what is hidden; `row` and `shift` keep the structure of a part whose
+    `allow` depends on the batch row or shape.
 
     Attributes:
-        axes: of the arrays inside, by the name of the field: `"batch"`, `"heads"`, or None for one that is not
-            divided among devices; aligned at the last. None is a part whose arrays are not known.
+        axes: of the arrays inside, by the name of the field: `"batch"`, `"heads"`, or None for one
+            that is not divided among devices; aligned at the last. None is a part whose arrays are
+            not known.
     """
 
     axes: ClassVar[dict[str, tuple[str | None, ...]] | None] = None
@@ -73,7 +75,8 @@ class Part:
     def interval(self, rows: Index) -> tuple[Array | int, Array | int]:
         """Return `(start, stop)` where queries at `rows` see just the keys from `start` to before `stop`.
 
-        They broadcast to `(b, 1, t, 1)`, and may lie outside the keys. Only for a part that `has_interval`.
+        They broadcast to `(b, 1, t, 1)`, and may lie outside the keys. Only for a part that
+        `has_interval`.
         """
         raise NotImplementedError
 

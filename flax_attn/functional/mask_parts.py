@@ -210,7 +210,8 @@ class Segments(Part):
         return query[:, None, :, None] == key[:, None, None, :]
 
     def kv_range(self, first, last, s):
-        # Ids in any order: the keys whose id lies between the least and the greatest id of these queries.
+        # Ids in any order: the keys whose id lies between the least and the greatest id of these
+        # queries.
         query, key = jnp.atleast_2d(self.query), jnp.atleast_2d(self.key)
         index, ids = jnp.arange(query.shape[1], dtype=jnp.int32), jnp.iinfo(query.dtype)
         asking = ((index >= first) & (index <= last))[None]

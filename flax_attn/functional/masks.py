@@ -1,7 +1,7 @@
 """Masks as data: which query may see which key, kept as structure and not as a matrix.
 
-A `Mask` is a conjunction of parts, so any block of a mask can be made without the whole. `True` means attend,
-everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
+A `Mask` is a conjunction of parts, so any block of a mask can be made without the whole. `True`
+means attend, everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from flax_attn.functional.where import Where
 class Mask:
     """A conjunction of parts: `mask & other` lets through what both let through, and keeps the structure.
 
-    An empty `Mask()` hides nothing. Arrays inside a mask may be traced; Python integers stay static, so
-    that a kernel can skip blocks.
+    An empty `Mask()` hides nothing. Arrays inside a mask may be traced; Python integers stay
+    static, so that a kernel can skip blocks.
 
     Example:
         >>> mask = Mask.causal() & Mask.lengths(key=jnp.array([3, 2]))
@@ -105,8 +105,9 @@ class Mask:
     def where(function: Callable, offset: Count | ArrayLike | None = None) -> Mask:
         """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`, written for scalars.
 
-        `b` is the row of the batch, `n` the query head. The function is traced once on indices: it indexes arrays
-        and computes with `&`, `|` and `~`, without `if`. The offset is 0 if not given, and follows a `KVCache`.
+        `b` is the row of the batch, `n` the query head. The function is traced once on indices: it
+        indexes arrays and computes with `&`, `|` and `~`, without `if`. The offset is 0 if not
+        given, and follows a `KVCache`.
 
         Raises:
             ValueError: if it is no such function, or returns no booleans.
@@ -184,8 +185,9 @@ class Mask:
     def kv_range(self, first: Limit, last: Limit, s: int) -> KVRange:
         """Return which of the `s` keys the queries `first` to `last`, both included, may see, over batch and heads.
 
-        In Python integers where these and the mask are integers, so that a kernel can skip blocks before tracing, and
-        as arrays where the mask holds arrays or the queries are traced. A part that cannot tell shows every key.
+        In Python integers where these and the mask are integers, so that a kernel can skip blocks
+        before tracing, and as arrays where the mask holds arrays or the queries are traced. A part
+        that cannot tell shows every key.
 
         Example:
             >>> Mask.sliding_window(5).kv_range(8, 11, s=16)
@@ -205,9 +207,10 @@ class Mask:
     def summarise(self, t: int, s: int, *, b: int = 1, n: int = 1, tile: int = 128) -> Mask:
         """Return the mask with a summary of its tiles of `tile` queries and keys: which are empty, and which whole.
 
-        Kernels then skip empty tiles and need no mask in whole ones. It is for masks that do not know what they hide:
-        functions, dense arrays, segments in any order. Make it once, outside the step, and combine it with the others:
-        `Mask.where(fn).summarise(t, s) & Mask.causal()`. `b` and `n` are needed where the mask differs between them.
+        Kernels then skip empty tiles and need no mask in whole ones. It is for masks that do not
+        know what they hide: functions, dense arrays, segments in any order. Make it once, outside
+        the step, and combine it with the others: `Mask.where(fn).summarise(t, s) & Mask.causal()`.
+        `b` and `n` are needed where the mask differs between them.
 
         Raises:
             ValueError: if the mask does not fit these sizes; in a call, if it has others.
@@ -229,8 +232,8 @@ class Mask:
     def split_band(self) -> tuple[tuple[int | None, int | None], Mask]:
         """Return `(low, high)` and a mask of the rest: the parts that are `low <= key - query <= high`, and the others.
 
-        Causal masks and windows whose offset is an integer make the band, which is the same for every query. None is
-        unbounded.
+        Causal masks and windows whose offset is an integer make the band, which is the same for
+        every query. None is unbounded.
 
         Example:
             >>> (Mask.sliding_window(5) & Mask.lengths(key=3)).split_band()
@@ -244,8 +247,9 @@ class Mask:
     def split_intervals(self, t: int, s: int) -> tuple[tuple[Array, Array], Mask]:
         """Return `(start, stop)` and a mask of the rest: which keys each query may see by all parts but the rest.
 
-        Query i may see the keys from `start[:, i]` to before `stop[:, i]`, with a row for each row of the batch or one
-        for all. The rest are segments, dense arrays, and parts of a kind that is not known here.
+        Query i may see the keys from `start[:, i]` to before `stop[:, i]`, with a row for each row
+        of the batch or one for all. The rest are segments, dense arrays, and parts of a kind that
+        is not known here.
 
         Example:
             >>> (start, stop), rest = Mask.sliding_window(2).split_intervals(3, 3)

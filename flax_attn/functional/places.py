@@ -17,8 +17,8 @@ from flax_attn.functional.shapes import Index
 class Places:
     """Tokens taken from a sequence in runs of `size`: run i holds the tokens from `starts[i]` on.
 
-    The runs follow one another in the sequence, so that the order of the tokens is kept: an interval of the sequence
-    is an interval of the part.
+    The runs follow one another in the sequence, so that the order of the tokens is kept: an
+    interval of the sequence is an interval of the part.
 
     Args:
         starts: `(runs,)`, increasing, at least `size` apart; may be traced.

@@ -40,9 +40,9 @@ def reference_attention(
 ) -> tuple[Float[Array, "b t n v"], Weights]:
     """Return the output and the weights that were applied to the values.
 
-    All arithmetic is in the dtype of the inputs, but at least float32. A row that may see nothing gives zeros with
-    zero gradient. A number in query, key or value that is not finite reaches the rows that may see it, as NaN, and no
-    others.
+    All arithmetic is in the dtype of the inputs, but at least float32. A row that may see nothing
+    gives zeros with zero gradient. A number in query, key or value that is not finite reaches the
+    rows that may see it, as NaN, and no others.
 
     Shapes:
         query `(b, t, n, h)`, key `(b, s, k, h)`, value `(b, s, k, v)` with k dividing n.
@@ -115,7 +115,8 @@ def masked_softmax(
     total = exps.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - top)
-    # Zero where hidden and not by underflow alone: the gradient there may be infinite, and 0 * inf is NaN.
+    # Zero where hidden and not by underflow alone: the gradient there may be infinite, and 0 * inf
+    # is NaN.
     return jnp.where(visible, exps / jnp.where(total == 0, 1, total), 0)
 
 

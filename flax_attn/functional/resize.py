@@ -14,7 +14,8 @@ def resize_bicubic(
 
         out[i, j] = sum_{m, n} w(i, m) w(j, n) table[m, n]    w cubic in the distance (Keys 1981, a = -0.75)
 
-    What lies outside the table repeats its edge. That of `torch.nn.functional.interpolate(mode="bicubic")`.
+    What lies outside the table repeats its edge. That of
+    `torch.nn.functional.interpolate(mode="bicubic")`.
 
     Args:
         table: `(rows, columns, d)`.

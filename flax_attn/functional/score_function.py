@@ -22,10 +22,11 @@ class ScoreFunction:
 
         score = function(score, b, n, i, j)
 
-    Written for scalars: `score` is the scaled product with bias and soft cap, `b` the row of the batch, `n` the query
-    head, `i` the position of the query and `j` that of the key. What it returns goes into the softmax; `-inf` hides,
-    though only a mask keeps out numbers that are not finite. It is computed for hidden pairs too, of a score of 0, and
-    its derivatives there have to be finite. Arrays that it captures have gradients.
+    Written for scalars: `score` is the scaled product with bias and soft cap, `b` the row of the
+    batch, `n` the query head, `i` the position of the query and `j` that of the key. What it
+    returns goes into the softmax; `-inf` hides, though only a mask keeps out numbers that are not
+    finite. It is computed for hidden pairs too, of a score of 0, and its derivatives there have to
+    be finite. Arrays that it captures have gradients.
 
     Args:
         function: as above, in the dtype of the score, which is float32 for lower dtypes.
@@ -33,8 +34,8 @@ class ScoreFunction:
         key_positions: integers `(s,)` or `(b, s)`; None is the order of the keys.
 
     Raises:
-        ValueError: in a call, if the function takes other arguments or returns something else, or if there is not one
-            position for each token.
+        ValueError: in a call, if the function takes other arguments or returns something else, or
+            if there is not one position for each token.
 
     Example:
         >>> from flax_attn import dot_product_attention

@@ -1,7 +1,7 @@
 """Functions of indices as data: traced once on scalars, with the arrays that they capture as leaves of a pytree.
 
-Captured arrays are then seen by every transform: gradients flow through them, `jax.vmap` maps them, `jax.jit` takes
-them as arguments, and a function with derivatives of its own gets them as inputs.
+Captured arrays are then seen by every transform: gradients flow through them, `jax.vmap` maps them,
+`jax.jit` takes them as arguments, and a function with derivatives of its own gets them as inputs.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Program:
     Args:
         jaxpr: of the function.
         name: of the function, to print.
-        operations: what it computes; programs of the same operations are equal, so that a function that is made anew
-            in every step is not compiled anew.
+        operations: what it computes; programs of the same operations are equal, so that a function
+            that is made anew in every step is not compiled anew.
         reads: which of its arguments the result depends on.
     """
 
@@ -112,7 +112,8 @@ def trace(
         first: shape and dtype of what it takes before the indices.
 
     Raises:
-        ValueError: if it takes other arguments, returns other than an array, or needs the values of its indices.
+        ValueError: if it takes other arguments, returns other than an array, or needs the values of
+            its indices.
 
     Example:
         >>> table = jnp.arange(5)
@@ -125,7 +126,8 @@ def trace(
         with jax.sharding.use_abstract_mesh(
             _NO_MESH
         ):  # scalars lie on none, and each device evaluates its own
-            # Wrapped anew: JAX keeps the trace of a function that it knows, and with it arrays that were captured then.
+            # Wrapped anew: JAX keeps the trace of a function that it knows, and with it arrays that
+            # were captured then.
             wrapped = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
             closed, result = wrapped(*first, *(INDEX,) * 4)
     except (
@@ -167,7 +169,8 @@ def _reference(function: Callable) -> Any:
 def _operations(jaxpr: Any, origin: Any) -> tuple:
     """Return what a jaxpr computes, to be compared: variables by their number, arrays by their content.
 
-    Rules for derivatives are traced anew each time: they are equal if the whole function, `origin`, is the same.
+    Rules for derivatives are traced anew each time: they are equal if the whole function, `origin`,
+    is the same.
     """
     numbers: dict[Any, int] = {}
 

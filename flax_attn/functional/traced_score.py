@@ -28,7 +28,8 @@ class TracedScore:
         cols: those of the keys, `(#b, s)`.
 
     Attributes:
-        axes: what the arrays are split over where a mesh divides the call. Positions are those of whole sequences.
+        axes: what the arrays are split over where a mesh divides the call. Positions are those of
+            whole sequences.
     """
 
     function: Any
@@ -68,7 +69,8 @@ class TracedScore:
         return jax.vjp(new, scores, part.floats)[1](cotangent)
 
     def _at(self, rows: Index, cols: Index) -> TracedScore:
-        # Tiles may reach beyond the tokens, where all is hidden, but the function must not be asked about it.
+        # Tiles may reach beyond the tokens, where all is hidden, but the function must not be asked
+        # about it.
         return replace(
             self,
             rows=jnp.take(self.rows, rows, axis=1, mode="clip"),

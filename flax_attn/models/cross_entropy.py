@@ -27,8 +27,9 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Return the sum of `weights * -log softmax(logits(head, hidden))[targets]`.
 
-    Under a mesh each device computes its tokens, for its part of the vocabulary. What else the parameters of the head
-    are split over is gathered once, and their gradients are summed over the devices once.
+    Under a mesh each device computes its tokens, for its part of the vocabulary. What else the
+    parameters of the head are split over is gathered once, and their gradients are summed over the
+    devices once.
 
     Args:
         logits: the head as a function of its parameters and of hidden states.
@@ -42,7 +43,8 @@ def cross_entropy(
 
 
 def _forward(logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array):
-    # The gradients are taken here, from the logits of this chunk: to recompute these would cost a third more.
+    # The gradients are taken here, from the logits of this chunk: to recompute these would cost a
+    # third more.
     loss, *gradients = _on_mesh(True, logits, head, hidden, targets, weights)
     return loss, tuple(gradients)
 

@@ -31,7 +31,8 @@ class DeepseekV3Config(DecoderConfig):
         qk_nope_head_dim: width of the part of a head that is not rotated.
         qk_rope_head_dim: width of the part that is.
         v_head_dim: width of a value.
-        attention_bias: whether the projections down to latents, and that to the output, have a bias.
+        attention_bias: whether the projections down to latents, and that to the output, have a
+            bias.
         num_experts: number of experts in each mixture, beside those that are shared.
         top_k: how many of them a token is given to.
         d_expert: width inside an expert; `d_hidden` is that of the layers without a mixture.

@@ -41,18 +41,20 @@ class Encoder(Pretrained, Generic[C]):
 
         x = final_norm(block_L(... block_1(embedded)))
 
-    A family defines `block`, `create_embeddings`, and the call, which embeds its inputs and hands them to `run`;
-    `create_head` and `predict` where something follows the blocks.
+    A family defines `block`, `create_embeddings`, and the call, which embeds its inputs and hands
+    them to `run`; `create_head` and `predict` where something follows the blocks.
 
     Args:
         config: the sizes.
         backend: of the attention calls; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
-        scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one scan: compiled once.
+        scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one
+            scan: compiled once.
         dtype: of the computation; None is that of the parameters.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
-        rngs: random streams; parameters are drawn from `params` as `draw` says, keys of dropout from `dropout`.
+        rngs: random streams; parameters are drawn from `params` as `draw` says, keys of dropout
+            from `dropout`.
     """
 
     config: C
@@ -177,12 +179,15 @@ class TextEncoder(Encoder[C]):
             tokens: `(b, t)` or `(t,)`.
             mask: hides more than `lengths` do, such as `Mask.segments(ids)` for packed documents.
             positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
-            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is all.
-            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
+            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is
+                all.
+            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
+                streams.
             inputs: what `embed` of the family takes beside, such as `token_types`.
 
         Raises:
-            ValueError: if there are more than `context_length` tokens, or mask or positions do not fit.
+            ValueError: if there are more than `context_length` tokens, or mask or positions do not
+                fit.
         """
         options: dict[str, Any] = {
             "mask": mask,

@@ -79,8 +79,9 @@ class EncoderDecoder(Pretrained, Generic[C]):
         encoded = enc_norm(enc_blocks(embed_inputs(inputs)))
         logits = head(final_norm(dec_blocks(embed(tokens), encoded)))
 
-    A family defines `create_embeddings`, `encoder_block`, `decoder_block`, `norm`, `embed_inputs` and `embed`. Where it
-    is decoded in steps, the keys and values of what was encoded are computed once, by `keep`:
+    A family defines `create_embeddings`, `encoder_block`, `decoder_block`, `norm`, `embed_inputs`
+    and `embed`. Where it is decoded in steps, the keys and values of what was encoded are computed
+    once, by `keep`:
 
         kept = model.keep(model.encode(inputs))
         hidden, cache = model.hidden(tokens, kept, cache=model.init_cache(b, capacity))
@@ -89,7 +90,8 @@ class EncoderDecoder(Pretrained, Generic[C]):
         config: the sizes.
         backend: of the attention calls; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
-        scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one scan: compiled once.
+        scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one
+            scan: compiled once.
         dtype: of the computation; None is that of the parameters.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
@@ -242,9 +244,12 @@ class EncoderDecoder(Pretrained, Generic[C]):
         Args:
             tokens: of the decoder, `(b, t)` or `(t,)`.
             kept: what `keep` returned.
-            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored behind them.
-            lengths: how many of the tokens of each row are real, `(b,)`; what follows is padding. None is all.
-            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
+                behind them.
+            lengths: how many of the tokens of each row are real, `(b,)`; what follows is padding.
+                None is all.
+            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
+                streams.
         """
         blocks = self.dec_blocks.blocks if isinstance(self.dec_blocks, Stack) else self.dec_blocks
         check_caches("kept", kept, len(blocks))
@@ -284,8 +289,10 @@ class EncoderDecoder(Pretrained, Generic[C]):
         Args:
             inputs: of the encoder.
             tokens: of the decoder, `(b, t)` or `(t,)`; the first is the start token.
-            lengths: how many of the inputs of each row are real, `(b,)`; what follows is padding. None is all.
-            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
+            lengths: how many of the inputs of each row are real, `(b,)`; what follows is padding.
+                None is all.
+            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
+                streams.
         """
         encoded = self.encode(inputs, lengths=lengths, dropout_key=dropout_key)
         return self.logits(

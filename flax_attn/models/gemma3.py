@@ -35,7 +35,8 @@ class Gemma3Config(Gemma2Config):
 
 
 def _read(fields: Fields, dropout: float | None) -> Gemma3Config:
-    # Transformers reads the cap and does not apply it, and takes the positions of each kind from inside their field.
+    # Transformers reads the cap and does not apply it, and takes the positions of each kind from
+    # inside their field.
     fields.only(attn_logit_softcapping=None, original_max_position_embeddings=None)
     every, length = (
         fields.length("sliding_window_pattern", 6),
@@ -87,8 +88,8 @@ def _write(config: Gemma3Config) -> dict[str, Any]:
 class Gemma3(Gemma2[Gemma3Config]):
     """Gemma 3: a Gemma 2 with normed queries and keys in place of caps, and rotary positions of two kinds.
 
-    Layers with a window are rotated by `local_rope`, those without by `rope`. The arguments are those of
-    `LanguageModel`.
+    Layers with a window are rotated by `local_rope`, those without by `rope`. The arguments are
+    those of `LanguageModel`.
 
     Raises:
         ValueError: where its layers do.

@@ -85,35 +85,40 @@ def generate(
 ) -> list[int] | list[list[int]]:
     """Return the tokens that follow a prompt, or each prompt of a batch; of an encoder-decoder, those that answer it.
 
-    The model runs in eval mode, whatever mode it is in. Where a row becomes a long input of LongRoPE all tokens are
-    read again, as transformers does it for Phi-3.
+    The model runs in eval mode, whatever mode it is in. Where a row becomes a long input of
+    LongRoPE all tokens are read again, as transformers does it for Phi-3.
 
-    Layers of equal shape are compiled once, for the prompts and for the steps, and again only when the number of
-    prompts, their length or the length of all in multiples of 64 change. Stacked layers, those of a model with
-    `scan_layers`, are copied: load a model without it to generate.
+    Layers of equal shape are compiled once, for the prompts and for the steps, and again only when
+    the number of prompts, their length or the length of all in multiples of 64 change. Stacked
+    layers, those of a model with `scan_layers`, are copied: load a model without it to generate.
 
     Args:
         model: of any family, or a `LanguageModel` or an `EncoderDecoder` of your own.
-        tokens: a prompt `(t,)`, or a batch of them: `(b, t)`, or lists that may differ in length. Of an encoder-decoder
-            they go into the encoder; one that takes features is given them, `(b, ...)` or without b, all of one length.
+        tokens: a prompt `(t,)`, or a batch of them: `(b, t)`, or lists that may differ in length.
+            Of an encoder-decoder they go into the encoder; one that takes features is given them,
+            `(b, ...)` or without b, all of one length.
         max_new_tokens: how many tokens are made at most.
         temperature: 0 takes the most likely token, 1 draws from the model's distribution.
         top_k: how many of the most likely tokens may be drawn; None is all.
-        top_p: the probability that the tokens that may be drawn have together at least; None is all.
+        top_p: the probability that the tokens that may be drawn have together at least; None is
+            all.
         stop_tokens: a row ends with the first of these that it makes; a list, a set or an array.
-        key: a `jax.random.key` or its key data, for a temperature above 0: the same key gives the same tokens.
-        capacity: of the cache of layers without a window, in tokens; None is what prompts and new tokens need.
+        key: a `jax.random.key` or its key data, for a temperature above 0: the same key gives the
+            same tokens.
+        capacity: of the cache of layers without a window, in tokens; None is what prompts and new
+            tokens need.
         callback: called with the row and the token for each new token, row by row.
-        start: tokens that the decoder of an encoder-decoder begins with; None is the start token of its config.
+        start: tokens that the decoder of an encoder-decoder begins with; None is the start token of
+            its config.
 
     Returns:
         The new tokens, without the prompt or the start: a list for one prompt, and a list of lists for a batch.
 
     Raises:
-        ValueError: if the model makes no text, if a prompt is empty, longer than the model's context or holds ids
-            outside the vocabulary, if prompt and new tokens together do not fit the context or the capacity, if a
-            number is out of range, if `temperature` is above 0 and there is no key, or if a model without an encoder is
-            given a `start`.
+        ValueError: if the model makes no text, if a prompt is empty, longer than the model's
+            context or holds ids outside the vocabulary, if prompt and new tokens together do not
+            fit the context or the capacity, if a number is out of range, if `temperature` is above
+            0 and there is no key, or if a model without an encoder is given a `start`.
 
     Example:
         >>> from flax_attn.models import GPT2, GPT2Config
@@ -229,7 +234,8 @@ def _collect(
 ) -> list[list[int]]:
     """Return the tokens of each row, up to the first that stops it."""
     rows = [[] for _ in range(b)]
-    # Tokens are read one by one only where something depends on them: else the device need not wait for Python.
+    # Tokens are read one by one only where something depends on them: else the device need not wait
+    # for Python.
     for tokens in made if stops or callback else list(made):
         for i, (row, token) in enumerate(zip(rows, np.asarray(tokens).tolist(), strict=True)):
             if not (row and row[-1] in stops):

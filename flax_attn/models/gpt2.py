@@ -34,8 +34,8 @@ class GPT2Config:
         context_length: the longest input taken.
         vocab_size: number of tokens.
         qkv_bias: whether the input projections of the attention have a bias.
-        dropout: the probability that an attention weight, or an element of an embedding or a sublayer's output, is
-            dropped in train mode.
+        dropout: the probability that an attention weight, or an element of an embedding or a
+            sublayer's output, is dropped in train mode.
         d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
         activation: of the feed-forward layer.
         eps: of the norms.

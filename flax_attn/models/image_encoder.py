@@ -38,7 +38,8 @@ class ImageConfig:
         qkv_bias: whether the projections of queries, keys and values have a bias.
         activation: of the feed-forward layer.
         eps: of the norms.
-        dropout: the probability that an element of an embedding is dropped in train mode, or of what a layer adds.
+        dropout: the probability that an element of an embedding is dropped in train mode, or of
+            what a layer adds.
         attention_dropout: the probability that an attention weight is dropped in train mode.
         labels: the classes that a classifier tells apart.
 
@@ -161,7 +162,8 @@ class ImageEncoder(Encoder[C]):
 
         Args:
             images: `(b, c, height, width)` or `(c, height, width)`.
-            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
+            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
+                streams.
             inputs: what `tokens` of the family takes beside.
 
         Raises:

@@ -61,17 +61,20 @@ class LanguageModel(Pretrained, Generic[C]):
 
         logits = head(final_norm(block_L(... block_1(embed(tokens)))))
 
-    A family defines `block` and `norm`, and `embed` and `create_embeddings` where it has more than a table of tokens.
+    A family defines `block` and `norm`, and `embed` and `create_embeddings` where it has more than
+    a table of tokens.
 
     Args:
         config: the sizes.
         backend: of the attention calls; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
-        scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one scan: compiled once.
+        scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one
+            scan: compiled once.
         dtype: of the computation; None is that of the parameters.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
-        rngs: random streams; parameters are drawn from `params` as `initialise` says, keys of dropout from `dropout`.
+        rngs: random streams; parameters are drawn from `params` as `initialise` says, keys of
+            dropout from `dropout`.
 
     Shapes:
         tokens `(b, t)` or `(t,)` to logits `(b, t, vocab_size)` or `(t, vocab_size)`.
@@ -155,16 +158,20 @@ class LanguageModel(Pretrained, Generic[C]):
 
         Args:
             tokens: `(b, t)` or `(t,)`.
-            mask: hides more than causality does, such as `Mask.segments(ids)` for packed documents. Under a cache it
-                is that of the whole sequence, the same in every call.
+            mask: hides more than causality does, such as `Mask.segments(ids)` for packed documents.
+                Under a cache it is that of the whole sequence, the same in every call.
             positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
-            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is all.
-            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored behind them.
-            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
+            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is
+                all.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
+                behind them.
+            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
+                streams.
 
         Raises:
-            ValueError: if there are more than `context_length` tokens, or mask, positions or cache do not fit. Values
-                are not read: a token outside the vocabulary, or one that the cache has no space for, gives NaN.
+            ValueError: if there are more than `context_length` tokens, or mask, positions or cache
+                do not fit. Values are not read: a token outside the vocabulary, or one that the
+                cache has no space for, gives NaN.
         """
         options: ModelOptions = {
             "mask": mask,
@@ -233,9 +240,9 @@ class LanguageModel(Pretrained, Generic[C]):
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> ModelCache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
 
-        The cache of a layer with a window is a ring buffer, which holds the window at least. With `scan_layers` there
-        is one cache for all layers, the first axis of its keys and values; where layers take turns, one for each of a
-        turn.
+        The cache of a layer with a window is a ring buffer, which holds the window at least. With
+        `scan_layers` there is one cache for all layers, the first axis of its keys and values;
+        where layers take turns, one for each of a turn.
 
         Example:
             >>> from flax_attn.models import GPT2, GPT2Config
@@ -251,8 +258,8 @@ class LanguageModel(Pretrained, Generic[C]):
 def initialise(model: LanguageModel, rngs: nnx.Rngs) -> None:
     """Draw the parameters of a model as GPT-2's were.
 
-    Kernels and tables are normal with a deviation of 0.02, that of the last layer on each residual path divided by
-    `sqrt(2 * num_layers)`; biases are 0. Norms keep 1 and 0.
+    Kernels and tables are normal with a deviation of 0.02, that of the last layer on each residual
+    path divided by `sqrt(2 * num_layers)`; biases are 0. Norms keep 1 and 0.
 
     References:
         Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.

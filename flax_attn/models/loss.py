@@ -31,27 +31,32 @@ def next_token_loss(
 
         mean over i of -log softmax(logits_i)[token_{i + 1}]
 
-    The logits of 512 tokens at a time are computed, and their gradients with them, so that no array of the size of all
-    tokens times the vocabulary is stored. Sums are taken in at least float32.
+    The logits of 512 tokens at a time are computed, and their gradients with them, so that no array
+    of the size of all tokens times the vocabulary is stored. Sums are taken in at least float32.
 
-    Under `flax_attn.sharding.context_parallel(order="zigzag")` tokens, positions and targets are put in zigzag order
-    here, once for all layers: the tokens that are given stand in their own order.
+    Under `flax_attn.sharding.context_parallel(order="zigzag")` tokens, positions and targets are
+    put in zigzag order here, once for all layers: the tokens that are given stand in their own
+    order.
 
     Args:
         model: in train mode it drops; `model.eval()` switches that off.
-        tokens: `(b, t)` or `(t,)`, integers of any dtype. A real token outside the vocabulary makes the loss NaN.
-        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not count, whatever ids
-            stand there. None is all.
-        segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees its own document
-            alone, positions start again in each, and the first token of a document is no target. None is one.
-        dropout_key: decides what is dropped in train mode; None draws keys from the `dropout` streams.
+        tokens: `(b, t)` or `(t,)`, integers of any dtype. A real token outside the vocabulary makes
+            the loss NaN.
+        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not
+            count, whatever ids stand there. None is all.
+        segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees
+            its own document alone, positions start again in each, and the first token of a document
+            is no target. None is one.
+        dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
+            streams.
 
     Shapes:
         Returns one number; 0 where there is no target.
 
     Raises:
-        ValueError: if there are less than two tokens, the segments are not one id a token, `lengths` are no integers
-            or, where Python or NumPy know them, lie outside `0 ... t`, or where the model does.
+        ValueError: if there are less than two tokens, the segments are not one id a token,
+            `lengths` are no integers or, where Python or NumPy know them, lie outside `0 ... t`, or
+            where the model does.
 
     Example:
         >>> from flax_attn.models import GPT2, GPT2Config

@@ -37,7 +37,8 @@ class ModernBertConfig:
         context_length: the longest input taken.
         vocab_size: number of tokens.
         window: of the local layers: a token attends to half of it, to either side.
-        full_layers: the layers that attend to all tokens, counted from 0; None is every third, from the first on.
+        full_layers: the layers that attend to all tokens, counted from 0; None is every third, from
+            the first on.
         rope: rotary positions of these layers.
         local_rope: rotary positions of the local layers.
         activation: of the gated feed-forward layer.
@@ -92,7 +93,8 @@ class ModernBertConfig:
 
 
 def _read(fields: Fields, dropout: float | None) -> ModernBertConfig:
-    # transformers drops inside the feed-forward layer, and the output of the attention beside its weights.
+    # transformers drops inside the feed-forward layer, and the output of the attention beside its
+    # weights.
     fields.only(mlp_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=True)
     layers, window = range(fields.count("num_hidden_layers")), fields.length("local_attention", 128)
     fields.only(
@@ -226,8 +228,8 @@ class ModernBert(TextEncoder[ModernBertConfig]):
 
         x = drop(emb_norm(tok_emb[tokens]));  x = x + att(norm1(x)), x = x + ff(norm2(x)) in each block;  final_norm(x)
 
-    The first block has no norm before its attention. The arguments are those of `Encoder`; `ModernBertModel` of
-    transformers has the same function.
+    The first block has no norm before its attention. The arguments are those of `Encoder`;
+    `ModernBertModel` of transformers has the same function.
 
     Raises:
         ValueError: where its layers do.
@@ -301,7 +303,8 @@ class ModernBertMaskedLM(ModernBert):
 
         logits = norm(gelu(dense(x))) @ tok_emb^T + bias
 
-    The arguments are those of `Encoder`; `ModernBertForMaskedLM` of transformers has the same function.
+    The arguments are those of `Encoder`; `ModernBertForMaskedLM` of transformers has the same
+    function.
 
     Raises:
         ValueError: where its layers do.

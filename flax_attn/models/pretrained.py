@@ -16,8 +16,8 @@ M = TypeVar("M", bound="Pretrained")
 class Pretrained(nnx.Module):
     """A model that is built from a config, and loaded from and stored as a folder; a base class, see `LanguageModel`.
 
-    A family sets `family`, and is built by `cls(config, backend=..., remat=..., scan_layers=..., dtype=...,
-    param_dtype=..., precision=..., rngs=...)`.
+    A family sets `family`, and is built by `cls(config, backend=..., remat=..., scan_layers=...,
+    dtype=..., param_dtype=..., precision=..., rngs=...)`.
 
     Attributes:
         family: how Hugging Face stores these models; None where it has none.

@@ -164,7 +164,8 @@ def _last(x: Array, lengths: Array) -> Array:
     return x.at[jnp.arange(len(x)), lengths - 1].get(out_sharding=split_as(x, 0, 2))[:, None]
 
 
-# The graph of a module is slow to compare: so each has a function of its own, instead of being an argument.
+# The graph of a module is slow to compare: so each has a function of its own, instead of being an
+# argument.
 @lru_cache
 def _embed(graph: Any) -> Callable:
     @jax.jit
@@ -184,7 +185,8 @@ def _prefill(graph: Any, capacity: int) -> Callable:
     def prefill(state, x, lengths):
         block = nnx.merge(graph, state)
         cache = block.init_cache(len(x), block.att.window or capacity)
-        # A static length of 0 says that the cache is empty, so that the prompt attends to itself alone.
+        # A static length of 0 says that the cache is empty, so that the prompt attends to itself
+        # alone.
         return block(x, lengths=lengths, cache=cache.replace(length=0))
 
     return prefill

@@ -79,8 +79,8 @@ def model_class(path: str | PathLike[str]) -> type[Pretrained]:
 
     Raises:
         FileNotFoundError: if there is no such folder or file.
-        ValueError: if the file is not JSON or of a family that is not known, or names a class of transformers that
-            none of ours computes; the message lists those that are known.
+        ValueError: if the file is not JSON or of a family that is not known, or names a class of
+            transformers that none of ours computes; the message lists those that are known.
     """
     fields = read_fields(Path(path))
     first = fields.choose("model_type", model_types())
@@ -104,9 +104,9 @@ def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained
 def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -> Pretrained:
     """Return the model of a local Hugging Face folder, in eval mode, of the class that its `config.json` names.
 
-    `Llama.from_pretrained(path)` is the same for a folder that is known to hold a `Llama`. A head that is tied is read
-    once, whatever the file holds. The context is `max_position_embeddings`; with dynamic RoPE scaling it is `factor`
-    times that.
+    `Llama.from_pretrained(path)` is the same for a folder that is known to hold a `Llama`. A head
+    that is tied is read once, whatever the file holds. The context is `max_position_embeddings`;
+    with dynamic RoPE scaling it is `factor` times that.
 
     Args:
         path: the folder.
@@ -115,18 +115,21 @@ def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -
         precision: of the matrix products, as in `jax.lax.dot_general`.
         backend: of the attention calls; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
-        scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one scan: compiled once.
+        scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one
+            scan: compiled once.
         dropout: the probability of dropout in train mode; None is that of `config.json`.
         rngs: random streams from which dropout draws its keys; None is `nnx.Rngs(0)`.
         progress: whether to show a bar on stderr; None is where that is a terminal.
-        mesh: that the parameters are split over, as `flax_attn.sharding.shardings` says: a process reads the parts of
-            its devices alone. A PyTorch checkpoint is read as a whole. None is the default device.
+        mesh: that the parameters are split over, as `flax_attn.sharding.shardings` says: a process
+            reads the parts of its devices alone. A PyTorch checkpoint is read as a whole. None is
+            the default device.
 
     Raises:
-        FileNotFoundError: if there is no such folder, or `config.json`, the weights or a shard is missing.
-        ValueError: if the family is not known, the config asks for what ours does not compute, a file is damaged, or
-            weights are missing, unexpected, mis-shaped or of an unknown dtype: all are listed, and none is read. Also
-            if the mesh has no axis of the table.
+        FileNotFoundError: if there is no such folder, or `config.json`, the weights or a shard is
+            missing.
+        ValueError: if the family is not known, the config asks for what ours does not compute, a
+            file is damaged, or weights are missing, unexpected, mis-shaped or of an unknown dtype:
+            all are listed, and none is read. Also if the mesh has no axis of the table.
 
     Example:
         >>> import tempfile
@@ -164,8 +167,8 @@ def save_pretrained(
         max_shard_size: bytes of weights in one file; no more is in memory a second time.
 
     Raises:
-        ValueError: if transformers has no model that computes the same, `max_shard_size` is not positive or the path is
-            that of a file.
+        ValueError: if transformers has no model that computes the same, `max_shard_size` is not
+            positive or the path is that of a file.
 
     Example:
         >>> import tempfile

@@ -30,14 +30,17 @@ from flax_attn.sharding.parameters import unname_first_axis
 class Stack(nnx.Module):
     """Blocks of equal shape as one: their parameters stacked along a first axis, run by one scan, compiled once.
 
-    Blocks may take turns, such as local and full attention: then a scan runs one turn after another, and each block of
-    a turn is compiled once. Blocks that come before the first turn are compiled by themselves.
+    Blocks may take turns, such as local and full attention: then a scan runs one turn after
+    another, and each block of a turn is compiled once. Blocks that come before the first turn are
+    compiled by themselves.
 
     Args:
-        blocks: of equal shapes, dtypes and options, or in turns that are; they draw what they drop as they would alone.
+        blocks: of equal shapes, dtypes and options, or in turns that are; they draw what they drop
+            as they would alone.
 
     Attributes:
-        block: the stacked block; where blocks take turns a list, of those before the first turn and those of a turn.
+        block: the stacked block; where blocks take turns a list, of those before the first turn and
+            those of a turn.
         stacked_layers: the numbers of the layers of each of them.
 
     Raises:

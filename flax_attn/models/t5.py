@@ -44,8 +44,8 @@ class T5Config:
         activation: of the feed-forward layer.
         gated: whether the feed-forward layer is gated, as in T5 1.1.
         eps: of the norms.
-        dropout: the probability that an attention weight, or an element of an embedding or a sublayer's output, is
-            dropped in train mode.
+        dropout: the probability that an attention weight, or an element of an embedding or a
+            sublayer's output, is dropped in train mode.
         tied: whether the output head is the table of the tokens.
         scaled: whether the input of the head is divided by `sqrt(d_model)`; not in T5 1.1.
         start_token: that the decoder begins with.
@@ -83,7 +83,8 @@ def _read(fields: Fields, dropout: float | None) -> T5Config:
         head_dim="d_kv",
     )
     fields.only(is_decoder=False, is_encoder_decoder=True)
-    # Files without the field scale where the head is tied; of a head of its own only the weights tell.
+    # Files without the field scale where the head is tied; of a head of its own only the weights
+    # tell.
     scaled = fields.flag("scale_decoder_outputs", fields.flag("tie_word_embeddings", True))
     layers, decoder_layers = fields.count("num_layers"), fields.optional_count("num_decoder_layers")
     start = fields.optional_token("decoder_start_token_id")
@@ -193,7 +194,8 @@ _LAYOUT = Layout(
         *norms({"enc_norm": "encoder.final_layer_norm", "final_norm": "decoder.final_layer_norm"}),
         *linears({"out_head": "lm_head"}),
     ),
-    # The table may be stored for each stack, and for a tied head; the cross-attention of the first files had a bias.
+    # The table may be stored for each stack, and for a tied head; the cross-attention of the first
+    # files had a bias.
     ignored=r"(encoder|decoder)\.embed_tokens\.weight|lm_head\.weight|decoder\.block\.0\.layer\.1\..*relative_attention_bias.*",
 )
 
@@ -203,8 +205,9 @@ class T5(EncoderDecoder[T5Config]):
 
         scores = q k^T + bias[bucket(key position - query position)];  logits = head(x / sqrt(d_model))
 
-    The arguments are those of `EncoderDecoder`. `T5ForConditionalGeneration` of transformers has the same function; in
-    train mode it drops elements inside the feed-forward layer and behind the last norms too.
+    The arguments are those of `EncoderDecoder`. `T5ForConditionalGeneration` of transformers has
+    the same function; in train mode it drops elements inside the feed-forward layer and behind the
+    last norms too.
 
     Raises:
         ValueError: where its layers do.

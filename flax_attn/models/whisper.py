@@ -44,11 +44,13 @@ class WhisperConfig:
         d_hidden: width inside the feed-forward layers of the encoder.
         d_decoder_hidden: width inside the feed-forward layers of the decoder.
         num_mel: number of mel bands.
-        num_positions: how many tokens the encoder makes of its features, which are twice as many frames.
+        num_positions: how many tokens the encoder makes of its features, which are twice as many
+            frames.
         context_length: the longest text.
         vocab_size: number of tokens.
         activation: of the feed-forward layers.
-        dropout: the probability that an element of an embedding or a sublayer's output is dropped in train mode.
+        dropout: the probability that an element of an embedding or a sublayer's output is dropped
+            in train mode.
         attention_dropout: the probability that an attention weight is dropped in train mode.
         start_token: that the decoder begins with.
 
@@ -190,8 +192,9 @@ class Whisper(EncoderDecoder[WhisperConfig]):
 
         x = gelu(conv2(gelu(conv1(features)))) + enc_pos;  logits = final_norm(...) @ tok_emb^T
 
-    The arguments are those of `EncoderDecoder`; its inputs are features `(b, mel, frames)`. `enc_pos` starts as
-    sinusoids. `WhisperForConditionalGeneration` of transformers has the same function, and does not train `enc_pos`.
+    The arguments are those of `EncoderDecoder`; its inputs are features `(b, mel, frames)`.
+    `enc_pos` starts as sinusoids. `WhisperForConditionalGeneration` of transformers has the same
+    function, and does not train `enc_pos`.
 
     Raises:
         ValueError: where its layers do, or if the features have another number of bands or frames.

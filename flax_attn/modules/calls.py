@@ -33,7 +33,8 @@ class Attention(nnx.Module):
         d_in: width of the input.
         d_out: width of the output.
         context_length: the longest input taken; None is no limit.
-        window: how many keys in all a token attends to, which the cache holds at least; None is all.
+        window: how many keys in all a token attends to, which the cache holds at least; None is
+            all.
         rope: rotary positions; None where `positions` mean nothing.
         dtype: of the computation; None is that of the input and the parameters together.
 

@@ -31,16 +31,17 @@ class CausalAttention(SelfAttention):
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
         backend: of the attention call; `"auto"` or the name of one.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`,
-            and the keys of dropout from `dropout`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of
+            `torch.nn.Linear`, and the keys of dropout from `dropout`.
 
     Shapes:
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
 
     Raises:
-        ValueError: if a width is not positive, `dropout` lies outside [0, 1), the backend is unknown or `rngs` is
-            missing; in the call, if the input has another rank or width or is longer than `context_length`, or if
-            the mask is not boolean or does not broadcast to the weights.
+        ValueError: if a width is not positive, `dropout` lies outside [0, 1), the backend is
+            unknown or `rngs` is missing; in the call, if the input has another rank or width or is
+            longer than `context_length`, or if the mask is not boolean or does not broadcast to the
+            weights.
 
     Example:
         >>> layer = CausalAttention(3, 2, context_length=6, dropout=0.0, rngs=nnx.Rngs(0))
@@ -103,8 +104,8 @@ class CausalAttention(SelfAttention):
     ) -> Array | tuple[Array, Array]:
         """Return the context vectors, followed by the weights if `return_weights`.
 
-        `mask` hides more than the causal mask does. In train mode `dropout_key` decides what is dropped; without it
-        a key is drawn from the `dropout` stream.
+        `mask` hides more than the causal mask does. In train mode `dropout_key` decides what is
+        dropped; without it a key is drawn from the `dropout` stream.
         """
         check_tokens("x", x, "d_in", self.d_in, self.context_length)
         return single_head_attention(

@@ -13,8 +13,8 @@ from flax_attn.modules.linear import Linear
 class Convolution(nnx.Module):
     """`proj` of every `stride`-th window of `width` tokens, the sequence padded by zeros on either side.
 
-    A convolution is that product: `proj` has its weight `(d_model, channels, width)` as a matrix of `channels * width`
-    rows.
+    A convolution is that product: `proj` has its weight `(d_model, channels, width)` as a matrix of
+    `channels * width` rows.
 
     Args:
         channels: width of the input.
@@ -24,13 +24,15 @@ class Convolution(nnx.Module):
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix product, as in `jax.lax.dot_general`.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of
+            `torch.nn.Linear`.
 
     Shapes:
         `(b, t, channels)` or without b to `(b, t / stride, d_model)`, rounded up.
 
     Raises:
-        ValueError: if a size is not positive or `width` is even; in the call, if the input has another rank or width.
+        ValueError: if a size is not positive or `width` is even; in the call, if the input has
+            another rank or width.
 
     Example:
         >>> Convolution(3, 4, 3, 2, rngs=nnx.Rngs(0))(jnp.ones((2, 7, 3))).shape

@@ -39,16 +39,16 @@ class CrossAttention(nnx.Module):
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
         backend: of the attention call; `"auto"` or the name of one.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`,
-            and the keys of dropout from `dropout`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of
+            `torch.nn.Linear`, and the keys of dropout from `dropout`.
 
     Shapes:
         tokens `(b, t, d_in)` and the other sequence `(b, s, kdim)` to `(b, t, d_in)`, or all without b.
 
     Raises:
-        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1), the scores have
-            more than a scale and a soft cap, or the backend is unknown; in the call, if an input has another rank or
-            width.
+        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0,
+            1), the scores have more than a scale and a soft cap, or the backend is unknown; in the
+            call, if an input has another rank or width.
 
     Example:
         >>> layer = CrossAttention(6, 4, 0.0, 2, rngs=nnx.Rngs(0))

@@ -43,8 +43,8 @@ class CrossBlock(nnx.Module):
         `(t, d_model)` or `(b, t, d_model)`, kept.
 
     Raises:
-        ValueError: if `att`, `cross` or `drop_shortcut` is another kind of module, or the parts differ in width; in the
-            call, where the parts do.
+        ValueError: if `att`, `cross` or `drop_shortcut` is another kind of module, or the parts
+            differ in width; in the call, where the parts do.
 
     Example:
         >>> import jax.numpy as jnp
@@ -104,9 +104,9 @@ class CrossBlock(nnx.Module):
     ) -> Array | tuple[Array, Cache]:
         """Return the tokens, followed by the new cache if there is a cache.
 
-        `kept` is what `cross.keep` returned; the other arguments are those of the self-attention. Children 0 to 4 of
-        `dropout_key` decide what is dropped: of the weights and the output of either attention, and of the feed-forward
-        layer's output.
+        `kept` is what `cross.keep` returned; the other arguments are those of the self-attention.
+        Children 0 to 4 of `dropout_key` decide what is dropped: of the weights and the output of
+        either attention, and of the feed-forward layer's output.
         """
         keys = [fold_in(dropout_key, i) for i in range(5)]
         x = constrain(x if self.att.dtype is None else x.astype(self.att.dtype), *RESIDUAL)

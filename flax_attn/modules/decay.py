@@ -22,8 +22,8 @@ class DecayRate(nnx.Module):
         num_heads: number of heads.
         size: how many decays a head has.
         param_dtype: of the parameters.
-        rngs: random streams; parameters are drawn from `params` as Mamba's are: `exp(A_log)` between 1 and 16,
-            `softplus(dt_bias)` between 0.001 and 0.1.
+        rngs: random streams; parameters are drawn from `params` as Mamba's are: `exp(A_log)`
+            between 1 and 16, `softplus(dt_bias)` between 0.001 and 0.1.
 
     Shapes:
         `(..., num_heads * size)` to `(..., num_heads, size)`; `A_log` is `(num_heads,)`, `dt_bias` one for each input.

@@ -26,10 +26,11 @@ class DifferentialAttention(MultiHeadAttention):
         out_proj(concat_i((1 - lambda_init) * rms_normed((A_i - lambda A_j) [v_i, v_j])))    with j = i + num_heads / 2
         A_i = softmax(mask(q_i k_i^T / sqrt(h))),  lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_init
 
-    Head `i` of the first half of the query heads is paired with head `j` of the second, and both attend to the values
-    of both: as wide as two heads. `q1`, `k1`, `q2` and `k2` are the parameters `lambda_q1` to `lambda_k2`, shared by
-    all heads. Two heads are paired as in transformers' DiffLlama; the code of the paper pairs neighbours. In train mode
-    the weights of each softmax are dropped by themselves.
+    Head `i` of the first half of the query heads is paired with head `j` of the second, and both
+    attend to the values of both: as wide as two heads. `q1`, `k1`, `q2` and `k2` are the parameters
+    `lambda_q1` to `lambda_k2`, shared by all heads. Two heads are paired as in transformers'
+    DiffLlama; the code of the paper pairs neighbours. In train mode the weights of each softmax are
+    dropped by themselves.
 
     Args:
         d_in: width of the input.
@@ -49,8 +50,9 @@ class DifferentialAttention(MultiHeadAttention):
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
         backend: of the attention call; `"auto"` or the name of one.
-        rngs: random streams; the projections are drawn from `params` with the distribution of `torch.nn.Linear`, the
-            vectors of lambda from the normal one with a deviation of 0.1, and the keys of dropout from `dropout`.
+        rngs: random streams; the projections are drawn from `params` with the distribution of
+            `torch.nn.Linear`, the vectors of lambda from the normal one with a deviation of 0.1,
+            and the keys of dropout from `dropout`.
 
 
     Shapes:
@@ -124,7 +126,8 @@ class DifferentialAttention(MultiHeadAttention):
     def _attend(
         self, q: Array, k: Array, v: Array, *others: Any, return_weights: bool, **options: Any
     ) -> tuple[Array, Array | None]:
-        # The key/value heads of both halves get the values of both: then query heads are grouped as always.
+        # The key/value heads of both halves get the values of both: then query heads are grouped as
+        # always.
         of_both = rearrange(v, "... s (two k) h -> ... s k (two h)", two=2)
         values = repeat(of_both, "... s k h -> ... s (two k) h", two=2)
         heads, weights = super()._attend(

@@ -17,7 +17,8 @@ from flax_attn.sharding.products import sharding_of_rows
 class Embedding(nnx.Module):
     """A table of learned vectors: `embedding[ids]`, drawn from a standard normal as `torch.nn.Embedding` is.
 
-    An id outside `0 ... size - 1` gives NaN: values are not read, so that a call does not wait for the device.
+    An id outside `0 ... size - 1` gives NaN: values are not read, so that a call does not wait for
+    the device.
 
     Args:
         size: how many vectors there are.

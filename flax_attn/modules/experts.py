@@ -84,7 +84,8 @@ class _Linears(nnx.Module):
         draw, rngs = redrawn(uniform(d_in)), check_rngs(rngs)
         kernel = draw(next_key(rngs.params), (num_experts, d_in, d_out), param_dtype)
         self.kernel = nnx.Param(kernel, **named("expert", *axes))
-        # Split over devices that split the batch too, a bias would have to be gathered for each sum.
+        # Split over devices that split the batch too, a bias would have to be gathered for each
+        # sum.
         of_bias = named("expert", None if axes[1] == "embed" else axes[1])
         values = draw(next_key(rngs.params), (num_experts, d_out), param_dtype) if bias else None
         self.bias = None if values is None else nnx.Param(values, **of_bias)
@@ -100,30 +101,31 @@ class Experts(nnx.Module):
     - `"dense"`: every expert computes every token, and most weights are 0.
     - `"sorted"`: tokens are sorted by their experts, each of which computes its own alone, see `grouped_product`.
 
-    `"auto"` is `"sorted"`, but for meshes of CPUs, where it is `"dense"`: there XLA computes all experts either way.
-    Where `native` has no kernel, `jax.jvp` works with `"dense"` on CPUs, and `jax.vmap` with `"dense"` elsewhere. On a
-    mesh each device computes its own tokens with its own experts (mesh axis `expert`) and hidden features (`tensor`),
-    and the results are summed.
+    `"auto"` is `"sorted"`, but for meshes of CPUs, where it is `"dense"`: there XLA computes all
+    experts either way. Where `native` has no kernel, `jax.jvp` works with `"dense"` on CPUs, and
+    `jax.vmap` with `"dense"` elsewhere. On a mesh each device computes its own tokens with its own
+    experts (mesh axis `expert`) and hidden features (`tensor`), and the results are summed.
 
     Args:
         num_experts: number of experts.
         d_model: width of the tokens.
         d_hidden: width inside an expert.
-        activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"`, or a function of gate and up that replaces
-            `activation(gate) * up`, such as a `ClampedSwiGLU`.
+        activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"`, or a function of gate and up that
+            replaces `activation(gate) * up`, such as a `ClampedSwiGLU`.
         bias: whether the three layers of an expert have one.
         form: `"auto"`, `"dense"` or `"sorted"`.
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of
+            `torch.nn.Linear`.
 
     Shapes:
         `(..., d_model)`, kept; kernels `(num_experts, d_model, d_hidden)`, and of `W_down` the reverse.
 
     Raises:
-        ValueError: if a size is not positive, the activation or the form is unknown, `rngs` is missing, or the input
-            has another width.
+        ValueError: if a size is not positive, the activation or the form is unknown, `rngs` is
+            missing, or the input has another width.
 
     Example:
         >>> from flax_attn import Router

@@ -38,7 +38,8 @@ ACTIVATIONS = {
 class FeedForward(nnx.Module):
     """`Linear(d_hidden, d_model)(activation(Linear(d_model, d_hidden)(x)))`.
 
-    The two forms of GELU differ by up to 5e-4: a model trained with one and run with the other is a different model.
+    The two forms of GELU differ by up to 5e-4: a model trained with one and run with the other is a
+    different model.
 
     Args:
         d_model: width of input and output.
@@ -48,14 +49,15 @@ class FeedForward(nnx.Module):
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of
+            `torch.nn.Linear`.
 
     Shapes:
         `(..., d_model)`, kept.
 
     Raises:
-        ValueError: if a width is not positive, the activation is unknown, `rngs` is missing, or the input has another
-            width.
+        ValueError: if a width is not positive, the activation is unknown, `rngs` is missing, or the
+            input has another width.
 
     Example:
         >>> FeedForward(3, 8, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
@@ -112,14 +114,15 @@ class GatedFeedForward(nnx.Module):
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of
+            `torch.nn.Linear`.
 
     Shapes:
         `(..., d_model)`, kept.
 
     Raises:
-        ValueError: if a width is not positive, the activation is unknown, `rngs` is missing, or the input has another
-            width.
+        ValueError: if a width is not positive, the activation is unknown, `rngs` is missing, or the
+            input has another width.
 
     Example:
         >>> GatedFeedForward(3, 8, rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape

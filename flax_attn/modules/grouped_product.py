@@ -25,9 +25,10 @@ def grouped_product(
 ) -> Float[Array, "m o"]:
     """Return the product of each row with the matrix of its group: `jax.lax.ragged_dot`.
 
-    On CPUs XLA computes that one as the product of every row with every matrix. There, and off a mesh, it is that of
-    `flax_attn.native`, or in float64 and without its library a loop over tiles of rows of one group. The loop has a
-    backward pass of its own and no forward mode: `jax.jvp` of it raises.
+    On CPUs XLA computes that one as the product of every row with every matrix. There, and off a
+    mesh, it is that of `flax_attn.native`, or in float64 and without its library a loop over tiles
+    of rows of one group. The loop has a backward pass of its own and no forward mode: `jax.jvp` of
+    it raises.
 
     Args:
         rows: in the order of their groups.

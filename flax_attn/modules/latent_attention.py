@@ -43,9 +43,10 @@ class MultiHeadLatentAttention(HeadAttention):
         q_i,t = [Q_i q_t, rope(P_i q_t)],   q_t = q_norm(D_q x_t), or x_t where there is no q_lora_rank
         out_proj(concat_i(dropout(softmax(mask(scale q_i k_i^T))) v_i))        scale = 1 / sqrt(width of k_i)
 
-    All heads share the rotated part. A step of decoding reads `kv_lora_rank + qk_rope_head_dim` numbers for
-    each token, times the bytes of the cache's dtype (DeepSeek-V3 in bfloat16: 1152 bytes a layer; its heads with keys
-    and values of their own: 81920). The cache is a `KVCache` of one head: keys `[latent, rotated]`, values of width 0.
+    All heads share the rotated part. A step of decoding reads `kv_lora_rank + qk_rope_head_dim`
+    numbers for each token, times the bytes of the cache's dtype (DeepSeek-V3 in bfloat16: 1152
+    bytes a layer; its heads with keys and values of their own: 81920). The cache is a `KVCache` of
+    one head: keys `[latent, rotated]`, values of width 0.
 
     Two forms compute the same:
 
@@ -53,7 +54,8 @@ class MultiHeadLatentAttention(HeadAttention):
     - `"absorbed"`: `q_i (K_i latent) = (K_i^T q_i) latent`, so that all heads attend to the latents themselves, as in
       multi-query attention, and V_i is applied to the result. Of the tokens before nothing is made anew.
 
-    `"auto"` is `"absorbed"` where there are more keys than queries, as there are with a cache, and `"plain"` otherwise.
+    `"auto"` is `"absorbed"` where there are more keys than queries, as there are with a cache, and
+    `"plain"` otherwise.
 
     Args:
         d_in: width of the input.
@@ -69,7 +71,8 @@ class MultiHeadLatentAttention(HeadAttention):
         v_head_dim: width of a value.
         out_bias: whether the output projection has a bias.
         causal: whether a token attends only to itself and to the tokens before it.
-        window: of a causal module, how many keys in all a token attends to, itself included; None is all.
+        window: of a causal module, how many keys in all a token attends to, itself included; None
+            is all.
         rope: rotary positions of the parts for them; None is none. DeepSeek's are interleaved.
         q_norm: norm of the latent of queries; None is no norm.
         kv_norm: norm of the latent of keys and values; None is no norm.
@@ -79,17 +82,18 @@ class MultiHeadLatentAttention(HeadAttention):
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
         backend: of the attention call; `"auto"` or the name of one.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`,
-            and the keys of dropout from `dropout`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of
+            `torch.nn.Linear`, and the keys of dropout from `dropout`.
 
     Shapes:
         `(b, t, d_in)` to `(b, t, d_out)`, weights `(b, n, t, s)`; or all without b.
 
     Raises:
-        ValueError: if a size is not positive, a norm is not as wide as its latent or has none, `dropout` lies outside
-            [0, 1), `rope` does not fit, there is a window without `causal`, or form or backend is unknown;
-            in the call, if the input has another rank or width or is longer than `context_length`, if mask, bias or
-            positions do not fit, there are positions without `rope`, or if the cache is that of another module or full.
+        ValueError: if a size is not positive, a norm is not as wide as its latent or has none,
+            `dropout` lies outside [0, 1), `rope` does not fit, there is a window without `causal`,
+            or form or backend is unknown; in the call, if the input has another rank or width or is
+            longer than `context_length`, if mask, bias or positions do not fit, there are positions
+            without `rope`, or if the cache is that of another module or full.
 
     Example:
         >>> layer = MultiHeadLatentAttention(6, 6, context_length=8, dropout=0.0, num_heads=4, kv_lora_rank=3,

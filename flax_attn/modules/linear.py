@@ -25,8 +25,10 @@ class Linear(nnx.Linear):
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix product, as in `jax.lax.dot_general`.
-        axes: names of the axes of the kernel, by which a mesh splits them. A bias over `"embed"` is whole everywhere.
-        unit: how many elements along each axis of the kernel stay on one device, such as those of a head.
+        axes: names of the axes of the kernel, by which a mesh splits them. A bias over `"embed"` is
+            whole everywhere.
+        unit: how many elements along each axis of the kernel stay on one device, such as those of a
+            head.
         rngs: random streams; parameters are drawn from `params`.
 
     Shapes:
@@ -68,6 +70,7 @@ class Linear(nnx.Linear):
             dot_general=dot_general,
             rngs=cast(Any, for_flax(check_rngs(rngs))),
             kernel_metadata=named(*axes, unit=unit),
-            # Split over devices that split the batch too, it would have to be gathered for each sum.
+            # Split over devices that split the batch too, it would have to be gathered for each
+            # sum.
             bias_metadata=named(None if axes[1] == "embed" else axes[1], unit=unit[1:]),
         )

@@ -18,7 +18,8 @@ from flax_attn.modules.causal import CausalAttention
 class MultiHeadAttentionWrapper(nnx.Module):
     """`concat(head_1(x), ..., head_n(x))` of `CausalAttention` heads; no output projection.
 
-    The plain way to many heads: n small products instead of one. `MultiHeadAttention` computes all heads at once.
+    The plain way to many heads: n small products instead of one. `MultiHeadAttention` computes all
+    heads at once.
 
     Args:
         d_in: width of the input.
@@ -31,8 +32,8 @@ class MultiHeadAttentionWrapper(nnx.Module):
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
         backend: of the attention call; `"auto"` or the name of one.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`,
-            and the keys of dropout from `dropout`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of
+            `torch.nn.Linear`, and the keys of dropout from `dropout`.
 
     Shapes:
         `(t, d_in)` to `(t, d_out * n)` or `(b, t, d_in)` to `(b, t, d_out * n)`; the weights are `(n, t, t)` or

@@ -15,8 +15,8 @@ from flax_attn.sharding.parameters import named
 class LayerNorm(nnx.Module):
     """`(x - mean) / sqrt(var + eps) * scale + shift` over the last axis.
 
-    The variance is the mean of `(x - mean)^2`, in two passes: `mean(x^2) - mean(x)^2` loses all digits where the
-    mean is large. Statistics are taken in at least float32.
+    The variance is the mean of `(x - mean)^2`, in two passes: `mean(x^2) - mean(x)^2` loses all
+    digits where the mean is large. Statistics are taken in at least float32.
 
     Args:
         d_model: width of the input.
@@ -73,7 +73,8 @@ class LayerNorm(nnx.Module):
 class RMSNorm(nnx.Module):
     """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, the mean taken in at least float32.
 
-    With `zero_centred` the factor is `1 + scale`, as in Gemma: what weight decay pulls to 0 is the difference from 1.
+    With `zero_centred` the factor is `1 + scale`, as in Gemma: what weight decay pulls to 0 is the
+    difference from 1.
 
     Args:
         d_model: width of the input.

@@ -13,8 +13,8 @@ from flax_attn.modules.linear import Linear
 class Patches(nnx.Module):
     """`proj(patch_i)`: the image cut in patches of `height * width` pixels, row by row.
 
-    A convolution whose stride is its kernel's size is that product: `proj` has its weight `(d, c, height, width)` as a
-    matrix of `c * height * width` rows.
+    A convolution whose stride is its kernel's size is that product: `proj` has its weight `(d, c,
+    height, width)` as a matrix of `c * height * width` rows.
 
     Args:
         d_model: width of the tokens.
@@ -24,14 +24,16 @@ class Patches(nnx.Module):
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         precision: of the matrix product, as in `jax.lax.dot_general`.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of
+            `torch.nn.Linear`.
 
     Shapes:
         images `(b, c, rows * height, columns * width)`, channels first as transformers has them, or without b, to
         `(b, rows * columns, d_model)`.
 
     Raises:
-        ValueError: if a size is not positive; in the call, if an image has other channels, or patches do not fill it.
+        ValueError: if a size is not positive; in the call, if an image has other channels, or
+            patches do not fill it.
 
     Example:
         >>> Patches(6, 3, 4, 2, rngs=nnx.Rngs(0))(jnp.ones((5, 3, 8, 8))).shape

@@ -53,9 +53,10 @@ class Router(nnx.Module):
         experts = the top_k largest of scores + selection_bias, in the best groups
         weights = scale * scores[experts] / sum(scores[experts])      the sum only with `renormalize`
 
-    Softmax, the top ones and renormalisation are the softmax over the logits of the chosen experts alone (gpt-oss,
-    Mixtral). With `groups` the experts are divided into groups of equal size, and only those of the `top_groups` groups
-    count whose two best experts have the largest sum (DeepSeek-V3). All of it is computed in at least float32.
+    Softmax, the top ones and renormalisation are the softmax over the logits of the chosen experts
+    alone (gpt-oss, Mixtral). With `groups` the experts are divided into groups of equal size, and
+    only those of the `top_groups` groups count whose two best experts have the largest sum
+    (DeepSeek-V3). All of it is computed in at least float32.
 
     Args:
         d_model: width of the tokens.
@@ -65,21 +66,23 @@ class Router(nnx.Module):
         renormalize: whether the weights of a token are divided by their sum.
         scale: of the weights.
         bias: whether the logits have one.
-        selection_bias: whether there is a bias for the choice alone, `(num_experts,)`: no parameter, training moves it
-            by the load of the experts. It starts at 0.
+        selection_bias: whether there is a bias for the choice alone, `(num_experts,)`: no
+            parameter, training moves it by the load of the experts. It starts at 0.
         groups: number of groups of experts; 1 is none.
         top_groups: number of groups that a token's experts are chosen from.
         dtype: not used, see above; taken so that every layer is built alike.
         param_dtype: of the parameters.
         precision: of the matrix product, as in `jax.lax.dot_general`.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of
+            `torch.nn.Linear`.
 
     Shapes:
         `(..., d_model)` to a `Routing`: weights and experts `(..., top_k)`, logits `(..., num_experts)`.
 
     Raises:
-        ValueError: if a size is not positive, `top_k` is above the experts that can be chosen, the groups do not divide
-            the experts or are of one expert, the scores are unknown, `rngs` is missing, or the input has another width.
+        ValueError: if a size is not positive, `top_k` is above the experts that can be chosen, the
+            groups do not divide the experts or are of one expert, the scores are unknown, `rngs` is
+            missing, or the input has another width.
 
     Example:
         >>> routing = Router(3, num_experts=4, top_k=2, rngs=nnx.Rngs(0))(jnp.ones((5, 3)))

@@ -29,14 +29,16 @@ class SelfAttention(nnx.Module):
         param_dtype: of the parameters.
         precision: of the matrix products, as in `jax.lax.dot_general`.
         backend: of the attention call; `"auto"` or the name of one.
-        rngs: random streams; parameters are drawn from `params`, with the distribution of `torch.nn.Linear`.
+        rngs: random streams; parameters are drawn from `params`, with the distribution of
+            `torch.nn.Linear`.
 
     Shapes:
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
 
     Raises:
-        ValueError: if a width is not positive, the backend is unknown or `rngs` is missing; in the call, if the input
-            has another rank or width, or if the mask is not boolean or does not broadcast to the weights.
+        ValueError: if a width is not positive, the backend is unknown or `rngs` is missing; in the
+            call, if the input has another rank or width, or if the mask is not boolean or does not
+            broadcast to the weights.
 
     Example:
         >>> layer = SelfAttention(3, 2, rngs=nnx.Rngs(0))

@@ -22,8 +22,10 @@ class ShortConvolution(nnx.Module):
         dtype: of the computation; None is that of the input and the parameters together.
         param_dtype: of the parameters.
         axes: names of the axes of the kernel, by which a mesh splits them.
-        unit: how many elements along each axis of the kernel stay on one device, such as those of a head.
-        rngs: random streams; the kernel is drawn from `params`, with the distribution of `torch.nn.Conv1d`.
+        unit: how many elements along each axis of the kernel stay on one device, such as those of a
+            head.
+        rngs: random streams; the kernel is drawn from `params`, with the distribution of
+            `torch.nn.Conv1d`.
 
     Shapes:
         `(t, d_model)` or `(b, t, d_model)`, kept; kernel `(kernel_size, d_model)`.

@@ -45,8 +45,8 @@ def library() -> ctypes.CDLL | None:
 def target(name: str) -> str:
     """Return the name by which XLA knows a function of the library, and programs that were exported.
 
-    A function that takes other arrays or options, or computes another function of them, gets a new version, and the
-    old one stays beside it.
+    A function that takes other arrays or options, or computes another function of them, gets a new
+    version, and the old one stays beside it.
     """
     return f"flax_attn.{name}.v1"
 
@@ -54,8 +54,9 @@ def target(name: str) -> str:
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """Return what `jax.export.export` takes as `disabled_checks`, so that a program may call the kernels for CPUs.
 
-    JAX exports calls of its own libraries alone unless others are named. Those of flax_attn keep their names and what
-    they mean from version to version. Where a program is loaded, call this before it runs: it makes the kernels known.
+    JAX exports calls of its own libraries alone unless others are named. Those of flax_attn keep
+    their names and what they mean from version to version. Where a program is loaded, call this
+    before it runs: it makes the kernels known.
 
     Example:
         >>> x = jax.ShapeDtypeStruct((1, 64, 2, 16), "float32")

@@ -1,6 +1,7 @@
 """The product of rows with the matrix of their group, which copies no matrix, and its derivatives.
 
-It is a primitive of three forms, each linear in either factor, of which the gradients are again one of the forms.
+It is a primitive of three forms, each linear in either factor, of which the gradients are again one
+of the forms.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _PLAIN, _TRANSPOSED, _OUTER = range(3)  # as in calls.h
 _OF_ROWS = jax.lax.RaggedDotDimensionNumbers(
     (((0,), (0,)), ((), ())), (0,), ()
 )  # what the outer form sums over
-# The forms of the gradients of the left and the right factor, and whether the cotangent is their left factor.
+# The forms of the gradients of the left and the right factor, and whether the cotangent is their
+# left factor.
 _GRADIENTS = {
     _PLAIN: ((_TRANSPOSED, True), (_OUTER, False)),
     _TRANSPOSED: ((_PLAIN, True), (_OUTER, True)),

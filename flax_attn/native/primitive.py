@@ -22,8 +22,9 @@ def primitive(
 ) -> Primitive:
     """Return a primitive that is `call` on CPUs and `plain` elsewhere: one function of arrays and static options.
 
-    Which of them a program holds is decided when it is lowered, by the platforms that it is lowered for: one that is
-    exported for another platform holds no call of the library. Derivatives and batching are left to add.
+    Which of them a program holds is decided when it is lowered, by the platforms that it is lowered
+    for: one that is exported for another platform holds no call of the library. Derivatives and
+    batching are left to add.
 
     Args:
         name: of the primitive.

@@ -1,6 +1,7 @@
 """The product of a few rows with a matrix, which reads the matrix at the rate of memory, and its derivatives.
 
-It is a primitive, because only a primitive has a transpose: it is linear in either factor, as `jax.lax.dot_general` is.
+It is a primitive, because only a primitive has a transpose: it is linear in either factor, as
+`jax.lax.dot_general` is.
 """
 
 from __future__ import annotations

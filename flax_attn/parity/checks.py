@@ -1,6 +1,7 @@
 """The checks of a pair, the fastest first. Each returns what it measured beside its rule.
 
-A check that does not apply to a pair raises `NotRun` with the reason, which becomes a line in the report.
+A check that does not apply to a pair raises `NotRun` with the reason, which becomes a line in the
+report.
 """
 
 from __future__ import annotations

@@ -62,22 +62,25 @@ def compare(
 ) -> Report:
     """Return a report on two modules, check by check: whether they are the same function.
 
-    Both are copied, get the same random weights (so that none is 0 or 1), and are compared in float64 on the CPU under
-    fixed rules. The PyTorch module is the reference.
+    Both are copied, get the same random weights (so that none is 0 or 1), and are compared in
+    float64 on the CPU under fixed rules. The PyTorch module is the reference.
 
     Args:
         flax_module: an NNX module, a bound Linen module, an equinox module or a function of arrays.
         torch_module: an `nn.Module` in eval mode, a function of tensors, or the `Recording` of one.
-        inputs: arrays by position in a list, or by name in a mapping; of a recording its `inputs`. Floating ones are
-            cast to the dtype of each run. A tuple of integers is a shape: an array is drawn from the normal
-            distribution.
-        layout: which parameter is which. `"auto"` pairs them by the layers of both modules, see `convert.auto`; a name
-            from `convert.LAYOUTS`, a `Layout` or a list of `Rule` says it; None means that the weights already agree:
-            they are kept, and checks that need the pairs do not run.
-        checks: names from `CHECKS`; None is all. One that is requested by name and cannot run is a failure.
-        flax_call: how to call the JAX module, `flax_call(module, *inputs)`, if not as `module(*inputs)`. If it has a
-            parameter named `lengths` or `dropout_key`, it gets sequence lengths `(b,)`, or the two uint32 of a dropout
-            key. It returns an array, or a tuple or mapping of arrays.
+        inputs: arrays by position in a list, or by name in a mapping; of a recording its `inputs`.
+            Floating ones are cast to the dtype of each run. A tuple of integers is a shape: an
+            array is drawn from the normal distribution.
+        layout: which parameter is which. `"auto"` pairs them by the layers of both modules, see
+            `convert.auto`; a name from `convert.LAYOUTS`, a `Layout` or a list of `Rule` says it;
+            None means that the weights already agree: they are kept, and checks that need the pairs
+            do not run.
+        checks: names from `CHECKS`; None is all. One that is requested by name and cannot run is a
+            failure.
+        flax_call: how to call the JAX module, `flax_call(module, *inputs)`, if not as
+            `module(*inputs)`. If it has a parameter named `lengths` or `dropout_key`, it gets
+            sequence lengths `(b,)`, or the two uint32 of a dropout key. It returns an array, or a
+            tuple or mapping of arrays.
         torch_call: the same for the PyTorch module.
         flax_cached: a call of the JAX module that computes the same outputs in steps, with a cache.
         torch_cached: the same for the PyTorch module.
@@ -91,9 +94,10 @@ def compare(
         device: that runs the JAX module in dtypes below float64; None is the CPU.
 
     Raises:
-        PairingError: if the modules cannot be paired or called: parameters that are missing, unexpected, mis-shaped,
-            claimed twice, or that `"auto"` cannot tell apart; outputs that are no arrays; a PyTorch module that was
-            left in train mode, and returns something else there.
+        PairingError: if the modules cannot be paired or called: parameters that are missing,
+            unexpected, mis-shaped, claimed twice, or that `"auto"` cannot tell apart; outputs that
+            are no arrays; a PyTorch module that was left in train mode, and returns something else
+            there.
         ValueError: if a check or a layout is unknown.
 
     Example:
@@ -156,7 +160,8 @@ def pair_modules(
         torch_module: as of `compare`.
         inputs: as of `compare`.
         layout: as of `compare`.
-        calls: for `"flax"` and `"torch"`, how to call the module, and how to call it in steps with a cache.
+        calls: for `"flax"` and `"torch"`, how to call the module, and how to call it in steps with
+            a cache.
         record: as of `compare`.
         device: as of `compare`.
         options: the other arguments of `Pair`.
@@ -226,8 +231,9 @@ def report_on(
         wanted: whether one of these names that does not apply is a failure.
         command: that repeats the comparison.
         locate: whether to find out where the modules differ, if they do.
-        call_first: whether to call both before any check, and raise if one cannot be called; without it, each check
-            that needs the call fails. In JAX this call is not compiled, which takes longer than a check.
+        call_first: whether to call both before any check, and raise if one cannot be called;
+            without it, each check that needs the call fails. In JAX this call is not compiled,
+            which takes longer than a check.
         watch: called with each name before its check runs.
     """
     with on_cpu():

@@ -3,8 +3,8 @@
     def test_my_port(parity):
         parity(MyFlaxBlock(rngs=nnx.Rngs(0)), MyTorchBlock().eval(), [(2, 7, 16)])
 
-It takes the arguments of `compare`, and fails the test if the modules differ. With `--parity-report DIR` every
-comparison that fails also writes its page there.
+It takes the arguments of `compare`, and fails the test if the modules differ. With `--parity-report
+DIR` every comparison that fails also writes its page there.
 """
 
 from __future__ import annotations

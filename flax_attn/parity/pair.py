@@ -68,8 +68,9 @@ class Pair:
         self.key = np.random.default_rng(self.seed).integers(0, 2**32, 2)
 
     def _drawn(self) -> Arrays:
-        # Of the size that keeps the output of a Linear layer as large as its input; what is not trained is positive, as
-        # statistics have to be. What a layout ignores is not shared and keeps its values.
+        # Of the size that keeps the output of a Linear layer as large as its input; what is not
+        # trained is positive, as statistics have to be. What a layout ignores is not shared and
+        # keeps its values.
         random, weights = np.random.default_rng(self.seed), dict(self.weights)
         shared = {entry.theirs for entry in self.entries}
         for name, array in self.weights.items():
@@ -278,7 +279,8 @@ def weight_map(
         statistics: the names among `shapes` that are running statistics.
 
     Raises:
-        PairingError: with a line for every parameter that is missing, unexpected or mis-shaped, or claimed twice.
+        PairingError: with a line for every parameter that is missing, unexpected or mis-shaped, or
+            claimed twice.
     """
     try:
         entries = plan(

@@ -125,9 +125,9 @@ def stress(name: str, pair: Pair) -> Check:
         raise NotRun("PyTorch returns no finite number on these inputs")
     spec = replace(plain, name=name, cotangents=pair.cotangents_for(outputs), eager=False)
     ours, theirs = (_with_gradients(pair, result) for result in pair.both(spec))
-    # The effect of rounding shows in float32: of outputs in PyTorch, so that a port that amplifies it fails; of
-    # gradients in both, since where a softmax saturates either may be exactly 0 and show none. One draw of it may
-    # be a lucky one.
+    # The effect of rounding shows in float32: of outputs in PyTorch, so that a port that amplifies
+    # it fails; of gradients in both, since where a softmax saturates either may be exactly 0 and
+    # show none. One draw of it may be a lucky one.
     low = replace(spec, name=f"{name}: float32", dtype="float32")
     singles = [
         _with_gradients(pair, result)

@@ -1,7 +1,8 @@
 """The rules of equality, each derived once. No check has a tolerance of its own.
 
-In float64 on a CPU two equal functions differ by rounding alone, around 1e-16 an operation. A wrong epsilon, a tanh
-for an erf or a transposed square matrix is six to twelve orders of magnitude above the limits below.
+In float64 on a CPU two equal functions differ by rounding alone, around 1e-16 an operation. A wrong
+epsilon, a tanh for an erf or a transposed square matrix is six to twelve orders of magnitude above
+the limits below.
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,8 +110,9 @@ def null_directions(reference: Arrays) -> set[str]:
 def nonzero_gradient(ours: Arrays, reference: Arrays) -> dict[str, np.ndarray]:
     """Return which elements of each gradient are more than rounding, including those that are 0 in both.
 
-    A packed tensor may hold a null direction beside others, such as the key's part of a packed bias. Where some of its
-    elements are rounding, those that are 0 may be rounding that came out so.
+    A packed tensor may hold a null direction beside others, such as the key's part of a packed
+    bias. Where some of its elements are rounding, those that are 0 may be rounding that came out
+    so.
     """
     largest = max((_largest(gradient) for gradient in reference.values()), default=0.0)
 
@@ -137,11 +139,12 @@ def conditioned(
 ) -> dict[str, float]:
     """Return errors in float64 over the allowed ones, by name: at most 1 passes.
 
-    A function that amplifies rounding cannot agree to the limit in two orders of summation. By how much it does is
-    seen where rounding is large: the relative error in float32, scaled by the ratio of the two epsilons and with the
-    allowance of one function in another order, is allowed where it exceeds the limit. An error of all digits
-    counts as 1, so that never more than about 1e-7 is allowed; a gradient that rounding makes, such as that of a
-    softmax which is a hard choice, has no digits, and `most` says by how much the largest gradient of all exceeds it.
+    A function that amplifies rounding cannot agree to the limit in two orders of summation. By how
+    much it does is seen where rounding is large: the relative error in float32, scaled by the ratio
+    of the two epsilons and with the allowance of one function in another order, is allowed where it
+    exceeds the limit. An error of all digits counts as 1, so that never more than about 1e-7 is
+    allowed; a gradient that rounding makes, such as that of a softmax which is a hard choice, has
+    no digits, and `most` says by how much the largest gradient of all exceeds it.
     """
     ratio = float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
     worst = {name: min(float32.get(name, 0.0), (most or {}).get(name, 1.0)) for name in errors}
@@ -165,11 +168,13 @@ def lower_dtype(
 ) -> dict[str, float]:
     """Return our error over the allowed one, by name: at most 1 passes.
 
-    Allowed is `factor` times the error of PyTorch in the same dtype, plus one rounding of the reference itself, without
-    which a value that PyTorch happens to hit exactly would allow nothing. In maximum, mean and 99th percentile.
+    Allowed is `factor` times the error of PyTorch in the same dtype, plus one rounding of the
+    reference itself, without which a value that PyTorch happens to hit exactly would allow nothing.
+    In maximum, mean and 99th percentile.
 
-    PyTorch's error is partly luck, in a small tensor mostly: `theirs` are several draws of it, the first on the
-    parameters and inputs rounded to the nearest, the others on these rounded up or down at random. The largest counts.
+    PyTorch's error is partly luck, in a small tensor mostly: `theirs` are several draws of it, the
+    first on the parameters and inputs rounded to the nearest, the others on these rounded up or
+    down at random. The largest counts.
     """
     statistics = (np.max, np.mean, lambda values: np.percentile(values, 99))
     asked = finite_in_all(theirs, reference)

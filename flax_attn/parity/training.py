@@ -41,7 +41,8 @@ class Recipe:
         eps: of Adam and AdamW, added outside the root.
         momentum: of SGD.
         weight_decay: of all three.
-        clip_norm: gradients are scaled to at most this global norm, as torch does; None does not clip.
+        clip_norm: gradients are scaled to at most this global norm, as torch does; None does not
+            clip.
         schedule: `"constant"`, or to 0 in `steps` as `"cosine"` or `"linear"`.
         warmup: steps of linear growth before it.
 

@@ -11,7 +11,8 @@ import numpy as np
 from flax_attn.plan.collectives import KINDS
 from flax_attn.plan.hlo import CALLS, Computation, Hlo, Instruction, Run, Shape
 
-# These move nothing, or what they call does. The data of an asynchronous pair is counted where it starts.
+# These move nothing, or what they call does. The data of an asynchronous pair is counted where it
+# starts.
 _FREE = (
     *(
         "parameter",
@@ -62,8 +63,8 @@ def has_kernels(program: Hlo) -> bool:
 def moved(program: Hlo) -> int:
     """Return the bytes read from memory and written to it, by each instruction that is not fused into another.
 
-    Of an array of which only a part is read or written in place, it is that part; what the compiler keeps in smaller
-    memories is left out.
+    Of an array of which only a part is read or written in place, it is that part; what the compiler
+    keeps in smaller memories is left out.
     """
     return sum(
         run.times * _moved(run, program)

@@ -36,8 +36,9 @@ class Change:
 def changes(job: Job, now: Held, phase: Phase, memory: int) -> list[Change]:
     """Return what may be changed so that a job fits, up to the first that does.
 
-    In this order, each on top of those before: remat, more of the data axis given to fsdp, more of the tensor axis
-    given to context, twice the chips and so on. What would take no less is left out.
+    In this order, each on top of those before: remat, more of the data axis given to fsdp, more of
+    the tensor axis given to context, twice the chips and so on. What would take no less is left
+    out.
 
     Args:
         job: that does not fit.

@@ -77,9 +77,9 @@ class Job:
         rules: lines of the table of axes that are replaced, see `flax_attn.sharding.rules`.
 
     Raises:
-        ValueError: if the table has no line of a name, the mesh has an axis that the table does not, its product is not
-            the number of devices, its axes do not divide the batch, the tokens, the heads or the experts, or there are
-            more tokens than positions.
+        ValueError: if the table has no line of a name, the mesh has an axis that the table does
+            not, its product is not the number of devices, its axes do not divide the batch, the
+            tokens, the heads or the experts, or there are more tokens than positions.
 
     Example:
         >>> from flax_attn.plan.topology import topology

@@ -31,7 +31,8 @@ from flax_attn.plan.placement import (
 from flax_attn.plan.work import Work
 from flax_attn.training.step import compiled_step
 
-# How XLA for TPU refuses a program that takes more memory than the chip has: it names all of it, or temporaries alone.
+# How XLA for TPU refuses a program that takes more memory than the chip has: it names all of it, or
+# temporaries alone.
 _EXCEEDED = re.compile(r"(Used |HLO temporaries \()([\d.]+)([KMGT])\)? (?:of|exceeds)")
 
 
@@ -43,14 +44,16 @@ class Phase:
         name: what it does.
         work: operations that the model asks for.
         kernels: those of attention, where it runs in kernels that do not say what they compute.
-        arguments: bytes of its inputs; those that it writes in place are not in memory a second time.
+        arguments: bytes of its inputs; those that it writes in place are not in memory a second
+            time.
         temporaries: bytes beside these.
         peak: bytes of all of it at once.
         flops: operations of the matrix products of the program.
         moved: bytes to and from memory.
         collectives: what is sent.
         endless: loops of which it is not known how often they run, counted as one turn.
-        compiled: whether there is a program; if not, it takes more memory than there is, and only the peak is known.
+        compiled: whether there is a program; if not, it takes more memory than there is, and only
+            the peak is known.
         seconds: to trace, lower and compile.
     """
 
@@ -111,7 +114,8 @@ def _generation(job: Job, held: int, mesh: Mesh) -> list[Phase]:
 
     def prefill(state: Any, tokens: Array) -> Any:
         model = nnx.merge(graph, state)
-        # A static length of 0 says that the cache is empty, so that the prompt attends to itself alone.
+        # A static length of 0 says that the cache is empty, so that the prompt attends to itself
+        # alone.
         empty = tuple(one.replace(length=0) for one in model.init_cache(job.batch, job.tokens))
         hidden, cache = model.hidden(tokens, cache=empty)
         return model.logits(hidden[:, -1]), cache

@@ -24,7 +24,8 @@ def build(
 
     Args:
         package: `flax_attn` or `torch_ref`.
-        module: name of the class or factory; for a `TransformerBlock` the options are those of `build_block`.
+        module: name of the class or factory; for a `TransformerBlock` the options are those of
+            `build_block`.
         arguments: of the constructor.
         numerics: keywords such as `rngs`, `param_dtype` and `backend`.
         options: of the constructor.
@@ -90,7 +91,8 @@ def build_block(
 def drawn(make: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
     """Return the module that `make` returns, with every parameter drawn from the normal distribution.
 
-    It is made from its shapes alone, with numpy: as constructed, JAX would compile a random function for each shape.
+    It is made from its shapes alone, with numpy: as constructed, JAX would compile a random
+    function for each shape.
 
     Args:
         make: constructs the module.

@@ -23,7 +23,8 @@ from flax_attn.sharding.division import IndivisibleError
 def prove_on_mesh(variant: Variant, pair: Pair, seed: int = 0, **options: Any) -> Report:
     """Return the report of a variant on the mesh in use, with a note of the axes that it is split over.
 
-    A row that the mesh cannot split is not compared: its report has one check, `"mesh"`, which says why it did not run.
+    A row that the mesh cannot split is not compared: its report has one check, `"mesh"`, which says
+    why it did not run.
 
     Args:
         variant: the row of the table.

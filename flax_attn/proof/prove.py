@@ -130,8 +130,8 @@ def layouts(module: nnx.Module) -> Check:
 def _probe(
     module: nnx.Module, layout: str, weights: dict[str, np.ndarray]
 ) -> Iterator[tuple[str, float]]:
-    # Number every element of every entry, load, and store again: a lost, doubled or moved element comes back changed.
-    # Then the numbers inside the module: each must be there once.
+    # Number every element of every entry, load, and store again: a lost, doubled or moved element
+    # comes back changed. Then the numbers inside the module: each must be there once.
     numbers, start = {}, 1
     for name, array in weights.items():
         numbers[name] = np.arange(start, start + array.size, dtype=array.dtype).reshape(array.shape)
@@ -248,7 +248,8 @@ def _chunks(variant: Variant, b: int, total: int) -> list[tuple[np.ndarray, np.n
 
 
 def _in_order(weights: Any, before: Any, after: Any, total: int, arrays: Any) -> Any:
-    # The keys of a ring buffer are in any order, with the new ones beside them where they do not fit.
+    # The keys of a ring buffer are in any order, with the new ones beside them where they do not
+    # fit.
     positions = after.key_positions
     if weights.shape[-1] != after.capacity:
         positions = pack([before.key_positions, before.positions(weights.shape[-2])], "b *")[0]

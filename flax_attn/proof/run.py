@@ -60,7 +60,8 @@ class Run:
             report = judge(variant, pair=pair, seed=self.seed, checks=self.checks, full=self.full)
         if self.export:
             save(report, self.export)
-        # A process may map 65530 pieces of memory on Linux, and a few hundred programs of eight devices are as many.
+        # A process may map 65530 pieces of memory on Linux, and a few hundred programs of eight
+        # devices are as many.
         jax.clear_caches()
         return report
 

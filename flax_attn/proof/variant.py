@@ -62,9 +62,10 @@ class Variant:
         make: builds the module from the parts of a `Package`.
         inputs: shapes of the inputs, batched.
         call: returns the keyword arguments of the call, from a package.
-        vocab_size: of inputs `(b, t)` that are integers below it; others, and all for None, are floats.
-        chunks: how many tokens each step takes where the same is computed with a cache, of all rows of the batch or of
-            each; empty where there is none.
+        vocab_size: of inputs `(b, t)` that are integers below it; others, and all for None, are
+            floats.
+        chunks: how many tokens each step takes where the same is computed with a cache, of all rows
+            of the batch or of each; empty where there is none.
         capacity: of the cache; None is all tokens.
         dropout: whether it has dropout.
     """

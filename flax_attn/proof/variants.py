@@ -1,7 +1,7 @@
 """The one table of variants: how each is built from the parts of either package, and how it is called.
 
-The two packages mirror each other, so one row serves both. Sizes within a row are pairwise different, so that a swapped
-axis shows.
+The two packages mirror each other, so one row serves both. Sizes within a row are pairwise
+different, so that a swapped axis shows.
 """
 
 from flax_attn.proof.rows import attention, decoders, encoders, layers

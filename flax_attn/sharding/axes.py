@@ -15,8 +15,8 @@ from jaxtyping import Array
 
 Rules = Mapping[str, tuple[str, ...]]
 
-#: The mesh axes over which each logical axis is split: those of them that the mesh in use has. Of two axes of one
-#: array that ask for the same mesh axis, the first gets it.
+#: The mesh axes over which each logical axis is split: those of them that the mesh in use has. Of
+#: two axes of one array that ask for the same mesh axis, the first gets it.
 RULES: Rules = MappingProxyType(
     {
         # of activations
@@ -153,9 +153,9 @@ def spec(
 def constrain(x: Array, *names: str | None) -> Array:
     """Return x, split over the mesh in use as its last axes are named; without a mesh it is x itself.
 
-    Axes that have no name, or that their mesh axes do not divide, are not split. Of an array with fewer axes than
-    names, the last names hold: a sequence is a batch without its first axis. A mesh without an axis of the table is not
-    ours to split over: x is left as it is.
+    Axes that have no name, or that their mesh axes do not divide, are not split. Of an array with
+    fewer axes than names, the last names hold: a sequence is a batch without its first axis. A mesh
+    without an axis of the table is not ours to split over: x is left as it is.
 
     Example:
         >>> import jax.numpy as jnp

@@ -21,11 +21,12 @@ from flax_attn.sharding.order import pieces, zigzag
 def arranged(x: Array) -> Array:
     """Return numbers of tokens, `(b, t)` or `(t,)`, in the order that `context_parallel` was given.
 
-    That is the zigzag order with `order="zigzag"`, and that of the tokens otherwise. They are few, so that they are
-    gathered, reordered and split again.
+    That is the zigzag order with `order="zigzag"`, and that of the tokens otherwise. They are few,
+    so that they are gathered, reordered and split again.
 
     Raises:
-        ValueError: if no mesh in use splits tokens, or if they do not divide into two pieces a device.
+        ValueError: if no mesh in use splits tokens, or if they do not divide into two pieces a
+            device.
 
     Example:
         >>> arranged(jnp.arange(4)).tolist()

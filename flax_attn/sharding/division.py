@@ -29,8 +29,10 @@ class Division:
         heads: of the heads.
         queries: of the query tokens.
         keys: of the key tokens.
-        copies: how many copies of each key/value head there are, so that every device has those that its queries read.
-        strategy: "local" where tokens are whole, "merge" where keys alone are split, else one of `STRATEGIES`.
+        copies: how many copies of each key/value head there are, so that every device has those
+            that its queries read.
+        strategy: "local" where tokens are whole, "merge" where keys alone are split, else one of
+            `STRATEGIES`.
         within: of neighbouring devices along the tokens, how many divide the heads instead.
         balanced: whether each device computes an early and a late piece.
         ordered: whether the tokens arrive in zigzag order.

@@ -30,9 +30,10 @@ def on_mesh(
 ) -> Array:
     """Return `compute(x, weights, experts, arrays)` of tokens in one axis, over the mesh in use.
 
-    A device has its tokens, its experts and their hidden features. Numbers of experts are counted from its first one,
-    so that those of other devices lie outside its own. Devices that share the experts and have tokens of their own
-    gather these, and each gets back the sums of its own. What `fsdp` splits is gathered.
+    A device has its tokens, its experts and their hidden features. Numbers of experts are counted
+    from its first one, so that those of other devices lie outside its own. Devices that share the
+    experts and have tokens of their own gather these, and each gets back the sums of its own. What
+    `fsdp` splits is gathered.
 
     Args:
         compute: of one device.
@@ -103,7 +104,8 @@ def _names(variable: nnx.Variable) -> tuple[str | None, ...]:
 def _spec(variable: nnx.Variable, mesh: Any, taken: set[str]) -> PartitionSpec:
     """Return how a parameter is split, beside tokens that are split over the mesh axes `taken`.
 
-    Over these the width of the model is split, which is gathered, and experts are, for which tokens are.
+    Over these the width of the model is split, which is gathered, and experts are, for which tokens
+    are.
     """
     names = _names(variable)
     entries = spec(names, mesh, variable.shape)
@@ -134,7 +136,8 @@ def _of_device(
         x, weights, experts = gather(x), gather(weights), gather(experts)
     summed = tuple(axis for axis in (*split.experts, *split.hidden) if axis not in split.shared)
     if summed:
-        # JAX loses the sum of the gradient of what is the same everywhere and gathered by indices that are not.
+        # JAX loses the sum of the gradient of what is the same everywhere and gathered by indices
+        # that are not.
         varying = partial(jax.lax.pcast, axis_name=summed, to="varying")
         x, weights, experts = varying(x), varying(weights), varying(experts)
     if split.experts:

@@ -31,9 +31,12 @@ class Explanation:
         backend: the name of the backend that would run, or None if the one asked for refuses.
         platform: where it would run.
         refusals: for each backend why it cannot honour the call, or None.
-        memory: for each backend that can, its estimate of the bytes of temporaries of one forward call.
-        passed_over: the backends that `"auto"` would have taken before this one, had they not refused, best first.
-        division: how the call is divided over the mesh in use; then all else is about the part of one device.
+        memory: for each backend that can, its estimate of the bytes of temporaries of one forward
+            call.
+        passed_over: the backends that `"auto"` would have taken before this one, had they not
+            refused, best first.
+        division: how the call is divided over the mesh in use; then all else is about the part of
+            one device.
     """
 
     backend: str | None
@@ -59,10 +62,12 @@ def explain(
 ) -> Explanation:
     """Return which backend `dot_product_attention` with these arguments would run, and why not another.
 
-    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also inside a mask. Options are those of
-    `dot_product_attention`, and `platform`, to ask about `"cpu"`, `"gpu"` or `"tpu"` instead of the machine at hand.
+    Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also inside a mask. Options are those
+    of `dot_product_attention`, and `platform`, to ask about `"cpu"`, `"gpu"` or `"tpu"` instead of
+    the machine at hand.
 
-    Under a mesh the answer is about the part of one device, and `division` says what it has of the call.
+    Under a mesh the answer is about the part of one device, and `division` says what it has of the
+    call.
 
     Raises:
         ValueError: where `dot_product_attention` does, except that a refusal is part of the result.

@@ -27,8 +27,8 @@ def by_rows_and_heads(
 ) -> R:
     """Return `function(arrays)`, of which each device of the mesh in use computes its rows and heads.
 
-    Tokens that are split over devices are gathered. Rows or heads that the axes of the mesh do not divide are computed
-    on every device.
+    Tokens that are split over devices are gathered. Rows or heads that the axes of the mesh do not
+    divide are computed on every device.
 
     Args:
         function: of a tree of arrays, which computes each row and each head by itself.

@@ -32,7 +32,8 @@ def on_devices(
         specs: how each of them is split, in the same form.
         outputs: how what the function returns is split.
         axes: of the mesh, over which devices compute by themselves; None is all that are free.
-        typed: whether JAX checks what varies over devices. Loops and branches of kernels do not say it.
+        typed: whether JAX checks what varies over devices. Loops and branches of kernels do not say
+            it.
 
     Example:
         >>> import jax.numpy as jnp

@@ -34,15 +34,17 @@ def context_parallel(
     """Set how attention is computed inside a `with` statement where tokens are divided over devices.
 
     Args:
-        strategy: `"all_gather"` brings all keys to every device. `"ulysses"` divides the heads instead of the tokens
-            while attention is computed. `"ring"` passes the keys from device to device: memory does not grow with the
-            number of devices. `"ulysses+ring"` divides the heads among neighbours and passes keys between groups of
-            them. `"auto"` chooses one that fits the call, which `explain` shows.
-        balance: `"zigzag"` gives each device an early and a late piece of a causal sequence, so that all have the same
-            work. `"none"` leaves the tokens where they are. `"auto"` balances causal attention.
-        order: of the tokens that arrive. `"zigzag"` says that they were put in that order already, see `zigzag`: then
-            attention need not move them. `next_token_loss` and `train_step` take a batch in its own order, and put it
-            in this one themselves, once for all layers.
+        strategy: `"all_gather"` brings all keys to every device. `"ulysses"` divides the heads
+            instead of the tokens while attention is computed. `"ring"` passes the keys from device
+            to device: memory does not grow with the number of devices. `"ulysses+ring"` divides the
+            heads among neighbours and passes keys between groups of them. `"auto"` chooses one that
+            fits the call, which `explain` shows.
+        balance: `"zigzag"` gives each device an early and a late piece of a causal sequence, so
+            that all have the same work. `"none"` leaves the tokens where they are. `"auto"`
+            balances causal attention.
+        order: of the tokens that arrive. `"zigzag"` says that they were put in that order already,
+            see `zigzag`: then attention need not move them. `next_token_loss` and `train_step` take
+            a batch in its own order, and put it in this one themselves, once for all layers.
 
     None leaves an option as it was. Functions that were compiled outside are compiled again inside.
 

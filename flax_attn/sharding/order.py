@@ -1,6 +1,7 @@
 """The zigzag order of tokens: each device has an early and a late piece, and so the same share of causal work.
 
-With P devices a sequence is cut in 2 P pieces of equal size. Device i has the pieces i and 2 P - 1 - i.
+With P devices a sequence is cut in 2 P pieces of equal size. Device i has the pieces i and 2 P - 1
+- i.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def check_pieces(tokens: int, devices: int) -> None:
 def exchange(x: Array, axis_name: tuple[str, ...], axis: int = 1) -> Array:
     """Return a device's tokens in zigzag order, of tokens that lie in their own order; in `jax.shard_map`.
 
-    Every device has two neighbouring pieces, one even and one odd, and sends each to the device that has it in zigzag.
+    Every device has two neighbouring pieces, one even and one odd, and sends each to the device
+    that has it in zigzag.
     """
     devices = jax.lax.axis_size(axis_name)
     parts = jnp.split(x, 2, axis)

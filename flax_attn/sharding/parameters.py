@@ -21,12 +21,13 @@ _UNIT = "sharding_unit"
 def named(*axes: str | None, unit: tuple[int, ...] = ()) -> dict[str, Any]:
     """Return the keywords of an `nnx.Param` whose axes have these names; None is an axis that is never split.
 
-    Flax's own metadata has the names, `out_sharding`. They are of the table, not of a mesh, so Flax is told not to
-    split arrays by them where they are made.
+    Flax's own metadata has the names, `out_sharding`. They are of the table, not of a mesh, so Flax
+    is told not to split arrays by them where they are made.
 
     Args:
         axes: a name for each axis.
-        unit: how many elements along each axis stay on one device, such as those of a head; left out, it is one.
+        unit: how many elements along each axis stay on one device, such as those of a head; left
+            out, it is one.
 
     Example:
         >>> import jax.numpy as jnp
@@ -73,8 +74,9 @@ def unname_first_axis(variable: nnx.Variable) -> None:
 def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
     """Return where the variables of a model or an optimizer lie on a mesh, in the form of its `nnx.state`.
 
-    The names of their axes and the table decide, see `rules`. Variables without names are on every device, and axes
-    that their mesh axes do not divide are whole. What optax keeps of a parameter lies as the parameter does.
+    The names of their axes and the table decide, see `rules`. Variables without names are on every
+    device, and axes that their mesh axes do not divide are whole. What optax keeps of a parameter
+    lies as the parameter does.
 
     Args:
         tree: a module, an `nnx.Optimizer` or the state of one; `abstract` makes one without arrays.

@@ -12,9 +12,9 @@ from flax_attn.sharding.axes import axes_in, mesh_of
 def sharded_dot_general(x: Array, matrix: Array, dimension_numbers: Any, **options: Any) -> Array:
     """Return `jax.lax.dot_general` of tokens `(..., d)` with a matrix, on a mesh.
 
-    XLA splits a product over Auto axes. Over Explicit ones the result is split as the tokens are, and its last axis as
-    that of the matrix: what the matrix splits over axes that split tokens already (`fsdp`) is gathered for the product,
-    and parts of a sum are summed.
+    XLA splits a product over Auto axes. Over Explicit ones the result is split as the tokens are,
+    and its last axis as that of the matrix: what the matrix splits over axes that split tokens
+    already (`fsdp`) is gathered for the product, and parts of a sum are summed.
 
     Example:
         >>> import jax.numpy as jnp

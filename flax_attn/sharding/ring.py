@@ -1,7 +1,8 @@
 """Ring attention: pieces of the keys travel from device to device, and each device attends to the one that it has.
 
-Forward, softmaxes over the pieces are folded into one. Backward, a device computes its share of the gradients of each
-piece from the log-sum-exp over all keys; the gradients of keys and values travel on with their piece, and then home.
+Forward, softmaxes over the pieces are folded into one. Backward, a device computes its share of the
+gradients of each piece from the log-sum-exp over all keys; the gradients of keys and values travel
+on with their piece, and then home.
 
 References:
     Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv:2310.01889);
@@ -34,7 +35,8 @@ def attend_pieces(route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Arr
     Args:
         route: of the pieces.
         shard: of this device.
-        over: mesh axes over which devices have the same queries, and their softmaxes are folded into one.
+        over: mesh axes over which devices have the same queries, and their softmaxes are folded
+            into one.
     """
     output: Array = _attend(route, over, shard)
     return output.astype(shard.call.query.dtype)

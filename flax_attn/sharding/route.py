@@ -67,7 +67,8 @@ class Route:
     def send(self, pieces: T, hops: int, last: int | None = None) -> T:
         """Return pieces after so many hops up the ring, or down if negative.
 
-        With `last`, how many hops a piece makes in all, those that no device beyond needs are not sent.
+        With `last`, how many hops a piece makes in all, those that no device beyond needs are not
+        sent.
         """
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, self._pairs(hops, last)), pieces)
 
@@ -98,8 +99,8 @@ class Route:
     ) -> tuple[Any, Any]:
         """Return `sums` and `carry` after `sums, carry = step(j, pieces, sums, carry)` for each piece that passes by.
 
-        `sums` travel with their piece, and are home again in the end. The next piece is sent before the present one is
-        used, so that both go on at once.
+        `sums` travel with their piece, and are home again in the end. The next piece is sent before
+        the present one is used, so that both go on at once.
 
         Args:
             direction: 1 for up the ring, -1 for down.

@@ -19,7 +19,8 @@ class Shard:
     """One device's rows of the batch, heads, queries and keys.
 
     Args:
-        call: its arrays; the mask is that of the whole sequences, the bias that of its queries and all keys.
+        call: its arrays; the mask is that of the whole sequences, the bias that of its queries and
+            all keys.
         b: where its rows of the batch stand.
         n: where its heads stand.
         rows: where its queries stand; None where it has all, in order.

@@ -29,9 +29,10 @@ _DELETED = ".deleted"
 class Checkpoints:
     """The last checkpoints of a run in a folder, each complete or absent.
 
-    A checkpoint has the parameters of the model, its streams of dropout, the state of the optimizer, and other values
-    of the run, such as its position in the data. A run that is killed, even during a save, resumes from the last
-    complete checkpoint to the same bits as a run without interruption.
+    A checkpoint has the parameters of the model, its streams of dropout, the state of the
+    optimizer, and other values of the run, such as its position in the data. A run that is killed,
+    even during a save, resumes from the last complete checkpoint to the same bits as a run without
+    interruption.
 
     Any number of objects and processes may read a folder while one of them saves: reading writes
     nothing, and sees what others have saved. Saves wait for one another. A save removes what killed
@@ -87,7 +88,8 @@ class Checkpoints:
             step: a whole number, larger than that of every checkpoint in the folder.
             model: every variable of it is saved; its mode, train or eval, is not.
             optimizer: its state.
-            extra: other values to save, as JSON has them: numbers, strings, lists and dicts of these.
+            extra: other values to save, as JSON has them: numbers, strings, lists and dicts of
+                these.
 
         Raises:
             ValueError: if the step is negative or not whole, the folder has a checkpoint of it or

@@ -15,7 +15,8 @@ class Float32State(NamedTuple):
     """The state of `float32_state`.
 
     Args:
-        master: the float32 copy of each parameter of less than float32, in the order of the parameters.
+        master: the float32 copy of each parameter of less than float32, in the order of the
+            parameters.
         inner: the state of the optimizer itself.
     """
 
@@ -28,11 +29,13 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
 
         master = master + update(float32(gradient), master);  parameter = bfloat16(master)
 
-    In bfloat16 a weight of 1 is not changed by a step of less than 0.002. The copy is, and the parameter follows:
-    after `optax.apply_updates` it is the rounded copy. Parameters of float32 or more have no copy.
+    In bfloat16 a weight of 1 is not changed by a step of less than 0.002. The copy is, and the
+    parameter follows: after `optax.apply_updates` it is the rounded copy. Parameters of float32 or
+    more have no copy.
 
-    What chooses between an update and none has to go inside, such as `optax.apply_if_finite`: its other
-    choice is an update of the dtype of the gradients, and those of this optimizer are of float32.
+    What chooses between an update and none has to go inside, such as `optax.apply_if_finite`: its
+    other choice is an update of the dtype of the gradients, and those of this optimizer are of
+    float32.
 
         float32_state(optax.apply_if_finite(optax.adamw(1e-3), max_consecutive_errors=5))
 
@@ -59,7 +62,8 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> Float32State:
-        # Of Flax's parameters the copies are such too, so that they lie on a mesh as the parameters do.
+        # Of Flax's parameters the copies are such too, so that they lie on a mesh as the parameters
+        # do.
         leaves = jax.tree.leaves(params, is_leaf=lambda p: isinstance(p, nnx.Variable))
         master = tuple(jax.tree.map(_widen, p) for p in leaves if _is_low(p))
         return Float32State(master, inner.init(_with_master(params, master)))
@@ -95,7 +99,8 @@ def _follow(p: Array, new: Array) -> tuple[Array, Array]:
     """Return the step that takes a parameter to the rounded copy, and the copy."""
     rounded = _round(new, p.dtype)
     step = rounded - _widen(p)
-    # A parameter that shrinks 2**16-fold at once may lie between what float32 can add up to: the copy then yields.
+    # A parameter that shrinks 2**16-fold at once may lie between what float32 can add up to: the
+    # copy then yields.
     reached = _round(_widen(p) + step, p.dtype)
     return step, jnp.where(reached == rounded, new, reached)
 

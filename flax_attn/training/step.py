@@ -24,9 +24,9 @@ def train_step(
 ) -> Float[Array, ""]:
     """Update the model by one step of its optimizer, and return the loss before it.
 
-    The arguments are those of `next_token_loss`. Compiled once for each shape, as `compiled_step`. The buffers of the
-    old parameters and of the old optimizer state are donated: arrays that were taken out of the model before cannot be
-    read any more.
+    The arguments are those of `next_token_loss`. Compiled once for each shape, as `compiled_step`.
+    The buffers of the old parameters and of the old optimizer state are donated: arrays that were
+    taken out of the model before cannot be read any more.
 
     Raises:
         ValueError: where `next_token_loss` does.

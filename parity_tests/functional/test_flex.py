@@ -1,6 +1,7 @@
 """Published modifications of attention, in both packages, against PyTorch's FlexAttention: outputs and gradients.
 
-Each is written once, as in the FlexAttention paper and its collection of examples, for either framework.
+Each is written once, as in the FlexAttention paper and its collection of examples, for either
+framework.
 """
 
 from collections.abc import Callable
@@ -57,7 +58,8 @@ class Modification:
 
     Args:
         sees: the function of a mask, from arrays by name; None shows all.
-        score: the function of a score, from arrays and the library with `where` and `tanh`; None leaves it.
+        score: the function of a score, from arrays and the library with `where` and `tanh`; None
+            leaves it.
         captured: names of arrays in it that have gradients.
         offset: of the queries.
     """

@@ -1,8 +1,8 @@
 """Two hundred greedy tokens, those that transformers' own greedy decoding makes of the same folder.
 
-Ours are made in steps with a cache, of prompts of different length. Theirs follow from one pass over prompt and tokens:
-if each token has the largest logit behind those before it, greedy decoding has made it. In steps, some families take
-half a minute there.
+Ours are made in steps with a cache, of prompts of different length. Theirs follow from one pass
+over prompt and tokens: if each token has the largest logit behind those before it, greedy decoding
+has made it. In steps, some families take half a minute there.
 """
 
 import numpy as np
@@ -116,7 +116,8 @@ def store(name, folder, fields):
     )
     random = np.random.default_rng(8)
     for parameter in model.parameters():
-        # Norms and biases stay near where they begin: with one large bias for all positions, one word repeats for ever.
+        # Norms and biases stay near where they begin: with one large bias for all positions, one
+        # word repeats for ever.
         parameter.data += torch.from_numpy(
             random.normal(0, 0.05 if parameter.ndim == 1 else 1.0, parameter.shape)
         )

@@ -71,7 +71,8 @@ def nonzero_gradients(model, loss):
 def assert_same_run(losses, ours, theirs, nonzero, layout):
     """Compare the losses of all steps and the parameters after them, where the function depends on these.
 
-    Softmax ignores a key bias: its gradient is rounding alone, of which AdamW makes a step as large as any other.
+    Softmax ignores a key bias: its gradient is rounding alone, of which AdamW makes a step as large
+    as any other.
     """
     assert losses[0][-10:].mean() < 0.95 * losses[0][:10].mean()
     errors = tolerance.relative({"loss": losses[0]}, {"loss": losses[1]})

@@ -1,7 +1,7 @@
 """Modules with a cache: all at once, prefill and steps, and chunks of any size are one function, on both sides.
 
-For rows of different lengths, and masks and ring buffers that the table of variants has not. The calls are eager: the
-table proves that compiled ones are equal.
+For rows of different lengths, and masks and ring buffers that the table of variants has not. The
+calls are eager: the table proves that compiled ones are equal.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,8 @@ from flax_attn.proof import variants as table
 
 B, T, D = 3, 7, 6
 TOTALS = np.array([7, 4, 6])  # tokens of each row
-# How many tokens of each row come in each call, and how wide the call is: few widths, so that little is compiled.
+# How many tokens of each row come in each call, and how wide the call is: few widths, so that
+# little is compiled.
 STEPS = (((4, 1, 3), 4), ((1, 1, 1), 1), ((1, 1, 1), 1), ((1, 1, 1), 1))
 CHUNKS = (((3, 0, 2), 4), ((2, 2, 0), 4), ((2, 2, 4), 4))
 RANDOM = np.random.default_rng(0)
@@ -35,7 +36,8 @@ class Case:
     Args:
         variant: name of the class.
         arguments: of the constructor, or functions that make them from a side.
-        options: makes the masks and biases of a call from a side and the size of a mask of the whole sequence.
+        options: makes the masks and biases of a call from a side and the size of a mask of the
+            whole sequence.
         positions: of the tokens, where they are given.
         capacity: of the cache.
     """

@@ -1,6 +1,7 @@
 """Every check detects what it is there for.
 
-Faults of the PyTorch side are in `flax_attn.proof.faults`. Here are those of the Flax side and of the harness.
+Faults of the PyTorch side are in `flax_attn.proof.faults`. Here are those of the Flax side and of
+the harness.
 """
 
 import itertools
@@ -53,8 +54,8 @@ def test_every_public_module_has_a_variant():
     assert modules <= variants
 
 
-# A fault beside what is right, for every check that a fault of the PyTorch side cannot fail first. Each stands the
-# float64 forward pass on easy inputs, in batches and compiled.
+# A fault beside what is right, for every check that a fault of the PyTorch side cannot fail first.
+# Each stands the float64 forward pass on easy inputs, in batches and compiled.
 
 
 @jax.custom_jvp

@@ -165,7 +165,8 @@ def test_no_rotation_is_named_where_there_is_none():
     ]
 
 
-# Float32: what computes in it is known by its formulas up to its rounding, unless that is the difference.
+# Float32: what computes in it is known by its formulas up to its rounding, unless that is the
+# difference.
 
 
 def in_float32(rope):

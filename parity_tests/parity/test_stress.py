@@ -153,7 +153,8 @@ def test_padding_that_says_nothing(inputs, reason):
 
 
 def test_a_gradient_that_rounding_makes_is_allowed_and_not_much_more():
-    # Of a softmax that is a hard choice: one side has 0, the other rounding, beside a gradient of 1e3.
+    # Of a softmax that is a hard choice: one side has 0, the other rounding, beside a gradient of
+    # 1e3.
     reference = {"gradient": np.array([2e-9]), "largest": np.array([1e3])}
     most = tolerance.excesses(reference)
     assert most == pytest.approx({"gradient": 5e11, "largest": 1.0})

@@ -21,7 +21,8 @@ NEAR_THE_LARGEST = 1e30
 
 
 def _fast() -> dict[str, int | bool]:
-    # Every case is compiled, and run once. Older versions of XLA have emitters that take most of that time.
+    # Every case is compiled, and run once. Older versions of XLA have emitters that take most of
+    # that time.
     options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
     try:
         jax.jit(jnp.negative, compiler_options=options)(0.0)
@@ -56,7 +57,8 @@ class Case:
 
     Args:
         name: unique in the table.
-        mask: a function of a class `Mask` and of what makes arrays of its framework; None hides nothing.
+        mask: a function of a class `Mask` and of what makes arrays of its framework; None hides
+            nothing.
         sizes: of query, key and value.
         tiles: the sizes of blocks and edge tiles for the blocked backend.
         bias: its shape.

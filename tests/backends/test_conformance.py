@@ -1,6 +1,7 @@
 """One suite for every backend: each computes a case of the table as the reference does, or refuses it as listed here.
 
-The reference gets the mask of a case as an array, so that one compiled function serves all cases of one size.
+The reference gets the mask of a case as an array, so that one compiled function serves all cases of
+one size.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,7 @@
 """What `cudnn` says it takes and refuses, against the kernels that cuDNN builds for an H200; `make test-gpu` runs it.
 
-Nothing is run and no GPU is needed. Elsewhere than in the environment of `make gpu` all of it is skipped.
+Nothing is run and no GPU is needed. Elsewhere than in the environment of `make gpu` all of it is
+skipped.
 """
 
 import re

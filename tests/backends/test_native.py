@@ -170,7 +170,8 @@ def query_gradient_errors(given, mask):
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("mask", [None, Mask.causal()], ids=["all", "causal"])
 def test_what_all_keys_share_costs_the_gradient_of_the_query_no_digits(name, mask, level):
-    # The gradients of the scores of a row add up to 0, which rounding must not multiply by what all keys share.
+    # The gradients of the scores of a row add up to 0, which rounding must not multiply by what all
+    # keys share.
     level(name)
     given = {
         key: 0.1 * x + (5 if key != "query" else 0) for key, x in arrays(70, 70, h=16, v=16).items()

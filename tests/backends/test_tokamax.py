@@ -119,7 +119,8 @@ def test_soft_cap_and_bias_through_its_xla(check):
 def test_numbers_that_are_not_finite_through_its_xla(mask, check):
     call = build((STRUCTURE | ARRAYS)[mask], dtype=jnp.float32)
     key = call.key.at[0, 2, 1, 2].set(jnp.nan).at[2, 3, 0, 0].set(jnp.inf)
-    # The gradients of keys and values sum over the rows that are NaN; what stands by queries is told apart.
+    # The gradients of keys and values sum over the rows that are NaN; what stands by queries is
+    # told apart.
     output = check(Call(**{**vars(call), "key": key}), only=("output", "query"))["output"]
     assert jnp.isnan(output).any()
     assert not jnp.isnan(output).all()

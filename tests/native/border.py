@@ -2,9 +2,9 @@
 
     python border.py LIBRARY [CALLS] [SEED]
 
-What a right call is, and its result, stands in `border_rules`. The program ends with status 1 at the first call
-that is computed although it is wrong, refused although it is right, or wrong in a number; under the address sanitizer
-it ends where a byte beyond an array is touched.
+What a right call is, and its result, stands in `border_rules`. The program ends with status 1 at
+the first call that is computed although it is wrong, refused although it is right, or wrong in a
+number; under the address sanitizer it ends where a byte beyond an array is touched.
 """
 
 import sys

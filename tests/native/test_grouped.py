@@ -14,7 +14,8 @@ from flax_attn.parity.tolerance import LOW_FORWARD, lower_dtype, reordered
 pytestmark = pytest.mark.skipif(library() is None, reason="the library was not built")
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Rows, widths and the rows of each group: one below and above the few rows, tiles, tasks and blocks of the levels.
+# Rows, widths and the rows of each group: one below and above the few rows, tiles, tasks and blocks
+# of the levels.
 SIZES = [
     (1, 1, 1, (0, 1, 0)),
     (1, 5, 3, (0, 0, 0)),

@@ -1,6 +1,7 @@
 """The kernels in C++ against the formula in double precision, under the sanitizers of the compiler.
 
-`FLAX_ATTN_BORDER_CALLS` is how many calls are drawn that reach them by way of XLA, `FLAX_ATTN_BORDER_SEED` from what.
+`FLAX_ATTN_BORDER_CALLS` is how many calls are drawn that reach them by way of XLA,
+`FLAX_ATTN_BORDER_SEED` from what.
 """
 
 import os

@@ -21,7 +21,8 @@ EXAMPLE = SimpleNamespace(**runpy.run_path(str(FILE)))
 SHARED = ["--float64", "--model", "gpt2", "--text", "text", "--steps", "5", "--every", "2"]
 RESUME = "they resume from the last complete checkpoint"
 
-# Both wait for what they are to interrupt: a step after a complete checkpoint, and a save that has written its arrays.
+# Both wait for what they are to interrupt: a step after a complete checkpoint, and a save that has
+# written its arrays.
 KILLED = """
 import os, runpy, signal, sys, time
 import orbax.checkpoint as ocp
@@ -141,7 +142,8 @@ def test_killed_processes_end_the_run_and_another_start_goes_on_to_the_same_bits
 
     killed, (status, _, errors) = run(["-c", KILLED, "save", *command], [str(FILE), *command])
     assert killed[0] == -signal.SIGKILL
-    # The process that all are connected to: whichever is first, the error of the step or the end that JAX puts to it.
+    # The process that all are connected to: whichever is first, the error of the step or the end
+    # that JAX puts to it.
     assert status != 0
     assert RESUME in errors or "another task died" in errors, errors
     assert sorted(path.name[:4] for path in Path("killed").iterdir()) == [".loc", "2", "4.or"]

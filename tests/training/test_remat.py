@@ -10,7 +10,8 @@ from flax_attn import GPT2, GPT2Config, Llama, LlamaConfig
 from flax_attn.models.loss import next_token_loss
 from flax_attn.parity import tolerance
 
-# XLA's CPU compiler drops the barriers that keep it from merging the two computations, and with them the saving.
+# XLA's CPU compiler drops the barriers that keep it from merging the two computations, and with
+# them the saving.
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 

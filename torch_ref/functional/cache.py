@@ -44,26 +44,28 @@ class KVCache(Cache):
         output = dot_product_attention(query, extended.key, extended.value, mask=extended.mask)
         cache = extended.cache
 
-    What is passed in stays as it is. Keys are stored after rotation. With `window` it is a ring buffer: new tokens
-    overwrite those that no later query attends to, and a sequence has no end.
+    What is passed in stays as it is. Keys are stored after rotation. With `window` it is a ring
+    buffer: new tokens overwrite those that no later query attends to, and a sequence has no end.
 
-    Tokens that do not fit are an error where their number is known from shapes and Python integers. Arrays are not
-    read, so that no call waits for the device: a row that is given more tokens than fit, or a length outside `0 ... t`,
-    becomes `invalid`. It stores nothing more, and modules turn its output into NaN.
+    Tokens that do not fit are an error where their number is known from shapes and Python integers.
+    Arrays are not read, so that no call waits for the device: a row that is given more tokens than
+    fit, or a length outside `0 ... t`, becomes `invalid`. It stores nothing more, and modules turn
+    its output into NaN.
 
     Args:
-        key: `(b, k, s, h)`, heads first, so that a step reads the keys of a head in one piece; s is the capacity.
+        key: `(b, k, s, h)`, heads first, so that a step reads the keys of a head in one piece; s is
+            the capacity.
         value: `(b, k, s, v)`.
-        length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An integer is for all
-            rows.
+        length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An
+            integer is for all rows.
         window: of a sliding window, how many keys in all a query attends to; None keeps all.
 
     Shapes:
         All without b for one sequence.
 
     Raises:
-        ValueError: if tokens do not fit, a mask is not that of the whole sequence, or the capacity is less than the
-            window.
+        ValueError: if tokens do not fit, a mask is not that of the whole sequence, or the capacity
+            is less than the window.
 
     Example:
         >>> cache = KVCache.zeros(2, 8, num_kv_heads=3, head_dim=4)
@@ -93,8 +95,9 @@ class KVCache(Cache):
     ) -> KVCache:
         """Return an empty cache; b None is that of one sequence without a batch axis.
 
-        `value_dim` is the width of the values, None that of the keys; 0 is a cache of keys alone.
-        A ring buffer takes up to `capacity - window + 1` tokens a call in place, and more at the price of a copy.
+        `value_dim` is the width of the values, None that of the keys; 0 is a cache of keys alone. A
+        ring buffer takes up to `capacity - window + 1` tokens a call in place, and more at the
+        price of a copy.
         """
         check_positive(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_ring_buffer(window, capacity)
@@ -141,8 +144,8 @@ class KVCache(Cache):
         Args:
             key: `(b, t, k, h)`, rotated by its positions already.
             value: `(b, t, k, v)`.
-            lengths: how many of the new tokens of each row are real, `(b,)`; the rest is padding and is not stored.
-                None is all.
+            lengths: how many of the new tokens of each row are real, `(b,)`; the rest is padding
+                and is not stored. None is all.
         """
         self.check_heads(tuple(key.shape[:-3]), key.shape[-2], key.shape[-1], value.shape[-1])
         if key.ndim == 3:
@@ -165,8 +168,9 @@ class KVCache(Cache):
         Args:
             key: `(b, t, k, h)`, of the new tokens alone, rotated by its positions already.
             value: `(b, t, k, v)`.
-            mask: that of the whole sequence, of `(capacity, capacity)` tokens where it holds arrays, the same in every
-                call: the rows of the new tokens are taken from it. Slots without a token are hidden in any case.
+            mask: that of the whole sequence, of `(capacity, capacity)` tokens where it holds
+                arrays, the same in every call: the rows of the new tokens are taken from it. Slots
+                without a token are hidden in any case.
             lengths: how many of the new tokens of each row are real, `(b,)`; None is all.
         """
         self.check_heads(tuple(key.shape[:-3]), key.shape[-2], key.shape[-1], value.shape[-1])

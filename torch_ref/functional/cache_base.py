@@ -20,12 +20,12 @@ C = TypeVar("C", bound="Cache")
 class Cache:
     """What a layer keeps of the tokens so far, each row of the batch with its own number of them; a base class.
 
-    A kind of cache is a frozen dataclass. Its fields are tensors, but for those that `static` names and for a length
-    that is an integer.
+    A kind of cache is a frozen dataclass. Its fields are tensors, but for those that `static` names
+    and for a length that is an integer.
 
     Attributes:
-        length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An integer is for all
-            rows.
+        length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An
+            integer is for all rows.
         static: the names of fields that are no tensors.
 
     Example:
@@ -83,6 +83,7 @@ class Cache:
         new = torch.arange(t, device=cached.device).expand(*cached.shape, t)
         if lengths is None:
             return cached[..., None] + new
-        # Positions of padding could lie beyond a table of positions that is large enough for the tokens.
+        # Positions of padding could lie beyond a table of positions that is large enough for the
+        # tokens.
         real = new < torch.as_tensor(lengths, device=cached.device).expand(cached.shape)[..., None]
         return torch.where(real, cached[..., None] + new, 0)

@@ -21,8 +21,9 @@ def causal_softmax_masked(scores: Float[Tensor, "*b t t"]) -> Float[Tensor, "*b 
 def causal_softmax_renormalized(scores: Float[Tensor, "*b t t"]) -> Float[Tensor, "*b t t"]:
     """Softmax first: zero above the diagonal, then divide each row by its sum.
 
-    Equal to `causal_softmax_masked` as long as the softmax of what is kept does not underflow: the sum of
-    the hidden terms cancels. Prefer the mask: a large score above the diagonal leaves this route 0 / 0.
+    Equal to `causal_softmax_masked` as long as the softmax of what is kept does not underflow: the
+    sum of the hidden terms cancels. Prefer the mask: a large score above the diagonal leaves this
+    route 0 / 0.
 
     Example:
         >>> causal_softmax_renormalized(torch.zeros((2, 2)))

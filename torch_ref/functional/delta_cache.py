@@ -31,13 +31,15 @@ class DeltaCache(Cache):
         key: `(b, w - 1, k h)`, of keys.
         value: `(b, w - 1, n v)`, of values.
         state: `(b, n, v, h)`, in at least float32.
-        length: how many tokens of each row were taken, `(b,)`; -1 in a row that is invalid. An integer is for all.
+        length: how many tokens of each row were taken, `(b,)`; -1 in a row that is invalid. An
+            integer is for all.
 
     Shapes:
         All without b for one sequence.
 
     Raises:
-        ValueError: if a size is not positive, or a length that is an integer lies outside `0 ... t`.
+        ValueError: if a size is not positive, or a length that is an integer lies outside `0 ...
+            t`.
 
     Example:
         >>> cache = DeltaCache.zeros(2, 4, num_heads=3, head_dim=6, value_dim=5)

@@ -1,9 +1,9 @@
 """Counter-based dropout: the same key drops the same weights in both frameworks.
 
-Whether a weight is dropped depends on its key and its own index and on nothing else: not on the block
-size of a kernel, not on the order of evaluation, not on the framework. The random function is
-Threefry-2x32 with 20 rounds, the one that `jax.random` is built on.
-Torch has no arithmetic on 32-bit unsigned integers, so they are kept in int64 and masked to 32 bits.
+Whether a weight is dropped depends on its key and its own index and on nothing else: not on the
+block size of a kernel, not on the order of evaluation, not on the framework. The random function is
+Threefry-2x32 with 20 rounds, the one that `jax.random` is built on. Torch has no arithmetic on
+32-bit unsigned integers, so they are kept in int64 and masked to 32 bits.
 
 References:
     Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (doi:10.1145/2063384.2063405);

@@ -12,8 +12,8 @@ def clipped(
 ) -> Int64[Tensor, "*shape"]:
     """Return integers between -1 and `limit` as they are, and others as the nearer of these two.
 
-    Ids are compared with sizes and with each other, and lengths with positions: in a dtype of 8 bits
-    the larger would wrap around, and torch indexes by int32 and int64 alone.
+    Ids are compared with sizes and with each other, and lengths with positions: in a dtype of 8
+    bits the larger would wrap around, and torch indexes by int32 and int64 alone.
 
     Example:
         >>> clipped(torch.tensor([7, 255], dtype=torch.uint8), 300).tolist()

@@ -16,21 +16,23 @@ class LongRoPEScaling(Scaling):
 
         f_i / short_i  up to original_context_length tokens,  f_i / long_i  beyond
 
-    The length is the largest position of a sequence and one. What is rotated is multiplied by `attention_factor`; None
-    is `sqrt(1 + ln(factor) / ln(original_context_length))`. Keys that a cache keeps were rotated for the length of
-    their own call: cached decoding across `original_context_length` is another function than the full forward.
-    `generate` reads all tokens again there, and so makes what the full forward does.
+    The length is the largest position of a sequence and one. What is rotated is multiplied by
+    `attention_factor`; None is `sqrt(1 + ln(factor) / ln(original_context_length))`. Keys that a
+    cache keeps were rotated for the length of their own call: cached decoding across
+    `original_context_length` is another function than the full forward. `generate` reads all tokens
+    again there, and so makes what the full forward does.
 
     Args:
         factor: how many times longer the inputs become, at least 1.
         original_context_length: the longest input of the training, above 1.
-        short_factors: what the frequencies are divided by in short inputs, from the fastest to the slowest.
+        short_factors: what the frequencies are divided by in short inputs, from the fastest to the
+            slowest.
         long_factors: what they are divided by in long inputs.
         attention_factor: see above.
 
     Raises:
-        ValueError: if `factor` is less than 1, `original_context_length` is not above 1 or a factor is not positive; in
-            a module, if there is not one factor a frequency.
+        ValueError: if `factor` is less than 1, `original_context_length` is not above 1 or a factor
+            is not positive; in a module, if there is not one factor a frequency.
 
     Example:
         >>> scaling = LongRoPEScaling(4.0, 4096, short_factors=(1.0, 1.25), long_factors=(2.0, 8.0))

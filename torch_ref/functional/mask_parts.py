@@ -181,7 +181,8 @@ def _of_rank_4(array: Tensor) -> Tensor:
 
 
 def _take(array: Tensor, index: Index, axis: int) -> Tensor:
-    # An index beyond the last, of a token that is padding or does not fit, reads the last, as in JAX.
+    # An index beyond the last, of a token that is padding or does not fit, reads the last, as in
+    # JAX.
     size = array.shape[axis]
     return array.index_select(axis, index.reshape(-1).clamp(max=size - 1) % size)
 

@@ -1,7 +1,7 @@
 """Masks as data: which query may see which key, kept as structure and not as a matrix.
 
-A `Mask` is a conjunction of parts, so any block of a mask can be made without the whole. `True` means attend,
-everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
+A `Mask` is a conjunction of parts, so any block of a mask can be made without the whole. `True`
+means attend, everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ class Mask:
     def where(function: Callable, offset: Count | ArrayLike | None = None) -> Mask:
         """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`, written for scalars.
 
-        `b` is the row of the batch, `n` the query head. The function is called once, on tensors of indices: it indexes
-        arrays and computes with `&`, `|` and `~`, without `if`. The offset is 0 if not given, and follows a `KVCache`.
+        `b` is the row of the batch, `n` the query head. The function is called once, on tensors of
+        indices: it indexes arrays and computes with `&`, `|` and `~`, without `if`. The offset is 0
+        if not given, and follows a `KVCache`.
 
         Raises:
             ValueError: if it is no such function, or returns no booleans.

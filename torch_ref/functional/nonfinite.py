@@ -1,7 +1,7 @@
 """Non-finite handling: NaN and infinity reach the rows that may see them, as NaN, and no others.
 
-A weight of zero does not keep NaN out, since 0 * NaN is NaN. So the formula is computed with zeros in the place of
-tokens that are not finite, and the rows that may see such a token are made NaN.
+A weight of zero does not keep NaN out, since 0 * NaN is NaN. So the formula is computed with zeros
+in the place of tokens that are not finite, and the rows that may see such a token are made NaN.
 """
 
 import torch

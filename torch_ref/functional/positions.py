@@ -1,7 +1,8 @@
 """Absolute positions: rotary (RoPE) and sinusoids.
 
-Both are functions of integer positions, computed in the call: there are no tables, and packed and cached sequences
-pass their own positions. Learned positions are an embedding like any other: `nn.Embedding`.
+Both are functions of integer positions, computed in the call: there are no tables, and packed and
+cached sequences pass their own positions. Learned positions are an embedding like any other:
+`nn.Embedding`.
 """
 
 from dataclasses import dataclass
@@ -30,23 +31,25 @@ class RoPE:
 
         (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)    with the angle position * base ** (-2i / width)
 
-    The product of a query and a key then depends on the difference of their positions alone. The arithmetic is in the
-    dtype of the input, but at least in float32, in which positions up to 2**24 are exact.
+    The product of a query and a key then depends on the difference of their positions alone. The
+    arithmetic is in the dtype of the input, but at least in float32, in which positions up to 2**24
+    are exact.
 
     Args:
         base: ratio of the frequencies, also called theta.
         width: how many features of a head are rotated, its first ones; None is all.
-        interleaved: pair `i` is features `(2i, 2i + 1)` as in the paper and GPT-J, or else `(i, i + width / 2)` as in
-            GPT-NeoX, and in Hugging Face's Llama.
-        scaling: how the frequencies change for inputs longer than those of the training; None is not at all.
+        interleaved: pair `i` is features `(2i, 2i + 1)` as in the paper and GPT-J, or else `(i, i +
+            width / 2)` as in GPT-NeoX, and in Hugging Face's Llama.
+        scaling: how the frequencies change for inputs longer than those of the training; None is
+            not at all.
 
     Shapes:
         x `(b, t, n, h)` with positions `(t,)` or `(b, t)`; x `(t, n, h)` with positions `(t,)`. The shape of x stays,
         and positions that are not given are `0 ... t - 1`.
 
     Raises:
-        ValueError: if `base` is not above 1, `width` is odd or wider than the head, `scaling` is not a `Scaling`, or
-            positions are not integers or of another shape.
+        ValueError: if `base` is not above 1, `width` is odd or wider than the head, `scaling` is
+            not a `Scaling`, or positions are not integers or of another shape.
 
     Example:
         >>> rope, query, key = RoPE(), torch.ones((1, 1, 8)), torch.ones((1, 1, 8))
@@ -182,7 +185,8 @@ def as_positions(
     """Return positions as signed integers, for an input whose tokens have shape `(t,)` or `(b, t)` if it is known.
 
     Raises:
-        ValueError: if they are not integers, or if their shape is neither that of the tokens nor `(t,)`.
+        ValueError: if they are not integers, or if their shape is neither that of the tokens nor
+            `(t,)`.
 
     Example:
         >>> as_positions([0, 1, 2, 0, 1], (4, 5))

@@ -39,9 +39,9 @@ def reference_attention(
 ) -> tuple[Float[Tensor, "b t n v"], Weights]:
     """Return the output and the weights that were applied to the values.
 
-    All arithmetic is in the dtype of the inputs, but at least float32. A row that may see nothing gives zeros with
-    zero gradient. A number in query, key or value that is not finite reaches the rows that may see it, as NaN, and no
-    others.
+    All arithmetic is in the dtype of the inputs, but at least float32. A row that may see nothing
+    gives zeros with zero gradient. A number in query, key or value that is not finite reaches the
+    rows that may see it, as NaN, and no others.
 
     Shapes:
         query `(b, t, n, h)`, key `(b, s, k, h)`, value `(b, s, k, v)` with k dividing n.
@@ -114,7 +114,8 @@ def masked_softmax(
     total = exps.sum(dim=-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks - top)
-    # Zero where hidden and not by underflow alone: the gradient there may be infinite, and 0 * inf is NaN.
+    # Zero where hidden and not by underflow alone: the gradient there may be infinite, and 0 * inf
+    # is NaN.
     return torch.where(visible, exps / torch.where(total == 0, 1, total), 0)
 
 

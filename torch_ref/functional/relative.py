@@ -16,8 +16,8 @@ from torch_ref.functional.shapes import ArrayLike
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """Return the slope of every head: `2 ** (-8 i / num_heads)` for `i = 1 ... num_heads`, in float64.
 
-    Where `num_heads` is not a power of two, the slopes of the power below come first, and then every other slope of
-    the power above.
+    Where `num_heads` is not a power of two, the slopes of the power below come first, and then
+    every other slope of the power above.
 
     Raises:
         ValueError: if `num_heads` is not positive.
@@ -58,7 +58,8 @@ def alibi(
         Returns `(n, t, s)` or `(b, n, t, s)`, to be passed as `bias=`.
 
     Raises:
-        ValueError: if positions are not integers, their ranks or batches differ, or `num_heads` is not positive.
+        ValueError: if positions are not integers, their ranks or batches differ, or `num_heads` is
+            not positive.
 
     Example:
         >>> alibi(8, [2], [0, 1, 2])[0]
@@ -127,13 +128,15 @@ def t5_buckets(
 ) -> Integer[Tensor, "*b t s"]:
     """Return the bucket of `key position - query position`: one a distance at first, then ever wider ones.
 
-    Of the `m` buckets of a direction, half of `num_buckets` or all, distances `d` below `e = m // 2` have one each; the
-    others are `e + floor((m - e) * log(d / e) / log(max_distance / e))`, at most `m - 1`. Without `bidirectional` keys
-    after the query stand at distance 0. Computed with integers alone, so the same on every device.
+    Of the `m` buckets of a direction, half of `num_buckets` or all, distances `d` below `e = m //
+    2` have one each; the others are `e + floor((m - e) * log(d / e) / log(max_distance / e))`, at
+    most `m - 1`. Without `bidirectional` keys after the query stand at distance 0. Computed with
+    integers alone, so the same on every device.
 
     Raises:
-        ValueError: if positions are not integers or their ranks or batches differ, if there are less than 4 buckets,
-            or 2 for one direction, or if `max_distance` leaves no room for wide buckets.
+        ValueError: if positions are not integers or their ranks or batches differ, if there are
+            less than 4 buckets, or 2 for one direction, or if `max_distance` leaves no room for
+            wide buckets.
 
     Example:
         >>> t5_buckets([40], [0, 20, 30, 39, 40, 41, 50, 99])
@@ -151,7 +154,8 @@ def t5_buckets(
 
 
 def _bucket_starts(buckets: int, max_distance: int) -> list[int]:
-    # The smallest distance of every bucket but the first. log(d / e) * wide >= log(max_distance / e) * j in integers.
+    # The smallest distance of every bucket but the first. log(d / e) * wide >= log(max_distance /
+    # e) * j in integers.
     exact = buckets // 2
     wide = buckets - exact
     if exact < 1 or max_distance <= exact:

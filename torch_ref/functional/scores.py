@@ -20,13 +20,16 @@ class Scores:
     Args:
         scale: factor on the scores; None is `1 / sqrt(h)`, T5 takes 1.0.
         soft_cap: bounds the scores to `(-soft_cap, soft_cap)`, as in Gemma 2; None is no bound.
-        sinks: whether each head learns a logit that takes part in the softmax and attends to nothing, as in gpt-oss.
-            The parameter `sinks` of shape `(n,)` starts at 0, where the softmax divides by `1 + sum_j exp(x_j)`.
-        function: changes each score, `function(score, b, n, i, j)`, given the row of the batch, the query head and the
-            positions of query and key, those in the whole sequence beside a cache; see `ScoreFunction`.
+        sinks: whether each head learns a logit that takes part in the softmax and attends to
+            nothing, as in gpt-oss. The parameter `sinks` of shape `(n,)` starts at 0, where the
+            softmax divides by `1 + sum_j exp(x_j)`.
+        function: changes each score, `function(score, b, n, i, j)`, given the row of the batch, the
+            query head and the positions of query and key, those in the whole sequence beside a
+            cache; see `ScoreFunction`.
 
     Raises:
-        ValueError: if `scale` or `soft_cap` is no finite number, or the function takes other arguments.
+        ValueError: if `scale` or `soft_cap` is no finite number, or the function takes other
+            arguments.
 
     Example:
         >>> Scores(soft_cap=50.0)

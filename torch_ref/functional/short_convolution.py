@@ -18,7 +18,8 @@ class Convolved(NamedTuple):
 
     Args:
         output: `(b, t, d)`, in the dtype of x.
-        state: `(b, w - 1, d)`, the last inputs of each row; 0 where they belong to another document.
+        state: `(b, w - 1, d)`, the last inputs of each row; 0 where they belong to another
+            document.
     """
 
     output: Float[Tensor, "*b t d"]
@@ -43,8 +44,10 @@ def short_convolution(
         x: `(b, t, d)`.
         kernel: `(w, d)`, the last row for the token itself.
         state: `(b, w - 1, d)`, the inputs before; None is zeros.
-        starts: `(b, t)`, True at the first token of a packed document: what stands before it counts as 0.
-        lengths: how many tokens of each row are real, `(b,)`; the rest is padding, which counts as 0. None is all.
+        starts: `(b, t)`, True at the first token of a packed document: what stands before it counts
+            as 0.
+        lengths: how many tokens of each row are real, `(b,)`; the rest is padding, which counts as
+            0. None is all.
 
     Shapes:
         All without b for one sequence.

@@ -7,8 +7,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
     """Return `x` under a name; the counterpart of `jax.ad_checkpoint.checkpoint_name`.
 
-    Any `torch.overrides.TorchFunctionMode` sees the call, with the name among its arguments, and may return another
-    tensor. Without one the call returns `x` itself.
+    Any `torch.overrides.TorchFunctionMode` sees the call, with the name among its arguments, and
+    may return another tensor. Without one the call returns `x` itself.
 
     Example:
         >>> import torch

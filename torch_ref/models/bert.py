@@ -32,7 +32,8 @@ class BertConfig:
         d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
         activation: of the feed-forward layer, and of the head.
         eps: of the norms.
-        dropout: the probability that an element of an embedding or a sublayer's output is dropped in train mode.
+        dropout: the probability that an element of an embedding or a sublayer's output is dropped
+            in train mode.
         attention_dropout: the probability that an attention weight is dropped in train mode.
         pooler: whether `Bert` has the layer of `pooled`.
 
@@ -60,8 +61,9 @@ class Bert(TextEncoder[BertConfig]):
 
         x = drop(norm(tok_emb[tokens] + type_emb[token_types] + pos_emb[positions]));  x = block_i(x) for each i
 
-    The arguments are those of `Encoder`, and a call takes `token_types` beside. `BertModel` of transformers has
-    the same function; where its config names a `pad_token_id`, it leaves the row of that token out of the gradient.
+    The arguments are those of `Encoder`, and a call takes `token_types` beside. `BertModel` of
+    transformers has the same function; where its config names a `pad_token_id`, it leaves the row
+    of that token out of the gradient.
 
     Raises:
         ValueError: where its layers do.

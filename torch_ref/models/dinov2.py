@@ -21,8 +21,8 @@ class DINOv2Config(ImageConfig):
     """The sizes of a DINOv2: those of an `ImageConfig`, square images, and its own parts.
 
     Args:
-        swiglu: whether the feed-forward layer is a SwiGLU: then its width is two thirds of d_hidden, rounded up to a
-            multiple of 8.
+        swiglu: whether the feed-forward layer is a SwiGLU: then its width is two thirds of
+            d_hidden, rounded up to a multiple of 8.
         layer_scale: value of the factors on what the layers add, in a new model.
         mask_token: whether there is a token for patches that are hidden.
 
@@ -63,13 +63,14 @@ class DINOv2(ImageEncoder[DINOv2Config]):
         x = drop([cls_token; patches(images)] + positions)
         x = x + s_1 * att(norm1(x)), x = x + s_2 * ff(norm2(x)) in each block;  final_norm(x)
 
-    The arguments are those of `Encoder`, and a call takes `masked` beside: which patches, row by row, the mask token
-    stands for, booleans `(patches,)` or `(b, patches)`. For images of another size than the config's the table of
-    positions is interpolated, see `resize_bicubic`. `Dinov2Model` of transformers has the same function.
+    The arguments are those of `Encoder`, and a call takes `masked` beside: which patches, row by
+    row, the mask token stands for, booleans `(patches,)` or `(b, patches)`. For images of another
+    size than the config's the table of positions is interpolated, see `resize_bicubic`.
+    `Dinov2Model` of transformers has the same function.
 
     Raises:
-        ValueError: where its layers do, if the patches do not fill the images, or if patches are masked and there is no
-            mask token.
+        ValueError: where its layers do, if the patches do not fill the images, or if patches are
+            masked and there is no mask token.
 
     Example:
         >>> model = DINOv2(DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4)))
@@ -126,7 +127,8 @@ class DINOv2(ImageEncoder[DINOv2Config]):
 class DINOv2Classifier(DINOv2):
     """DINOv2 with a linear layer on its class token and on the mean of its patches: the logits of the labels.
 
-    The arguments are those of `Encoder`; `Dinov2ForImageClassification` of transformers has the same function.
+    The arguments are those of `Encoder`; `Dinov2ForImageClassification` of transformers has the
+    same function.
 
     Raises:
         ValueError: where `DINOv2` does.

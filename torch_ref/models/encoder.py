@@ -39,8 +39,8 @@ class Encoder(TypedModule, Generic[C]):
 
         x = final_norm(block_L(... block_1(embedded)))
 
-    A family defines `block`, `create_embeddings`, and the call, which embeds its inputs and hands them to `run`;
-    `create_head` and `predict` where something follows the blocks.
+    A family defines `block`, `create_embeddings`, and the call, which embeds its inputs and hands
+    them to `run`; `create_head` and `predict` where something follows the blocks.
 
     Args:
         config: the sizes.
@@ -164,12 +164,15 @@ class TextEncoder(Encoder[C]):
             tokens: `(b, t)` or `(t,)`.
             mask: hides more than `lengths` do, such as `Mask.segments(ids)` for packed documents.
             positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
-            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is all.
-            dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
+            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is
+                all.
+            dropout_key: decides what is dropped in train mode; None draws keys from torch's
+                generator.
             inputs: what `embed` of the family takes beside, such as `token_types`.
 
         Raises:
-            ValueError: if there are more than `context_length` tokens, or mask or positions do not fit.
+            ValueError: if there are more than `context_length` tokens, or mask or positions do not
+                fit.
         """
         options: dict[str, Any] = {
             "mask": mask,

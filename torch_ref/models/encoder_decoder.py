@@ -65,8 +65,9 @@ class EncoderDecoder(TypedModule, Generic[C]):
         encoded = enc_norm(enc_blocks(embed_inputs(inputs)))
         logits = head(final_norm(dec_blocks(embed(tokens), encoded)))
 
-    A family defines `create_embeddings`, `encoder_block`, `decoder_block`, `norm`, `embed_inputs` and `embed`. Where it
-    is decoded in steps, the keys and values of what was encoded are computed once, by `keep`:
+    A family defines `create_embeddings`, `encoder_block`, `decoder_block`, `norm`, `embed_inputs`
+    and `embed`. Where it is decoded in steps, the keys and values of what was encoded are computed
+    once, by `keep`:
 
         kept = model.keep(model.encode(inputs))
         hidden, cache = model.hidden(tokens, kept, cache=model.init_cache(b, capacity))
@@ -201,9 +202,12 @@ class EncoderDecoder(TypedModule, Generic[C]):
         Args:
             tokens: of the decoder, `(b, t)` or `(t,)`.
             kept: what `keep` returned.
-            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored behind them.
-            lengths: how many of the tokens of each row are real, `(b,)`; what follows is padding. None is all.
-            dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
+                behind them.
+            lengths: how many of the tokens of each row are real, `(b,)`; what follows is padding.
+                None is all.
+            dropout_key: decides what is dropped in train mode; None draws keys from torch's
+                generator.
         """
         blocks = self.dec_blocks
         check_caches("kept", kept, len(blocks))
@@ -249,8 +253,10 @@ class EncoderDecoder(TypedModule, Generic[C]):
         Args:
             inputs: of the encoder.
             tokens: of the decoder, `(b, t)` or `(t,)`; the first is the start token.
-            lengths: how many of the inputs of each row are real, `(b,)`; what follows is padding. None is all.
-            dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
+            lengths: how many of the inputs of each row are real, `(b,)`; what follows is padding.
+                None is all.
+            dropout_key: decides what is dropped in train mode; None draws keys from torch's
+                generator.
         """
         encoded = self.encode(inputs, lengths=lengths, dropout_key=dropout_key)
         return self.logits(

@@ -25,7 +25,8 @@ class Gemma2Config(GemmaConfig):
         logit_cap: bounds the logits; None is no bound.
 
     Raises:
-        ValueError: if there is no layer of a number in `full_layers`, or a cap or the scalar is not positive.
+        ValueError: if there is no layer of a number in `full_layers`, or a cap or the scalar is not
+            positive.
 
     Example:
         >>> layers = tuple(range(1, 26, 2))

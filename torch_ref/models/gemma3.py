@@ -32,8 +32,8 @@ class Gemma3Config(Gemma2Config):
 class Gemma3(Gemma2[Gemma3Config]):
     """Gemma 3: a Gemma 2 with normed queries and keys in place of caps, and rotary positions of two kinds.
 
-    Layers with a window are rotated by `local_rope`, those without by `rope`. The arguments are those of
-    `LanguageModel`.
+    Layers with a window are rotated by `local_rope`, those without by `rope`. The arguments are
+    those of `LanguageModel`.
 
     Raises:
         ValueError: where its layers do.

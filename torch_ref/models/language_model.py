@@ -60,7 +60,8 @@ class LanguageModel(TypedModule, Generic[C]):
 
         logits = head(final_norm(block_L(... block_1(embed(tokens)))))
 
-    A family defines `block` and `norm`, and `embed` and `create_embeddings` where it has more than a table of tokens.
+    A family defines `block` and `norm`, and `embed` and `create_embeddings` where it has more than
+    a table of tokens.
 
     Args:
         config: the sizes.
@@ -141,16 +142,20 @@ class LanguageModel(TypedModule, Generic[C]):
 
         Args:
             tokens: `(b, t)` or `(t,)`.
-            mask: hides more than causality does, such as `Mask.segments(ids)` for packed documents. Under a cache it
-                is that of the whole sequence, the same in every call.
+            mask: hides more than causality does, such as `Mask.segments(ids)` for packed documents.
+                Under a cache it is that of the whole sequence, the same in every call.
             positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
-            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is all.
-            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored behind them.
-            dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
+            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is
+                all.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
+                behind them.
+            dropout_key: decides what is dropped in train mode; None draws keys from torch's
+                generator.
 
         Raises:
-            ValueError: if there are more than `context_length` tokens, or mask, positions or cache do not fit. Values
-                are not read: a token outside the vocabulary, or one that the cache has no space for, gives NaN.
+            ValueError: if there are more than `context_length` tokens, or mask, positions or cache
+                do not fit. Values are not read: a token outside the vocabulary, or one that the
+                cache has no space for, gives NaN.
         """
         options: ModelOptions = {
             "mask": mask,
@@ -258,8 +263,8 @@ class LanguageModel(TypedModule, Generic[C]):
 def initialise(model: LanguageModel) -> None:
     """Draw the parameters of a model as GPT-2's were.
 
-    Weights and tables are normal with a deviation of 0.02, that of the last layer on each residual path divided by
-    `sqrt(2 * num_layers)`; biases are 0. Norms keep 1 and 0.
+    Weights and tables are normal with a deviation of 0.02, that of the last layer on each residual
+    path divided by `sqrt(2 * num_layers)`; biases are 0. Norms keep 1 and 0.
 
     References:
         Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.

@@ -32,19 +32,22 @@ def next_token_loss(
 
     Args:
         model: in train mode it drops; `model.eval()` switches that off.
-        tokens: `(b, t)` or `(t,)`, integers of any dtype. A real token outside the vocabulary makes the loss NaN.
-        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not count, whatever ids
-            stand there. None is all.
-        segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees its own document
-            alone, positions start again in each, and the first token of a document is no target. None is one.
+        tokens: `(b, t)` or `(t,)`, integers of any dtype. A real token outside the vocabulary makes
+            the loss NaN.
+        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not
+            count, whatever ids stand there. None is all.
+        segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees
+            its own document alone, positions start again in each, and the first token of a document
+            is no target. None is one.
         dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
 
     Shapes:
         Returns one number; 0 where there is no target.
 
     Raises:
-        ValueError: if there are less than two tokens, the segments are not one id a token, `lengths` are no integers
-            or, where Python or NumPy know them, lie outside `0 ... t`, or where the model does.
+        ValueError: if there are less than two tokens, the segments are not one id a token,
+            `lengths` are no integers or, where Python or NumPy know them, lie outside `0 ... t`, or
+            where the model does.
 
     Example:
         >>> from torch_ref.models import GPT2, GPT2Config

@@ -31,7 +31,8 @@ class ModernBertConfig:
         context_length: the longest input taken.
         vocab_size: number of tokens.
         window: of the local layers: a token attends to half of it, to either side.
-        full_layers: the layers that attend to all tokens, counted from 0; None is every third, from the first on.
+        full_layers: the layers that attend to all tokens, counted from 0; None is every third, from
+            the first on.
         rope: rotary positions of these layers.
         local_rope: rotary positions of the local layers.
         activation: of the gated feed-forward layer.
@@ -90,8 +91,8 @@ class ModernBert(TextEncoder[ModernBertConfig]):
 
         x = drop(emb_norm(tok_emb[tokens]));  x = x + att(norm1(x)), x = x + ff(norm2(x)) in each block;  final_norm(x)
 
-    The first block has no norm before its attention. The arguments are those of `Encoder`; `ModernBertModel` of
-    transformers has the same function.
+    The first block has no norm before its attention. The arguments are those of `Encoder`;
+    `ModernBertModel` of transformers has the same function.
 
     Raises:
         ValueError: where its layers do.
@@ -155,7 +156,8 @@ class ModernBertMaskedLM(ModernBert):
 
         logits = norm(gelu(dense(x))) @ tok_emb^T + bias
 
-    The arguments are those of `Encoder`; `ModernBertForMaskedLM` of transformers has the same function.
+    The arguments are those of `Encoder`; `ModernBertForMaskedLM` of transformers has the same
+    function.
 
     Raises:
         ValueError: where its layers do.

@@ -46,7 +46,8 @@ class Qwen3NextConfig(Qwen3MoeConfig):
 class Qwen3Next(Qwen3Moe):
     """Qwen3-Next: Gated DeltaNet in most layers, gated softmax attention in some, mixtures with a shared expert.
 
-    The arguments are those of `LanguageModel`. Norms have the factor `1 + scale`, but for those within a DeltaNet.
+    The arguments are those of `LanguageModel`. Norms have the factor `1 + scale`, but for those
+    within a DeltaNet.
 
     Raises:
         ValueError: where its layers do.

@@ -20,13 +20,15 @@ class Sampling:
         softmax(logits / temperature)    of the top_k most likely tokens, and of the fewest of these that reach top_p
 
     Args:
-        temperature: 0 is greedy, the most likely token, and so is less than the smallest normal number of float32;
-            1 draws from the model's own distribution.
+        temperature: 0 is greedy, the most likely token, and so is less than the smallest normal
+            number of float32; 1 draws from the model's own distribution.
         top_k: how many of the most likely tokens may be drawn; None is all.
-        top_p: the probability that the tokens that may be drawn have together at least, in (0, 1]; None is all.
+        top_p: the probability that the tokens that may be drawn have together at least, in (0, 1];
+            None is all.
 
     Raises:
-        ValueError: if a number lies outside its range, or if `top_k` or `top_p` is given to greedy decoding.
+        ValueError: if a number lies outside its range, or if `top_k` or `top_p` is given to greedy
+            decoding.
 
     Example:
         >>> Sampling(0.8, top_k=50).top_k

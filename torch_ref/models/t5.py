@@ -38,8 +38,8 @@ class T5Config:
         activation: of the feed-forward layer.
         gated: whether the feed-forward layer is gated, as in T5 1.1.
         eps: of the norms.
-        dropout: the probability that an attention weight, or an element of an embedding or a sublayer's output, is
-            dropped in train mode.
+        dropout: the probability that an attention weight, or an element of an embedding or a
+            sublayer's output, is dropped in train mode.
         tied: whether the output head is the table of the tokens.
         scaled: whether the input of the head is divided by `sqrt(d_model)`; not in T5 1.1.
         start_token: that the decoder begins with.
@@ -74,8 +74,9 @@ class T5(EncoderDecoder[T5Config]):
 
         scores = q k^T + bias[bucket(key position - query position)];  logits = head(x / sqrt(d_model))
 
-    The arguments are those of `EncoderDecoder`. `T5ForConditionalGeneration` of transformers has the same function; in
-    train mode it drops elements inside the feed-forward layer and behind the last norms too.
+    The arguments are those of `EncoderDecoder`. `T5ForConditionalGeneration` of transformers has
+    the same function; in train mode it drops elements inside the feed-forward layer and behind the
+    last norms too.
 
     Raises:
         ValueError: where its layers do.

@@ -16,7 +16,8 @@ class ViTConfig(ImageConfig):
     """The sizes of a ViT: those of an `ImageConfig`, and its pooler.
 
     Args:
-        d_pooled: width of what `pooled` returns; None is d_model, and 0 is a model without a pooler.
+        d_pooled: width of what `pooled` returns; None is d_model, and 0 is a model without a
+            pooler.
 
     Example:
         >>> ViTConfig(768, 12, 12).grid
@@ -31,8 +32,8 @@ class ViT(ImageEncoder[ViTConfig]):
 
         x = drop([cls_token; patches(images)] + positions);  x = block_i(x) for each i;  final_norm(x)
 
-    The arguments are those of `Encoder`; a call takes images `(b, c, height, width)` of the config's size. `ViTModel`
-    of transformers has the same function.
+    The arguments are those of `Encoder`; a call takes images `(b, c, height, width)` of the
+    config's size. `ViTModel` of transformers has the same function.
 
     Raises:
         ValueError: where its layers do, or if images have another size.
@@ -73,7 +74,8 @@ class ViT(ImageEncoder[ViTConfig]):
 class ViTClassifier(ViT):
     """ViT with a linear layer on its class token: the logits of the labels, `(b, labels)`.
 
-    The arguments are those of `Encoder`; `ViTForImageClassification` of transformers has the same function.
+    The arguments are those of `Encoder`; `ViTForImageClassification` of transformers has the same
+    function.
 
     Raises:
         ValueError: where its layers do, or if images have another size.

@@ -29,11 +29,12 @@ class TransformerBlock(TypedModule):
         norm_first:  x = x + drop(post_norm1(att(norm1(x))));  x = x + drop(post_norm2(ff(norm2(x))))
         otherwise:   x = norm1(x + drop(att(x)));              x = norm2(x + drop(ff(x)))
 
-    GPT-2 and Llama have `norm1` and `norm2` alone, Gemma 2 all four norms, OLMo 2 the post norms alone; the paper of
-    2017 and BERT are `norm_first=False`. A norm that is None is left out.
+    GPT-2 and Llama have `norm1` and `norm2` alone, Gemma 2 all four norms, OLMo 2 the post norms
+    alone; the paper of 2017 and BERT are `norm_first=False`. A norm that is None is left out.
 
     Args:
-        att: the attention, `d_model` wide at both ends: `MultiHeadAttention`, or what is called like it.
+        att: the attention, `d_model` wide at both ends: `MultiHeadAttention`, or what is called
+            like it.
         ff: the feed-forward layer, or any other module from tokens to tokens.
         norm1: norm of the attention.
         norm2: norm of the feed-forward layer.
@@ -46,8 +47,9 @@ class TransformerBlock(TypedModule):
         `(t, d_model)` or `(b, t, d_model)`, kept; the weights are `(n, t, t)` or `(b, n, t, t)`.
 
     Raises:
-        ValueError: if `att` or `drop_shortcut` is another kind of module, the parts differ in width, or a norm stands
-            where `norm_first=False` has none; in the call, where the attention does.
+        ValueError: if `att` or `drop_shortcut` is another kind of module, the parts differ in
+            width, or a norm stands where `norm_first=False` has none; in the call, where the
+            attention does.
 
     Example:
         >>> import torch
@@ -144,9 +146,9 @@ class TransformerBlock(TypedModule):
     ) -> Returned:
         """Return the tokens, followed by the weights if `return_weights`, and by the new cache if there is a cache.
 
-        `mask`, `bias`, `positions`, `lengths` and `cache` are those of the attention, see `MultiHeadAttention`.
-        Children 0, 1 and 2 of `dropout_key` decide the attention weights, the attention output and the feed-forward
-        output that are dropped.
+        `mask`, `bias`, `positions`, `lengths` and `cache` are those of the attention, see
+        `MultiHeadAttention`. Children 0, 1 and 2 of `dropout_key` decide the attention weights, the
+        attention output and the feed-forward output that are dropped.
         """
         check_tokens("x", x, "d_model", self.att.d_in, self.att.context_length)
         keys = [fold_in(dropout_key, i) for i in range(3)]

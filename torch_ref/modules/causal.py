@@ -30,9 +30,9 @@ class CausalAttention(SelfAttention):
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
 
     Raises:
-        ValueError: if a width is not positive, `dropout` lies outside [0, 1) or the backend is unknown; in the call, if
-            the input has another rank or width or is longer than `context_length`, or if the mask is not boolean or
-            does not broadcast to the weights.
+        ValueError: if a width is not positive, `dropout` lies outside [0, 1) or the backend is
+            unknown; in the call, if the input has another rank or width or is longer than
+            `context_length`, or if the mask is not boolean or does not broadcast to the weights.
 
     Example:
         >>> import torch
@@ -92,8 +92,8 @@ class CausalAttention(SelfAttention):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the context vectors, followed by the weights if `return_weights`.
 
-        `mask` hides more than the causal mask does. In train mode `dropout_key` decides what is dropped; without it
-        a key is drawn from torch's generator.
+        `mask` hides more than the causal mask does. In train mode `dropout_key` decides what is
+        dropped; without it a key is drawn from torch's generator.
         """
         check_tokens("x", x, "d_in", self.d_in, self.context_length)
         return single_head_attention(

@@ -13,8 +13,8 @@ from torch_ref.modules.typed import TypedModule
 class Convolution(TypedModule):
     """`proj` of every `stride`-th window of `width` tokens, the sequence padded by zeros on either side.
 
-    A convolution is that product: `proj` has its weight `(d_model, channels, width)` as a matrix of `channels * width`
-    rows.
+    A convolution is that product: `proj` has its weight `(d_model, channels, width)` as a matrix of
+    `channels * width` rows.
 
     Args:
         channels: width of the input.
@@ -26,7 +26,8 @@ class Convolution(TypedModule):
         `(b, t, channels)` or without b to `(b, t / stride, d_model)`, rounded up.
 
     Raises:
-        ValueError: if a size is not positive or `width` is even; in the call, if the input has another rank or width.
+        ValueError: if a size is not positive or `width` is even; in the call, if the input has
+            another rank or width.
 
     Example:
         >>> import torch

@@ -39,9 +39,9 @@ class CrossAttention(TypedModule):
         tokens `(b, t, d_in)` and the other sequence `(b, s, kdim)` to `(b, t, d_in)`, or all without b.
 
     Raises:
-        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1), the scores have
-            more than a scale and a soft cap, or the backend is unknown; in the call, if an input has another rank or
-            width.
+        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0,
+            1), the scores have more than a scale and a soft cap, or the backend is unknown; in the
+            call, if an input has another rank or width.
 
     Example:
         >>> layer = CrossAttention(6, 4, 0.0, 2)

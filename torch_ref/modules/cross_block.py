@@ -41,8 +41,8 @@ class CrossBlock(TypedModule):
         `(t, d_model)` or `(b, t, d_model)`, kept.
 
     Raises:
-        ValueError: if `att`, `cross` or `drop_shortcut` is another kind of module, or the parts differ in width; in the
-            call, where the parts do.
+        ValueError: if `att`, `cross` or `drop_shortcut` is another kind of module, or the parts
+            differ in width; in the call, where the parts do.
 
     Example:
         >>> from torch_ref import FeedForward, LayerNorm, MultiHeadAttention
@@ -101,9 +101,9 @@ class CrossBlock(TypedModule):
     ) -> Tensor | tuple[Tensor, Cache]:
         """Return the tokens, followed by the new cache if there is a cache.
 
-        `kept` is what `cross.keep` returned; the other arguments are those of the self-attention. Children 0 to 4 of
-        `dropout_key` decide what is dropped: of the weights and the output of either attention, and of the feed-forward
-        layer's output.
+        `kept` is what `cross.keep` returned; the other arguments are those of the self-attention.
+        Children 0 to 4 of `dropout_key` decide what is dropped: of the weights and the output of
+        either attention, and of the feed-forward layer's output.
         """
         keys = [fold_in(dropout_key, i) for i in range(5)]
         attended = self.att(

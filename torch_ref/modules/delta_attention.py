@@ -45,9 +45,10 @@ class DeltaAttention(Attention):
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`.
 
     Raises:
-        ValueError: if a size is not positive, or the heads of keys do not divide those of values; in the call, if the
-            input has another rank or width, if the mask is more than causal, segments and lengths, or if the call asks
-            for weights, a bias or positions, which a state has not.
+        ValueError: if a size is not positive, or the heads of keys do not divide those of values;
+            in the call, if the input has another rank or width, if the mask is more than causal,
+            segments and lengths, or if the call asks for weights, a bias or positions, which a
+            state has not.
 
     Example:
         >>> class DeltaNet(DeltaAttention):
@@ -147,12 +148,12 @@ class DeltaAttention(Attention):
 
         Args:
             query: the input.
-            mask: causal, segments (documents one after another) and lengths; with a cache it is that of the whole
-                sequence, the same in every call.
+            mask: causal, segments (documents one after another) and lengths; with a cache it is
+                that of the whole sequence, the same in every call.
             lengths: how many tokens of each row are real, `(b,)`; the rest is padding. None is all.
             cache: state and last inputs, from `init_cache`.
-            options: of a block's attention, none of which may ask for anything: there are no weights, no bias, no
-                positions and no dropout.
+            options: of a block's attention, none of which may ask for anything: there are no
+                weights, no bias, no positions and no dropout.
         """
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
         check_recurrent_options(options)
@@ -175,8 +176,8 @@ class DeltaAttention(Attention):
     ) -> DeltaCache:
         """Return an empty cache for `b` sequences; b None is one without a batch axis.
 
-        It is as large for any `capacity`. `dtype` is that of the inputs of the convolutions; None is that of the key
-        projection.
+        It is as large for any `capacity`. `dtype` is that of the inputs of the convolutions; None
+        is that of the key projection.
         """
         weight = self.W_key.weight
         numerics = {"dtype": weight.dtype if dtype is None else dtype, "device": weight.device}

@@ -20,10 +20,11 @@ class DifferentialAttention(MultiHeadAttention):
         out_proj(concat_i((1 - lambda_init) * rms_normed((A_i - lambda A_j) [v_i, v_j])))    with j = i + num_heads / 2
         A_i = softmax(mask(q_i k_i^T / sqrt(h))),  lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_init
 
-    Head `i` of the first half of the query heads is paired with head `j` of the second, and both attend to the values
-    of both: as wide as two heads. `q1`, `k1`, `q2` and `k2` are the parameters `lambda_q1` to `lambda_k2`, shared by
-    all heads. Two heads are paired as in transformers' DiffLlama; the code of the paper pairs neighbours. In train mode
-    the weights of each softmax are dropped by themselves.
+    Head `i` of the first half of the query heads is paired with head `j` of the second, and both
+    attend to the values of both: as wide as two heads. `q1`, `k1`, `q2` and `k2` are the parameters
+    `lambda_q1` to `lambda_k2`, shared by all heads. Two heads are paired as in transformers'
+    DiffLlama; the code of the paper pairs neighbours. In train mode the weights of each softmax are
+    dropped by themselves.
 
     Args:
         d_in: width of the input.
@@ -99,7 +100,8 @@ class DifferentialAttention(MultiHeadAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, *others: Any, return_weights: bool, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        # The key/value heads of both halves get the values of both: then query heads are grouped as always.
+        # The key/value heads of both halves get the values of both: then query heads are grouped as
+        # always.
         of_both = torch.cat(v.chunk(2, dim=-2), dim=-1)
         values = torch.cat([of_both, of_both], dim=-2)
         heads, weights = super()._attend(

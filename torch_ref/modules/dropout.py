@@ -12,7 +12,8 @@ class Dropout(TypedModule):
     """Zero elements at `rate` and divide the rest by `1 - rate`; in eval mode, and at rate 0, the identity.
 
     Each call draws a fresh key from torch's generator, unless it is given one: the same key drops
-    the same elements here and in `flax_attn`. `.train()` and `.eval()` switch it; it starts in train mode.
+    the same elements here and in `flax_attn`. `.train()` and `.eval()` switch it; it starts in
+    train mode.
 
     Args:
         rate: the probability that an element is dropped, in [0, 1).

@@ -13,7 +13,8 @@ from torch_ref.modules.typed import TypedModule
 class Embedding(TypedModule, nn.Embedding):
     """A table of learned vectors: `weight[ids]`, drawn from a standard normal as `torch.nn.Embedding` is.
 
-    An id outside `0 ... size - 1` gives NaN: values are not read, so that a call does not wait for the device.
+    An id outside `0 ... size - 1` gives NaN: values are not read, so that a call does not wait for
+    the device.
 
     Args:
         size: how many vectors there are.

@@ -75,14 +75,15 @@ class Experts(TypedModule):
 
         y = sum_j weights_j E_(experts_j)(x)    with E_e(x) = W_down_e(activation(W_gate_e x) * W_up_e x)
 
-    No token is dropped, whatever the load of an expert. Here every expert computes every token, in any form.
+    No token is dropped, whatever the load of an expert. Here every expert computes every token, in
+    any form.
 
     Args:
         num_experts: number of experts.
         d_model: width of the tokens.
         d_hidden: width inside an expert.
-        activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"`, or a function of gate and up that replaces
-            `activation(gate) * up`, such as a `ClampedSwiGLU`.
+        activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"`, or a function of gate and up that
+            replaces `activation(gate) * up`, such as a `ClampedSwiGLU`.
         bias: whether the three layers of an expert have one.
         form: `"auto"`, `"dense"` or `"sorted"`.
 
@@ -90,7 +91,8 @@ class Experts(TypedModule):
         `(..., d_model)`, kept; weights `(num_experts, d_hidden, d_model)`, and of `W_down` the reverse.
 
     Raises:
-        ValueError: if a size is not positive, the activation or the form is unknown, or the input has another width.
+        ValueError: if a size is not positive, the activation or the form is unknown, or the input
+            has another width.
 
     Example:
         >>> from torch_ref import Router

@@ -20,7 +20,8 @@ ACTIVATIONS = {
 class FeedForward(TypedModule):
     """`Linear(d_hidden, d_model)(activation(Linear(d_model, d_hidden)(x)))`.
 
-    The two forms of GELU differ by up to 5e-4: a model trained with one and run with the other is a different model.
+    The two forms of GELU differ by up to 5e-4: a model trained with one and run with the other is a
+    different model.
 
     Args:
         d_model: width of input and output.
@@ -32,7 +33,8 @@ class FeedForward(TypedModule):
         `(..., d_model)`, kept.
 
     Raises:
-        ValueError: if a width is not positive, the activation is unknown, or the input has another width.
+        ValueError: if a width is not positive, the activation is unknown, or the input has another
+            width.
 
     Example:
         >>> import torch
@@ -79,7 +81,8 @@ class GatedFeedForward(TypedModule):
         `(..., d_model)`, kept.
 
     Raises:
-        ValueError: if a width is not positive, the activation is unknown, or the input has another width.
+        ValueError: if a width is not positive, the activation is unknown, or the input has another
+            width.
 
     Example:
         >>> import torch

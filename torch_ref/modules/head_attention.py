@@ -23,8 +23,8 @@ from torch_ref.modules.linear import Linear
 class HeadAttention(Attention):
     """Attention in heads; a base class of `MultiHeadAttention` and `MultiHeadLatentAttention`.
 
-    A layer has these attributes, and a method `_project` from what it is called with, and positions, to queries, and to
-    the keys and values that are cached.
+    A layer has these attributes, and a method `_project` from what it is called with, and
+    positions, to queries, and to the keys and values that are cached.
 
     Attributes:
         num_heads: number of query heads.

@@ -17,22 +17,23 @@ class MixtureOfExperts(TypedModule):
 
         y = sum_j weights_j E_(experts_j)(x) + sigmoid(shared_gate(x)) shared(x)    with weights, experts = router(x)
 
-    It is a feed-forward part of a `TransformerBlock`. No token is dropped. For a loss that balances the load of the
-    experts see `load_balancing_loss`, which takes what `router` returns.
+    It is a feed-forward part of a `TransformerBlock`. No token is dropped. For a loss that balances
+    the load of the experts see `load_balancing_loss`, which takes what `router` returns.
 
     Args:
         router: chooses the experts and their weights.
         experts: as many as the router chooses from.
-        shared: computes every token, such as a `GatedFeedForward`; None is none (DeepSeek-V3 has one).
-        shared_gate: a linear layer to one feature, whose sigmoid the shared output is multiplied by; None is 1 (Qwen2
-            has one).
+        shared: computes every token, such as a `GatedFeedForward`; None is none (DeepSeek-V3 has
+            one).
+        shared_gate: a linear layer to one feature, whose sigmoid the shared output is multiplied
+            by; None is 1 (Qwen2 has one).
 
     Shapes:
         `(..., d_model)`, kept.
 
     Raises:
-        ValueError: if router and experts differ in number or width, the shared layer in width, or there is a gate of no
-            shared layer.
+        ValueError: if router and experts differ in number or width, the shared layer in width, or
+            there is a gate of no shared layer.
 
     Example:
         >>> import torch

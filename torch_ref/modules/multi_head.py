@@ -35,10 +35,10 @@ class MultiHeadAttention(HeadAttention):
 
         out_proj(concat_i(dropout(softmax(mask(q_i k_j^T / sqrt(h)))) v_j))    with j = i // (num_heads / num_kv_heads)
 
-    With `causal=False` and three inputs it is the layer of "Attention Is All You Need". With `rope` the product is
-    `(R_t q_i) (R_s k_j)^T`, query and key rotated by their positions, as in Llama. `scores` changes the scale, bounds
-    the scores, adds attention sinks or is a function of each; `q_norm` and `k_norm` norm queries and keys;
-    `output_gate` multiplies what the heads return.
+    With `causal=False` and three inputs it is the layer of "Attention Is All You Need". With `rope`
+    the product is `(R_t q_i) (R_s k_j)^T`, query and key rotated by their positions, as in Llama.
+    `scores` changes the scale, bounds the scores, adds attention sinks or is a function of each;
+    `q_norm` and `k_norm` norm queries and keys; `output_gate` multiplies what the heads return.
 
     Args:
         d_in: width of the query input.
@@ -47,19 +47,22 @@ class MultiHeadAttention(HeadAttention):
         dropout: the probability that a weight is dropped in train mode.
         num_heads: number of query heads; divides d_out unless `head_dim` is given.
         qkv_bias: whether the three input projections have a bias.
-        num_kv_heads: number of key/value heads; divides num_heads. None is num_heads (multi-head), fewer is
-            grouped-query, 1 is multi-query attention.
+        num_kv_heads: number of key/value heads; divides num_heads. None is num_heads (multi-head),
+            fewer is grouped-query, 1 is multi-query attention.
         head_dim: width h of a head; None is `d_out / num_heads`.
         kdim: width of the key input; None is d_in.
         vdim: width of the value input; None is d_in.
         out_bias: whether the output projection has a bias.
         causal: whether a token attends only to itself and to the tokens before it.
-        window: of a causal module, how many keys in all a token attends to, itself included; None is all.
+        window: of a causal module, how many keys in all a token attends to, itself included; None
+            is all.
         rope: rotary positions of queries and keys, for self-attention; None is none.
-        q_norm: norm of the queries before the rotation, as wide as a head or as all heads together; None is no norm.
+        q_norm: norm of the queries before the rotation, as wide as a head or as all heads together;
+            None is no norm.
         k_norm: norm of the keys, likewise.
-        output_gate: `"heads"` or `"features"`: what a head returns, or each feature of it, is multiplied by
-            `sigmoid(W_gate(query))`; None is no gate. `W_gate` has a bias where the input projections have.
+        output_gate: `"heads"` or `"features"`: what a head returns, or each feature of it, is
+            multiplied by `sigmoid(W_gate(query))`; None is no gate. `W_gate` has a bias where the
+            input projections have.
         scores: scale, soft cap, sinks and function of the scores.
         backend: of the attention call; `"auto"` or the name of one.
 
@@ -68,11 +71,12 @@ class MultiHeadAttention(HeadAttention):
         or all without b.
 
     Raises:
-        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0, 1), `rope` or a norm
-            does not fit the heads, there is a window without `causal`, or gate or backend is unknown; in the call,
-            if an input has another rank or width or is longer than `context_length`, if the module is causal and
-            t != s, if mask, bias or positions do not fit, if there is a key beside `rope` or a cache, or positions
-            without `rope`, or if the cache is full.
+        ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0,
+            1), `rope` or a norm does not fit the heads, there is a window without `causal`, or gate
+            or backend is unknown; in the call, if an input has another rank or width or is longer
+            than `context_length`, if the module is causal and t != s, if mask, bias or positions do
+            not fit, if there is a key beside `rope` or a cache, or positions without `rope`, or if
+            the cache is full.
 
     Example:
         >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2)
@@ -200,17 +204,21 @@ class MultiHeadAttention(HeadAttention):
             query: the input that queries are made of.
             key: the input that keys are made of; None is the query (self-attention).
             value: the input that values are made of; None is the key.
-            mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend; hides more than
-                `causal` does. With a cache it is that of the whole sequence, the same in every call.
-            bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. Or a function that makes it from the
-                positions of queries and keys in their sequences, integers `(b, t)` and `(b, s)`, such as
-                `lambda query, key: alibi(num_heads, query, key)`.
-            positions: integers `(t,)` or `(b, t)` that `rope` rotates by; None is the order of the tokens. They hide
-                nothing: causality follows the order, and packed sequences are kept apart by the mask.
+            mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend;
+                hides more than `causal` does. With a cache it is that of the whole sequence, the
+                same in every call.
+            bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. Or a function that makes
+                it from the positions of queries and keys in their sequences, integers `(b, t)` and
+                `(b, s)`, such as `lambda query, key: alibi(num_heads, query, key)`.
+            positions: integers `(t,)` or `(b, t)` that `rope` rotates by; None is the order of the
+                tokens. They hide nothing: causality follows the order, and packed sequences are
+                kept apart by the mask.
             lengths: how many tokens of each row are real, `(b,)`; the rest is padding. None is all.
-            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored behind them.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
+                behind them.
             return_weights: return the weights too; the output stays the same, bit for bit.
-            dropout_key: decides what is dropped in train mode; None draws a key from torch's generator.
+            dropout_key: decides what is dropped in train mode; None draws a key from torch's
+                generator.
         """
         check_self_attention(self.rope, query, key, positions, cache)
         options = {
@@ -227,8 +235,8 @@ class MultiHeadAttention(HeadAttention):
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
 
-        With a `window` it is a ring buffer: it keeps the last `capacity` tokens, and sequences have no end. `dtype`
-        None is that of the key projection.
+        With a `window` it is a ring buffer: it keeps the last `capacity` tokens, and sequences have
+        no end. `dtype` None is that of the key projection.
 
         Raises:
             ValueError: if the capacity is beyond `context_length`, or less than the window.

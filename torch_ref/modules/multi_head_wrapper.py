@@ -17,7 +17,8 @@ from torch_ref.modules.typed import TypedModule
 class MultiHeadAttentionWrapper(TypedModule):
     """`concat(head_1(x), ..., head_n(x))` of `CausalAttention` heads; no output projection.
 
-    The plain way to many heads: n small products instead of one. `MultiHeadAttention` computes all heads at once.
+    The plain way to many heads: n small products instead of one. `MultiHeadAttention` computes all
+    heads at once.
 
     Args:
         d_in: width of the input.

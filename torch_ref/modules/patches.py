@@ -12,8 +12,8 @@ from torch_ref.modules.typed import TypedModule
 class Patches(TypedModule):
     """`proj(patch_i)`: the image cut in patches of `height * width` pixels, row by row.
 
-    A convolution whose stride is its kernel's size is that product: `proj` has its weight `(d, c, height, width)` as a
-    matrix of `c * height * width` rows.
+    A convolution whose stride is its kernel's size is that product: `proj` has its weight `(d, c,
+    height, width)` as a matrix of `c * height * width` rows.
 
     Args:
         d_model: width of the tokens.
@@ -26,7 +26,8 @@ class Patches(TypedModule):
         `(b, rows * columns, d_model)`.
 
     Raises:
-        ValueError: if a size is not positive; in the call, if an image has other channels, or patches do not fill it.
+        ValueError: if a size is not positive; in the call, if an image has other channels, or
+            patches do not fill it.
 
     Example:
         >>> import torch

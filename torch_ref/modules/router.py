@@ -45,9 +45,10 @@ class Router(TypedModule):
         experts = the top_k largest of scores + selection_bias, in the best groups
         weights = scale * scores[experts] / sum(scores[experts])      the sum only with `renormalize`
 
-    Softmax, the top ones and renormalisation are the softmax over the logits of the chosen experts alone (gpt-oss,
-    Mixtral). With `groups` the experts are divided into groups of equal size, and only those of the `top_groups` groups
-    count whose two best experts have the largest sum (DeepSeek-V3). All of it is computed in at least float32.
+    Softmax, the top ones and renormalisation are the softmax over the logits of the chosen experts
+    alone (gpt-oss, Mixtral). With `groups` the experts are divided into groups of equal size, and
+    only those of the `top_groups` groups count whose two best experts have the largest sum
+    (DeepSeek-V3). All of it is computed in at least float32.
 
     Args:
         d_model: width of the tokens.
@@ -57,8 +58,8 @@ class Router(TypedModule):
         renormalize: whether the weights of a token are divided by their sum.
         scale: of the weights.
         bias: whether the logits have one.
-        selection_bias: whether there is a bias for the choice alone, `(num_experts,)`: no parameter, training moves it
-            by the load of the experts. It starts at 0.
+        selection_bias: whether there is a bias for the choice alone, `(num_experts,)`: no
+            parameter, training moves it by the load of the experts. It starts at 0.
         groups: number of groups of experts; 1 is none.
         top_groups: number of groups that a token's experts are chosen from.
 
@@ -66,8 +67,9 @@ class Router(TypedModule):
         `(..., d_model)` to a `Routing`: weights and experts `(..., top_k)`, logits `(..., num_experts)`.
 
     Raises:
-        ValueError: if a size is not positive, `top_k` is above the experts that can be chosen, the groups do not divide
-            the experts or are of one expert, the scores are unknown, or the input has another width.
+        ValueError: if a size is not positive, `top_k` is above the experts that can be chosen, the
+            groups do not divide the experts or are of one expert, the scores are unknown, or the
+            input has another width.
 
     Example:
         >>> routing = Router(3, num_experts=4, top_k=2)(torch.ones((5, 3)))

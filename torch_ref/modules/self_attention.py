@@ -28,8 +28,9 @@ class SelfAttention(TypedModule):
         `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
 
     Raises:
-        ValueError: if a width is not positive or the backend is unknown; in the call, if the input has another rank or
-            width, or if the mask is not boolean or does not broadcast to the weights.
+        ValueError: if a width is not positive or the backend is unknown; in the call, if the input
+            has another rank or width, or if the mask is not boolean or does not broadcast to the
+            weights.
 
     Example:
         >>> import torch

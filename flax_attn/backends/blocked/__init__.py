@@ -1,15 +1,17 @@
 """Attention in tiles, in plain JAX on any device: memory linear in t, hidden tiles skipped, its own backward pass.
 
-Forward, a block of queries over the chunks of keys that it sees, with a running maximum m, sum l and output o:
+Forward, a block of queries over the chunks of keys that it sees, with a running maximum m, sum l
+and output o:
 
     m' = max(m, max x);  e = exp(x - m');  l' = l exp(m - m') + sum e;  o' = o exp(m - m') + e @ value
 
-Backward, from the output and the log-sum-exp, kept as its two parts m and l so that a large m cannot absorb l:
+Backward, from the output and the log-sum-exp, kept as its two parts m and l so that a large m
+cannot absorb l:
 
     w = exp(x - m) / l;  dx = w * (do @ value^T - delta);  delta = sum(do * o)
 
-`tiling` divides `(t, s)` into tiles, `tiles` computes the scores of one, `passes` goes over the tiles of one head,
-forward and backward, and `heads` over all heads.
+`tiling` divides `(t, s)` into tiles, `tiles` computes the scores of one, `passes` goes over the
+tiles of one head, forward and backward, and `heads` over all heads.
 
 References:
     Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory" (arXiv:2112.05682);
@@ -42,7 +44,8 @@ class Blocked(Backend):
 
     Attributes:
         block: queries, and keys, taken at once on CPU, where smaller products run on one core only.
-        edge: queries that share an edge tile; with fewer, less is computed in vain; with more, at a better rate.
+        edge: queries that share an edge tile; with fewer, less is computed in vain; with more, at a
+            better rate.
     """
 
     name = "blocked"
@@ -73,7 +76,8 @@ class Blocked(Backend):
 
     def _arguments(self, call: Call) -> tuple[Loop, Array, Array, Array, Options]:
         sums = accumulation_dtype(call.query.dtype)
-        # Lower dtypes are slow on CPU, and float16 overflows where the backward pass divides by the sum of a long row.
+        # Lower dtypes are slow on CPU, and float16 overflows where the backward pass divides by the
+        # sum of a long row.
         low = call.platform != "cpu" and call.query.dtype == jnp.bfloat16
         operand = call.query.dtype if low else sums
         tiling, rest = self.tiling(call)

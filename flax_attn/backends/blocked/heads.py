@@ -33,7 +33,8 @@ class Options(NamedTuple):
         scale: of the scores.
         mask: what the band of the tiling does not say.
         dropout: None or a rate and a key.
-        row_factor: `(b, n, t, 1)`, NaN for the rows that may see a number that is not finite, and else 1.
+        row_factor: `(b, n, t, 1)`, NaN for the rows that may see a number that is not finite, and
+            else 1.
     """
 
     bias: Array | None

@@ -148,8 +148,9 @@ def backward(
 
 
 class _Rows(NamedTuple):
-    # What the backward pass reads of some queries. Transposed copies, because a product with the transpose of a tile of
-    # scores takes three times as long on CPU as one with the transpose of a query.
+    # What the backward pass reads of some queries. Transposed copies, because a product with the
+    # transpose of a tile of scores takes three times as long on CPU as one with the transpose of a
+    # query.
     query: Array
     cotangent: Array
     delta: Array
@@ -167,7 +168,8 @@ class _Rows(NamedTuple):
 
 
 def _prepare(static: Static, head: Head, saved: Softmax, cotangent: Array) -> tuple[_Rows, Array]:
-    # The sum is divided out here, so that no tile has to: with e = exp(x - top), dv = e^T do, dx = e (do v^T - delta).
+    # The sum is divided out here, so that no tile has to: with e = exp(x - top), dv = e^T do, dx =
+    # e (do v^T - delta).
     share = jnp.where(saved.total == 0, 0, 1 / jnp.where(saved.total == 0, 1, saved.total))
     cotangent = cotangent.astype(static.sums) * share
     delta = (saved.output * cotangent).sum(axis=-1, keepdims=True)
@@ -190,7 +192,8 @@ def _backward_tile(
     dropped, d_exps = (exps, d_exps) if factors is None else (exps * factors, d_exps * factors)
     d_scores = exps * (d_exps - rows.delta)
     if head.score is not None:
-        # Zeros where nothing is seen, for what overflowed: captured arrays sum over all pairs of tokens.
+        # Zeros where nothing is seen, for what overflowed: captured arrays sum over all pairs of
+        # tokens.
         seen = exps != 0
         cleared = (jnp.where(seen, x, 0) for x in (capped, d_scores))
         d_scores, found = head.score.pull(tile.indices, *cleared)

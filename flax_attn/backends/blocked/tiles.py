@@ -120,7 +120,8 @@ def over_chunks(
 ) -> Carry:
     """Return `carry` after `step(carry, tile)` for the chunks of keys that the band shows to a whole block.
 
-    First for the chunks in which all is visible, then for those where the mask or the end of the keys hides something.
+    First for the chunks in which all is visible, then for those where the mask or the end of the
+    keys hides something.
     """
     tiling, chunk = static.tiling, static.tiling.chunk
     if tiling.edges_only:
@@ -156,7 +157,8 @@ def over_chunks(
 def _over_seen_chunks(
     static: Static, head: Head, start: Array, step: Callable, carry: Carry
 ) -> Carry:
-    # As `over_chunks`, where a summary knows which chunks are empty: they are left out wherever they lie.
+    # As `over_chunks`, where a summary knows which chunks are empty: they are left out wherever
+    # they lie.
     tiling, chunk = static.tiling, static.tiling.chunk
     first, stop = (jnp.asarray(x, jnp.int32) for x in _chunk_range(tiling, head, start)[:2])
     first = first - first % chunk if tiling.chunks_fit else first

@@ -1,9 +1,10 @@
 """How `(t, s)` is divided into tiles: which keys a block of queries meets in edge tiles, and which in a loop.
 
-The queries are taken in blocks, the keys in chunks. By the band of the mask (causal, window) a chunk is visible to all
-queries of a block, to none, or crosses an edge of the band. Chunks visible to all are looped over and need no mask.
-An edge has the same position relative to every block, so it is divided at trace time into edge tiles: a few queries
-against just the keys that one of them sees.
+The queries are taken in blocks, the keys in chunks. By the band of the mask (causal, window) a
+chunk is visible to all queries of a block, to none, or crosses an edge of the band. Chunks visible
+to all are looped over and need no mask. An edge has the same position relative to every block, so
+it is divided at trace time into edge tiles: a few queries against just the keys that one of them
+sees.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class Native(Backend):
     )
 
     def preferred(self, call: Call) -> bool:
-        # XLA cannot divide the gradient of a call that it cannot look into, nor type it by how it varies over devices.
+        # XLA cannot divide the gradient of a call that it cannot look into, nor type it by how it
+        # varies over devices.
         typed = bool(getattr(jax.typeof(call.query), "vma", ()))
         return jax.sharding.get_abstract_mesh().empty or not (typed or may_be_partitioned())
 
@@ -67,7 +68,8 @@ class Native(Backend):
         b, _, t, s = call.shape
         if 0 in call.shape:
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
-        # A cache stores heads first; in the other order XLA would copy it. Where t = s keys were just computed.
+        # A cache stores heads first; in the other order XLA would copy it. Where t = s keys were
+        # just computed.
         heads_first = t < s
         key, value = (
             rearrange(x, "b s k h -> b k s h") if heads_first else x for x in (call.key, call.value)

@@ -1,7 +1,7 @@
 """The calls of the kernels in C++, and their derivatives of every order.
 
-The first derivative in reverse mode has a kernel of its own. All others are those of the formula: forward mode, and
-what is differentiated twice.
+The first derivative in reverse mode has a kernel of its own. All others are those of the formula:
+forward mode, and what is differentiated twice.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Options(NamedTuple):
         soft_cap: of the scores; 0 is none.
         heads_first: whether keys and values are `(b, k, s, h)`.
         few: whether the queries are so few that keys and values are best read where they are.
-        differentiated: whether a gradient is taken: its scores are summed in the order of `backward`, and not in that
-            of few queries, or of products in bfloat16.
+        differentiated: whether a gradient is taken: its scores are summed in the order of
+            `backward`, and not in that of few queries, or of products in bfloat16.
     """
 
     scale: float
@@ -149,7 +149,8 @@ def _call_backward(*arrays: Array, options: Options) -> Sequence[Array]:
 def _call(name: str, results: Any, options: Options, *arrays: Array, **attributes: bool) -> Any:
     scale, soft_cap = np.float32(options.scale), np.float32(options.soft_cap)
     call = jax.ffi.ffi_call(target(name), results)
-    # What lies before the last axes may be split over devices; XLA reads the number of such axes from here.
+    # What lies before the last axes may be split over devices; XLA reads the number of such axes
+    # from here.
     with set_xla_metadata(num_batch_dims="1"):
         return call(
             *arrays, scale=scale, soft_cap=soft_cap, heads_first=options.heads_first, **attributes
@@ -293,8 +294,9 @@ _forward, _backward = (
 batch_by_broadcasting(_forward)
 batch_by_broadcasting(_backward)
 
-# The change of the output for changes of what it is computed from, which is linear in these: a primitive, because only
-# a primitive has a transpose, the kernel for backward, and is differentiated and mapped over like any other.
+# The change of the output for changes of what it is computed from, which is linear in these: a
+# primitive, because only a primitive has a transpose, the kernel for backward, and is
+# differentiated and mapped over like any other.
 _tangent = primitive(
     "native_attention_tangent",
     _tangent_formula,

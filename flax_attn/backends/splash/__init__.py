@@ -50,8 +50,8 @@ class Splash(Backend):
     def attend(self, call: Call) -> Array:
         """Return `(b, t, n, v)`; differentiable once, in reverse mode. Sinks are rounded to the dtype of the query.
 
-        Finite numbers so large that their products overflow float32 may turn gradients of rows that do not see them to
-        NaN, unless no row sees them.
+        Finite numbers so large that their products overflow float32 may turn gradients of rows that
+        do not see them to NaN, unless no row sees them.
         """
         from flax_attn.backends.splash.kernel import (
             attend,
@@ -62,8 +62,8 @@ class Splash(Backend):
     def memory(self, call: Call) -> int:
         """Return the bytes of query, key, value and output, padded and heads first, of segment ids and a dense mask.
 
-        `b (n t + k s) (h + v) itemsize + 4 b (128 t + 8 s) + n t s`, an upper bound: XLA keeps some of it in VMEM, and
-        blocks of a mask that repeat are held once.
+        `b (n t + k s) (h + v) itemsize + 4 b (128 t + 8 s) + n t s`, an upper bound: XLA keeps some
+        of it in VMEM, and blocks of a mask that repeat are held once.
         """
         b, n, t, s = call.shape
         (t, s), (k, v) = (padded(t), padded(s)), call.value.shape[2:]

@@ -19,8 +19,9 @@ from flax_attn.functional.masks import Mask
 from flax_attn.functional.nonfinite import zero_nonfinite
 
 _BLOCKS = (512, 256, LANES)
-# Far below any score and far above what the kernel writes for a hidden score. As a sink it adds nothing to a row that
-# sees a key, and makes a row that sees none a row of zeros with zero gradient instead of the mean of the values.
+# Far below any score and far above what the kernel writes for a hidden score. As a sink it adds
+# nothing to a row that sees a key, and makes a row that sees none a row of zeros with zero gradient
+# instead of the mean of the values.
 _NOTHING = -1e38
 
 

@@ -26,7 +26,8 @@ class Kernel:
     Args:
         name: of the backend, and of its implementation where there are several.
         ours: takes the arguments of `dot_product_attention`.
-        plain: the kernel of another library that ours wraps, called without us, with the same arguments; or None.
+        plain: the kernel of another library that ours wraps, called without us, with the same
+            arguments; or None.
     """
 
     name: str

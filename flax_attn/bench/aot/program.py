@@ -27,8 +27,8 @@ class Program:
         arguments: of the inputs, and the cotangent.
         outputs: of the output, and the gradients.
         temporaries: beside these.
-        collectives: how many instructions of each kind communicate between devices: those in loops run repeatedly, and
-            those in branches perhaps never.
+        collectives: how many instructions of each kind communicate between devices: those in loops
+            run repeatedly, and those in branches perhaps never.
         seconds: to trace, lower and compile.
         reason: why it does not compile.
     """

@@ -26,8 +26,10 @@ class Row:
         kernel: its name.
         forward: the program of the output.
         backward: of the output and the gradients; None where forward does not compile.
-        plain: the same two of the kernel called without us; None where there is none, or ours does not compile.
-        spread: as `backward`, with as many batches as devices and one on each; None where that does not compile.
+        plain: the same two of the kernel called without us; None where there is none, or ours does
+            not compile.
+        spread: as `backward`, with as many batches as devices and one on each; None where that does
+            not compile.
     """
 
     call: str

@@ -22,9 +22,10 @@ from flax_attn.convert.rules import ConversionError, Entry, Rule, apply_rules, n
 def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> Pairing:
     """Return which parameter of a JAX model is which of a PyTorch model: a layout that needs no rules.
 
-    Layers are paired by kind and by the shapes of what they hold; where several fit, by name (`W_query`, `q_proj` and
-    `query` mean the same), by number (`norm1` and `ln_1`), or by order where both modules hold the same kinds of
-    layers in the same order. Query, key and value are never told apart by order. Print the result to see the pairs.
+    Layers are paired by kind and by the shapes of what they hold; where several fit, by name
+    (`W_query`, `q_proj` and `query` mean the same), by number (`norm1` and `ln_1`), or by order
+    where both modules hold the same kinds of layers in the same order. Query, key and value are
+    never told apart by order. Print the result to see the pairs.
 
     Args:
         flax_module: an NNX module, a bound Linen module or an Equinox module.
@@ -36,7 +37,8 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
         statistics of BatchNorm are in it; what only PyTorch's state dict holds, such as masks, is ignored.
 
     Raises:
-        ConversionError: if a parameter has no partner or several that fit equally well: a line for each.
+        ConversionError: if a parameter has no partner or several that fit equally well: a line for
+            each.
 
     Example:
         >>> import torch

@@ -1,7 +1,7 @@
 """The kinds of layers, as data: which attribute is which role, and how its axes lie in each framework.
 
-Axes: `i` input and `o` output channels, `...` any others. A parameter whose axes are named alike on both sides is the
-same parameter, whatever their order.
+Axes: `i` input and `o` output channels, `...` any others. A parameter whose axes are named alike on
+both sides is the same parameter, whatever their order.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def _kind_by_class(module: object) -> Kind | None:
 def _kind_of_own_class(branch: Branch) -> Kind | None:
     """Return the kind of a user's own norm or embedding, from the name of its class and its parameters.
 
-    A scale and a shift of one length are those of a norm, whatever its name; a scale alone may be another layer's.
+    A scale and a shift of one length are those of a norm, whatever its name; a scale alone may be
+    another layer's.
     """
     names, own = set(branch.tensors), type(branch.module).__name__
     flat = all(len(tensor.shape) == 1 for tensor in branch.tensors.values())

@@ -52,8 +52,8 @@ class Matching:
 def match(ours: Group, theirs: Group, signature: Signature = exact) -> Matching:
     """Return the layers of two trees that belong together.
 
-    Children with the same layers inside belong together; where several have, their names decide, then their numbers,
-    then their order. A module with no counterpart is replaced by its children.
+    Children with the same layers inside belong together; where several have, their names decide,
+    then their numbers, then their order. A module with no counterpart is replaced by its children.
     """
     found = Matching()
     _match(ours, theirs, signature, found)

@@ -19,7 +19,8 @@ class PairedTensor:
         theirs: name on the PyTorch side.
         shape: of theirs.
         pattern: einops pattern from ours to theirs; `""` is the same array.
-        evidence: what settled it: the `shape`, the `name`, a `number` in the name, the `order`, or a `rule`.
+        evidence: what settled it: the `shape`, the `name`, a `number` in the name, the `order`, or
+            a `rule`.
         axis: of theirs, along which several of ours are joined.
         trainable: False for running statistics.
     """

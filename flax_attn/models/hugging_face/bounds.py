@@ -32,7 +32,8 @@ class Bounds:
         return f"from {self.least} to {self.most}"
 
 
-# No weight has more elements than 2**63 - 1, whatever its axes are: two widths, and heads or experts, or a length.
+# No weight has more elements than 2**63 - 1, whatever its axes are: two widths, and heads or
+# experts, or a length.
 WIDTHS = Bounds(1, 2**22)
 HEADS = Bounds(1, 10_000)
 COUNTS = Bounds(0, 10_000)  # of layers and experts: each is a part of its own

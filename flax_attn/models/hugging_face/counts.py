@@ -1,6 +1,7 @@
 """How many layers and experts files hold: compared with a config before a model of it is made.
 
-What else a config says is in the shape of a weight, which costs nothing to compare; of layers and experts each is made.
+What else a config says is in the shape of a weight, which costs nothing to compare; of layers and
+experts each is made.
 """
 
 from __future__ import annotations

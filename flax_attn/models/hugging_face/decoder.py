@@ -83,13 +83,15 @@ def read_decoder(
     """Return the arguments of a `DecoderConfig`, all but the window.
 
     Args:
-        fields: of `config.json`, filled with what transformers takes where it has another default for the family.
+        fields: of `config.json`, filled with what transformers takes where it has another default
+            for the family.
         dropout: replaces that of the file; None keeps it.
         activation: the field that names it.
         partial_rope: whether transformers rotates a part of the heads, where the file says so.
 
     Raises:
-        ValueError: if a field is missing, of another kind, or asks for what our models do not compute.
+        ValueError: if a field is missing, of another kind, or asks for what our models do not
+            compute.
     """
     length, d_model = fields.length("max_position_embeddings"), fields.integer("hidden_size")
     num_heads, head_dim = fields.heads("num_attention_heads"), fields.optional_integer("head_dim")
@@ -174,10 +176,12 @@ def check_no_window(family: str, config: DecoderConfig) -> None:
 def read_windows(fields: Fields) -> dict[str, Any]:
     """Return the arguments `window` and `full_layers` of a `DecoderConfig`.
 
-    The layers from `max_window_layers` on have the window, unless `layer_types` names the kind of each layer.
+    The layers from `max_window_layers` on have the window, unless `layer_types` names the kind of
+    each layer.
 
     Raises:
-        ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window that is switched off.
+        ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window
+            that is switched off.
     """
     layers, first = range(fields.count("num_hidden_layers")), fields.count("max_window_layers", 28)
     fields = fields.filled(use_sliding_window=False, sliding_window=4096)
@@ -196,7 +200,8 @@ def read_layer_types(fields: Fields, window: int | None, default: Sequence[str])
         default: the kinds where `layer_types` does not name them.
 
     Raises:
-        ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window that there is not.
+        ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window
+            that there is not.
     """
     layers = range(fields.count("num_hidden_layers"))
     kinds = fields.optional_texts("layer_types") or default

@@ -18,21 +18,22 @@ class Family:
     """How Hugging Face stores the models of one family.
 
     Args:
-        read: for each `model_type`, the function from the fields of `config.json`, and the probability of dropout that
-            replaces the file's unless it is None, to a config.
-        write: the function from a config to the fields of `config.json`. It raises `ValueError` where transformers does
-            not compute what the config says.
+        read: for each `model_type`, the function from the fields of `config.json`, and the
+            probability of dropout that replaces the file's unless it is None, to a config.
+        write: the function from a config to the fields of `config.json`. It raises `ValueError`
+            where transformers does not compute what the config says.
         layout: the names of the weights in a file, and how they are stored.
         others: other layouts that files may have; models are stored in `layout`.
-        base: prefix of every weight but the head, which files of the model without its head leave out.
+        base: prefix of every weight but the head, which files of the model without its head leave
+            out.
         anchor: one of our parameters that every file holds: by its name there the prefix is found.
-        architecture: the class of transformers that computes the same, as `architectures` of `config.json` names it;
-            needed where several of our classes read one `model_type`.
-        fit: the function from a config and the entries of the files, by name, to the config of what is there, for
-            layers that `config.json` does not tell of. It raises `ValueError` where a model of the config would take
-            memory before its shapes are compared.
-        copies: names of weights that files may hold though they are one of our parameters, each with its name; a prefix
-            may stand before.
+        architecture: the class of transformers that computes the same, as `architectures` of
+            `config.json` names it; needed where several of our classes read one `model_type`.
+        fit: the function from a config and the entries of the files, by name, to the config of what
+            is there, for layers that `config.json` does not tell of. It raises `ValueError` where a
+            model of the config would take memory before its shapes are compared.
+        copies: names of weights that files may hold though they are one of our parameters, each
+            with its name; a prefix may stand before.
 
     Example:
         >>> from flax_attn.models import Llama

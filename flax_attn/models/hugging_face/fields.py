@@ -70,7 +70,8 @@ class Fields:
             aliases: the first name of each second one, both of which transformers takes.
 
         Raises:
-            ValueError: if both are there with different values, of which transformers takes one silently.
+            ValueError: if both are there with different values, of which transformers takes one
+                silently.
 
         Example:
             >>> found = Fields("config.json", {"hidden_size": 8})

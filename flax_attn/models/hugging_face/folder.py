@@ -1,8 +1,9 @@
 """Models from Hugging Face folders, and back into them.
 
-Nothing is downloaded: a folder holds `config.json` and the weights, as safetensors in one file or in shards with an
-index, or as a PyTorch checkpoint. Everything is checked against the config and against the headers of the files before
-the first weight is read; then one is read at a time, so that memory holds the model once.
+Nothing is downloaded: a folder holds `config.json` and the weights, as safetensors in one file or
+in shards with an index, or as a PyTorch checkpoint. Everything is checked against the config and
+against the headers of the files before the first weight is read; then one is read at a time, so
+that memory holds the model once.
 """
 
 from __future__ import annotations
@@ -68,9 +69,11 @@ def load(
     """Return the model of a local folder, in eval mode: an instance of `cls`, which `family` describes.
 
     Raises:
-        FileNotFoundError: if there is no such folder, or `config.json`, the weights or a shard is missing.
-        ValueError: if the config is that of another model or asks for what ours do not compute, a file is damaged, or
-            weights are missing, unexpected, mis-shaped or of an unknown dtype: all are listed, and none is read.
+        FileNotFoundError: if there is no such folder, or `config.json`, the weights or a shard is
+            missing.
+        ValueError: if the config is that of another model or asks for what ours do not compute, a
+            file is damaged, or weights are missing, unexpected, mis-shaped or of an unknown dtype:
+            all are listed, and none is read.
     """
     family, folder, mesh = _known(cls, family), Path(path), options.get("mesh")
     if mesh is not None:
@@ -119,8 +122,8 @@ def save(
     the old model or the new one.
 
     Raises:
-        ValueError: if transformers has no model that computes the same, `max_shard_size` is not positive or the path is
-            that of a file.
+        ValueError: if transformers has no model that computes the same, `max_shard_size` is not
+            positive or the path is that of a file.
     """
     check_positive(max_shard_size=max_shard_size)
     family, target = _known(type(model), family), Path(path).absolute()
@@ -144,10 +147,12 @@ def save(
 def read_config(cls: type, family: Family, fields: Fields, dropout: float | None = None) -> object:
     """Return the config of a model of `cls`; `dropout` replaces that of the file unless it is None.
 
-    Files of transformers 4 and 5 are read. Every field that changes the function is honoured or refused.
+    Files of transformers 4 and 5 are read. Every field that changes the function is honoured or
+    refused.
 
     Raises:
-        ValueError: if the file is that of another family, lacks a field, or asks for what our models do not compute.
+        ValueError: if the file is that of another family, lacks a field, or asks for what our
+            models do not compute.
     """
     found = fields.text("model_type")
     if found not in family.read:
@@ -257,7 +262,8 @@ def _names(entries: list[Entry]) -> set[str]:
 def _named_as_in(names: Iterable[str], entries: list[Entry], family: Family) -> list[Entry]:
     """Return the entries under the prefix that the anchor of the family has among these names.
 
-    Files of a model without its head lack the base, and those of a model inside another module have a longer prefix.
+    Files of a model without its head lack the base, and those of a model inside another module have
+    a longer prefix.
     """
     base = family.base
     anchor = next(entry.theirs for entry in entries if family.anchor in entry.ours).removeprefix(

@@ -1,7 +1,7 @@
 """Rotary positions in a `config.json`: into our `RoPE`, and out of it.
 
-Transformers 5 has `rope_parameters`, transformers 4 had `rope_theta` beside `rope_scaling`; both are read and written.
-Each field means what it means in `modeling_rope_utils.py` of transformers 5.
+Transformers 5 has `rope_parameters`, transformers 4 had `rope_theta` beside `rope_scaling`; both
+are read and written. Each field means what it means in `modeling_rope_utils.py` of transformers 5.
 """
 
 import math
@@ -26,8 +26,8 @@ def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RoPE:
     Args:
         fields: of `config.json`.
         length: of the longest input.
-        head_dim: width of the heads where transformers rotates a part of them, `partial_rotary_factor`; None where it
-            rotates whole heads.
+        head_dim: width of the heads where transformers rotates a part of them,
+            `partial_rotary_factor`; None where it rotates whole heads.
 
     Raises:
         ValueError: if their type is unknown, a field is missing, or one would be ignored.

@@ -18,7 +18,8 @@ Span = tuple[int, int, int]  # first, end and step
 class Memory:
     """Memory for arrays, aligned as JAX's own is on a CPU, so that JAX takes it over without a copy.
 
-    It is asked for in large pieces: these have huge pages, and the system hands it out in a third of the time.
+    It is asked for in large pieces: these have huge pages, and the system hands it out in a third
+    of the time.
     """
 
     def __init__(self):

@@ -52,7 +52,8 @@ class RunSpec:
         tangents: of parameters and inputs, to compute the directional derivative of the gradients.
         eager: whether JAX runs without `jax.jit`.
         cached: whether the outputs are computed in steps with a cache, by the call given for that.
-        rounding_seed: seed of stochastic rounding of all parameters and inputs; 0 rounds to nearest.
+        rounding_seed: seed of stochastic rounding of all parameters and inputs; 0 rounds to
+            nearest.
     """
 
     name: str

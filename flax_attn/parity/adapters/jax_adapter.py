@@ -38,9 +38,12 @@ class JaxAdapter(ModuleAdapter):
         call: how to call it; None is `module(*inputs)`.
         cached_call: how to compute the same in steps, if it can.
         positional: whether inputs are passed by position.
-        entries: which parameter is which of the other framework; none are shared where this is empty.
-        device: that runs the dtypes below float64, with products in full precision; None is the CPU.
-        place: returns a parameter or an input, of which it is given the name, where it shall lie on a mesh.
+        entries: which parameter is which of the other framework; none are shared where this is
+            empty.
+        device: that runs the dtypes below float64, with products in full precision; None is the
+            CPU.
+        place: returns a parameter or an input, of which it is given the name, where it shall lie on
+            a mesh.
     """
 
     framework = "flax"
@@ -206,7 +209,8 @@ class JaxAdapter(ModuleAdapter):
                 differentiate = jax.grad(self._weighted, argnums=(0, 1), has_aux=True)
                 return differentiate(params, floating, inputs, state, extras, cotangents, False)[0]
 
-            # Forward over reverse: it also differentiates kernels with a backward pass of their own.
+            # Forward over reverse: it also differentiates kernels with a backward pass of their
+            # own.
             return jax.jvp(gradients, (params, _floating(inputs)), tangents)[1]
 
         return _compiled(second)
@@ -268,7 +272,8 @@ def _cast(arrays: Mapping[str, Any], dtype: str) -> dict[str, jax.Array]:
 
 
 def _round_stochastically(params: Mapping[str, Any], inputs: Arrays, spec: RunSpec) -> list[Arrays]:
-    # Each number moves by up to half a rounding, so that the cast that follows rounds it up or down at random.
+    # Each number moves by up to half a rounding, so that the cast that follows rounds it up or down
+    # at random.
     random, eps = np.random.default_rng(spec.rounding_seed), float(jnp.finfo(spec.dtype).eps)
 
     def moved(array: Any) -> np.ndarray:

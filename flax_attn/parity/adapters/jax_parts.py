@@ -34,8 +34,9 @@ class Parts(NamedTuple):
 def take_apart(module: Any, train: bool = False) -> Parts:
     """Return the parts of an NNX module, a bound Linen module, an equinox module or a plain function.
 
-    A function of parameters and inputs, as `apply` of Haiku is, takes its parameters by `jax.tree_util.Partial`. The
-    module itself is not changed; the parts are those of a copy in train or in eval mode, where it has modes.
+    A function of parameters and inputs, as `apply` of Haiku is, takes its parameters by
+    `jax.tree_util.Partial`. The module itself is not changed; the parts are those of a copy in
+    train or in eval mode, where it has modes.
 
     Raises:
         PairingError: if it is none of these, or a Linen module without variables.
@@ -65,7 +66,8 @@ def _nnx(module: nnx.Module, train: bool) -> Parts:
     copy = nnx.clone(module)
     (copy.train if train else copy.eval)()
     for _, embed in nnx.iter_modules(copy):
-        # This layer alone fixes the dtype of its parameter at construction; here it follows each run's dtype.
+        # This layer alone fixes the dtype of its parameter at construction; here it follows each
+        # run's dtype.
         if isinstance(embed, nnx.Embed) and embed.dtype == embed.embedding.dtype:
             embed.dtype = None
     graph, params, statistics, rest = nnx.split(copy, nnx.Param, _is_statistic, ...)

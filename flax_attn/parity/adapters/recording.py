@@ -1,7 +1,7 @@
 """The PyTorch results of a comparison in a file: recorded where torch is installed, replayed where it is not.
 
-One safetensors file holds a comparison: weights, inputs, and the result of every run spec by its name. A spec that is
-replayed must equal the recorded one to the last bit.
+One safetensors file holds a comparison: weights, inputs, and the result of every run spec by its
+name. A spec that is replayed must equal the recorded one to the last bit.
 """
 
 from __future__ import annotations

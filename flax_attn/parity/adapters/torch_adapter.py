@@ -188,7 +188,8 @@ class TorchAdapter(ModuleAdapter):
 
 @torch.no_grad()
 def _round_stochastically(tensors: list[torch.Tensor], spec: RunSpec) -> None:
-    # Each number moves by up to half a rounding, so that the cast that follows rounds it up or down at random.
+    # Each number moves by up to half a rounding, so that the cast that follows rounds it up or down
+    # at random.
     random, eps = (
         np.random.default_rng(spec.rounding_seed),
         torch.finfo(getattr(torch, spec.dtype)).eps,

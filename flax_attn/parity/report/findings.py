@@ -23,11 +23,13 @@ class Findings:
         name: of what was compared.
         checks: in the order in which they were run, those not run with the reason.
         entries: the pairs of parameters, as the layout makes them.
-        notes: what a reader should know before the run, such as defaults in which the frameworks differ.
+        notes: what a reader should know before the run, such as defaults in which the frameworks
+            differ.
         seed: of everything that was drawn.
         environment: versions, devices and settings.
         command: repeats the comparison from a shell; empty where it was called from Python.
-        divergence: where the two sides differ and why, if a check failed and this could be found out.
+        divergence: where the two sides differ and why, if a check failed and this could be found
+            out.
         pair: both sides, for pictures; not part of the written report.
     """
 

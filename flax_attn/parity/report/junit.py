@@ -10,7 +10,8 @@ from flax_attn.convert.replacing import replacing
 from flax_attn.parity.check import Check
 from flax_attn.parity.report.findings import Findings
 
-# XML 1.0 has no way to write these, and a message of a framework may hold them, such as the colours of a terminal.
+# XML 1.0 has no way to write these, and a message of a framework may hold them, such as the colours
+# of a terminal.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

@@ -32,7 +32,8 @@ class Section:
 
     Args:
         report: what was found.
-        tensors: how many times its rule the error of each tensor is, by check; the worst tensors first.
+        tensors: how many times its rule the error of each tensor is, by check; the worst tensors
+            first.
         divergence: the errors of every node.
         losses: of both sides.
         heads: attention maps.

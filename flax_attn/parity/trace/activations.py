@@ -37,13 +37,15 @@ Lower = Mapping[str, Mapping[str, str]]
 class Activations:
     """What both sides computed on the way, in float64 and eval mode.
 
-    A node is a call of a submodule, or a step within one. Its name is the path on the PyTorch side, such as
-    `"blocks.3.norm1"` or `"blocks.3.att/scores"`; the whole module is `"."`, a second call `"head#2"`. Nodes of one
-    side alone start with `"flax:"` or `"torch:"`; nodes that the sides lay out differently are not here.
+    A node is a call of a submodule, or a step within one. Its name is the path on the PyTorch side,
+    such as `"blocks.3.norm1"` or `"blocks.3.att/scores"`; the whole module is `"."`, a second call
+    `"head#2"`. Nodes of one side alone start with `"flax:"` or `"torch:"`; nodes that the sides lay
+    out differently are not here.
 
     Args:
         traced: the Flax side.
-        ours: the nodes of the Flax side, in order of execution, those in `axes` with the axes of PyTorch.
+        ours: the nodes of the Flax side, in order of execution, those in `axes` with the axes of
+            PyTorch.
         theirs: those of the PyTorch side, with those that cannot be compared.
         names: the shared name of each submodule of the Flax side, by its path there.
         axes: of outputs whose axes stand in another order on the Flax side.
@@ -52,7 +54,8 @@ class Activations:
         unpaired: what cannot be compared, one line each.
         ambiguous: scores whose axes can be read in two ways, neither of which agrees.
         cotangents: of the PyTorch side, by name of the node at whose output they arrive.
-        lower: for `"flax"` and `"torch"`, what each module computed below float64, and in which dtype.
+        lower: for `"flax"` and `"torch"`, what each module computed below float64, and in which
+            dtype.
     """
 
     traced: TracedModule

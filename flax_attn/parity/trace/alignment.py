@@ -12,7 +12,8 @@ from einops import rearrange
 from flax_attn.parity import tolerance
 from flax_attn.parity.trace.hooks import ROOT, Activation
 
-# How the axes of PyTorch's scores and weights, `b n t s` with n = k * g heads, may stand on the Flax side.
+# How the axes of PyTorch's scores and weights, `b n t s` with n = k * g heads, may stand on the
+# Flax side.
 SCORES = "b (k g) t s"
 ORDERS = {4: (SCORES, "(k g) b t s"), 5: ("k b g t s", "b k g t s", "g b k t s", "b g k t s")}
 CHANNELS_FIRST, CHANNELS_LAST = "b c ...", "b ... c"

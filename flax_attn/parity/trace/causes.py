@@ -53,8 +53,9 @@ def causes_of(
 ) -> list[str]:
     """Return a sentence for everything wrong that a node computes, where the cause is known.
 
-    A formula is named only if it fits what a side computes as closely as two right sides fit one another. Those of a
-    family are tried in order, the right one first, so that none is named that is equal to the right one here.
+    A formula is named only if it fits what a side computes as closely as two right sides fit one
+    another. Those of a family are tried in order, the right one first, so that none is named that
+    is equal to the right one here.
 
     Args:
         found: the evidence on a node that is locally wrong.
@@ -207,7 +208,8 @@ def _families(found: Evidence, target: Target, weights: Arrays) -> Iterator[Fami
         yield lambda value, other: convolution(value, sources["input"], own)
         yield lambda value, other: transposed_convolution(value, sources["input"], own)
         yield lambda value, other: gru(value, sources, own)
-    # What PyTorch calls last returns the output itself: it is named where nothing within says how that is computed.
+    # What PyTorch calls last returns the output itself: it is named where nothing within says how
+    # that is computed.
     inner = {
         name: x
         for name, x in sources.items()

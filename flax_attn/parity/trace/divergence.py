@@ -19,13 +19,15 @@ class Node:
     """A submodule or a step that both sides have.
 
     Args:
-        name: as both sides share it: `"blocks.3.norm1"`, `"blocks.3.att/scores"`; the whole module is `"."`.
+        name: as both sides share it: `"blocks.3.norm1"`, `"blocks.3.att/scores"`; the whole module
+            is `"."`.
         kind: `"module"` or `"step"`.
         order: of execution on the PyTorch side; a module comes after what is inside it.
         error: the relative error of its output.
-        local_error: the same when Flax is given what PyTorch's node was given, so that no error is inherited; NaN
-            where that cannot be.
-        backward_error: the relative error of the cotangent that arrives at its output; NaN where outputs differ.
+        local_error: the same when Flax is given what PyTorch's node was given, so that no error is
+            inherited; NaN where that cannot be.
+        backward_error: the relative error of the cotangent that arrives at its output; NaN where
+            outputs differ.
         limit: the rule for `error` and `local_error`.
         shape: of its output.
         flax_dtype: what Flax computed it in.

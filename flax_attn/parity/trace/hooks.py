@@ -45,7 +45,8 @@ class Activation:
     """What one node computed on one side: a call of a submodule, or a step within a call.
 
     Args:
-        name: of the node, shared by both sides; the name of a node of one side alone starts with `flax:` or `torch:`.
+        name: of the node, shared by both sides; the name of a node of one side alone starts with
+            `flax:` or `torch:`.
         kind: `"module"` or `"step"`.
         inputs: the floating arrays that the call was given, each once.
         output: the first floating array that it returned.

@@ -1,13 +1,15 @@
 """Observe a JAX module: a copy of it is traced once, and its calls and steps are read from the jaxpr.
 
-Every submodule of the copy marks its inputs and its output by an operation that does nothing. The marked jaxpr is then
-evaluated, operation by operation, as often as something is to be recorded or replaced. No class, no module and no
-function is patched: what runs elsewhere in the process is not affected.
+Every submodule of the copy marks its inputs and its output by an operation that does nothing. The
+marked jaxpr is then evaluated, operation by operation, as often as something is to be recorded or
+replaced. No class, no module and no function is patched: what runs elsewhere in the process is not
+affected.
 
-Steps are values named by `jax.ad_checkpoint.checkpoint_name`; the input and output of every softmax, which is
-recognised by its formula, `exp(x - max(x)) / sum(exp(x - max(x)))`, whoever wrote it; and what an `attention_fn`, as
-Flax's attention has it, takes and returns. What runs inside `jax.jit`, `jax.checkpoint` and `jax.vmap` is observed as
-well, the mapped axis first; what runs inside `scan`, `while_loop` and `cond` is not.
+Steps are values named by `jax.ad_checkpoint.checkpoint_name`; the input and output of every
+softmax, which is recognised by its formula, `exp(x - max(x)) / sum(exp(x - max(x)))`, whoever wrote
+it; and what an `attention_fn`, as Flax's attention has it, takes and returns. What runs inside
+`jax.jit`, `jax.checkpoint` and `jax.vmap` is observed as well, the mapped axis first; what runs
+inside `scan`, `while_loop` and `cond` is not.
 """
 
 from __future__ import annotations
@@ -169,7 +171,8 @@ def _mark_calls(module: Any, path: str) -> None:
 def _marking(cls: type, path: str) -> type:
     """Return a subclass whose instances mark their calls.
 
-    The path is kept in the class and not in the instance, so that copies that JAX makes of it mark theirs as well.
+    The path is kept in the class and not in the instance, so that copies that JAX makes of it mark
+    theirs as well.
     """
 
     @wraps(cls.__call__)

@@ -265,7 +265,8 @@ def _factor(
 
 
 def _epsilon(found: np.ndarray) -> float:
-    # To three digits, as people write it; what is not so does not fit. What rounding leaves of 0 is 0.
+    # To three digits, as people write it; what is not so does not fit. What rounding leaves of 0 is
+    # 0.
     number = float(f"{np.median(found):.2e}")
     return number if number > tolerance.REORDERED * np.finfo(np.float64).eps else 0.0
 
@@ -273,7 +274,8 @@ def _epsilon(found: np.ndarray) -> float:
 def is_one_pass_norm(value: np.ndarray, other: np.ndarray, x: np.ndarray, own: Arrays) -> bool:
     """Whether `value` is the layer norm `other` with variances that are off by what one pass over the data loses.
 
-    `mean(x^2) - mean(x)^2` has the rounding of `mean(x^2)`, where the variance itself may be far smaller.
+    `mean(x^2) - mean(x)^2` has the rounding of `mean(x^2)`, where the variance itself may be far
+    smaller.
     """
     affine, mean = _affine(value, x, own), x.mean(-1, keepdims=True)
     if affine is None:

@@ -29,12 +29,14 @@ Errors = Mapping[str, float]
 def localise(pair: Pair, norms: bool = False) -> Divergence:
     """Return where the two sides of a pair differ, and why. JAX must have x64 enabled.
 
-    Both run once and every node is compared. Then Flax runs again on PyTorch's values, which tells the nodes that are
-    wrong from those that inherit an error. To what these compute, known formulas are fitted.
+    Both run once and every node is compared. Then Flax runs again on PyTorch's values, which tells
+    the nodes that are wrong from those that inherit an error. To what these compute, known formulas
+    are fitted.
 
     Args:
         pair: both sides.
-        norms: whether norms that differ by themselves, on features with a large mean, are among the causes.
+        norms: whether norms that differ by themselves, on features with a large mean, are among the
+            causes.
 
     Raises:
         NotRun: if a side is the recording of an earlier run.

@@ -30,7 +30,8 @@ def mask_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
 
 
 def _empty_rows(value: np.ndarray, visible: np.ndarray, visible_there: np.ndarray) -> Forms:
-    # Where one side sees nothing in a row, the other may have one number for all of it: its weights are all the same.
+    # Where one side sees nothing in a row, the other may have one number for all of it: its weights
+    # are all the same.
     empty, empty_there = (~seen.any(-1, keepdims=True) for seen in (visible, visible_there))
     odd = empty != empty_there
     if not odd.any() or odd.all() or not np.array_equal(visible & ~odd, visible_there & ~odd):

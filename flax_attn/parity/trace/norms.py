@@ -27,9 +27,9 @@ OFFSET = 1e3
 def norms_at_an_offset(pair: Pair) -> list[tuple[Evidence, float]]:
     """Return what each norm of both sides makes of its own inputs when they have a mean of 1e3, and PyTorch's rounding.
 
-    The rounding is the error of PyTorch's norm in float32. Norms are submodules that PyTorch calls so, `LayerNorm` or
-    `LlamaRMSNorm`; their counterparts are found where the Flax side is of NNX or Equinox, whose modules can be called
-    one by one.
+    The rounding is the error of PyTorch's norm in float32. Norms are submodules that PyTorch calls
+    so, `LayerNorm` or `LlamaRMSNorm`; their counterparts are found where the Flax side is of NNX or
+    Equinox, whose modules can be called one by one.
     """
     torch = pair.torch.adapter if isinstance(pair.torch, RecordingAdapter) else pair.torch
     theirs = getattr(torch, "module", None)

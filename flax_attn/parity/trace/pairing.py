@@ -14,8 +14,9 @@ def pair_paths(
 ) -> dict[str, str]:
     """Return the path on the PyTorch side of every submodule of the Flax side that has a counterpart.
 
-    Two modules are counterparts if they hold exactly the same parameters: where several projections of Flax are one of
-    PyTorch, only their parents pair. Modules without parameters pair by equal paths under counterparts.
+    Two modules are counterparts if they hold exactly the same parameters: where several projections
+    of Flax are one of PyTorch, only their parents pair. Modules without parameters pair by equal
+    paths under counterparts.
 
     Args:
         entries: the pairs of parameters; where there are none, modules pair by equal paths.
@@ -63,7 +64,8 @@ def _groups(held: dict[str, frozenset[int] | None]) -> dict[frozenset[int], list
 
 
 def _matched(ours: list[str], theirs: list[str]) -> dict[str, str]:
-    # A module within a module may hold the same weights: equal names first, then from the inside out.
+    # A module within a module may hold the same weights: equal names first, then from the inside
+    # out.
     pairs = {path: path for path in ours if path in theirs}
     left, right = (
         [p for p in sorted(chain, key=len, reverse=True) if p not in pairs]

@@ -42,7 +42,8 @@ def weights(
         old: the size before.
         new: the size after.
         kernel: the weight of a neighbour by its distance.
-        clamp: what lies outside counts as the last element, as in PyTorch; else what is inside is weighed anew.
+        clamp: what lies outside counts as the last element, as in PyTorch; else what is inside is
+            weighed anew.
         corners: the corners stay where they are.
         antialias: where it shrinks, the kernel is made as much wider.
         more: is added to the new size when the scale is computed.

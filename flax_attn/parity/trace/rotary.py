@@ -1,6 +1,7 @@
 """Rotary positions, in plain NumPy: by how much each pair of features is turned, measured in heads or in scores.
 
-What is measured is named afterwards: a base, a scaling, positions that are counted otherwise. Nothing is guessed.
+What is measured is named afterwards: a base, a scaling, positions that are counted otherwise.
+Nothing is guessed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Rotation:
         interleaved: pairs are `(2p, 2p + 1)`, not `(p, p + width / 2)`.
         width: the number of features that are turned, the first of each head.
         h: the width of a head.
-        start: the position of the first token; of scores, how much further queries are turned than keys.
+        start: the position of the first token; of scores, how much further queries are turned than
+            keys.
         end: positions stop there, as where a table of angles has no more rows.
         factor: on what is turned.
         alone: "queries" or "keys" where scores are of these turned and of the other as they are.
@@ -178,8 +180,9 @@ def rotations_of_scores(
 ) -> Iterator[Rotation]:
     """Yield the rotations that may be in the scores `value` `(b, n, t, s)`, the scale as their factor.
 
-    A score at the distance `i - j` is a linear function of the cosine and the sine by which each pair is turned there.
-    They solve a linear system, with an equation for each example, head and token.
+    A score at the distance `i - j` is a linear function of the cosine and the sine by which each
+    pair is turned there. They solve a linear system, with an equation for each example, head and
+    token.
 
     Args:
         value: the scores, -inf where they are hidden.

@@ -64,8 +64,9 @@ def without_what_follows(causes: Sequence[str], heads: Sequence[str]) -> list[st
 def in_another_batch(pair: Pair, found: Activations) -> tuple[Pair, Activations]:
     """Return the pair with one example more, and its activations, if the batch cannot be told from the heads.
 
-    Where there are as many examples as heads, the axes of scores can be read in two ways. If the sides agree in one of
-    these, it is the right one. If they do not, another batch says which it is.
+    Where there are as many examples as heads, the axes of scores can be read in two ways. If the
+    sides agree in one of these, it is the right one. If they do not, another batch says which it
+    is.
     """
     if not found.ambiguous:
         return pair, found

@@ -25,7 +25,8 @@ class Target:
         flax: what Flax computes from the values of PyTorch.
         torch: what PyTorch computed.
         without: the submodule that it is passed to, whose output is therefore no source of it.
-        rounding: how far off it may be because Flax takes what it is computed from in a lower dtype only.
+        rounding: how far off it may be because Flax takes what it is computed from in a lower dtype
+            only.
     """
 
     label: str
@@ -48,9 +49,11 @@ class Evidence:
         name: of the node.
         kind: `"module"` or `"step"`.
         targets: what it computes.
-        sources: what it computes that from, as PyTorch has it: `"input"`, outputs of submodules, earlier steps.
+        sources: what it computes that from, as PyTorch has it: `"input"`, outputs of submodules,
+            earlier steps.
         same_inputs: whether it could be given what PyTorch's was given.
-        alone: what submodules are given that PyTorch alone calls, or with other shapes; their outputs are sources.
+        alone: what submodules are given that PyTorch alone calls, or with other shapes; their
+            outputs are sources.
     """
 
     name: str
@@ -78,9 +81,10 @@ def relative(flax: np.ndarray, torch: np.ndarray) -> float:
 def rerun(found: Activations, outputs: Arrays) -> dict[str, Evidence]:
     """Return the evidence on every shared node; the whole module is judged by all its outputs, here of PyTorch.
 
-    Every submodule of the Flax side is given what PyTorch's was given, and its output is compared and then replaced
-    by PyTorch's. What remains is the error of each node alone. A container's own error is in what it does between its
-    submodules: in their inputs, before those are replaced, or in its output.
+    Every submodule of the Flax side is given what PyTorch's was given, and its output is compared
+    and then replaced by PyTorch's. What remains is the error of each node alone. A container's own
+    error is in what it does between its submodules: in their inputs, before those are replaced, or
+    in its output.
     """
     observer = _Substitution(found)
 
@@ -115,7 +119,8 @@ class _Substitution(Observer):
     """Compares and replaces.
 
     Attributes:
-        reference: inputs and output of each shared node, as arrays of JAX in the layout of the Flax side.
+        reference: inputs and output of each shared node, as arrays of JAX in the layout of the Flax
+            side.
     """
 
     def __init__(self, found: Activations):
@@ -207,7 +212,8 @@ class _Substitution(Observer):
     def _earlier_steps(self, name: str) -> Arrays:
         """Return the steps of PyTorch before one in the same call, those among them that Flax does not have.
 
-        Of a step that was taken several times it is the last: of two attentions in one call each has its own query.
+        Of a step that was taken several times it is the last: of two attentions in one call each
+        has its own query.
         """
         steps = itertools.takewhile(lambda step: step != name, self.found.theirs)
         prefix = f"{self.enclosing.name}/"

@@ -1,11 +1,12 @@
 """Observe a PyTorch module while it runs, forward and backward.
 
-A copy of the module has forward hooks, and two modes of PyTorch, which hold for one thread, see the functions that it
-calls. No class, no module and no function is patched, and no setting of the process is changed.
+A copy of the module has forward hooks, and two modes of PyTorch, which hold for one thread, see the
+functions that it calls. No class, no module and no function is patched, and no setting of the
+process is changed.
 
-Steps are what a function called `checkpoint_name(x, name)` is given, if it asks `torch.overrides` as
-`torch_ref.functional.tags` does; what `scaled_dot_product_attention` takes and returns; and the input and output of
-every softmax of PyTorch's own.
+Steps are what a function called `checkpoint_name(x, name)` is given, if it asks `torch.overrides`
+as `torch_ref.functional.tags` does; what `scaled_dot_product_attention` takes and returns; and the
+input and output of every softmax of PyTorch's own.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ class TorchRecorder(ActivationRecorder):
         self.keep(self._numbered(f"{self.enclosing.name}/{step}"), "step", (), value)
 
     def _passed(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        # A tensor of its own for every node: a module that returns what it was given has a cotangent of its own, and
-        # one behind a `detach` still has the cotangent that arrives there.
+        # A tensor of its own for every node: a module that returns what it was given has a
+        # cotangent of its own, and one behind a `detach` still has the cotangent that arrives
+        # there.
         alias = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
         self.cotangents[name] = np.zeros(tuple(value.shape))
         alias.register_hook(lambda gradient: self.cotangents.update({name: numpy64(gradient)}))
@@ -173,7 +175,8 @@ class _Functions(TorchFunctionMode):
             self._step(key, "key"),
             self._step(value, "value"),
         )
-        # The one kernel that has a softmax to observe, called by its name: the choice of kernels is process-wide.
+        # The one kernel that has a softmax to observe, called by its name: the choice of kernels is
+        # process-wide.
         kernel = torch.ops.aten._scaled_dot_product_attention_math
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(

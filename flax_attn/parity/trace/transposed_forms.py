@@ -16,7 +16,8 @@ WORK = 10**8  # products, beyond which none is tried
 def transposed_convolution(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
     """A transposed convolution of one group, its channels first or last, with the stride and the cut that fit.
 
-    PyTorch's first: each element of the image spreads its multiple of the kernel, as it is, over the output.
+    PyTorch's first: each element of the image spreads its multiple of the kernel, as it is, over
+    the output.
     """
     kernel, bias = (next((w for w in own.values() if w.ndim == ndim), None) for ndim in (x.ndim, 1))
     if kernel is None or value.ndim != x.ndim or not 3 <= x.ndim <= 5:

@@ -1,6 +1,7 @@
 """The faults that ports are known for, each patched into the PyTorch module alone.
 
-Every one changes the function or its training, and every one must be detected: `detect.py` applies them one by one.
+Every one changes the function or its training, and every one must be detected: `detect.py` applies
+them one by one.
 """
 
 from flax_attn.proof.faults import (

@@ -24,8 +24,9 @@ from flax_attn.proof.faults.fault import patched
 from flax_attn.proof.prove import pair_of
 from flax_attn.proof.variants import Variant
 
-# From the cheapest to the most expensive. A lower dtype is not among them: its rule is PyTorch's own error, which a
-# fault of the PyTorch module increases. Faults of the Flax module are left to the tests.
+# From the cheapest to the most expensive. A lower dtype is not among them: its rule is PyTorch's
+# own error, which a fault of the PyTorch module increases. Faults of the Flax module are left to
+# the tests.
 ORDER = (
     *("forward", "gradients", "cache = full", "dropout"),
     *("huge logits", "padded rows", "non-finite padding", "training"),

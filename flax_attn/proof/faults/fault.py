@@ -18,8 +18,8 @@ class Patch:
     """`target.attribute` becomes `replacement`.
 
     Args:
-        target: a class or a file of `torch_ref`, or the path of a submodule of the variant, such as `"norm1"`; `""` is
-            its module itself.
+        target: a class or a file of `torch_ref`, or the path of a submodule of the variant, such as
+            `"norm1"`; `""` is its module itself.
         attribute: of the target, which must have it.
         replacement: the new value.
 
