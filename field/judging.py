@@ -1,4 +1,4 @@
-"""The verdict on one port: run the checks, and where they fail find out how far the difference goes."""
+"""Judge one port: run the checks, and find the extent of any difference."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _refusal(error: Exception) -> str:
 
 
 def _without_empty_rows(port: Port, failed: Mapping[str, Check]) -> dict[str, Check]:
-    """Return the check of padding in which no row is all padding, if it is better than with such rows."""
+    """Return the padding check without fully padded rows, if it does better than with them."""
     if PADDING not in failed:
         return {}
     check = _report(port, "float64", [PADDING], empty=False)[0].checks[0]
@@ -153,12 +153,12 @@ def _takes_mask(call: Callable | None) -> bool:
 
 
 def _call(call: Callable | None, xp: Any, empty: bool) -> Callable | None:
-    """Return a call that takes lengths, of one that takes a mask; what stands at padding is set to 0.
+    """Wrap a call that takes a mask as one that takes lengths; set outputs at padding to 0.
 
     Args:
-        call: of a port.
+        call: call of a port.
         xp: `jax.numpy` or `torch`.
-        empty: whether rows may be all padding; else a token of each is kept.
+        empty: whether rows may be all padding; otherwise one token of each is kept.
     """
     if call is None:
         return None

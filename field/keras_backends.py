@@ -1,4 +1,4 @@
-"""Keras twice in one process, once on each backend: a copy of its modules for JAX and one for PyTorch."""
+"""Load Keras twice in one process: one copy of its modules for JAX and one for PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Keras:
     """One copy of Keras. What it imports while it runs is looked up among its own modules.
 
     Args:
-        backend: that it runs on; Keras reads it when it is imported.
+        backend: name of the backend, which Keras reads when it is imported.
     """
 
     def __init__(self, backend: str):
@@ -59,11 +59,11 @@ def _load(modules: Mapping[str, ModuleType]) -> None:
 
 
 def layers(make: Callable[[Any], Any], build: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Return a layer on both backends: a tree that JAX calls with its weights, and a PyTorch module.
+    """Return a layer on both backends: a callable JAX tree with weights, and a PyTorch module.
 
     Args:
-        make: returns the layer, from the module `keras`.
-        build: gives the layer its weights.
+        make: function from the module `keras` to the layer.
+        build: function that creates the weights of the layer.
     """
     made = {}
     for backend in ("jax", "torch"):

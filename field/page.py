@@ -1,4 +1,4 @@
-"""Write docs/field.md from the verdicts and what was found by hand: `python -m field.page [--check]`."""
+"""Write docs/field.md from verdicts and manual findings: `python -m field.page [--check]`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from field.by_hand import lines, verdict
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "field.md"
 UNJUDGED = "does not run"
-FRONT_MATTER = [
-    "---",
-    "html_theme.sidebar_secondary.remove: true",
-    "---",
-    "",
-]  # the tables need the width
+# The tables need the width of the sidebar.
+FRONT_MATTER = ["---", "html_theme.sidebar_secondary.remove: true", "---", ""]
 KINDS = {
     "fault": "Faults, each with a reproduction that runs without this library:",
     "documented": "Other functions by default, or by documentation:",
@@ -243,14 +239,14 @@ def _error(check: Mapping[str, Any] | None) -> str:
 
 
 def _where(row: Mapping[str, Any]) -> str:
-    """Return the node that is most wrong by itself, or the first that differs, or where the backward pass does."""
+    """Return the node with the largest local error, or the first where a pass differs."""
     wrong = sorted(row.get("local", []), key=lambda node: -verdict.number(node["error"]))
     node = wrong[0]["node"] if wrong else row.get("first") or row.get("backward")
     return f"`{node}`".replace("`.`", "the whole") if node else ""
 
 
 def _causes(row: Mapping[str, Any]) -> str:
-    """Return the first causes that the harness names, casts last; one of several places with the first of them."""
+    """Return the first distinct causes that the harness names, casts last."""
     found: dict[str, str] = {}
     for cause in row.get("causes", []):
         found.setdefault(re.sub(r" \(also .*\)$", "", cause.partition(": ")[2]), cause)

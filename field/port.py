@@ -20,13 +20,13 @@ class Built:
     Args:
         flax: the JAX module.
         torch: the PyTorch module, in eval mode.
-        inputs: of both, by position.
-        layouts: tried in order: names or layouts, or functions of both modules that return one. The
-            first that pairs all parameters is used.
+        inputs: inputs of both, by position.
+        layouts: names or layouts, or functions of both modules that return one. They are tried in
+            order, and the first that pairs all parameters is used.
         flax_call: how to call the JAX module, `flax_call(module, *inputs, mask)`, where `mask` is
             boolean `(b, t)`, True for tokens, or None; a call without a parameter `mask` has no
             padding. None is `module(*inputs)`.
-        torch_call: the same for the PyTorch module.
+        torch_call: how to call the PyTorch module, in the same form.
         options: further arguments of `compare`.
     """
 
@@ -45,11 +45,11 @@ class Port:
 
     Args:
         name: `library/model/configuration`, unique.
-        package: as it is installed; its version is read when it runs.
-        configuration: in words.
-        build: returns both sides, computing in a dtype: `"float64"` or `"float32"`.
-        twin: what it is compared with, in words.
-        checks: that it is judged by.
+        package: name of the installed package; its version is read at run time.
+        configuration: description of the configuration.
+        build: function from a dtype, `"float64"` or `"float32"`, to both sides.
+        twin: description of the PyTorch side.
+        checks: names of the checks to run.
     """
 
     name: str

@@ -90,7 +90,8 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]:
     """Scaled dot-product attention.
 
-        output = dropout(softmax(mask(score(soft_cap(scale * query @ key^T + bias))), sinks)) @ value
+        weights = dropout(softmax(mask(score(soft_cap(scale * query @ key^T + bias))), sinks))
+        output  = weights @ value
 
     Query head `i` reads key/value head `i // (n / k)`: multi-head for k = n, grouped-query for k <
     n, multi-query for k = 1. The softmax and all sums are in float32 for lower dtypes, and in the
@@ -104,26 +105,28 @@ def dot_product_attention(
         query: `(b, t, n, h)` or `(t, n, h)`.
         key: `(b, s, k, h)` or `(s, k, h)`, k dividing n.
         value: `(b, s, k, v)` or `(s, k, v)`.
-        bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. `-inf` hides.
+        bias: numbers added to the scaled scores; broadcasts to `(b, n, t, s)`. `-inf` hides.
         mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend.
         scale: factor on the scores, a finite number or an array of shape `()`; None is `1 /
             sqrt(h)`.
-        soft_cap: bounds the scores by `soft_cap * tanh(scores / soft_cap)`; a number known before
+        soft_cap: bound of the scores, `soft_cap * tanh(scores / soft_cap)`; a number known before
             tracing.
-        score: changes the scores: `score(score, b, n, i, j)`, written for scalars, or a
-            `ScoreFunction`.
+        score: function that changes the scores, `score(score, b, n, i, j)`, written for scalars, or
+            a `ScoreFunction`.
         sinks: `(n,)`, a logit per head that takes part in the softmax and attends to nothing.
-        dropout: drops weights; the same key drops the same weights in every backend and in
+        dropout: dropout of the weights; the same key drops the same weights in every backend and in
             `torch_ref`.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: the name of a backend (`flax_attn.backends.registry.BACKENDS`), or `"auto"`, which
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
+        backend: name of a backend (`flax_attn.backends.registry.BACKENDS`), or `"auto"`, which
             chooses one.
-        return_weights: return `(output, weights)`; the output stays the same, bit for bit.
+        return_weights: whether to return `(output, weights)`; the output stays the same, bit for
+            bit.
 
     Returns:
-        `(b, t, n, v)`, and if asked for the weights `(b, n, t, s)` that were applied to the values, that is after
-        dropout; both without `b` for unbatched inputs. A row that may see nothing gives zeros with zero gradient.
-        A number in query, key or value that is not finite reaches the rows that may see it, as NaN, and no others.
+        `(b, t, n, v)`, and with `return_weights` also the weights `(b, n, t, s)` that were applied
+        to the values, after dropout; both without `b` for unbatched inputs. A row that may see
+        nothing gives zeros with zero gradient. A number in query, key or value that is not finite
+        reaches the rows that may see it, as NaN, and no others.
 
     Raises:
         ValueError: if an argument is no array or number, if shapes, dtypes, mask or bias do not fit
@@ -213,7 +216,8 @@ def single_head_attention(
     """`dot_product_attention` of one head, without a head axis.
 
     Shapes:
-        query `(b, t, h)`, key `(b, s, h)`, value `(b, s, v)`, or all without b; mask `(b, t, s)` or broadcasting to it.
+        query `(b, t, h)`, key `(b, s, h)`, value `(b, s, v)`, or all without b; mask `(b, t, s)` or
+        broadcasting to it.
         Returns `(b, t, v)`, and with `return_weights` also the weights `(b, t, s)`.
 
     Example:

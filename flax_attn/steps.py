@@ -27,10 +27,10 @@ class Step(NamedTuple):
 
 
 def steps(module: nnx.Module, *inputs: Any, **options: Any) -> list[Step]:
-    """Return the named intermediates of `module(*inputs, **options)` in order; it is traced, not computed.
+    """Return the named intermediates of `module(*inputs, **options)` in order.
 
-    The module is traced with the reference backend, whatever its own: other backends never hold
-    scores or weights.
+    The module is traced, not computed, with the reference backend whatever its own: other backends
+    never hold scores or weights.
 
     Example:
         >>> import jax.numpy as jnp

@@ -20,15 +20,17 @@ def plot_attention(
     title: str = "",
     columns: int = 4,
 ) -> Figure:
-    """Draw the heads of one layer as labelled heat maps: rows are queries, columns keys, on one colour scale.
+    """Draw the heads of one layer as labelled heat maps on one colour scale.
+
+    Rows are queries, columns are keys.
 
     Args:
-        weights: `(n, t, s)`, or `(t, s)` for one head; of one example, not of a batch.
-        tokens: a label for each query, t in all.
-        key_tokens: a label for each key, s in all; None is the same as `tokens`.
-        titles: one per head; None is "head 0", "head 1" and so on.
-        title: of the figure.
-        columns: the most heads side by side.
+        weights: weights of one example, not of a batch: `(n, t, s)`, or `(t, s)` for one head.
+        tokens: labels of the queries, t in all.
+        key_tokens: labels of the keys, s in all; None is the same as `tokens`.
+        titles: title of each head; None is "head 0", "head 1" and so on.
+        title: title of the figure.
+        columns: greatest number of heads side by side.
 
     Returns:
         A matplotlib figure; write it with `figure.savefig("maps.png")`.

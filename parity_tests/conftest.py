@@ -19,7 +19,10 @@ torch.set_num_threads(1)
 
 
 class Float64Torch:
-    """Stands for torch in modules of transformers that name float32: in rotary angles, RMS norms, softmax, states."""
+    """Stand in for torch in modules of transformers that name float32.
+
+    They do so in rotary angles, RMS norms, softmax and states.
+    """
 
     float = float32 = torch.float64
 
@@ -29,7 +32,7 @@ class Float64Torch:
 
 @pytest.fixture
 def float64_modules():
-    """Return a context in which modules of transformers compute in float64 where they name float32."""
+    """Return a context in which modules of transformers use float64 where they name float32."""
 
     @contextmanager
     def replaced(*modules):

@@ -1,4 +1,7 @@
-"""The attention call against the formula in plain numpy, and both sides against each other over random options."""
+"""The attention call against the formula in plain numpy, and both sides against each other.
+
+The options are random.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""The study of other people's ports: the page follows from the verdicts, and each fault can be reproduced."""
+"""The study of other people's ports: the page follows from the verdicts.
+
+Each fault can be reproduced.
+"""
 
 import sys
 from collections import Counter

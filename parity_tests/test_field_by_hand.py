@@ -1,4 +1,7 @@
-"""The verdicts on other people's ports, reached without the harness: what is claimed has a record, and both agree."""
+"""The verdicts on other people's ports, reached without the harness.
+
+Each claim has a record, and both agree.
+"""
 
 import ast
 import importlib.util

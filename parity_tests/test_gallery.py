@@ -1,4 +1,7 @@
-"""The cards of the gallery in the documentation: all that is public has one, and what they say follows from runs."""
+"""The gallery in the documentation has a card for all that is public.
+
+What the cards say follows from runs.
+"""
 
 import importlib
 import inspect
@@ -30,7 +33,10 @@ each = pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 
 
 def public():
-    """The names that need a card: layers, caches, scalings, functions of positions, constructors of masks."""
+    """Names that need a card.
+
+    Layers, caches, scalings, functions of positions, constructors of masks.
+    """
     for name in flax_attn.__all__:
         found = getattr(flax_attn, name)
         if inspect.isclass(found):

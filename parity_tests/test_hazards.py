@@ -1,4 +1,7 @@
-"""What a user may run into: each was silently wrong, or an error from deep inside, in some library or in this one."""
+"""Mistakes that users may make.
+
+Each was silently wrong, or an error from deep inside, in some library or in this one.
+"""
 
 import jax
 import jax.numpy as jnp

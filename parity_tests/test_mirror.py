@@ -1,4 +1,7 @@
-"""The two packages mirror each other: the same files, names, signatures, defaults and fields, and no imports across."""
+"""The two packages mirror each other, and neither imports the other.
+
+They have the same files, names, signatures, defaults and fields.
+"""
 
 import ast
 import dataclasses
@@ -152,7 +155,10 @@ def _comparable(default):
 
 
 def methods(cls, left_out=frozenset()):
-    """Return the signatures of the methods that a class defines, `forward` and `__call__` under one name."""
+    """Return the signatures of the methods that a class defines.
+
+    `forward` and `__call__` share one name.
+    """
     kept = {"__init__", "__call__", "__and__", "__post_init__"}
     names = {n for n in vars(cls) if not n.startswith("_") or n in kept} - left_out
     own = {n: getattr(v, "__func__", v) for n, v in vars(cls).items() if n in names}

@@ -1,4 +1,4 @@
-"""The mirrored files read alike: each has at least the share of identical lines that `data/mirror.json` records.
+"""The mirrored files share at least the part of their lines that `data/mirror.json` records.
 
 The share is that of lines, blank ones aside, that are identical and in the same order in both
 packages. `pytest -rP` prints the shares. `python parity_tests/test_mirror_lines.py` records them

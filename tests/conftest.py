@@ -1,4 +1,4 @@
-"""What the tests of one side share: rows of the table of variants as Flax modules, and how results are compared."""
+"""Shared by the tests of one side: variants as Flax modules, and how results are compared."""
 
 import inspect
 from collections.abc import Iterator

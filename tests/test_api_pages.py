@@ -42,7 +42,7 @@ def value(name):
 
 
 def missing(package, found):
-    """The public names of a package that are not among these, by that name or as the same thing by another."""
+    """Return the public names of a package that are not among these, under any name."""
     things = [value(name) for name in found]
     public = {
         name: getattr(import_module(package), name) for name in import_module(package).__all__
@@ -80,9 +80,8 @@ def test_every_family_is_documented():
 
 @pytest.mark.parametrize("package", ["torch_ref", "torch_ref.models"])
 def test_every_public_name_of_the_twins_is_documented(package):
-    file = (
-        ROOT / package.replace(".", "/") / "__init__.py"
-    )  # read as text: torch may not be installed
+    # Read as text: torch may not be installed.
+    file = ROOT / package.replace(".", "/") / "__init__.py"
     stub = file.with_suffix(".pyi")
     nodes = ast.parse((stub if stub.is_file() else file).read_text()).body
     public = {

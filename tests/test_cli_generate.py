@@ -1,4 +1,4 @@
-"""`flax-attn generate`: text on stdout, what the start cost on stderr, compiled programs kept for the next start."""
+"""`flax-attn generate`: text on stdout, startup cost on stderr, a cache of compiled programs."""
 
 import json
 import os

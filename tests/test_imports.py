@@ -15,7 +15,8 @@ import flax_attn
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "flax_attn"
 LIBRARY = {"functional", "native", "backends", "sharding", "attention", "modules"}
-LAYERS = {  # lowest first, and the layers that each may import; the package is `flax_attn/__init__.py`
+# Lowest first, with the layers that each may import; the package is `flax_attn/__init__.py`.
+LAYERS = {
     "functional": set(),
     "convert": set(),
     "native": set(),

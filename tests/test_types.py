@@ -1,4 +1,4 @@
-"""What a call returns is known to a type checker from how it is called, and no public callable returns `Any`."""
+"""Type checkers infer the result of a call from its arguments, never `Any`."""
 
 import ast
 import importlib.util
@@ -46,7 +46,10 @@ def heads(layer: MultiHeadAttention, x: Array, cache: KVCache, maybe: KVCache | 
     assert_type(layer(x, None, return_weights=True, bias=lambda query, key: query), Weighed)
     assert_type(layer(x, cache=cache), tuple[Array, KVCache])
     assert_type(layer(x, cache=cache, return_weights=True), tuple[Array, Array, KVCache])
-    assert_type(layer(x, cache=maybe, return_weights=w), Array | Weighed | Cached | tuple[Array, Array, KVCache])
+    assert_type(
+        layer(x, cache=maybe, return_weights=w),
+        Array | Weighed | Cached | tuple[Array, Array, KVCache],
+    )
     assert_type(layer.init_cache(2, 9), KVCache)
 
 
@@ -55,10 +58,19 @@ def block(block: TransformerBlock, x: Array, cache: KVCache, maybe: KVCache | No
     assert_type(block(x, dropout_key=x, positions=[0, 1], return_weights=True), Weighed)
     assert_type(block(x, cache=cache), tuple[Array, KVCache])
     assert_type(block(x, cache=cache, return_weights=True), tuple[Array, Array, KVCache])
-    assert_type(block(x, cache=maybe, return_weights=w), Array | Weighed | Cached | tuple[Array, Array, KVCache])
+    assert_type(
+        block(x, cache=maybe, return_weights=w),
+        Array | Weighed | Cached | tuple[Array, Array, KVCache],
+    )
 
 
-def layers(norm: RMSNorm | LayerNorm, ff: FeedForward | GatedFeedForward, drop: Dropout, table: Embedding, x: Array):
+def layers(
+    norm: RMSNorm | LayerNorm,
+    ff: FeedForward | GatedFeedForward,
+    drop: Dropout,
+    table: Embedding,
+    x: Array,
+):
     assert_type(ff(norm(x)), Array)
     assert_type(drop(x, dropout_key=x), Array)
     assert_type(table(x), Array)
@@ -97,7 +109,7 @@ def refused(layer: MultiHeadAttention, x: Array):
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    """Return what pyright finds in the examples of each package whose framework is installed: one run for all."""
+    """Return pyright's findings in the examples of each installed package, from a single run."""
     folder, written = tmp_path_factory.mktemp("types"), []
     for package, (framework, array) in FRAMEWORKS.items():
         for name, text in (("examples", EXAMPLES), ("refused", REFUSED)):

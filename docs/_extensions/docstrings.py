@@ -1,4 +1,4 @@
-"""Our docstrings for Sphinx: they are plain text, with code between single backticks and formulas indented."""
+"""Render our docstrings in Sphinx: plain text, code between backticks, and indented formulas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKAGES = (
 
 
 def public_name(text: str, package: str) -> str | None:
-    """Return the full name of what is public under this name: in the package at hand, or in another."""
+    """Return the full name of a public object, or None if no searched package has it."""
     of_package = [p for p in ("torch_ref",) if package == p] or PACKAGES
     first, *rest = text.removesuffix("()").split(".")
     for name in of_package:
@@ -45,15 +45,15 @@ def _has(package: str, first: str, rest: list[str]) -> bool:
 
 
 def code(text: str, package: str, own: str) -> str:
-    """Return the text with what stands between backticks as code, and linked where it is another public name."""
+    """Return the text with backticks as code, linked where it names another public object."""
 
     def one(match: re.Match[str]) -> str:
         inner = match[1]
         target = public_name(inner, package)
         written = f":py:obj:`{inner} <{target}>`" if target and target != own else f"``{inner}``"
-        return written + (
-            "\\ " if text[match.end() : match.end() + 1].isalpha() else ""
-        )  # as in a plural
+        # As in a plural.
+        joined = text[match.end() : match.end() + 1].isalpha()
+        return written + ("\\ " if joined else "")
 
     return CODE.sub(one, text)
 
@@ -81,10 +81,8 @@ def read(app: Any, kind: str, name: str, obj: object, options: Any, lines: list[
     # once.
     lines[:] = code(text, package, name).split("\n")
     if kind in ("attribute", "property"):
-        lines[:0] = (
-            "..",
-            "",
-        )  # a comment: in the first line napoleon would take all before a colon for a type
+        # A comment: in the first line napoleon would take all before a colon for a type.
+        lines[:0] = "..", ""
 
 
 def sign(kind: str, obj: Any) -> tuple[str, str] | None:
@@ -111,7 +109,7 @@ def sign(kind: str, obj: Any) -> tuple[str, str] | None:
 
 
 class Types(SphinxTransform):
-    """Link the types in signatures, and the errors, to what is public under their name in the package at hand."""
+    """Link types in signatures, and errors, to the public objects that they name."""
 
     default_priority = 900
 

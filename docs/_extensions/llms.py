@@ -1,4 +1,7 @@
-"""The site for language models (llmstxt.org): `llms.txt` lists the pages, `llms-full.txt` holds them as Markdown."""
+"""Write the site for language models (llmstxt.org).
+
+`llms.txt` lists the pages, and `llms-full.txt` holds them as Markdown.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ SYMBOLS = re.compile(r"```{symbols}\n(.*?)```\n", re.DOTALL)
 
 
 def markdown(source: Path) -> str:
-    """Return a page as Markdown that needs no Sphinx: what it includes and documents is written out."""
+    """Return a page as plain Markdown, with its includes and API entries written out."""
     text = TOCTREE.sub("", FRONT_MATTER.sub("", source.read_text()))
     text = INCLUDE.sub(lambda match: (source.parent / match[1]).read_text(), text)
     return SYMBOLS.sub(lambda match: "\n".join(map(_entry, match[1].split())), text).strip() + "\n"

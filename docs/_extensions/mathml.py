@@ -1,4 +1,4 @@
-"""Formulas as MathML, which browsers draw by themselves: no script, and nothing to load from elsewhere."""
+"""Render formulas as MathML, which browsers draw without scripts or downloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two cells of a notebook side by side: one tagged `torch`, and the one tagged `flax` directly after it."""
+"""Place two notebook cells side by side: one tagged `torch`, and the next, tagged `flax`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sphinx.transforms import SphinxTransform
 
 
 class Pairs(SphinxTransform):
-    """Put each two such cells into a container of the class `pair`, which the style sheet lays out."""
+    """Wrap each pair of cells in a container of class `pair`, which the style sheet lays out."""
 
     default_priority = 900
 

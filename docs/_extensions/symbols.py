@@ -1,4 +1,4 @@
-"""`{symbols}`: a list of public names, as a table with a line for each and then all that their docstrings say."""
+"""`{symbols}`: a table of public names with one line each, then their full docstrings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def docstring(name: str) -> str:
 
 
 def _defined_in(module: str, attribute: str) -> str:
-    """Return the module from which another imports a name, in its stub if it has one, or the other if it does not."""
+    """Return the module that defines an imported name, following stubs where they exist."""
     path = Path(str(import_module(module).__file__))
     stub = path.with_suffix(".pyi")
     for node in ast.parse((stub if stub.is_file() else path).read_text()).body:
@@ -74,7 +74,7 @@ def _entry(name: str) -> Iterator[str]:
 
 
 def _calls(found: type) -> Iterator[str]:
-    """Yield how a module is called, which `:members:` leaves out where the class says all about it."""
+    """Yield the call methods that `:members:` leaves out: `__call__`, an undocumented `forward`."""
     for name in ("__call__", "forward"):
         method = vars(found).get(name)
         if method and (name == "__call__" or not method.__doc__):

@@ -23,16 +23,16 @@ class Card:
         name: the heading.
         shows: public names of `flax_attn`; the first has the docstring that formula and references
             are taken from.
-        take: when to take it.
+        take: when to use it.
         example: the code that is shown and run. It leaves `output`, which is compared.
-        picture: an expression for what is drawn, of the example's names.
-        alt: what the picture shows, in words.
-        equals: what in PyTorch computes the same: a dotted name, and in brackets how it is called.
-        twin: computes it from the names of the example, with PyTorch in float64.
-        proof: the rows of the table of the proof that contain it.
-        formula: where that of the docstring is another.
-        reference: where the docstring has none, or words that choose among those that it has.
-        axes: what rows and columns of the picture are.
+        picture: the expression to draw, in terms of the example's names.
+        alt: description of the picture.
+        equals: the equivalent in PyTorch: a dotted name, and in brackets how it is called.
+        twin: function that computes it from the example's names, with PyTorch in float64.
+        proof: names of its rows in the table of the proof.
+        formula: formula to show instead of the one in the docstring.
+        reference: reference if the docstring has none, or words that select some of its own.
+        axes: names of the rows and columns of the picture.
         eager: whether the example runs operation by operation, which is faster for cards that share
             their shapes.
     """
@@ -83,7 +83,10 @@ class Card:
 
 
 def formula_of(docstring: str) -> str:
-    """Return the formula of a docstring: its first indented block, or else what its first line has in backticks."""
+    """Return the formula of a docstring.
+
+    This is its first indented block, or else the code in backticks in its first line.
+    """
     before = re.split(
         r"\n(?:Args|Attributes|Shapes|Raises|Returns|Example|References):\n", docstring
     )[0]
@@ -95,7 +98,7 @@ def formula_of(docstring: str) -> str:
 
 
 def code(*parts: str) -> str:
-    """Return parts of an example below one another, without their indentation in the source, and functions apart."""
+    """Join the parts of an example, dedented, with a blank line after functions."""
     lines = (
         textwrap.dedent(part).strip() + ("\n" if "def " in part else "") for part in parts if part
     )

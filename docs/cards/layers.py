@@ -43,7 +43,7 @@ NEEDS_SIZES = {"hidden_size": 8, "intermediate_size": 6}
 
 
 def of_x(make, layout="torch", batched=False):
-    """Return a twin that is one module of the example's x, made by a function and loaded with our weights."""
+    """Return a twin that applies one module, with our weights, to the x of the example."""
 
     def twin(names):
         theirs, x = loaded(make(), names["layer"], layout), tensor(names["x"])

@@ -70,7 +70,9 @@ def facts_of(
 
 
 def narrow(formula: str, width: int = 48) -> str:
-    """Return a formula in lines that fit a card: what stands apart in a line, and what is too long, goes below it.
+    """Return a formula in lines that fit a card.
+
+    Spaced-out parts and overlong parts move to lines of their own.
 
     Example:
         >>> print(narrow("a = b    with b = 1"))

@@ -1,4 +1,4 @@
-"""A matrix, some matrices side by side, or bars as SVG, small and readable on light and on dark pages."""
+"""Draw a matrix, several matrices side by side, or bars as SVG for light and dark pages."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from html import escape
 
 import numpy as np
 
-CELL, GAP, MARGIN, LETTER = (
-    13,
-    14,
-    16,
-    6,
-)  # pixels: of a cell, between panels, for an axis and a letter of its name
+# In pixels: a cell, the gap between panels, and an axis and a letter of its name.
+CELL, GAP, MARGIN, LETTER = 13, 14, 16, 6
 ACROSS = 2  # panels
 LEVELS = 8  # shades: a number that is not 0 has at least the faintest
 
@@ -22,8 +18,8 @@ def svg(numbers: np.ndarray, axes: tuple[str, str], label: str) -> str:
 
     Args:
         numbers: `(rows, columns)`, or `(panels, rows, columns)`, or the heights of bars.
-        axes: what rows and columns are.
-        label: the id of the element that says what the picture shows.
+        axes: names of the rows and columns.
+        label: id of the element that describes the picture.
 
     Raises:
         ValueError: if the numbers have another rank or are not finite.

@@ -57,7 +57,7 @@ def by_transformers(kind, length=None, longest=TRAINED, **fields):
 
 
 def scaling(name, shows, arguments, take, alt, twin, kind, proof=(), scaled=SCALED, reference=""):
-    """Return the card of a scaling, whose picture is by how much each pair of features is slowed."""
+    """Return the card of a scaling; its picture shows how much each pair of features slows down."""
     example = f"""
     scaling = {shows}({arguments})
     rope = RoPE(scaling=scaling)

@@ -11,7 +11,10 @@ CHECKS = "forward", "gradients", "training"  # whose errors a card shows
 
 
 class Proven(NamedTuple):
-    """What the run found of some variants: their worst errors, and how far the worst check is below its rule."""
+    """Results of the run for some variants: their worst errors and the smallest margin.
+
+    The margin is how far the worst check is below its rule.
+    """
 
     errors: dict[str, float]
     margin: float

@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
 
 
 def run(card: Card) -> Outcome:
-    """Return the picture of a card and the largest error of its output over the largest value of its twin's.
+    """Return the picture of a card and the relative error of its output against its twin.
 
     Raises:
         ValueError: if the two are not equal by the rule of the proof.
@@ -52,7 +52,7 @@ def run(card: Card) -> Outcome:
 
 
 def executed(card: Card) -> tuple[dict[str, Any], jax.Array]:
-    """Return the names of an example after it ran, as far as they are arrays or were given, and its picture.
+    """Run an example; return its names, limited to arrays and given values, and its picture.
 
     What is assigned to `layer` has parameters from a normal distribution, in float64: as
     constructed, biases are small and norm scales are 1, so that a wrong one would hardly show. All
@@ -107,7 +107,7 @@ def in_double(layer: nnx.Module) -> nnx.Module:
 
 
 def influence(function: Callable, x: jax.Array) -> jax.Array:
-    """Return how much each token of the output changes where a token of the input is set to zero."""
+    """Return how much each output token changes when an input token is set to zero."""
     kept = 1 - jnp.eye(len(x), dtype=x.dtype)
     without = jax.vmap(lambda kept: function(x * kept.reshape(-1, *[1] * (x.ndim - 1))))(kept)
     changes = (without - function(x)).reshape(len(x), without.shape[1], -1)
@@ -115,7 +115,7 @@ def influence(function: Callable, x: jax.Array) -> jax.Array:
 
 
 def held(cache: flax_attn.KVCache) -> jax.Array:
-    """Return which position each slot of a cache holds, from 1, after each of as many tokens as an example has."""
+    """Return the position in each slot of a cache after each token, counted from 1."""
 
     def step(cache: flax_attn.KVCache, _: None) -> tuple[flax_attn.KVCache, jax.Array]:
         cache = cache.append(jnp.ones((1, 1, 1), jnp.float32), jnp.ones((1, 1, 1), jnp.float32))
@@ -126,7 +126,10 @@ def held(cache: flax_attn.KVCache) -> jax.Array:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Let transformers compute in float64 where it names float32: norms, softmaxes, rotary angles, states."""
+    """Make transformers compute in float64 wherever it names float32.
+
+    This covers norms, softmaxes, rotary angles and states.
+    """
     default = torch.get_default_dtype()
     doubles = {"float": torch.float64, "float32": torch.float64, "FloatTensor": torch.DoubleTensor}
     with ExitStack() as stack:

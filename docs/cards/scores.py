@@ -21,7 +21,7 @@ WIDTH = 16
 
 
 def grouped(names):
-    """Return what transformers' functions of attention take beside arrays: a module in eval mode."""
+    """Return the eval-mode module that attention functions of transformers take."""
     sinks = tensor(names["sinks"]) if "sinks" in names else None
     return SimpleNamespace(num_key_value_groups=1, training=False, sinks=sinks)
 

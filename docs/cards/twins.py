@@ -1,4 +1,4 @@
-"""What the twins of several cards share: arrays and weights from JAX to PyTorch, masks, rotary angles."""
+"""Helpers for the twins of several cards: conversion from JAX, masks and rotary angles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sdpa(names: Names, seen: torch.Tensor | None = None, **options: Any) -> torc
 
 
 def by_index(function: Callable, offset: int = 0) -> Callable[[Names], torch.Tensor]:
-    """Return a twin whose mask is a function of `(b, n, i, j)`, as transformers and FlexAttention have them."""
+    """Return a twin whose mask is a function of `(b, n, i, j)`, as in FlexAttention."""
 
     def twin(names: Names) -> torch.Tensor:
         t, s = len(names["q"]), len(names["k"])
@@ -80,11 +80,11 @@ def loaded_as(
     """Return a module of transformers, in eval mode, with the weights of our layer.
 
     Args:
-        layout: of a family of models.
-        part: name of the layer in a block of ours, such as "att"; "" is the block.
-        theirs: their name of it in the first block.
-        module: theirs.
-        layer: ours.
+        layout: layout of a family of models.
+        part: name of the layer in our block, such as "att"; "" is the block itself.
+        theirs: name of the module in the first block of transformers.
+        module: module of transformers.
+        layer: our layer.
     """
     block = _Part(part, layer) if part else layer
     weights = convert.state_dict(_Part("trf_blocks", nnx.List([block])), layout)

@@ -1,4 +1,7 @@
-"""Judge ports without the harness: `python -m field.by_hand [--only PART] [--resume] [--widened]`. See `--help`."""
+"""Judge ports without the harness: `python -m field.by_hand`.
+
+Options: `[--only PART] [--resume] [--widened]`. See `--help`.
+"""
 
 from __future__ import annotations
 
@@ -111,9 +114,8 @@ def _prepared() -> dict[str, Callable[[], Any]]:
 
     jax.config.update("jax_enable_x64", True)
     torch.set_num_threads(1)
-    torch.set_default_dtype(
-        torch.float64
-    )  # of tables that are made with a module, and of numbers while it runs
+    # For tables that are made with a module, and for numbers while it runs.
+    torch.set_default_dtype(torch.float64)
     from field.by_hand import cases
 
     return cases.all_cases()

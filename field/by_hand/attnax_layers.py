@@ -92,9 +92,8 @@ def _window():
 
 
 def _alibi():
-    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])[
-        :, None, None
-    ]  # of three heads, as the paper's code gives them
+    # Slopes of three heads, as the paper's code gives them.
+    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])[:, None, None]
 
     def bias(t):
         distances = (torch.arange(t)[:, None] - torch.arange(t)).abs()

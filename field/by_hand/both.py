@@ -1,4 +1,4 @@
-"""Both sides of a port as functions of the same named arrays, and how far outputs and gradients part."""
+"""Both sides of a port as functions of the same named arrays, and their differences."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Values = Mapping[str, Any]
 LONG = 101  # tokens
-UNFELT = 1e-3  # of the largest gradient: the scale of gradients that are smaller, such as those that are rounding alone
+# Smallest scale of a gradient, as a fraction of the largest gradient. Smaller gradients, such as
+# those that are rounding alone, are compared on this scale.
+UNFELT = 1e-3
 STRESSES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "times 100": lambda x: 100 * x,
-    "times 10": lambda x: (
-        10 * x
-    ),  # gates saturate later, where their gradients are more than rounding
+    # Gates saturate later than at 100, so their gradients are more than rounding.
+    "times 10": lambda x: 10 * x,
     "times 1/1000": lambda x: x / 1000,
     "plus 1000": lambda x: x + 1000,
     "long": lambda x: np.random.default_rng(7).normal(size=(x.shape[0], LONG, *x.shape[2:])),
@@ -37,11 +38,11 @@ class Case:
     Args:
         ours: the JAX side, a function of the values and of a mask `(b, t)`, True for tokens, or
             None.
-        theirs: the PyTorch side, a function of the same.
+        theirs: the PyTorch side, a function of the same arguments.
         values: parameters and floating inputs, by the names of the PyTorch side.
-        inputs: which of the values are inputs.
+        inputs: names of the values that are inputs.
         tokens: the shape `(b, t)` if there is padding.
-        stresses: of `STRESSES`, those that the inputs are changed by.
+        stresses: names in `STRESSES` of the changes to the inputs.
     """
 
     ours: Callable[[Values, Any], Any]
@@ -99,8 +100,8 @@ def layer_case(
         ours: the JAX side.
         theirs: how to call the twin: `theirs(run, mask, *inputs)`; None is `run(*inputs)`.
         padded: whether there is padding.
-        stresses: by name.
-        absent: parameters that the JAX side lacks: they are 0.
+        stresses: names in `STRESSES` of the changes to the inputs.
+        absent: names of parameters that the JAX side lacks; they are 0.
     """
     twin = twin.eval().double()
     shapes = {name: p.shape for name, p in twin.named_parameters() if name not in absent}
@@ -144,7 +145,7 @@ def call_with(module: torch.nn.Module, values: Values, *arguments: Any, **option
 
 
 def measures(case: Case) -> Iterator[dict[str, Any]]:
-    """Yield the errors on plain inputs, with padding, with a row of padding alone, and on stress inputs."""
+    """Yield the errors on plain, padded and stress inputs, and with one fully padded row."""
     run = jax.jit(jax.value_and_grad(_weighted(case.ours), has_aux=True))
     yield _measure(case, run, "plain", case.values, None)
     if case.tokens:
@@ -190,9 +191,8 @@ def named(outputs: Any) -> dict[str, Any]:
 
 def _measure(case: Case, run: Callable, name: str, values: Values, lengths: Any) -> dict[str, Any]:
     mask = None if lengths is None else np.arange(case.tokens[1]) < lengths[:, None]
-    seen = (
-        None if mask is None else mask | ~mask.any(axis=1, keepdims=True)
-    )  # a row of padding is compared whole
+    # A row of padding is compared whole.
+    seen = None if mask is None else mask | ~mask.any(axis=1, keepdims=True)
     weights = _weights(case, values, mask, seen)
     exact, gradients = _torch_side(case, values, mask, weights)
     arrays = {key: jnp.asarray(x) for key, x in values.items()}
@@ -265,7 +265,9 @@ def _where(arrays: Values, seen: Any) -> dict[str, np.ndarray]:
 
 
 def relative(found: Values, exact: Values, floor: float = 0.0) -> float:
-    """Return the largest difference over the largest value of its array, or over a part of the largest of all.
+    """Return the largest difference, relative to the largest value of its array.
+
+    The scale is at least `floor` times the largest value of all arrays.
 
     Raises:
         ValueError: if the arrays of both have other names or shapes.

@@ -1,4 +1,7 @@
-"""Layers and vision transformers of equimo: weights of torch.nn and of transformers are placed by hand."""
+"""Layers and vision transformers of equimo.
+
+Weights of torch.nn and of transformers are placed by hand.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,8 @@ from field.by_hand.flax_layers import X, mha, torch_attention
 
 KEY = jax.random.key(0)
 KINDS = ("weight", "bias")
-PRESET = {
-    "act_layer": "exactgelu",
-    "init_values": 1e-5,
-    "eps": 1e-6,
-}  # what equimo gives its DINOv2
+# The settings of equimo's DINOv2.
+PRESET = {"act_layer": "exactgelu", "init_values": 1e-5, "eps": 1e-6}
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Case]]]:

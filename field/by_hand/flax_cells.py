@@ -1,4 +1,7 @@
-"""Recurrent cells of Flax, one step: of two biases that PyTorch adds, a port with one gets the sum."""
+"""Recurrent cells of Flax, one step.
+
+PyTorch adds two biases: a port with one bias gets their sum.
+"""
 
 from __future__ import annotations
 
@@ -95,9 +98,8 @@ def _nnx_gru(absent=()):
 
     def ours(v, mask):
         params = {"dense_i.kernel": v["weight_ih"].T, "dense_h.kernel": v["weight_hh"].T}
-        second = (
-            jnp.zeros(15) if absent else v["bias_hh"].at[10:].set(0.0)
-        )  # there is no place for that of n
+        # There is no place for the bias of n.
+        second = jnp.zeros(15) if absent else v["bias_hh"].at[10:].set(0.0)
         return filled(cell, params | {"dense_i.bias": v["bias_ih"] + second})(v["hidden"], v["x"])[
             1
         ]

@@ -239,9 +239,8 @@ def _batch_norm(train):
         norm.mean.set_value(jnp.asarray(mean))
         norm.var.set_value(jnp.asarray(var))
         output = norm(v["x"], use_running_average=not train)
-        kept = [
-            jax.lax.stop_gradient(x[...]) for x in (norm.mean, norm.var)
-        ]  # which torch does not differentiate
+        # torch does not differentiate the running statistics.
+        kept = [jax.lax.stop_gradient(x[...]) for x in (norm.mean, norm.var)]
         return {"output": output, "mean": kept[0], "var": kept[1]}
 
     def theirs(v, mask):

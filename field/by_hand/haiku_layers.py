@@ -77,7 +77,10 @@ def _rms_norm(epsilon):
 
 
 def _lstm(forget):
-    """Haiku has the gates in the order i g f o, and adds 1 to the forget gate: `forget` is taken from its bias."""
+    """Return the case of Haiku's LSTM, which has the gates in the order i g f o.
+
+    Haiku adds 1 to the forget gate, so `forget` is subtracted from its bias.
+    """
 
     @_applied
     def run(x, hidden, state):

@@ -1,4 +1,4 @@
-"""Layers of Keras on its JAX backend beside the same on its PyTorch backend: weights cross by their own paths."""
+"""Compare Keras layers on the JAX and PyTorch backends; weights cross by their own paths."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Case]]]:
 
 
 class Swapped:
-    """The modules named keras, of one of two copies: those of `copy` are imported within a `with`."""
+    """One of two copies of the keras modules; inside a `with` block, imports use `copy`."""
 
     def __init__(self, copy: dict[str, ModuleType]):
         self.copy = copy

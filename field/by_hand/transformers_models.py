@@ -35,11 +35,8 @@ OUTPUTS = (  # that both sides return
     *("text_embeds", "image_embeds", "logits_per_image", "logits_per_text", "extract_features"),
     "encoder_last_hidden_state",
 )
-BUFFERS = (
-    "running_mean",
-    "running_var",
-    "final_logits_bias",
-)  # variables in Flax that neither side trains
+# Variables in Flax that neither side trains.
+BUFFERS = ("running_mean", "running_var", "final_logits_bias")
 
 
 class OtherParametersError(Exception):

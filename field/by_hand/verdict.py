@@ -1,4 +1,4 @@
-"""The verdict that follows from what was measured: plain Python, so that a test can repeat it from the record."""
+"""Derive the verdict from the measurements, in plain Python that a test can repeat."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LIMITS = {"outputs": 1e-12, "gradients": 1e-11}  # in float64
-ROUNDINGS = 16  # that a difference may be of what one rounding of all inputs and weights does to the PyTorch side
+# Largest allowed difference, in multiples of the change on the PyTorch side when all inputs and
+# weights are rounded once.
+ROUNDINGS = 16
 FLOAT32 = 2.0**-23  # below a rounding of float32 nothing is seen in float32
 ORDINARY = ("plain", "padding")  # inputs; on others float32 may lose more than it does here
 EMPTY = "a row of padding"

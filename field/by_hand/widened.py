@@ -1,4 +1,7 @@
-"""Import the libraries with every float32 in their source written as float64, to see what is left of a difference."""
+"""Import the libraries with float64 for every float32 in their source.
+
+This shows which part of a difference remains.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,8 @@ WIDENED = re.compile(
     r"|jax/_src/nn/functions|flax/nnx/nn/\w+|flax/linen/\w+|equimo/(layers|models)/\w+|attnax/[\w/]+"
     r"|keras/src/(backend/(jax|torch)/nn|layers/.*/\w+)|diffusers/models/[\w/]+)\.py$"
 )
-CLIPPED = re.compile(
-    r"/keras/src/backend/common/dtypes\.py$"
-)  # where Keras takes 64 bits for 32, but on TensorFlow
+# Where Keras replaces 64 bits by 32, except on TensorFlow.
+CLIPPED = re.compile(r"/keras/src/backend/common/dtypes\.py$")
 REPLACED = (
     (re.compile(r"\bfloat32\b"), "float64"),
     (re.compile(r"(['\"])f4\1"), r"\1f8\1"),

@@ -1,1 +1,1 @@
-"""The ports that are judged, a file a library. A file defines `ports()`, which returns rows of `Port`."""
+"""Ports to judge, one file per library; each defines `ports()`, which returns `Port` rows."""

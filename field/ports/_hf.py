@@ -29,11 +29,8 @@ OUTPUTS = (
     ),
     *("encoder_last_hidden_state", "projected_states", "logits_per_image"),
 )
-AXES = {
-    2: "i o -> o i",
-    3: "w i o -> o i w",
-    4: "h w i o -> o i h w",
-}  # of a kernel, to PyTorch's weight
+# Patterns from a kernel to PyTorch's weight, by the rank of the kernel.
+AXES = {2: "i o -> o i", 3: "w i o -> o i w", 4: "h w i o -> o i h w"}
 NORMED = (  # of PyTorch's weight_norm: the lengths, and the directions
     "parametrizations.weight.original"
 )
@@ -95,17 +92,17 @@ def row(
     """Return the row of one configuration.
 
     Args:
-        name: of the model and the configuration, `mistral/window`.
+        name: model and configuration, such as `mistral/window`.
         model: the class on the PyTorch side, such as `BertModel`; the Flax one is `FlaxBertModel`.
-        words: the configuration.
+        words: description of the configuration.
         base: settings of the family.
-        call: a key of `CALLS`.
-        config: the class of the configuration; `""` is the one that the model names.
-        torch: the class on the PyTorch side if it has another name.
-        checks: that it is judged by.
-        renames: parts of parameter names in Flax, and what PyTorch has there.
-        alone: regular expression for parameters that the PyTorch side alone has.
-        settings: that differ from those of the family.
+        call: key of `CALLS`.
+        config: class of the configuration; `""` is the one that the model names.
+        torch: class on the PyTorch side if it has another name.
+        checks: names of the checks to run.
+        renames: parts of parameter names in Flax, and their replacements in PyTorch.
+        alone: regular expression for parameters that only the PyTorch side has.
+        settings: settings that differ from those of the family.
     """
     build = partial(
         _build,
@@ -154,7 +151,7 @@ def _build(
 
 
 def _as_older_jax() -> None:
-    """Give `jnp.clip` the names back that T5 calls it by: this transformers was made for a JAX that had them."""
+    """Restore the argument names of `jnp.clip` that T5 uses, from older JAX releases."""
     import jax.numpy as jnp
 
     clip = jnp.clip
@@ -219,13 +216,15 @@ def _outputs(found: Any) -> dict[str, Any]:
 
 
 def by_name(flax: Any, torch: Any, renames: Mapping[str, str], alone: str = "") -> Any:
-    """Return the rules of parameters that have equal names on both sides, but for the last part and `renames`.
+    """Return the rules of parameters whose names match on both sides.
+
+    The last part may differ, and the parts in `renames`.
 
     Args:
         flax: a bound Linen module.
-        torch: its twin.
-        renames: parts of names in Flax, and what PyTorch has there.
-        alone: regular expression for parameters that the PyTorch side alone has.
+        torch: its PyTorch twin.
+        renames: parts of names in Flax, and their replacements in PyTorch.
+        alone: regular expression for parameters that only the PyTorch side has.
     """
     from flax import traverse_util
 

@@ -1,4 +1,4 @@
-"""The Flax models of diffusers, which its later releases no longer have, beside their PyTorch originals."""
+"""Compare the Flax models of diffusers, removed in later releases, with their originals."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _autoencoder(dtype):
 
 
 def _paired(ours, theirs):
-    """Pair the attention of the autoencoder by hand: its names are of an earlier release of the original."""
+    """Pair the autoencoder's attention by hand: its names are from an earlier PyTorch release."""
     names = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
     places = [
         (f"{side}.mid_block.attentions_0.", f"{side}.mid_block.attentions.0.")

@@ -1,4 +1,4 @@
-"""Layers and vision transformers of equimo, which is built on Equinox, beside torch.nn and transformers."""
+"""Compare layers and vision transformers of equimo with torch.nn and transformers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from field.ports.flax_layers import torch_attention
 from flax_attn.convert import Layout, Rule
 
 KEY = jax.random.key(0)
-INPUTS_ALONE = (
-    "forward",
-    "gradients",
-)  # of weights that are copied: gradients are those of the images
+# Checks where weights are copied: gradients are those of the images.
+INPUTS_ALONE = ("forward", "gradients")
 TINY = {
     "image_size": 8,
     "patch_size": 2,

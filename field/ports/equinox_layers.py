@@ -1,4 +1,7 @@
-"""Layers of Equinox beside those of torch.nn. Its modules take one example, so that calls are mapped over the batch."""
+"""Compare layers of Equinox with torch.nn.
+
+Equinox modules take a single example, so calls are mapped over the batch.
+"""
 
 from __future__ import annotations
 

@@ -13,13 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from field.port import CHECKS, Built, Port
 from flax_attn.convert import Layout, Rule
 
-STRESSED = (
-    *CHECKS,
-    "huge logits",
-    "small activations",
-    "mean offset",
-    "long sequence",
-)  # of what has tokens
+# Checks of ports that have tokens.
+STRESSED = (*CHECKS, "huge logits", "small activations", "mean offset", "long sequence")
 CELL = ("weights", "forward", "gradients", "huge logits", "small activations")
 IMAGES = (*CELL, "mean offset")
 FUNCTION = ("forward", "gradients", "huge logits", "small activations")  # of what has no parameters

@@ -1,4 +1,4 @@
-"""Layers of Haiku beside those of torch.nn: a function of parameters, given as a tree that can be called."""
+"""Compare layers of Haiku with torch.nn: functions with their parameters as callable trees."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _port(name, configuration, build, twin, checks=STRESSED):
 
 
 def _bound(function, *inputs):
-    """Return a function of arrays with its parameters: a tree that is called, as `compare` takes one."""
+    """Bind a function of arrays to its parameters, as a callable tree for `compare`."""
     transformed = haiku.without_apply_rng(haiku.transform(function))
     return jax.tree_util.Partial(transformed.apply, transformed.init(jax.random.key(0), *inputs))
 
@@ -108,7 +108,10 @@ def _rms_norm(epsilon):
 
 
 def _lstm(forget):
-    """Haiku has the gates in the order i g f o, torch i f g o; torch's forget gate has `forget` added to it."""
+    """Build the two LSTM steps: Haiku has the gates in the order i g f o, torch i f g o.
+
+    The forget gate of torch has `forget` added to it.
+    """
 
     def run(x, hidden, state):
         _, new = haiku.LSTM(5, name="cell")(x, haiku.LSTMState(hidden, state))
@@ -120,7 +123,7 @@ def _lstm(forget):
 
 
 class TorchLSTM(torch.nn.Module):
-    """torch.nn.LSTMCell with input and hidden state in one matrix, whose gates stand in the order of Haiku."""
+    """torch.nn.LSTMCell with one matrix for input and hidden state, and Haiku's gate order."""
 
     def __init__(self, forget):
         super().__init__()
@@ -137,7 +140,10 @@ class TorchLSTM(torch.nn.Module):
 
 
 def _gru():
-    """Haiku has the gates in the order z r a, z is 1 - z of torch, and the reset gate stands before the product."""
+    """Build the two GRU steps: Haiku has the gates in the order z r a.
+
+    Its z is 1 - z of torch, and its reset gate is applied before the product.
+    """
 
     def run(x, hidden):
         return haiku.GRU(5, name="cell")(x, hidden)[0]

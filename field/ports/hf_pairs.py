@@ -1,4 +1,4 @@
-"""Models of transformers 4.57 that are put together of an encoder and a decoder, or of two encoders."""
+"""Models of transformers 4.57 that combine an encoder and a decoder, or two encoders."""
 
 from __future__ import annotations
 
@@ -101,7 +101,6 @@ def _build(
     else:
         config = config_class.from_encoder_decoder_configs(*parts)
         config.decoder_start_token_id, config.pad_token_id = 2, 0
-    flax = getattr(transformers, f"Flax{kind}")(
-        config, dtype=getattr(jnp, dtype)
-    )  # cannot be built without parameters
+    # This class cannot be built without parameters.
+    flax = getattr(transformers, f"Flax{kind}")(config, dtype=getattr(jnp, dtype))
     return pair(flax, getattr(transformers, kind)(config).eval(), call)

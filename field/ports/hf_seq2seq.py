@@ -20,9 +20,8 @@ T5 = {
     "decoder_start_token_id": 0,
 }
 LONG = T5 | {"local_radius": 3, "global_block_size": 4}
-SINUSOIDS = {
-    "alone": r".*embed_positions.weight"
-}  # which PyTorch keeps as parameters that it does not train
+# PyTorch keeps the sinusoids as parameters that it does not train.
+SINUSOIDS = {"alone": r".*embed_positions.weight"}
 SHARED = SINUSOIDS | {
     "decoder_start_token_id": 1,
     "pad_token_id": 1,

@@ -15,9 +15,8 @@ LAYER = "the same layer on Keras's PyTorch backend"
 def ports() -> list[Port]:
     """Return the ports of Keras."""
     attention, grouped = "MultiHeadAttention", "GroupQueryAttention"
-    plain = {
-        "use_bias": False
-    }  # with biases and in float32 the gradient of the key's is rounding alone
+    # With biases in float32, the gradient of the key's bias is rounding alone.
+    plain = {"use_bias": False}
     rows = {
         f"{attention}/self": ("no biases, padding", partial(_multi_head, plain)),
         f"{attention}/scores": (

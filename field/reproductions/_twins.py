@@ -1,4 +1,4 @@
-"""The Flax and the PyTorch model of one configuration with the same weights, carried over by transformers itself."""
+"""Flax and PyTorch models of one configuration, with weights copied by transformers."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""attnax turns every token past its table of angles as the last one of the table, without an error."""
+"""attnax silently rotates tokens past its table of angles by the last row of the table."""
 
 import jax.numpy as jnp
 from attnax.embeddings import rope_cos_sin_from_positions

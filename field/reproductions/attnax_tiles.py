@@ -1,12 +1,11 @@
-"""attnax's memory_efficient_attention fails on the padding mask of make_padding_mask once there is more than a tile."""
+"""attnax's memory_efficient_attention fails on masks of make_padding_mask beyond one tile."""
 
 import attnax
 import jax
 import jax.numpy as jnp
 
-query, key, value = jax.random.normal(
-    jax.random.key(0), (3, 2, 3, 7, 4)
-)  # batch, heads, tokens, width
+# Each has the axes batch, heads, tokens, width.
+query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 3, 7, 4))
 mask = attnax.make_padding_mask(jnp.array([[5, 4, 3, 2, 1, 0, 0], [5, 4, 3, 0, 0, 0, 0]]))
 standard = attnax.standard_attention(query, key, value, mask=mask)
 print("standard_attention, mask of shape", mask.shape, "gives", standard.shape)

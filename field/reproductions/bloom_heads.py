@@ -1,4 +1,4 @@
-"""FlaxBloomModel cannot be built where the number of heads is no power of two, such as the 112 of BLOOM itself."""
+"""FlaxBloomModel needs a power of two as the number of heads; BLOOM itself has 112."""
 
 from transformers import BloomConfig, BloomModel, FlaxBloomModel
 

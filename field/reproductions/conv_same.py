@@ -1,4 +1,4 @@
-"""padding="SAME" with a stride pads only at the end where padding=1 of PyTorch pads on both sides."""
+"""padding="SAME" with a stride pads only the end; padding=1 in PyTorch pads both sides."""
 
 import jax.numpy as jnp
 import torch

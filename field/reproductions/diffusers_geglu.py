@@ -1,4 +1,7 @@
-"""FlaxGEGLU and FlaxTransformer2DModel of diffusers: another GELU and another epsilon than their PyTorch originals."""
+"""Two Flax layers of diffusers differ from PyTorch in GELU and epsilon.
+
+These are FlaxGEGLU and FlaxTransformer2DModel.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""FlaxDinov2Model resizes positions by another bicubic kernel, and by other factors, than Dinov2Model."""
+"""FlaxDinov2Model resizes positions with another bicubic kernel and scale than Dinov2Model."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Without token_type_ids, FlaxElectraModel takes those of the second sentence, ElectraModel of the first."""
+"""Without token_type_ids, FlaxElectraModel uses those of the second sentence, not the first."""
 
 import numpy as np
 import torch

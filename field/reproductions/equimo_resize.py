@@ -1,4 +1,7 @@
-"""equimo resizes positions with jax.image's bicubic kernel (a = -0.5), where DINOv2's are by PyTorch's (a = -0.75)."""
+"""equimo resizes positions with another bicubic kernel than DINOv2.
+
+It uses jax.image's (a = -0.5); DINOv2 uses PyTorch's (a = -0.75).
+"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""equinox.nn.AdaptiveAvgPool1d divides what cannot be divided evenly into other windows than PyTorch."""
+"""equinox.nn.AdaptiveAvgPool1d splits uneven lengths into other windows than PyTorch."""
 
 import equinox
 import jax.numpy as jnp

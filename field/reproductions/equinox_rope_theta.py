@@ -1,4 +1,7 @@
-"""equinox.nn.RotaryPositionalEmbedding keeps its table by width and dtype, so that a second theta gets the first's."""
+"""equinox.nn.RotaryPositionalEmbedding reuses the table of the first theta for a second one.
+
+It caches the table by width and dtype only.
+"""
 
 import equinox
 import jax.numpy as jnp

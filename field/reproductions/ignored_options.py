@@ -1,4 +1,4 @@
-"""Options that change the parameters of the PyTorch model, and that the Flax model does not read."""
+"""Options that change the parameters of the PyTorch model, but are ignored by the Flax model."""
 
 import jax
 import transformers

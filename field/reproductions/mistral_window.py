@@ -1,4 +1,4 @@
-"""A window of W lets FlaxMistralModel see W + 1 keys, and without a window it sees its own key alone."""
+"""FlaxMistralModel sees W + 1 keys with a window of W, and only its own key without one."""
 
 import numpy as np
 import torch

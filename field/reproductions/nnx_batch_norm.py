@@ -1,4 +1,4 @@
-"""The running variance of flax's BatchNorm is that of the batch; PyTorch keeps the one divided by n - 1."""
+"""flax's BatchNorm keeps the biased running variance; PyTorch divides by n - 1."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,7 @@
-"""flax.nnx.GRUCell has no bias b_hn, which its documented formula, flax.linen.GRUCell and torch.nn.GRUCell have."""
+"""flax.nnx.GRUCell lacks the bias b_hn of its documented formula.
+
+flax.linen.GRUCell and torch.nn.GRUCell have it.
+"""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""torch.nn.Embedding(padding_idx=...) gives the row of the padding token no gradient; flax.linen.Embed does."""
+"""torch.nn.Embedding(padding_idx=...) gives the padding row no gradient; flax.linen.Embed does."""
 
 import jax
 import numpy as np

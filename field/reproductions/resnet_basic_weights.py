@@ -1,4 +1,4 @@
-"""The weights of a ResNet of basic layers do not reach FlaxResNetModel, whose names for them are others."""
+"""FlaxResNetModel cannot load a ResNet of basic layers: its parameter names differ."""
 
 import numpy as np
 import torch

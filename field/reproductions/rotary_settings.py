@@ -1,4 +1,4 @@
-"""rope_theta and rope_scaling have no effect in FlaxLlamaModel, FlaxMistralModel and FlaxGemmaModel."""
+"""rope_theta and rope_scaling have no effect in the Flax Llama, Mistral and Gemma models."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""An H200, as a file describes it, and what its kernels need to be compiled where no GPU and no driver is."""
+"""An H200 described by a file, and what compiling its kernels takes without a GPU or a driver."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def load_driver() -> None:
 
 @contextmanager
 def pretend(device: Any) -> Iterator[None]:
-    """Tell jax and tokamax, which ask the device at hand for its capability, that of the one compiled for."""
+    """Give jax and tokamax the compute capability of the device compiled for, not of this one."""
     at_least = mock.patch.object(
         fused_attention_stablehlo, "check_compute_capability", lambda least: float(least) <= 9
     )

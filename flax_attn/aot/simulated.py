@@ -10,7 +10,9 @@ import jax
 
 
 def simulated(count: int) -> Sequence[Any]:
-    """Return so many of this machine's processors as JAX simulates them, and have it simulate as many if it can.
+    """Return `count` of this machine's processors, as devices that JAX simulates.
+
+    JAX is told to simulate as many if it has not started.
 
     Raises:
         ValueError: if JAX has started with fewer.

@@ -10,9 +10,9 @@ class Target:
     """Devices to compile for.
 
     Args:
-        name: of the device.
-        devices: described, not attached.
-        memory: of one, in bytes.
+        name: name of the device.
+        devices: devices, described and not attached.
+        memory: memory of one device, in bytes.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Kernels behind `dot_product_attention`, a file each: `refuse` first, then `attend`, then `memory`."""
+"""The kernels of `dot_product_attention`, one file each: `refuse`, then `attend`, then `memory`."""

@@ -9,13 +9,13 @@ class Backend:
     """One way to compute an attention call.
 
     Attributes:
-        name: as passed to `dot_product_attention(backend=...)`; the name of its module.
-        platforms: where it runs, of `"cpu"`, `"gpu"` and `"tpu"`; None is everywhere.
-        dtypes: that query, key and value may have, of `flax_attn.functional.checks.DTYPES`.
-        source: of the kernel, for the documentation.
-        structure: the masks that it takes without an array over all queries and keys, for the
+        name: name for `dot_product_attention(backend=...)`; the name of its module.
+        platforms: platforms it runs on, of `"cpu"`, `"gpu"` and `"tpu"`; None is everywhere.
+        dtypes: dtypes that query, key and value may have, of `flax_attn.functional.checks.DTYPES`.
+        source: source of the kernel, for the documentation.
+        structure: masks that it takes without an array over all queries and keys, for the
             documentation.
-        limits: what it refuses beside other dtypes, for the documentation.
+        limits: calls it refuses, apart from other dtypes, for the documentation.
     """
 
     name: str
@@ -30,7 +30,10 @@ class Backend:
         return False
 
     def refuse(self, call: Call) -> str | None:
-        """Return why the backend cannot run the call, or None; the platform and the dtype are checked before."""
+        """Return why the backend cannot run the call, or None.
+
+        The platform and the dtype are checked before.
+        """
         return None
 
     def attend(self, call: Call) -> Array:

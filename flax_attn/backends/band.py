@@ -1,4 +1,4 @@
-"""For kernels that take a causal mask, a window and lengths as structure, so that no array over `(t, s)` is made."""
+"""Causal masks, windows and lengths for kernels that need no mask array over `(t, s)`."""
 
 from collections.abc import Callable
 from functools import partial, reduce
@@ -13,7 +13,10 @@ from flax_attn.functional.mask_parts import Lengths
 
 
 class Band(NamedTuple):
-    """Query `i` sees key `j` when `i - left <= j <= i + right`, `i < query` and `j < key`; None is unbounded."""
+    """The keys that each query sees, as a band; None is unbounded.
+
+    Query `i` sees key `j` when `i - left <= j <= i + right`, `i < query` and `j < key`.
+    """
 
     left: int | None
     right: int | None
@@ -22,14 +25,14 @@ class Band(NamedTuple):
 
 
 def is_band(call: Call) -> bool:
-    """Return whether the whole mask is a `Band` with the query's own position in it, and there is no bias."""
+    """Return whether there is no bias and the mask is a `Band` with the query's own position."""
     (low, high), rest = call.mask.split_band()
     inside = (low is None or low <= 0) and (high is None or high >= 0)
     return call.bias is None and inside and all(isinstance(part, Lengths) for part in rest.parts)
 
 
 def sides(call: Call) -> tuple[int | None, int | None]:
-    """Return how many keys a query sees to its left and to its right; None where that hides nothing."""
+    """Return how many keys a query sees to its left and right; None where that hides nothing."""
     _, _, t, s = call.shape
     (low, high), _ = call.mask.split_band()
     return (
@@ -44,7 +47,7 @@ def has_lengths(call: Call) -> bool:
 
 
 def attend_band(call: Call, kernel: Callable[[Call, Band, Array, Array, Array], Array]) -> Array:
-    """Return `kernel(call, band, query, key, value)` under the contract, without an array over (t, s).
+    """Return `kernel(call, band, query, key, value)` under the contract, with no `(t, s)` array.
 
     The kernel gets at least one query and one key a row; its output for padding is zeroed.
     """

@@ -46,7 +46,7 @@ class Unsupported(ValueError):  # noqa: N818 (a refusal, not an error of the lib
 
 
 class Floats(NamedTuple):
-    """The arrays of a call that have gradients, or these gradients; None for what the call does not have."""
+    """The arrays of a call that have gradients, or these gradients; None for missing arrays."""
 
     query: Array
     key: Array
@@ -68,24 +68,24 @@ class Call:
     cap, precision, platform and a scale that is a Python number stay known.
 
     Args:
-        query: `(b, t, n, h)`.
-        key: `(b, s, k, h)`, k dividing n.
-        value: `(b, s, k, v)`.
-        bias: None, or of rank 4 and broadcasting to `(b, n, t, s)`; `-inf` hides. In a shard it is
-            over all keys.
-        mask: for these sizes, with its offsets filled in.
+        query: query `(b, t, n, h)`.
+        key: key `(b, s, k, h)`, k dividing n.
+        value: value `(b, s, k, v)`.
+        bias: None, or a bias of rank 4, broadcasting to `(b, n, t, s)`; `-inf` hides. In a shard
+            it is over all keys.
+        mask: mask for these sizes, with its offsets filled in.
         scale: factor on the scores, a Python number or a scalar in the dtype of the scores.
-        soft_cap: None or positive.
-        sinks: None or `(n,)`.
+        soft_cap: soft cap on the scores, positive, or None.
+        sinks: sinks `(n,)`, or None.
         dropout: None or a rate and a key.
-        precision: of the matrix products.
-        platform: `"cpu"`, `"gpu"` or `"tpu"`.
-        score: None or a function of scores, traced.
+        precision: precision of the matrix products.
+        platform: platform that the call runs on, `"cpu"`, `"gpu"` or `"tpu"`.
+        score: function of scores, traced, or None.
 
     Attributes:
-        axes: what the axes of each array are split over where a mesh divides the call: `"batch"`,
-            `"heads"`, `"queries"`, `"keys"`, or None for none. Aligned at the last axis; an axis of
-            one serves every index.
+        axes: names for the axes of each array, by which a mesh splits them: `"batch"`, `"heads"`,
+            `"queries"`, `"keys"`, or None for an axis that is not split. Aligned at the last axis;
+            an axis of size one serves every index.
     """
 
     query: Query
@@ -117,13 +117,13 @@ class Call:
 
     @property
     def floats(self) -> Floats:
-        """The arrays that have gradients; a scale that is a Python number is among them, as an array."""
+        """The arrays that have gradients; a scale that is a number is one of them."""
         scale = jnp.asarray(self.scale, accumulation_dtype(self.query.dtype))
         captured = () if self.score is None else self.score.floats
         return Floats(self.query, self.key, self.value, self.bias, self.sinks, scale, captured)
 
     def cotangent(self, gradients: Floats) -> Call:
-        """Return gradients in the form of this call and in the dtypes of its arrays, None for what has no gradient."""
+        """Return gradients as a call, in the dtypes of its arrays; None where there is none."""
         gradients = jax.tree.map(
             lambda gradient, x: gradient.astype(x.dtype), gradients, self.floats
         )

@@ -1,4 +1,4 @@
-"""Which backend runs a call: the one asked for by name, or the first of the registry that takes it."""
+"""The choice of a backend: the one asked for by name, or the first that takes the call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def choose(call: Call, backend: str = "auto") -> Backend:
 
 
 def refusal(backend: Backend, call: Call) -> str | None:
-    """Return why a backend cannot run the call, for its platform, its dtype or a reason of its own, or None."""
+    """Return why a backend cannot run the call, or None: its platform, dtype or its own reason."""
     if not runs_on(backend, call.platform):
         return (
             f"{backend.name} runs on {' and '.join(p.upper() for p in backend.platforms or ())};"

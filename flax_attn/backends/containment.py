@@ -1,4 +1,4 @@
-"""Containment of numbers that are not finite around a fused kernel, without copies of all that the kernel reads.
+"""Containment of non-finite numbers around a fused kernel, without copies of all that it reads.
 
 A kernel multiplies hidden keys and values by zero, and 0 * NaN is NaN, so it would have to read
 clean copies. Here it reads query, key and value as they are. Only where one of their numbers is not
@@ -32,7 +32,9 @@ _NAMES = ("query", "key", "value")
 
 
 def contain(call: Call, kernel: Kernel) -> Array:
-    """Return the output `(b, t, n, v)` of a kernel under the contract; differentiable once, in reverse mode.
+    """Return the output `(b, t, n, v)` of a kernel under the contract.
+
+    It is differentiable once, in reverse mode.
 
     The kernel keeps the contract for finite numbers, and takes query, key, value and a mask that is
     the same for all heads.
@@ -72,7 +74,10 @@ def contain(call: Call, kernel: Kernel) -> Array:
 
 
 def memory(call: Call) -> int:
-    """Return the bytes of the clean copies of query, key and value, of one head or of all, and of their output."""
+    """Return the bytes of clean copies of query, key and value, and of their output.
+
+    Those of one head, or of all heads where XLA may divide the call.
+    """
     (b, n, t, s), k = call.shape, call.key.shape[2]
     tokens = b * (n * t + k * s) if may_be_partitioned() else t + s
     return call.query.dtype.itemsize * tokens * (call.query.shape[3] + call.value.shape[3])

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention on NVIDIA GPUs, in half precision, with memory linear in the number of tokens."""
+"""cuDNN's fused attention on NVIDIA GPUs, in half precision, with memory linear in tokens."""
 
 from functools import partial
 from importlib.util import find_spec
@@ -57,7 +57,10 @@ class CuDNN(Backend):
         return refuse_options("cudnn", call) or _refuse_bias(call)
 
     def attend(self, call: Call) -> Array:
-        """Return the output; causal masks, sliding windows and lengths stay structure, all others become an array."""
+        """Return the output.
+
+        Causal masks, sliding windows and lengths stay structure, all others become an array.
+        """
         try:
             if _keeps(call):
                 return attend_band(call, _kernel)
@@ -66,7 +69,10 @@ class CuDNN(Backend):
             raise Unsupported(f"cudnn: {limit}") from limit
 
     def memory(self, call: Call) -> int:
-        """Return the bytes of clean copies and of the raw output: of one head; of all if padded or by an array."""
+        """Return the bytes of clean copies and of the raw output.
+
+        Those of one head; of all heads if sizes are padded or the mask becomes an array.
+        """
         (b, n, t, s), (rows, cols, width), k = call.shape, _sizes(call), call.key.shape[2]
         if _keeps(call) and (rows, cols, width, width) == (
             t,

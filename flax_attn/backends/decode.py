@@ -1,4 +1,4 @@
-"""The formula for a few queries over many keys, as in a step of decoding: keys and values are read once.
+"""The formula for a few queries over many keys, as in decoding: keys and values are read once.
 
 Non-finite numbers are looked for in the scores and the output, which are small: where these are
 finite, so is what they were computed from, or it is hidden. Otherwise the call is computed again by
@@ -45,7 +45,7 @@ class Decode(Backend):
         return None
 
     def attend(self, call: Call) -> Array:
-        """Return `(b, t, n, v)`; differentiable in every mode and to every order, as the formula is."""
+        """Return `(b, t, n, v)`, differentiable in every mode and to every order."""
         return _compiled(call)
 
     def memory(self, call: Call) -> int:

@@ -1,4 +1,7 @@
-"""For kernels that take the mask as one array over `(t, s)`, behind the interface of `jax.nn.dot_product_attention`."""
+"""Attention by kernels that take the mask as one array over `(t, s)`.
+
+They have the interface of `jax.nn.dot_product_attention`.
+"""
 
 from collections.abc import Callable
 
@@ -53,7 +56,9 @@ def refuse_widths(name: str, call: Call) -> str | None:
 
 
 def attend_dense(call: Call, kernel: Callable[..., Array], fill: float) -> Array:
-    """Return `kernel(query, key, value, bias, visible)` under the contract, for kernels that do not keep it themselves.
+    """Return `kernel(query, key, value, bias, visible)` under the contract of attention.
+
+    For kernels that do not keep the contract themselves.
 
     The kernel gets finite numbers, zeros for tokens that nobody sees, no bias of -inf or near its
     own `fill` for hidden scores, and rows that all see something: those that do not are shown every
@@ -73,7 +78,10 @@ def attend_dense(call: Call, kernel: Callable[..., Array], fill: float) -> Array
 
 
 def array_size(call: Call) -> int:
-    """Return the elements of mask and bias as one array: axes b and n count only where one of them depends on them."""
+    """Return the number of elements of mask and bias as one array.
+
+    Axes b and n count only where one of them depends on them.
+    """
     _, _, t, s = call.shape
     mask = jax.eval_shape(lambda mask: mask.block(jnp.arange(t), jnp.arange(s)), call.mask).shape
     bias = mask if call.bias is None else call.bias.shape

@@ -1,4 +1,4 @@
-"""Non-finite handling around a kernel: it reads finite numbers, and rows that may see others become NaN.
+"""Non-finite numbers around a kernel: it reads finite ones, and rows that may see others are NaN.
 
 A kernel that needs it calls `zero_nonfinite` on what it reads and multiplies its output by
 `row_factor`.
@@ -29,10 +29,12 @@ def all_finite(*arrays: Array) -> Bool[Array, ""]:
 
 
 def headroom(value: Float[Array, "*b v"], most: int | float) -> Float[Array, ""]:
-    """Return a power of two by which values are multiplied so that sums of `most` of them are finite; mostly 1.
+    """Return a power of two to multiply values by, so that sums of `most` of them are finite.
 
-    Kernels that divide by the sum of a row at its end need it, where the formula sums what is
-    divided already.
+    It is mostly 1.
+
+    Kernels that divide by the sum of a row at its end need it; the formula sums what is divided
+    already.
 
     Example:
         >>> headroom(jnp.array([1.0, -2.0]), 1000), headroom(jnp.array([1.0, -3e38]), 1000)

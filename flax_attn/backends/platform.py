@@ -33,7 +33,9 @@ def platform_of(x: Any) -> str:
 
 
 def may_be_partitioned() -> bool:
-    """Return whether XLA may divide the computation among devices: there are several, and it is in no `jax.shard_map`.
+    """Return whether XLA may divide the computation among devices.
+
+    It may if there are several, and the computation is in no `jax.shard_map`.
 
     Example:
         >>> devices = jax.sharding.AbstractMesh((4,), ("data",))
@@ -52,7 +54,7 @@ def may_be_partitioned() -> bool:
 
 
 def compute_capability() -> float:
-    """Return the compute capability of the GPU in use, or that the mesh in use is of; 0.0 if there is none.
+    """Return the compute capability of the GPU in use, or of the mesh in use; 0.0 without a GPU.
 
     Example:
         >>> compute_capability() >= 0

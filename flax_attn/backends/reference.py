@@ -1,4 +1,4 @@
-"""The formula with all scores in memory: the reference for the others, and the quickest for short inputs."""
+"""The formula with all scores in memory: the reference for the others, fastest for short inputs."""
 
 from dataclasses import fields
 

@@ -1,4 +1,7 @@
-"""The table of backends. A new one is a module, or a folder, beside this file and a line in the table."""
+"""The table of backends.
+
+A new one is a module, or a folder, beside this file and a line in the table.
+"""
 
 from importlib import import_module
 

@@ -18,7 +18,10 @@ from jaxtyping import Array, Float
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """Rows of one head over some keys: `output = sum e value` and `total = sum e`, with `e = exp(score - top)`."""
+    """Rows of one head over some keys, not yet divided by their sum.
+
+    `output = sum e value` and `total = sum e`, with `e = exp(score - top)`.
+    """
 
     output: Float[Array, "t v"]
     top: Float[Array, "t 1"]
@@ -40,10 +43,13 @@ class Sums:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Softmax:
-    """Attention over some keys: `output = sum e value / total` and `total = sum e`, with `e = exp(score - top)`.
+    """Attention over some keys, with the maximum and the sum of its softmax.
+
+    `output = sum e value / total` and `total = sum e`, with `e = exp(score - top)`.
 
     Shapes:
-        Of one head output `(t, v)`, top and total `(t, 1)`; of a call `(b, t, n, v)` and `(b, n, t, 1)`.
+        Of one head: output `(t, v)`, top and total `(t, 1)`. Of a call: `(b, t, n, v)` and
+        `(b, n, t, 1)`.
     """
 
     output: Array
@@ -77,14 +83,14 @@ class Softmax:
         return Softmax(lax.psum(self.output * weight, axes), top, total)
 
     def with_sinks(self, sinks: Float[Array, " n"] | None) -> Softmax:
-        """Return the softmax of a call with one key more a head: its score is the sink, its value zero."""
+        """Return the softmax with one more key a head: its score is the sink, its value zero."""
         if sinks is None:
             return self
         score = jnp.broadcast_to(_of_rows(sinks, self.top.dtype), self.top.shape)
         return self.fold(Softmax(jnp.zeros_like(self.output), score, jnp.ones_like(self.total)))
 
     def sinks_gradient(self, sinks: Float[Array, " n"] | None, cotangent: Array) -> Array | None:
-        """Return the gradient of the sinks: `-sum w (o do)`, where w is the weight that a sink has in its row."""
+        """Return the gradient of the sinks, `-sum w (o do)`, w being a sink's weight in its row."""
         if sinks is None:
             return None
         delta = rearrange((self.output * cotangent).sum(axis=-1), "b t n -> b n t 1")

@@ -1,4 +1,7 @@
-"""Fused attention on NVIDIA GPUs by tokamax's Mosaic and Triton kernels, in half precision; chosen by name only."""
+"""Fused attention on NVIDIA GPUs by tokamax's Mosaic and Triton kernels, in half precision.
+
+It is chosen by name only.
+"""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -52,7 +55,10 @@ class Tokamax(Backend):
             raise Unsupported(f"tokamax: {limit}") from limit
 
     def memory(self, call: Call) -> int:
-        """Return the bytes of clean copies and of the raw output: of one head, or of all beside arrays."""
+        """Return the bytes of clean copies and of the raw output.
+
+        Those of one head; of all heads if the mask becomes an array.
+        """
         if _keeps(call):
             return containment.memory(call)
         copies = (
@@ -64,12 +70,15 @@ class Tokamax(Backend):
 
 
 def implementation() -> str:
-    """Return `"mosaic_gpu"` on the GPUs that it has a gradient for, Hopper's and Blackwell's, and else `"triton"`."""
+    """Return `"mosaic_gpu"` on GPUs that it has a gradient for, else `"triton"`.
+
+    Those are Hopper's and Blackwell's.
+    """
     return "mosaic_gpu" if 9 <= compute_capability() < 11 else "triton"
 
 
 def attend_with(call: Call, name: str) -> Array:
-    """Return the output of one implementation of tokamax; `"xla"` and `"xla_chunked"` run anywhere."""
+    """Return the output of one tokamax implementation; `"xla"`, `"xla_chunked"` run anywhere."""
     attend = import_module("tokamax").dot_product_attention  # optional, and slow to import
 
     def attention(*arrays, **options):

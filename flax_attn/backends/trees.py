@@ -7,7 +7,7 @@ import jax
 
 
 def split(tree: Any, kind: type) -> tuple[list, Callable[[list], Any]]:
-    """Return the leaves of a kind, and the function from these to the tree, in which all else is as it was.
+    """Return the leaves of a kind, and the function that puts others in their place.
 
     Example:
         >>> found, rebuild = split({"a": 1, "b": 2.5}, float)

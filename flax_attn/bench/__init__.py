@@ -1,1 +1,4 @@
-"""Benchmarks of time, memory and growth beside other implementations. The library itself never imports this."""
+"""Benchmarks of time, memory and growth beside other implementations.
+
+The library itself never imports this.
+"""

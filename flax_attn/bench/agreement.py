@@ -28,7 +28,7 @@ from flax_attn.parity import tolerance
 
 @lru_cache(maxsize=4)
 def reference(work: Workload) -> tuple[Arrays, list[Arrays]]:
-    """Return output and gradients by the formula: in float64, and a few times in the dtype of the workload."""
+    """Return output and gradients by the formula, in float64 and a few times in the given dtype."""
     formula = layers.formula if work.layer else functions.formula
     with jax.enable_x64(True):
         exact = formula(work, "float64")
@@ -37,13 +37,15 @@ def reference(work: Workload) -> tuple[Arrays, list[Arrays]]:
 
 
 def excess_error(found: Arrays, exact: Arrays, plain: Sequence[Arrays], dtype: str) -> float:
-    """Return the largest error over the allowed one: at most 1 where the results agree, NaN where one is NaN.
+    """Return the largest error over the allowed one; results agree if it is at most 1.
+
+    It is NaN where a result is NaN.
 
     Args:
         found: outputs and gradients of an implementation.
-        exact: the same by the formula in float64.
-        plain: the same by the formula in the dtype, of which the largest error counts.
-        dtype: of the workload.
+        exact: outputs and gradients by the formula in float64.
+        plain: outputs and gradients by the formula in the dtype, of which the largest error counts.
+        dtype: dtype of the workload.
     """
     gradients = {name: array for name, array in exact.items() if name != "output"}
     nonzero = {

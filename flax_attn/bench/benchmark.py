@@ -1,4 +1,4 @@
-"""One benchmark: every implementation is prepared and compared, and those that agree are timed in turns."""
+"""One benchmark: implementations are prepared and compared, and those that agree are timed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Benchmark:
     """What is measured side by side.
 
     Args:
-        section: of the report.
-        entries: each implementation with its workload.
+        section: section of the report.
+        entries: implementations, each with its workload.
         limit: bytes of temporaries above which an implementation is not run.
-        timed: False only compiles.
+        timed: whether the implementations are timed; False only compiles.
     """
 
     section: str
@@ -47,15 +47,15 @@ class Measurement:
     """What was measured of one implementation.
 
     Args:
-        section: of the report.
-        implementation: its name.
-        work: the workload.
+        section: section of the report.
+        implementation: name of the implementation.
+        work: workload.
         status: "timed", "compiled", or why it was not timed in a word or two.
-        note: the reason in a sentence.
-        error: over the allowed one; at most 1.
-        compile_seconds: None where nothing is compiled.
-        temporaries: bytes; None where unknown.
-        seconds: of a call, one figure a round.
+        note: reason in a sentence.
+        error: error over the allowed one; at most 1.
+        compile_seconds: seconds to compile; None where nothing is compiled.
+        temporaries: bytes of temporaries; None where unknown.
+        seconds: seconds of a call, one figure a round.
     """
 
     section: str
@@ -80,7 +80,10 @@ class Measurement:
 
 
 class NotTimed(Exception):  # noqa: N818 (a finding, not an error)
-    """An implementation is not timed; `found` updates its measurement, with a status and a note at least."""
+    """An implementation is not timed.
+
+    `found` updates its measurement, with a status and a note at least.
+    """
 
     def __init__(self, status: str, note: str, **found: Any):
         super().__init__(note)
@@ -93,8 +96,8 @@ def measure(
     """Return a measurement for every entry, in order.
 
     Args:
-        benchmark: the implementations and their workloads.
-        rounds: turns of each.
+        benchmark: implementations and their workloads.
+        rounds: number of turns of each implementation.
         history: earlier measurements, from which times that are too long are predicted.
     """
     rows: list[Measurement] = []
@@ -151,7 +154,10 @@ def _compare(prepared: Prepared, row: Measurement) -> tuple[Measurement, float]:
 
 
 def _check_growth(row: Measurement, history: Sequence[Measurement]) -> None:
-    """Raise where a smaller size predicts too long a time: times, and unrolled programs, grow with the pairs."""
+    """Raise where a smaller size predicts too long a time.
+
+    Times, and unrolled programs, grow with the pairs.
+    """
     for past in history:
         one, other = (
             replace(work, b=1, n=1, t=1, h=1, window=None) for work in (past.work, row.work)
@@ -170,7 +176,7 @@ def _check_growth(row: Measurement, history: Sequence[Measurement]) -> None:
 
 
 def _guarded(step: Callable[[], Result]) -> Result:
-    """Turn whatever an implementation raises into the reason why it is not timed, so that the others go on."""
+    """Turn an implementation's error into the reason why it is not timed; the others go on."""
     try:
         return step()
     except Unsupported as error:

@@ -1,4 +1,4 @@
-"""The attention calls of well-known models, as data: to ask which backend runs each, and to compile them."""
+"""The attention calls of well-known models, as data: to ask for their backends and compile them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from flax_attn.sharding.explain import explain
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One call of `dot_product_attention`, without numbers.
+    r"""One call of `dot_product_attention`, without numbers.
 
     Args:
-        name: the model, and what is special about its attention.
-        arrays: the arguments that hold arrays, each a tree of `jax.ShapeDtypeStruct`: query, key,
+        name: model, and what is special about its attention.
+        arrays: arguments that hold arrays, each a tree of `jax.ShapeDtypeStruct`: query, key,
             value, and of bias, mask, sinks and dropout what the model passes.
-        options: the other arguments.
-        learned: the names of the arrays that training differentiates.
+        options: other arguments.
+        learned: names of the arrays that training differentiates.
 
     Example:
         >>> from flax_attn import explain
-        >>> explain(**MODEL_CALLS[0].arguments, platform="cpu").refusals["decode"]
-        'decode is for steps of decoding, which drop no weights; got dropout. Call .eval() on the module'
+        >>> refusals = explain(**MODEL_CALLS[0].arguments, platform="cpu").refusals
+        >>> print(refusals["decode"].replace("; ", ";\n"))
+        decode is for steps of decoding, which drop no weights;
+        got dropout. Call .eval() on the module
     """
 
     name: str
@@ -66,11 +68,12 @@ def forward(call: ModelCall, backend: str = "auto") -> Callable[[dict[str, Any]]
 def forward_and_backward(
     call: ModelCall, backend: str = "auto"
 ) -> Callable[[dict[str, Any], Array], tuple]:
-    """Return the function of `call.arrays` and `call.cotangent` that computes the output and the gradients.
+    """Return the function from `call.arrays` and `call.cotangent` to output and gradients.
 
     Example:
         >>> call = MODEL_CALLS[0]
-        >>> output, gradients = jax.eval_shape(forward_and_backward(call), call.arrays, call.cotangent)
+        >>> run = forward_and_backward(call)
+        >>> _, gradients = jax.eval_shape(run, call.arrays, call.cotangent)
         >>> list(gradients)
         ['key', 'query', 'value']
     """
@@ -80,7 +83,7 @@ def forward_and_backward(
 def with_gradients(
     call: ModelCall, function: Callable[[dict[str, Any]], Array]
 ) -> Callable[..., tuple]:
-    """Return the function of `call.arrays` and `call.cotangent` that computes `function` and its gradients."""
+    """Return the function of `call.arrays` and `call.cotangent` to `function` and its gradients."""
 
     def run(arrays: dict[str, Any], cotangent: Array) -> tuple[Array, dict[str, Array]]:
         learned = {name: arrays[name] for name in call.learned}
@@ -175,7 +178,10 @@ MODEL_CALLS = (
 
 
 def table(platform: str) -> Table:
-    """Return which backend runs each call on a platform, its memory, and why not one that `"auto"` prefers to it."""
+    """Return a table of the backend of each call on a platform, with its memory.
+
+    It says why not a backend that `"auto"` prefers.
+    """
     rows = Table(
         "call", "b t n h", "s k v", "backend", title=f"Attention of models on {platform.upper()}"
     )

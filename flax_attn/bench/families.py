@@ -1,4 +1,7 @@
-"""Attention beyond keys and values, beside transformers: a mixture of experts, latents, and a state of fixed size."""
+"""Attention beyond keys and values, beside transformers.
+
+A mixture of experts, latents, and a state of fixed size.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ def _cache(ours: Any, theirs: Any, context: int) -> TaskResult:
 
 
 def _bytes(cache: Any) -> int:
-    """Return the bytes of the tensors that an object of transformers holds, in lists and in other objects too."""
+    """Return the bytes of the tensors in an object of transformers, nested ones included."""
     import torch
 
     seen, todo, total = set(), [cache], 0

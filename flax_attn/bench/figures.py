@@ -1,4 +1,4 @@
-"""What follows from the measurements: ratios, exponents of growth, and a summary of ours beside the others."""
+"""Figures from the measurements: ratios, exponents of growth, and a summary of ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 def ratio(rows: Iterable[Measurement], ours: str, row: Measurement) -> float | None:
-    """Return the time of `ours` over that of the row, both for the same workload; None where one was not timed."""
+    """Return the time of `ours` over that of the row for the same workload, None if not timed."""
     mine = (
         r.best
         for r in rows
@@ -25,7 +25,7 @@ def ratio(rows: Iterable[Measurement], ours: str, row: Measurement) -> float | N
 
 
 def exponent(sizes: Sequence[float | int], costs: Sequence[float | int]) -> float | None:
-    """Return p of the `cost = c * size ** p` that fits the larger half of the sizes best; None below two points.
+    """Return p of the `cost = c * size ** p` that best fits the larger half; None below two points.
 
     Example:
         >>> exponent([1, 10, 100, 1000], [5, 5, 7, 700])
@@ -39,7 +39,10 @@ def exponent(sizes: Sequence[float | int], costs: Sequence[float | int]) -> floa
 def curve(
     rows: Iterable[Measurement], section: str, name: str, cost: str
 ) -> tuple[list[int], list[float]]:
-    """Return the sizes, tokens or heads, and costs, `"best"` or `"temporaries"`, of one implementation."""
+    """Return the sizes and the costs of one implementation.
+
+    Sizes are tokens or heads; costs are `"best"` or `"temporaries"`.
+    """
     mine = [
         row
         for row in rows
@@ -111,7 +114,7 @@ def _long(work: Workload) -> bool:
 
 
 def _second_over_first(mine: Iterable[Measurement], section: str) -> list[float]:
-    """Return the time of the second row over the first, of the pairs in a section: each direction is one."""
+    """Return the time of the second row over the first, for the two directions of a section."""
     found = [row.best for row in mine if row.section == section]
     return [
         second / first

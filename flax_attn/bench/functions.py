@@ -1,4 +1,4 @@
-"""Implementations of attention on query, key and value, and the formula that they are compared with."""
+"""Implementations of attention on query, key and value, and the formula to compare them with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = 512  # queries at a time, where the formula is computed in blocks
 
 
 def functions(backends: Iterable[str], platform: str) -> list[Implementation]:
-    """Return our backends, the first being the one that ratios are about, and then the other implementations."""
+    """Return our backends, then the other implementations; ratios are about the first."""
     rest = _ON_GPU if platform == "gpu" else (Implementation("torch SDPA", _torch_sdpa(), "torch"),)
     return [*(ours(backend) for backend in backends), *rest, *_ANYWHERE]
 
@@ -63,10 +63,11 @@ def over_cache(backend: str) -> Implementation:
 
 
 def probe(work: Workload) -> tuple[int, slice]:
-    """Return the batch row and the heads that are compared: in the middle, so that reversing either axis changes them.
+    """Return the batch row and the heads that are compared.
 
-    One head, since the formula on all of them would take longer than the measurement; all heads of
-    a decoding step, since the error of a single token is that of too few numbers.
+    They are in the middle, so that reversing either axis changes them. One head, since the formula
+    on all of them would take longer than the measurement; all heads of a decoding step, since the
+    error of a single token is that of too few numbers.
     """
     middle = work.n // 2
     return work.b // 2, slice(None) if work.step else slice(middle, middle + 1)
@@ -101,7 +102,7 @@ def _in_blocks(
 
 
 def torch_steps(work: Workload) -> Iterator[Arrays]:
-    """Return the output of a step at the probe by the formula in PyTorch, for several orders of the keys.
+    """Return a step's output at the probe by the formula in PyTorch, for several orders of keys.
 
     The step sees all of them, so that their order changes nothing but the rounding.
     """

@@ -22,12 +22,14 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Prepared:
-    """An implementation with its inputs in place, compiled if it compiles ahead of time, and not yet run.
+    """An implementation with its inputs in place, not yet run.
+
+    It is compiled already if it compiles ahead of time.
 
     Args:
-        run: computes the given number of times, waits, and returns the last result.
-        named: picks the arrays to be compared out of a result.
-        compile_seconds: to trace, lower and compile; None where nothing is compiled.
+        run: function that computes the given number of times, waits, and returns the last result.
+        named: function that picks the arrays to compare out of a result.
+        compile_seconds: seconds to trace, lower and compile; None where nothing is compiled.
         temporaries: bytes beside inputs and outputs, as XLA plans them; None where unknown.
     """
 
@@ -42,9 +44,9 @@ class Implementation:
     """One of the implementations that are measured side by side.
 
     Args:
-        name: in the tables.
-        prepare: makes it ready for a workload.
-        package: that must be installed for it.
+        name: name in the tables.
+        prepare: function that makes it ready for a workload.
+        package: package that must be installed for it.
     """
 
     name: str
@@ -55,7 +57,10 @@ class Implementation:
 def prepare_jax(
     compute: Callable[..., Any], arguments: tuple, work: Workload, named: Callable[[Any], Any]
 ) -> Prepared:
-    """Compile `compute(*arguments[:-1])`, and its gradients under the cotangent `arguments[-1]`, ahead of time."""
+    """Compile `compute(*arguments[:-1])` and its gradients, if any, ahead of time.
+
+    The cotangent is `arguments[-1]`.
+    """
     arguments = jax.device_put(arguments)
     start = time.perf_counter()
     compiled = jax.jit(with_gradients(compute, work.backward)).lower(*arguments).compile()
@@ -77,7 +82,7 @@ def prepare_jax(
 def prepare_torch(
     compute: Callable[..., Any], inputs: list, leaves: list, work: Workload, named: Callable
 ) -> Prepared:
-    """Prepare `compute(*inputs[:-1])`, with the gradients of `leaves` under the cotangent `inputs[-1]`."""
+    """Prepare `compute(*inputs[:-1])` and the gradients of `leaves`, the cotangent `inputs[-1]`."""
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)

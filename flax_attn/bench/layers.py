@@ -82,7 +82,10 @@ def _as_function(
     dtype: str,
     common: Callable[..., Arrays] | None = None,
 ) -> tuple[Callable[..., Any], Any, Callable[[Any], Arrays]]:
-    """Return a function of `(params, x)`, the parameters in `dtype`, and what names the arrays of a result."""
+    """Return a function of `(params, x)`, its parameters, and what names the arrays of a result.
+
+    The parameters are in `dtype`.
+    """
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     common = common or (lambda layer: convert.state_dict(layer, COMMON))
 

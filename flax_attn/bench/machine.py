@@ -29,15 +29,18 @@ def describe() -> dict[str, Any]:
 
 
 def memory_limit() -> int:
-    """Return a third of the bytes of memory of this machine: the most that an implementation may take."""
+    """Return a third of this machine's memory, in bytes: the limit of an implementation."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3
 
 
 def product_limit(dtype: str, size: int, rounds: int = 5) -> float:
-    """Return the most operations a second that XLA reaches on this machine in one large square matrix product."""
+    """Return the most operations a second of XLA on this machine, in one large square product."""
     x = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.dot).lower(x, x).compile()
-    run = lambda repeats: [jax.block_until_ready(product(x, x)) for _ in range(repeats)]  # noqa: E731
+
+    def run(repeats: int) -> list[jax.Array]:
+        return [jax.block_until_ready(product(x, x)) for _ in range(repeats)]
+
     run(1)
     return 2 * size**3 / min(seconds_per_call(run) for _ in range(rounds))
 

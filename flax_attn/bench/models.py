@@ -51,7 +51,7 @@ def run(
 
 
 def make_checkpoint(config: Any, folder: str) -> Any:
-    """Return a model of transformers of this config, its parameters random, and write its folder."""
+    """Return a transformers model of this config with random parameters, and write its folder."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Time and memory over the number of tokens, as a picture. Needs matplotlib: `pip install "flax-attn[bench]"`."""
+"""Plots of time and memory over the tokens. Needs matplotlib: `pip install "flax-attn[bench]"`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ PANELS = (
 
 
 def plot_growth(report: BenchmarkReport) -> Figure:
-    """Draw time and memory of every implementation over the tokens, on logarithmic axes, with the fitted exponents.
+    """Draw time and memory of every implementation over the tokens.
 
-    A curve that ends early ends where the next point was not timed; the table says why.
+    The axes are logarithmic, the exponents fitted. A curve that ends early ends where the next
+    point was not timed; the table says why.
 
     Raises:
         ImportError: if matplotlib is not installed.

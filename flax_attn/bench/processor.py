@@ -1,4 +1,4 @@
-"""What Linux says of the processor. Without JAX, since the command line asks before it is imported."""
+"""Linux's description of the processor, without JAX: the command line asks before its import."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def lines(*fields: str) -> list[str]:
-    """Return the lines of `/proc/cpuinfo` that begin with one of these, of one core; none where there is no such file.
+    """Return one core's lines of `/proc/cpuinfo` that begin with one of these.
+
+    There are none where there is no such file.
 
     Example:
         >>> lines("no such field")

@@ -11,16 +11,19 @@ from flax_attn.bench.benchmark import Measurement
 from flax_attn.bench.figures import curve, exponent, names, ratio, summary
 from flax_attn.convert.replacing import replacing
 
-LEGEND = """\
-time         of a call, the least of its turns: others use the machine too. All take turns in one process, warm
-spread       interquartile range over the median, of so many turns
-ours / it    our time over this one's: below 1 we are faster
-GFLOP/s      of 2 matrix products forward, 7 with the backward pass, over the visible (query, key) pairs only, which is
-             about half of T^2 where causal; for a layer its projections on top
-of limit     over the best of a large matrix product that XLA reached in this run
-temp MiB     beside inputs and outputs, as XLA plans it; PyTorch reports none
-jit s        to trace, lower and compile, ahead of the timing
-error        against float64, over the allowed one: at most 1, or it is not timed"""
+LEGEND = (
+    "time         of a call, the least of its turns: others use the machine too. All take "
+    "turns in one process, warm\n"
+    "spread       interquartile range over the median, of so many turns\n"
+    "ours / it    our time over this one's: below 1 we are faster\n"
+    "GFLOP/s      of 2 matrix products forward, 7 with the backward pass, over the visible "
+    "(query, key) pairs only, which is\n"
+    "             about half of T^2 where causal; for a layer its projections on top\n"
+    "of limit     over the best of a large matrix product that XLA reached in this run\n"
+    "temp MiB     beside inputs and outputs, as XLA plans it; PyTorch reports none\n"
+    "jit s        to trace, lower and compile, ahead of the timing\n"
+    "error        against float64, over the allowed one: at most 1, or it is not timed"
+)
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,11 @@ class BenchmarkReport:
     """All that a run measured.
 
     Args:
-        ours: the implementation that ratios are about.
-        sizes: which table: full, quick or given; only the full one is summarised.
-        limit: the most operations a second of a large matrix product.
-        machine: what the figures depend on.
-        rows: the measurements.
+        ours: implementation that ratios are about.
+        sizes: table of sizes: full, quick or given; only the full one is summarised.
+        limit: most operations a second of a large matrix product.
+        machine: description of what the figures depend on.
+        rows: measurements.
     """
 
     ours: str

@@ -18,7 +18,8 @@ ROUNDS = 2  # of starts, which take turns
 _TAIL = """
 rate = (len(times) - 2) / (times[-1] - times[1])
 status = open("/proc/self/status").read() if sys.platform == "linux" else "VmHWM: 0 kB"
-peak = int(status.split("VmHWM:")[1].split()[0]) / 2**20  # of this process alone: getrusage counts its parent, too
+# Of this process alone: getrusage counts its parent, too.
+peak = int(status.split("VmHWM:")[1].split()[0]) / 2**20
 print(json.dumps({"load": loaded - began, "compile": sum(compiling), "rate": rate, "peak": peak}))
 """
 _OURS = """
@@ -65,7 +66,7 @@ model.generate(torch.arange(prompt)[None], attention_mask=torch.ones(1, prompt),
 
 
 def measure(folder: str) -> Iterator[TaskResult]:
-    """Measure our first and second start and that of transformers, each from the process to the last token."""
+    """Measure our first and second start and that of transformers, from process to last token."""
     rounds = [_round(folder) for _ in range(ROUNDS)]
     ours = {
         name: least_disturbed([one[name] for one in rounds]) for name in ("cold", "second start")

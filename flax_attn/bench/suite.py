@@ -35,18 +35,18 @@ class Sizes:
     """The sizes `(b, n, t, h)` of every section; the sections without sizes are left out.
 
     Args:
-        shapes: all implementations, forward and forward+backward.
-        long: ours, full causal against `window`.
+        shapes: sizes for all implementations, forward and forward+backward.
+        long: sizes for ours, full causal against `window`.
         window: a sliding window, in keys.
-        low: ours, bfloat16 against float32.
-        half: ours and PyTorch in bfloat16, forward.
-        step: a step of decoding over so many keys, in float32 and in bfloat16.
-        memory: temporaries, compiled only.
-        layer: whole layers.
-        growth: over these tokens with the second number of `heads`, then over `heads` with the
-            middle of these tokens.
+        low: sizes for ours, bfloat16 against float32.
+        half: sizes for ours and PyTorch in bfloat16, forward.
+        step: sizes of a step of decoding over so many keys, in float32 and in bfloat16.
+        memory: sizes for temporaries, compiled only.
+        layer: sizes of whole layers.
+        growth: numbers of tokens, with the second number of `heads`; then `heads` vary, with the
+            middle of these numbers.
         heads: numbers of heads that share `width`.
-        width: of all heads together.
+        width: width of all heads together.
         limit: bytes of temporaries above which an implementation is left out, as it is above a
             third of the memory.
     """
@@ -81,8 +81,8 @@ FULL = Sizes(
     layer=(2, 12, 1024, 64),  # GPT-2 small
     growth=(256, 512, 1024, 2048, 4096),
     heads=(1, 8, 16),
-    limit=2
-    * GIB,  # what holds all scores takes most of the time of a run, and shows how it grows before this
+    # What holds all scores takes most of the time of a run, and shows how it grows before this.
+    limit=2 * GIB,
 )
 QUICK = Sizes(
     shapes=((3, 4, 192, 32),),
@@ -109,12 +109,12 @@ def run(
     """Run all benchmarks and return what they measured.
 
     Args:
-        shapes: `(b, n, t, h)`, instead of the table and of all sections but the first.
-        backends: ours, the first being the one that ratios are about; none is the usual ones of the
-            platform.
-        rounds: turns of each implementation.
-        quick: small shapes.
-        progress: called before each benchmark with all of them and this one.
+        shapes: sizes `(b, n, t, h)`, instead of the table and of all sections but the first.
+        backends: our backends, the first being the one that ratios are about; none is the usual
+            ones of the platform.
+        rounds: number of turns of each implementation.
+        quick: whether shapes are small.
+        progress: function called before each benchmark with all of them and this one.
 
     Raises:
         ValueError: if a backend is unknown.

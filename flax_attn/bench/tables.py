@@ -42,7 +42,7 @@ def tables(report: BenchmarkReport) -> list[Table]:
 
 
 def notes(report: BenchmarkReport) -> list[str]:
-    """Return a line for everything that was not timed; what is not installed has one line in all."""
+    """Return a line for each row not timed; what is not installed has one line in all."""
     return list(dict.fromkeys(_note(row) for row in report.rows if row.note))
 
 

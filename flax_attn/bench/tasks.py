@@ -13,11 +13,11 @@ class TaskResult:
     """What was measured of one task.
 
     Args:
-        task: what was done.
-        unit: of the two figures; more is better for those that end in "/s".
+        task: description of what was done.
+        unit: unit of the two figures; more is better for those that end in "/s".
         ours: our figure.
-        theirs: that of transformers.
-        compile_seconds: what our first call took beyond a later one; None where nothing is
+        theirs: figure of transformers.
+        compile_seconds: seconds that our first call took beyond a later one; None where nothing is
             compiled.
         note: details.
     """

@@ -8,8 +8,12 @@ from typing import TypeVar
 
 import numpy as np
 
-TURN = 0.1  # seconds: calls are repeated to fill a turn, so that the cold start after another's turn weighs little
-PAUSE = 0.02  # seconds before a turn: the threads of PyTorch go on spinning for a while after a call, and hold a core
+# Seconds: calls are repeated to fill a turn, so that the cold start after another's turn weighs
+# little.
+TURN = 0.1
+# Seconds before a turn: the threads of PyTorch go on spinning for a while after a call, and hold a
+# core.
+PAUSE = 0.02
 BUDGET = 4.0  # seconds of turns, after which an implementation gets no more; each has at least two
 
 Name = TypeVar("Name", bound=Hashable)
@@ -22,15 +26,16 @@ def interleave(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Name, list[float]]:
-    """Return the seconds of a call, one figure a turn, of implementations that take turns in one process.
+    """Return the seconds of a call, one figure a turn, of implementations that take turns.
 
-    Each round begins with another one, so that none always follows the same one.
+    All run in one process. Each round begins with another one, so that none always follows the same
+    one.
 
     Args:
-        runs: by name.
+        runs: runs by name.
         first: seconds of one warm call, from which the repeats of a turn follow.
-        rounds: turns of each.
-        clock: seconds.
+        rounds: number of turns of each run.
+        clock: function that returns the time in seconds.
     """
     names = list(runs)
     pause = PAUSE if clock is time.perf_counter else 0
@@ -46,7 +51,7 @@ def interleave(
 
 
 def least(runs: Mapping[Name, Run], rounds: int) -> dict[Name, float]:
-    """Return the seconds of a call of each in the turn that was disturbed least, where one call fills a turn."""
+    """Return the seconds of a call of each in its least disturbed turn; one call fills a turn."""
     return {
         name: min(seconds)
         for name, seconds in interleave(runs, dict.fromkeys(runs, 1.0), rounds).items()

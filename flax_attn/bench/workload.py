@@ -1,4 +1,4 @@
-"""What is computed: sizes, mask, dtype and direction of one measurement, its inputs and its operations."""
+"""The workload of one measurement: sizes, mask, dtype, direction, its inputs and its operations."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class Workload:
 
     Args:
         b: batch size.
-        n: heads.
-        t: tokens.
+        n: number of heads.
+        t: number of tokens.
         h: head width.
-        backward: also the gradients of all inputs (and parameters) under a random cotangent.
+        backward: whether to compute the gradients of all inputs (and parameters) under a random
+            cotangent.
         window: sliding window, in keys; None is causal without a window.
-        dtype: of inputs and output.
-        layer: projections included, on `(b, t, n * h)`.
-        step: only the last token is a query, as in decoding; keys and values are stored heads
-            first, as in a cache.
+        dtype: dtype of inputs and output.
+        layer: whether projections are included, on `(b, t, n * h)`.
+        step: whether only the last token is a query, as in decoding; keys and values are stored
+            heads first, as in a cache.
     """
 
     b: int
@@ -43,7 +44,9 @@ class Workload:
 
     @property
     def pairs(self) -> int:
-        """The number of visible (query, key) pairs of one head: about half of `t * t` without a window.
+        """The number of visible (query, key) pairs of one head.
+
+        About half of `t * t` without a window.
 
         Example:
             >>> Workload(1, 1, 4, 8).pairs, Workload(1, 1, 4, 8, window=2).pairs
@@ -56,7 +59,7 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """Operations of the matrix products on the visible pairs, whatever an implementation really computes.
+        """Operations of the matrix products on visible pairs, whatever is really computed.
 
         Two products forward; seven with the backward pass, which computes the scores again. A layer
         adds four projections, of three products each with the backward pass.
@@ -71,13 +74,14 @@ class Workload:
         shape = (
             (self.b, self.t, self.n * self.h) if self.layer else (self.b, self.n, self.t, self.h)
         )
-        return (
-            f"{shape}"
-            f" {'decoding step' if self.step else 'forward+backward' if self.backward else 'forward'}"
-        )
+        direction = "forward+backward" if self.backward else "forward"
+        return f"{shape} {'decoding step' if self.step else direction}"
 
     def mask(self, offset: Count | None = None) -> Mask:
-        """Return the mask; `offset` is the position of the first query where the queries are only some of the rows."""
+        """Return the mask.
+
+        `offset` is the position of the first query where the queries are only some of the rows.
+        """
         offset = self.t - 1 if self.step else offset
         return (
             Mask.causal(offset) if self.window is None else Mask.sliding_window(self.window, offset)
@@ -91,7 +95,10 @@ class Workload:
 
 @lru_cache(maxsize=2)
 def inputs(work: Workload) -> tuple[np.ndarray, ...]:
-    """Return random query, key, value and cotangent `(b, t, n, h)`, or input and cotangent `(b, t, d)` of a layer."""
+    """Return random query, key, value and cotangent `(b, t, n, h)`; or of a layer, two arrays.
+
+    Those are its input and cotangent `(b, t, d)`.
+    """
     random = np.random.default_rng(0)
     shape = (work.b, work.t, work.n * work.h) if work.layer else (work.b, work.t, work.n, work.h)
     draws = [random.standard_normal(shape, np.float32) for _ in range(2 if work.layer else 4)]
@@ -102,7 +109,10 @@ def inputs(work: Workload) -> tuple[np.ndarray, ...]:
 
 
 def with_gradients(compute: Callable[..., Any], backward: bool) -> Callable[..., tuple]:
-    """Return a function of `(*inputs, cotangent)` that returns the output and, if `backward`, each input's gradient."""
+    """Return a function of `(*inputs, cotangent)` to the output and the gradients of inputs.
+
+    Gradients are left out unless `backward`.
+    """
 
     def forward(*arguments):
         return (compute(*arguments[:-1]),)

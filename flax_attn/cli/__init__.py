@@ -1,4 +1,4 @@
-"""The command line: `flax-attn parity`, `faults`, `show`, `backends`, `bench`, `generate`, `plan`, `docs`."""
+"""The command line: `flax-attn` and its commands, such as `parity`, `generate` and `bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`flax-attn bench`: time, memory and growth beside other implementations; and the memory TPUs and GPUs would need."""
+"""`flax-attn bench`: measure time and memory beside other implementations.
+
+It also tells the memory that TPUs and GPUs would need.
+"""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ class _Console(Console):
 
 
 def console(width: int) -> Console:
-    """Return a console on stdout, as wide as the terminal, or `width` columns where there is none."""
+    """Return a console on stdout, as wide as the terminal; `width` columns without a terminal."""
     return _Console(width=None if sys.stdout.isatty() else width)
 
 
 def progress() -> Progress:
-    """Return a progress bar on stderr that disappears when it is done; none where there is no terminal."""
+    """Return a transient progress bar on stderr, disabled without a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -14,7 +14,7 @@ _LIMIT = 2**30  # bytes; those not used for longest are deleted
 
 
 def switch_on() -> None:
-    """Let JAX keep what it compiles in the user's cache directory, unless its own settings say otherwise.
+    """Cache what JAX compiles in the user's cache directory, unless JAX is configured otherwise.
 
     `JAX_COMPILATION_CACHE_DIR` names another directory, and `JAX_ENABLE_COMPILATION_CACHE=false`
     switches it off.
@@ -37,7 +37,10 @@ def switch_on() -> None:
 
 
 def directory() -> Path:
-    """Return the directory of this processor in the user's cache: programs of another may not run here."""
+    """Return the directory of this processor in the user's cache.
+
+    Programs compiled for another processor may not run here.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "flax-attn" / "programs" / hashlib.sha256(_processor().encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""`flax-attn docs`: write the tables of the documentation that follow from the code, or check that they are current."""
+"""`flax-attn docs`: write the generated tables of the docs, or check that they are current."""
 
 from __future__ import annotations
 
@@ -92,28 +92,40 @@ def _pages(folder: Path) -> Iterator[tuple[Path, str]]:
 
 def variants_page(rows: Sequence[VariantRow]) -> str:
     """Return the page of all variants."""
+    intro = (
+        f"The {len(rows)} variants that `flax-attn parity` proves equal to their PyTorch twins: how"
+        " each is built, in either\npackage, and which options its calls have. `--variant NAME`"
+        " selects one, or all of a class."
+    )
     return f"""{NOTE}
 # Variants
 
-The {len(rows)} variants that `flax-attn parity` proves equal to their PyTorch twins: how each is built, in either
-package, and which options its calls have. `--variant NAME` selects one, or all of a class.
+{intro}
 
 {markdown(("variant", "built as", "called with"), rows)}"""
 
 
 def faults_page(rows: Sequence[FaultRow], on_mesh: Sequence[Sequence[str]]) -> str:
     """Return the page of all faults."""
+    intro = (
+        f"The {len(rows)} known porting faults that are planted, one at a time, into the PyTorch"
+        " module of a variant, and the\ncheck that detects each first."
+        " [The proof](proof.md#the-checks-are-tested) has the command that plants them."
+    )
+    mesh = (
+        f"The {len(on_mesh)} that are planted into attention over tokens that are split among four"
+        " devices, and what differs then\nfrom one device, its outputs and gradients in float64."
+        " `tests/sharding/test_faults.py` plants them."
+    )
     return f"""{NOTE}
 # Planted faults
 
-The {len(rows)} known porting faults that are planted, one at a time, into the PyTorch module of a variant, and the
-check that detects each first. [The proof](proof.md#the-checks-are-tested) has the command that plants them.
+{intro}
 
 {markdown(("fault", "planted in", "detected by"), rows)}
 ## On several devices
 
-The {len(on_mesh)} that are planted into attention over tokens that are split among four devices, and what differs then
-from one device, its outputs and gradients in float64. `tests/sharding/test_faults.py` plants them.
+{mesh}
 
 {markdown(("fault", "what differs"), on_mesh)}"""
 

@@ -1,4 +1,4 @@
-"""`flax-attn faults`: every known porting fault is patched into the PyTorch side, and must be detected."""
+"""`flax-attn faults`: patch every known porting fault into the PyTorch side, and detect it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 from flax_attn.cli import common
 from flax_attn.cli.parity import need_torch
 
-DESCRIPTION = """\
-Patch known porting faults into the PyTorch modules one by one, and name the check that detects each. Exits with 0 if
-all are detected, 1 if one is not or a check fails without a fault."""
+DESCRIPTION = (
+    "Patch known porting faults into the PyTorch modules one by one, and name the check that"
+    " detects each. Exits with 0 if\nall are detected, 1 if one is not or a check fails without a"
+    " fault."
+)
 
 
 def add(commands: Any) -> None:

@@ -121,7 +121,7 @@ class _Printer:
 
 
 def _text(prompt: str) -> str:
-    """Return a prompt of the command line as text, whatever encoding Python takes the system's for."""
+    """Return a prompt of the command line as UTF-8 text, whatever the encoding of the system."""
     try:
         return os.fsencode(prompt).decode("utf-8")
     except UnicodeError as error:

@@ -1,4 +1,4 @@
-"""How every command ends: by an exit code, and where it cannot go on by one line instead of a traceback."""
+"""How every command ends: with an exit code, and one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def guarded(run: Callable[[], int]) -> int:
     """Return the exit code of a command, with a line on stderr where it stops before its end.
 
     Args:
-        run: the command; it returns 0, or 1 where a check failed.
+        run: function of the command; it returns 0, or 1 if a check failed.
     """
     _open_streams()
     try:
@@ -103,7 +103,7 @@ def _tidy_up() -> None:
 
 
 def _children() -> list[int]:
-    """Return the processes that this one has started; where there is no /proc, its workers alone."""
+    """Return the child processes of this one; without /proc, only its workers."""
     tasks, found = Path("/proc/self/task"), []
     if not tasks.is_dir() and "multiprocessing" in sys.modules:
         workers = sys.modules["multiprocessing"].active_children()
@@ -129,7 +129,7 @@ def _say(text: str) -> None:
 
 
 def _open_streams() -> None:
-    """Let all text be printed: to nowhere where a stream is closed, escaped where it cannot be encoded."""
+    """Let all text be printed: discarded if a stream is closed, escaped if it cannot be encoded."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it stays open
@@ -139,7 +139,7 @@ def _open_streams() -> None:
 
 
 def _drop_stdout() -> None:
-    """Send what is left in the buffer of stdout nowhere: Python would fail to write it at its end."""
+    """Discard what is left in the buffer of stdout, which Python would fail to write at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

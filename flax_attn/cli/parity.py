@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from flax_attn.parity.report.report import Report
     from flax_attn.proof.variants import Variant
 
-DESCRIPTION = """\
-Without targets: give each PyTorch module of this package and its Flax twin the same random weights, and compare
-outputs, gradients, dropout and caches; --full adds eager against compiled, and training runs. With two targets,
-pkg.mod:factory each: compare the modules that these functions return, in every check there is. Exits with 0 if all are
-equal, 1 if anything differs, 2 on bad usage. On a mesh, variants that it cannot split are not compared, and are named
-apart."""
+DESCRIPTION = (
+    "Without targets: give each PyTorch module of this package and its Flax twin the same random"
+    " weights, and compare\noutputs, gradients, dropout and caches; --full adds eager against"
+    " compiled, and training runs. With two targets,\npkg.mod:factory each: compare the modules"
+    " that these functions return, in every check there is. Exits with 0 if all are\nequal, 1 if"
+    " anything differs, 2 on bad usage. On a mesh, variants that it cannot split are not compared,"
+    " and are named\napart."
+)
 
 
 def add(commands: Any) -> None:
@@ -115,7 +117,7 @@ def _parity(options: argparse.Namespace) -> int:
 
 @contextmanager
 def whole_export(options: argparse.Namespace) -> Iterator[None]:
-    """Let files be exported to a folder of their own, from which all move to `--export` at the end."""
+    """Export files to a temporary folder, and move all of them to `--export` at the end."""
     if not options.export:
         yield
         return
@@ -196,7 +198,7 @@ _WORKERS = 4  # the most processes, of about 1 GB each
 
 
 def _recorded(variants: list[Variant], options: argparse.Namespace) -> list[Variant]:
-    """Return those of the variants that an export holds; one that was asked for by name must be there."""
+    """Return the variants that an export holds; raise if one requested by name is missing."""
     from flax_attn.parity.adapters import recording
 
     recordings = recording.load(

@@ -17,9 +17,9 @@ class Startup:
     """Times of one run of the command line, in seconds.
 
     Args:
-        load: what the model took to load.
-        compile: what compiling took so far, or loading what was compiled before.
-        tokens: when each token was there, since the process began.
+        load: seconds to load the model.
+        compile: seconds spent so far to compile programs, or to load compiled ones.
+        tokens: time at which each token was ready, in seconds since the process began.
     """
 
     def __init__(self):
@@ -34,7 +34,7 @@ class Startup:
         self.tokens.append(time.monotonic() - self._start)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return what is shown: a name and a figure each; the rate is that of the tokens after the second."""
+        """Return the rows to show, a name and a figure each; the rate starts at the third token."""
         rows = [("load", f"{self.load:.2f} s"), ("compile", f"{self.compile:.2f} s")]
         if self.tokens:
             rows.append(("first token", f"{self.tokens[0]:.2f} s after the start"))
@@ -48,7 +48,10 @@ class Startup:
 
 
 def _process_start() -> float:
-    """Return when the process began, by the monotonic clock; where the system does not tell, when this was imported."""
+    """Return the monotonic time at which the process began.
+
+    Where the system does not tell it, it is the time at which this module was imported.
+    """
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

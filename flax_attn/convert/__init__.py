@@ -2,13 +2,13 @@
 
     from flax_attn import convert
 
-    convert.load_state_dict(module, state_dict, layout="torch_mha")   # into the module
-    state_dict = convert.state_dict(module, layout="hf_gpt2")         # out of it
-    convert.save(module, "weights.safetensors")                       # and the same with files
+    convert.load_state_dict(module, state_dict, layout="torch_mha")  # into the module
+    state_dict = convert.state_dict(module, layout="hf_gpt2")        # out of it
+    convert.save(module, "weights.safetensors")                      # the same with files
     convert.load(module, "weights.safetensors")
-    state_dict = convert.to_layout(arrays, layout="nnx_mha")          # and with arrays by name alone
+    state_dict = convert.to_layout(arrays, layout="nnx_mha")         # arrays by name, no module
     arrays = convert.from_layout(state_dict, "nnx_mha", like=arrays)
-    layout = convert.auto(module, torch_module)                       # which parameter is which, from the models
+    layout = convert.auto(module, torch_module)                      # the layout, from both models
 
 A layout is a name in `LAYOUTS`, a `Layout`, the `Rule`s of your own model, or what `auto` returns.
 """

@@ -19,20 +19,21 @@ def state_dict(
     """Return the parameters and running statistics of `module` as flat arrays in a layout.
 
     Args:
-        module: any NNX module; the attention layouts want one that has attention inside.
+        module: an NNX module; the attention layouts need one with attention inside.
         layout: a name from `LAYOUTS`, or a `Layout` or a sequence of `Rule`s of your own.
-        prefix: put before every name, such as `"transformer.h.0.attn."`.
+        prefix: prefix of every name, such as `"transformer.h.0.attn."`.
 
     Returns:
-        Fresh numpy arrays by name, in the dtype of the parameters. For a nested tree, as Linen has it:
-        `flax.traverse_util.unflatten_dict(weights, sep=".")`.
+        Fresh numpy arrays by name, in the dtype of the parameters. For a nested tree, as in Linen,
+        call `flax.traverse_util.unflatten_dict(weights, sep=".")`.
 
     Raises:
         ConversionError: if the layout cannot hold the module.
 
     Example:
         >>> from flax_attn import Linear
-        >>> {name: array.shape for name, array in state_dict(Linear(3, 2, rngs=nnx.Rngs(0))).items()}
+        >>> weights = state_dict(Linear(3, 2, rngs=nnx.Rngs(0)))
+        >>> {name: array.shape for name, array in weights.items()}
         {'bias': (2,), 'weight': (2, 3)}
     """
     axes = axes_of(module, layout)
@@ -93,7 +94,9 @@ def parameters(module: nnx.Module) -> dict[str, Tensor]:
 
 
 def statistics(module: nnx.Module) -> dict[str, Tensor]:
-    """Return the running statistics of a module by their dotted names: loaded and stored as parameters, not trained.
+    """Return the running statistics of a module by their dotted names.
+
+    They are loaded and stored like parameters, but not trained.
 
     Example:
         >>> list(statistics(nnx.BatchNorm(3, rngs=nnx.Rngs(0))))
@@ -118,9 +121,10 @@ def _named(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, Tensor]:
 
 
 def naming(module: nnx.Module) -> Callable[[tuple], dict[str, int | None]]:
-    """Return what names the nodes of a module by their paths: one name, or one for each layer where they are stacked.
+    """Return a function from the path of a node in a module to its names.
 
-    The value of a name is its layer.
+    A node has one name, or one for each layer if layers are stacked. The value of a name is its
+    layer.
     """
     modules = dict(nnx.iter_modules(module))
     sequences = {
@@ -147,7 +151,7 @@ _AXES = {"head_dim": "h", "num_key_heads": "k", "channels": "c", "height": "p", 
 
 
 def axes_of(module: nnx.Module, layout: LayoutLike) -> Axes:
-    """Return the axes that the submodules give sizes to, after asking each whether the layout can hold it."""
+    """Return the axis sizes of the submodules; raise if the layout cannot hold a submodule."""
     if not isinstance(module, nnx.Module):
         raise ConversionError(
             f"weights go into and out of NNX modules; got {type(module)}. Pass the Flax side as the"

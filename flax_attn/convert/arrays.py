@@ -18,11 +18,11 @@ def to_layout(
     """Return parameters as the entries of a layout: its rules, read forwards.
 
     Args:
-        weights: our side of the rules, arrays by name: numpy, JAX or PyTorch, flat or nested.
+        weights: arrays by name, our side of the rules: numpy, JAX or PyTorch, flat or nested.
         layout: a name from `LAYOUTS`, a `Layout` or a sequence of `Rule`s.
         axes: the sizes of einops axes within a prefix that the shapes do not give, such as `{"h":
             64}` at `"att."`.
-        prefix: put before every name.
+        prefix: prefix of every name.
 
     Returns:
         Fresh numpy arrays by name, each in its own dtype.
@@ -31,7 +31,8 @@ def to_layout(
         ConversionError: if the layout has no place for a parameter, or one entry for two.
 
     Example:
-        >>> {name: array.shape for name, array in to_layout({"kernel": np.ones((3, 2))}, "torch").items()}
+        >>> arrays = to_layout({"kernel": np.ones((3, 2))}, "torch")
+        >>> {name: array.shape for name, array in arrays.items()}
         {'weight': (2, 3)}
     """
     arrays = {name: as_numbers(name, value) for name, value in flatten(weights).items()}
@@ -55,14 +56,14 @@ def from_layout(
     """Return the entries of a layout as parameters: its rules, read backwards.
 
     Args:
-        weights: their side of the rules, arrays by name: numpy, JAX or PyTorch, flat or nested.
+        weights: arrays by name, their side of the rules: numpy, JAX or PyTorch, flat or nested.
         layout: a name from `LAYOUTS`, a `Layout` or a sequence of `Rule`s.
         like: the parameters wanted, by name, flat or nested: anything that has a shape.
         axes: the sizes of einops axes within a prefix that the shapes do not give, such as `{"h":
             64}` at `"att."`.
-        prefix: their place in `weights`, such as `"transformer.h.0.attn."`; other entries are left
-            alone.
-        what: the name that an error gives to the parameters.
+        prefix: prefix of the entries in `weights`, such as `"transformer.h.0.attn."`; other entries
+            are left alone.
+        what: name of the parameters in error messages.
 
     Returns:
         Fresh numpy arrays by the names of `like`, each in the dtype of its entry.
@@ -72,7 +73,8 @@ def from_layout(
 
     Example:
         >>> shapes = {"kernel": np.empty((3, 2))}
-        >>> {name: array.shape for name, array in from_layout({"weight": np.ones((2, 3))}, "torch", shapes).items()}
+        >>> arrays = from_layout({"weight": np.ones((2, 3))}, "torch", shapes)
+        >>> {name: array.shape for name, array in arrays.items()}
         {'kernel': (3, 2)}
     """
     table = as_layout(layout)
@@ -95,7 +97,7 @@ def from_layout(
 
 
 def to_numpy(array: Any) -> np.ndarray:
-    """Return an array of any framework as numpy; bfloat16 tensors included, which torch itself does not convert."""
+    """Return an array of any framework as numpy, also bfloat16, which torch does not convert."""
     if hasattr(array, "detach"):  # a torch tensor, told without importing torch
         array = array.detach().cpu().resolve_conj().resolve_neg()
         if str(array.dtype) == "torch.bfloat16":

@@ -1,4 +1,7 @@
-"""State dicts in files: safetensors both ways, PyTorch checkpoints in; whole, or written an entry at a time."""
+"""State dicts in files: read and write safetensors, read PyTorch checkpoints.
+
+Files are written whole, or an entry at a time.
+"""
 
 import json
 from collections.abc import Mapping
@@ -30,9 +33,9 @@ def save(
 
     Args:
         module: any NNX module.
-        path: of the file, ending in `.safetensors`.
+        path: path of the file, ending in `.safetensors`.
         layout: a name from `LAYOUTS`, or a `Layout` or a sequence of `Rule`s of your own.
-        prefix: put before every name.
+        prefix: prefix of every name.
 
     Raises:
         ConversionError: if the layout cannot hold the module, or the file would be of another kind.
@@ -61,12 +64,12 @@ def load(
     *,
     prefix: str = "",
 ) -> None:
-    """Write the weights of a file into `module`: `load_state_dict(module, read_file(path), layout)`."""
+    """Load the weights of a file: `load_state_dict(module, read_file(path), layout)`."""
     load_state_dict(module, read_file(path), layout, prefix=prefix)
 
 
 def read_file(path: str | PathLike[str]) -> dict[str, Any]:
-    """Return the state dict in a `.safetensors` file, or in a `.pt`, `.pth` or `.bin` checkpoint of PyTorch.
+    """Return the state dict in a `.safetensors` file, or in a `.pt`, `.pth` or `.bin` checkpoint.
 
     A checkpoint is a pickle, which can run any code: it is read with `weights_only=True`, and
     refused if it holds anything but weights.
@@ -125,16 +128,16 @@ def write_shards(
     max_shard_size: int,
     prefix: str = "",
 ) -> Path:
-    """Write parameters as `model.safetensors`, or as shards of up to `max_shard_size` bytes with an index.
+    """Write parameters as `model.safetensors`, or as shards with an index.
 
     No more than one shard is in memory at a time. An entry that is larger has a shard of its own.
 
     Args:
-        folder: that exists.
-        entries: what is written.
-        params: the parameters by name.
-        max_shard_size: in bytes.
-        prefix: put before the name of every file.
+        folder: existing folder that the files are written to.
+        entries: entries to write.
+        params: parameters by name.
+        max_shard_size: largest size of a shard in bytes.
+        prefix: prefix of the name of every file.
 
     Returns:
         The file, or the index.

@@ -45,12 +45,14 @@ class Stored:
 
 
 def find_weights(folder: Path, named: Any = None) -> Path:
-    """Return the file of the weights in a folder, or the index of their shards; safetensors come first.
+    """Return the file of the weights in a folder, or the index of their shards.
+
+    Safetensors are preferred.
 
     Args:
-        folder: of a model.
-        named: the only file to take, as `transformers_weights` of `config.json` has it; None where
-            it has none.
+        folder: folder of a model.
+        named: the only file to take, `transformers_weights` in `config.json`; None where it has
+            none.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -99,7 +101,7 @@ def read_headers(path: Path) -> dict[str, Stored]:
 
 
 def _shards(path: Path) -> list[Path]:
-    """Return the files of an index, each within the folder of the index, or the one file that is no index."""
+    """Return the files of an index, which are in its folder, or the file itself if it is none."""
     if path.suffix != ".json":
         return [path]
     files = [path.parent / name for name in _shard_names(path)]

@@ -12,7 +12,7 @@ def read_object(path: Path, limit: int = LIMIT) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         limit: the largest size in bytes that is read.
 
     Raises:
@@ -43,7 +43,10 @@ def read_object(path: Path, limit: int = LIMIT) -> dict[str, Any]:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return pairs of a JSON object as a dictionary, an `object_pairs_hook`; raise if a name is there twice."""
+    """Return the pairs of a JSON object as a dictionary; raise if a name occurs twice.
+
+    Use it as `object_pairs_hook`.
+    """
     values = dict(pairs)
     if len(values) < len(pairs):
         counts = Counter(name for name, _ in pairs)

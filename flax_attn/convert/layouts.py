@@ -1,4 +1,7 @@
-"""The known layouts, as tables. A row reads: our parameters, their entry, how one becomes the other."""
+"""The known layouts, as tables.
+
+A row reads: our parameters, their entry, how one becomes the other.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -42,8 +45,15 @@ _SAME = Rule(("{name}",), "{name}")
 _STATISTICS = (Rule(("mean",), "running_mean"), Rule(("var",), "running_var"))  # of BatchNorm
 _PLAIN_HEADS = (no_qk_norm, no_gate, no_lambda)
 _SQUARE = (
-    has_output, *_PLAIN_HEADS, no_rope, scores_plain, biases_alike, heads_alike, width_kept, heads_share_width,
-)  # fmt: skip
+    has_output,
+    *_PLAIN_HEADS,
+    no_rope,
+    scores_plain,
+    biases_alike,
+    heads_alike,
+    width_kept,
+    heads_share_width,
+)
 
 
 def _linears(*theirs: str) -> tuple[Rule, ...]:
@@ -70,7 +80,10 @@ def _split_heads(ours: str, theirs: str) -> tuple[Rule, Rule]:
 def _packed(
     names: tuple[str, str, str], part: str, weight: str = "", bias: str = ""
 ) -> tuple[Rule, ...]:
-    """Return the rules of query, key and value into torch.nn.MultiheadAttention: packed, or where widths differ not."""
+    """Return the rules of query, key and value for `torch.nn.MultiheadAttention`.
+
+    It packs them into one tensor, unless their widths differ.
+    """
     return (
         Rule(tuple(f"{name}.{part}" for name in names), "in_proj_weight", weight),
         *(
@@ -82,7 +95,7 @@ def _packed(
 
 
 def _within(ours: str, theirs: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Return the rules of a module as those of one that has it under a name, which is another on either side."""
+    """Return the rules of a module for its parent, which names it `ours` and `theirs`."""
     return tuple(
         replace(
             rule,

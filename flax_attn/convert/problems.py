@@ -10,7 +10,7 @@ _LINES = 100  # of each kind of problem; what is left out is counted
 
 
 def problems(entries: list[Entry], theirs: Mapping[str, Shape], layout: Layout) -> list[str]:
-    """Return a line for every entry that is missing, mis-shaped or unexpected, the first hundred of each."""
+    """Return a line for each missing, mis-shaped or unexpected entry, at most a hundred of each."""
     wanted = {name: shape for entry in entries for name, shape in entry.tensors.items()}
     extra = [
         name for name in theirs if name not in wanted and not re.fullmatch(layout.ignored, name)

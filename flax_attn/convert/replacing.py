@@ -22,7 +22,7 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
     Where an exception comes in between, as of a full disk, the old file stays as it was.
 
     Args:
-        path: of the file; written to directly if it is a device or a pipe, such as `/dev/stdout`.
+        path: path of the file, written directly if it is a device or a pipe, like `/dev/stdout`.
 
     Example:
         >>> import tempfile
@@ -65,7 +65,7 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 
 def abandon() -> None:
-    """Remove all that is unfinished, and let nothing else begin: for a process that ends at once."""
+    """Remove all unfinished files and block new ones, in a process that is about to end."""
     HELD.acquire()
     for path in _UNFINISHED:
         _remove(path)

@@ -24,7 +24,7 @@ class ConversionError(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """One entry of a layout and the parameters it is made of; read forwards it exports, backwards it imports.
+    """One entry of a layout and the parameters it is made of, to export and to import.
 
     A name matches under any prefix, and `{a}` matches any one part of a dotted name; both are
     carried over. `Rule(("{name}",), "{name}")` keeps every name, `Rule(("blocks.{i}.norm.scale",),
@@ -36,10 +36,10 @@ class Rule:
         ours: names of parameters under one prefix.
         theirs: name of the entry under the same prefix.
         pattern: einops pattern from a parameter to its part of the entry; `""` leaves it as it is.
-        axis: the parts are joined along this axis of the entry.
+        axis: axis of the entry along which the parts are joined.
         interleaved: whether the parts take turns along the axis, instead of following one another.
-        grouped: whether the first two axes of what is joined become one, such as heads, each with
-            its part of all.
+        grouped: whether the first two axes of the joined parts become one, such as heads, each with
+            its share of every part.
         beside: name of a parameter under the same prefix, without which the rule does not apply;
             `""` is none.
 
@@ -72,11 +72,11 @@ class Layout:
     """A named way to store the weights of a module.
 
     Args:
-        rules: tried in order; a parameter belongs to the first rule that all of its parts are there
-            for.
+        rules: rules in the order in which they are tried; a parameter belongs to the first rule
+            that has all of its parts.
         ignored: regular expression for other names that a state dict may hold, such as a mask
             buffer.
-        refuse: called with every submodule; returns why it cannot be stored this way, or None.
+        refuse: function of a submodule that returns why this layout cannot store it, or None.
     """
 
     rules: tuple[Rule, ...]
@@ -89,10 +89,10 @@ class Entry:
     """One rule applied to one module.
 
     Args:
-        rule: that is applied.
+        rule: rule that is applied.
         ours: full names of the parameters.
         theirs: full name of the entry.
-        shapes: of the parameters.
+        shapes: shapes of the parameters.
         axes: sizes of einops axes that the shapes do not give.
         trainable: False for running statistics, which are loaded and stored but have no gradient.
     """
@@ -201,7 +201,7 @@ class Entry:
 
 
 def _named(side: str, shape: Shape) -> dict[str, int]:
-    """Return the sizes that a shape gives to the axes named alone: all of `"i n h"`, only i of `"(n h) i"`."""
+    """Return the sizes of the axes outside parentheses: all of `"i n h"`, only i of `"(n h) i"`."""
     axes = re.findall(r"\([^)]*\)|\S+", side)
     if "..." in axes:
         at = axes.index("...")
@@ -223,8 +223,8 @@ def plan(
     """Return one entry for each name of the layout, every parameter belonging to exactly one.
 
     Args:
-        shapes: of our parameters, by name.
-        layout: to store them in.
+        shapes: shapes of our parameters, by name.
+        layout: layout that stores them.
         axes: the sizes of einops axes within a prefix, such as `{"h": 64}` at `"block.att."` for
             `"i (n h) -> i n h"`; those that are alone on the left of a pattern are read from the
             shape.
@@ -285,7 +285,7 @@ def _enclosing(name: str, axes: Axes) -> dict[str, int]:
 
 @lru_cache
 def _expression(name: str) -> re.Pattern[str]:
-    """Return the expression of a name in a rule: any prefix, then the name, where a placeholder is one part."""
+    """Return the regular expression of a name: any prefix, the name, one part per placeholder."""
     return re.compile(r"(.*\.)?" + re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(name)))
 
 

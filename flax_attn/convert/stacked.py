@@ -1,4 +1,4 @@
-"""Layers whose variables are stacked along a first axis, seen one by one: as layouts name and store them."""
+"""Layers with variables stacked along a first axis, seen one by one, as layouts name them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jax import Array
 
 from flax_attn.convert.rules import Shape
 
-_CHILD = (  # of a module that has `stacked_layers`: the one whose variables are stacked, or a list of those
-    "block"
-)
-Layers = tuple[tuple[int, ...], ...]  # of each of them, the numbers of its layers
+# The attribute of a module with `stacked_layers`: the child with stacked variables, or a list.
+_CHILD = "block"
+# The numbers of the layers in each stacked child.
+Layers = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ Tensor = nnx.Variable | LayerSlice
 
 
 def stacked_layers(module: object) -> Layers | None:
-    """Return the numbers of the layers that a module stacks, of each stacked child; None where it stacks none."""
+    """Return the numbers of the layers in each stacked child of a module; None without any."""
     return getattr(module, "stacked_layers", None)
 
 
 def children(module: Any, layers: Layers) -> dict[int, tuple[Any, int]]:
-    """Return of each layer, in order, the stacked child that it is part of and where it is there."""
+    """Return the stacked child of each layer, in order, with the index of the layer in it."""
     stacked = [module.block] if len(layers) == 1 else module.block
     return {layer: (stacked[m], i) for layer, (m, i) in enumerate(places(layers))}
 
 
 def places(layers: Layers) -> list[tuple[int, int]]:
-    """Return of each layer, in order, the number of the stacked child that it is part of, and where it is there.
+    """Return the number of the stacked child of each layer, in order, with its index there.
 
     Example:
         >>> places(((0,), (1, 3), (2, 4)))
@@ -70,7 +70,7 @@ def places(layers: Layers) -> list[tuple[int, int]]:
 
 
 def layers_of(path: tuple, stacks: Mapping[tuple, Layers]) -> Iterator[tuple[tuple, int | None]]:
-    """Return the paths of a node as if no layers were stacked, each with its place among those of its child.
+    """Yield the paths of a node as if no layers were stacked, each with its index in its child.
 
     Example:
         >>> list(layers_of(("blocks", "block", "norm"), {("blocks",): ((0, 1),)}))

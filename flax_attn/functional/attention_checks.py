@@ -24,7 +24,10 @@ def is_finite(value: Any) -> bool:
 
 
 def check_scale(scale: Any, shape: tuple[int, ...] | None, dtype: str) -> None:
-    """Raise unless it is one finite number; of an array shape and dtype are known, and not the value."""
+    """Raise unless the scale is one finite number.
+
+    Only the shape and dtype of an array are checked, as its value is not known.
+    """
     rule = "scale is one real number for all scores, finite where it is known before tracing"
     if shape is None and not is_finite(scale):
         raise ValueError(f"{rule}; got scale={scale!r}. For 1 / sqrt(h) pass None")
@@ -38,7 +41,7 @@ def check_scale(scale: Any, shape: tuple[int, ...] | None, dtype: str) -> None:
 
 
 def check_soft_cap(soft_cap: Any) -> None:
-    """Raise unless the bound of the scores is None or a positive number that float32 can divide by."""
+    """Raise unless the cap is None or a positive number that float32 can divide by."""
     if soft_cap is None or (is_finite(soft_cap) and _LEAST_CAP <= soft_cap <= _LARGEST_CAP):
         return
     raise ValueError(
@@ -48,7 +51,7 @@ def check_soft_cap(soft_cap: Any) -> None:
 
 
 def check_sinks(num_heads: int, shape: tuple[int, ...], dtype: str) -> None:
-    """Raise unless there is one logit a query head."""
+    """Raise unless there is one logit per query head."""
     if shape != (num_heads,):
         raise ValueError(
             f"sinks must be one logit a query head, shape ({num_heads},); got shape {shape}"
@@ -58,12 +61,11 @@ def check_sinks(num_heads: int, shape: tuple[int, ...], dtype: str) -> None:
 
 
 def check_argument(name: str, value: Any, kind: Any, remedy: str) -> None:
-    """Raise unless an argument of attention is an array; what is meant for another is told where it goes."""
+    """Raise unless an argument of attention is an array; for a `Mask` say where it goes."""
     if not isinstance(value, kind):
         classes = getattr(kind, "__args__", (kind,))
-        kinds = [
-            one.__name__.rpartition(".")[2] for one in classes
-        ]  # JAX gives its Array a dotted name
+        # JAX gives its Array a dotted name.
+        kinds = [one.__name__.rpartition(".")[2] for one in classes]
         remedy = "Pass a mask as mask=" if type(value).__name__ == "Mask" else remedy
         raise ValueError(
             f"{name} must be {' or '.join(kinds)}; got {type(value).__name__}. {remedy}"
@@ -71,7 +73,10 @@ def check_argument(name: str, value: Any, kind: Any, remedy: str) -> None:
 
 
 def check_offset(offset: int, t: int, s: int, left: int, right: int) -> None:
-    """Raise unless the keys that queries see depend on the offset of a mask that reaches so far around a query."""
+    """Raise if the offset of a mask is so far out that all queries see the same keys.
+
+    A query sees `left` keys before its position and `right` keys after it.
+    """
     ends = {"-t - right" if right else "-t": -t - right, "s + left" if left else "s": s + left}
     if not -t - right <= offset <= s + left:
         least, most = (f"{name} = {end}" for name, end in ends.items())

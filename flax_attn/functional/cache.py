@@ -30,9 +30,9 @@ class Extended(NamedTuple):
         key: `(b, s, k, h)`; s is the capacity, or fewer where the length of the cache is an
             integer.
         value: `(b, s, k, v)`.
-        mask: of the queries of the new tokens, for these keys.
+        mask: mask of the queries of the new tokens over these keys.
         key_positions: `(b, s)`, the position of each key in its sequence; -1 where there is none.
-        cache: with the new tokens.
+        cache: cache with the new tokens.
     """
 
     key: Key
@@ -66,7 +66,8 @@ class KVCache(Cache):
         length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An
             integer is for all rows and stays static: `KVCache(key, value, 0)` is known to be empty,
             so that kernels skip what is.
-        window: of a sliding window, how many keys in all a query attends to; None keeps all.
+        window: width of a sliding window, the number of keys that a query attends to; None keeps
+            all.
 
     Shapes:
         All without b for one sequence.
@@ -100,7 +101,7 @@ class KVCache(Cache):
         window: int | None = None,
         dtype: Dtype = jnp.float32,
     ) -> KVCache:
-        """Return an empty cache; b None is that of one sequence without a batch axis.
+        """Return an empty cache; b None is one sequence without a batch axis.
 
         `value_dim` is the width of the values, None that of the keys; 0 is a cache of keys alone. A
         ring buffer takes up to `capacity - window + 1` tokens a call in place, and more at the
@@ -142,7 +143,7 @@ class KVCache(Cache):
     def check_heads(
         self, batch: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int
     ) -> None:
-        """Raise unless the cache is one of floating point for these rows, heads and widths of keys and values."""
+        """Raise unless the cache is floating point and fits these rows, heads and widths."""
         heads = (*batch, num_kv_heads, self.capacity)
         self.check_shapes({"key": (*heads, head_dim), "value": (*heads, value_dim)})
 
@@ -171,12 +172,12 @@ class KVCache(Cache):
         mask: Mask | Array | None = None,
         lengths: ArrayLike | int | None = None,
     ) -> Extended:
-        """Return the keys, the values and the mask that the queries of new tokens attend with, and the cache after.
+        """Return what the queries of new tokens attend to, and the cache after them.
 
         Args:
             key: `(b, t, k, h)`, of the new tokens alone, rotated by its positions already.
             value: `(b, t, k, v)`.
-            mask: that of the whole sequence, of `(capacity, capacity)` tokens where it holds
+            mask: mask of the whole sequence, of `(capacity, capacity)` tokens where it holds
                 arrays, the same in every call: the rows of the new tokens are taken from it. Slots
                 without a token are hidden in any case.
             lengths: how many of the new tokens of each row are real, `(b,)`; None is all.
@@ -208,16 +209,16 @@ class KVCache(Cache):
     ) -> Extended:
         t, after = key.shape[1], self.append(key, value, lengths)
         mask = mask & Mask.sliding_window(window)
-        if (
-            isinstance(self.length, int) and self.length == 0
-        ):  # no older keys: the structure of the mask is kept
+        # Without older keys the structure of the mask is kept.
+        if isinstance(self.length, int) and self.length == 0:
             positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), key.shape[:2])
             return Extended(
                 key, value, mask.shift(0, t, t) & Mask.lengths(key=lengths), positions, after
             )
         if t <= self.capacity - window + 1:
             (keys, values), positions = after._tokens_first(key.dtype), after.key_positions
-        else:  # the last of the new tokens overwrite keys that the first of the new queries attend to
+        else:
+            # The last new tokens overwrite keys that the first new queries attend to.
             pairs = zip(self._tokens_first(key.dtype), (key, value), strict=True)
             keys, values = (join(*pair, axis=1) for pair in pairs)
             new = self.positions(t)

@@ -1,4 +1,4 @@
-"""What every cache has: the number of tokens of each row, and the positions of those that follow."""
+"""The base class of caches: how many tokens each row has, and the positions of new ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ C = TypeVar("C", bound="Cache")
 
 
 class Cache:
-    """What a layer keeps of the tokens so far, each row of the batch with its own number of them; a base class.
+    """Base class of caches: what a layer keeps of the tokens so far.
+
+    Each row of the batch has its own number of tokens.
 
     A kind of cache is a frozen dataclass. It is a pytree of fixed shapes: its fields are arrays,
     but for those that `static` names and for a length that is an integer.
@@ -26,7 +28,7 @@ class Cache:
     Attributes:
         length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An
             integer is for all rows, and stays static.
-        static: the names of fields that are no arrays.
+        static: names of the fields that are no arrays.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Cache:
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def check_shapes(self, wanted: Shapes) -> None:
-        """Raise unless the arrays are of floating point and have these shapes, by the names of their fields."""
+        """Raise unless the arrays are floating point and have these shapes, by field name."""
         for array in self.arrays.values():
             check_cache_dtype(array.dtype.name)
         check_cache_shapes({name: array.shape for name, array in self.arrays.items()}, wanted)
@@ -76,11 +78,14 @@ class Cache:
 
     @property
     def invalid(self) -> Bool[Array, "*b"]:
-        """The rows that were given tokens that do not fit, or lengths that cannot be."""
+        """The rows that were given tokens that do not fit, or impossible lengths."""
         return self.row_lengths < 0
 
     def positions(self, t: int, lengths: ArrayLike | int | None = None) -> Integer[Array, "*b t"]:
-        """Return the positions of the next `t` tokens in their sequences; 0 for padding, behind `lengths` of them."""
+        """Return the positions of the next `t` tokens in their sequences; 0 for padding.
+
+        The first `lengths` tokens of a row are real, and the rest is padding.
+        """
         cached = self.row_lengths
         new = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (*cached.shape, t))
         if lengths is None:

@@ -7,7 +7,7 @@ _REMEDY = "Pass what init_cache of this layer returns"
 
 
 def check_cache_dtype(dtype: str) -> None:
-    """Raise unless a cache stores numbers of floating point."""
+    """Raise unless a cache stores floating point numbers."""
     if not dtype.startswith(("float", "bfloat")):
         raise ValueError(
             "a cache stores keys and values as they are and must be floating point; got dtype"
@@ -25,7 +25,10 @@ def check_cache_shapes(got: Shapes, wanted: Shapes) -> None:
 
 
 def check_cache_window(own: int | None, window: int | None) -> None:
-    """Raise if a ring buffer overwrites keys that a layer attends to; None keeps all keys, or sees them."""
+    """Raise if a ring buffer overwrites keys that a layer attends to.
+
+    With `own=None` the cache keeps all keys; with `window=None` the layer sees all keys.
+    """
     if own is not None and (window is None or own < window):
         raise ValueError(
             f"a ring buffer keeps the keys of its own window; got one of window={own} for a layer"

@@ -89,7 +89,7 @@ def check_key_data(shape: tuple[int, ...], dtype: str) -> None:
 
 
 def check_heads(d_out: int, num_heads: int, num_kv_heads: int, head_dim: int | None = None) -> None:
-    """Raise unless the heads share `d_out` or have a width, and the query heads share the key/value heads."""
+    """Raise unless all heads have one width, and the key/value heads divide the query heads."""
     check_positive(d_out=d_out, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if head_dim is not None:
         check_positive(head_dim=head_dim)
@@ -149,7 +149,10 @@ def check_block_norms(
 def check_block_widths(
     d_model: int, attention: dict[str, int], parts: dict[str, int | None]
 ) -> None:
-    """Raise unless all parts of a block are as wide as the input of its attention; None is not known."""
+    """Raise unless all parts of a block are as wide as the input of its attention.
+
+    A width of None is not known, and not checked.
+    """
     wrong = {f"att.{name}": width for name, width in attention.items() if width != d_model}
     wrong |= {
         f"{name}.d_model": width for name, width in parts.items() if width not in (None, d_model)
@@ -165,7 +168,10 @@ def check_block_widths(
 def check_tokens(
     name: str, x: Any, width_name: str, width: int, context_length: int | None
 ) -> None:
-    """Raise unless an array is `(t, width)` or `(b, t, width)` with `t <= context_length`, and of a dtype for calls."""
+    """Raise unless an array is `(t, width)` or `(b, t, width)` with `t <= context_length`.
+
+    Its dtype must be one that a call may have.
+    """
     shape = shape_of(name, x)
     if len(shape) not in (2, 3):
         raise ValueError(
@@ -183,7 +189,10 @@ def check_tokens(
 
 
 def check_image(shape: tuple[int, ...], channels: int, height: int, width: int) -> None:
-    """Raise unless `shape` is `(channels, rows, columns)`, or a batch of them, that patches of this size fill."""
+    """Raise unless `shape` is `(channels, rows, columns)`, or a batch of them.
+
+    Patches of this height and width must fill the images.
+    """
     if (
         len(shape) not in (3, 4)
         or shape[-3] != channels
@@ -248,7 +257,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 def check_inputs(
     query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], dtypes: tuple[str, ...]
 ) -> None:
-    """Raise unless the three shapes belong to one attention call, and the dtypes are one that a call may have."""
+    """Raise unless the three shapes and dtypes belong to one attention call."""
     shapes = f"got query {query}, key {key}, value {value}"
     if len(query) not in (3, 4) or not len(query) == len(key) == len(value):
         raise ValueError(
@@ -392,7 +401,10 @@ def check_prompt(
     max_new_tokens: int,
     capacity: int | None,
 ) -> None:
-    """Raise unless prompt `i`, of which the smallest and the largest id are known, fits a model and its cache."""
+    """Raise unless prompt `i` fits a model and its cache.
+
+    `ends` are the smallest and the largest id of the prompt; None is an empty prompt.
+    """
     if ends is None:
         raise ValueError(
             f"a prompt holds at least one token; prompt {i} is empty. Begin with the model's start"

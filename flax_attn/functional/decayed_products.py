@@ -10,12 +10,12 @@ from jaxtyping import Array
 
 
 class Pairs(NamedTuple):
-    """What the tokens of a block are to each other.
+    """The products and decays between the tokens of a block.
 
     Args:
-        products: `(r, p, t, t)`, of token i with the tokens j <= i.
-        before: `(r, t, h)`, sum of the logarithms of decays from the first token up to each.
-        after: `(r, t, h)`, of those behind each up to the last.
+        products: `(r, p, t, t)`, products of token i with the tokens j <= i.
+        before: `(r, t, h)`, sums of the logarithms of decays from the first token up to each.
+        after: `(r, t, h)`, sums of those behind each token up to the last.
     """
 
     products: Array
@@ -24,16 +24,19 @@ class Pairs(NamedTuple):
 
 
 def decayed_products(x: Array, y: Array, decay: Array, precision: PrecisionLike = None) -> Pairs:
-    """Return the sum over h of `x_ih y_jh exp(decay_{j+1,h} + ... + decay_ih)` for each j <= i, and 0 for the others.
+    """Return the products of tokens, decayed from each token to each later one.
+
+        sum_h x_ih y_jh exp(decay_{j+1,h} + ... + decay_ih)    for j <= i, and 0 for the others
 
     Args:
         x: `(r, p, t, h)`, t a power of 2.
         y: `(r, t, h)`.
         decay: `(r, t, h)` or `(r, t, 1)`, at most 0.
-        precision: of the matrix products.
+        precision: precision of the matrix products.
 
     Example:
-        >>> x, y, decay = jnp.ones((1, 1, 2, 3)), jnp.ones((1, 2, 3)), jnp.log(jnp.array([[[0.5], [0.25]]]))
+        >>> x, y = jnp.ones((1, 1, 2, 3)), jnp.ones((1, 2, 3))
+        >>> decay = jnp.log(jnp.array([[[0.5], [0.25]]]))
         >>> decayed_products(x, y, decay).products[0, 0]
         Array([[3.  , 0.  ],
                [0.75, 3.  ]], dtype=float32)
@@ -79,9 +82,10 @@ def _rows_with_columns(x: Array, y: Array, precision: PrecisionLike) -> Array:
 
 @jax.custom_jvp
 def unit_inverse(lower: Array) -> Array:
-    """Return the inverse of `I + lower`, `(r, t, t)` with t a power of 2 and 0 on the diagonal and above it.
+    """Return the inverse of `I + lower`.
 
-    By halves: that of `[[A, 0], [C, B]]` is `[[A', 0], [-B' C A', B']]`.
+    `lower` is `(r, t, t)` with t a power of 2, and 0 on the diagonal and above it. The inverse is
+    made by halves: that of `[[A, 0], [C, B]]` is `[[A', 0], [-B' C A', B']]`.
     `jax.lax.linalg.triangular_solve` of many matrices can wait for ever on a CPU with few cores: in
     JAX 0.10 a call holds a thread of the pool that its parts wait for.
 

@@ -1,4 +1,4 @@
-"""The gated delta rule token by token, and in chunks of tokens: the same function, as matrix products."""
+"""The gated delta rule token by token, and in chunks of tokens as matrix products."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CHUNK = 64  # tokens that become one matrix product; a power of 2
 
 
 class Steps(NamedTuple):
-    """The arrays of the tokens of r rows, each a head of a sequence, in the dtype that sums are taken in.
+    """The arrays of the tokens of r rows, in the dtype of sums; a row is a head of a sequence.
 
     Args:
         query: `(r, t, h)`, scaled.
         key: `(r, t, h)`.
         value: `(r, t, v)`.
-        decay: logarithms, `(r, t, h)`, or `(r, t, 1)` for all features of a key.
+        decay: logarithms of decays, `(r, t, h)`, or `(r, t, 1)` for all features of a key.
         beta: `(r, t, 1)`, or None.
         starts: `(r, t, 1)`, True where a document begins.
     """
@@ -63,8 +63,9 @@ def recurrent(steps: Steps, state: Array, precision: PrecisionLike = None) -> tu
 def chunked(
     steps: Steps, state: Array, precision: PrecisionLike = None, size: int | None = None
 ) -> tuple[Array, Array]:
-    """Return what `recurrent` does, in chunks of `size` tokens, a power of 2; None is `CHUNK`, or less for few tokens.
+    """Return what `recurrent` does, computed in chunks of `size` tokens.
 
+    The size is a power of 2; None is `CHUNK`, or less for few tokens.
     With C the tokens of a chunk, S the state before it, and D_ij the product of decays from j + 1
     to i, the rows u_i = beta_i (v_i - S_{i-1} diag(a_i) k_i) that the tokens add solve one
     triangular system:
@@ -130,9 +131,8 @@ def _split(x: Array, size: int) -> Array:
 
 
 def _prepare(chunk: Steps, precision: PrecisionLike) -> _Chunk:
-    document = jnp.cumsum(
-        chunk.starts, axis=1
-    )  # of each token, counted in its chunk; the state before has 0
+    # The document of each token, counted in its chunk; the state before has 0.
+    document = jnp.cumsum(chunk.starts, axis=1)
     carried, to_the_end, same = document == 0, document == document[:, -1:], document == document.mT
     pairs = decayed_products(
         jnp.stack([chunk.query, chunk.key], axis=1), chunk.key, chunk.decay, precision

@@ -31,7 +31,7 @@ class KeyedDropout:
     """Dropout at `rate`, decided by `key`.
 
     Args:
-        rate: the probability that an element is dropped, in [0, 1).
+        rate: probability that an element is dropped, in [0, 1).
         key: a `jax.random.key`, or its data, two uint32.
 
     Raises:
@@ -55,7 +55,7 @@ class KeyedDropout:
 
 
 def key_data(key: Array) -> UInt32[Array, "2"]:
-    """Return the two integers that seed Threefry, of a typed key or of its data; of longer keys the first two.
+    """Return the two integers that seed Threefry; of longer keys the first two.
 
     Example:
         >>> key_data(jax.random.key(7))
@@ -79,7 +79,7 @@ def threefry_2x32(key: _Words, counter: _Words) -> _Words:
     Arrays of NumPy are encrypted by NumPy, and nothing is compiled.
 
     Shapes:
-        key, counter: two uint32 arrays each; all four broadcast together, with equal ranks or rank 0.
+        key, counter: two uint32 arrays each, of equal ranks or rank 0; all four broadcast together.
 
     Example:
         >>> zero = jnp.uint32(0)
@@ -110,7 +110,9 @@ _encrypt_compiled = jax.jit(_encrypt, inline=True)
 
 
 def fold_in(key: Array | None, index: int | Integer[Array, ""]) -> UInt32[Array, "2"] | None:
-    """Return the key of child `index`: one key for a block, one for each dropout inside it. None stays None.
+    """Return the key of child `index`; None stays None.
+
+    A block has a key, and each dropout inside it has a child of that key.
 
     Example:
         >>> bool((fold_in(jax.random.key(0), 1) == fold_in(jax.random.key(0), 2)).any())
@@ -126,7 +128,7 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
     """Return which elements survive: `threefry(threefry(key, (b, n)), (t, s)) >= rate * 2**32`.
 
     Shapes:
-        b, n, t, s: integer index arrays that broadcast together. Kernels pass the indices of a block.
+        b, n, t, s: integer index arrays that broadcast together; kernels pass those of a block.
 
     Example:
         >>> t, s = jnp.arange(2)[:, None], jnp.arange(6)[None, :]
@@ -142,7 +144,7 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
 
 
 def keep_grid(dropout: KeyedDropout, shape: tuple[int, ...]) -> Array:
-    """Return the whole `(b, n, t, s)` mask of `keep_mask`, for arrays that are materialised anyway."""
+    """Return the whole `(b, n, t, s)` mask of `keep_mask`, for materialised arrays."""
     index = [
         jnp.arange(size).reshape([-1 if i == axis else 1 for i in range(4)])
         for axis, size in enumerate(shape)

@@ -1,4 +1,4 @@
-"""Results on a mesh with Explicit axes: where JAX asks how they are split, they are split as what they are made of."""
+"""Results on a mesh with Explicit axes, split in the same way as the arrays they are made of."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from jaxtyping import Array
 
 
 def split_as(x: Array, *axes: int | None) -> NamedSharding | None:
-    """Return the `out_sharding` of a result that is split as x is, which its type tells; None without Explicit axes.
+    """Return the `out_sharding` of a result that is split as x is; None without Explicit axes.
 
     Args:
-        x: on any mesh, or none.
-        axes: of x, one for each axis of the result, which is split as that one is; None is one that
-            is not split.
+        x: array on any mesh, or none.
+        axes: for each axis of the result, the axis of x that it is split as; None is not split.
 
     Example:
         >>> split_as(jnp.ones((3, 4)), 0, None) is None
@@ -29,7 +28,9 @@ def split_as(x: Array, *axes: int | None) -> NamedSharding | None:
 
 
 def join(first: Array, second: Array, axis: int) -> Array:
-    """Return two arrays joined along an axis, which is whole on every device unless both are split in the same way.
+    """Return two arrays joined along an axis.
+
+    The axis is whole on every device, unless both arrays are split in the same way.
 
     Example:
         >>> join(jnp.ones((2, 3)), jnp.ones((2, 4)), axis=1).shape

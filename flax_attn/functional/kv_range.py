@@ -1,4 +1,7 @@
-"""Which keys a range of queries may see: as Python integers where that is known before tracing, else as arrays."""
+"""Which keys a range of queries may see.
+
+The answer is in Python integers where it is known before tracing, else in arrays.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +68,10 @@ class Tiles(NamedTuple):
 
 
 def bounded(values: Any, more: int = 0) -> int | Array:
-    """Return `values + more` within `-UNBOUNDED` and `UNBOUNDED`: an integer of an integer, else an array of int32.
+    """Return `values + more`, clipped to `-UNBOUNDED` and `UNBOUNDED`.
 
-    Clipped before they are added, so that no sum wraps around; beyond every index nothing depends
-    on by how much.
+    An integer gives an integer, an array one of int32. Values are clipped before they are added, so
+    that no sum wraps around. Beyond every index the exact value does not matter.
 
     Example:
         >>> bounded(2**70, -5), bounded(jnp.array([2**31 - 1, 3]), 2**31)
@@ -83,7 +86,9 @@ def bounded(values: Any, more: int = 0) -> int | Array:
 
 
 def plus(values: Any, more: Any) -> int | Array:
-    """Return the sum of two counts: an integer if both are, else an array of int32, which ends where that does.
+    """Return the sum of two counts: an integer if both are, else an array of int32.
+
+    A sum beyond the ends of int32 becomes its end.
 
     Example:
         >>> plus(3, 4), plus(jnp.array([2**31 - 1, 3]), 4)
@@ -112,7 +117,9 @@ def as_int32(values: Any) -> Array:
 
 
 def limits(count: Any, more: int = 0) -> tuple[Limit, Limit]:
-    """Return the least and the greatest of an integer or an array of integers, `more` added, within `UNBOUNDED`.
+    """Return the least and the greatest of `count + more`, clipped to `UNBOUNDED`.
+
+    `count` is an integer or an array of integers.
 
     Example:
         >>> limits(2**70), limits(jnp.array([3, -1]))
@@ -135,7 +142,7 @@ def maximum(a: Limit, b: Limit) -> Limit:
 
 
 def where(condition: Any, a: Limit, b: Limit) -> Limit:
-    """Return `a` if the condition holds, else `b`: an integer if the condition and what it chooses are."""
+    """Return `a` if the condition holds, else `b`; an array unless the condition is a bool."""
     if isinstance(condition, bool):
         return a if condition else b
     return jnp.where(condition, a, b).astype(jnp.int32)

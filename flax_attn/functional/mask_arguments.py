@@ -1,4 +1,4 @@
-"""What the constructors of masks take, checked, and in one integer type."""
+"""The arguments of mask constructors, checked and in one integer type."""
 
 from numbers import Integral
 from typing import Any, overload
@@ -48,9 +48,9 @@ def as_integers(name: str, values: Any) -> int | Array | None:
 
 
 def as_ids(query: Any, key: Any) -> tuple[Array, Array]:
-    """Return the ids of queries and keys as arrays of one signed type, in which the same pairs are equal.
+    """Return the ids of queries and keys in one signed type, in which the same pairs are equal.
 
-    That is int32, or int64 for ids of 64 bits.
+    The type is int32, or int64 for ids of 64 bits.
 
     Example:
         >>> as_ids(np.array([2**32 - 1, 7], np.uint32), np.array([-1, 7], np.int8))
@@ -96,7 +96,10 @@ def _integer_array(name: str, values: Any) -> Array | np.ndarray:
 
 
 def as_array(name: str, values: Any) -> Array | np.ndarray:
-    """Return an array or variable of JAX as an array of JAX, numbers and lists as one of NumPy, or raise."""
+    """Return JAX arrays and variables as JAX arrays, numbers and lists as NumPy arrays.
+
+    Raises `ValueError` for anything else.
+    """
     if isinstance(values, jax.Array):
         return values
     if hasattr(values, "__jax_array__"):  # a variable of a module

@@ -17,16 +17,17 @@ Count = int | Integer[Array, ""] | Integer[Array, " b"]
 
 
 class Part:
-    """One condition on (query, key). Python integers stay static under `jax.jit`, arrays are traced.
+    """One condition on (query, key).
 
+    Python integers stay static under `jax.jit`, arrays are traced.
     A new kind of part has to define `allow`, and is then correct in every backend. `kv_range` and
     `band` let kernels skip what is hidden; `row` and `shift` keep the structure of a part whose
     `allow` depends on the batch row or shape.
 
     Attributes:
-        axes: of the arrays inside, by the name of the field: `"batch"`, `"heads"`, or None for one
-            that is not divided among devices; aligned at the last. None is a part whose arrays are
-            not known.
+        axes: axes of the arrays inside, by the name of the field: `"batch"`, `"heads"`, or None for
+            one that is not divided among devices; aligned at the last. None is a part whose arrays
+            are not known.
     """
 
     axes: ClassVar[dict[str, tuple[str | None, ...]] | None] = None
@@ -37,34 +38,43 @@ class Part:
         )
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Part:
-        """Return the part for a call of this size, its defaults filled in, or raise `ValueError`."""
+        """Return the part for a call of this size, with its defaults filled in, or raise."""
         return self
 
     def sized(self, b: int | None, n: int | None) -> Part:
-        """Return the part for so many rows of the batch and heads; None leaves open how many."""
+        """Return the part for `b` rows of the batch and `n` heads; None leaves a number open."""
         return self
 
     def allow(self, rows: Index, cols: Index) -> Array:
-        """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
+        """Return the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
         raise NotImplementedError
 
     def kv_range(self, first: Limit, last: Limit, s: int) -> KVRange:
-        """Return which of `s` keys the queries `first` to `last` may see; by default any, and none is seen by all."""
+        """Return which of `s` keys the queries `first` to `last` may see.
+
+        By default any key may be seen, and no key is known to be seen by all queries.
+        """
         return KVRange(0, s, 0, 0)
 
     @property
     def summarised(self) -> bool:
-        """Whether `tiles` knows more of tiles than the range of keys that contains what is seen."""
+        """Whether `tiles` knows more than `kv_range`."""
         return False
 
     def tiles(self, first: Limit, last: Limit, starts: Index, stops: Index, s: int) -> Tiles:
-        """Return what the queries `first` to `last` see of the keys from each of `starts` to before each of `stops`."""
+        """Return what the queries `first` to `last` see of each run of keys.
+
+        Run i is the keys from `starts[i]` to before `stops[i]`.
+        """
         found = self.kv_range(first, last, s)
         seen = (starts < found.stop) & (stops > found.start)
         return Tiles(seen, (starts >= found.inner_start) & (stops <= found.inner_stop))
 
     def band(self) -> tuple[int | None, int | None] | None:
-        """Return `(low, high)` if the part is `low <= key - query <= high` with integers known before tracing."""
+        """Return `(low, high)` if the part is `low <= key - query <= high`, else None.
+
+        The bounds are integers known before tracing.
+        """
         return None
 
     @property
@@ -73,9 +83,9 @@ class Part:
         return type(self).interval is not Part.interval
 
     def interval(self, rows: Index) -> tuple[Array | int, Array | int]:
-        """Return `(start, stop)` where queries at `rows` see just the keys from `start` to before `stop`.
+        """Return `(start, stop)`: queries at `rows` see the keys from `start` to before `stop`.
 
-        They broadcast to `(b, 1, t, 1)`, and may lie outside the keys. Only for a part that
+        Both broadcast to `(b, 1, t, 1)`, and may lie outside the keys. Only for a part that
         `has_interval`.
         """
         raise NotImplementedError

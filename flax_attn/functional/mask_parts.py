@@ -1,4 +1,4 @@
-"""The conditions that masks are made of: which query may see which key, decided from index arrays alone.
+"""The conditions that masks are made of, decided from the indices of queries and keys alone.
 
 `True` means attend, everywhere. Query `i` stands at position `offset + i`, key `j` at position `j`.
 """
@@ -55,11 +55,14 @@ class Positioned(Part):
             check_offset(self.offset, t, s, left, right)
 
     def beside(self, rows: Index, distance: int) -> Array:
-        """Return the index of the key at a distance from the position of each query; far from any it stays so."""
+        """Return the index of the key at a distance from the position of each query.
+
+        An index far beyond all keys is clipped, and stays beyond them.
+        """
         return rows + _per_row(0 if self.offset is None else self.offset, distance)
 
     def ends(self, first: Limit, last: Limit, distance: int) -> tuple[Limit, Limit]:
-        """Return the least and the greatest `beside` of the queries `first` to `last`, over the batch."""
+        """Return the least and the greatest `beside` of the queries `first` to `last`."""
         least, greatest = limits(0 if self.offset is None else self.offset, distance)
         return first + least, last + greatest
 

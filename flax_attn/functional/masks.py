@@ -31,10 +31,10 @@ from flax_attn.functional.where import Where
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mask:
-    """A conjunction of parts: `mask & other` lets through what both let through, and keeps the structure.
+    """A conjunction of parts: `mask & other` lets through what both let through.
 
-    An empty `Mask()` hides nothing. Arrays inside a mask may be traced; Python integers stay
-    static, so that a kernel can skip blocks.
+    The structure is kept. An empty `Mask()` hides nothing. Arrays inside a mask may be traced;
+    Python integers stay static, so that a kernel can skip blocks.
 
     Example:
         >>> mask = Mask.causal() & Mask.lengths(key=jnp.array([3, 2]))
@@ -48,7 +48,10 @@ class Mask:
 
     @staticmethod
     def causal(offset: Count | ArrayLike | None = None) -> Mask:
-        """Query `i` sees key `j` when `j <= offset + i`. The offset is 0 where t == s and must be given elsewhere."""
+        """Query `i` sees key `j` when `j <= offset + i`.
+
+        The offset is 0 where t == s and must be given elsewhere.
+        """
         return Mask((Causal(offset=as_integers("offset", offset)),))
 
     @staticmethod
@@ -64,9 +67,8 @@ class Mask:
                     f"a window's {name} is a number of keys, at least 0, known before tracing; got"
                     f" {name}={size}. For an unbounded side pass None"
                 )
-        sizes = (
-            None if size is None else int(size) for size in (left, right)
-        )  # of numpy's integers, too
+        # Integers of NumPy become those of Python.
+        sizes = (None if size is None else int(size) for size in (left, right))
         return Mask((Window(*sizes, offset=as_integers("offset", offset)),))
 
     @staticmethod
@@ -79,14 +81,18 @@ class Mask:
     def lengths(
         *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
-        """Hide padding at the end: of row `b` only the first `query[b]` queries and `key[b]` keys are real."""
+        """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real."""
         return Mask(
             (Lengths(as_integers("query lengths", query), as_integers("key lengths", key)),)
         )
 
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
-        """Packed documents: `(b, t)` ids of the queries and `(b, s)` ids of the keys (the same if not given)."""
+        """Packed documents: a query sees the keys that have its id.
+
+        The ids are `(b, t)` for queries and `(b, s)` for keys, which have those of the queries if
+        `key` is None.
+        """
         return Mask((Segments(*as_ids(query, key)),))
 
     @staticmethod
@@ -103,11 +109,11 @@ class Mask:
 
     @staticmethod
     def where(function: Callable, offset: Count | ArrayLike | None = None) -> Mask:
-        """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`, written for scalars.
+        """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`.
 
-        `b` is the row of the batch, `n` the query head. The function is traced once on indices: it
-        indexes arrays and computes with `&`, `|` and `~`, without `if`. The offset is 0 if not
-        given, and follows a `KVCache`.
+        The function is written for scalars: `b` is the row of the batch, `n` the query head. It is
+        traced once on indices: it indexes arrays and computes with `&`, `|` and `~`, without `if`.
+        The offset is 0 if not given, and follows a `KVCache`.
 
         Raises:
             ValueError: if it is no such function, or returns no booleans.
@@ -139,13 +145,19 @@ class Mask:
         return Mask(tuple(part.resolve(b, n, t, s) for part in self.parts))
 
     def sized(self, b: int | None, n: int | None) -> Mask:
-        """Return the mask for `b` rows and `n` heads, which its functions may read, as a call does; None is unknown."""
+        """Return the mask for `b` rows and `n` heads; None leaves a number open.
+
+        Functions inside the mask may read both. A call does this for its own mask.
+        """
         return Mask(tuple(part.sized(b, n) for part in self.parts))
 
     def block(
         self, rows: Integer[Array, " t"], cols: Integer[Array, " s"]
     ) -> Bool[Array, "#b #n #t #s"]:
-        """Return the mask at the query indices `rows` and key indices `cols`, axes that do not matter being 1."""
+        """Return the mask at the query indices `rows` and key indices `cols`.
+
+        Axes that do not matter have size 1.
+        """
         rows = rows.astype(jnp.int32)[None, None, :, None]
         cols = cols.astype(jnp.int32)[None, None, None, :]
         allowed = jnp.ones((1, 1, 1, 1), bool)
@@ -183,11 +195,12 @@ class Mask:
         return expression(self.parts)
 
     def kv_range(self, first: Limit, last: Limit, s: int) -> KVRange:
-        """Return which of the `s` keys the queries `first` to `last`, both included, may see, over batch and heads.
+        """Return which of `s` keys the queries `first` to `last`, both included, may see.
 
-        In Python integers where these and the mask are integers, so that a kernel can skip blocks
-        before tracing, and as arrays where the mask holds arrays or the queries are traced. A part
-        that cannot tell shows every key.
+        This is the range over all rows of the batch and all heads: Python integers where the
+        queries and the mask are integers, so that a kernel can skip blocks before tracing, and
+        arrays where the mask holds arrays or the queries are traced. A part that cannot tell shows
+        every key.
 
         Example:
             >>> Mask.sliding_window(5).kv_range(8, 11, s=16)
@@ -205,35 +218,39 @@ class Mask:
         return any(part.summarised for part in self.parts)
 
     def summarise(self, t: int, s: int, *, b: int = 1, n: int = 1, tile: int = 128) -> Mask:
-        """Return the mask with a summary of its tiles of `tile` queries and keys: which are empty, and which whole.
+        """Return the mask with a summary of its tiles: which are empty, and which are whole.
 
-        Kernels then skip empty tiles and need no mask in whole ones. It is for masks that do not
-        know what they hide: functions, dense arrays, segments in any order. Make it once, outside
-        the step, and combine it with the others: `Mask.where(fn).summarise(t, s) & Mask.causal()`.
-        `b` and `n` are needed where the mask differs between them.
+        A tile is `tile` queries by `tile` keys. Kernels skip empty tiles and need no mask in whole
+        ones. Summarise masks that do not know what they hide: functions, dense arrays, segments in
+        any order. Do it once, outside the step, and combine the result with other masks:
+        `Mask.where(fn).summarise(t, s) & Mask.causal()`. `b` and `n` are needed where the mask
+        differs between them.
 
         Raises:
             ValueError: if the mask does not fit these sizes; in a call, if it has others.
 
         Example:
-            >>> near = Mask.where(lambda b, n, i, j: abs(i // 4 - j // 4) < 2).summarise(16, 16, tile=4)
-            >>> near.parts[0].summary.some[0, 0].sum(axis=1)
+            >>> near = Mask.where(lambda b, n, i, j: abs(i // 4 - j // 4) < 2)
+            >>> near.summarise(16, 16, tile=4).parts[0].summary.some[0, 0].sum(axis=1)
             Array([2, 3, 3, 2], dtype=int32)
         """
         return Mask((summarise(self, b, n, t, s, tile),))
 
     def tiles(self, first: Limit, last: Limit, starts: Index, stops: Index, s: int) -> Tiles:
-        """Return what the queries `first` to `last` see of the keys from each of `starts` to before each of `stops`."""
+        """Return what the queries `first` to `last` see of each run of keys.
+
+        Run i is the keys from `starts[i]` to before `stops[i]`.
+        """
         every = Tiles(starts < s, stops <= s)
         return reduce(
             Tiles.__and__, (part.tiles(first, last, starts, stops, s) for part in self.parts), every
         )
 
     def split_band(self) -> tuple[tuple[int | None, int | None], Mask]:
-        """Return `(low, high)` and a mask of the rest: the parts that are `low <= key - query <= high`, and the others.
+        """Return `(low, high)` for the parts that are `low <= key - query <= high`, and the rest.
 
-        Causal masks and windows whose offset is an integer make the band, which is the same for
-        every query. None is unbounded.
+        Causal masks and windows whose offset is an integer make this band, which is the same for
+        every query; None is unbounded. The rest is a mask of the other parts.
 
         Example:
             >>> (Mask.sliding_window(5) & Mask.lengths(key=3)).split_band()
@@ -245,11 +262,11 @@ class Mask:
         return (low, high), Mask(tuple(part for part in self.parts if part.band() is None))
 
     def split_intervals(self, t: int, s: int) -> tuple[tuple[Array, Array], Mask]:
-        """Return `(start, stop)` and a mask of the rest: which keys each query may see by all parts but the rest.
+        """Return `(start, stop)`, the interval of keys that each query may see, and the rest.
 
         Query i may see the keys from `start[:, i]` to before `stop[:, i]`, with a row for each row
-        of the batch or one for all. The rest are segments, dense arrays, and parts of a kind that
-        is not known here.
+        of the batch or one for all. The rest is a mask of the other parts: segments, dense arrays,
+        and parts of a kind that is not known here.
 
         Example:
             >>> (start, stop), rest = Mask.sliding_window(2).split_intervals(3, 3)
@@ -264,8 +281,9 @@ class Mask:
         return (start[:, 0, :, 0], stop[:, 0, :, 0]), rest
 
     def row(self, b: int | Index, n: int | Index | None = None) -> Mask:
-        """Return the mask of batch row `b` and head `n`, as the mask of one row and one head; None is all heads.
+        """Return the mask of batch row `b` and head `n`, as one of a single row and head.
 
+        With `n=None` it is the mask of all heads.
         `b` and `n` may be traced. Integers inside the mask stay static.
 
         Example:
@@ -280,10 +298,11 @@ class Mask:
     def at(
         self, rows: Integer[Array, "#b t"], cols: Integer[Array, "#b s"]
     ) -> Bool[Array, "#b #n #t #s"]:
-        """Return the mask at query indices and key indices that each row of the batch has of its own.
+        """Return the mask at query and key indices that may differ between rows of the batch.
 
         Example:
-            >>> Mask.causal().at(jnp.array([[4], [5]]), jnp.array([[3, 4, 5], [3, 4, 5]])).astype(int)[:, 0, 0]
+            >>> rows, cols = jnp.array([[4], [5]]), jnp.array([[3, 4, 5], [3, 4, 5]])
+            >>> Mask.causal().at(rows, cols).astype(int)[:, 0, 0]
             Array([[1, 1, 0],
                    [1, 1, 1]], dtype=int32)
         """
@@ -295,9 +314,10 @@ class Mask:
         return jax.vmap(one)(jnp.arange(len(rows)), rows, cols)
 
     def shift(self, start: Count, t: int, s: int) -> Mask:
-        """Return the mask of the `t` queries from index `start` on and the first `s` keys, as the mask of its own call.
+        """Return the mask of the `t` queries from index `start` on and the first `s` keys.
 
-        The same as `at` for consecutive indices, with the structure kept.
+        It is the mask of a call of its own: as with `at` for consecutive indices, but the structure
+        is kept.
 
         Example:
             >>> Mask.sliding_window(5).shift(7, t=1, s=16)

@@ -4,7 +4,7 @@ from flax_attn.functional.checks import check_positive
 
 
 def check_router(num_experts: int, top_k: int, groups: int, top_groups: int) -> None:
-    """Raise unless there are `top_k` experts in the chosen groups, and the groups share the experts."""
+    """Raise unless the groups divide the experts, and the chosen groups hold `top_k` experts."""
     check_positive(num_experts=num_experts, top_k=top_k, groups=groups, top_groups=top_groups)
     if num_experts % groups or (groups > 1 and num_experts // groups < 2):
         raise ValueError(
@@ -22,13 +22,13 @@ def check_router(num_experts: int, top_k: int, groups: int, top_groups: int) -> 
 def check_experts(
     router: tuple[int, int], experts: tuple[int, int], shared: int | None, lone_gate: bool
 ) -> None:
-    """Raise unless router and experts agree in number and width, and a gate has a shared layer of that width."""
+    """Raise unless router, experts and shared layer agree, and a gate has a shared layer."""
     if router != experts or shared not in (None, router[1]):
+        of_shared = "" if shared is None else f", shared.d_model={shared}"
         raise ValueError(
             "all parts of a mixture have one d_model, and router and experts one num_experts; got"
             f" router.num_experts={router[0]}, router.d_model={router[1]},"
-            f" experts.num_experts={experts[0]},"
-            f" experts.d_model={experts[1]}{'' if shared is None else f', shared.d_model={shared}'}."
+            f" experts.num_experts={experts[0]}, experts.d_model={experts[1]}{of_shared}."
             " Construct them with the same"
         )
     if lone_gate:

@@ -22,7 +22,7 @@ def finite_tokens(x: Float[Array, "*b h"]) -> Bool[Array, "*b"]:
 
 
 def zero_nonfinite(x: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
-    """Return x with zeros for the tokens that hold a number that is not finite; their gradient is zero.
+    """Return x with zeros for tokens that are not finite; the gradient of these is zero.
 
     Example:
         >>> zero_nonfinite(jnp.array([[1.0, 2.0], [jnp.nan, 2.0]]))
@@ -35,12 +35,13 @@ def zero_nonfinite(x: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
 def without_nonfinite_sinks(
     query: Float[Array, "b t n h"], sinks: Float[Array, " n"]
 ) -> tuple[Float[Array, "b t n h"], Float[Array, " n"]]:
-    """Return sinks that are finite or -inf, which is no sink, and NaN for the queries of heads whose sink was not.
+    """Replace sinks that are NaN or infinity, and return NaN for the queries of their heads.
 
-    All rows of such a head read the sink.
+    All rows of such a head read the sink. A sink of -inf is no sink, and stays.
 
     Example:
-        >>> query, sinks = without_nonfinite_sinks(jnp.ones((1, 1, 2, 1)), jnp.array([jnp.inf, -jnp.inf]))
+        >>> query, sinks = jnp.ones((1, 1, 2, 1)), jnp.array([jnp.inf, -jnp.inf])
+        >>> query, sinks = without_nonfinite_sinks(query, sinks)
         >>> query[0, 0, :, 0], sinks
         (Array([nan,  1.], dtype=float32), Array([  0., -inf], dtype=float32))
     """
@@ -52,7 +53,10 @@ def without_nonfinite_sinks(
 def sees_nonfinite(
     visible: Visible, query_ok: Bool[Array, "b t n"], key_ok: Bool[Array, "b s k"]
 ) -> Bool[Array, "b n t 1"]:
-    """Return which rows are not finite or may see a key or value that is not, given which tokens are finite."""
+    """Return which rows are not finite or may see a key or value that is not.
+
+    `query_ok` and `key_ok` say which tokens are finite.
+    """
     key_ok = jnp.repeat(key_ok, query_ok.shape[2] // key_ok.shape[2], axis=2)
     ok = rearrange(query_ok, "b t n -> b n t 1") & rearrange(key_ok, "b s n -> b n 1 s")
     return (visible & ~ok).any(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Masks and dropout of a part of a call: some rows of the batch, heads, queries and keys of the whole."""
+"""Masks and dropout of a part of a call: some of its rows, heads, queries and keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PlacedDropout(KeyedDropout):
     """Dropout of a part: it drops what is dropped there of the whole.
 
     Args:
-        places: where the rows of the batch, heads, queries and keys of the part stand.
+        places: places of the rows of the batch, heads, queries and keys of the part in the whole.
     """
 
     places: tuple[Places, Places, Places, Places]
@@ -34,10 +34,10 @@ class Placed(Part):
     """A mask of whole sequences at the queries and keys of a part of them.
 
     Args:
-        mask: of the whole sequences.
-        rows: where the queries of the part stand.
-        cols: where its keys stand.
-        s: number of keys of the whole.
+        mask: mask of the whole sequences.
+        rows: places of the queries of the part.
+        cols: places of the keys of the part.
+        s: number of keys in the whole sequences.
     """
 
     mask: Mask

@@ -36,7 +36,10 @@ class Places:
     size: int = field(metadata={"static": True})
 
     def of(self, index: Any) -> Index:
-        """Return the index in the sequence of the tokens with an index in the part; beyond its ends they count on."""
+        """Return the index in the sequence of each index in the part.
+
+        Beyond the ends of the part, the indices in the sequence count on.
+        """
         starts = jnp.asarray(self.starts, jnp.int32)
         index = jnp.asarray(index, jnp.int32)
         if len(starts) == 1:  # the most common by far
@@ -51,7 +54,10 @@ class Places:
         return jnp.clip(position[None] - starts, 0, self.size).sum(axis=0, dtype=jnp.int32)
 
     def take(self, array: Array, axis: int) -> Array:
-        """Return the tokens of the part, of an array of the whole sequence; an axis of one serves all tokens."""
+        """Return the tokens of the part from an array of the whole sequence.
+
+        An axis of size 1 serves all tokens.
+        """
         if array.shape[axis] == 1:
             return array
         runs = [
@@ -60,7 +66,7 @@ class Places:
         return runs[0] if len(runs) == 1 else jnp.concatenate(runs, axis)
 
     def put(self, array: Array, part: Array, axis: int) -> Array:
-        """Return an array of the whole sequence to which the part is added in its place."""
+        """Return an array of the whole sequence with the part added in its place."""
         if array.shape[axis] == 1:
             return array + part
         for start, run in zip(self.starts, jnp.split(part, len(self.starts), axis), strict=True):

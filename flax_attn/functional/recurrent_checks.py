@@ -1,4 +1,4 @@
-"""Checks of recurrent layers that both packages share, with the same messages: the rule, the values, the remedy."""
+"""Checks of recurrent layers that both packages share, with the same messages."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -94,8 +94,9 @@ def capped_scores(
 def masked_softmax(
     scores: Weights, visible: Visible, sinks: Float[Array, " n"] | None = None
 ) -> Weights:
-    """Return `exp(x_j) / (exp(sink) + sum_j exp(x_j))` over the visible j, and zeros where nothing is visible.
+    """Return the softmax over what is visible; rows that see nothing are zeros.
 
+        exp(x_j) / (exp(sink) + sum_j exp(x_j))    over the visible j
     Example:
         >>> visible = jnp.array([[[[True, True], [False, False]]]])
         >>> masked_softmax(jnp.zeros((1, 1, 2, 2)), visible)[0, 0]
@@ -103,9 +104,8 @@ def masked_softmax(
                [0. , 0. ]], dtype=float32)
     """
     masked = checkpoint_name(jnp.where(visible, scores, -jnp.inf), "masked")
-    visible = (
-        masked != -jnp.inf
-    )  # read back, so that a value substituted for "masked" decides what is hidden
+    # Read back, so that a value substituted for "masked" decides what is hidden.
+    visible = masked != -jnp.inf
     top = masked.max(axis=-1, keepdims=True)
     if sinks is not None:
         sinks = sinks.astype(scores.dtype)[None, :, None, None]

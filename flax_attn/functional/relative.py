@@ -14,10 +14,10 @@ from flax_attn.functional.shapes import ArrayLike
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Return the slope of every head: `2 ** (-8 i / num_heads)` for `i = 1 ... num_heads`, in float64.
+    """Return the slope of every head: `2 ** (-8 i / num_heads)` for `i = 1 ... num_heads`.
 
-    Where `num_heads` is not a power of two, the slopes of the power below come first, and then
-    every other slope of the power above.
+    The slopes are float64. Where `num_heads` is not a power of two, the slopes of the power below
+    come first, and then every other slope of the power above.
 
     Raises:
         ValueError: if `num_heads` is not positive.
@@ -52,7 +52,7 @@ def alibi(
         num_heads: number of query heads n.
         query_positions: integers `(t,)` or `(b, t)`.
         key_positions: integers `(s,)` or `(b, s)`.
-        dtype: of the bias; None is the default one for floats.
+        dtype: dtype of the bias; None is the default for floats.
 
     Shapes:
         Returns `(n, t, s)` or `(b, n, t, s)`, to be passed as `bias=`.
@@ -81,7 +81,7 @@ def t5_bias(
     bidirectional: bool = True,
     max_distance: int = 128,
 ) -> Float[Array, "*b n t s"]:
-    """Relative position bias: a learned number for each head and bucket of `key position - query position`.
+    """Relative position bias: a learned number for each head and bucket of distances.
 
         bias[n, t, s] = table[t5_buckets(...)[t, s], n]
 
@@ -92,7 +92,7 @@ def t5_bias(
         query_positions: integers `(t,)` or `(b, t)`.
         key_positions: integers `(s,)` or `(b, s)`.
         bidirectional: whether keys after the query have buckets of their own, as in an encoder.
-        max_distance: from here on all distances share the last bucket.
+        max_distance: distance from which on all share the last bucket.
 
     Shapes:
         Returns `(n, t, s)` or `(b, n, t, s)`, to be passed as `bias=`.
@@ -125,12 +125,13 @@ def t5_buckets(
     num_buckets: int = 32,
     max_distance: int = 128,
 ) -> Integer[Array, "*b t s"]:
-    """Return the bucket of `key position - query position`: one a distance at first, then ever wider ones.
+    """Return the bucket of `key position - query position`.
 
-    Of the `m` buckets of a direction, half of `num_buckets` or all, distances `d` below `e = m //
-    2` have one each; the others are `e + floor((m - e) * log(d / e) / log(max_distance / e))`, at
-    most `m - 1`. Without `bidirectional` keys after the query stand at distance 0. Computed with
-    integers alone, so the same on every device.
+    Small distances have a bucket each, larger ones share ever wider buckets. Of the `m` buckets of
+    a direction, half of `num_buckets` or all, distances `d` below `e = m // 2` have one each; the
+    others are `e + floor((m - e) * log(d / e) / log(max_distance / e))`, at most `m - 1`. Without
+    `bidirectional` keys after the query stand at distance 0. Computed with integers alone, so the
+    same on every device.
 
     Raises:
         ValueError: if positions are not integers or their ranks or batches differ, if there are
@@ -155,8 +156,8 @@ def t5_buckets(
 
 
 def _bucket_starts(buckets: int, max_distance: int) -> list[int]:
-    # The smallest distance of every bucket but the first. log(d / e) * wide >= log(max_distance /
-    # e) * j in integers.
+    # The smallest distance of every bucket but the first, in integers:
+    # log(d / e) * wide >= log(max_distance / e) * j.
     exact = buckets // 2
     wide = buckets - exact
     if exact < 1 or max_distance <= exact:

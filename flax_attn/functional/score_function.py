@@ -18,7 +18,7 @@ from flax_attn.functional.traced_score import TracedScore
 
 @dataclass(frozen=True)
 class ScoreFunction:
-    """A function of scores, and where the queries and keys stand that it is told of.
+    """A function of scores, and the positions of queries and keys that it gets.
 
         score = function(score, b, n, i, j)
 
@@ -29,7 +29,7 @@ class ScoreFunction:
     be finite. Arrays that it captures have gradients.
 
     Args:
-        function: as above, in the dtype of the score, which is float32 for lower dtypes.
+        function: function as above, in the dtype of the score, which is float32 for lower dtypes.
         query_positions: integers `(t,)` or `(b, t)`; None is the order of the queries.
         key_positions: integers `(s,)` or `(b, s)`; None is the order of the keys.
 
@@ -41,7 +41,8 @@ class ScoreFunction:
         >>> from flax_attn import dot_product_attention
         >>> x = jnp.ones((1, 2, 1, 4))
         >>> near = ScoreFunction(lambda score, b, n, i, j: jnp.where(i == j, score, score - 0.5))
-        >>> print((100 * dot_product_attention(x, x, x, score=near, return_weights=True)[1]).astype(int)[0, 0])
+        >>> _, weights = dot_product_attention(x, x, x, score=near, return_weights=True)
+        >>> print((100 * weights).astype(int)[0, 0])
         [[62 37]
          [37 62]]
 

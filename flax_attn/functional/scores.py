@@ -1,4 +1,4 @@
-"""What happens to the scores of an attention module between the product of query and key and the softmax."""
+"""How an attention module computes its scores, between the product and the softmax."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ class Scores:
 
     Args:
         scale: factor on the scores; None is `1 / sqrt(h)`, T5 takes 1.0.
-        soft_cap: bounds the scores to `(-soft_cap, soft_cap)`, as in Gemma 2; None is no bound.
+        soft_cap: bound of the scores to `(-soft_cap, soft_cap)`, as in Gemma 2; None is no bound.
         sinks: whether each head learns a logit that takes part in the softmax and attends to
             nothing, as in gpt-oss. The parameter `sinks` of shape `(n,)` starts at 0, where the
             softmax divides by `1 + sum_j exp(x_j)`.
-        function: changes each score, `function(score, b, n, i, j)`, given the row of the batch, the
-            query head and the positions of query and key, those in the whole sequence beside a
-            cache; see `ScoreFunction`.
+        function: function that changes each score, `function(score, b, n, i, j)`, given the row of
+            the batch, the query head and the positions of query and key, those in the whole
+            sequence beside a cache; see `ScoreFunction`.
 
     Raises:
         ValueError: if `scale` or `soft_cap` is no finite number, or the function takes other
@@ -36,7 +36,8 @@ class Scores:
         Scores(scale=None, soft_cap=50.0, sinks=False, function=None)
 
     References:
-        Gemma Team 2024, soft-capped scores (arXiv:2408.00118); Xiao et al. 2023, attention sinks (arXiv:2309.17453);
+        Gemma Team 2024, soft-capped scores (arXiv:2408.00118);
+        Xiao et al. 2023, attention sinks (arXiv:2309.17453);
         Dong et al. 2024, functions of scores (arXiv:2412.05496).
     """
 

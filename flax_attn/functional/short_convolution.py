@@ -1,4 +1,4 @@
-"""The short convolution before a recurrent attention: each feature of a token with those of the few tokens before."""
+"""The short convolution before a recurrent attention, over the last few tokens."""
 
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ def short_convolution(
     Args:
         x: `(b, t, d)`.
         kernel: `(w, d)`, the last row for the token itself.
-        state: `(b, w - 1, d)`, the inputs before; None is zeros.
+        state: `(b, w - 1, d)`, the inputs before the first token; None is zeros.
         starts: `(b, t)`, True at the first token of a packed document: what stands before it counts
             as 0.
         lengths: how many tokens of each row are real, `(b,)`; the rest is padding, which counts as
@@ -54,7 +54,8 @@ def short_convolution(
         ValueError: if shapes do not belong together.
 
     Example:
-        >>> short_convolution(jnp.arange(4.0)[:, None], jnp.array([[10.0], [1.0]])).output[:, 0]
+        >>> x, kernel = jnp.arange(4.0)[:, None], jnp.array([[10.0], [1.0]])
+        >>> short_convolution(x, kernel).output[:, 0]
         Array([ 0.,  1., 12., 23.], dtype=float32)
 
     References:

@@ -1,4 +1,4 @@
-"""Masks with a summary of their tiles, made once: which are empty, which are whole, and which need the mask."""
+"""Masks with a summary of their tiles: which are empty, whole, or need the mask."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from flax_attn.functional.mask_part import Part
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Summary:
-    """Of the tiles of `size` queries and `size` keys of a mask.
+    """What the tiles of a mask show, each of `size` queries by `size` keys.
 
     Args:
         some: whether a tile shows anything, `(#b, #n, t / size, s / size)`.
-        whole: whether it hides nothing.
-        size: of a tile, in tokens.
-        shape: the sizes `(t, s)` of the mask.
+        whole: whether a tile hides nothing, of the same shape.
+        size: size of a tile, in tokens.
+        shape: sizes `(t, s)` of the mask.
     """
 
     some: Any
@@ -44,7 +44,10 @@ class Summary:
         )
 
     def columns(self, first: Any, last: Any) -> Tiles:
-        """Return what the queries `first` to `last` see of every run of `size` keys, over the batch and the heads."""
+        """Return what the queries `first` to `last` see of every run of `size` keys.
+
+        This is over all rows of the batch and all heads.
+        """
         index = jnp.arange(self.some.shape[2], dtype=jnp.int32)
         asking = ((index >= first // self.size) & (index <= last // self.size))[:, None]
         some, whole = (
@@ -60,7 +63,7 @@ class Summarised(Part):
 
     Args:
         mask: a `Mask`.
-        summary: of its tiles; None where the queries are not those that it was made for.
+        summary: summary of its tiles; None where the queries are not those that it was made for.
     """
 
     mask: Any

@@ -1,4 +1,4 @@
-"""Functions of indices as data: traced once on scalars, with the arrays that they capture as leaves of a pytree.
+"""Functions of indices as data: traced once on scalars, with captured arrays as pytree leaves.
 
 Captured arrays are then seen by every transform: gradients flow through them, `jax.vmap` maps them,
 `jax.jit` takes them as arguments, and a function with derivatives of its own gets them as inputs.
@@ -30,11 +30,11 @@ class Program:
     """The operations of a function, without the arrays that it captures.
 
     Args:
-        jaxpr: of the function.
-        name: of the function, to print.
-        operations: what it computes; programs of the same operations are equal, so that a function
-            that is made anew in every step is not compiled anew.
-        reads: which of its arguments the result depends on.
+        jaxpr: jaxpr of the function.
+        name: name of the function, to print.
+        operations: what the function computes; programs of the same operations are equal, so that a
+            function that is made anew in every step is not compiled anew.
+        reads: for each argument, whether the result depends on it.
     """
 
     jaxpr: Any = field(compare=False, repr=False)
@@ -49,8 +49,8 @@ class IndexFunction:
     """A traced function of scalars.
 
     Args:
-        arrays: that it captures.
-        program: what it does with them.
+        arrays: arrays that the function captures.
+        program: operations of the function on them.
     """
 
     arrays: Any
@@ -66,9 +66,10 @@ class IndexFunction:
         return result
 
     def over(self, x: tuple[Array, ...], b: Array, n: Array, i: Array, j: Array) -> Array:
-        """Return the results `(b, n, t, s)` over all indices: `b` `(b,)`, `n` `(n,)`, `i` `(#b, t)`, `j` `(#b, s)`.
+        """Return the results `(b, n, t, s)` over all indices.
 
-        `x` is what it takes before the indices: nothing, or an array `(b, n, t, s)`.
+        The indices are `b` `(b,)`, `n` `(n,)`, `i` `(#b, t)` and `j` `(#b, s)`. `x` is what the
+        function takes before them: nothing, or an array `(b, n, t, s)`.
         """
         lead = (0,) * len(x)
         i, j = (
@@ -91,7 +92,10 @@ class IndexFunction:
         return tuple(x for x, has in zip(self.arrays, self._floats, strict=True) if has)
 
     def with_floats(self, floats: Sequence[Any], rest: Any = ...) -> IndexFunction:
-        """Return the function with other arrays that have gradients, and if given, all others replaced by `rest`."""
+        """Return the function with other values for the arrays that have gradients.
+
+        If `rest` is given, it replaces all other arrays.
+        """
         new = iter(floats)
         arrays = zip(self.arrays, self._floats, strict=True)
         return IndexFunction(
@@ -107,9 +111,9 @@ def trace(
 
     Args:
         what: `"mask"` or `"score"`, for messages.
-        function: to be traced; takes `first` and the four indices.
-        arguments: their names.
-        first: shape and dtype of what it takes before the indices.
+        function: function to trace; it takes `first` and the four indices.
+        arguments: names of the arguments.
+        first: shape and dtype of what the function takes before the indices.
 
     Raises:
         ValueError: if it takes other arguments, returns other than an array, or needs the values of
@@ -123,9 +127,8 @@ def trace(
     """
     check_function(what, function, arguments)
     try:
-        with jax.sharding.use_abstract_mesh(
-            _NO_MESH
-        ):  # scalars lie on none, and each device evaluates its own
+        # Scalars lie on no mesh, and each device evaluates its own.
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
             # Wrapped anew: JAX keeps the trace of a function that it knows, and with it arrays that
             # were captured then.
             wrapped = jax.make_jaxpr(lambda *scalars: function(*scalars), return_shape=True)
@@ -167,10 +170,10 @@ def _reference(function: Callable) -> Any:
 
 
 def _operations(jaxpr: Any, origin: Any) -> tuple:
-    """Return what a jaxpr computes, to be compared: variables by their number, arrays by their content.
+    """Return what a jaxpr computes, in a form that can be compared.
 
-    Rules for derivatives are traced anew each time: they are equal if the whole function, `origin`,
-    is the same.
+    Variables are compared by their number, arrays by their content. Rules for derivatives are
+    traced anew each time: they are equal if the whole function, `origin`, is the same.
     """
     numbers: dict[Any, int] = {}
 

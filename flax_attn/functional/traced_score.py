@@ -18,18 +18,18 @@ from flax_attn.functional.shapes import Index, Weights
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TracedScore:
-    """A function of scores, and the indices that it is told of.
+    """A function of scores, and the indices that it gets.
 
     Args:
         function: an `IndexFunction`.
-        b: the indices of the rows of the batch, `(b,)`.
-        n: those of the heads, `(n,)`.
-        rows: the positions of the queries, `(#b, t)`.
-        cols: those of the keys, `(#b, s)`.
+        b: indices of the rows of the batch, `(b,)`.
+        n: indices of the heads, `(n,)`.
+        rows: positions of the queries, `(#b, t)`.
+        cols: positions of the keys, `(#b, s)`.
 
     Attributes:
-        axes: what the arrays are split over where a mesh divides the call. Positions are those of
-            whole sequences.
+        axes: axes that the arrays are split over where a mesh divides the call. Positions are those
+            of whole sequences.
     """
 
     function: Any
@@ -60,7 +60,10 @@ class TracedScore:
     def pull(
         self, indices: tuple[Index, Index], scores: Array, cotangent: Array
     ) -> tuple[Array, tuple[Array, ...]]:
-        """Return the gradients of the scores of a tile and of the captured arrays, given that of the new scores."""
+        """Return the gradients of the scores of a tile and of the captured arrays.
+
+        `cotangent` is the gradient of the new scores.
+        """
         part = self._at(*indices)
 
         def new(scores: Array, floats: tuple[Array, ...]) -> Array:
@@ -96,5 +99,5 @@ class TracedScore:
         return replace(self, function=self.function.with_floats(floats))
 
     def cotangent(self, floats: Sequence[Array]) -> TracedScore:
-        """Return gradients of captured arrays in the form of the function, None for what has no gradient."""
+        """Return gradients of captured arrays in the form of the function; the rest is None."""
         return TracedScore(self.function.with_floats(floats, None), None, None, None, None)

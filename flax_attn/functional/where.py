@@ -19,9 +19,9 @@ class Where(Positioned):
     """Query `i` of head `n` in row `b` sees key `j` from position `p` when `function(b, n, p, j)`.
 
     Args:
-        function: traced, with the arrays that it captures.
-        b: the indices of the rows of the batch, `(b,)`; None until it is known how many there are.
-        n: the indices of the heads, `(n,)`; None until it is known how many there are.
+        function: traced function, with the arrays that it captures.
+        b: indices of the rows of the batch, `(b,)`; None until it is known how many there are.
+        n: indices of the heads, `(n,)`; None until it is known how many there are.
     """
 
     function: Any
@@ -34,17 +34,14 @@ class Where(Positioned):
             check_position(self.offset)
 
     def resolve(self, b, n, t, s):
-        placed = (
-            replace(self, offset=0) if self.offset is None else self
-        )  # a function of indices, unless it is said
+        # Without an offset it is a function of indices.
+        placed = replace(self, offset=0) if self.offset is None else self
         return super(Where, placed).resolve(b, n, t, s)._for_call(b, n)
 
     def _for_call(self, b, n):
         reads_b, reads_n, _, _ = self.function.program.reads
-        known = {
-            "b": self.b if reads_b else None,
-            "n": self.n if reads_n else None,
-        }  # those not read may be any
+        # Indices that the function does not read may be any.
+        known = {"b": self.b if reads_b else None, "n": self.n if reads_n else None}
         for (name, index), size in zip(known.items(), (b, n), strict=True):
             check_same_size(name, None if index is None else len(index), size)
         return replace(self, **known).sized(b, n)
@@ -76,9 +73,8 @@ class Where(Positioned):
 
     def _positions(self, rows):
         offset = as_int32(0 if self.offset is None else self.offset).reshape(-1, 1, 1, 1)
-        return rows + jnp.minimum(
-            offset, jnp.iinfo(jnp.int32).max - jnp.maximum(rows, 0)
-        )  # to the end, not around it
+        # The sum ends at the largest int32, and does not wrap around.
+        return rows + jnp.minimum(offset, jnp.iinfo(jnp.int32).max - jnp.maximum(rows, 0))
 
     def row(self, b, n):
         one = {"b": _pick(self.b, b), "n": self.n if n is None else _pick(self.n, n)}

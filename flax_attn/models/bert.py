@@ -32,12 +32,12 @@ class BertConfig:
         d_model: width of the tokens.
         num_heads: number of heads.
         num_layers: number of blocks.
-        context_length: the longest input taken.
+        context_length: length of the longest input.
         vocab_size: number of tokens.
         num_types: number of token types, such as first and second sentence.
         d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
-        activation: of the feed-forward layer, and of the head.
-        eps: of the norms.
+        activation: activation of the feed-forward layer, and of the head.
+        eps: epsilon of the norms.
         dropout: the probability that an element of an embedding or a sublayer's output is dropped
             in train mode.
         attention_dropout: the probability that an attention weight is dropped in train mode.
@@ -87,7 +87,7 @@ def _read_tied(fields: Fields, dropout: float | None) -> BertConfig:
 
 
 def _fit(config: BertConfig, names: Collection[str]) -> BertConfig:
-    """Models inside others, and sentence encoders, may be stored without the pooler: `config.json` does not say."""
+    """Return the config with a pooler only if the files have one: `config.json` does not say."""
     return replace(config, pooler=any(name.endswith("pooler.dense.weight") for name in names))
 
 
@@ -161,7 +161,8 @@ def _layout(base: str, ignored: str) -> Layout:
 class Bert(TextEncoder[BertConfig]):
     """BERT: learned positions, token types, norm after the sublayer, GELU in its exact form.
 
-        x = drop(norm(tok_emb[tokens] + type_emb[token_types] + pos_emb[positions]));  x = block_i(x) for each i
+        x = drop(norm(tok_emb[tokens] + type_emb[token_types] + pos_emb[positions]))
+        x = block_i(x) for each i
 
     The arguments are those of `Encoder`, and a call takes `token_types` beside. `BertModel` of
     transformers has the same function; where its config names a `pad_token_id`, it leaves the row
@@ -193,7 +194,7 @@ class Bert(TextEncoder[BertConfig]):
     def create_embeddings(
         self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
     ) -> None:
-        """Set the tables of tokens, types and positions, and the norm and the dropout of their sum."""
+        """Set the tables of tokens, types and positions, and the norm and dropout of their sum."""
         config, d_model = self.config, self.config.d_model
         numerics = {"rngs": rngs, **numerics}
         self.tok_emb = Embedding(config.vocab_size, d_model, precision=precision, **numerics)
@@ -253,7 +254,7 @@ class Bert(TextEncoder[BertConfig]):
         return self.drop_emb(x, dropout_key=dropout_key)
 
     def pooled(self, hidden: Tokens) -> Float[Array, "*b d"]:
-        """Return `tanh(pooler(x))` of the first token, a vector of the whole input, from what `hidden` returned.
+        """Return `tanh(pooler(x))` of the first token of `x`, a vector for the whole input.
 
         Raises:
             ValueError: if the model has no pooler.
@@ -277,7 +278,8 @@ class BertMaskedLM(Bert):
         ValueError: where its layers do.
 
     Example:
-        >>> model = BertMaskedLM(BertConfig(6, 2, 3, context_length=8, vocab_size=11), rngs=nnx.Rngs(0))
+        >>> config = BertConfig(6, 2, 3, context_length=8, vocab_size=11)
+        >>> model = BertMaskedLM(config, rngs=nnx.Rngs(0))
         >>> model(jnp.ones((4, 5), int)).shape
         (4, 5, 11)
 

@@ -1,4 +1,7 @@
-"""The sum of weighted cross entropies of hidden states: a few tokens at a time, each device its own under a mesh."""
+"""The weighted sum of cross entropies of hidden states.
+
+It is computed a few tokens at a time; under a mesh each device computes its own part.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,12 +35,12 @@ def cross_entropy(
     devices once.
 
     Args:
-        logits: the head as a function of its parameters and of hidden states.
-        head: its parameters, Flax variables with the names of their axes.
-        hidden: the input of the head.
+        logits: function from the parameters of the head and hidden states to logits.
+        head: parameters of the head, Flax variables with the names of their axes.
+        hidden: input of the head.
         targets: the tokens that follow. One outside the vocabulary makes the loss NaN, unless its
             weight is 0.
-        weights: of the losses; sums are taken in their dtype.
+        weights: weights of the losses; sums are taken in their dtype.
     """
     return _on_mesh(False, logits, head, hidden, targets, weights)
 
@@ -67,7 +70,7 @@ class _Split(NamedTuple):
 def _on_mesh(
     gradients: bool, logits: Callable, head: Any, hidden: Array, targets: Array, weights: Array
 ) -> Any:
-    """Return the loss, and the gradients of head and hidden states if asked for, each device having its part."""
+    """Return the loss and, if asked for, the gradients; each device computes its part."""
     compute = _loss_and_gradients if gradients else _loss
     mesh = mesh_in_use(hidden)
     if mesh is None:
@@ -140,7 +143,10 @@ def _loss_and_gradients(
 
 
 def _chunks(*arrays: Array) -> list[Array]:
-    """Return arrays `(b, t, ...)` as `(count, b, chunk, ...)`, about `_ROWS` tokens a chunk, filled up with zeros."""
+    """Return arrays `(b, t, ...)` in chunks `(count, b, chunk, ...)`, padded with zeros.
+
+    A chunk has about `_ROWS` tokens.
+    """
     b, t = arrays[0].shape[:2]
     chunk = -(-t // -(-b * t // _ROWS)) if b else t
     fill = -t % chunk
@@ -151,7 +157,10 @@ def _chunks(*arrays: Array) -> list[Array]:
 def _of_chunk(
     scores: Array, targets: Array, weights: Array, vocab: tuple[str, ...]
 ) -> tuple[Array, Array]:
-    """Return the loss, and its gradient by the scores, of which each device has a part of the vocabulary."""
+    """Return the loss and its gradient with respect to the scores.
+
+    Each device has a part of the vocabulary.
+    """
     wide, size = scores.astype(weights.dtype), scores.shape[-1]
     first = (jax.lax.axis_index(vocab) * size).astype(targets.dtype) if vocab else 0
     hit = (targets - first)[..., None] == jnp.arange(size, dtype=targets.dtype)[None, None]

@@ -1,4 +1,7 @@
-"""Decoders with rotary positions, RMS norms and a gated feed-forward layer: what Llama and its relatives share."""
+"""The base of Llama and its relatives.
+
+They have rotary positions, RMS norms and a gated feed-forward layer.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -25,13 +28,13 @@ class DecoderConfig:
         num_layers: number of blocks.
         num_kv_heads: number of key/value heads; None is num_heads.
         head_dim: width of a head; None is `d_model / num_heads`.
-        context_length: the longest input taken.
+        context_length: length of the longest input.
         vocab_size: number of tokens.
         rope: rotary positions.
         eps: epsilon of the norms.
-        activation: of the gated feed-forward layer.
+        activation: activation of the gated feed-forward layer.
         dropout: the probability that an attention weight is dropped in train mode.
-        window: how many keys in all a token sees, itself included; None is all.
+        window: number of keys that a token sees, itself included; None is all.
         full_layers: the layers without the window, counted from 0.
         tied: whether the output head is the table of the tokens.
 
@@ -79,11 +82,14 @@ C = TypeVar("C", bound=DecoderConfig)
 
 
 class Decoder(LanguageModel[C]):
-    """A decoder with rotary positions; a base class, see `Llama`. A family overrides the parts that it has otherwise.
+    """A decoder with rotary positions; a base class, see `Llama`.
 
-        x = tok_emb[tokens];  x = x + att(norm1(x)), x = x + ff(norm2(x)) in each block;  logits = head(final_norm(x))
+        x = tok_emb[tokens]
+        x = x + att(norm1(x)), x = x + ff(norm2(x)) in each block
+        logits = head(final_norm(x))
 
-    `rope` and `window` are asked for each layer; `attention_type` is the class of the attention.
+    A family overrides the parts that differ. `rope` and `window` are asked for each layer;
+    `attention_type` is the class of the attention.
     """
 
     attention_type: ClassVar[type[MultiHeadAttention]] = MultiHeadAttention
@@ -102,7 +108,7 @@ class Decoder(LanguageModel[C]):
     def attention(
         self, layer: int, *, out_bias: bool = False, **options: Any
     ) -> MultiHeadAttention:
-        """Return the attention of a layer; `options` are arguments of its class, `attention_type`."""
+        """Return the attention of a layer; `options` are arguments of `attention_type`."""
         config = self.config
         return self.attention_type(
             config.d_model,
@@ -119,7 +125,7 @@ class Decoder(LanguageModel[C]):
         )
 
     def feed_forward(self, layer: int, *, bias: bool = False, **options: Any) -> GatedFeedForward:
-        """Return the feed-forward part of a layer; `options` are arguments of `GatedFeedForward`."""
+        """Return the feed-forward layer; `options` are arguments of `GatedFeedForward`."""
         return GatedFeedForward(
             self.config.d_model, self.config.d_hidden, self.config.activation, bias, **options
         )
@@ -137,9 +143,9 @@ class Decoder(LanguageModel[C]):
         return {"norm1": self.norm(**numerics), "norm2": self.norm(**numerics)}
 
     def head_norms(self, **numerics: Any) -> dict[str, Any]:
-        """Return the norms of queries and keys, `q_norm` and `k_norm` of `MultiHeadAttention`, where there are any."""
+        """Return `q_norm` and `k_norm` of `MultiHeadAttention`, if there are any."""
         return {}
 
     def norm(self, width: int | None = None, **options: Any) -> RMSNorm:
-        """Return a norm of tokens, or of something else of this width; `options` are arguments of `RMSNorm`."""
+        """Return a norm of this width; `options` are arguments of `RMSNorm`."""
         return RMSNorm(self.config.d_model if width is None else width, self.config.eps, **options)

@@ -66,7 +66,8 @@ class DiffLlama(Decoder[DiffLlamaConfig]):
     Example:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
-        >>> config = DiffLlamaConfig(8, 12, num_heads=4, num_layers=2, context_length=16, vocab_size=11)
+        >>> config = DiffLlamaConfig(
+        ...     8, 12, num_heads=4, num_layers=2, context_length=16, vocab_size=11)
         >>> DiffLlama(config, rngs=nnx.Rngs(0))(jnp.ones((3, 5), int)).shape
         (3, 5, 11)
 

@@ -114,7 +114,7 @@ def _layout(base: str, ignored: str = "") -> Layout:
 
 
 class DINOv2(ImageEncoder[DINOv2Config]):
-    """DINOv2: a ViT whose layers add with learned factors, whose positions fit images of any size, SwiGLU if asked for.
+    """DINOv2: a ViT with layer scale and positions for images of any size.
 
         x = drop([cls_token; patches(images)] + positions)
         x = x + s_1 * att(norm1(x)), x = x + s_2 * ff(norm2(x)) in each block;  final_norm(x)
@@ -129,7 +129,8 @@ class DINOv2(ImageEncoder[DINOv2Config]):
             masked and there is no mask token.
 
     Example:
-        >>> model = DINOv2(DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4)), rngs=nnx.Rngs(0))
+        >>> config = DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4))
+        >>> model = DINOv2(config, rngs=nnx.Rngs(0))
         >>> model(jnp.ones((5, 3, 8, 12))).shape
         (5, 7, 6)
 
@@ -161,7 +162,7 @@ class DINOv2(ImageEncoder[DINOv2Config]):
         return FeedForward(config.d_model, config.d_inner, config.activation, **options)
 
     def behind(self, *, precision: PrecisionLike = None, **numerics: Any) -> dict[str, Any]:
-        """Return what a block does with what its layers return: it multiplies it by learned factors."""
+        """Return the learned factors that a block multiplies the outputs of its layers by."""
         config = self.config
         return {
             f"post_norm{i}": LayerScale(config.d_model, config.layer_scale, **numerics)
@@ -182,7 +183,7 @@ class DINOv2(ImageEncoder[DINOv2Config]):
         return jnp.where(hidden, jnp.broadcast_to(self.mask_token[...].astype(x.dtype), x.shape), x)
 
     def positions(self, height: int, width: int) -> Float[Array, "t d"]:
-        """Return the vectors of the positions in an image of this size, that of the class token first."""
+        """Return the vectors of the positions for this image size, the class token first."""
         table, config = self.pos_emb.embedding[...], self.config
         if (height, width) == config.image_size:
             return table
@@ -192,16 +193,17 @@ class DINOv2(ImageEncoder[DINOv2Config]):
 
 
 class DINOv2Classifier(DINOv2):
-    """DINOv2 with a linear layer on its class token and on the mean of its patches: the logits of the labels.
+    """DINOv2 with a classifier: the logits of the labels.
 
-    The arguments are those of `Encoder`; `Dinov2ForImageClassification` of transformers has the
-    same function.
+    A linear layer reads the class token and the mean of the patches. The arguments are those of
+    `Encoder`; `Dinov2ForImageClassification` of transformers has the same function.
 
     Raises:
         ValueError: where `DINOv2` does.
 
     Example:
-        >>> model = DINOv2Classifier(DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4)), rngs=nnx.Rngs(0))
+        >>> config = DINOv2Config(6, 2, 3, image_size=(8, 8), patch_size=(4, 4))
+        >>> model = DINOv2Classifier(config, rngs=nnx.Rngs(0))
         >>> model(jnp.ones((5, 3, 8, 8))).shape
         (5, 2)
 

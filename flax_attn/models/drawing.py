@@ -11,9 +11,9 @@ def draw(model: nnx.Module, rngs: nnx.Rngs, std: Callable[[tuple], float] | None
     """Draw kernels and tables from a normal distribution; biases are 0, norms keep 1 and 0.
 
     Args:
-        model: whose parameters are drawn.
+        model: model whose parameters are drawn.
         rngs: random streams, of which `params` is used.
-        std: the deviation, by the path of a parameter; None is 0.02 for all.
+        std: standard deviation, by the path of a parameter; None is 0.02 for all.
 
     Example:
         >>> from flax_attn import Linear

@@ -46,13 +46,13 @@ class Encoder(Pretrained, Generic[C]):
 
     Args:
         config: the sizes.
-        backend: of the attention calls; `"auto"` or the name of one.
+        backend: attention backend; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
         scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one
             scan: compiled once.
-        dtype: of the computation; None is that of the parameters.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
+        dtype: dtype of the computation; None is that of the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params` as `draw` says, keys of dropout
             from `dropout`.
     """
@@ -99,10 +99,10 @@ class Encoder(Pretrained, Generic[C]):
         raise NotImplementedError
 
     def create_head(self, **numerics: Any) -> None:
-        """Set `final_norm`, and what else follows the blocks; nothing does unless a family says so."""
+        """Set `final_norm` and what else follows the blocks; by default nothing."""
 
     def predict(self, hidden: Tokens) -> Array:
-        """Return what a call returns, made of what `hidden` returned: that itself, unless there is a head."""
+        """Return the output of a call, from that of `hidden`; the same if there is no head."""
         return hidden
 
     def run(
@@ -114,7 +114,10 @@ class Encoder(Pretrained, Generic[C]):
         lengths: ArrayLike | int | None = None,
         dropout_key: Array | None = None,
     ) -> Tokens:
-        """Return embedded tokens after the blocks and the final norm; see the call of a family for the arguments."""
+        """Return embedded tokens after the blocks and the final norm.
+
+        The arguments are those of the call of a family.
+        """
         options = {"mask": mask, "positions": positions, "lengths": lengths}
         x, _ = run_blocks(
             self.trf_blocks, constrain(x, *RESIDUAL), None, dropout_key, self.remat, **options
@@ -126,7 +129,7 @@ class TextEncoder(Encoder[C]):
     """An encoder of tokens; a base class, see `Bert` and `ModernBert`. A family defines `embed`.
 
     Shapes:
-        tokens `(b, t)` or `(t,)` to `(b, t, d_model)` or `(t, d_model)`, or what the head makes of it.
+        tokens `(b, t)` or `(t,)` to `(b, t, d_model)` or `(t, d_model)`, or the output of the head.
     """
 
     def embed(
@@ -136,7 +139,7 @@ class TextEncoder(Encoder[C]):
         dropout_key: Array | None,
         **inputs: Any,
     ) -> Tokens:
-        """Return the vectors of tokens at these positions; `inputs` are what a family takes beside."""
+        """Return the vectors of tokens at these positions; `inputs` are those of the family."""
         raise NotImplementedError
 
     def hidden(
@@ -149,7 +152,7 @@ class TextEncoder(Encoder[C]):
         dropout_key: Array | None = None,
         **inputs: Any,
     ) -> Tokens:
-        """Return the vectors of all tokens, `(b, t, d_model)`; the arguments are those of a call."""
+        """Return the vectors of all tokens, `(b, t, d_model)`; takes the arguments of a call."""
         shape = tuple(tokens.shape)
 
         def real(numbers: ArrayLike) -> Array:
@@ -176,14 +179,13 @@ class TextEncoder(Encoder[C]):
         """Return the vectors of all tokens, or what the head makes of them.
 
         Args:
-            tokens: `(b, t)` or `(t,)`.
-            mask: hides more than `lengths` do, such as `Mask.segments(ids)` for packed documents.
-            positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
-            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is
-                all.
-            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
+            tokens: token ids `(b, t)` or `(t,)`.
+            mask: further mask besides `lengths`, such as `Mask.segments(ids)` for packed documents.
+            positions: integer positions `(t,)` or `(b, t)`; None is the order of the tokens.
+            lengths: number of real tokens of each row, `(b,)`; the rest is padding. None is all.
+            dropout_key: key of the dropout in train mode; None draws keys from the `dropout`
                 streams.
-            inputs: what `embed` of the family takes beside, such as `token_types`.
+            inputs: further inputs of the family's `embed`, such as `token_types`.
 
         Raises:
             ValueError: if there are more than `context_length` tokens, or mask or positions do not

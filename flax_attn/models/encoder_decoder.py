@@ -1,4 +1,4 @@
-"""What encoder-decoders share: an encoder's output, kept as keys and values that a decoder attends to."""
+"""The base of encoder-decoders: a decoder attends to the kept keys and values of an encoder."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ C = TypeVar("C", bound=EncoderDecoderConfig)
 
 
 class EncoderDecoder(Pretrained, Generic[C]):
-    """An encoder, and a decoder of tokens that attends to what it returned; a base class, see `T5` and `Whisper`.
+    """An encoder, and a decoder that attends to it; a base class, see `T5` and `Whisper`.
 
         encoded = enc_norm(enc_blocks(embed_inputs(inputs)))
         logits = head(final_norm(dec_blocks(embed(tokens), encoded)))
@@ -88,17 +88,18 @@ class EncoderDecoder(Pretrained, Generic[C]):
 
     Args:
         config: the sizes.
-        backend: of the attention calls; `"auto"` or the name of one.
+        backend: attention backend; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
         scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one
             scan: compiled once.
-        dtype: of the computation; None is that of the parameters.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
+        dtype: dtype of the computation; None is that of the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params`, keys of dropout from `dropout`.
 
     Shapes:
-        inputs `(b, s)` or what the family takes, and tokens `(b, t)`, to logits `(b, t, vocab_size)`.
+        inputs `(b, s)`, or those of the family, and tokens `(b, t)`, to logits
+        `(b, t, vocab_size)`.
     """
 
     config: C
@@ -171,7 +172,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
         raise NotImplementedError
 
     def biases(self) -> tuple[Bias | None, Bias | None]:
-        """Return what is added to the scores of the self-attention, in the encoder and in the decoder."""
+        """Return the biases of the self-attention scores, of the encoder and of the decoder."""
         return None, None
 
     def encode(
@@ -181,7 +182,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
         lengths: ArrayLike | int | None = None,
         dropout_key: Array | None = None,
     ) -> Tokens:
-        """Return what the encoder makes of its inputs, of whose rows the first `lengths` are real."""
+        """Return the output of the encoder; the first `lengths` inputs of each row are real."""
         key = fold_in(dropout_key, 0)
         if jnp.issubdtype(inputs.dtype, jnp.integer):
             inputs = without_arranged_padding(inputs, inputs.shape, lengths)
@@ -201,7 +202,10 @@ class EncoderDecoder(Pretrained, Generic[C]):
         return constrain(self.enc_norm(x), *TOKENS)
 
     def keep(self, encoded: Tokens, lengths: ArrayLike | int | None = None) -> Kept:
-        """Return the keys and values of what was encoded, for each layer of the decoder or for all that are stacked."""
+        """Return the keys and values of the encoder's output, for each layer of the decoder.
+
+        Those of stacked layers are one.
+        """
         if not isinstance(self.dec_blocks, Stack):
             return tuple(block.cross.keep(encoded, lengths) for block in self.dec_blocks)
         parts = [nnx.split(cast(CrossBlock, block).cross) for block in self.dec_blocks.blocks]
@@ -242,13 +246,12 @@ class EncoderDecoder(Pretrained, Generic[C]):
         """Return the input of the head, `(b, t, d_model)`, followed by the cache if one is given.
 
         Args:
-            tokens: of the decoder, `(b, t)` or `(t,)`.
-            kept: what `keep` returned.
-            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
-                behind them.
-            lengths: how many of the tokens of each row are real, `(b,)`; what follows is padding.
-                None is all.
-            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
+            tokens: tokens of the decoder, `(b, t)` or `(t,)`.
+            kept: keys and values that `keep` returned.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are
+                appended.
+            lengths: number of real tokens of each row, `(b,)`; the rest is padding. None is all.
+            dropout_key: key of the dropout in train mode; None draws keys from the `dropout`
                 streams.
         """
         blocks = self.dec_blocks.blocks if isinstance(self.dec_blocks, Stack) else self.dec_blocks
@@ -287,11 +290,10 @@ class EncoderDecoder(Pretrained, Generic[C]):
         """Return the logits `(b, t, vocab_size)` of the token after each of the decoder's.
 
         Args:
-            inputs: of the encoder.
-            tokens: of the decoder, `(b, t)` or `(t,)`; the first is the start token.
-            lengths: how many of the inputs of each row are real, `(b,)`; what follows is padding.
-                None is all.
-            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
+            inputs: inputs of the encoder.
+            tokens: tokens of the decoder, `(b, t)` or `(t,)`; the first is the start token.
+            lengths: number of real inputs of each row, `(b,)`; the rest is padding. None is all.
+            dropout_key: key of the dropout in train mode; None draws keys from the `dropout`
                 streams.
         """
         encoded = self.encode(inputs, lengths=lengths, dropout_key=dropout_key)

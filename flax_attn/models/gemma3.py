@@ -14,14 +14,15 @@ from flax_attn.models.hugging_face.rope import read_rope, write_rope
 
 @dataclass(frozen=True)
 class Gemma3Config(Gemma2Config):
-    """The sizes of a Gemma 3: those of a `Gemma2Config`, without caps, and the positions of layers with a window.
+    """The sizes of a Gemma 3: those of a `Gemma2Config` without caps, and local positions.
 
     Args:
         rope: rotary positions of the layers without a window.
-        local_rope: rotary positions of the layers with one.
+        local_rope: rotary positions of the layers with a window.
 
     Example:
-        >>> config = Gemma3Config(1152, 6912, 4, 26, 1, head_dim=256, window=512, full_layers=(5, 11, 17, 23))
+        >>> config = Gemma3Config(
+        ...     1152, 6912, 4, 26, 1, head_dim=256, window=512, full_layers=(5, 11, 17, 23))
         >>> config.rope.base, config.local_rope.base
         (1000000.0, 10000.0)
     """
@@ -55,7 +56,7 @@ def _read(fields: Fields, dropout: float | None) -> Gemma3Config:
 
 
 def _ropes(fields: Fields) -> tuple[dict[str, Any], Fields]:
-    """Return the fields of the rotary positions in layers without a window, and in those with one."""
+    """Return the fields of the rotary positions of layers without and with a window."""
     kinds = Fields(
         f"{fields.where}: rope_parameters", fields.optional_object("rope_parameters") or {}
     )
@@ -86,7 +87,7 @@ def _write(config: Gemma3Config) -> dict[str, Any]:
 
 
 class Gemma3(Gemma2[Gemma3Config]):
-    """Gemma 3: a Gemma 2 with normed queries and keys in place of caps, and rotary positions of two kinds.
+    """Gemma 3: a Gemma 2 with query and key norms, no caps, and two kinds of rotary positions.
 
     Layers with a window are rotated by `local_rope`, those without by `rope`. The arguments are
     those of `LanguageModel`.
@@ -97,7 +98,8 @@ class Gemma3(Gemma2[Gemma3Config]):
     Example:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
-        >>> config = Gemma3Config(8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
+        >>> config = Gemma3Config(
+        ...     8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
         >>> Gemma3(config, rngs=nnx.Rngs(0))(jnp.ones((3, 5), int)).shape
         (3, 5, 11)
 

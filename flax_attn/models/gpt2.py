@@ -31,14 +31,14 @@ class GPT2Config:
         d_model: width of the tokens.
         num_heads: number of heads.
         num_layers: number of blocks.
-        context_length: the longest input taken.
+        context_length: length of the longest input.
         vocab_size: number of tokens.
         qkv_bias: whether the input projections of the attention have a bias.
         dropout: the probability that an attention weight, or an element of an embedding or a
             sublayer's output, is dropped in train mode.
         d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
-        activation: of the feed-forward layer.
-        eps: of the norms.
+        activation: activation of the feed-forward layer.
+        eps: epsilon of the norms.
         tied: whether the output head is the table of the tokens.
 
     Example:
@@ -163,7 +163,9 @@ _LAYOUT = Layout(
 class GPT2(LanguageModel[GPT2Config]):
     """GPT-2: learned positions, norm before the sublayer, GELU in its tanh form.
 
-        x = drop(tok_emb[tokens] + pos_emb[positions]);  x = block_i(x) for each i;  logits = final_norm(x) @ tok_emb^T
+        x = drop(tok_emb[tokens] + pos_emb[positions])
+        x = block_i(x) for each i
+        logits = final_norm(x) @ tok_emb^T
 
     The arguments are those of `LanguageModel`; `GPT2_CONFIGS` has the published sizes.
 
@@ -215,7 +217,7 @@ class GPT2(LanguageModel[GPT2Config]):
     def embed(
         self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None
     ) -> Tokens:
-        """Return the vectors of tokens and of their positions, summed, and dropped in train mode."""
+        """Return the sum of token and position vectors, with dropout in train mode."""
         x = self.tok_emb(tokens)
         return self.drop_emb(
             x + jnp.broadcast_to(self.pos_emb(positions), x.shape), dropout_key=dropout_key

@@ -34,14 +34,14 @@ class ImageConfig:
         d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
         image_size: height and width of the images that the positions are for, in pixels.
         patch_size: height and width of a patch, in pixels.
-        channels: of the images.
+        channels: number of channels of the images.
         qkv_bias: whether the projections of queries, keys and values have a bias.
-        activation: of the feed-forward layer.
-        eps: of the norms.
+        activation: activation of the feed-forward layer.
+        eps: epsilon of the norms.
         dropout: the probability that an element of an embedding is dropped in train mode, or of
             what a layer adds.
         attention_dropout: the probability that an attention weight is dropped in train mode.
-        labels: the classes that a classifier tells apart.
+        labels: names of the classes of a classifier.
 
     Raises:
         ValueError: if the patches do not fill an image.
@@ -83,13 +83,17 @@ Images = Float[Array, "*b c height width"]
 
 
 class ImageEncoder(Encoder[C]):
-    """An encoder of images; a base class, see `ViT` and `DINOv2`. A family overrides the parts that it has otherwise.
+    """An encoder of images; a base class, see `ViT` and `DINOv2`.
 
-        x = drop([cls_token; patches(images)] + positions);  x = block_i(x) for each i;  final_norm(x)
+        x = drop([cls_token; patches(images)] + positions)
+        x = block_i(x) for each i
+        final_norm(x)
+
+    A family overrides the parts that differ.
 
     Shapes:
-        images `(b, c, height, width)` or without b, channels first, to `(b, 1 + patches, d_model)` or without b; the
-        class token is the first.
+        images `(b, c, height, width)` or without b, channels first, to `(b, 1 + patches, d_model)`
+        or without b; the class token is the first.
     """
 
     def create_embeddings(self, *, rngs: nnx.Rngs, param_dtype: Any, **numerics: Any) -> None:
@@ -134,11 +138,11 @@ class ImageEncoder(Encoder[C]):
         return LayerNorm(self.config.d_model, self.config.eps, **numerics)
 
     def behind(self, *, rngs: nnx.Rngs, **numerics: Any) -> dict[str, Any]:
-        """Return what a block does with what its layers return, as arguments of `TransformerBlock`: dropout."""
+        """Return the dropout after the layers of a block, as arguments of `TransformerBlock`."""
         return {"drop_shortcut": Dropout(self.config.dropout, rngs=rngs)}
 
     def positions(self, height: int, width: int) -> Float[Array, "t d"]:
-        """Return the vectors of the positions in an image of this size, that of the class token first."""
+        """Return the vectors of the positions for this image size, the class token first."""
         check_image_size((height, width), self.config.image_size)
         return self.pos_emb.embedding[...]
 
@@ -147,7 +151,7 @@ class ImageEncoder(Encoder[C]):
         return self.patches(images)
 
     def hidden(self, images: Images, *, dropout_key: Array | None = None, **inputs: Any) -> Tokens:
-        """Return the vectors of the class token and of all patches; the arguments are those of a call."""
+        """Return the vectors of the class token and all patches; takes the arguments of a call."""
         x = self.tokens(images, **inputs)
         first = jnp.broadcast_to(
             self.cls_token[...].astype(x.dtype), (*x.shape[:-2], 1, x.shape[-1])
@@ -161,10 +165,10 @@ class ImageEncoder(Encoder[C]):
         """Return the vectors of the class token and of all patches, or what the head makes of them.
 
         Args:
-            images: `(b, c, height, width)` or `(c, height, width)`.
-            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
+            images: images `(b, c, height, width)` or `(c, height, width)`.
+            dropout_key: key of the dropout in train mode; None draws keys from the `dropout`
                 streams.
-            inputs: what `tokens` of the family takes beside.
+            inputs: further inputs of the family's `tokens`.
 
         Raises:
             ValueError: if the images have other channels or another size.

@@ -1,4 +1,4 @@
-"""What decoder-only language models share: tokens in, blocks, a norm, and logits of the next token out."""
+"""The base of decoder-only language models: embedding, blocks, norm and head."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class LanguageModel(Pretrained, Generic[C]):
 
     Args:
         config: the sizes.
-        backend: of the attention calls; `"auto"` or the name of one.
+        backend: attention backend; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
         scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one
             scan: compiled once.
-        dtype: of the computation; None is that of the parameters.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
+        dtype: dtype of the computation; None is that of the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params` as `initialise` says, keys of
             dropout from `dropout`.
 
@@ -154,18 +154,17 @@ class LanguageModel(Pretrained, Generic[C]):
         cache: ModelCache | None = None,
         dropout_key: Array | None = None,
     ) -> Array | tuple[Array, ModelCache]:
-        """Return the logits `(b, t, vocab_size)` of the token after each, followed by the cache if one is given.
+        """Return the logits `(b, t, vocab_size)` of the next tokens, and the cache if one is given.
 
         Args:
-            tokens: `(b, t)` or `(t,)`.
-            mask: hides more than causality does, such as `Mask.segments(ids)` for packed documents.
-                Under a cache it is that of the whole sequence, the same in every call.
-            positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
-            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is
-                all.
-            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
-                behind them.
-            dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
+            tokens: token ids `(b, t)` or `(t,)`.
+            mask: further mask besides causality, such as `Mask.segments(ids)` for packed documents.
+                With a cache it is that of the whole sequence, the same in every call.
+            positions: integer positions `(t,)` or `(b, t)`; None is the order of the tokens.
+            lengths: number of real tokens of each row, `(b,)`; the rest is padding. None is all.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are
+                appended.
+            dropout_key: key of the dropout in train mode; None draws keys from the `dropout`
                 streams.
 
         Raises:
@@ -200,7 +199,10 @@ class LanguageModel(Pretrained, Generic[C]):
         cache: ModelCache | None = None,
         **options: Unpack[ModelOptions],
     ) -> Array | tuple[Array, ModelCache]:
-        """Return the input of the head, `(b, t, d_model)`; arguments, and the cache behind it, are those of a call."""
+        """Return the input of the head, `(b, t, d_model)`, and the cache if one is given.
+
+        The arguments are those of a call.
+        """
         hidden, cache = self._run(tokens, cache, **options)
         return hidden if cache is None else (hidden, cache)
 
@@ -238,11 +240,11 @@ class LanguageModel(Pretrained, Generic[C]):
         return constrain(found, "batch", "tokens", "vocab")
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> ModelCache:
-        """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
+        """Return an empty cache for `b` sequences of up to `capacity` tokens.
 
-        The cache of a layer with a window is a ring buffer, which holds the window at least. With
-        `scan_layers` there is one cache for all layers, the first axis of its keys and values;
-        where layers take turns, one for each of a turn.
+        If `b` is None, it has no batch axis. The cache of a layer with a window is a ring buffer,
+        which holds the window at least. With `scan_layers` there is one cache for all layers, the
+        first axis of its keys and values; where layers take turns, one for each of a turn.
 
         Example:
             >>> from flax_attn.models import GPT2, GPT2Config

@@ -13,7 +13,9 @@ from flax_attn.modules.multi_head import MultiHeadAttention
 
 @dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
-    """The sizes of a Llama, or of a Mistral, which has a window: those of a `DecoderConfig`, and biases.
+    """The sizes of a Llama, or of a Mistral: those of a `DecoderConfig`, and biases.
+
+    A Mistral has a window.
 
     Args:
         attention_bias: whether the four projections of the attention have a bias.
@@ -79,9 +81,9 @@ C = TypeVar("C", bound=LlamaConfig)
 
 
 class Llama(Decoder[C]):
-    """Llama: rotary positions, RMS norms before the sublayers, grouped queries, SwiGLU. With a window it is Mistral.
+    """Llama: rotary positions, RMS norms before the sublayers, grouped queries, SwiGLU.
 
-    The arguments are those of `LanguageModel`.
+    With a window it is Mistral. The arguments are those of `LanguageModel`.
 
     Raises:
         ValueError: where its layers do.
@@ -89,13 +91,13 @@ class Llama(Decoder[C]):
     Example:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
-        >>> config = LlamaConfig(8, 12, num_heads=4, num_layers=2, num_kv_heads=2, context_length=16, vocab_size=11)
+        >>> config = LlamaConfig(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Llama(config, rngs=nnx.Rngs(0))(jnp.ones((3, 5), int)).shape
         (3, 5, 11)
 
     References:
-        Touvron et al. 2023 (arXiv:2302.13971); Llama Team 2024 (arXiv:2407.21783); Jiang et al. 2023, Mistral
-        (arXiv:2310.06825).
+        Touvron et al. 2023 (arXiv:2302.13971); Llama Team 2024 (arXiv:2407.21783); Jiang et al.
+        2023, Mistral (arXiv:2310.06825).
     """
 
     family = Family({"llama": _read_llama, "mistral": _read_mistral}, _write, DECODER_LAYOUT)

@@ -39,16 +39,15 @@ def next_token_loss(
     order.
 
     Args:
-        model: in train mode it drops; `model.eval()` switches that off.
-        tokens: `(b, t)` or `(t,)`, integers of any dtype. A real token outside the vocabulary makes
-            the loss NaN.
-        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not
-            count, whatever ids stand there. None is all.
+        model: the language model; in train mode with dropout, which `model.eval()` switches off.
+        tokens: token ids `(b, t)` or `(t,)`, integers of any dtype. A real token outside the
+            vocabulary makes the loss NaN.
+        lengths: number of real tokens of each row, `(b,)`; the rest is padding and does not count,
+            whatever its ids. None is all.
         segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees
             its own document alone, positions start again in each, and the first token of a document
             is no target. None is one.
-        dropout_key: decides what is dropped in train mode; None draws keys from the `dropout`
-            streams.
+        dropout_key: key of the dropout in train mode; None draws keys from the `dropout` streams.
 
     Shapes:
         Returns one number; 0 where there is no target.
@@ -61,7 +60,9 @@ def next_token_loss(
     Example:
         >>> from flax_attn.models import GPT2, GPT2Config
         >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11), rngs=nnx.Rngs(0))
-        >>> loss, gradients = nnx.value_and_grad(lambda model: next_token_loss(model, jnp.ones((4, 5), int)))(model)
+        >>> tokens = jnp.ones((4, 5), int)
+        >>> gradient = nnx.value_and_grad(lambda model: next_token_loss(model, tokens))
+        >>> loss, gradients = gradient(model)
         >>> round(float(loss), 1), round(float(jnp.log(11)), 1)
         (2.4, 2.4)
     """
@@ -108,7 +109,7 @@ def _targets(
 
 
 def _head(model: LanguageModel) -> tuple[Callable, Any]:
-    """Return the output head as a function of its parameters and its input, and these parameters."""
+    """Return the output head as a function of its parameters and input, and the parameters."""
     name = "tok_emb" if model.out_head is None else "out_head"
     graph, head, rest = nnx.split(model, nnx.PathContains(name), ...)
     return lambda head, hidden: nnx.merge(graph, head, rest).logits(hidden), head

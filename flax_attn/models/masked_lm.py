@@ -16,18 +16,18 @@ from flax_attn.sharding.parameters import named
 
 
 class MaskedLMHead(nnx.Module):
-    """`norm(activation(dense(x))) @ table^T + bias`, with the table that the tokens are embedded by.
+    """`norm(activation(dense(x))) @ table^T + bias`, with the table of the token embedding.
 
     Args:
         d_model: width of the tokens.
         vocab_size: number of tokens.
-        norm: of the hidden features.
-        activation: of the hidden features.
+        norm: norm of the hidden features.
+        activation: activation of the hidden features.
         dense_bias: whether the hidden layer has a bias.
-        bias: whether the logits have one.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
+        bias: whether the logits have a bias.
+        dtype: dtype of the computation; None is that of the input and the parameters together.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params`.
 
     Shapes:
@@ -38,7 +38,8 @@ class MaskedLMHead(nnx.Module):
 
     Example:
         >>> from flax_attn import LayerNorm
-        >>> table, head = (Embedding(11, 4, rngs=nnx.Rngs(0)), MaskedLMHead(4, 11, LayerNorm(4), rngs=nnx.Rngs(1)))
+        >>> table = Embedding(11, 4, rngs=nnx.Rngs(0))
+        >>> head = MaskedLMHead(4, 11, LayerNorm(4), rngs=nnx.Rngs(1))
         >>> head(jnp.ones((2, 3, 4)), table).shape
         (2, 3, 11)
 

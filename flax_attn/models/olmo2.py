@@ -43,11 +43,11 @@ def _write(config: Olmo2Config) -> dict[str, Any]:
 
 
 class Olmo2(Decoder[Olmo2Config]):
-    """OLMo 2: a Llama with norms after the sublayers alone, and of the queries and the keys of all heads together.
+    """OLMo 2: a Llama with norms after the sublayers only, and query and key norms.
 
         x = x + post_norm1(att(x));  x = x + post_norm2(ff(x))
 
-    The arguments are those of `LanguageModel`.
+    Queries and keys are normed over all heads together. The arguments are those of `LanguageModel`.
 
     Raises:
         ValueError: where its layers do.
@@ -55,7 +55,7 @@ class Olmo2(Decoder[Olmo2Config]):
     Example:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
-        >>> config = Olmo2Config(8, 12, num_heads=4, num_layers=2, num_kv_heads=2, context_length=16, vocab_size=11)
+        >>> config = Olmo2Config(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Olmo2(config, rngs=nnx.Rngs(0))(jnp.ones((3, 5), int)).shape
         (3, 5, 11)
 

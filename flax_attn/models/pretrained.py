@@ -1,4 +1,4 @@
-"""What every model has that Hugging Face's folders store: a config, and the way from and into such a folder."""
+"""The base of models that Hugging Face folders store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ M = TypeVar("M", bound="Pretrained")
 
 
 class Pretrained(nnx.Module):
-    """A model that is built from a config, and loaded from and stored as a folder; a base class, see `LanguageModel`.
+    """A model with a config, loaded from and saved to folders; a base class, see `LanguageModel`.
 
     A family sets `family`, and is built by `cls(config, backend=..., remat=..., scan_layers=...,
     dtype=..., param_dtype=..., precision=..., rngs=...)`.
@@ -31,7 +31,9 @@ class Pretrained(nnx.Module):
     def from_pretrained(
         cls: type[M], path: str | PathLike[str], **options: Unpack[LoadOptions]
     ) -> M:
-        """Return the model of a local Hugging Face folder, in eval mode; see `flax_attn.models.from_pretrained`.
+        """Return the model of a local Hugging Face folder, in eval mode.
+
+        See `flax_attn.models.from_pretrained`.
 
         Raises:
             ValueError: if the folder holds a model of another family.
@@ -41,5 +43,5 @@ class Pretrained(nnx.Module):
     def save_pretrained(
         self, path: str | PathLike[str], *, max_shard_size: int = 4 * 10**9
     ) -> None:
-        """Write a Hugging Face folder that transformers loads; see `flax_attn.models.save_pretrained`."""
+        """Write a folder that transformers loads; see `flax_attn.models.save_pretrained`."""
         save(self, self.config, self.family, path, max_shard_size)

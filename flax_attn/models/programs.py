@@ -1,4 +1,4 @@
-"""A model as small programs, of which one serves all layers of a kind: twelve equal layers are compiled as one."""
+"""A model as small programs, one for each kind of layer: twelve equal layers compile once."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def new_tokens(
     """Yield the tokens `(b,)` that follow prompts, without an end.
 
     Args:
-        model: in eval mode.
+        model: model in eval mode.
         tokens: prompts `(b, t)`, padded.
-        lengths: how many tokens of each prompt are real, `(b,)`.
-        capacity: of the caches of layers without a window.
+        lengths: number of real tokens of each prompt, `(b,)`.
+        capacity: capacity of the caches of layers without a window.
         sampling: how a token is drawn.
-        key: what is drawn, two uint32.
-        first: how many tokens of each prompt were drawn before, by the same key.
+        key: random key, two uint32.
+        first: number of tokens of each prompt that were drawn before with the same key.
     """
     ends, layers = _take_apart(model)
     choose = _choose(ends.graph, sampling)
@@ -69,13 +69,13 @@ def rereading(
     pad: Callable[[Sequence[np.ndarray]], tuple[np.ndarray, np.ndarray]],
     *options: Any,
 ) -> Iterator[Array]:
-    """Yield the tokens `(b,)` that follow prompts, and begin anew with all tokens after these numbers of them.
+    """Yield the tokens `(b,)` that follow prompts, reading all tokens again at some steps.
 
     Args:
-        model: in eval mode.
-        prompts: `(t,)`, one for each row.
-        rereads: the numbers of new tokens, in order.
-        pad: makes one array of rows, and their lengths.
+        model: model in eval mode.
+        prompts: prompts `(t,)`, one for each row.
+        rereads: numbers of new tokens after which all tokens are read again, in order.
+        pad: function from rows to one array and their lengths.
         options: capacity, sampling and key, as in `new_tokens`.
     """
     rows, made = list(prompts), 0
@@ -104,13 +104,13 @@ def answers(
     """Yield the tokens `(b,)` that a decoder makes of what is encoded, without an end.
 
     Args:
-        model: in eval mode.
-        inputs: of the encoder, `(b, ...)`, padded.
-        lengths: how many tokens of each row are real, `(b,)`; None is all.
+        model: model in eval mode.
+        inputs: inputs of the encoder, `(b, ...)`, padded.
+        lengths: number of real tokens of each row, `(b,)`; None is all.
         start: tokens that the decoder begins with, `(b, t)`.
-        capacity: of the caches.
+        capacity: capacity of the caches.
         sampling: how a token is drawn.
-        key: what is drawn, two uint32.
+        key: random key, two uint32.
     """
     graph, state = nnx.split(model)
     x, kept, cache = _begin(graph, capacity)(state, inputs, lengths, start)

@@ -61,7 +61,7 @@ FAMILIES: tuple[type[Pretrained], ...] = (
 
 
 def model_types() -> dict[str, type[Pretrained]]:
-    """Return the class of each `model_type` that `config.json` may name, the first where there are several.
+    """Return the first class of each `model_type` that `config.json` may name.
 
     Example:
         >>> model_types()["mistral"].__name__
@@ -88,7 +88,7 @@ def model_class(path: str | PathLike[str]) -> type[Pretrained]:
 
 
 def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained]:
-    """Return which of the classes that read a `model_type` the file names; without a name, the first."""
+    """Return the class of a `model_type` that the file names; without a name, the first."""
     kind, named = fields.text("model_type"), fields.optional_texts("architectures")
     known = {
         cls.family.architecture: cls for cls in FAMILIES if cls.family and kind in cls.family.read
@@ -102,7 +102,9 @@ def _by_architecture(fields: Fields, first: type[Pretrained]) -> type[Pretrained
 
 
 def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -> Pretrained:
-    """Return the model of a local Hugging Face folder, in eval mode, of the class that its `config.json` names.
+    """Return the model of a local Hugging Face folder, in eval mode.
+
+    Its class is the one that `config.json` names.
 
     `Llama.from_pretrained(path)` is the same for a folder that is known to hold a `Llama`. A head
     that is tied is read once, whatever the file holds. The context is `max_position_embeddings`;
@@ -110,18 +112,18 @@ def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -
 
     Args:
         path: the folder.
-        dtype: of the computation; None is that of the parameters.
-        param_dtype: of the parameters; None is that of each weight in the files.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: of the attention calls; `"auto"` or the name of one.
+        dtype: dtype of the computation; None is that of the parameters.
+        param_dtype: dtype of the parameters; None is that of each weight in the files.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
+        backend: attention backend; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
         scan_layers: whether the parameters of the blocks are stacked, and the blocks run by one
             scan: compiled once.
         dropout: the probability of dropout in train mode; None is that of `config.json`.
         rngs: random streams from which dropout draws its keys; None is `nnx.Rngs(0)`.
         progress: whether to show a bar on stderr; None is where that is a terminal.
-        mesh: that the parameters are split over, as `flax_attn.sharding.shardings` says: a process
-            reads the parts of its devices alone. A PyTorch checkpoint is read as a whole. None is
+        mesh: mesh that the parameters are split over, as in `flax_attn.sharding.shardings`. A
+            process reads only the parts of its devices, but all of a PyTorch checkpoint. None is
             the default device.
 
     Raises:
@@ -147,11 +149,11 @@ def from_pretrained(path: str | PathLike[str], **options: Unpack[LoadOptions]) -
 def save_pretrained(
     model: Pretrained, path: str | PathLike[str], *, max_shard_size: int = 4 * 10**9
 ) -> None:
-    """Write a model as a Hugging Face folder that transformers loads, bit for bit; `model.save_pretrained(path)`.
+    """Write a model as a Hugging Face folder that transformers loads, bit for bit.
 
-    A `Llama` with a window is stored as Mistral. Other files of the folder stay, such as those of a
-    tokenizer. Of a model on a mesh the weights are gathered one by one. Of several processes each
-    must call this: the first one writes.
+    `model.save_pretrained(path)` is the same. A `Llama` with a window is stored as Mistral. Other
+    files of the folder stay, such as those of a tokenizer. Of a model on a mesh the weights are
+    gathered one by one. Of several processes each must call this: the first one writes.
 
     A folder that holds a model holds the old one or the new one at every moment, config and
     weights, also if the save is killed, interrupted or fails, on a full disk for example. Until a
@@ -162,7 +164,7 @@ def save_pretrained(
     system. A model that is loaded while another is saved into its folder may have weights of both.
 
     Args:
-        model: of one of the families.
+        model: model of one of the families.
         path: the folder; made if there is none.
         max_shard_size: bytes of weights in one file; no more is in memory a second time.
 

@@ -18,14 +18,15 @@ _SMALLEST = 2.0**-126  # the smallest normal number of float32
 class Sampling:
     """How a token is drawn.
 
-        softmax(logits / temperature)    of the top_k most likely tokens, and of the fewest of these that reach top_p
+        softmax(logits / temperature)
+
+    It is taken over the top_k most likely tokens, and over the fewest of these that reach top_p.
 
     Args:
-        temperature: 0 is greedy, the most likely token, and so is less than the smallest normal
-            number of float32; 1 draws from the model's own distribution.
-        top_k: how many of the most likely tokens may be drawn; None is all.
-        top_p: the probability that the tokens that may be drawn have together at least, in (0, 1];
-            None is all.
+        temperature: divisor of the logits. 0 is greedy, the most likely token, and so is less than
+            the smallest normal number of float32; 1 draws from the model's own distribution.
+        top_k: number of most likely tokens that may be drawn; None is all.
+        top_p: smallest total probability of the tokens that may be drawn, in (0, 1]; None is all.
 
     Raises:
         ValueError: if a number lies outside its range, or if `top_k` or `top_p` is given to greedy
@@ -68,7 +69,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken: no logits can be divided by a smaller temperature."""
+        """Whether decoding is greedy: no logits can be divided by so small a temperature."""
         return self.temperature < _SMALLEST
 
 

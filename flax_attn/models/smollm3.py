@@ -94,7 +94,7 @@ def _write(config: SmolLM3Config) -> dict[str, Any]:
 
 
 class SmolLM3(Llama[SmolLM3Config]):
-    """SmolLM3: a Llama whose queries and keys are not rotated in every fourth layer, and windows that the config names.
+    """SmolLM3: a Llama without rotary positions in every fourth layer, and windows in some.
 
     The arguments are those of `LanguageModel`.
 
@@ -104,13 +104,14 @@ class SmolLM3(Llama[SmolLM3Config]):
     Example:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
-        >>> config = SmolLM3Config(8, 12, 4, 2, 2, context_length=16, vocab_size=11, unrotated_layers=(1,))
+        >>> config = SmolLM3Config(
+        ...     8, 12, 4, 2, 2, context_length=16, vocab_size=11, unrotated_layers=(1,))
         >>> SmolLM3(config, rngs=nnx.Rngs(0))(jnp.ones((3, 5), int)).shape
         (3, 5, 11)
 
     References:
-        Bakouch et al. 2025, "SmolLM3: smol, multilingual, long-context reasoner"; Yang et al. 2025, layers without
-        positions (arXiv:2501.18795).
+        Bakouch et al. 2025, "SmolLM3: smol, multilingual, long-context reasoner"; Yang et al. 2025,
+        layers without positions (arXiv:2501.18795).
     """
 
     family = Family({"smollm3": _read}, _write, DECODER_LAYOUT)

@@ -1,4 +1,4 @@
-"""Running the blocks of a model: one after another, or by a scan over blocks whose parameters are stacked."""
+"""Running the blocks of a model, one after another or by a scan over stacked blocks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from flax_attn.sharding.parameters import unname_first_axis
 
 
 class Stack(nnx.Module):
-    """Blocks of equal shape as one: their parameters stacked along a first axis, run by one scan, compiled once.
+    """Blocks of equal shape with stacked parameters, run by one scan and compiled once.
 
     Blocks may take turns, such as local and full attention: then a scan runs one turn after
     another, and each block of a turn is compiled once. Blocks that come before the first turn are
     compiled by themselves.
 
     Args:
-        blocks: of equal shapes, dtypes and options, or in turns that are; they draw what they drop
-            as they would alone.
+        blocks: blocks of equal shapes, dtypes and options, or turns of such blocks; their dropout
+            is the same as without the stack.
 
     Attributes:
-        block: the stacked block; where blocks take turns a list, of those before the first turn and
+        block: the stacked block; where blocks take turns, a list of those before the first turn and
             those of a turn.
         stacked_layers: the numbers of the layers of each of them.
 
@@ -83,7 +83,7 @@ class Stack(nnx.Module):
         return places(self.stacked_layers)
 
     def unstack(self, m: int, i: int, state: Any) -> Block:
-        """Return one layer as it is by itself: the one at `i` of the stacked block `m`, of which `state` is."""
+        """Return the layer at `i` of the stacked block `m`, which has this `state`."""
         block = nnx.merge(nnx.graphdef(self.blocks[m]), state)
         for _, variable in nnx.iter_graph(block):
             if isinstance(variable, nnx.Variable):
@@ -93,7 +93,7 @@ class Stack(nnx.Module):
     def init_cache(
         self, b: int | None, capacity: int, dtype: Dtype | None = None
     ) -> tuple[Cache, ...]:
-        """Return an empty cache for each stacked block: what is stored has its layers as a first axis."""
+        """Return an empty cache for each stacked block; the first axis is that of its layers."""
         caches = [_init_cache(block, b, capacity, dtype) for block in self.blocks]
         counts = map(len, self.stacked_layers)
         return tuple(
@@ -110,7 +110,7 @@ class Stack(nnx.Module):
         each: Sequence[dict],
         **options: Any,
     ) -> tuple[Tokens, tuple[Cache, ...] | None]:
-        """Return the tokens after all layers, and the caches after them; see `run_blocks` for the arguments."""
+        """Return the tokens and caches after all layers; the arguments are as in `run_blocks`."""
         first = [m for m, layers in enumerate(self.stacked_layers) if len(layers) == 1]
         turn = [m for m in range(len(self.stacked_layers)) if m not in first]
         for block in self.blocks:
@@ -205,13 +205,13 @@ def run_blocks(
 
     Args:
         blocks: one after another, or a stack.
-        x: the tokens before.
-        cache: of each block, as `init_caches` returns them.
-        key: that decides what is dropped; None draws keys from the streams.
+        x: vectors of the tokens before the blocks.
+        cache: caches of the blocks, as `init_caches` returns them.
+        key: key of the dropout; None draws keys from the streams.
         remat: whether the backward pass recomputes each block.
-        positions: for blocks with `rope`.
+        positions: positions of the tokens, for blocks with `rope`.
         each: further options of each block, with the layers as a first axis for those of a stack.
-        options: of all blocks.
+        options: options of all blocks.
     """
     if isinstance(blocks, Stack):
         return blocks.run(x, cache, key, remat, each, positions=positions, **options)
@@ -241,7 +241,10 @@ def _init_cache(block: Block, b: int | None, capacity: int, dtype: Dtype | None)
 
 
 def pure(graph: Any, options: Any, numbers: Sequence[Any] = ()) -> Callable:
-    """Return a block as a function of its state: it returns the output, and the counts of keys that it changed."""
+    """Return a block as a function of its state.
+
+    The function returns the output, and the key counts that the block changed.
+    """
 
     def run(state, x, **cache):
         copy = nnx.merge(graph, state)
@@ -262,7 +265,7 @@ def pure(graph: Any, options: Any, numbers: Sequence[Any] = ()) -> Callable:
 
 
 def recompute(block: Callable, x: Tokens, options: dict[str, Any]) -> Tokens:
-    """Return `block(x, **options)`; the backward pass computes its activations again instead of storing them."""
+    """Return `block(x, **options)`; the backward pass recomputes its activations."""
     graph, state = nnx.split(block)
     y, counts = jax.checkpoint(pure(graph, options))(state, x)
     nnx.update(block, counts)

@@ -39,17 +39,17 @@ class T5Config:
         num_layers: number of blocks of the encoder.
         num_decoder_layers: number of blocks of the decoder.
         vocab_size: number of tokens.
-        num_buckets: of the relative positions.
-        max_distance: from here on all distances share a bucket.
-        activation: of the feed-forward layer.
+        num_buckets: number of buckets of the relative positions.
+        max_distance: distance from which on all share a bucket.
+        activation: activation of the feed-forward layer.
         gated: whether the feed-forward layer is gated, as in T5 1.1.
-        eps: of the norms.
+        eps: epsilon of the norms.
         dropout: the probability that an attention weight, or an element of an embedding or a
             sublayer's output, is dropped in train mode.
         tied: whether the output head is the table of the tokens.
         scaled: whether the input of the head is divided by `sqrt(d_model)`; not in T5 1.1.
-        start_token: that the decoder begins with.
-        context_length: the longest input taken; None is no limit, as positions are relative.
+        start_token: token that the decoder begins with.
+        context_length: length of the longest input; None is no limit, as positions are relative.
 
     Example:
         >>> T5Config(512, 2048, 8, 64, 6, 6).num_buckets
@@ -106,7 +106,8 @@ def _read(fields: Fields, dropout: float | None) -> T5Config:
     )
 
 
-_FEED_FORWARD = {  # transformers computes the tanh form where a file says "gated-gelu", and no other name does
+# transformers computes the tanh form where a file says "gated-gelu", and no other name does.
+_FEED_FORWARD = {
     **{name: {"activation": ours, "gated": False} for name, ours in ACTIVATIONS.items()},
     **{f"gated-{name}": {"activation": ours, "gated": True} for name, ours in ACTIVATIONS.items()},
     "gated-gelu": {"activation": "gelu_tanh", "gated": True},
@@ -165,7 +166,7 @@ _FF = {"layers.0": "wi", "layers.2": "wo", "W_gate": "wi_0", "W_up": "wi_1", "W_
 
 
 def _stack(ours: str, theirs: str, cross: bool) -> tuple:
-    """Return the rules of the blocks of a stack, the feed-forward layer being the last of its layers."""
+    """Return the rules of the blocks of a stack; the feed-forward layer is the last of a block."""
     ours, layer, last = f"{ours}.{{i}}.", f"{theirs}.block.{{i}}.layer.", 2 if cross else 1
     names = {f"{ours}att.{a}": f"{layer}0.SelfAttention.{b}" for a, b in _ATTENTION.items()}
     names |= {f"{ours}ff.{a}": f"{layer}{last}.DenseReluDense.{b}" for a, b in _FF.items()}
@@ -196,18 +197,22 @@ _LAYOUT = Layout(
     ),
     # The table may be stored for each stack, and for a tied head; the cross-attention of the first
     # files had a bias.
-    ignored=r"(encoder|decoder)\.embed_tokens\.weight|lm_head\.weight|decoder\.block\.0\.layer\.1\..*relative_attention_bias.*",
+    ignored=(
+        r"(encoder|decoder)\.embed_tokens\.weight|lm_head\.weight|"
+        r"decoder\.block\.0\.layer\.1\..*relative_attention_bias.*"
+    ),
 )
 
 
 class T5(EncoderDecoder[T5Config]):
-    """T5: relative positions, in buckets that all layers of a stack share; RMS norms before the layers; no biases.
+    """T5: relative positions in buckets, RMS norms before the layers, no biases.
 
-        scores = q k^T + bias[bucket(key position - query position)];  logits = head(x / sqrt(d_model))
+        scores = q k^T + bias[bucket(key position - query position)]
+        logits = head(x / sqrt(d_model))
 
-    The arguments are those of `EncoderDecoder`. `T5ForConditionalGeneration` of transformers has
-    the same function; in train mode it drops elements inside the feed-forward layer and behind the
-    last norms too.
+    All layers of a stack share the buckets. The arguments are those of `EncoderDecoder`.
+    `T5ForConditionalGeneration` of transformers has the same function; in train mode it drops
+    elements inside the feed-forward layer and behind the last norms too.
 
     Raises:
         ValueError: where its layers do.
@@ -236,7 +241,7 @@ class T5(EncoderDecoder[T5Config]):
     def create_embeddings(
         self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
     ) -> None:
-        """Set the table of tokens, the dropout of its vectors, and the tables of relative positions."""
+        """Set the table of tokens, the dropout of its vectors, and the relative positions."""
         super().create_embeddings(precision=precision, rngs=rngs, **numerics)
         sizes, numerics = (
             (self.config.num_buckets, self.config.num_heads),
@@ -307,7 +312,10 @@ class T5(EncoderDecoder[T5Config]):
         return Dropout(self.config.dropout, rngs=rngs)
 
     def initialise(self, rngs: nnx.Rngs) -> None:
-        """Draw the parameters as published: kernels keep the variance of their input, as queries of unit scores do."""
+        """Draw the parameters as published.
+
+        Kernels keep the variance of their input; those of queries give scores of unit variance.
+        """
         for path, param in nnx.iter_graph(self):
             if isinstance(param, nnx.Param) and path[-1] in ("kernel", "embedding"):
                 std = 1.0 if path[-2] == "tok_emb" else self.config.d_model**-0.5
@@ -322,7 +330,7 @@ class T5(EncoderDecoder[T5Config]):
     def embed(
         self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None
     ) -> Tokens:
-        """Return the vectors of the decoder's tokens, from the same table; positions are in the scores."""
+        """Return the vectors of the decoder's tokens; positions are in the scores."""
         return self.embed_inputs(tokens, dropout_key)
 
     def biases(self) -> tuple[Bias, Bias]:

@@ -44,9 +44,9 @@ def kind_of(block: Block) -> object:
 
 
 def in_turns(kinds: Sequence[object]) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of each stacked block: those before the first turn, one by one, and those of a turn.
+    """Return the layers of each stacked block, for the fewest blocks.
 
-    Of all ways it is the one with the fewest blocks.
+    Blocks before the first turn hold one layer each; then each block of a turn follows.
 
     Raises:
         UnequalLayersError: if no turn is repeated.

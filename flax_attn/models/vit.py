@@ -46,7 +46,7 @@ def _read(fields: Fields, dropout: float | None) -> ViTConfig:
 
 
 def _fit(config: ViTConfig, names: Collection[str]) -> ViTConfig:
-    """Some models are stored without the pooler: `config.json` does not say."""
+    """Return the config with a pooler only if the files have one: `config.json` does not say."""
     return (
         config
         if any(name.endswith("pooler.dense.weight") for name in names)
@@ -69,9 +69,11 @@ def _layout(base: str, ignored: str = "") -> Layout:
 
 
 class ViT(ImageEncoder[ViTConfig]):
-    """ViT: patches and a class token, learned positions, norms before the layers, a norm behind them.
+    """ViT: patches and a class token, learned positions, norms before the layers and at the end.
 
-        x = drop([cls_token; patches(images)] + positions);  x = block_i(x) for each i;  final_norm(x)
+        x = drop([cls_token; patches(images)] + positions)
+        x = block_i(x) for each i
+        final_norm(x)
 
     The arguments are those of `Encoder`; a call takes images `(b, c, height, width)` of the
     config's size. `ViTModel` of transformers has the same function.
@@ -109,7 +111,7 @@ class ViT(ImageEncoder[ViTConfig]):
         self.pooler = Linear(d, width, axes=("embed", None), **numerics) if width else None
 
     def pooled(self, hidden: Tokens) -> Float[Array, "*b pooled"]:
-        """Return `tanh(pooler(x))` of the class token, a vector of the image, from what `hidden` returned.
+        """Return `tanh(pooler(x))` of the class token of `x`, a vector for the image.
 
         Raises:
             ValueError: if the model has no pooler.
@@ -133,7 +135,8 @@ class ViTClassifier(ViT):
 
     Example:
         >>> from flax import nnx
-        >>> model = ViTClassifier(ViTConfig(6, 2, 3, image_size=(8, 6), patch_size=(4, 3)), rngs=nnx.Rngs(0))
+        >>> config = ViTConfig(6, 2, 3, image_size=(8, 6), patch_size=(4, 3))
+        >>> model = ViTClassifier(config, rngs=nnx.Rngs(0))
         >>> model(jnp.ones((5, 3, 8, 6))).shape
         (5, 2)
 

@@ -44,15 +44,14 @@ class WhisperConfig:
         d_hidden: width inside the feed-forward layers of the encoder.
         d_decoder_hidden: width inside the feed-forward layers of the decoder.
         num_mel: number of mel bands.
-        num_positions: how many tokens the encoder makes of its features, which are twice as many
-            frames.
-        context_length: the longest text.
+        num_positions: number of tokens of the encoder, half the number of its input frames.
+        context_length: length of the longest text.
         vocab_size: number of tokens.
-        activation: of the feed-forward layers.
+        activation: activation of the feed-forward layers.
         dropout: the probability that an element of an embedding or a sublayer's output is dropped
             in train mode.
         attention_dropout: the probability that an attention weight is dropped in train mode.
-        start_token: that the decoder begins with.
+        start_token: token that the decoder begins with.
 
     Example:
         >>> WhisperConfig(384, 6, 4, 6, 4, 1536, 1536).num_positions
@@ -115,7 +114,10 @@ def _read(fields: Fields, dropout: float | None) -> WhisperConfig:
 
 
 def _fit(config: WhisperConfig, stored: Mapping[str, Stored]) -> WhisperConfig:
-    """The positions of the encoder are computed where a model is made, so their number is compared before."""
+    """Return the config if its number of encoder positions is that of the files.
+
+    They are computed when a model is built, so the number is compared before.
+    """
     name, wanted = "encoder.embed_positions.weight", (config.num_positions, config.d_model)
     found = [entry.shape for key, entry in stored.items() if key.endswith(name)]
     if found != [wanted]:
@@ -153,7 +155,7 @@ _ATTENTION = {"W_query": "q_proj", "W_key": "k_proj", "W_value": "v_proj", "out_
 
 
 def _stack(ours: str, theirs: str, last: int, **attentions: str) -> tuple:
-    """Return the rules of the blocks of a stack: theirs by our names of the attentions, and the number of its norms."""
+    """Return the rules of the blocks of a stack with these attentions and `last` norms."""
     ours, layer = f"{ours}.{{i}}.", f"model.{theirs}.layers.{{i}}."
     names = {
         f"{ours}{own}.{a}": f"{layer}{n}.{b}"
@@ -188,7 +190,7 @@ _LAYOUT = Layout(
 
 
 class Whisper(EncoderDecoder[WhisperConfig]):
-    """Whisper: two convolutions over log-mel features, an encoder, and a decoder of text that attends to it.
+    """Whisper: two convolutions over log-mel features, an encoder, and a decoder of text.
 
         x = gelu(conv2(gelu(conv1(features)))) + enc_pos;  logits = final_norm(...) @ tok_emb^T
 
@@ -200,7 +202,8 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         ValueError: where its layers do, or if the features have another number of bands or frames.
 
     Example:
-        >>> config = WhisperConfig(6, 2, 1, 3, 1, 8, 10, num_mel=5, num_positions=7, context_length=9, vocab_size=11)
+        >>> config = WhisperConfig(6, 2, 1, 3, 1, 8, 10, num_mel=5, num_positions=7,
+        ...                        context_length=9, vocab_size=11)
         >>> model = Whisper(config, rngs=nnx.Rngs(0))
         >>> features, tokens = jnp.ones((3, 5, 14)), jnp.ones((3, 4), int)
         >>> model(features, tokens).shape
@@ -219,7 +222,7 @@ class Whisper(EncoderDecoder[WhisperConfig]):
     def create_embeddings(
         self, *, precision: PrecisionLike = None, rngs: nnx.Rngs, **numerics: Any
     ) -> None:
-        """Set the convolutions, the tables of tokens and of positions, and the dropout of their sums."""
+        """Set the convolutions, the tables of tokens and positions, and the dropout of sums."""
         config, numerics = self.config, {"rngs": rngs, **numerics}
         super().create_embeddings(precision=precision, **numerics)
         self.conv1 = Convolution(config.num_mel, config.d_model, 3, precision=precision, **numerics)
@@ -265,7 +268,7 @@ class Whisper(EncoderDecoder[WhisperConfig]):
     def attention(
         self, num_heads: int, *, backend: str, causal: bool = True, **numerics: Any
     ) -> MultiHeadAttention:
-        """Return the self-attention of a layer: its keys have no bias, which a softmax would not feel."""
+        """Return the self-attention of a layer; a bias of keys would not change the softmax."""
         d, length = self.config.d_model, self.config.context_length if causal else None
         options = {"qkv_bias": True, "causal": causal, "backend": backend}
         attention = MultiHeadAttention(
@@ -310,7 +313,9 @@ class Whisper(EncoderDecoder[WhisperConfig]):
 
 
 def sinusoids(num_positions: int, width: int) -> np.ndarray:
-    """Return the positions of Whisper's encoder, `(num_positions, width)`: sines, then cosines, of ever slower angles.
+    """Return the positions of Whisper's encoder, `(num_positions, width)`.
+
+    They are sines, then cosines, of ever slower angles.
 
     Example:
         >>> sinusoids(2, 4).round(2).tolist()

@@ -7,20 +7,22 @@ from flax_attn.functional.checks import check_type
 
 
 def set_backend(model: nnx.Module, backend: str) -> None:
-    """Set the backend of every attention layer of a model: of each submodule that has an attribute `backend`.
+    """Set the backend of every attention layer of a model.
 
-    It is a static attribute: a function under `nnx.jit` compiles anew for the changed model.
+    An attention layer is a submodule with an attribute `backend`. The attribute is static: a
+    function under `nnx.jit` is compiled again for the changed model.
 
     Args:
-        model: any module, the model itself included.
-        backend: `"auto"` or the name of one.
+        model: any module that holds attention layers, or is one.
+        backend: name of a backend, or `"auto"`.
 
     Raises:
         ValueError: if the backend is unknown, or if the model holds no attention layer.
 
     Example:
         >>> from flax_attn import MultiHeadAttention, RMSNorm
-        >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2, rngs=nnx.Rngs(0))
+        >>> rngs = nnx.Rngs(0)
+        >>> att = MultiHeadAttention(6, 6, context_length=5, dropout=0.0, num_heads=2, rngs=rngs)
         >>> model = nnx.Sequential(RMSNorm(6), att)
         >>> set_backend(model, "blocked")
         >>> att.backend

@@ -18,24 +18,26 @@ from flax_attn.modules.self_attention import SelfAttention
 class CausalAttention(SelfAttention):
     """One head, every token attending to itself and what came before.
 
-        dropout(softmax(causal(q k^T / sqrt(d_key)))) v    with q = x W_query, k = x W_key, v = x W_value
+        dropout(softmax(causal(q k^T / sqrt(d_key)))) v
+        with q = x W_query, k = x W_key, v = x W_value
 
     Args:
         d_in: width of the input.
         d_out: width of the values, and so of the output.
-        context_length: the longest input taken; None is no limit.
+        context_length: maximum length of the input; None is no limit.
         dropout: the probability that a weight is dropped in train mode.
         qkv_bias: whether the three projections have a bias.
         d_key: width of queries and keys; None is d_out.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: of the attention call; `"auto"` or the name of one.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
+        backend: name of an attention backend, or `"auto"`.
         rngs: random streams; parameters are drawn from `params`, with the distribution of
             `torch.nn.Linear`, and the keys of dropout from `dropout`.
 
     Shapes:
-        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
+        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)`
+        or `(b, t, t)`.
 
     Raises:
         ValueError: if a width is not positive, `dropout` lies outside [0, 1), the backend is
@@ -79,19 +81,15 @@ class CausalAttention(SelfAttention):
         self.dropout = Dropout(dropout, rngs=rngs)
 
     @overload
-    def __call__(self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[
-        False
-    ] = False, dropout_key: (
-        Array | None
-    ) = None,
+    def __call__(
+        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[False] = False,
+        dropout_key: Array | None = None,
     ) -> Array: ...  # fmt: skip
 
     @overload
-    def __call__(self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[
-        True
-    ], dropout_key: (
-        Array | None
-    ) = None,
+    def __call__(
+        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[True],
+        dropout_key: Array | None = None,
     ) -> tuple[Array, Array]: ...  # fmt: skip
 
     def __call__(

@@ -11,19 +11,19 @@ from flax_attn.modules.linear import Linear
 
 
 class Convolution(nnx.Module):
-    """`proj` of every `stride`-th window of `width` tokens, the sequence padded by zeros on either side.
+    """`proj` of every `stride`-th window of `width` tokens, with zero padding on either side.
 
-    A convolution is that product: `proj` has its weight `(d_model, channels, width)` as a matrix of
-    `channels * width` rows.
+    This product is a convolution: `proj` holds its weight `(d_model, channels, width)` as a matrix
+    of `channels * width` rows.
 
     Args:
         channels: width of the input.
         d_model: width of the output.
-        width: of a window, in tokens; odd.
-        stride: between windows, in tokens.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix product, as in `jax.lax.dot_general`.
+        width: width of a window in tokens; odd.
+        stride: distance between windows in tokens.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix product, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params`, with the distribution of
             `torch.nn.Linear`.
 

@@ -21,9 +21,10 @@ from flax_attn.sharding.axes import constrain
 
 
 class CrossAttention(nnx.Module):
-    """Attention to the tokens of another sequence, whose keys and values are computed once and kept.
+    """Attention to another sequence, whose keys and values are computed once and kept.
 
-        out_proj(concat_i(dropout(softmax(q_i k_i^T / sqrt(h))) v_i))    with k and v of the other sequence
+        out_proj(concat_i(dropout(softmax(q_i k_i^T / sqrt(h))) v_i))
+        with k and v of the other sequence
 
     Args:
         d_in: width of the tokens, and of the output.
@@ -31,19 +32,20 @@ class CrossAttention(nnx.Module):
         dropout: the probability that a weight is dropped in train mode.
         num_heads: number of heads; divides d_in unless `head_dim` is given.
         qkv_bias: whether the projections of queries and values have a bias.
-        key_bias: whether the projection of keys has one.
+        key_bias: whether the projection of keys has a bias.
         head_dim: width h of a head; None is `d_in / num_heads`.
         out_bias: whether the output projection has a bias.
-        scores: scale, and soft cap, of the scores.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: of the attention call; `"auto"` or the name of one.
+        scores: scale and soft cap of the scores.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
+        backend: name of an attention backend, or `"auto"`.
         rngs: random streams; parameters are drawn from `params`, with the distribution of
             `torch.nn.Linear`, and the keys of dropout from `dropout`.
 
     Shapes:
-        tokens `(b, t, d_in)` and the other sequence `(b, s, kdim)` to `(b, t, d_in)`, or all without b.
+        tokens `(b, t, d_in)` and the other sequence `(b, s, kdim)` to `(b, t, d_in)`, or all
+        without b.
 
     Raises:
         ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0,
@@ -109,7 +111,10 @@ class CrossAttention(nnx.Module):
     def keep(
         self, encoded: Float[Array, "*b s d"], lengths: ArrayLike | int | None = None
     ) -> KVCache:
-        """Return the keys and values of the other sequence, of whose rows the first `lengths` tokens are real."""
+        """Return the keys and values of the other sequence.
+
+        The first `lengths` tokens of each row are real; the rest is padding.
+        """
         check_tokens("encoded", encoded, "kdim", self.kdim, None)
         check_known_lengths(lengths, len(encoded) if encoded.ndim == 3 else 1, encoded.shape[-2])
         pattern = "... s (k h) -> ... k s h"
@@ -126,7 +131,7 @@ class CrossAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "*b t d"], kept: KVCache, *, dropout_key: Array | None = None
     ) -> Float[Array, "*b t d"]:
-        """Return what tokens attend to; `kept` is what `keep` returned."""
+        """Return the output for the tokens; `kept` is what `keep` returned."""
         check_tokens("x", x, "d_in", self.d_in, None)
         check_type("kept", kept, KVCache, "what keep of this layer returns")
         kept.check_heads(x.shape[:-2], self.num_kv_heads, self.head_dim, self.head_dim)

@@ -20,13 +20,14 @@ class DecayRate(nnx.Module):
 
     Args:
         num_heads: number of heads.
-        size: how many decays a head has.
-        param_dtype: of the parameters.
+        size: number of decays for each head.
+        param_dtype: dtype of the parameters.
         rngs: random streams; parameters are drawn from `params` as Mamba's are: `exp(A_log)`
             between 1 and 16, `softplus(dt_bias)` between 0.001 and 0.1.
 
     Shapes:
-        `(..., num_heads * size)` to `(..., num_heads, size)`; `A_log` is `(num_heads,)`, `dt_bias` one for each input.
+        `(..., num_heads * size)` to `(..., num_heads, size)`; `A_log` is `(num_heads,)`, `dt_bias`
+        is `(num_heads * size,)`.
 
     Raises:
         ValueError: if a size is not positive.

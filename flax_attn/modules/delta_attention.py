@@ -1,4 +1,4 @@
-"""Attention by the gated delta rule: what its kinds share."""
+"""The base class of attention by the gated delta rule."""
 
 from functools import partial
 from typing import Any, Literal, Unpack, overload
@@ -27,13 +27,14 @@ from flax_attn.sharding.heads import by_rows_and_heads
 
 
 class DeltaAttention(Attention):
-    """Attention by the gated delta rule; a base class, see `GatedDeltaNet` and `KimiDeltaAttention`.
+    """Base class of attention by the gated delta rule.
 
         q, k, v = silu(conv(x W_query)), silu(conv(x W_key)), silu(conv(x W_value))
         o = gated_delta_rule(q / |q|, k / |k|, v, decay(x), beta=sigmoid(x W_beta))
         out_proj(norm(o) * gate(x))
 
-    A kind defines `create_parts`, `decay` and `gate`. The norm is an `RMSNorm` over each head.
+    A subclass defines `create_parts`, `decay` and `gate`, as `GatedDeltaNet` and
+    `KimiDeltaAttention` do. The norm is an `RMSNorm` over each head.
 
     Args:
         d_in: width of the input.
@@ -42,11 +43,11 @@ class DeltaAttention(Attention):
         head_dim: width h of a head of queries and keys.
         num_key_heads: number of heads of queries and keys; divides num_heads. None is num_heads.
         value_dim: width v of a head of values; None is head_dim.
-        kernel_size: of the convolutions.
+        kernel_size: kernel size of the convolutions.
         eps: epsilon of the norm.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params`.
 
     Shapes:
@@ -122,7 +123,7 @@ class DeltaAttention(Attention):
         self.create_parts(**products)
 
     def create_parts(self, **numerics: Any) -> None:
-        """Set what `decay` and `gate` are made of; `numerics` are arguments of a `Linear`."""
+        """Create the layers of `decay` and `gate`; `numerics` are arguments of a `Linear`."""
         raise NotImplementedError
 
     def decay(self, x: Tokens) -> Array:
@@ -130,27 +131,23 @@ class DeltaAttention(Attention):
         raise NotImplementedError
 
     def gate(self, x: Tokens) -> Float[Array, "b t n v"]:
-        """Return what the heads are multiplied by."""
+        """Return the factor on the output of the heads."""
         raise NotImplementedError
 
     def beta(self, x: Tokens) -> Float[Array, "b t n"]:
-        """Return the part of what the state holds under a key that is replaced, in at least float32."""
+        """Return how much of the old value of a key is replaced, in at least float32."""
         return jax.nn.sigmoid(_at_least_float32(self.W_beta(x)))
 
     @overload
-    def __call__(self, query: Array, *, cache: None = None, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def __call__(
+        self, query: Array, *, cache: None = None, return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
     ) -> Array: ...  # fmt: skip
 
     @overload
-    def __call__(self, query: Array, *, cache: DeltaCache, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def __call__(
+        self, query: Array, *, cache: DeltaCache, return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
     ) -> tuple[Array, DeltaCache]: ...  # fmt: skip
 
     def __call__(
@@ -168,10 +165,10 @@ class DeltaAttention(Attention):
             query: the input.
             mask: causal, segments (documents one after another) and lengths; with a cache it is
                 that of the whole sequence, the same in every call.
-            lengths: how many tokens of each row are real, `(b,)`; the rest is padding. None is all.
+            lengths: number of real tokens in each row, `(b,)`; the rest is padding. None is all.
             cache: state and last inputs, from `init_cache`.
-            options: of a block's attention, none of which may ask for anything: there are no
-                weights, no bias, no positions and no dropout.
+            options: the other options of a block's attention, left unset: there are no weights, no
+                bias, no positions and no dropout.
         """
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
         check_recurrent_options(options)
@@ -190,10 +187,11 @@ class DeltaAttention(Attention):
         return Outputs(output, cache=after).pack()
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> DeltaCache:
-        """Return an empty cache for `b` sequences; b None is one without a batch axis.
+        """Return an empty cache for `b` sequences.
 
-        It is as large for any `capacity`. `dtype` is that of the inputs of the convolutions; None
-        is that of the key projection.
+        With `b` None it holds one sequence, without a batch axis. Its size does not depend on
+        `capacity`. `dtype` is that of the inputs of the convolutions; None is that of the key
+        projection.
         """
         own = self.W_key.kernel.dtype if self.dtype is None else self.dtype
         return DeltaCache.zeros(b, **self._cached, dtype=own if dtype is None else dtype)

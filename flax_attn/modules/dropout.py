@@ -11,11 +11,13 @@ from flax_attn.sharding.batches import arranged_dropout
 
 
 class Dropout(nnx.Module):
-    """Zero elements at `rate` and divide the rest by `1 - rate`; in eval mode, and at rate 0, the identity.
+    """Zero elements with probability `rate` and divide the rest by `1 - rate`.
 
-    Each call draws a fresh key from the `dropout` stream, unless it is given one: the same key
-    drops the same elements here and in `torch_ref`. `.train()` and `.eval()` switch it; it starts
-    in train mode.
+    In eval mode, and at rate 0, it is the identity. It starts in train mode; `.train()` and
+    `.eval()` switch it.
+
+    Each call draws a new key from the `dropout` stream, unless it is given one. The same key drops
+    the same elements here and in `torch_ref`.
 
     Args:
         rate: the probability that an element is dropped, in [0, 1).

@@ -15,17 +15,18 @@ from flax_attn.sharding.products import sharding_of_rows
 
 
 class Embedding(nnx.Module):
-    """A table of learned vectors: `embedding[ids]`, drawn from a standard normal as `torch.nn.Embedding` is.
+    """A table of learned vectors: `embedding[ids]`.
 
-    An id outside `0 ... size - 1` gives NaN: values are not read, so that a call does not wait for
-    the device.
+    The table is drawn from a standard normal distribution, as in `torch.nn.Embedding`. An id
+    outside `0 ... size - 1` gives NaN: ids are not read on the host, so that a call does not wait
+    for the device.
 
     Args:
-        size: how many vectors there are.
+        size: number of vectors.
         d_model: width of a vector.
-        dtype: of the result; None is that of the parameters.
-        param_dtype: of the parameters.
-        precision: of the product in `attend`, as in `jax.lax.dot_general`.
+        dtype: dtype of the result; None is that of the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the product in `attend`, as in `jax.lax.dot_general`.
         axes: names of the axes of the table, by which a mesh splits them.
         rngs: random streams; parameters are drawn from `params`.
 
@@ -61,9 +62,8 @@ class Embedding(nnx.Module):
         table = self.embedding[...]
         check_ids(ids.dtype.name)
         ids = clipped(ids, table.shape[0])
-        table = constrain(
-            table, self.embedding.out_sharding[0], None
-        )  # XLA would gather more than the table is wide
+        # XLA would gather more than the table is wide.
+        table = constrain(table, self.embedding.out_sharding[0], None)
         found = table.at[ids].get(
             mode="fill",
             fill_value=jnp.nan,
@@ -73,7 +73,7 @@ class Embedding(nnx.Module):
         return found if self.dtype is None else found.astype(self.dtype)
 
     def attend(self, x: Float[Array, "*shape d"]) -> Float[Array, "*shape size"]:
-        """Return `x @ embedding^T`: the table as an output head, with weights tied to those of the input."""
+        """Return `x @ embedding^T`: the table as an output head, with tied weights."""
         table = self.embedding[...]
         dtype = jnp.result_type(x, table) if self.dtype is None else self.dtype
         contract_last = (((x.ndim - 1,), (1,)), ((), ()))

@@ -28,17 +28,20 @@ _Weights = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """`min(gate, limit) sigmoid(alpha min(gate, limit)) (clip(up, -limit, limit) + 1)`: what gpt-oss has for SwiGLU.
+    """The clamped SwiGLU of gpt-oss.
+
+        min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (clip(up, -limit, limit) + 1)
 
     Args:
-        limit: of both branches; the gate is bounded above alone.
+        limit: bound of both branches; the gate has no lower bound.
         alpha: slope of the sigmoid.
 
     Raises:
         ValueError: if the limit is not positive.
 
     Example:
-        >>> activated = ClampedSwiGLU(limit=2.0)(jnp.array([-1.0, 9.0]), jnp.array([0.0, 5.0]))
+        >>> gate, up = jnp.array([-1.0, 9.0]), jnp.array([0.0, 5.0])
+        >>> activated = ClampedSwiGLU(limit=2.0)(gate, up)
         >>> [round(number, 3) for number in activated.tolist()]
         [-0.154, 5.807]
 
@@ -68,7 +71,7 @@ class ClampedSwiGLU:
 
 
 class _Linears(nnx.Module):
-    """The parameters of one linear layer for each expert: kernel `(e, d_in, d_out)`, bias `(e, d_out)`."""
+    """One linear layer for each expert: kernel `(e, d_in, d_out)`, bias `(e, d_out)`."""
 
     def __init__(
         self,
@@ -92,18 +95,20 @@ class _Linears(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The sum of the outputs of a token's experts, each times its weight.
+    """The weighted sum of the outputs of each token's experts.
 
-        y = sum_j weights_j E_(experts_j)(x)    with E_e(x) = W_down_e(activation(W_gate_e x) * W_up_e x)
+        y = sum_j weights_j E_(experts_j)(x)
+        with E_e(x) = W_down_e(activation(W_gate_e x) * W_up_e x)
 
     No token is dropped, whatever the load of an expert. Two forms compute the same:
 
     - `"dense"`: every expert computes every token, and most weights are 0.
-    - `"sorted"`: tokens are sorted by their experts, each of which computes its own alone, see `grouped_product`.
+    - `"sorted"`: tokens are sorted by expert, and each expert computes only its own; see
+      `grouped_product`.
 
-    `"auto"` is `"sorted"`, but for meshes of CPUs, where it is `"dense"`: there XLA computes all
-    experts either way. Where `native` has no kernel, `jax.jvp` works with `"dense"` on CPUs, and
-    `jax.vmap` with `"dense"` elsewhere. On a mesh each device computes its own tokens with its own
+    `"auto"` is `"sorted"`, except on meshes of CPUs, where it is `"dense"`: there XLA computes all
+    experts either way. Where `native` has no kernel, `jax.jvp` needs `"dense"` on CPUs, and
+    `jax.vmap` needs `"dense"` elsewhere. On a mesh each device computes its own tokens with its own
     experts (mesh axis `expert`) and hidden features (`tensor`), and the results are summed.
 
     Args:
@@ -112,16 +117,17 @@ class Experts(nnx.Module):
         d_hidden: width inside an expert.
         activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"`, or a function of gate and up that
             replaces `activation(gate) * up`, such as a `ClampedSwiGLU`.
-        bias: whether the three layers of an expert have one.
+        bias: whether the three layers of an expert have a bias.
         form: `"auto"`, `"dense"` or `"sorted"`.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params`, with the distribution of
             `torch.nn.Linear`.
 
     Shapes:
-        `(..., d_model)`, kept; kernels `(num_experts, d_model, d_hidden)`, and of `W_down` the reverse.
+        `(..., d_model)`, kept; kernels `(num_experts, d_model, d_hidden)`, for `W_down`
+        `(num_experts, d_hidden, d_model)`.
 
     Raises:
         ValueError: if a size is not positive, the activation or the form is unknown, `rngs` is
@@ -213,7 +219,7 @@ def gated(activation: str | Callable[[Array, Array], Array]) -> Callable[[Array,
 
 @dataclass(frozen=True)
 class _Gated:
-    """`activation(gate) * up`; equal where the activations are, as layers must be that are stacked."""
+    """`activation(gate) * up`; equal for equal activations, so that layers can be stacked."""
 
     activation: Callable[[Array], Array]
 
@@ -222,7 +228,7 @@ class _Gated:
 
 
 def _dense(activation, precision, x: Array, weights: Array, experts: Array, own: _Weights) -> Array:
-    """Return the sum over all experts here, the weights of those that were not chosen being 0."""
+    """Return the sum over all experts here; those not chosen have weight 0."""
 
     def linear(name: str, form: str, x: Array) -> Array:
         y = jnp.einsum(form, x, own[name], precision=precision)
@@ -246,9 +252,8 @@ def _sorted(
     """Return the sum over the experts here, each of which computes its own tokens."""
     count, (t, k) = len(own["gate"]), experts.shape
     here = (experts >= 0) & (experts < count)
-    flat = jnp.where(here, experts, count).reshape(
-        -1
-    )  # those of other devices come last, in no group
+    # The experts of other devices come last, in no group.
+    flat = jnp.where(here, experts, count).reshape(-1)
     order = jnp.argsort(flat)
     sizes, of_row = (
         jnp.bincount(flat, length=count).astype(jnp.int32),
@@ -261,9 +266,8 @@ def _sorted(
 
     rows = x[order // k]
     rows = linear("down", activation(linear("gate", rows), linear("up", rows)))
-    rows = rows[jnp.argsort(order)].reshape(
-        t, k, rows.shape[-1]
-    )  # einops divides by t, which may be 0
+    # Not einops: it divides by t, which may be 0.
+    rows = rows[jnp.argsort(order)].reshape(t, k, rows.shape[-1])
     return jnp.einsum("tk,tkd->td", jnp.where(here, weights, 0), rows, precision=precision)
 
 

@@ -45,10 +45,10 @@ class FeedForward(nnx.Module):
         d_model: width of input and output.
         d_hidden: width in between; None is `4 * d_model`.
         activation: `"gelu_tanh"` (GPT-2), `"gelu_exact"` (BERT), `"silu"` or `"relu"` (T5).
-        bias: whether the two layers have one.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
+        bias: whether the two layers have a bias.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params`, with the distribution of
             `torch.nn.Linear`.
 
@@ -104,16 +104,18 @@ class FeedForward(nnx.Module):
 
 
 class GatedFeedForward(nnx.Module):
-    """`W_down(activation(W_gate(x)) * W_up(x))`: SwiGLU with `"silu"` (Llama), GeGLU with a GELU (Gemma).
+    """`W_down(activation(W_gate(x)) * W_up(x))`.
+
+    This is SwiGLU with `"silu"` (Llama), and GeGLU with a GELU (Gemma).
 
     Args:
         d_model: width of input and output.
         d_hidden: width in between; None is `4 * d_model`.
         activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"` or `"relu"`.
-        bias: whether the three layers have one.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
+        bias: whether the three layers have a bias.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params`, with the distribution of
             `torch.nn.Linear`.
 

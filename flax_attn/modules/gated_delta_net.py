@@ -13,7 +13,7 @@ from flax_attn.modules.linear import Linear
 
 
 class GatedDeltaNet(DeltaAttention):
-    """Gated DeltaNet, as in Qwen3-Next: a state a head, with one decay, read through a gated norm.
+    """Gated DeltaNet, as in Qwen3-Next: one state and one decay per head, and a gated norm.
 
         decay(x) = -exp(A_log) * softplus(x W_decay + dt_bias)        gate(x) = silu(x W_gate)
 
@@ -36,7 +36,7 @@ class GatedDeltaNet(DeltaAttention):
     """
 
     def create_parts(self, **numerics: Any) -> None:
-        """Set the projections to decays and gates."""
+        """Create the projections to decays and gates."""
         of_rate = {name: numerics[name] for name in ("param_dtype", "rngs")}
         width, axes = self.num_heads * self.value_dim, ("embed", "heads")
         self.W_decay = Linear(self.d_in, self.num_heads, False, axes=axes, **numerics)
@@ -46,7 +46,7 @@ class GatedDeltaNet(DeltaAttention):
         self.rate = DecayRate(self.num_heads, **of_rate)
 
     def decay(self, x: Tokens) -> Float[Array, "b t n"]:
-        """Return one logarithm a head."""
+        """Return the logarithm of one decay for each head."""
         return self.rate(self.W_decay(x))[..., 0]
 
     def gate(self, x: Tokens) -> Float[Array, "b t n v"]:

@@ -1,4 +1,4 @@
-"""The product of rows with the matrix of their group: each row is multiplied once, however many matrices there are."""
+"""Grouped matrix products: each row is multiplied by the matrix of its group alone."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def grouped_product(
 ) -> Float[Array, "m o"]:
     """Return the product of each row with the matrix of its group: `jax.lax.ragged_dot`.
 
-    On CPUs XLA computes that one as the product of every row with every matrix. There, and off a
-    mesh, it is that of `flax_attn.native`, or in float64 and without its library a loop over tiles
-    of rows of one group. The loop has a backward pass of its own and no forward mode: `jax.jvp` of
-    it raises.
+    On CPUs XLA computes `jax.lax.ragged_dot` as the product of every row with every matrix. There,
+    off a mesh, the product is computed by `flax_attn.native`, or, in float64 and without its
+    library, by a loop over tiles of rows of one group. The loop has its own backward pass and no
+    forward mode: `jax.jvp` of it raises.
 
     Args:
-        rows: in the order of their groups.
-        matrices: of the groups.
-        sizes: how many rows each group has; what is left behind the last one gives zeros.
-        precision: of the products, as in `jax.lax.dot_general`.
+        rows: rows in the order of their groups.
+        matrices: one matrix for each group.
+        sizes: number of rows of each group; rows after the last group give zeros.
+        precision: precision of the products, as in `jax.lax.dot_general`.
 
     Example:
         >>> rows, matrices = jnp.arange(6.0).reshape(3, 2), jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
@@ -77,7 +77,7 @@ _product.defvjp(_forward, _backward)
 
 
 def _by_tiles(rows: Array, matrices: Array, sizes: Array, multiply) -> Array:
-    """Return for each tile what `multiply` makes of it and the matrix of its group."""
+    """Return `multiply` of each tile and the matrix of its group."""
     tile, starts, _, groups, number = _tiles(len(rows), sizes)
     padded = jnp.pad(rows, ((0, tile), (0, 0)))
     width = jax.eval_shape(multiply, padded[:1], matrices[0]).shape[-1]
@@ -110,7 +110,7 @@ def _outer(rows: Array, cotangent: Array, sizes: Array, precision: PrecisionLike
 
 
 def _tiles(m: int, sizes: Array) -> tuple[int, Array, Array, Array, Array]:
-    """Return the rows of a tile, where each tile starts, how many rows of its own it has, its group, and their number.
+    """Return the tile size, the start, rows and group of each tile, and the number of tiles.
 
     A tile has about as many rows as a group.
     """

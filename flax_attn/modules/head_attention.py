@@ -1,4 +1,4 @@
-"""Attention in heads: what is done between projecting the input of a layer and projecting what its heads return."""
+"""Attention in heads: the steps between the input projections and the output projection."""
 
 from typing import Any
 
@@ -27,24 +27,25 @@ from flax_attn.sharding.batches import arranged
 class HeadAttention(Attention):
     """Attention in heads; a base class of `MultiHeadAttention` and `MultiHeadLatentAttention`.
 
-    A layer has these attributes, and a method `_project` from what it is called with, and
-    positions, to queries, and to the keys and values that are cached.
+    A subclass has these attributes and a method `_project`, which maps the inputs of a call and
+    their positions to queries and to the keys and values that are cached.
 
     Attributes:
         num_heads: number of query heads.
         head_dim: width of a query.
         causal: whether a token attends only to itself and to the tokens before it.
         scores: scale, soft cap, sinks and function of the scores.
-        sinks: the parameter of the sinks; None is none.
-        W_gate: the gate of what the heads return; None is none.
-        out_proj: the projection of what they return.
-        dropout: of the weights.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: of the attention call; `"auto"` or the name of one.
+        sinks: parameter of the attention sinks; None is no sinks.
+        W_gate: projection to the gate of the heads; None is no gate.
+        out_proj: projection of the joined heads to the output.
+        dropout: dropout of the weights.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
+        backend: name of an attention backend, or `"auto"`.
 
     Example:
         >>> from flax_attn import MultiHeadAttention
-        >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, rngs=nnx.Rngs(0))
+        >>> rngs = nnx.Rngs(0)
+        >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, rngs=rngs)
         >>> layer.num_heads, layer.head_dim, layer.causal
         (4, 2, True)
     """
@@ -79,7 +80,7 @@ class HeadAttention(Attention):
         return_weights: bool,
         dropout_key: Array | None,
     ) -> Returned:
-        """Return what a call of the layer does; the first of the inputs is that of the queries."""
+        """Return the results of a call; the first input is that of the queries."""
         query: Any = inputs[0]
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
         if cache is not None:
@@ -97,9 +98,8 @@ class HeadAttention(Attention):
         else:
             k, v, mask, key_positions, cache = cache.extend(k, v, mask, lengths)
             cache = _divided(cache)
-        bias = (
-            bias(arrived, key_positions) if callable(bias) else bias
-        )  # keys in their own order, as those of a mask
+        # The bias has the keys in their own order, as a mask has.
+        bias = bias(arrived, key_positions) if callable(bias) else bias
         score, dropout = (
             self.scores.placed(query_positions, key_positions),
             self.dropout.keyed(dropout_key),
@@ -136,7 +136,7 @@ class HeadAttention(Attention):
         return (own if self.causal else Mask()) & as_mask(mask).sized(None, self.num_heads)
 
     def _empty(self, b: int | None, capacity: int, dtype: Dtype | None, layer: Linear) -> KVCache:
-        """Return an empty cache of these heads and widths, by default in the dtype that a projection computes in."""
+        """Return an empty cache for these heads, by default in the dtype of a projection."""
         if self.window is None:
             check_capacity(capacity, self.context_length)
         *sizes, value_dim = self._cached

@@ -39,12 +39,12 @@ _draws_later: ContextVar[bool] = ContextVar("_draws_later", default=False)
 
 @dataclass(frozen=True)
 class _Undrawn:
-    """Stands for the value of a parameter that a model is about to draw anew.
+    """Placeholder for the value of a parameter that a model is about to draw itself.
 
     Args:
-        draw: returns the value that the layer alone would give it.
-        shape: of the value.
-        dtype: of the value.
+        draw: function that returns the value that the layer itself would draw.
+        shape: shape of the value.
+        dtype: dtype of the value.
     """
 
     draw: Callable[[], Array]
@@ -54,9 +54,10 @@ class _Undrawn:
 
 @contextmanager
 def drawn_once(model: nnx.Module) -> Iterator[None]:
-    """Let a model that is made inside draw the parameters of its layers, instead of the layers.
+    """Let a model built in this context draw the parameters of its layers.
 
-    What it has not drawn at the end, the layers do. The layers take their keys in any case.
+    Parameters that the model has not drawn at the end are drawn by their layers. The layers take
+    their keys in any case.
 
     Example:
         >>> from flax_attn import Linear
@@ -79,7 +80,7 @@ def drawn_once(model: nnx.Module) -> Iterator[None]:
 
 
 def redrawn(init: Initializer) -> Initializer:
-    """Return what draws a parameter that models draw anew, see `drawn_once`."""
+    """Return an initializer whose parameters a model may draw itself; see `drawn_once`."""
 
     def later(key: Array, shape: tuple[int, ...], dtype: Dtype) -> Any:
         if not _draws_later.get():
@@ -101,7 +102,7 @@ def check_rngs(rngs: nnx.Rngs | None) -> nnx.Rngs:
 
 
 def check_dtypes(**dtypes: Dtype | None) -> None:
-    """Raise unless each, by its keyword, is a dtype that calls may have, or None."""
+    """Raise unless the value of each keyword is a supported dtype or None."""
     for name, dtype in dtypes.items():
         try:
             known = dtype if dtype is None else jnp.dtype(dtype)
@@ -112,7 +113,7 @@ def check_dtypes(**dtypes: Dtype | None) -> None:
 
 
 def next_key(stream: nnx.RngStream) -> Array:
-    """Return `stream()`, the next key of a stream, without compiling what makes it.
+    """Return `stream()`, the next key of a stream, without compiling a program.
 
     Example:
         >>> one, other = nnx.Rngs(0), nnx.Rngs(0)
@@ -139,7 +140,7 @@ def fork(stream: nnx.RngStream) -> nnx.RngStream:
 
 
 def for_flax(rngs: nnx.Rngs) -> _ParameterKeys:
-    """Return what gives a layer of Flax its keys, which it asks for by `rngs.params()`.
+    """Return the `rngs` of a Flax layer, which takes its keys by `rngs.params()`.
 
     Example:
         >>> one, other = nnx.Rngs(0), nnx.Rngs(0)
@@ -161,12 +162,12 @@ class _ParameterKeys:
 
 
 def uniform(d_in: int) -> Initializer:
-    """Return what draws uniform numbers in +-1 / sqrt(d_in), for a layer of `d_in` inputs."""
+    """Return an initializer that is uniform in +-1 / sqrt(d_in), for a layer of `d_in` inputs."""
     return _scaled(d_in**-0.5, normal=False)
 
 
 def normal(std: float = 1.0) -> Initializer:
-    """Return what draws normal numbers of mean 0 and deviation `std`."""
+    """Return a normal initializer with mean 0 and standard deviation `std`."""
     return _scaled(std, normal=True)
 
 

@@ -14,7 +14,7 @@ from flax_attn.modules.linear import Linear
 
 
 class KimiDeltaAttention(DeltaAttention):
-    """Kimi Delta Attention: `GatedDeltaNet` with a decay for each feature of a key, and a sigmoid for a gate.
+    """Kimi Delta Attention: `GatedDeltaNet` with a decay per key feature and a sigmoid gate.
 
         decay(x) = -exp(A_log) * softplus(x W_decay_down W_decay_up + dt_bias)
         gate(x) = sigmoid(x W_gate_down W_gate_up)
@@ -37,7 +37,7 @@ class KimiDeltaAttention(DeltaAttention):
     """
 
     def create_parts(self, **numerics: Any) -> None:
-        """Set the projections to decays and gates."""
+        """Create the projections to decays and gates."""
         of_rate = {name: numerics[name] for name in ("param_dtype", "rngs")}
         n, h, v = self.num_heads, self.head_dim, self.value_dim
         down, up = ("embed", None), (None, "heads")
@@ -48,7 +48,7 @@ class KimiDeltaAttention(DeltaAttention):
         self.rate = DecayRate(n, h, **of_rate)
 
     def decay(self, x: Tokens) -> Float[Array, "b t n h"]:
-        """Return one logarithm for each feature of a key."""
+        """Return the logarithm of one decay for each feature of a key."""
         return self.rate(self.W_decay_up(self.W_decay_down(x)))
 
     def gate(self, x: Tokens) -> Float[Array, "b t n v"]:

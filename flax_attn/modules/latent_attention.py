@@ -36,23 +36,27 @@ FORMS = ("auto", "plain", "absorbed")
 
 
 class MultiHeadLatentAttention(HeadAttention):
-    """Attention whose keys and values are made of one small vector for each token, which alone is cached (MLA).
+    """Multi-head latent attention (MLA), which caches only one small vector for each token.
 
-        latent_s, rotated_s = kv_norm(D_kv x_s), rope(R x_s)                   kv_lora_rank and qk_rope_head_dim wide
-        k_i,s = [K_i latent_s, rotated_s],  v_i,s = V_i latent_s               [ ] joins features
-        q_i,t = [Q_i q_t, rope(P_i q_t)],   q_t = q_norm(D_q x_t), or x_t where there is no q_lora_rank
-        out_proj(concat_i(dropout(softmax(mask(scale q_i k_i^T))) v_i))        scale = 1 / sqrt(width of k_i)
+        latent_s, rotated_s = kv_norm(D_kv x_s), rope(R x_s)
+        k_i,s = [K_i latent_s, rotated_s],  v_i,s = V_i latent_s
+        q_i,t = [Q_i q_t, rope(P_i q_t)],  q_t = q_norm(D_q x_t)
+        out_proj(concat_i(dropout(softmax(mask(scale q_i k_i^T))) v_i))
 
-    All heads share the rotated part. A step of decoding reads `kv_lora_rank + qk_rope_head_dim`
-    numbers for each token, times the bytes of the cache's dtype (DeepSeek-V3 in bfloat16: 1152
-    bytes a layer; its heads with keys and values of their own: 81920). The cache is a `KVCache` of
-    one head: keys `[latent, rotated]`, values of width 0.
+    `[ ]` joins features, and scale is `1 / sqrt(width of k_i)`. A latent is `kv_lora_rank` wide,
+    and a rotated part, which all heads share, `qk_rope_head_dim`. Without `q_lora_rank`, `q_t` is
+    `x_t`.
+
+    A decoding step reads `kv_lora_rank + qk_rope_head_dim` numbers for each token and layer: in
+    DeepSeek-V3 in bfloat16 1152 bytes, instead of 81920 for the keys and values of all heads. The
+    cache is a `KVCache` of one head: keys `[latent, rotated]`, values of width 0.
 
     Two forms compute the same:
 
-    - `"plain"`: keys and values of all heads are made of the latents, as above.
-    - `"absorbed"`: `q_i (K_i latent) = (K_i^T q_i) latent`, so that all heads attend to the latents themselves, as in
-      multi-query attention, and V_i is applied to the result. Of the tokens before nothing is made anew.
+    - `"plain"`: the keys and values of all heads are computed from the latents, as above.
+    - `"absorbed"`: as `q_i (K_i latent) = (K_i^T q_i) latent`, all heads attend to the latents
+      themselves, as in multi-query attention, and V_i is applied to the result. Nothing is computed
+      again for earlier tokens.
 
     `"auto"` is `"absorbed"` where there are more keys than queries, as there are with a cache, and
     `"plain"` otherwise.
@@ -60,28 +64,28 @@ class MultiHeadLatentAttention(HeadAttention):
     Args:
         d_in: width of the input.
         d_out: width of the output.
-        context_length: the longest input taken; None is no limit.
+        context_length: maximum length of the input; None is no limit.
         dropout: the probability that a weight is dropped in train mode.
         num_heads: number of heads.
         qkv_bias: whether the projections of the input down to queries and latents have a bias.
         kv_lora_rank: width of the latent of keys and values.
-        q_lora_rank: width of the latent of queries; None is queries made of the input itself.
+        q_lora_rank: width of the latent of queries; None projects queries from the input itself.
         qk_nope_head_dim: width of the part of a query and a key that is not rotated.
-        qk_rope_head_dim: width of the part that is.
+        qk_rope_head_dim: width of the part of a query and a key that is rotated.
         v_head_dim: width of a value.
         out_bias: whether the output projection has a bias.
         causal: whether a token attends only to itself and to the tokens before it.
-        window: of a causal module, how many keys in all a token attends to, itself included; None
-            is all.
-        rope: rotary positions of the parts for them; None is none. DeepSeek's are interleaved.
+        window: number of keys that a token attends to, itself included; None is all. It needs
+            `causal`.
+        rope: rotary positions of the rotated parts; None is no rotation. DeepSeek interleaves them.
         q_norm: norm of the latent of queries; None is no norm.
         kv_norm: norm of the latent of keys and values; None is no norm.
         scores: scale, soft cap and sinks of the scores.
         form: `"auto"`, `"plain"` or `"absorbed"`.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: of the attention call; `"auto"` or the name of one.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
+        backend: name of an attention backend, or `"auto"`.
         rngs: random streams; parameters are drawn from `params`, with the distribution of
             `torch.nn.Linear`, and the keys of dropout from `dropout`.
 
@@ -96,8 +100,11 @@ class MultiHeadLatentAttention(HeadAttention):
             without `rope`, or if the cache is that of another module or full.
 
     Example:
-        >>> layer = MultiHeadLatentAttention(6, 6, context_length=8, dropout=0.0, num_heads=4, kv_lora_rank=3,
-        ...     qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5, rope=RoPE(interleaved=True), rngs=nnx.Rngs(0))
+        >>> layer = MultiHeadLatentAttention(
+        ...     6, 6, context_length=8, dropout=0.0, num_heads=4, kv_lora_rank=3,
+        ...     qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5,
+        ...     rope=RoPE(interleaved=True), rngs=nnx.Rngs(0)
+        ... )
         >>> output, cache = layer(jnp.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
         >>> output.shape, cache.key.shape, cache.value.size
         ((2, 5, 6), (2, 1, 8, 5), 0)
@@ -165,10 +172,8 @@ class MultiHeadLatentAttention(HeadAttention):
             "precision": precision,
             "rngs": rngs,
         }
-        down, first = (
-            {"axes": ("embed", None), **numerics},
-            "embed" if q_lora_rank is None else None,
-        )
+        down = {"axes": ("embed", None), **numerics}
+        first = "embed" if q_lora_rank is None else None
         of_query = {"axes": (first, "heads"), "unit": (1, self.head_dim), **numerics}
         self.W_query_down = (
             None if q_lora_rank is None else Linear(d_in, q_lora_rank, qkv_bias, **down)
@@ -189,35 +194,27 @@ class MultiHeadLatentAttention(HeadAttention):
         self.dropout = Dropout(dropout, rngs=rngs)
 
     @overload
-    def __call__(self, query: Array, *, cache: None = None, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def __call__(
+        self, query: Array, *, cache: None = None, return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
     ) -> Array: ...  # fmt: skip
 
     @overload
-    def __call__(self, query: Array, *, cache: None = None, return_weights: Literal[
-        True
-    ], **options: Unpack[
-        CallOptions
-    ],
+    def __call__(
+        self, query: Array, *, cache: None = None, return_weights: Literal[True],
+        **options: Unpack[CallOptions],
     ) -> tuple[Array, Array]: ...  # fmt: skip
 
     @overload
-    def __call__(self, query: Array, *, cache: KVCache, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def __call__(
+        self, query: Array, *, cache: KVCache, return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
     ) -> tuple[Array, KVCache]: ...  # fmt: skip
 
     @overload
-    def __call__(self, query: Array, *, cache: KVCache, return_weights: Literal[
-        True
-    ], **options: Unpack[
-        CallOptions
-    ],
+    def __call__(
+        self, query: Array, *, cache: KVCache, return_weights: Literal[True],
+        **options: Unpack[CallOptions],
     ) -> tuple[Array, Array, KVCache]: ...  # fmt: skip
 
     def __call__(
@@ -232,7 +229,10 @@ class MultiHeadLatentAttention(HeadAttention):
         return_weights: bool = False,
         dropout_key: Array | None = None,
     ) -> Returned:
-        """Return the output, and weights and cache where asked for; the arguments are those of `MultiHeadAttention`."""
+        """Return the output, followed by the weights and the new cache if requested.
+
+        The arguments are those of `MultiHeadAttention`.
+        """
         check_self_attention(self.rope, query, None, positions, cache)
         options = {
             "mask": mask,
@@ -255,11 +255,8 @@ class MultiHeadLatentAttention(HeadAttention):
 
     @property
     def _cached(self) -> tuple[int, int, int]:
-        return (
-            1,
-            self.kv_lora_rank + self.qk_rope_head_dim,
-            0,
-        )  # [latent, rotated] is all that is cached
+        # [latent, rotated] is all that is cached.
+        return 1, self.kv_lora_rank + self.qk_rope_head_dim, 0
 
     def _project(self, query: Array, positions: ArrayLike) -> tuple[Array, Array, Array]:
         latents = self._latents(query, positions)
@@ -268,9 +265,8 @@ class MultiHeadLatentAttention(HeadAttention):
     def _attend(
         self, q: Array, k: Array, v: Array, *others: Any, **options: Any
     ) -> tuple[Array, Array | None]:
-        alone = (
-            q.shape[-3] == k.shape[-3]
-        )  # else the keys of all that a cache can hold would be made
+        # With a cache, the plain form would compute keys for all tokens that it can hold.
+        alone = q.shape[-3] == k.shape[-3]
         if self.form == "plain" or (self.form == "auto" and alone):
             return super()._attend(q, *self._keys_and_values(k), *others, **options)
         latent = k[..., : self.kv_lora_rank]

@@ -15,10 +15,10 @@ class LayerScale(nnx.Module):
 
     Args:
         d_model: width of the input.
-        initial: value of the scale.
-        dtype: of the output; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        rngs: not used; taken so that every layer is built alike.
+        initial: initial value of the scale.
+        dtype: dtype of the output; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        rngs: not used; accepted so that every layer is built alike.
 
     Shapes:
         `(..., d_model)`, kept; `scale` is `(d_model,)`.

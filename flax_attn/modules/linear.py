@@ -13,18 +13,18 @@ from flax_attn.sharding.parameters import named
 
 
 class Linear(nnx.Linear):
-    """`x @ kernel + bias`, initialised as `torch.nn.Linear` is: uniform in +-1 / sqrt(d_in), bias included.
+    """`x @ kernel + bias`, initialised as in `torch.nn.Linear`.
 
-    The numbers are those of `jax.random.uniform`, whether it is built eagerly or under `jax.jit`;
-    eagerly nothing is compiled for a shape.
+    Kernel and bias are uniform in +-1 / sqrt(d_in). The numbers are those of `jax.random.uniform`,
+    whether the layer is built eagerly or under `jax.jit`; eagerly nothing is compiled for a shape.
 
     Args:
         d_in: width of the input.
         d_out: width of the output.
-        bias: whether to add one.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix product, as in `jax.lax.dot_general`.
+        bias: whether to add a bias.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix product, as in `jax.lax.dot_general`.
         axes: names of the axes of the kernel, by which a mesh splits them. A bias over `"embed"` is
             whole everywhere.
         unit: how many elements along each axis of the kernel stay on one device, such as those of a

@@ -21,12 +21,15 @@ def dot_general(x: Array, matrix: Array, dimension_numbers: Any, **options: Any)
     Off the CPU, and under a mesh, where axes may be split over devices, it is that function itself.
     On a CPU:
 
-    - Tokens are made one axis. With two, XLA transposes the cotangent for the gradient of the matrix and leaves its
-      quickest routine: 83 instead of 193 GFLOP/s at 4 x 512 tokens of width 768.
-    - Up to 16 tokens are multiplied by `flax_attn.native`, where its library is there. A decoding step does little but
-      read its matrices, and it reads them as fast as memory gives them, in their own dtype.
-    - Without the library, and in float32 on AMD's processors, a single token is multiplied in 16 parts, each with its
-      rows of the matrix. XLA then reads 20 to 27 GB/s on a Zen 4, where the library reads 16 to 21.
+    - Token axes are joined into one. With two, XLA transposes the cotangent for the gradient of the
+      matrix and leaves its fastest routine: 83 instead of 193 GFLOP/s at 4 x 512 tokens of width
+      768.
+    - Up to 16 tokens are multiplied by `flax_attn.native`, if its library is available. A decoding
+      step does little but read matrices; the library reads them at memory speed, in their own
+      dtype.
+    - Without the library, and in float32 on AMD processors, a single token is multiplied in 16
+      parts, each with its rows of the matrix. XLA then reads 20 to 27 GB/s on a Zen 4, where the
+      library reads 16 to 21.
 
     Example:
         >>> import jax.numpy as jnp

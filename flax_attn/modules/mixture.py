@@ -1,4 +1,4 @@
-"""The mixture of experts: a feed-forward layer of which each token uses a part."""
+"""The mixture of experts: a feed-forward layer with a choice of experts for each token."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from flax_attn.modules.router import Router
 
 
 class MixtureOfExperts(nnx.Module):
-    """A feed-forward layer of experts, of which a router chooses some for each token.
+    """A feed-forward layer of experts; a router chooses some of them for each token.
 
-        y = sum_j weights_j E_(experts_j)(x) + sigmoid(shared_gate(x)) shared(x)    with weights, experts = router(x)
+        y = sum_j weights_j E_(experts_j)(x) + sigmoid(shared_gate(x)) shared(x)
+        with weights, experts = router(x)
 
     It is a feed-forward part of a `TransformerBlock`. No token is dropped. For a loss that balances
     the load of the experts see `load_balancing_loss`, which takes what `router` returns.
 
     Args:
-        router: chooses the experts and their weights.
-        experts: as many as the router chooses from.
-        shared: computes every token, such as a `GatedFeedForward`; None is none (DeepSeek-V3 has
-            one).
-        shared_gate: a linear layer to one feature, whose sigmoid the shared output is multiplied
-            by; None is 1 (Qwen2 has one).
+        router: router that chooses the experts and their weights.
+        experts: the experts, as many as the router chooses from.
+        shared: layer that computes every token, such as a `GatedFeedForward`; None is no such layer
+            (DeepSeek-V3 has one).
+        shared_gate: linear layer to one feature; its sigmoid is a factor on the shared output. None
+            is no gate (Qwen2 has one).
 
     Shapes:
         `(..., d_model)`, kept.
@@ -42,8 +43,9 @@ class MixtureOfExperts(nnx.Module):
         >>> import jax.numpy as jnp
         >>> from flax_attn import Experts, GatedFeedForward, Router
         >>> rngs = nnx.Rngs(0)
-        >>> router, experts = Router(3, num_experts=4, top_k=2, rngs=rngs), Experts(4, 3, 6, rngs=rngs)
-        >>> MixtureOfExperts(router, experts, GatedFeedForward(3, 8, rngs=rngs))(jnp.ones((5, 3))).shape
+        >>> router = Router(3, num_experts=4, top_k=2, rngs=rngs)
+        >>> experts, shared = Experts(4, 3, 6, rngs=rngs), GatedFeedForward(3, 8, rngs=rngs)
+        >>> MixtureOfExperts(router, experts, shared)(jnp.ones((5, 3))).shape
         (5, 3)
 
     References:

@@ -24,26 +24,28 @@ class MultiHeadAttentionWrapper(nnx.Module):
     Args:
         d_in: width of the input.
         d_out: width of each head's output; that of the module is `d_out * num_heads`.
-        context_length: the longest input taken; None is no limit.
+        context_length: maximum length of the input; None is no limit.
         dropout: the probability that a weight is dropped in train mode.
         num_heads: number of heads.
         qkv_bias: whether the projections have a bias.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix products, as in `jax.lax.dot_general`.
-        backend: of the attention call; `"auto"` or the name of one.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix products, as in `jax.lax.dot_general`.
+        backend: name of an attention backend, or `"auto"`.
         rngs: random streams; parameters are drawn from `params`, with the distribution of
             `torch.nn.Linear`, and the keys of dropout from `dropout`.
 
     Shapes:
-        `(t, d_in)` to `(t, d_out * n)` or `(b, t, d_in)` to `(b, t, d_out * n)`; the weights are `(n, t, t)` or
-        `(b, n, t, t)`.
+        `(t, d_in)` to `(t, d_out * n)` or `(b, t, d_in)` to `(b, t, d_out * n)`; the weights are
+        `(n, t, t)` or `(b, n, t, t)`.
 
     Raises:
         ValueError: where `CausalAttention` does, and if `num_heads` is not positive.
 
     Example:
-        >>> layer = MultiHeadAttentionWrapper(3, 2, context_length=6, dropout=0.0, num_heads=4, rngs=nnx.Rngs(0))
+        >>> layer = MultiHeadAttentionWrapper(
+        ...     3, 2, context_length=6, dropout=0.0, num_heads=4, rngs=nnx.Rngs(0)
+        ... )
         >>> layer(jnp.ones((5, 6, 3))).shape
         (5, 6, 8)
     """
@@ -79,19 +81,15 @@ class MultiHeadAttentionWrapper(nnx.Module):
         )
 
     @overload
-    def __call__(self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[
-        False
-    ] = False, dropout_key: (
-        Array | None
-    ) = None,
+    def __call__(
+        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[False] = False,
+        dropout_key: Array | None = None,
     ) -> Array: ...  # fmt: skip
 
     @overload
-    def __call__(self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[
-        True
-    ], dropout_key: (
-        Array | None
-    ) = None,
+    def __call__(
+        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[True],
+        dropout_key: Array | None = None,
     ) -> tuple[Array, Array]: ...  # fmt: skip
 
     def __call__(

@@ -22,9 +22,9 @@ class LayerNorm(nnx.Module):
         d_model: width of the input.
         eps: added to the variance.
         bias: whether there is a shift.
-        dtype: of the output; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        rngs: not used; taken so that every layer is built alike.
+        dtype: dtype of the output; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        rngs: not used; accepted so that every layer is built alike.
 
     Shapes:
         `(..., d_model)`, kept; `scale` and `shift` are `(d_model,)` and start at 1 and 0.
@@ -80,12 +80,13 @@ class RMSNorm(nnx.Module):
         d_model: width of the input.
         eps: added to the mean square.
         zero_centred: whether the factor is `1 + scale` and not `scale`.
-        dtype: of the output; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        rngs: not used; taken so that every layer is built alike.
+        dtype: dtype of the output; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        rngs: not used; accepted so that every layer is built alike.
 
     Shapes:
-        `(..., d_model)`, kept; `scale` is `(d_model,)` and starts at 1, or at 0 if it is zero-centred.
+        `(..., d_model)`, kept; `scale` is `(d_model,)` and starts at 1, or at 0 if it is
+        zero-centred.
 
     Raises:
         ValueError: if `d_model` is not positive, `eps` is negative, or the input has another width.
@@ -95,7 +96,8 @@ class RMSNorm(nnx.Module):
         Array([ 1., -1.,  1.,  1.], dtype=float32)
 
     References:
-        Zhang and Sennrich 2019 (arXiv:1910.07467); Gemma Team 2024, zero-centred (arXiv:2403.08295).
+        Zhang and Sennrich 2019 (arXiv:1910.07467); Gemma Team 2024, zero-centred
+        (arXiv:2403.08295).
     """
 
     def __init__(

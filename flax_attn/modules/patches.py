@@ -11,25 +11,25 @@ from flax_attn.modules.linear import Linear
 
 
 class Patches(nnx.Module):
-    """`proj(patch_i)`: the image cut in patches of `height * width` pixels, row by row.
+    """`proj(patch_i)`: the image cut into patches of `height * width` pixels, row by row.
 
-    A convolution whose stride is its kernel's size is that product: `proj` has its weight `(d, c,
-    height, width)` as a matrix of `c * height * width` rows.
+    This product is a convolution with a stride of the kernel size: `proj` holds its weight
+    `(d, c, height, width)` as a matrix of `c * height * width` rows.
 
     Args:
         d_model: width of the tokens.
-        channels: of the images.
-        height: of a patch, in pixels.
-        width: of a patch, in pixels.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
-        precision: of the matrix product, as in `jax.lax.dot_general`.
+        channels: number of channels of the images.
+        height: height of a patch in pixels.
+        width: width of a patch in pixels.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix product, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params`, with the distribution of
             `torch.nn.Linear`.
 
     Shapes:
-        images `(b, c, rows * height, columns * width)`, channels first as transformers has them, or without b, to
-        `(b, rows * columns, d_model)`.
+        images `(b, c, rows * height, columns * width)`, channels first as transformers has them, or
+        without b, to `(b, rows * columns, d_model)`.
 
     Raises:
         ValueError: if a size is not positive; in the call, if an image has other channels, or

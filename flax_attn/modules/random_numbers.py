@@ -57,7 +57,7 @@ def may_read(array: Array) -> bool:
 
 
 def is_threefry(key: Array) -> bool:
-    """Return whether a key is one of Threefry, what JAX makes keys of unless it is told otherwise.
+    """Return whether a key is a Threefry key, the default of JAX.
 
     Example:
         >>> is_threefry(jax.random.key(0)), is_threefry(jax.random.key(0, impl="rbg"))
@@ -80,7 +80,7 @@ def fold_in(key: Array, count: int) -> Array:
 
 
 def can_draw(key: Array, size: int, dtype: Dtype) -> bool:
-    """Return whether `draw` draws as many numbers of this dtype from a key."""
+    """Return whether `draw` can draw `size` numbers of this dtype from a key."""
     if not (constants_are_arrays(dtype) and may_read(key) and is_threefry(key)):
         return False
     if not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
@@ -93,11 +93,11 @@ def draw(key: Array, shape: tuple[int, ...], dtype: Dtype, scale: float, normal:
     """Return scaled numbers of `jax.random`: standard normal, or uniform in `[-1, 1)`.
 
     Args:
-        key: for which `can_draw` is True.
-        shape: of the result.
-        dtype: of the result.
+        key: a key for which `can_draw` returns True.
+        shape: shape of the result.
+        dtype: dtype of the result.
         scale: factor on the numbers.
-        normal: whether they are normal.
+        normal: whether the numbers are normal, rather than uniform.
 
     Example:
         >>> key = jax.random.key(3)
@@ -135,7 +135,7 @@ def _numbers_at(key: Any, high: Any, low: Any, factor: Any, normal: bool) -> Any
 
 
 def _bits(key: Any, high: Any, low: Any, dtype: np.dtype) -> Any:
-    """Return the bits of the mantissas of numbers, which are those that `jax.random` takes."""
+    """Return the mantissa bits of the numbers that `jax.random` draws."""
     first, second = threefry_2x32(key, (high, low))
     info, unsigned = jnp.finfo(dtype), np.dtype(f"uint{8 * dtype.itemsize}")
     if info.bits == 64:
@@ -167,14 +167,14 @@ def _normal(bits: Any, dtype: np.dtype) -> Any:
 
 
 def _aligned(size: int, dtype: np.dtype) -> np.ndarray:
-    """Return space for numbers where it has to lie for JAX to take it on CPUs without a copy."""
+    """Return memory for numbers, aligned so that JAX on CPUs takes it without a copy."""
     space = np.empty(size * dtype.itemsize + _ALIGNMENT, np.uint8)
     first = -space.ctypes.data % _ALIGNMENT
     return space[first : first + size * dtype.itemsize].view(dtype)
 
 
 def beside(array: Array, values: np.ndarray) -> Array:
-    """Return values as an array, on the device of another that was put on one.
+    """Return values as an array, on the device that another array is committed to.
 
     Example:
         >>> beside(jnp.ones(2), np.arange(3, dtype=np.uint32)).committed

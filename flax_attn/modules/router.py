@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token is given to, and with which weights."""
+"""The router of a mixture of experts: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ class Routing(NamedTuple):
     """The experts of each token.
 
     Args:
-        weights: of the chosen experts, `(..., k)`.
-        experts: their numbers, from 0, `(..., k)`.
-        logits: of all experts, `(..., e)`.
+        weights: weights of the chosen experts, `(..., k)`.
+        experts: indices of the chosen experts, `(..., k)`.
+        logits: logits of all experts, `(..., e)`.
 
     Example:
-        >>> Routing(jnp.ones((1, 2)) / 2, jnp.array([[0, 2]]), jnp.ones((1, 4))).experts.tolist()
+        >>> routing = Routing(jnp.ones((1, 2)) / 2, jnp.array([[0, 2]]), jnp.ones((1, 4)))
+        >>> routing.experts.tolist()
         [[0, 2]]
     """
 
@@ -43,7 +44,7 @@ class Routing(NamedTuple):
 
 
 class _SelectionBias(nnx.BatchStat):
-    """Numbers that only decide which experts are chosen: stored with the weights, without a gradient."""
+    """A bias on the choice of experts: stored with the weights, without a gradient."""
 
 
 class Router(nnx.Module):
@@ -51,33 +52,35 @@ class Router(nnx.Module):
 
         scores = softmax(W x + b)  or  sigmoid(W x + b)
         experts = the top_k largest of scores + selection_bias, in the best groups
-        weights = scale * scores[experts] / sum(scores[experts])      the sum only with `renormalize`
+        weights = scale * scores[experts] / sum(scores[experts])
 
-    Softmax, the top ones and renormalisation are the softmax over the logits of the chosen experts
-    alone (gpt-oss, Mixtral). With `groups` the experts are divided into groups of equal size, and
-    only those of the `top_groups` groups count whose two best experts have the largest sum
-    (DeepSeek-V3). All of it is computed in at least float32.
+    Without `renormalize` the weights are not divided by their sum. With it, softmax scores give the
+    softmax over the logits of the chosen experts alone (gpt-oss, Mixtral). With `groups` the
+    experts are divided into groups of equal size. A group scores the sum of its two best experts,
+    and only experts of the best `top_groups` groups are chosen (DeepSeek-V3). All of it is computed
+    in at least float32.
 
     Args:
         d_model: width of the tokens.
         num_experts: number of experts.
-        top_k: how many experts a token is given to.
+        top_k: number of experts for each token.
         scores: `"softmax"` or `"sigmoid"`.
         renormalize: whether the weights of a token are divided by their sum.
-        scale: of the weights.
-        bias: whether the logits have one.
-        selection_bias: whether there is a bias for the choice alone, `(num_experts,)`: no
-            parameter, training moves it by the load of the experts. It starts at 0.
-        groups: number of groups of experts; 1 is none.
+        scale: factor on the weights.
+        bias: whether the logits have a bias.
+        selection_bias: whether the choice of experts has a bias `(num_experts,)`. It starts at 0
+            and is not a parameter: training moves it by the load of the experts.
+        groups: number of groups of experts; 1 is no grouping.
         top_groups: number of groups that a token's experts are chosen from.
-        dtype: not used, see above; taken so that every layer is built alike.
-        param_dtype: of the parameters.
-        precision: of the matrix product, as in `jax.lax.dot_general`.
+        dtype: not used, see above; accepted so that every layer is built alike.
+        param_dtype: dtype of the parameters.
+        precision: precision of the matrix product, as in `jax.lax.dot_general`.
         rngs: random streams; parameters are drawn from `params`, with the distribution of
             `torch.nn.Linear`.
 
     Shapes:
-        `(..., d_model)` to a `Routing`: weights and experts `(..., top_k)`, logits `(..., num_experts)`.
+        `(..., d_model)` to a `Routing`: weights and experts `(..., top_k)`, logits
+        `(..., num_experts)`.
 
     Raises:
         ValueError: if a size is not positive, `top_k` is above the experts that can be chosen, the
@@ -90,8 +93,8 @@ class Router(nnx.Module):
         ((5, 2), (5, 4))
 
     References:
-        Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024, Mixtral (arXiv:2401.04088); DeepSeek-AI 2024,
-        groups and selection bias (arXiv:2412.19437).
+        Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024, Mixtral (arXiv:2401.04088);
+        DeepSeek-AI 2024, groups and selection bias (arXiv:2412.19437).
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Router(nnx.Module):
         return Routing(self.scale * weights, experts, logits)
 
     def _preferred(self, scores: Array) -> Array:
-        """Return what the experts are chosen by."""
+        """Return the scores that experts are chosen by."""
         scores = jax.lax.stop_gradient(scores)
         if self.selection_bias is None:
             return scores
@@ -148,7 +151,7 @@ class Router(nnx.Module):
         return jnp.take_along_axis(scores, experts, axis=-1), experts
 
     def _eligible(self, scores: Array) -> Array:
-        """Return what the experts are chosen by; those of other groups are at -inf."""
+        """Return the scores that experts are chosen by, -inf outside the chosen groups."""
         if self.groups == 1:
             return scores
         grouped = rearrange(scores, "... (g e) -> ... g e", g=self.groups)
@@ -161,15 +164,17 @@ class Router(nnx.Module):
 
 
 def load_balancing_loss(routings: Sequence[Routing], mask: Array | None = None) -> Float[Array, ""]:
-    """Return the auxiliary loss that is 1 where all experts have the same load, times `top_k`, and more elsewhere.
+    """Return the auxiliary loss that balances the load of the experts.
 
-        num_experts * sum_e f_e p_e    with f_e = tokens given to expert e / tokens, p_e = mean softmax of its logits
+        num_experts * sum_e f_e p_e
+        with f_e = tokens given to expert e / tokens, p_e = mean softmax of its logits
 
-    The tokens of all layers count together. Its gradient is that of p alone.
+    It is `top_k` where all experts have the same load, and more elsewhere. The tokens of all layers
+    count together. The gradient is that of p alone.
 
     Args:
-        routings: of the layers, from their routers.
-        mask: which tokens count, of the shape of the tokens; None is all.
+        routings: results of the routers of all layers.
+        mask: booleans, one for each token, True where it counts; None counts all.
 
     Raises:
         ValueError: if there is no routing.

@@ -18,9 +18,9 @@ class ShortConvolution(nnx.Module):
 
     Args:
         d_model: width of the input.
-        kernel_size: how many tokens an output is made of, its own included.
-        dtype: of the computation; None is that of the input and the parameters together.
-        param_dtype: of the parameters.
+        kernel_size: number of tokens that an output is computed from, its own included.
+        dtype: dtype of the computation; None promotes the dtypes of the input and the parameters.
+        param_dtype: dtype of the parameters.
         axes: names of the axes of the kernel, by which a mesh splits them.
         unit: how many elements along each axis of the kernel stay on one device, such as those of a
             head.

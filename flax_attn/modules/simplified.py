@@ -15,8 +15,8 @@ class SimplifiedSelfAttention(nnx.Module):
     """`softmax(x x^T) x`: no parameters, no scaling.
 
     Args:
-        backend: of the attention call; `"auto"` or the name of one.
-        rngs: not used; taken so that every variant is built alike.
+        backend: name of an attention backend, or `"auto"`.
+        rngs: not used; accepted so that every variant is built alike.
 
     Shapes:
         `(t, d)` or `(b, t, d)`, kept; the weights are `(t, t)` or `(b, t, t)`.

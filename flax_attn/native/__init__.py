@@ -43,7 +43,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def target(name: str) -> str:
-    """Return the name by which XLA knows a function of the library, and programs that were exported.
+    """Return the name of a function of the library in XLA and in exported programs.
 
     A function that takes other arrays or options, or computes another function of them, gets a new
     version, and the old one stays beside it.
@@ -52,7 +52,7 @@ def target(name: str) -> str:
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """Return what `jax.export.export` takes as `disabled_checks`, so that a program may call the kernels for CPUs.
+    """Return the `disabled_checks` of `jax.export.export` for programs that call the CPU kernels.
 
     JAX exports calls of its own libraries alone unless others are named. Those of flax_attn keep
     their names and what they mean from version to version. Where a program is loaded, call this
@@ -71,7 +71,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 
 def levels() -> list[str]:
-    """Return the instruction levels that this processor has, quickest first; calls run the first, if none is chosen."""
+    """Return the instruction levels of this processor, quickest first; the first is the default."""
     names, loaded = [], library()
     while loaded is not None and (name := loaded.level_name(len(names))) is not None:
         names.append(name.decode())
@@ -85,7 +85,7 @@ def is_amd() -> bool:
 
 
 def choose_level(name: str) -> None:
-    """Run an instruction level of `levels()` in all later calls of this process, those compiled before included.
+    """Use an instruction level of `levels()` in all later calls, also those compiled before.
 
     Raises:
         ValueError: if the processor does not have it, or the library was not built.

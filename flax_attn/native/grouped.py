@@ -32,7 +32,7 @@ _GRADIENTS = {
 
 
 def takes(rows: Array, matrices: Array, precision: Any = None) -> bool:
-    """Return whether `grouped` computes the product; sums are in float32, as in `native.product.takes`."""
+    """Return whether `grouped` computes the product, with sums in float32 as in `product.takes`."""
     same = rows.dtype == matrices.dtype and rows.dtype.name in DTYPES
     return (
         same
@@ -44,14 +44,15 @@ def takes(rows: Array, matrices: Array, precision: Any = None) -> bool:
 
 
 def grouped(rows: Array, matrices: Array, sizes: Array) -> Array:
-    """Return the product of each row with the matrix of its group; rows behind the last group give zeros.
+    """Return the product of each row with the matrix of its group; rows of no group give zeros.
 
     Shapes:
         `(m, i)`, `(e, i, o)` and `(e,)` to `(m, o)`.
 
     Example:
         >>> if library():
-        ...     assert grouped(jnp.ones((2, 3)), jnp.ones((4, 3, 5)), jnp.array([0, 1, 1, 0])).shape == (2, 5)
+        ...     sizes = jnp.array([0, 1, 1, 0])
+        ...     assert grouped(jnp.ones((2, 3)), jnp.ones((4, 3, 5)), sizes).shape == (2, 5)
     """
     return _grouped.bind(rows, matrices, sizes.astype(jnp.int32), form=_PLAIN)
 

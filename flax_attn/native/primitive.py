@@ -20,19 +20,21 @@ def primitive(
     shapes: Callable | None = None,
     multiple_results: bool = False,
 ) -> Primitive:
-    """Return a primitive that is `call` on CPUs and `plain` elsewhere: one function of arrays and static options.
+    """Return a primitive that is `call` on CPUs and `plain` elsewhere.
+
+    It is one function of arrays and static options.
 
     Which of them a program holds is decided when it is lowered, by the platforms that it is lowered
     for: one that is exported for another platform holds no call of the library. Derivatives and
     batching are left to add.
 
     Args:
-        name: of the primitive.
-        call: by the library.
-        plain: in plain JAX.
-        static: names of the options.
-        shapes: a function whose results have the shapes and dtypes of theirs; None is `plain`.
-        multiple_results: whether they return several arrays.
+        name: name of the primitive.
+        call: function that calls the library.
+        plain: the same function in plain JAX.
+        static: names of the static options.
+        shapes: function with results of the same shapes and dtypes; None is `plain`.
+        multiple_results: whether the functions return several arrays.
     """
     made = Primitive(name)
     made.multiple_results = multiple_results

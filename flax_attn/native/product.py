@@ -1,4 +1,4 @@
-"""The product of a few rows with a matrix, which reads the matrix at the rate of memory, and its derivatives.
+"""The product of a few rows with a matrix, read at the rate of memory, and its derivatives.
 
 It is a primitive, because only a primitive has a transpose: it is linear in either factor, as
 `jax.lax.dot_general` is.
@@ -28,7 +28,9 @@ def takes(
     preferred_element_type: Any = None,
     **others: Any,
 ) -> bool:
-    """Return whether `product` computes `x (m, d_in) @ matrix`; options are those of `jax.lax.dot_general`.
+    """Return whether `product` computes `x (m, d_in) @ matrix`.
+
+    Options are those of `jax.lax.dot_general`.
 
     Sums are in float32: more than any precision asks for, but not what an algorithm asks for.
     """
@@ -54,7 +56,7 @@ def product(
     preferred_element_type: Any = None,
     **none: None,
 ) -> Array:
-    """Return `x @ matrix`, or `x @ matrix^T` where axis 1 of the matrix is contracted; options are those of `takes`.
+    """Return `x @ matrix`, or `x @ matrix^T` if axis 1 is contracted; options are those of `takes`.
 
     Shapes:
         `(m, d_in)` and `(d_in, d_out)` or `(d_out, d_in)` to `(m, d_out)`.

@@ -16,15 +16,15 @@ class Check:
     """One measurement: `error` must be at most `limit`.
 
     Args:
-        name: of the check.
-        error: what was measured; infinite where nothing can be compared.
-        limit: the rule.
+        name: name of the check.
+        error: measured error; infinite where nothing can be compared.
+        limit: largest error that passes.
         worst: the tensor with the largest error.
         note: further information, such as parameters without a gradient.
-        skipped: why the check did not apply; empty where it did.
-        nothing: why it had nothing to compare although it applied, and what to do; else empty.
+        skipped: reason why the check did not apply; empty where it did.
+        nothing: reason why an applicable check had nothing to compare, with the remedy; else empty.
         wanted: whether the check was requested by name, so that it fails if it cannot run.
-        errors: of every tensor, by name.
+        errors: error of every tensor, by name.
         where: the worst element of that tensor: index, value in JAX, value in PyTorch.
     """
 
@@ -112,13 +112,13 @@ def worst_of(
     compared, and the check says so.
 
     Args:
-        name: of the check.
-        errors: by tensor.
-        limit: the rule.
+        name: name of the check.
+        errors: error of every tensor, by name.
+        limit: largest error that passes.
         note: further information.
         flax: arrays of JAX by name, to show the worst element.
-        torch: arrays of PyTorch by name, likewise.
-        reference: what the errors are measured by, if not `torch`; None where these are no arrays.
+        torch: arrays of PyTorch by name, to show the worst element.
+        reference: arrays that the errors are relative to, if not `torch`; None without arrays.
     """
     reference = torch if reference is None else reference
     worst = max(errors, key=lambda key: (np.isnan(errors[key]), errors[key]), default="")

@@ -43,7 +43,7 @@ def shapes(pair: Pair) -> Check:
 
 
 def weights(pair: Pair) -> Check:
-    """Coverage, round trip, and an index probe: every element is numbered, converted, and found exactly once."""
+    """Check coverage and round trip: every numbered element is converted and found exactly once."""
     if not pair.has_parameters:
         raise NotRun("there are no parameters")
     if not pair.shares_weights:
@@ -107,7 +107,7 @@ def _low(result: Result) -> str:
 
 
 def gradients(pair: Pair) -> Check:
-    """Gradients of every shared parameter and floating input in float64, under random cotangents."""
+    """Compare float64 gradients of shared parameters and floating inputs for random cotangents."""
     _check_numbers(pair, pair.cotangents)
     ours, theirs = pair.both(pair.float64)
     reference = pair.shared(theirs.gradients)
@@ -352,13 +352,13 @@ def run_checks(
     wanted: bool = True,
     watch: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Check]:
-    """Return the checks of these names, or all, one by one; one that does not apply comes with the reason.
+    """Yield the checks one by one; a check that does not apply comes with the reason.
 
     Args:
-        pair: what is checked.
-        names: from `CHECKS`; None is all.
-        wanted: whether one of these names that does not apply is a failure.
-        watch: called with each name before its check runs.
+        pair: pair of modules to check.
+        names: names from `CHECKS`; None is all.
+        wanted: whether a check in `names` that does not apply is a failure.
+        watch: function called with the name of each check before it runs.
 
     Raises:
         ValueError: if a name is unknown.

@@ -66,32 +66,33 @@ def compare(
     float64 on the CPU under fixed rules. The PyTorch module is the reference.
 
     Args:
-        flax_module: an NNX module, a bound Linen module, an equinox module or a function of arrays.
+        flax_module: an NNX module, a bound Linen module, an Equinox module or a function of arrays.
         torch_module: an `nn.Module` in eval mode, a function of tensors, or the `Recording` of one.
-        inputs: arrays by position in a list, or by name in a mapping; of a recording its `inputs`.
+        inputs: arrays in a list by position or in a mapping by name; for a recording, its `inputs`.
             Floating ones are cast to the dtype of each run. A tuple of integers is a shape: an
             array is drawn from the normal distribution.
-        layout: which parameter is which. `"auto"` pairs them by the layers of both modules, see
-            `convert.auto`; a name from `convert.LAYOUTS`, a `Layout` or a list of `Rule` says it;
-            None means that the weights already agree: they are kept, and checks that need the pairs
-            do not run.
+        layout: pairs of parameters. `"auto"` pairs them by the layers of both modules, see
+            `convert.auto`; a name from `convert.LAYOUTS`, a `Layout` or a list of `Rule` defines
+            them; None means that the weights already agree: they are kept, and checks that need the
+            pairs do not run.
         checks: names from `CHECKS`; None is all. One that is requested by name and cannot run is a
             failure.
-        flax_call: how to call the JAX module, `flax_call(module, *inputs)`, if not as
+        flax_call: function that calls the JAX module, `flax_call(module, *inputs)`; None is
             `module(*inputs)`. If it has a parameter named `lengths` or `dropout_key`, it gets
             sequence lengths `(b,)`, or the two uint32 of a dropout key. It returns an array, or a
             tuple or mapping of arrays.
-        torch_call: the same for the PyTorch module.
-        flax_cached: a call of the JAX module that computes the same outputs in steps, with a cache.
-        torch_cached: the same for the PyTorch module.
+        torch_call: function that calls the PyTorch module, like `flax_call`.
+        flax_cached: function that computes the same outputs of the JAX module in steps, with a
+            cache.
+        torch_cached: function that does so with the PyTorch module.
         extras: arguments of every call beside the inputs, such as `lengths`.
-        recipe: of the training check; None is 100 steps of AdamW.
+        recipe: recipe of the training check; None is 100 steps of AdamW.
         redraw: whether parameters are drawn at random; False keeps those of the PyTorch module.
-        seed: of everything that is drawn.
-        name: of the comparison; the default is the class of the JAX module.
+        seed: seed of everything that is drawn.
+        name: name of the comparison; the default is the class of the JAX module.
         locate: whether to find out where the modules differ, if they do.
         record: whether the PyTorch results are kept, for `Report.export`.
-        device: that runs the JAX module in dtypes below float64; None is the CPU.
+        device: JAX device that runs dtypes below float64; None is the CPU.
 
     Raises:
         PairingError: if the modules cannot be paired or called: parameters that are missing,
@@ -153,17 +154,17 @@ def pair_modules(
     device: Any = None,
     **options: Any,
 ) -> Pair:
-    """Return both modules as a pair with the same weights; the arguments are those of `compare`.
+    """Return both modules as a pair with the same weights.
 
     Args:
-        flax_module: as of `compare`.
-        torch_module: as of `compare`.
-        inputs: as of `compare`.
-        layout: as of `compare`.
-        calls: for `"flax"` and `"torch"`, how to call the module, and how to call it in steps with
-            a cache.
-        record: as of `compare`.
-        device: as of `compare`.
+        flax_module: an NNX module, a bound Linen module, an Equinox module or a function of arrays.
+        torch_module: an `nn.Module` in eval mode, a function of tensors, or the `Recording` of one.
+        inputs: arrays or shapes, by position in a list or by name in a mapping.
+        layout: pairs of parameters, in any form that `compare` takes.
+        calls: for `"flax"` and `"torch"`, the function that calls the module, and the function that
+            calls it in steps with a cache.
+        record: whether the PyTorch results are kept, for `Report.export`.
+        device: JAX device that runs dtypes below float64; None is the CPU.
         options: the other arguments of `Pair`.
     """
     recorded = isinstance(torch_module, Recording)
@@ -225,16 +226,16 @@ def report_on(
     """Return the report of the checks of these names on a pair.
 
     Args:
-        pair: what is checked.
-        name: of the comparison.
+        pair: pair of modules to check.
+        name: name of the comparison.
         checks: names from `CHECKS`; None is all.
-        wanted: whether one of these names that does not apply is a failure.
-        command: that repeats the comparison.
+        wanted: whether a check in `checks` that does not apply is a failure.
+        command: shell command that repeats the comparison.
         locate: whether to find out where the modules differ, if they do.
         call_first: whether to call both before any check, and raise if one cannot be called;
             without it, each check that needs the call fails. In JAX this call is not compiled,
             which takes longer than a check.
-        watch: called with each name before its check runs.
+        watch: function called with the name of each check before it runs.
     """
     with on_cpu():
         running = run_checks(pair, checks, wanted, watch)

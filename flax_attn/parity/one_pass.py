@@ -8,7 +8,7 @@ NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.LayerNorm)
 
 
 def note_on_variance(module: Any) -> list[str]:
-    """Return a note on the norms of an NNX module that compute `mean(x^2) - mean(x)^2`, if there are any.
+    """Return a note on the norms of an NNX module that compute `mean(x^2) - mean(x)^2`, if any.
 
     Where the mean is large beside the deviation this loses the digits of the variance; PyTorch
     subtracts the mean first. The check `mean offset` judges each such norm by itself; the note says

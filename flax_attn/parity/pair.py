@@ -39,13 +39,13 @@ class Pair:
     Args:
         flax: the adapter of JAX.
         torch: the adapter of PyTorch, or a recording of one.
-        inputs: by name, in the order of the call.
-        entries: which parameter is which; empty where no weights are shared.
-        seed: of everything that is drawn.
-        recipe: of the training check.
+        inputs: input arrays by name, in the order of the call.
+        entries: pairs of parameters; empty where no weights are shared.
+        seed: seed of everything that is drawn.
+        recipe: recipe of the training check.
         extras: arguments of every call beside the inputs.
         redraw: whether all parameters are drawn at random, so that none keeps its initial 0 or 1.
-        layout: that made the entries; one made by `convert.auto` prints as a table.
+        layout: layout that made the entries; one made by `convert.auto` prints as a table.
     """
 
     flax: Adapter
@@ -150,7 +150,7 @@ class Pair:
         return found[0], found[1]
 
     def run_spec(self, name: str, **changes: Any) -> RunSpec:
-        """Return a spec on the inputs of the pair, without gradients unless cotangents are among the changes."""
+        """Return a spec on the inputs of the pair; gradients need cotangents in `changes`."""
         return RunSpec(**{"name": name, "inputs": self.inputs, "extras": self.extras, **changes})
 
     @property
@@ -220,7 +220,7 @@ class Pair:
         return {name: random.normal(size=array.shape) for name, array in leaves.items()}
 
     def training_spec(self) -> TrainingSpec:
-        """Return the training run of the pair: the first floating output is fitted to a random target."""
+        """Return the training run of the pair: fit the first floating output to a random target."""
         random = np.random.default_rng(self.seed + TARGET)
         output = next(iter(self.cotangents))
         keys = random.integers(0, 2**32, (self.recipe.steps, 2))
@@ -243,7 +243,7 @@ class Pair:
         return self._both(self.training_spec(), "train")
 
     def with_torch(self, torch: Adapter) -> Pair:
-        """Return a pair with another adapter of PyTorch, such as one with a fault; it keeps the results of JAX."""
+        """Return a pair with another PyTorch adapter, such as a faulty one, and the JAX results."""
         other = self._without("plain", "cotangents", "reference", "null")
         other.torch = torch
         other._results = {key: result for key, result in self._results.items() if key[0] == "flax"}
@@ -273,9 +273,9 @@ def weight_map(
 
     Args:
         flax: the JAX module, for the widths of its heads.
-        shapes: of its parameters.
+        shapes: shapes of the parameters of the JAX module.
         theirs: shapes of the parameters of the PyTorch module.
-        layout: between both.
+        layout: layout between both modules.
         statistics: the names among `shapes` that are running statistics.
 
     Raises:

@@ -32,7 +32,7 @@ class StressInput:
 
 
 def huge_logits(pair: Pair) -> StressInput:
-    """Scores of about 1e4: the softmax selects one key, and overflows unless the maximum is subtracted first."""
+    """Scores of about 1e4: softmax selects one key, and overflows without a maximum subtracted."""
     return _each(pair, lambda x: 100 * x)
 
 
@@ -105,7 +105,7 @@ STRESS_INPUTS: dict[str, Callable[[Pair], StressInput]] = {
 
 
 def stress(name: str, pair: Pair) -> Check:
-    """Outputs and gradients in float64 on a stress input; at a mean offset each norm by itself as well.
+    """Compare float64 outputs and gradients on a stress input; at a mean offset, also each norm.
 
     The limit is the rule, or what rounding does to the PyTorch module, whichever is larger.
     """
@@ -151,7 +151,7 @@ def stress(name: str, pair: Pair) -> Check:
 
 
 def draws(pair: Pair, framework: str, spec: RunSpec) -> list[Result]:
-    """Return the results of a framework in a lower dtype: rounded to nearest, then several times stochastically."""
+    """Return results in a lower dtype: one rounded to nearest, the others stochastically."""
     seeds = range(1, tolerance.DRAWS)
     others = [
         replace(spec, name=f"{spec.name}, rounding {seed}", rounding_seed=seed) for seed in seeds

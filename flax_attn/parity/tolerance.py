@@ -18,8 +18,10 @@ LOW_FORWARD = (
 )
 LOW_GRADIENT = 3.0
 DRAWS = 4  # of an error in a lower dtype
-REORDERED = 64  # one function evaluated in another order, such as compiled: roundings (eps) of the largest value
-NULL = 1e-13  # a gradient this far below the largest one is rounding: the parameter does not change the outputs
+# Roundings (eps) of the largest value between two orders of evaluation, such as eager and compiled.
+REORDERED = 64
+# A gradient this far below the largest one is rounding: the parameter does not change the outputs.
+NULL = 1e-13
 
 Arrays = Mapping[str, np.ndarray]
 WHOLE = "biu"  # kinds of dtypes without a fraction: their numbers are equal, or not
@@ -74,7 +76,9 @@ def _largest(values: np.ndarray) -> float:
 
 
 def reordered(ours: Arrays, reference: Arrays) -> dict[str, float]:
-    """Return the error of one function evaluated twice in its own dtype over the allowed one: at most 1 passes.
+    """Return the ratio of the error between two evaluations of a function to the allowed error.
+
+    Both evaluations are in the function's own dtype. A ratio of at most 1 passes.
 
     Values that are rounding only, beside the largest of all, are measured by that.
     """
@@ -92,7 +96,7 @@ def reordered(ours: Arrays, reference: Arrays) -> dict[str, float]:
 
 
 def median(draws: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return of each tensor the median of its errors: what one draw alone shows is luck, and NaN stays NaN.
+    """Return the median error of each tensor over the draws, as one draw shows luck; NaN stays NaN.
 
     Example:
         >>> median([{"output": 8.6}, {"output": 0.7}, {"output": 0.5}])
@@ -102,13 +106,13 @@ def median(draws: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def null_directions(reference: Arrays) -> set[str]:
-    """Return the names of gradients that are rounding only, such as that of a key bias, which softmax ignores."""
+    """Return the names of gradients that are only rounding, such as that of a key bias."""
     largest = max((_largest(gradient) for gradient in reference.values()), default=0.0)
     return {name for name, gradient in reference.items() if _largest(gradient) <= NULL * largest}
 
 
 def nonzero_gradient(ours: Arrays, reference: Arrays) -> dict[str, np.ndarray]:
-    """Return which elements of each gradient are more than rounding, including those that are 0 in both.
+    """Return a mask of gradient elements that are more than rounding, or 0 on both sides.
 
     A packed tensor may hold a null direction beside others, such as the key's part of a packed
     bias. Where some of its elements are rounding, those that are 0 may be rounding that came out
@@ -124,7 +128,7 @@ def nonzero_gradient(ours: Arrays, reference: Arrays) -> dict[str, np.ndarray]:
 
 
 def gradient_errors(ours: Arrays, reference: Arrays) -> dict[str, float]:
-    """Return the relative errors, those of null directions measured by the largest gradient of all."""
+    """Return the relative errors; null directions are relative to the largest of all gradients."""
     null = null_directions(reference)
     largest = max((_largest(gradient) for gradient in reference.values()), default=0.0)
     errors = relative(ours, {name: g for name, g in reference.items() if name not in null})
@@ -203,7 +207,7 @@ def lower_dtype(
 
 
 def finite_in_all(theirs: Sequence[Arrays], reference: Arrays) -> dict[str, np.ndarray]:
-    """Return what is finite in the reference and in each draw: what PyTorch overflows is not asked of us."""
+    """Return a mask of what is finite in the reference and in every draw of PyTorch."""
     found = {}
     for name, array in reference.items():
         found[name] = np.asarray(np.isfinite(array))

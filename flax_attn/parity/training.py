@@ -35,16 +35,15 @@ class Recipe:
 
     Args:
         optimizer: `"adamw"` (decoupled weight decay), `"adam"` (weight decay is L2) or `"sgd"`.
-        steps: how many.
-        learning_rate: at the top of the schedule.
-        betas: of Adam and AdamW.
-        eps: of Adam and AdamW, added outside the root.
-        momentum: of SGD.
-        weight_decay: of all three.
-        clip_norm: gradients are scaled to at most this global norm, as torch does; None does not
-            clip.
-        schedule: `"constant"`, or to 0 in `steps` as `"cosine"` or `"linear"`.
-        warmup: steps of linear growth before it.
+        steps: number of steps.
+        learning_rate: peak learning rate of the schedule.
+        betas: decay rates of the moments, for Adam and AdamW.
+        eps: term added outside the root, for Adam and AdamW.
+        momentum: momentum of SGD.
+        weight_decay: weight decay of all three.
+        clip_norm: largest global norm of the gradients, clipped as in torch; None does not clip.
+        schedule: `"constant"`, or `"cosine"` or `"linear"` decay to 0 in `steps`.
+        warmup: number of steps of linear growth before the schedule.
 
     Raises:
         ValueError: if the optimizer or the schedule is unknown, or `steps` is not positive.
@@ -124,11 +123,13 @@ class Recipe:
             torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm)
 
     def notes(self) -> list[str]:
-        """Return a line for every default that differs between the frameworks, which a port must set itself.
+        """Return a line for every default that differs between frameworks and a port must set.
 
         Example:
-            >>> [line for line in Recipe("adamw").notes() if "weight_decay" in line]
-            ['weight_decay is 0.0001 by default in optax.adamw and 0.01 in torch.optim.AdamW: both are given 0.01 here']
+            >>> notes = Recipe("adamw").notes()
+            >>> [x for x in notes if "weight_decay" in x]  # doctest: +NORMALIZE_WHITESPACE
+            ['weight_decay is 0.0001 by default in optax.adamw and 0.01 in torch.optim.AdamW:
+             both are given 0.01 here']
         """
         ours, theirs = _defaults(self.optimizer)
         given = asdict(self)
@@ -173,15 +174,15 @@ class TrainingSpec:
     """Fit one output to a target by its mean squared error.
 
     Args:
-        name: of the run; an export keeps the result under it.
-        recipe: the optimizer.
-        inputs: of every step.
-        extras: arguments of every call beside them.
+        name: name of the run; an export keeps the result under it.
+        recipe: recipe of the optimizer.
+        inputs: inputs of every step.
+        extras: arguments of every call beside the inputs.
         output: name of the output that is fitted.
-        target: of that output.
-        cotangents: one for each output, for their shapes.
+        target: target of that output.
+        cotangents: arrays with the shapes of the outputs, by name.
         keys: `(steps, 2)`, the dropout key of every step.
-        train: whether in train mode.
+        train: whether the modules are in train mode.
     """
 
     name: str

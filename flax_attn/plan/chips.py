@@ -12,13 +12,13 @@ class Chip:
     """The published figures of one device, as JAX counts devices; None where nothing is published.
 
     Args:
-        kind: `"tpu"`, `"gpu"` or `"cpu"`.
+        kind: kind of device, `"tpu"`, `"gpu"` or `"cpu"`.
         flops: operations a second in products of bfloat16, without sparsity.
-        memory: bytes.
+        memory: bytes of its memory.
         bandwidth: bytes a second to and from its memory.
         links: bytes a second that it sends to other chips over all its links together, and receives
             at the same time.
-        devices: how many of these are on what is sold as one chip.
+        devices: number of these on what is sold as one chip.
     """
 
     kind: str

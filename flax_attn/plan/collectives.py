@@ -27,10 +27,10 @@ class Collective:
     """The collectives of one kind over the same axes of the mesh.
 
     Args:
-        kind: `all-reduce` and so on.
-        axes: of the mesh, over which devices exchange.
-        count: how often a device runs one.
-        bytes: what a device sends in all of them, where each goes around in a ring.
+        kind: kind of collective, such as `all-reduce`.
+        axes: mesh axes over which devices exchange.
+        count: number of times that a device runs one.
+        bytes: bytes that a device sends in all of them, where each goes around in a ring.
     """
 
     kind: str
@@ -45,8 +45,10 @@ def collectives(program: Hlo, mesh: Mapping[str, int]) -> list[Collective]:
     Example:
         >>> from flax_attn.plan.hlo import read
         >>> parameter = "  %x = f32[3]{0} parameter(0)"
-        >>> reduced = "  ROOT %y = f32[3]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add"
-        >>> program = read("\n".join(["ENTRY %main (x: f32[3]) -> f32[3] {", parameter, reduced, "}"]))
+        >>> groups = "replica_groups={{0,1},{2,3}}"
+        >>> reduced = f"  ROOT %y = f32[3]{{0}} all-reduce(%x), {groups}, to_apply=%add"
+        >>> lines = ["ENTRY %main (x: f32[3]) -> f32[3] {", parameter, reduced, "}"]
+        >>> program = read("\n".join(lines))
         >>> collectives(program, {"data": 2, "tensor": 2})
         [Collective(kind='all-reduce', axes=('tensor',), count=1, bytes=12)]
     """
@@ -67,7 +69,10 @@ def _kind(run: Run) -> str:
 
 
 def _once(runs: Iterable[Run]) -> Iterator[Run]:
-    """Yield each collective once: one that goes on during products is written again in each fusion that it spans."""
+    """Yield each collective once.
+
+    One that goes on during products is written again in each fusion that it spans.
+    """
     spread: dict[str, Run] = {}
     for run in runs:
         channel = re.search(r"channel_id=(\d+)", run.instruction.attributes)
@@ -84,7 +89,7 @@ def _operands(run: Run) -> Iterator[Shape]:
 
 
 def _sent(kind: str, size: int, operand: int) -> int:
-    """Return the bytes that one of `size` devices sends, each of which has an operand of so many bytes."""
+    """Return the bytes that one of `size` devices sends, each with an operand of so many bytes."""
     if kind == "collective-permute":
         return operand
     if kind == "all-gather":
@@ -101,7 +106,10 @@ def _axes(group: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _group(attributes: str, kind: str, count: int) -> np.ndarray:
-    """Return the devices that exchange with the first, itself included, as XLA writes groups: in one of four ways."""
+    """Return the devices that exchange with the first, itself included.
+
+    XLA writes groups in one of four ways.
+    """
     if kind == "collective-permute":
         return _numbers(re.search(r"source_target_pairs=\{\{([\d,]+)\}", attributes), count)
     if found := re.search(
@@ -128,7 +136,10 @@ def _numbers(found: re.Match[str] | None, count: int) -> np.ndarray:
 
 
 def _of_mesh(sizes: Mapping[str, str], wanted: str) -> np.ndarray:
-    """Return the group of the first device along axes of a mesh; `'a':(2)4` is the part of `a` of size 4 inside 2."""
+    """Return the group of the first device along axes of a mesh.
+
+    `'a':(2)4` is the part of `a` of size 4 inside 2.
+    """
     strides = {name: prod(map(int, list(sizes.values())[i + 1 :])) for i, name in enumerate(sizes)}
     group = np.zeros(1, int)
     for name, outer, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", wanted):

@@ -39,7 +39,9 @@ _PARTS = ("dynamic-slice", "slice", "gather")  # read as much as they return
 
 
 def flops(program: Hlo) -> int:
-    r"""Return the operations of all matrix products and convolutions; kernels of other libraries do not say theirs.
+    r"""Return the operations of all matrix products and convolutions.
+
+    Kernels of other libraries do not say theirs.
 
     Example:
         >>> from flax_attn.plan.hlo import read
@@ -52,7 +54,7 @@ def flops(program: Hlo) -> int:
 
 
 def has_kernels(program: Hlo) -> bool:
-    """Return whether a program runs kernels of attention that XLA did not write, and so does not know."""
+    """Return whether a program runs attention kernels that XLA did not write, and cannot count."""
     calls = (run.instruction for run in program.runs() if run.instruction.opcode == "custom-call")
     return any(
         re.search(r'custom_call_target="(tpu_custom_call|__cudnn|mosaic_gpu|triton)', x.attributes)
@@ -61,7 +63,7 @@ def has_kernels(program: Hlo) -> bool:
 
 
 def moved(program: Hlo) -> int:
-    """Return the bytes read from memory and written to it, by each instruction that is not fused into another.
+    """Return the bytes that instructions read from memory and write to it, a fusion being one.
 
     Of an array of which only a part is read or written in place, it is that part; what the compiler
     keeps in smaller memories is left out.
@@ -91,14 +93,20 @@ def _products(instruction: Instruction, computation: Computation) -> int:
 
 
 def _dot(dot: Instruction, computation: Computation) -> int:
-    """Return the operations: the results times what each is a sum over, as XLA or a call of cuBLAS writes it."""
+    """Return the operations of a product: its results times the length of the sum in each.
+
+    XLA writes it itself or as a call of cuBLAS.
+    """
     contracted = _numbers(r'lhs_contracting_dim(?:s=|ensions":)[\[{]([\d,"]*)[\]}]', dot.attributes)
     left, *_ = computation[dot.operands[0]].shapes
     return 2 * prod(dot.shapes[0].sizes) * prod(left.sizes[i] for i in contracted)
 
 
 def _convolution(convolution: Instruction, computation: Computation) -> int:
-    """Return the operations: XLA for TPU writes products as convolutions, whose windows mostly lie on padding."""
+    """Return the operations of a convolution, without its padding.
+
+    XLA for TPU writes products as convolutions, whose windows mostly lie on padding.
+    """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     assert labels is not None, "XLA names the axes of a convolution"
     shapes = [computation[name].shapes[0].sizes for name in convolution.operands[:2]] + [
@@ -137,7 +145,7 @@ def _pairs(
     left: int = 1,
     right: int = 1,
 ) -> int:
-    """Return for how many pairs of a result and an element of the window the input is there, not padding or a gap."""
+    """Return how many pairs of a result and a window element have input, not padding or a gap."""
     place = np.arange(result)[:, None] * stride + np.arange(kernel) * right - pad
     return int(np.sum((place >= 0) & (place <= (taken - 1) * left) & (place % left == 0)))
 
@@ -174,7 +182,7 @@ def _moved(run: Run, program: Hlo) -> int:
 
 
 def _passed(fusion: Instruction, fused: Computation) -> tuple[set[int], set[int]]:
-    """Return which results and operands are buffers of a collective that goes on meanwhile, and are passed on."""
+    """Return the results and operands that are buffers of a running collective, just passed on."""
     if not any(x.opcode.removesuffix("-start") in KINDS for x in fused.values()):
         return set(), set()
     pairs = re.findall(r"\{(\d*)\}: \((\d+), \{", fusion.attributes)
@@ -195,7 +203,10 @@ def _read(shapes: Sequence[Shape], index: int, fused: Computation, program: Hlo)
 
 
 def _read_by(user: Instruction, name: str, shapes: Sequence[Shape], program: Hlo) -> int:
-    """Return the bytes that an instruction in a fusion reads of an operand; XLA for TPU puts fusions into fusions."""
+    """Return the bytes that an instruction in a fusion reads of an operand.
+
+    XLA for TPU puts fusions into fusions.
+    """
     if user.opcode == "fusion":
         inner = program.computations[user.called[0]]
         return sum(
@@ -224,7 +235,10 @@ def _written(shapes: Sequence[Shape], fused: Computation) -> list[int]:
 
 
 def _takes_part(user: Instruction, name: str) -> bool:
-    """Return whether an instruction reads a part of an array, or writes one in place; not whether that is its index."""
+    """Return whether an instruction reads a part of this array, or writes one in place.
+
+    Not where the array is the index.
+    """
     first, *others = user.operands
     return user.opcode in (*_PARTS, "dynamic-update-slice") and first == name and name not in others
 

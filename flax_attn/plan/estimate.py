@@ -1,4 +1,4 @@
-"""What would fit where a job does not: estimates, from what was compiled and from the shapes of the model."""
+"""Estimates of what would fit where a job does not, from compiled programs and model shapes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Change:
     """A change of a job, and what it would take.
 
     Args:
-        what: was changed, with all that was changed before it.
-        job: after the change.
-        peak: bytes on one device, estimated.
+        what: description of the change, with all that was changed before it.
+        job: job after the change.
+        peak: estimated bytes on one device.
         fits: whether that is less than its memory.
     """
 
@@ -34,17 +34,17 @@ class Change:
 
 
 def changes(job: Job, now: Held, phase: Phase, memory: int) -> list[Change]:
-    """Return what may be changed so that a job fits, up to the first that does.
+    """Return changes that may make a job fit, up to the first that does.
 
     In this order, each on top of those before: remat, more of the data axis given to fsdp, more of
     the tensor axis given to context, twice the chips and so on. What would take no less is left
     out.
 
     Args:
-        job: that does not fit.
-        now: what a device holds in it.
-        phase: the program that takes most.
-        memory: of a device, in bytes.
+        job: job that does not fit.
+        now: bytes that a device holds in it.
+        phase: program that takes most memory.
+        memory: memory of a device, in bytes.
     """
     found, least, current = [], phase.peak, job
     for what, change in _CHANGES:
@@ -63,7 +63,7 @@ def _recomputed(job: Job) -> Job:
 
 
 def _moved(job: Job, source: str, target: str) -> Job | None:
-    """Return the job with a factor of one axis of the mesh given to another, or None where that cannot be."""
+    """Return the job with a factor of one mesh axis given to another, or None if that cannot be."""
     size = job.axis(source)
     if size == 1:
         return None
@@ -72,7 +72,7 @@ def _moved(job: Job, source: str, target: str) -> Job | None:
 
 
 def _grown(job: Job) -> Job | None:
-    """Return the job on twice the chips, which fsdp gets, or else context; or None where neither divides."""
+    """Return the job on twice the chips, given to fsdp or else context; None if neither divides."""
     if job.topology.size >= _MOST:
         return None
     *rest, last = job.topology.shape
@@ -98,7 +98,7 @@ _CHANGES: tuple[tuple[str, Callable[[Job], Job | None]], ...] = (
 
 
 def _peak(job: Job, now: Held, phase: Phase, changed: Job) -> int:
-    """Return the bytes of the changed job: what it holds is exact, and the rest grows as activations do."""
+    """Return the bytes of the changed job: what it holds, and the rest scaled like activations."""
     then = held(changed)
     activations = max(0, phase.peak - now.total - now.gradients)
     return (
@@ -119,7 +119,7 @@ def _activations(job: Job) -> float:
 
 
 def _hidden(config: Any) -> int:
-    """Return how many hidden features a token has in the feed-forward layer, or in all of its experts."""
+    """Return the hidden features of a token in the feed-forward layer, or in all of its experts."""
     if hasattr(config, "num_experts"):
         return config.top_k * getattr(config, "d_expert", config.d_hidden)
     return config.d_hidden or 4 * config.d_model

@@ -12,7 +12,8 @@ _NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
-    r"(?:calls|body|to_apply|called_computations|branch_computations|\w+_computation)=(\{[^}]*\}|%[\w.\-]+)"
+    r"(?:calls|body|to_apply|called_computations|branch_computations|\w+_computation)="
+    r"(\{[^}]*\}|%[\w.\-]+)"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _BITS = re.compile(r"[a-z]+(\d+)")
@@ -22,7 +23,7 @@ _OF_ELEMENTS = ("to_apply",)  # of a reduction or a sort: a function of single e
 
 @dataclass(frozen=True)
 class Shape:
-    """An array: its dtype as XLA writes it, its sizes, and the memory that it is in, 0 being the large one."""
+    """An array: its dtype as XLA writes it, its sizes, and its memory, 0 being the large one."""
 
     dtype: str
     sizes: tuple[int, ...]
@@ -41,13 +42,13 @@ class Instruction:
     """One instruction.
 
     Args:
-        name: unique in its program.
-        opcode: what it does, `dot`.
-        shapes: of its result; several of a tuple.
-        operands: the names of its inputs.
-        attributes: the text behind them.
+        name: name, unique in its program.
+        opcode: operation, such as `dot`.
+        shapes: shape of its result; several if it is a tuple.
+        operands: names of its inputs.
+        attributes: text behind the operands.
         root: whether it is the result of its computation.
-        literal: of a constant its value, and of a parameter which input of its computation it is.
+        literal: value of a constant, or for a parameter, which input of its computation it is.
     """
 
     name: str
@@ -79,8 +80,8 @@ class Run:
 
     Args:
         instruction: the instruction.
-        computation: what it is in, by name.
-        times: how often one device runs it.
+        computation: computation that it is in, a mapping of instructions by name.
+        times: number of times that one device runs it.
         fused: whether it is inside a fusion, which keeps its intermediates out of memory.
     """
 
@@ -95,15 +96,15 @@ class Hlo:
     """A program of one device.
 
     Args:
-        computations: by name.
-        entry: the name of the one that is run.
+        computations: computations by name.
+        entry: name of the one that is run.
     """
 
     computations: Mapping[str, Computation]
     entry: str
 
     def runs(self) -> Iterator[Run]:
-        """Yield every instruction that is run: those of a loop as often as it is known to run, or once.
+        """Yield every instruction that is run, those of a loop as often as is known, or once.
 
         Of branches all are taken to run.
         """
@@ -118,7 +119,10 @@ class Hlo:
         )
 
     def _trips(self, loop: Instruction) -> int | None:
-        """Return how often a loop runs: as XLA says, or where it counts from 0 up to below a constant, as JAX's do."""
+        """Return how often a loop runs, or None if that is not known.
+
+        XLA says it, or the loop counts from 0 up to below a constant, as JAX's do.
+        """
         if found := _TRIPS.search(loop.attributes):
             return int(found[1])
         condition, body = (self.computations[name] for name in self._parts(loop))
@@ -149,10 +153,11 @@ class Hlo:
 
 
 def read(text: str) -> Hlo:
-    r"""Return the program that a text is of, `jax.stages.Compiled.as_text()`.
+    r"""Return the program of a text that `jax.stages.Compiled.as_text()` returned.
 
     Example:
-        >>> program = read("ENTRY %main (x: f32[2,3]) -> f32[3] {\n  ROOT %y = f32[3]{0} negate(%x)\n}")
+        >>> body = "  ROOT %y = f32[3]{0} negate(%x)"
+        >>> program = read("ENTRY %main (x: f32[2,3]) -> f32[3] {\n" + body + "\n}")
         >>> next(program.runs()).instruction.shapes[0].bytes
         12
     """
@@ -175,7 +180,7 @@ def _root(computation: Computation) -> Instruction:
 
 
 def _added(value: Instruction, computation: Computation) -> int | None:
-    """Return the constant that is added to an element of the state of a loop, or None where it is not just that."""
+    """Return the constant added to an element of a loop's state; None where it is not just that."""
     if value.opcode == "get-tuple-element":
         return 0
     operands = [computation[name] for name in value.operands]

@@ -63,27 +63,28 @@ class Job:
     """What is planned.
 
     Args:
-        name: of the model.
-        model: its class.
-        config: its sizes.
-        topology: the chips.
-        mesh: the size of each axis of the mesh; together they are the number of devices.
-        batch: sequences, of all chips together.
-        tokens: of each sequence; in generation, of the prompt and so of the cache.
+        name: name of the model.
+        model: class of the model.
+        config: config of the model.
+        topology: chips and how they are joined.
+        mesh: size of each axis of the mesh; together they are the number of devices.
+        batch: number of sequences, on all chips together.
+        tokens: number of tokens of each sequence; in generation, of the prompt and so of the cache.
         train: whether it is trained; else it generates.
         remat: whether the backward pass recomputes each block instead of storing its activations.
-        dtype: of the parameters and the computation; the optimizer works in float32.
-        backend: of the attention calls; `"auto"` or the name of one.
+        dtype: dtype of the parameters and the computation; the optimizer works in float32.
+        backend: backend of the attention calls; `"auto"` or the name of one.
         rules: lines of the table of axes that are replaced, see `flax_attn.sharding.rules`.
 
     Raises:
-        ValueError: if the table has no line of a name, the mesh has an axis that the table does
+        ValueError: if the table has no line for a name, the mesh has an axis that the table does
             not, its product is not the number of devices, its axes do not divide the batch, the
             tokens, the heads or the experts, or there are more tokens than positions.
 
     Example:
         >>> from flax_attn.plan.topology import topology
-        >>> Job("llama3-8b", *MODELS["llama3-8b"], topology("v5e:4x4"), {"fsdp": 8, "tensor": 2}, 8, 4096).axis("fsdp")
+        >>> chips, mesh = topology("v5e:4x4"), {"fsdp": 8, "tensor": 2}
+        >>> Job("llama3-8b", *MODELS["llama3-8b"], chips, mesh, 8, 4096).axis("fsdp")
         8
     """
 
@@ -126,9 +127,10 @@ class Job:
         return rules(**self.rules)
 
     def build(self) -> Callable[..., LanguageModel]:
-        """Return what makes the model from random streams; its context is as long as the tokens at least.
+        """Return a function that makes the model from random streams.
 
-        Layers are stacked where they are equal, and so compiled once.
+        Its context is as long as the tokens at least. Layers are stacked where they are equal, and
+        so compiled once.
         """
         config = replace(self.config, context_length=max(self.config.context_length, self.tokens))
         options = {"param_dtype": self.dtype, "backend": self.backend, "remat": self.remat}
@@ -167,7 +169,9 @@ class Job:
 
 
 def model_of(name: str) -> tuple[str, type[LanguageModel], Any]:
-    """Return a name to show, the class and the config of a model: one of `MODELS`, or of a folder with a `config.json`.
+    """Return the name, the class and the config of a model.
+
+    It is one of `MODELS`, or of a folder with a `config.json`.
 
     Raises:
         ValueError: if it is neither, or the config is that of a model which is not known.
@@ -221,7 +225,9 @@ def first_layers(config: Any, count: int | None) -> Any:
 
 
 def rules_of(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return lines of the table of axes that are written as `embed=fsdp,context`; nothing behind the sign is no axis.
+    """Return the lines of the table of axes in texts such as `embed=fsdp,context`.
+
+    Nothing behind the sign is no axis.
 
     Raises:
         ValueError: if one is not written so.

@@ -1,4 +1,4 @@
-"""The programs of a job, compiled for its devices: a training step, or the prompt and one more token."""
+"""The programs of a job, compiled for its devices: a training step, or a prompt and one token."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class Phase:
     """One program on one device; bytes, operations and counts are those of one device.
 
     Args:
-        name: what it does.
+        name: name of the program, which says what it does.
         work: operations that the model asks for.
-        kernels: those of attention, where it runs in kernels that do not say what they compute.
+        kernels: operations of attention in kernels that do not say what they compute.
         arguments: bytes of its inputs; those that it writes in place are not in memory a second
             time.
-        temporaries: bytes beside these.
+        temporaries: bytes beside inputs and outputs.
         peak: bytes of all of it at once.
         flops: operations of the matrix products of the program.
         moved: bytes to and from memory.
-        collectives: what is sent.
-        endless: loops of which it is not known how often they run, counted as one turn.
+        collectives: collectives by kind and axes.
+        endless: number of loops that run an unknown number of times, counted as one turn.
         compiled: whether there is a program; if not, it takes more memory than there is, and only
             the peak is known.
-        seconds: to trace, lower and compile.
+        seconds: seconds to trace, lower and compile.
     """
 
     name: str
@@ -72,12 +72,15 @@ class Phase:
 
     @property
     def computed(self) -> int:
-        """Operations of the program and its kernels; what the model asks for at least, where loops are counted once."""
+        """Operations of the program and its kernels.
+
+        At least what the model asks for, where loops are counted once.
+        """
         known = self.flops + self.kernels
         return max(known, self.work) if self.endless else known
 
     def times(self, chip: Chip) -> dict[str, float]:
-        """Return the seconds that compute, memory and links would each take at the rates of a chip."""
+        """Return the seconds of compute, memory and links, each alone at the rates of a chip."""
         sent = sum(row.bytes for row in self.collectives)
         parts = {"compute": (self.computed, chip.flops), "memory": (self.moved, chip.bandwidth)}
         parts["links"] = (sent, chip.links)
@@ -103,7 +106,10 @@ def compiled(job: Job, held: Held) -> list[Phase]:
 def _training(job: Job, held: int, mesh: Mesh) -> list[Phase]:
     model = model_on(job, mesh)
     optimizer = optimizer_on(model, mesh)
-    lower = lambda: compiled_step.lower(model, optimizer, tokens_on(job, mesh, job.tokens))  # noqa: E731
+
+    def lower() -> Any:
+        return compiled_step.lower(model, optimizer, tokens_on(job, mesh, job.tokens))
+
     return [_phase("training step", lower, job, work.training(job, model), held)]
 
 
@@ -133,7 +139,10 @@ def _generation(job: Job, held: int, mesh: Mesh) -> list[Phase]:
 
 
 def _lower(function: Callable, mesh: Mesh, *inputs: Any) -> Callable[[], jax.stages.Lowered]:
-    """Return what lowers a function of parameters, tokens and perhaps a cache, that returns logits and a cache."""
+    """Return a function that lowers `function` of parameters, tokens and perhaps a cache.
+
+    `function` returns logits and a cache.
+    """
 
     def lower() -> jax.stages.Lowered:
         _, cache = jax.eval_shape(function, *inputs)
@@ -165,7 +174,10 @@ def _phase(name: str, lower: Callable[[], Any], job: Job, asked: Work, held: int
 
 
 def _refused(message: str, held: int) -> int | None:
-    """Return how many bytes a program would take that is refused because they are too many; None for other refusals."""
+    """Return the bytes of a program that is refused because they are too many.
+
+    None for other refusals.
+    """
     found = _EXCEEDED.search(message)
     if found is None:
         return None

@@ -40,11 +40,11 @@ class Held:
     """Bytes on one device that follow from shapes alone.
 
     Args:
-        parameters: of the model, and the state of its random streams.
-        optimizer: its state.
-        gradients: of the parameters, in a training step.
-        cache: keys and values, in generation.
-        experts: of the parameters, those of the experts of mixtures.
+        parameters: bytes of the parameters of the model and the state of its random streams.
+        optimizer: bytes of the state of the optimizer.
+        gradients: bytes of the gradients of the parameters, in a training step.
+        cache: bytes of keys and values, in generation.
+        experts: bytes of the parameters of experts, in mixtures.
     """
 
     parameters: int
@@ -104,7 +104,10 @@ def tokens_on(job: Job, mesh: Mesh, tokens: int) -> jax.ShapeDtypeStruct:
 
 
 def place(x: Any, names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array whose axes have these names on a mesh; without names it is on every device."""
+    """Return the shape of an array on a mesh by the names of its axes.
+
+    Without names it is on every device.
+    """
     where = NamedSharding(mesh, spec(names, mesh, x.shape) if names else PartitionSpec())
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 

@@ -17,10 +17,10 @@ class Plan:
     """The result of `plan`.
 
     Args:
-        job: what was planned.
+        job: job that was planned.
         held: bytes on one device that follow from shapes.
-        phases: the programs.
-        changes: what would fit, tried one after another, where this does not.
+        phases: programs of the job.
+        changes: changes that would fit, tried one after another, where this does not.
     """
 
     job: Job

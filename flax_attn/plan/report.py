@@ -11,11 +11,16 @@ from flax_attn.plan.job import Job
 from flax_attn.plan.phases import Phase
 from flax_attn.plan.plan import Plan
 
-LEGEND = """\
-Compiled, not run; all figures are of one device. Peak: arguments, outputs that do not replace them, and temporaries.
-Sent: what a device sends where a collective goes around in a ring. Loops count as often as they run.
-At most: what compute, memory and links would each take alone at the published rates of the chip: the step takes longer
-than the longest of them. Links: all of a chip's links together, which a collective over one axis may not reach."""
+LEGEND = (
+    "Compiled, not run; all figures are of one device. Peak: arguments, outputs that do not "
+    "replace them, and temporaries.\n"
+    "Sent: what a device sends where a collective goes around in a ring. Loops count as "
+    "often as they run.\n"
+    "At most: what compute, memory and links would each take alone at the published rates of "
+    "the chip: the step takes longer\n"
+    "than the longest of them. Links: all of a chip's links together, which a collective "
+    "over one axis may not reach."
+)
 
 COLUMNS = (
     *(

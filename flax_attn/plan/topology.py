@@ -25,9 +25,9 @@ class Topology:
     """Chips and how they are joined.
 
     Args:
-        name: as it is written, `v5e:16x16`.
-        chip: of which kind all are.
-        shape: how many there are along each dimension of the torus.
+        name: name as it is written, `v5e:16x16`.
+        chip: kind of all chips.
+        shape: number of chips along each dimension of the torus.
 
     Example:
         >>> topology("v5e:16x16").size, topology("tpu7x:2x2x1").size

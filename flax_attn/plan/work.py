@@ -20,7 +20,7 @@ from flax_attn.plan.job import Job
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of all devices together: of products with parameters, and of queries with keys and values."""
+    """Operations of all devices: products with parameters, and queries with keys and values."""
 
     parameters: int
     attention: int
@@ -36,9 +36,9 @@ class Each:
     """The operations of all heads of an attention, apart from its parameters.
 
     Args:
-        pair: for a query and a key that it sees, with both products.
+        pair: operations for a query and a key that it sees, with both products.
         step: the same in a step of decoding, which may compute another form.
-        token: for each token, whatever it sees.
+        token: operations for each token, whatever it sees.
     """
 
     pair: int = 0
@@ -108,7 +108,7 @@ def each(att: Attention) -> Each:
 
 
 def _weights(model: LanguageModel) -> int:
-    """Return how many numbers a token is multiplied by: matrices, and the table where it is the head.
+    """Return how many numbers multiply a token: matrices, and the table where it is the head.
 
     Of the experts of a mixture it is those that a token is given to.
     """

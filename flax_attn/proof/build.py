@@ -20,22 +20,23 @@ def build(
     numerics: Mapping[str, Any] | None = None,
     **options: Any,
 ):
-    """Return a module of a package; every part takes of `numerics` what its constructor accepts.
+    """Return a module of a package, whose parts take the `numerics` that their constructors accept.
 
     Args:
         package: `flax_attn` or `torch_ref`.
         module: name of the class or factory; for a `TransformerBlock` the options are those of
             `build_block`.
-        arguments: of the constructor.
+        arguments: positional arguments of the constructor.
         numerics: keywords such as `rngs`, `param_dtype` and `backend`.
-        options: of the constructor.
+        options: keyword arguments of the constructor.
 
     Example:
         >>> import flax_attn
         >>> from flax import nnx
         >>> block = build(
-        ...     flax_attn, "TransformerBlock", numerics={"rngs": nnx.Rngs(0)}, d_model=6, context_length=9, dropout=0.0,
-        ...     num_heads=2, norm="RMSNorm", norms=("post_norm1", "post_norm2"),
+        ...     flax_attn, "TransformerBlock", numerics={"rngs": nnx.Rngs(0)}, d_model=6,
+        ...     context_length=9, dropout=0.0, num_heads=2, norm="RMSNorm",
+        ...     norms=("post_norm1", "post_norm2"),
         ... )
         >>> block.norm1 is None, block.post_norm1.d_model
         (True, 6)
@@ -67,12 +68,12 @@ def build_block(
         package: `flax_attn` or `torch_ref`.
         numerics: keywords of all parts.
         d_model: width of all parts.
-        dropout: of the weights of the attention and of what both layers add.
+        dropout: dropout rate of the attention weights and of the outputs of both layers.
         ff: name and options of the feed-forward layer.
-        norm: name of the norms.
-        eps: of the norms.
-        norms: which of the four there are.
-        norm_first: of the block.
+        norm: class name of the norms.
+        eps: epsilon of the norms.
+        norms: names of those of the four norms that the block has.
+        norm_first: argument `norm_first` of the block.
         attention: options of the attention.
     """
 
@@ -89,14 +90,14 @@ def build_block(
 
 
 def drawn(make: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
-    """Return the module that `make` returns, with every parameter drawn from the normal distribution.
+    """Return the module that `make` returns, with parameters drawn from the normal distribution.
 
     It is made from its shapes alone, with numpy: as constructed, JAX would compile a random
     function for each shape.
 
     Args:
-        make: constructs the module.
-        seed: of the parameters, and of the streams that dropout draws its keys from.
+        make: function that constructs the module.
+        seed: seed of the parameters, and of the streams that dropout draws its keys from.
 
     Example:
         >>> from flax_attn import LayerNorm

@@ -21,16 +21,16 @@ from flax_attn.sharding.division import IndivisibleError
 
 
 def prove_on_mesh(variant: Variant, pair: Pair, seed: int = 0, **options: Any) -> Report:
-    """Return the report of a variant on the mesh in use, with a note of the axes that it is split over.
+    """Return the report of a variant on the mesh in use, with a note of the axes that split it.
 
     A row that the mesh cannot split is not compared: its report has one check, `"mesh"`, which says
     why it did not run.
 
     Args:
-        variant: the row of the table.
-        pair: of the variant.
-        seed: of the weights and inputs.
-        options: of `prove`.
+        variant: row of the table.
+        pair: pair of the variant.
+        seed: seed of the weights and inputs.
+        options: options of `prove`.
     """
     try:
         axes = axes_of(pair)

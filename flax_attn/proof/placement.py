@@ -15,13 +15,15 @@ from flax_attn.sharding.parameters import sharding_of
 
 
 def placement(variant: Variant, module: nnx.Module) -> Callable[[str, jax.Array], jax.Array]:
-    """Return what places an array by its name: parameters as `shard` does, inputs by rows and tokens.
+    """Return the function that places an array by its name.
+
+    Parameters are placed as `shard` places them, inputs by rows and tokens.
 
     Without a mesh it returns arrays as they are.
 
     Args:
-        variant: the row of the table.
-        module: of JAX.
+        variant: row of the table.
+        module: JAX module of the variant.
     """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:

@@ -36,26 +36,34 @@ FULL_CHECKS = (
 
 
 def pair_of(variant: Variant, seed: int = 0, *, record: bool = False) -> Pair:
-    """Return both modules of a variant, with parameters and inputs drawn at random. JAX must have x64 enabled.
+    """Return both modules of a variant, with parameters and inputs drawn at random.
+
+    JAX must have x64 enabled.
 
     Args:
-        variant: the row of the table.
-        seed: of the weights and inputs.
-        record: whether the PyTorch results are kept, to be exported.
+        variant: row of the table.
+        seed: seed of the weights and inputs.
+        record: whether to keep the PyTorch results for an export.
     """
     inputs, torch = variant.draw(np.random.default_rng(seed)), _torch_adapter(variant)
     return _paired(variant, RecordingAdapter(torch) if record else torch, inputs, seed)
 
 
 def pair_with(variant: Variant, recording: Recording, device: Any = None) -> Pair:
-    """Return the Flax module of a variant with a recording of the PyTorch one; lower dtypes run on `device`."""
+    """Return the Flax module of a variant with a recording of the PyTorch one.
+
+    Lower dtypes run on `device`.
+    """
     return _paired(variant, recording, recording.inputs, recording.about["seed"], device)
 
 
 def pair_from(
     variant: Variant, seed: int, export: str | None, against: str | None, device: Any = None
 ) -> Pair:
-    """Return the pair of a variant with PyTorch, recorded if there is a folder to export to, or with an export."""
+    """Return the pair of a variant with PyTorch or with an export.
+
+    PyTorch is recorded if there is a folder to export to.
+    """
     if against:
         return pair_with(
             variant, Recording(Path(against) / f"{file_name(variant.name)}.safetensors"), device
@@ -96,11 +104,11 @@ def prove(
     """Return the report of a variant.
 
     Args:
-        variant: the row of the table.
-        seed: of the weights and inputs.
+        variant: row of the table.
+        seed: seed of the weights and inputs.
         checks: names of checks; None is `QUICK_CHECKS` and every layout of the weights.
         full: whether None is `FULL_CHECKS` instead.
-        pair: of the variant, if there is one already.
+        pair: pair of the variant, if there is one already.
     """
     with on_cpu():
         pair = pair_of(variant, seed) if pair is None else pair
@@ -200,7 +208,10 @@ def _weights_option(module: Any) -> dict[str, bool]:
 
 
 def _cached_call(variant: Variant, package: ModuleType, arrays: Any) -> Callable | None:
-    """Return the call that computes a variant with a cache, in chunks; `arrays` is the package's array library."""
+    """Return the call that computes a variant with a cache, in chunks.
+
+    `arrays` is the package's array library.
+    """
     if not variant.chunks:
         return None
 
@@ -237,7 +248,10 @@ def _cached_call(variant: Variant, package: ModuleType, arrays: Any) -> Callable
 
 
 def _chunks(variant: Variant, b: int, total: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the indices `(b, t)` of the tokens of each step, `total` for padding, and how many each row has."""
+    """Return the indices `(b, t)` of the tokens of each step, and how many tokens each row has.
+
+    The index of padding is `total`.
+    """
     chunks, start = [], np.zeros((b, 1), int)
     for size in variant.chunks:
         lengths = np.full(b, size)

@@ -29,12 +29,12 @@ class Run:
     """How rows of the table are compared.
 
     Args:
-        seed: of the weights and inputs.
+        seed: seed of the weights and inputs.
         checks: names of checks, see `prove`.
-        full: whether None is all of them.
-        export: the folder that the PyTorch results are written to, if any.
-        against: the folder of such results that PyTorch is replaced by, if any.
-        mesh: the axes of the mesh that the Flax modules run on; without any they run on one device.
+        full: whether `checks=None` means all checks.
+        export: folder to write the PyTorch results to, if any.
+        against: folder of exported results that replace PyTorch, if any.
+        mesh: axes of the mesh that the Flax modules run on; without any they run on one device.
     """
 
     seed: int = 0
@@ -71,7 +71,7 @@ class Run:
         """Return the reports of several rows, from as many processes as there are workers.
 
         Args:
-            names: of the rows.
+            names: names of the rows.
             workers: how many processes.
             watch: called after each report.
         """
@@ -88,7 +88,7 @@ class Run:
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool whose processes end with it, after their work, or at once where an error comes in between."""
+    """Yield a pool whose processes end after their work, or at once after an error."""
     context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork does not copy
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, context, initializer=_one_thread)
@@ -105,7 +105,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold interrupts back, here and in the processes that start meanwhile, which keep on doing so."""
+    """Block interrupts here and in the processes that start meanwhile, which keep them blocked."""
     if not hasattr(signal, "pthread_sigmask"):  # not on Windows
         yield
         return

@@ -17,7 +17,9 @@ MOST_DEVICES = 64  # of a mesh; each is simulated by threads of its own
 
 
 class Package:
-    """A package whose classes are given numerics where they take them, so that a row composes parts of either.
+    """A package whose classes are given numerics where they take them.
+
+    So a row composes parts of either package.
 
     Args:
         module: `flax_attn` or `torch_ref`.
@@ -44,7 +46,10 @@ class Package:
 
 
 def _family(package: ModuleType, name: str) -> ModuleType:
-    """Return the file of a family of models, for `Qwen2` and `BertMaskedLM`, which a package does not export."""
+    """Return the file of a family of models, such as `Qwen2`.
+
+    A package does not export these files.
+    """
     files = [
         file.stem for file in Path(str(package.__file__)).parent.joinpath("models").glob("*.py")
     ]
@@ -57,17 +62,17 @@ class Variant:
     """One row: how a module is built, the shapes of its inputs, and the rest of the call.
 
     Args:
-        name: of the row.
+        name: name of the row.
         module: name of the class in both packages.
-        make: builds the module from the parts of a `Package`.
+        make: function that builds the module from the parts of a `Package`.
         inputs: shapes of the inputs, batched.
-        call: returns the keyword arguments of the call, from a package.
-        vocab_size: of inputs `(b, t)` that are integers below it; others, and all for None, are
-            floats.
-        chunks: how many tokens each step takes where the same is computed with a cache, of all rows
-            of the batch or of each; empty where there is none.
-        capacity: of the cache; None is all tokens.
-        dropout: whether it has dropout.
+        call: function that returns the keyword arguments of the call, from a package.
+        vocab_size: exclusive upper bound of integer inputs `(b, t)`; other inputs are floats, and
+            with None all are.
+        chunks: number of tokens of each step with a cache, for all rows of the batch or for each
+            row; empty without a cache.
+        capacity: capacity of the cache; None is all tokens.
+        dropout: whether the variant has dropout.
     """
 
     name: str
@@ -98,12 +103,12 @@ class Sizes:
     """The sizes of a table.
 
     Args:
-        b: rows of the batch.
-        t: tokens.
-        s: tokens of the other sequence.
-        heads: of its GPT-2.
-        over: how many devices divide the heads and the hidden features.
-        experts: how many devices divide the experts.
+        b: number of rows of the batch.
+        t: number of tokens.
+        s: number of tokens of the other sequence.
+        heads: number of heads of the GPT-2.
+        over: number of devices that divide the heads and the hidden features.
+        experts: number of devices that divide the experts.
     """
 
     b: int = 3

@@ -1,4 +1,4 @@
-"""The one table of variants: how each is built from the parts of either package, and how it is called.
+"""The table of variants: how each is built from the parts of either package, and called.
 
 The two packages mirror each other, so one row serves both. Sizes within a row are pairwise
 different, so that a swapped axis shows.

@@ -1,4 +1,4 @@
-"""Models on several devices: the names of axes, the mesh axes they are split over, and attention in parts."""
+"""Models on several devices: names of axes, the mesh axes they are split over, split attention."""
 
 from flax_attn.sharding.axes import RULES, constrain, rules, spec
 from flax_attn.sharding.options import context_parallel

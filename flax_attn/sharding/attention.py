@@ -1,4 +1,7 @@
-"""One attention call over a mesh: each device computes its rows, heads and tokens, in `jax.shard_map`."""
+"""One attention call over a mesh, in `jax.shard_map`.
+
+Each device computes its own rows, heads and tokens.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,12 @@ from flax_attn.sharding.strategies import Kernel, attend_shard
 
 
 def attend(division: Division, call: Call, kernel: Kernel) -> Array:
-    """Return the output `(b, t, n, v)` of a call, of which each device computes its part with a kernel.
+    """Return the output `(b, t, n, v)` of a call that is divided over a mesh.
+
+    Each device computes its part with `kernel`.
 
     Raises:
-        Unsupported: if a backend that is asked for by name cannot honour its part of the call.
+        Unsupported: if the backend asked for by name cannot run its part of the call.
     """
     return _compiled(division, kernel, _divisible(division, call))
 
@@ -62,7 +67,7 @@ def _compiled(division: Division, kernel: Kernel, call: Call) -> Array:
 
 
 def _specs(division: Division, call: Call) -> Call:
-    """Return how the arrays of a call are split: as the class that holds them says in `axes`, all others not at all."""
+    """Return how each array of a call is split: by the `axes` of its class, or not at all."""
 
     def spec(path: tuple, array: Array) -> P:
         owner: Any = call

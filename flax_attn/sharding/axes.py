@@ -1,4 +1,4 @@
-"""Which mesh axes each axis of an array is split over: one table from names of axes to names of mesh axes."""
+"""The mesh axes that each axis of an array is split over: a table from names to mesh axes."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ _in_use = jax.make_user_context(None)  # part of the key of every compiled funct
 
 @contextmanager
 def rules(**changes: str | Sequence[str] | None) -> Iterator[None]:
-    """Replace lines of the table inside a `with` statement: a mesh axis or several for each name, None for none.
+    """Replace lines of the table inside a `with` statement.
+
+    A name is given one mesh axis or several, or None for none.
 
     Functions that were compiled outside are compiled again inside.
 
     Raises:
-        ValueError: if the table has no line of a name.
+        ValueError: if the table has no line for a name.
 
     Example:
         >>> with rules(batch="replica", embed=None):
@@ -76,7 +78,9 @@ def table() -> dict[str, tuple[str, ...]]:
 
 
 def mesh_of(*arrays: Any) -> AbstractMesh:
-    """Return the mesh in use: the one that was set, or else the one that an array lies on; it may be empty.
+    """Return the mesh in use, which may be empty.
+
+    It is the mesh that was set, or else the one that an array lies on.
 
     Example:
         >>> import jax.numpy as jnp
@@ -89,7 +93,9 @@ def mesh_of(*arrays: Any) -> AbstractMesh:
 
 
 def mesh_in_use(*arrays: Any) -> AbstractMesh | None:
-    """Return the mesh in use if it has an axis of the table, larger than 1, that is ours to split over; else None.
+    """Return the mesh in use if arrays can be split over it, else None.
+
+    It must have an axis of the table, larger than 1, that is not Manual already.
 
     Example:
         >>> import jax.numpy as jnp
@@ -128,13 +134,14 @@ def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
 def spec(
     names: Sequence[str | None], mesh: Any, shape: Sequence[int] | None = None
 ) -> PartitionSpec:
-    """Return how an array with axes of these names lies on a mesh; None is an axis that is not split.
+    """Return the partition spec of an array whose axes have these names; None is never split.
 
     With a `shape`, axes that their mesh axes do not divide are not split either.
 
     Example:
         >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
-        >>> spec(("batch", "tokens", "heads", None), mesh) == PartitionSpec("data", None, "tensor", None)
+        >>> names = ("batch", "tokens", "heads", None)
+        >>> spec(names, mesh) == PartitionSpec("data", None, "tensor", None)
         True
         >>> spec(("vocab", "embed"), mesh, (50257, 768)) == PartitionSpec(None, None)
         True
@@ -151,11 +158,11 @@ def spec(
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """Return x, split over the mesh in use as its last axes are named; without a mesh it is x itself.
+    """Return x, split over the mesh in use by the names of its last axes.
 
-    Axes that have no name, or that their mesh axes do not divide, are not split. Of an array with
-    fewer axes than names, the last names hold: a sequence is a batch without its first axis. A mesh
-    without an axis of the table is not ours to split over: x is left as it is.
+    Axes that have no name, or that their mesh axes do not divide, are not split. If the array has
+    fewer axes than names, the last names hold: a sequence is a batch without its first axis.
+    Without a mesh, or with one that has no axis of the table, x is returned as it is.
 
     Example:
         >>> import jax.numpy as jnp
@@ -184,7 +191,7 @@ def place(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
 
 
 def place_by_type(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
-    """Return x as it lies over the Explicit axes of a mesh by a spec; how Auto axes split it is left as it was.
+    """Return x placed by a spec over the Explicit axes of a mesh; Auto axes stay as they were.
 
     Example:
         >>> import jax.numpy as jnp
@@ -198,7 +205,7 @@ def place_by_type(x: Array, mesh: Any, wanted: PartitionSpec) -> Array:
 
 
 def _devices() -> Any:
-    """Return the mesh that was set, or None inside `jax.jit`, which may close over arrays as constants."""
+    """Return the mesh that was set; None inside `jax.jit`, which may close over constants."""
     try:
         return jax.sharding.get_mesh()
     except ValueError:
@@ -206,7 +213,7 @@ def _devices() -> Any:
 
 
 def place_like(x: Array, other: Array) -> Array:
-    """Return x split over Explicit axes as another array is, which its type tells; how Auto axes split it XLA decides.
+    """Return x split over Explicit axes as another array is; XLA decides about Auto axes.
 
     Example:
         >>> import jax.numpy as jnp

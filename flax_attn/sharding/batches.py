@@ -41,7 +41,7 @@ def arranged(x: Array) -> Array:
 def without_arranged_padding(
     numbers: ArrayLike, shape: tuple[int, ...], lengths: ArrayLike | int | None
 ) -> Array:
-    """Return numbers of tokens that arrive in that order, 0 in the place of padding; see `without_padding`.
+    """Return token ids in the order of `arranged`, 0 for padding; see `without_padding`.
 
     Example:
         >>> without_arranged_padding(jnp.array([7, 8, -100]), (3,), 2).tolist()
@@ -54,7 +54,7 @@ def without_arranged_padding(
 
 
 def arranged_positions(t: int) -> Array | None:
-    """Return the positions of tokens that arrive in zigzag order; None where they arrive in their own.
+    """Return the positions of tokens in zigzag order; None where they are in natural order.
 
     Example:
         >>> arranged_positions(4) is None
@@ -64,10 +64,10 @@ def arranged_positions(t: int) -> Array | None:
 
 
 def arranged_dropout(dropout: KeyedDropout, t: int) -> KeyedDropout:
-    """Return the dropout of an array of tokens in that order: it drops of each token what it drops in any order.
+    """Return dropout that drops the same of each token, whatever the order of the tokens.
 
     Args:
-        dropout: of indices `(b, n, t, s)`.
+        dropout: dropout over the indices `(b, n, t, s)`.
         t: number of tokens.
 
     Example:

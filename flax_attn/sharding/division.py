@@ -1,4 +1,7 @@
-"""How one attention call is divided over a mesh: which mesh axes its batch, heads, queries and keys are split over."""
+"""The division of one attention call over a mesh.
+
+It says which mesh axes the batch, heads, queries and keys of the call are split over.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +24,22 @@ class IndivisibleError(ValueError):
 
 @dataclass(frozen=True)
 class Division:
-    """The mesh axes that each axis of a call is split over, and how attention goes over tokens that are split.
+    """The mesh axes that a call is split over, and the strategy for tokens that are split.
 
     Args:
-        mesh: whose axes these are.
-        batch: of the rows.
-        heads: of the heads.
-        queries: of the query tokens.
-        keys: of the key tokens.
-        copies: how many copies of each key/value head there are, so that every device has those
+        mesh: mesh that these axes belong to.
+        batch: mesh axes of the batch.
+        heads: mesh axes of the heads.
+        queries: mesh axes of the query tokens.
+        keys: mesh axes of the key tokens.
+        copies: number of copies of each key/value head, so that every device has those
             that its queries read.
         strategy: "local" where tokens are whole, "merge" where keys alone are split, else one of
             `STRATEGIES`.
-        within: of neighbouring devices along the tokens, how many divide the heads instead.
+        within: number of neighbouring devices along the tokens that divide the heads instead.
         balanced: whether each device computes an early and a late piece.
         ordered: whether the tokens arrive in zigzag order.
-        reason: why this strategy.
+        reason: reason for this strategy.
     """
 
     mesh: Any
@@ -62,7 +65,9 @@ class Division:
 
 
 def divide(call: Call, backend: str = "auto") -> Division | None:
-    """Return how a call is divided over the mesh in use, or None where one device, or the code around, has all of it.
+    """Return how a call is divided over the mesh in use, or None where it is not divided.
+
+    It is not where one device has all of it, or where the code around divides it already.
 
     Raises:
         IndivisibleError: if an axis of the mesh does not divide batch, heads or tokens.

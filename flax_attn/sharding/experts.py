@@ -1,4 +1,4 @@
-"""Experts over a mesh: each device computes its tokens with its experts, and the results are summed."""
+"""Experts over a mesh: each device runs its experts on its tokens, and the results are summed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def on_mesh(
     variables: Mapping[str, nnx.Variable],
     dtype: Dtype,
 ) -> Array:
-    """Return `compute(x, weights, experts, arrays)` of tokens in one axis, over the mesh in use.
+    """Return `compute(x, weights, experts, arrays)` for tokens in one axis, over the mesh in use.
 
     A device has its tokens, its experts and their hidden features. Numbers of experts are counted
     from its first one, so that those of other devices lie outside its own. Devices that share the
@@ -36,16 +36,17 @@ def on_mesh(
     `fsdp` splits is gathered.
 
     Args:
-        compute: of one device.
+        compute: computation of one device.
         x: tokens `(..., d)`.
-        weights: of the experts of each token, `(..., k)`.
-        experts: their numbers, `(..., k)`.
-        variables: of the experts, with the name `"expert"` for the first axis.
-        dtype: that the parameters are cast to.
+        weights: weights of the experts of each token, `(..., k)`.
+        experts: numbers of the experts of each token, `(..., k)`.
+        variables: parameters of the experts, with the name `"expert"` for the first axis.
+        dtype: dtype that the parameters are cast to.
 
     Example:
-        >>> on_mesh(lambda x, weights, experts, arrays: 2 * x, jnp.ones((2, 5, 3)), jnp.ones((2, 5, 1)),
-        ...         jnp.zeros((2, 5, 1), int), {}, jnp.float32).shape
+        >>> weights, experts = jnp.ones((2, 5, 1)), jnp.zeros((2, 5, 1), int)
+        >>> twice = lambda x, weights, experts, arrays: 2 * x
+        >>> on_mesh(twice, jnp.ones((2, 5, 3)), weights, experts, {}, jnp.float32).shape
         (2, 5, 3)
     """
     arrays = {name: variable[...].astype(dtype) for name, variable in variables.items()}
@@ -72,14 +73,14 @@ def on_mesh(
 
 @dataclass(frozen=True)
 class _Split:
-    """The mesh axes that are split over.
+    """The mesh axes that experts and tokens are split over.
 
     Args:
-        experts: by the experts.
-        hidden: by their hidden features.
-        shared: of those of the experts, the axes that tokens are split over as well.
-        rows: by each axis of the tokens.
-        gathered: by an axis of a parameter, of which a device needs all, by its name.
+        experts: mesh axes that split the experts.
+        hidden: mesh axes that split the hidden features of the experts.
+        shared: mesh axes that split both the experts and the tokens.
+        rows: mesh axes that split each axis of the tokens.
+        gathered: mesh axes of a parameter's axis that is gathered, by the name of that axis.
     """
 
     experts: tuple[str, ...]
@@ -97,7 +98,7 @@ class _Split:
 
 
 def _names(variable: nnx.Variable) -> tuple[str | None, ...]:
-    """Return the names of the axes of a parameter; of a layer of a stack those behind the name of the layers."""
+    """Return the names of the axes of a parameter, without that of the layers of a stack."""
     return variable.get_metadata()["out_sharding"][-len(variable.shape) :]
 
 

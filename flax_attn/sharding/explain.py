@@ -28,14 +28,14 @@ class Explanation:
     """The result of `explain`.
 
     Args:
-        backend: the name of the backend that would run, or None if the one asked for refuses.
-        platform: where it would run.
-        refusals: for each backend why it cannot honour the call, or None.
-        memory: for each backend that can, its estimate of the bytes of temporaries of one forward
-            call.
-        passed_over: the backends that `"auto"` would have taken before this one, had they not
+        backend: name of the backend that would run, or None if the one asked for refuses.
+        platform: platform that it would run on.
+        refusals: reason why each backend cannot run the call, or None.
+        memory: estimated bytes of temporaries of one forward
+            call, for each backend that can run it.
+        passed_over: backends that `"auto"` would have taken before this one, had they not
             refused, best first.
-        division: how the call is divided over the mesh in use; then all else is about the part of
+        division: division of the call over the mesh in use; then all else is about the part of
             one device.
     """
 
@@ -60,7 +60,7 @@ class Explanation:
 def explain(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any
 ) -> Explanation:
-    """Return which backend `dot_product_attention` with these arguments would run, and why not another.
+    """Return which backend `dot_product_attention` would run for a call, and why not another.
 
     Nothing is computed: arrays may be `jax.ShapeDtypeStruct`, also inside a mask. Options are those
     of `dot_product_attention`, and `platform`, to ask about `"cpu"`, `"gpu"` or `"tpu"` instead of

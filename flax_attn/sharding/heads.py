@@ -25,16 +25,16 @@ def by_rows_and_heads(
     rows: int,
     heads: Sequence[int],
 ) -> R:
-    """Return `function(arrays)`, of which each device of the mesh in use computes its rows and heads.
+    """Return `function(arrays)`, divided by rows and heads over the devices of the mesh in use.
 
     Tokens that are split over devices are gathered. Rows or heads that the axes of the mesh do not
     divide are computed on every device.
 
     Args:
-        function: of a tree of arrays, which computes each row and each head by itself.
-        arrays: its argument.
-        names: of the axes of each array, in the form of `arrays`: `"batch"`, `"heads"` or None.
-        outputs: of the axes of what it returns.
+        function: function of a tree of arrays, which computes each row and each head by itself.
+        arrays: argument of `function`.
+        names: tree like `arrays` of the names of their axes: `"batch"`, `"heads"` or None.
+        outputs: tree like the result of the names of its axes.
         rows: size of the axes named `"batch"`.
         heads: numbers of heads, all of which are divided, or none.
 
@@ -44,7 +44,8 @@ def by_rows_and_heads(
     Example:
         >>> import jax.numpy as jnp
         >>> axes = ("batch", "heads")
-        >>> by_rows_and_heads(lambda x: 2 * x, jnp.ones((2, 4)), axes, axes, rows=2, heads=[4]).sum()
+        >>> x = jnp.ones((2, 4))
+        >>> by_rows_and_heads(lambda x: 2 * x, x, axes, axes, rows=2, heads=[4]).sum()
         Array(16., dtype=float32)
     """
     if in_use().order == "zigzag":

@@ -1,4 +1,4 @@
-"""A function that each device of a mesh computes of its own part of arrays: `jax.shard_map`, and where arrays lie."""
+"""`jax.shard_map` for functions of arrays that lie on a mesh."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ def on_devices(
     axes: Collection[str] | None = None,
     typed: bool = False,
 ) -> R:
-    """Return `function(arrays)`, each device of a mesh being given its part and returning its part.
+    """Return `function(arrays)`, where each device of a mesh computes its own part.
 
     Args:
-        function: of a tree of arrays.
-        mesh: in use, or that arrays lie on.
-        arrays: the tree.
-        specs: how each of them is split, in the same form.
-        outputs: how what the function returns is split.
-        axes: of the mesh, over which devices compute by themselves; None is all that are free.
-        typed: whether JAX checks what varies over devices. Loops and branches of kernels do not say
-            it.
+        function: function of a tree of arrays.
+        mesh: mesh in use, or that the arrays lie on.
+        arrays: tree of arrays, the argument of `function`.
+        specs: partition spec of each array, in the form of `arrays`.
+        outputs: partition spec of each result, in the form of the result.
+        axes: mesh axes over which devices compute by themselves; None is all that are free.
+        typed: whether JAX checks what varies over devices. Loops and branches of kernels do not
+            say it.
 
     Example:
         >>> import jax.numpy as jnp
         >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> on_devices(lambda x: 2 * x, mesh, jnp.ones((4, 3)), PartitionSpec("data"), PartitionSpec("data")).sum()
+        >>> rows = PartitionSpec("data")
+        >>> on_devices(lambda x: 2 * x, mesh, jnp.ones((4, 3)), rows, rows).sum()
         Array(24., dtype=float32)
     """
     arrays = jax.tree.map(lambda x, to: place_by_type(x, mesh, to), arrays, specs)
@@ -54,7 +55,7 @@ def on_devices(
 
 
 def by_tokens(function: Callable[..., R], *arrays: Array) -> R:
-    """Return `function(*arrays)` of arrays `(..., features)`, each device of the mesh in use computing its own tokens.
+    """Return `function(*arrays)` of arrays `(..., features)`, each device computing its tokens.
 
     XLA gathers the tokens of all devices for what it does not divide, such as `jax.lax.top_k`.
 

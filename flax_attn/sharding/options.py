@@ -1,4 +1,4 @@
-"""How attention over divided tokens is computed: the strategy, the balance, and the order of the tokens."""
+"""Options of attention over divided tokens: the strategy, the balance, the order of the tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _in_use = jax.make_user_context(None)  # part of the key of every compiled funct
 def context_parallel(
     strategy: str | None = None, balance: str | None = None, order: str | None = None
 ) -> Iterator[ContextOptions]:
-    """Set how attention is computed inside a `with` statement where tokens are divided over devices.
+    """Set how attention over divided tokens is computed inside a `with` statement.
 
     Args:
         strategy: `"all_gather"` brings all keys to every device. `"ulysses"` divides the heads
@@ -42,9 +42,9 @@ def context_parallel(
         balance: `"zigzag"` gives each device an early and a late piece of a causal sequence, so
             that all have the same work. `"none"` leaves the tokens where they are. `"auto"`
             balances causal attention.
-        order: of the tokens that arrive. `"zigzag"` says that they were put in that order already,
-            see `zigzag`: then attention need not move them. `next_token_loss` and `train_step` take
-            a batch in its own order, and put it in this one themselves, once for all layers.
+        order: order of the tokens that arrive. `"zigzag"` says that `zigzag` put them in that order
+            already: then attention need not move them. `next_token_loss` and `train_step` take a
+            batch in its own order, and reorder it themselves, once for all layers.
 
     None leaves an option as it was. Functions that were compiled outside are compiled again inside.
 
@@ -57,8 +57,10 @@ def context_parallel(
         ContextOptions(strategy='ring', balance='auto', order='natural')
 
     References:
-        Liu et al. 2023, ring attention (arXiv:2310.01889); Jacobs et al. 2023, Ulysses (arXiv:2309.14509);
-        Fang and Zhao 2024, both together (arXiv:2405.07719); Brandon et al. 2023, balance (arXiv:2311.09431).
+        Liu et al. 2023, ring attention (arXiv:2310.01889);
+        Jacobs et al. 2023, Ulysses (arXiv:2309.14509);
+        Fang and Zhao 2024, both together (arXiv:2405.07719);
+        Brandon et al. 2023, balance (arXiv:2311.09431).
     """
     given = {"strategy": strategy, "balance": balance, "order": order}
     options = replace(

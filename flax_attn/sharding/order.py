@@ -1,7 +1,7 @@
-"""The zigzag order of tokens: each device has an early and a late piece, and so the same share of causal work.
+"""The zigzag order of tokens, in which devices have equal shares of causal work.
 
-With P devices a sequence is cut in 2 P pieces of equal size. Device i has the pieces i and 2 P - 1
-- i.
+With P devices a sequence is cut into 2 P pieces of equal size. Device i has an early piece, i, and
+a late one, 2 P - 1 - i.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def zigzag(x: T, devices: int, axis: int = 1) -> T:
 
     Args:
         x: an array of JAX or NumPy.
-        devices: over which the axis of tokens is divided, its mesh axes multiplied.
-        axis: that of the tokens.
+        devices: number of devices that share the axis of tokens: its mesh axes multiplied.
+        axis: axis of the tokens.
 
     Raises:
         ValueError: if the tokens do not divide into two pieces a device.
@@ -77,7 +77,7 @@ def check_pieces(tokens: int, devices: int) -> None:
 
 
 def exchange(x: Array, axis_name: tuple[str, ...], axis: int = 1) -> Array:
-    """Return a device's tokens in zigzag order, of tokens that lie in their own order; in `jax.shard_map`.
+    """Move a device's tokens from their own order to zigzag order, in `jax.shard_map`.
 
     Every device has two neighbouring pieces, one even and one odd, and sends each to the device
     that has it in zigzag.
@@ -94,7 +94,7 @@ def exchange(x: Array, axis_name: tuple[str, ...], axis: int = 1) -> Array:
 
 
 def exchange_back(x: Array, axis_name: tuple[str, ...], axis: int = 1) -> Array:
-    """Return a device's tokens in their own order, of tokens that lie in zigzag order: the inverse of `exchange`."""
+    """Move a device's tokens from zigzag order to their own: the inverse of `exchange`."""
     devices = jax.lax.axis_size(axis_name)
     early, late = jnp.split(x, 2, axis)
     parts = _swapped_if_odd(early, late, axis_name)
@@ -108,14 +108,14 @@ def exchange_back(x: Array, axis_name: tuple[str, ...], axis: int = 1) -> Array:
 
 
 def zigzag_places(axis_name: tuple[str, ...], size: int, within: int = 1) -> Places:
-    """Return where the `size` tokens of a device stand in zigzag order, or those of `within` neighbours together."""
+    """Return the places in zigzag order of a device's `size` tokens, or of `within` neighbours'."""
     devices, first = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name) // within * within
     piece = size // (2 * within)
     return Places(jnp.stack([first, 2 * devices - within - first]) * piece, within * piece)
 
 
 def joined(x: Array, devices: int, axis: int = 1) -> Array:
-    """Return tokens of neighbouring devices, joined one after the other in zigzag order, in their own order."""
+    """Put the tokens of neighbouring devices, joined in zigzag order, in their own order."""
     return _reorder(x, [*range(0, 2 * devices, 2), *range(2 * devices - 1, 0, -2)], axis, devices)
 
 

@@ -1,4 +1,4 @@
-"""Where parameters lie on a mesh: the names of their axes, and the shardings that follow from them."""
+"""The shardings of parameters on a mesh, from the names of their axes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _UNIT = "sharding_unit"
 
 
 def named(*axes: str | None, unit: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Return the keywords of an `nnx.Param` whose axes have these names; None is an axis that is never split.
+    """Return keyword arguments for an `nnx.Param` with named axes; None is never split.
 
     Flax's own metadata has the names, `out_sharding`. They are of the table, not of a mesh, so Flax
     is told not to split arrays by them where they are made.
 
     Args:
-        axes: a name for each axis.
-        unit: how many elements along each axis stay on one device, such as those of a head; left
-            out, it is one.
+        axes: name of each axis, or None.
+        unit: number of elements along each axis that stay on one device, such as those of a head;
+            1 by default.
 
     Example:
         >>> import jax.numpy as jnp
@@ -57,7 +57,7 @@ def name_first_axis(variable: nnx.Variable) -> None:
 
 
 def unname_first_axis(variable: nnx.Variable) -> None:
-    """Take the first name away from a variable that lost its first axis: the inverse of `name_first_axis`.
+    """Remove the first axis name of a variable that lost that axis; inverts `name_first_axis`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -72,7 +72,7 @@ def unname_first_axis(variable: nnx.Variable) -> None:
 
 
 def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
-    """Return where the variables of a model or an optimizer lie on a mesh, in the form of its `nnx.state`.
+    """Return the shardings of a model or an optimizer on a mesh, in the form of its `nnx.state`.
 
     The names of their axes and the table decide, see `rules`. Variables without names are on every
     device, and axes that their mesh axes do not divide are whole. What optax keeps of a parameter
@@ -80,7 +80,7 @@ def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
 
     Args:
         tree: a module, an `nnx.Optimizer` or the state of one; `abstract` makes one without arrays.
-        mesh: with at least one axis of the table.
+        mesh: mesh with at least one axis of the table.
 
     Raises:
         ValueError: if the mesh has no axis of the table.
@@ -88,8 +88,9 @@ def shardings(tree: Any, mesh: Any) -> PyTree[NamedSharding]:
     Example:
         >>> from flax_attn import FeedForward
         >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
-        >>> found = shardings(FeedForward(6, 8, rngs=nnx.Rngs(0)), mesh)["layers"][0]["kernel"].get_value()
-        >>> found.spec == PartitionSpec(None, "tensor")
+        >>> found = shardings(FeedForward(6, 8, rngs=nnx.Rngs(0)), mesh)
+        >>> kernel = found["layers"][0]["kernel"].get_value()
+        >>> kernel.spec == PartitionSpec(None, "tensor")
         True
     """
     check_mesh(mesh)
@@ -123,12 +124,14 @@ def _put(array: Any, where: NamedSharding) -> Any:
 
 
 def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
-    """Return `build(*modules)`, its arrays made where they lie on a mesh: none is ever whole on a device.
+    """Return `build(*modules)` with its arrays made in place on a mesh.
+
+    No array is ever whole on one device.
 
     Args:
-        build: makes a model or an optimizer.
-        mesh: with at least one axis of the table.
-        modules: that lie on the mesh already.
+        build: function that makes a model or an optimizer.
+        mesh: mesh with at least one axis of the table.
+        modules: arguments of `build`, modules that lie on the mesh already.
 
     Raises:
         ValueError: if the mesh has no axis of the table.
@@ -138,8 +141,10 @@ def create(build: Callable[..., M], mesh: Any, *modules: nnx.Pytree) -> M:
         >>> from flax_attn import FeedForward
         >>> mesh = jax.make_mesh((1,), ("tensor",))
         >>> model = create(lambda: FeedForward(6, 8, rngs=nnx.Rngs(0)), mesh)
-        >>> optimizer = create(lambda model: nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param), mesh, model)
-        >>> optimizer.opt_state[0].mu["layers"][0]["kernel"].sharding == model.layers[0].kernel.sharding
+        >>> make = lambda model: nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+        >>> optimizer = create(make, mesh, model)
+        >>> moment = optimizer.opt_state[0].mu["layers"][0]["kernel"]
+        >>> moment.sharding == model.layers[0].kernel.sharding
         True
     """
     graph, state = nnx.split(modules)
@@ -185,8 +190,8 @@ def specs(state: S, mesh: Any, only: str | None = None, but: Collection[str] = (
     """Return how the variables of a state are split over a mesh.
 
     Args:
-        state: of Flax variables.
-        mesh: with axes of the table.
+        state: state of Flax variables.
+        mesh: mesh with axes of the table.
         only: the one name whose axes are split; None is all.
         but: mesh axes that are used otherwise: what would be split over one of them is whole.
 

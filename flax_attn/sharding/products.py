@@ -1,4 +1,7 @@
-"""Products and rows of parameters on a mesh with Explicit axes, where JAX asks how the result is split."""
+"""Products with parameters, and rows of tables, on a mesh with Explicit axes.
+
+There JAX asks how the result is split.
+"""
 
 from typing import Any
 
@@ -18,7 +21,8 @@ def sharded_dot_general(x: Array, matrix: Array, dimension_numbers: Any, **optio
 
     Example:
         >>> import jax.numpy as jnp
-        >>> sharded_dot_general(jnp.ones((2, 5, 3)), jnp.ones((3, 4)), (((2,), (0,)), ((), ()))).shape
+        >>> contract = (((2,), (0,)), ((), ()))
+        >>> sharded_dot_general(jnp.ones((2, 5, 3)), jnp.ones((3, 4)), contract).shape
         (2, 5, 4)
     """
     mesh = mesh_of(x, matrix)
@@ -38,7 +42,7 @@ def sharded_dot_general(x: Array, matrix: Array, dimension_numbers: Any, **optio
 
 
 def sharding_of_rows(ids: Array, table: Array) -> NamedSharding | None:
-    """Return how the rows of a table are split on a mesh with Explicit axes: as the ids are; None without such axes.
+    """Return the sharding of rows of a table, split as the ids are; None without Explicit axes.
 
     Example:
         >>> import jax.numpy as jnp

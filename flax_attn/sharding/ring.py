@@ -1,4 +1,4 @@
-"""Ring attention: pieces of the keys travel from device to device, and each device attends to the one that it has.
+"""Ring attention: keys travel from device to device, and each attends to the piece that it has.
 
 Forward, softmaxes over the pieces are folded into one. Backward, a device computes its share of the
 gradients of each piece from the log-sum-exp over all keys; the gradients of keys and values travel
@@ -33,8 +33,8 @@ def attend_pieces(route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Arr
     """Return the output of one device's queries over all pieces of the keys; in `jax.shard_map`.
 
     Args:
-        route: of the pieces.
-        shard: of this device.
+        route: route of the pieces.
+        shard: shard of this device.
         over: mesh axes over which devices have the same queries, and their softmaxes are folded
             into one.
     """
@@ -96,7 +96,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _with_keys(shard: Shard, piece: tuple[Array, Array], cols: Places) -> Call:
-    """Return the call of a device's queries and a piece of the keys, which stand at `cols`; sinks are no part of it."""
+    """Return the call of a device's queries and a piece of keys at `cols`, without the sinks."""
     key, value = piece
     call = replace(shard.call, key=key, value=value, sinks=None)
     return replace(shard, call=call, cols=cols).as_call()
@@ -112,7 +112,7 @@ def _add(own: Floats, share: Floats, cols: Places) -> Floats:
 
 
 def _over_pieces(route: Route, pieces: Any, step: Any, sums: Any, carry: Any) -> tuple[Any, Any]:
-    """Return the sums of the pieces of this device, and its carry, after all pieces that it needs have passed by."""
+    """Return this device's sums and carry after all pieces that it needs have passed by."""
     done, carry = route.travel(1, pieces, step, sums, carry, own=True)
     if route.hops[1] == 0:
         return done, carry

@@ -24,10 +24,10 @@ class Route:
 
     Args:
         axes: mesh axes of the devices.
-        size: of the ring: how many places for pieces there are.
-        within: devices that share a place, each with its own heads.
-        runs: of neighbouring tokens in a piece: 2 in zigzag order, else 1.
-        keys: tokens of a piece.
+        size: number of places for pieces in the ring.
+        within: number of devices that share a place, each with its own heads.
+        runs: number of runs of neighbouring tokens in a piece: 2 in zigzag order, else 1.
+        keys: number of tokens of a piece.
         needed: whether the device at place `i` attends to anything in the piece of place `j`.
     """
 
@@ -97,17 +97,19 @@ class Route:
     def travel(
         self, direction: int, pieces: Any, step: Callable, sums: Any, carry: Any, own: bool
     ) -> tuple[Any, Any]:
-        """Return `sums` and `carry` after `sums, carry = step(j, pieces, sums, carry)` for each piece that passes by.
+        """Return `sums` and `carry` after `step` for each piece that passes by.
+
+            sums, carry = step(j, pieces, sums, carry)
 
         `sums` travel with their piece, and are home again in the end. The next piece is sent before
         the present one is used, so that both go on at once.
 
         Args:
             direction: 1 for up the ring, -1 for down.
-            pieces: those of this place.
-            step: takes the place `j` that the pieces are of.
-            sums: what is added up for each piece.
-            carry: what is added up on this device.
+            pieces: pieces of this place.
+            step: function called for each piece, with the place `j` that it comes from.
+            sums: values to add up for each piece.
+            carry: values to add up on this device.
             own: whether the device's own pieces are the first.
         """
         last, first = self.hops[0 if direction == 1 else 1], 0 if own else 1
@@ -137,7 +139,7 @@ class Route:
 def make_route(
     axes: tuple[str, ...], size: int, within: int, ordered: bool, mask: Mask, t: int, s: int
 ) -> Route:
-    """Return the route for pieces of `s` keys, past devices with `t` queries that see them by the band of the mask."""
+    """Return the route of pieces of `s` keys past devices of `t` queries, by the mask's band."""
     runs = 2 if ordered else 1
     (low, high), _ = mask.split_band()
 

@@ -19,13 +19,13 @@ class Shard:
     """One device's rows of the batch, heads, queries and keys.
 
     Args:
-        call: its arrays; the mask is that of the whole sequences, the bias that of its queries and
-            all keys.
-        b: where its rows of the batch stand.
-        n: where its heads stand.
-        rows: where its queries stand; None where it has all, in order.
-        cols: where its keys stand; None where it has all, in order.
-        s: number of keys of the whole.
+        call: call with the arrays of this device, except that the mask is that of the whole
+            sequences and the bias that of its queries and all keys.
+        b: places of its rows of the batch.
+        n: places of its heads.
+        rows: places of its queries; None where it has all, in order.
+        cols: places of its keys; None where it has all, in order.
+        s: number of keys of the whole sequence.
     """
 
     call: Call

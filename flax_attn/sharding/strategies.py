@@ -1,4 +1,7 @@
-"""Attention of one device that has a part of the tokens: keys gathered, heads divided instead, or keys passed on."""
+"""Attention on one device that has a part of the tokens.
+
+Keys are gathered or passed on, or heads are divided instead of tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ from flax_attn.sharding.shards import Shard, whole
 
 @dataclass(frozen=True)
 class Kernel:
-    """What computes attention once the tokens that it needs are there.
+    """The kernel that computes attention once the tokens that it needs are there.
 
     Args:
-        backend: the name of one, or `"auto"`.
+        backend: name of a backend, or `"auto"`.
     """
 
     backend: str = "auto"
@@ -103,7 +106,7 @@ def _with_all_keys(division: Division, shard: Shard) -> Shard:
 
 
 def _with_all_tokens(division: Division, shard: Shard) -> Shard:
-    """Return the tokens of all of `within` neighbours and a share of their heads, of one device's tokens and heads."""
+    """Return a shard with all tokens of `within` neighbours and a share of their heads."""
     call, within = shard.call, division.within
     copies = within // gcd(call.key.shape[2], within)
     key, value = (
@@ -135,7 +138,7 @@ def _with_all_tokens(division: Division, shard: Shard) -> Shard:
 
 
 def _of_heads(call: Call, heads: Places) -> dict[str, Array]:
-    """Return the arrays of a call that have an axis of heads and none of tokens, at some of the heads."""
+    """Return the arrays of a call that have an axis of heads and none of tokens, at `heads`."""
     found = {}
     for name, axes in call.axes.items():
         array = getattr(call, name)

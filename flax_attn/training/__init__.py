@@ -1,4 +1,4 @@
-"""Training of language models: a step, parameters of low precision, and checkpoints that resume to the bit.
+"""Training of language models: a step, low-precision parameters, and exactly resumed checkpoints.
 
 What this package exports stands in `__init__.pyi`: Orbax is imported where checkpoints are used.
 """

@@ -41,8 +41,8 @@ class Checkpoints:
     is opened: one run at a time may use it.
 
     Args:
-        folder: made by the first save if there is none.
-        keep: how many checkpoints stay; older ones are deleted.
+        folder: folder of the checkpoints; the first save makes it if there is none.
+        keep: number of checkpoints that stay; older ones are deleted.
 
     Raises:
         ValueError: if `keep` is not positive, or the folder is a file or inside one.
@@ -85,9 +85,9 @@ class Checkpoints:
         """Save a run after a step. The files are written in the background.
 
         Args:
-            step: a whole number, larger than that of every checkpoint in the folder.
-            model: every variable of it is saved; its mode, train or eval, is not.
-            optimizer: its state.
+            step: number of the step, whole and larger than that of every checkpoint in the folder.
+            model: model to save, with every variable; its mode, train or eval, is not saved.
+            optimizer: optimizer whose state is saved.
             extra: other values to save, as JSON has them: numbers, strings, lists and dicts of
                 these.
 
@@ -284,7 +284,7 @@ def _check_json(extra: dict[str, Any]) -> None:
 
 
 def _arrays(**nodes: Any) -> dict[str, Array]:
-    """Return the arrays of all variables by their dotted paths, the keys of random streams as key data."""
+    """Return the arrays of all variables by dotted path; random stream keys are key data."""
     return {
         ".".join(map(str, (node, *path))): jax.random.key_data(value) if _is_key(value) else value
         for node, state in nodes.items()

@@ -15,9 +15,8 @@ class Float32State(NamedTuple):
     """The state of `float32_state`.
 
     Args:
-        master: the float32 copy of each parameter of less than float32, in the order of the
-            parameters.
-        inner: the state of the optimizer itself.
+        master: float32 copy of each parameter of less than float32, in the order of the parameters.
+        inner: state of the optimizer itself.
     """
 
     master: tuple[Array | nnx.Variable, ...]
@@ -25,7 +24,7 @@ class Float32State(NamedTuple):
 
 
 def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that keeps a float32 copy of parameters of low precision, and updates that.
+    """Return an optimizer that updates a float32 copy of low-precision parameters.
 
         master = master + update(float32(gradient), master);  parameter = bfloat16(master)
 
@@ -40,7 +39,7 @@ def float32_state(optimizer: optax.GradientTransformation) -> optax.GradientTran
         float32_state(optax.apply_if_finite(optax.adamw(1e-3), max_consecutive_errors=5))
 
     Args:
-        optimizer: any, a schedule, clipping or weight decay included. It works in float32.
+        optimizer: any optimizer, with schedule, clipping or weight decay. It works in float32.
 
     Raises:
         ValueError: if `update` is called without parameters.

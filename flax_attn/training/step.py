@@ -54,7 +54,7 @@ def compiled_step(
     tokens: Integer[Array, "*b t"],
     **options: Any,
 ) -> Float[Array, ""]:
-    """Return what `train_step` does, of lengths whose values are not known: those beyond t count as t."""
+    """Return the result of `train_step` for traced lengths; those beyond t count as t."""
 
     def loss(model: LanguageModel) -> Float[Array, ""]:
         return next_token_loss(model, tokens, **options)

@@ -1,4 +1,6 @@
-"""The cases of all backends against `torch_ref`: the reference for each of them, and `blocked` over random calls.
+"""The cases of all backends against `torch_ref`.
+
+The reference computes each of them, and `blocked` is compared over random calls.
 
 That every backend equals the reference is proven in `tests/backends`.
 """

@@ -1,4 +1,4 @@
-"""Bad functions of indices, as masks and as scores: the same error in the same words on both sides."""
+"""Bad functions of indices, as masks and as scores: the same error message on both sides."""
 
 import re
 

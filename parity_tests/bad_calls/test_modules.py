@@ -1,4 +1,4 @@
-"""Bad arguments of constructors and bad inputs of modules: the same error in the same words on both sides."""
+"""Bad arguments of constructors and bad inputs of modules: the same error message on both sides."""
 
 import re
 

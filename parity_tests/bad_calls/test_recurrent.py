@@ -1,4 +1,4 @@
-"""Bad shapes of the delta rule and the short convolution, and calls of layers that a state cannot answer."""
+"""Bad shapes of the delta rule and the short convolution, and calls that a state cannot answer."""
 
 import numpy as np
 import pytest

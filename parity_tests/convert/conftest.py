@@ -36,7 +36,10 @@ class Rig:
         return layer
 
     def load_both_ways(self, ours, theirs, layout):
-        """Load their weights into ours; store them again, bit for bit; and load those of ours into theirs, strictly."""
+        """Load their weights into ours, store them again, and load ours into theirs.
+
+        What is stored is equal bit for bit; theirs loads strictly.
+        """
         ours, published = self.ours(ours), theirs.state_dict()
         mine = convert.state_dict(ours, layout)
         assert all((array != published[name].numpy()).any() for name, array in mine.items())

@@ -1,4 +1,4 @@
-"""`convert.auto` on layers whose kernels have more than two axes, or lie the other way round: equal outputs."""
+"""`convert.auto` on layers with kernels of more than two axes, or transposed: equal outputs."""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def test_conv1d_of_hugging_face(rig):
 
 
 class NormedAttention(nn.Module):
-    """Attention with a norm of the queries and of the keys of each head, as `nnx.MultiHeadAttention` has it."""
+    """Attention with norms of the queries and keys of each head, as in `nnx.MultiHeadAttention`."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What `convert.auto` refuses: parameters that fit twice, that have no partner, or whose names disagree."""
+"""What `convert.auto` refuses: parameters with two partners or none, and names that disagree."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,7 @@
-"""Layouts against the layers they are named after: weights both ways, equal outputs and equal attention weights."""
+"""Layouts against the layers they are named after.
+
+Weights are converted both ways; outputs and attention weights are equal.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +118,10 @@ def nnx_layer(d_in, kdim, bias):
 
 
 def call_nnx(layer, arrays):
-    """Return output and weights; if not asked for weights, it takes the softmax in float32, whatever the dtype."""
+    """Return output and weights.
+
+    Unless it is asked for weights, the layer takes the softmax in float32, whatever the dtype.
+    """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         capturing = nnx.capture(layer, nnx.Intermediate)
         output, seen = capturing(

@@ -1,4 +1,4 @@
-"""The attention modules of Hugging Face's models: their own state dicts, loaded and stored; equal outputs."""
+"""Hugging Face's attention modules: state dicts are loaded and stored, and outputs are equal."""
 
 import pytest
 import torch
@@ -48,7 +48,10 @@ def test_gpt2(rig):
 
 
 def angles(base):
-    """Return cosines and sines of positions 0 ... T - 1: Hugging Face's own are in float32, whatever the dtype."""
+    """Return cosines and sines of positions 0 ... T - 1.
+
+    Hugging Face's own are in float32, whatever the dtype.
+    """
     frequencies = base ** (-torch.arange(0, WIDTH, 2, dtype=torch.double) / WIDTH)
     turned = torch.outer(torch.arange(T, dtype=torch.double), frequencies).repeat(1, 2)[None]
     return turned.cos(), turned.sin()
@@ -61,7 +64,8 @@ def test_llama(rig, kv_heads, bias):
         num_attention_heads=HEADS,
         num_key_value_heads=kv_heads,
         attention_bias=bias,
-        attn_implementation="sdpa",  # its own formula takes the softmax in float32, whatever the dtype
+        # Llama's own formula takes the softmax in float32, whatever the dtype.
+        attn_implementation="sdpa",
     )
     theirs = rig.theirs(LlamaAttention(config, layer_idx=0))
     ours = attention(bias, num_kv_heads=kv_heads, rope=flax_attn.RoPE(base=500.0))

@@ -1,4 +1,4 @@
-"""Every layout against an index spec in plain numpy, and against the formula that its owners compute."""
+"""Every layout against an index spec in plain numpy, and against the formula of its owners."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ NAMES = ("W_query", "W_key", "W_value")
 
 
 def seeded(seed=0, **options):
-    """Return a square module on both sides, and the parameters of the PyTorch side as numpy arrays."""
+    """Return a square module of both sides, and the PyTorch parameters as numpy arrays."""
     options = {"dropout": 0.0, "num_heads": HEADS, "qkv_bias": True, "causal": False} | options
     scores = {"scale": options.pop("scale", None)}
     theirs = torch_ref.MultiHeadAttention(

@@ -1,4 +1,7 @@
-"""Our blocks and PyTorch's encoder and decoder layers, norms before and after, alone and in a model."""
+"""Our blocks against PyTorch's encoder and decoder layers.
+
+Norms come before or after; layers stand alone or in a model.
+"""
 
 import jax.numpy as jnp
 import numpy as np

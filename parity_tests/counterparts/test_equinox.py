@@ -1,4 +1,7 @@
-"""The attention of Equinox, which takes one example, mapped over the batch; against torch.nn.MultiheadAttention."""
+"""The attention of Equinox against torch.nn.MultiheadAttention.
+
+Equinox takes one example, so it is mapped over the batch.
+"""
 
 import equinox
 import jax

@@ -1,4 +1,4 @@
-"""The attention of Flax, NNX and Linen, against torch.nn.MultiheadAttention and against our PyTorch twin."""
+"""The attention of Flax NNX and Linen against torch.nn.MultiheadAttention and our PyTorch twin."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,10 @@ def seen(x, lengths):
 
 
 def sowing(layer, query, key=None, value=None, lengths=None):
-    """Return output and weights; unless they are asked for, `jax.nn` takes the softmax in float32."""
+    """Return output and weights.
+
+    Unless it is asked for weights, `jax.nn` takes the softmax in float32.
+    """
     capturing = nnx.capture(layer, nnx.Intermediate)
     output, caught = capturing(query, key, value, mask=seen(query, lengths), sow_weights=True)
     return output, *caught["attention_weights"]

@@ -188,7 +188,10 @@ def test_nan_of_empty_rows_is_avoided_by_the_call(checks):
 
 
 class WithExtraKeys(flax_attn.MultiHeadAttention):
-    """Self-attention with `add_bias_kv` and `add_zero_attn`: behind the keys, others that every query may see."""
+    """Self-attention with `add_bias_kv` and `add_zero_attn`.
+
+    They append keys that every query may see.
+    """
 
     def __init__(self, add_bias_kv, add_zero_attn):
         super().__init__(D, D, None, 0.0, HEADS, True, causal=False, rngs=nnx.Rngs(0))

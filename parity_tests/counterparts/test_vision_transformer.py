@@ -1,4 +1,7 @@
-"""A vision transformer of Flax layers against its twin of torch layers: no rule says which parameter is which."""
+"""A vision transformer of Flax layers against its twin of torch layers.
+
+No rule says which parameter is which.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -46,7 +46,7 @@ html_static_path, html_favicon, html_logo = [], None, None
 
 @pytest.fixture
 def build(tmp_path):
-    """Build one page with all of the extensions, without running it; return what was printed, and the site."""
+    """Build one page with all extensions, without running it; return the output and the site."""
 
     def run(text):
         (tmp_path / "conf.py").write_text(CONF)

@@ -1,4 +1,4 @@
-"""The example that trains a GPT-2 from the start: its data, a run that falls and resumes, and what it leaves."""
+"""The example that trains a GPT-2 from the start: data, a run that fails and resumes, results."""
 
 import runpy
 import sys

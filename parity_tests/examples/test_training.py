@@ -1,4 +1,4 @@
-"""The examples that train on both sides: what they compare, that they find a difference, and what they show."""
+"""The examples that train on both sides compare them, find a difference, and show the result."""
 
 import importlib
 import runpy
@@ -34,7 +34,7 @@ def promotion():
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Run a file for as many steps as said, as from the command line; return its names and the picture."""
+    """Run a file for some steps, as from the command line; return its names and the picture."""
 
     def run(name, *arguments):
         picture = tmp_path / "picture.png"

@@ -1,4 +1,7 @@
-"""The cache of keys and values by itself: what it holds, what queries see of it, what it refuses, on both sides."""
+"""The cache of keys and values by itself, on both sides.
+
+What it holds, what queries see of it, and what it refuses.
+"""
 
 import re
 
@@ -48,7 +51,10 @@ def attends(sides):
 
 
 def in_calls(side, attend, cache, plan):
-    """Return the output of the calls of a plan, a width and a number of tokens a row each, at the places of tokens."""
+    """Return the output of the calls of a plan, at the places of the tokens.
+
+    A call of the plan is a width, and a number of tokens for each row.
+    """
     held, whole = np.zeros(B, int), np.zeros((B, T, N, H))
     for width, counts in plan:
         where = np.minimum(held[:, None] + np.arange(width), T - 1)

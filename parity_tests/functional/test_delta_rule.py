@@ -1,4 +1,7 @@
-"""The gated delta rule: in chunks it is the formula, which torch_ref computes token by token, and transformers' own."""
+"""The gated delta rule: the form in chunks equals the formula.
+
+`torch_ref` computes the formula token by token; transformers' own is compared as well.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +30,7 @@ KINDS = {
 
 
 def inputs(decay, delta, seed=0):
-    """Return query, key, value, decay, beta and state, in their order; beta only where there is one."""
+    """Return query, key, value, decay, beta and state, in this order; beta only if there is one."""
     random = np.random.default_rng(seed)
     query, key = (random.normal(size=(B, T, K, H)) for _ in range(2))
     key /= np.linalg.norm(key, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Counter-based dropout: the published vectors, the same elements on both sides, and the statistics of chance."""
+"""Counter-based dropout: published vectors, the same elements on both sides, and statistics."""
 
 from itertools import product
 
@@ -67,7 +67,10 @@ def test_both_sides_keep_the_same_elements(sides, shape, rate, key):
 
 
 def test_the_threshold_is_exact(side):
-    """An element is kept when its word is at least rate * 2**32: the formula of the docstring, word by word."""
+    """An element is kept when its word is at least rate * 2**32.
+
+    This is the formula of the docstring, word by word.
+    """
     file = side.file("functional.dropout")
     rate, key = 0.3, tuple(words(side, (3, 14)))
     kept = grid(side, rate)

@@ -1,4 +1,6 @@
-"""Published modifications of attention, in both packages, against PyTorch's FlexAttention: outputs and gradients.
+"""Published modifications of attention, in both packages, against PyTorch's FlexAttention.
+
+Outputs and gradients are compared.
 
 Each is written once, as in the FlexAttention paper and its collection of examples, for either
 framework.
@@ -42,7 +44,7 @@ FLOATS = {"slopes": (N,), "relative": (N, 2 * T), "buckets": (N, 8), "gate": (B,
 
 
 def ancestors():
-    """Return which nodes of a tree of drafts lie between each node and the root, itself included."""
+    """Return the nodes between each node of a tree of drafts and the root, itself included."""
     seen = np.eye(T, dtype=bool)
     for i in range(1, T):
         seen[i] |= seen[INTEGERS["parent"][i]]
@@ -57,11 +59,11 @@ class Modification:
     """One modification.
 
     Args:
-        sees: the function of a mask, from arrays by name; None shows all.
-        score: the function of a score, from arrays and the library with `where` and `tanh`; None
+        sees: function of a mask, from arrays by name; None shows all.
+        score: function of a score, from arrays and the library with `where` and `tanh`; None
             leaves it.
-        captured: names of arrays in it that have gradients.
-        offset: of the queries.
+        captured: names of arrays in the function of a score that have gradients.
+        offset: offset of the queries.
     """
 
     sees: Callable | None = None
@@ -213,7 +215,10 @@ def assert_equal(found, expected):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """FlexAttention as it is defined, in float64: it refuses gradients on CPU, which only its compiled kernel lacks."""
+    """FlexAttention as it is defined, in float64.
+
+    It refuses gradients on CPU, which only its compiled kernel lacks.
+    """
     monkeypatch.setattr(flex, "_validate_device", lambda *arrays: None)
 
 

@@ -68,7 +68,10 @@ def rope_of(side, name, **keywords):
 
 @contextmanager
 def in_float64():
-    """Let Hugging Face compute in float64: its formulas ask for float32 by name, and that name means float64 here."""
+    """Let Hugging Face compute in float64.
+
+    Its formulas ask for float32 by name, and that name means float64 here.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("float", "float32"):
             patch.setattr(torch, name, torch.float64)
@@ -99,7 +102,10 @@ def llama_config(name, **more):
 
 
 def published_cos_sin(name, positions):
-    """Return Hugging Face's cos and sin, `(1, t, h)` each, of a fresh layer, as one of dynamic scaling remembers."""
+    """Return Hugging Face's cos and sin, `(1, t, h)` each.
+
+    The layer is fresh, because one with dynamic scaling keeps state.
+    """
     config = llama_config(name)
     return LlamaRotaryEmbedding(config)(
         torch.ones(1, dtype=torch.float64), torch.tensor(positions)[None]

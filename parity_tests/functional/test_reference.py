@@ -1,4 +1,4 @@
-"""What never reaches an output or a gradient: rows that see nothing, and what stands in slots that nobody sees."""
+"""What never reaches an output or a gradient: rows that see nothing, and slots nobody sees."""
 
 import jax
 import numpy as np
@@ -32,7 +32,10 @@ FLAX = jax.jit(
 
 
 def run(side, arrays, rows=(0, T), bias=BIAS, mask=None, sinks=None, dropout=None, soft_cap=None):
-    """Return the output, and the gradients of query, key, value and bias under a random cotangent on some rows."""
+    """Return the output and the gradients of query, key, value and bias.
+
+    The cotangent is random, on some rows.
+    """
     arrays = [side.array(x) for x in (*arrays, bias)]
     rest = (side.array(COTANGENT[:, slice(*rows)]), mask, sinks, dropout, soft_cap, rows)
     if side.is_flax:

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch in folders from anywhere: no code of theirs is run, and what is no weight is refused."""
+"""Untrusted checkpoints of PyTorch: their code is not run, and what is not a weight is refused."""
 
 import os
 import pickle

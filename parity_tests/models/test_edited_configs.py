@@ -1,4 +1,4 @@
-"""Folders of transformers whose `config.json` is edited: the same function there and here, or refused by name."""
+"""Folders of transformers with an edited `config.json`: the same function, or refused by name."""
 
 import json
 import random

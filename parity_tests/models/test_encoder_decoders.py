@@ -1,4 +1,7 @@
-"""Encoder-decoders: equal to transformers through folders, equal in one call and in steps, and the same text."""
+"""Encoder-decoders: equal to transformers, in one call and in steps, with the same text.
+
+Models go through folders.
+"""
 
 from dataclasses import replace
 
@@ -250,7 +253,7 @@ def real(logits):
 
 
 def in_calls(side, model, call, kept, plan):
-    """Return the logits of all tokens, computed with a cache in calls that take some of each row."""
+    """Return the logits of all tokens, computed with a cache, in calls of some tokens a row."""
     _, tokens = inputs()
     cache, whole, cached = model.init_cache(B, T), np.zeros((B, T, VOCAB)), np.zeros(B, int)
     for counts, width in plan:
@@ -323,7 +326,10 @@ DISTANCES = {"relative_attention_num_buckets": 32, "relative_attention_max_dista
 
 
 def varied(name, random, shape):
-    """Draw parameters that make a text which does not repeat itself soon: that of T5 depends on distances above all."""
+    """Draw parameters whose text does not repeat itself soon.
+
+    The text of T5 depends mostly on distances.
+    """
     if len(shape) == 1:
         return random.normal(name.endswith("norm.weight"), 0.05, shape)
     deviations = {

@@ -1,4 +1,4 @@
-"""Encoders of transformers through a folder into ours, and back: the same function, gradients included."""
+"""Encoders of transformers through a folder into ours and back: the same function and gradients."""
 
 from dataclasses import replace
 
@@ -214,7 +214,10 @@ def test_a_model_is_the_same_function(row, tmp_path):
 
 
 def fields(model):
-    """Return the fields of a config that mean something: ids are the tokenizer's, and labels are in `id2label`."""
+    """Return the fields of a config that matter.
+
+    Ids belong to the tokenizer, and labels are in `id2label`.
+    """
     left_out = {"_name_or_path", "transformers_version", "label2id", *NO_IDS}
     return {name: value for name, value in model.config.to_dict().items() if name not in left_out}
 

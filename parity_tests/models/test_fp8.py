@@ -1,4 +1,4 @@
-"""DeepSeek-V3 as it is published, in eight bits with a scale for each block: the numbers are those of transformers."""
+"""DeepSeek-V3 as published, in eight bits with a scale for each block: equal to transformers."""
 
 import json
 
@@ -60,7 +60,7 @@ def quantized(weights, scale_dtype=torch.float32):
 
 
 def unpacked(weights, dtype):
-    """Return the weights as transformers reads them; what blocks do not divide is filled up to whole ones first."""
+    """Return the weights as transformers reads them, after padding them to whole blocks."""
     found = {name: weight.to(dtype) for name, weight in weights.items() if not name.endswith(SCALE)}
     for name in [name.removesuffix(SCALE) for name in weights if name.endswith(SCALE)]:
         (rows, columns), scales = weights[name].shape, weights[name + SCALE]

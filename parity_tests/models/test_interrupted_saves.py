@@ -1,4 +1,4 @@
-"""What transformers loads from a folder into which a model was being saved when it was interrupted."""
+"""What transformers loads from a folder if saving a model into it was interrupted."""
 
 import itertools
 import os
@@ -29,7 +29,10 @@ def same(one, other):
 
 @pytest.mark.parametrize("sizes", [(10**9, 2000), (2000, 10**9)], ids=str)
 def test_transformers_loads_the_old_model_or_the_new_one(sizes, tmp_path, monkeypatch):
-    """It is killed before the nth file is replaced, linked or removed: nothing is done behind that."""
+    """Interrupt a save before the nth file is replaced, linked or removed.
+
+    Nothing is done after that.
+    """
     models, expected = [build(6), build(8)], []
     for model, size in zip(models, sizes, strict=True):
         model.save_pretrained(tmp_path / f"{size}", max_shard_size=size)

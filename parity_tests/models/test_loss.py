@@ -1,4 +1,7 @@
-"""The loss of a language model: against torch's, and what must not change it: packing, padding, the number of rows."""
+"""The loss of a language model against torch's.
+
+Packing, padding and the number of rows must not change it.
+"""
 
 from functools import partial
 
@@ -24,7 +27,7 @@ MODELS = ("gpt2", "llama")
 
 
 def build(side, name):
-    """Return a model whose parameters are all random, in eval mode: the same numbers on both sides."""
+    """Return a model with random parameters, in eval mode: the same numbers on both sides."""
     options = {"context_length": CONTEXT, "vocab_size": VOCAB}
     if name == "llama":
         config = side.LlamaConfig(8, 14, num_heads=4, num_layers=1, num_kv_heads=2, **options)

@@ -1,4 +1,4 @@
-"""Whole models: equal on both sides, in one call, in steps and in chunks, and document by document."""
+"""Whole models: equal on both sides, in one call, in steps, in chunks, and document by document."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +36,10 @@ def llama(rope=lambda side: side.RoPE(), **options):
 
 
 def decoder(name, **options):
-    """Return the name of a family, and a function to its config from a side; parts are functions from a side, too."""
+    """Return the name of a family, and a function from a side to its config.
+
+    Parts are functions from a side, too.
+    """
 
     def config(side):
         made = {key: value(side) if callable(value) else value for key, value in options.items()}

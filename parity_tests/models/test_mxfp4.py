@@ -1,4 +1,4 @@
-"""gpt-oss as it is published, its experts in blocks of four bits: the numbers are those of transformers."""
+"""gpt-oss as published, its experts in blocks of four bits: equal to transformers."""
 
 import json
 
@@ -39,7 +39,7 @@ PUBLISHED = {
 
 
 def pack(weights):
-    """Replace the kernels of experts by random blocks and scales, between those that are neither infinite nor 0."""
+    """Replace the kernels of experts by random blocks and scales, neither infinite nor 0."""
     random = np.random.default_rng(0)
     for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
         e, i, o = weights.pop(name).shape

@@ -1,4 +1,7 @@
-"""What stands behind `lengths` has no effect in any model: ids, positions and types that no table has."""
+"""What lies beyond `lengths` has no effect in any model.
+
+This holds for ids, positions and types that no table has.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Models of transformers through a folder into ours, and back: the same function, and the same bits."""
+"""Models of transformers through a folder into ours and back: the same function and bits."""
 
 import json
 from dataclasses import replace
@@ -533,7 +533,7 @@ def parameters(model):
 
 
 def old_gpt2(weights):
-    """As the first uploads were: without the head, its prefix, and with what was not a parameter."""
+    """Make it like the first uploads: no head, no prefix, and entries that are not parameters."""
     weights = {
         name.removeprefix("transformer."): value
         for name, value in weights.items()

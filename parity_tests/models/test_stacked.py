@@ -1,4 +1,7 @@
-"""A model of stacked layers against PyTorch's list of layers: pairing and proof are those of layers one by one."""
+"""A model of stacked layers against PyTorch's list of layers.
+
+Pairing and proof are those of layers one by one.
+"""
 
 import numpy as np
 from flax import nnx

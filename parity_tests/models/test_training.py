@@ -1,4 +1,7 @@
-"""A hundred steps of AdamW: `train_step` and optax against torch.optim, on our twin and on transformers' own models."""
+"""A hundred steps of AdamW: `train_step` and optax against torch.optim.
+
+The PyTorch models are our twins and transformers' own.
+"""
 
 from importlib import import_module
 from types import SimpleNamespace
@@ -69,7 +72,7 @@ def nonzero_gradients(model, loss):
 
 
 def assert_same_run(losses, ours, theirs, nonzero, layout):
-    """Compare the losses of all steps and the parameters after them, where the function depends on these.
+    """Compare the losses of all steps, and the final parameters that the function depends on.
 
     Softmax ignores a key bias: its gradient is rounding alone, of which AdamW makes a step as large
     as any other.

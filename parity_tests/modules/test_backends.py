@@ -1,4 +1,7 @@
-"""Modules set to another backend against their PyTorch twins, by the same rules, in tiles of a few tokens."""
+"""Modules set to another backend against their PyTorch twins.
+
+The rules are the same, and the tiles have a few tokens.
+"""
 
 import pytest
 

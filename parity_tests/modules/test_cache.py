@@ -1,4 +1,4 @@
-"""Modules with a cache: all at once, prefill and steps, and chunks of any size are one function, on both sides.
+"""Modules with a cache: one call, prefill and steps, and chunks are equal on both sides.
 
 For rows of different lengths, and masks and ring buffers that the table of variants has not. The
 calls are eager: the table proves that compiled ones are equal.
@@ -35,11 +35,11 @@ class Case:
 
     Args:
         variant: name of the class.
-        arguments: of the constructor, or functions that make them from a side.
-        options: makes the masks and biases of a call from a side and the size of a mask of the
-            whole sequence.
-        positions: of the tokens, where they are given.
-        capacity: of the cache.
+        arguments: arguments of the constructor, or functions that make them from a side.
+        options: function that makes the masks and biases of a call from a side and the size of a
+            mask of the whole sequence.
+        positions: positions of the tokens, where they are given.
+        capacity: capacity of the cache.
     """
 
     variant: str
@@ -164,7 +164,7 @@ def same_weights(case, sides):
 
 
 def calls(plan):
-    """Yield, of each call of a plan, how many tokens of each row are real and which of the sequence they are."""
+    """Yield, for each call of a plan, the number of real tokens in each row and their indices."""
     held = np.zeros(B, int)
     for counts, width in plan:
         yield np.array(counts), np.minimum(held[:, None] + np.arange(width), T - 1)
@@ -172,7 +172,7 @@ def calls(plan):
 
 
 def chunks(side, plan, *arrays):
-    """Return the tokens of each call, what is padding being NaN, and the other arrays alike, and the lengths."""
+    """Return the tokens of each call and the other arrays, with NaN as padding, and the lengths."""
     found = []
     for counts, where in calls(plan):
         real = np.arange(where.shape[1]) < counts[:, None]

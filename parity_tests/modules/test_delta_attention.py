@@ -1,4 +1,7 @@
-"""Recurrent attentions as layers: transformers' own, caches that do not grow, padding, and rows that are invalid."""
+"""Recurrent attentions as layers: transformers' own, caches that do not grow, invalid rows.
+
+Padding, too.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""Values that are wrong are not read, so that no call waits for the device: they give NaN, in the same places."""
+"""Invalid values give NaN, in the same places on both sides.
+
+They are not read, so no call waits for the device.
+"""
 
 import numpy as np
 import pytest

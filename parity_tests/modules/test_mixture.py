@@ -1,4 +1,7 @@
-"""Mixtures of experts: two forms of one function, tokens that meet no expert of a kind, and the load of the experts."""
+"""Mixtures of experts: two forms of one function, tokens that meet no expert of a kind.
+
+The load of the experts, too.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +21,10 @@ X = np.random.default_rng(0).normal(size=(2, 9, D))
 
 
 def mixture(form, **router):
-    """Return a mixture with every part that a form computes: biases, and an activation of both branches."""
+    """Return a mixture with every part that a form computes.
+
+    These are biases, and an activation of both branches.
+    """
 
     def make():
         numerics = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}

@@ -1,4 +1,4 @@
-"""Pairs of modules, and reports made by hand, whose names hold what HTML and XML take for their own."""
+"""Pairs of modules, and reports made by hand whose names contain markup of HTML and XML."""
 
 import math
 from functools import cache

@@ -1,4 +1,4 @@
-"""Every submodule and step of both sides is observed under one name, and observation changes nothing."""
+"""Both sides' submodules and steps are observed under the same names, without changing anything."""
 
 import threading
 from copy import deepcopy
@@ -107,7 +107,7 @@ class Breaks(Observer):
 
 
 def test_nothing_is_patched_while_another_thread_runs_the_same_classes(row):
-    """Neither classes nor modules of either framework are others while a comparison runs, nor after one that breaks."""
+    """A comparison changes no class or module of either framework, not even one that fails."""
     pair, seen, ready, done = row("block_gpt2"), [], threading.Event(), threading.Event()
     flax_classes = {type(inner) for _, inner in nnx.iter_modules(pair.flax.module)}
     torch_classes = {type(inner) for inner in pair.torch.module.modules()}

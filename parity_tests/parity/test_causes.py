@@ -1,4 +1,7 @@
-"""A cause is named only if its formula fits. Both sides are computed by PyTorch here, which checks the formulas too."""
+"""A cause is named only if its formula fits.
+
+Both sides are computed by PyTorch here, which checks the formulas too.
+"""
 
 import dataclasses
 import re
@@ -27,7 +30,7 @@ def draw(*shape):
 
 
 def sentences(name, theirs, ours, sources, weights=None, label="output", without=""):
-    """Return what is said of a node that is `theirs` on the PyTorch side and `ours` on the Flax side."""
+    """Return the causes named for a node that is `theirs` in PyTorch and `ours` in Flax."""
     target = Target(label, ours.numpy(), theirs.numpy(), without)
     evidence = Evidence(name, "step" if "/" in name else "module", [target], arrays(sources))
     return causes_of(evidence, arrays(weights or {}))
@@ -38,7 +41,10 @@ def arrays(tensors):
 
 
 def says(lines, torch_form, flax_form):
-    """Check the one sentence, which repeats neither what both formulas share nor the name of a setting."""
+    """Check the one sentence.
+
+    It repeats neither what both formulas share nor the name of a setting.
+    """
     assert len(lines) == 1
     ours, theirs = (
         re.fullmatch(r"(.*\b)(\w+=)(\S+)(.*)", form) for form in (flax_form, torch_form)

@@ -1,4 +1,4 @@
-"""Causes where one side writes out what the other calls: heads joined, a product, positions added, pooling."""
+"""Causes where one side writes out what the other calls: heads, products, positions, pooling."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ D, HEADS, KV_HEADS = 12, 4, 2
 
 
 class Theirs(torch.nn.Module):
-    """Patches of an image as tokens, one attention with two key/value heads, and a norm before the mean."""
+    """Patches of an image as tokens, attention with two key/value heads, a norm before the mean."""
 
     def __init__(self):
         super().__init__()

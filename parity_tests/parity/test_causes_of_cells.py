@@ -66,7 +66,7 @@ CARRY = torch.tensor(RANDOM.normal(size=(3, 5)))
 
 
 def lstm_stepped(forget=0.0, order=(0, 1, 2, 3)):
-    """Return both new states, the gates taken in another order and a number added to the forget gate."""
+    """Return both new states, with gates in another order and a number added to the forget gate."""
     gates = X @ LSTM.weight_ih.T + LSTM.bias_ih + STATE @ LSTM.weight_hh.T + LSTM.bias_hh
     i, f, g, o = (gates.chunk(4, -1)[part] for part in order)
     carry = torch.sigmoid(f + forget) * CARRY + torch.sigmoid(i) * torch.tanh(g)

@@ -1,4 +1,4 @@
-"""Causes in what a decoder writes out beside its layers: the scale of embeddings, tied logits, tables of angles."""
+"""Causes in what a decoder adds to its layers: embedding scales, tied logits, tables of angles."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,7 @@
-"""Causes in what makes tokens of images: padding, the order of patches and pixels, class tokens, positions."""
+"""Causes in how images become tokens.
+
+Padding, the order of patches and pixels, class tokens, positions.
+"""
 
 import jax
 import jax.numpy as jnp

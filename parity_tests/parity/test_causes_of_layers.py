@@ -1,4 +1,7 @@
-"""Causes that layers of other libraries have: gated activations, group norms, rows that see no key, grouped heads."""
+"""Causes in layers of other libraries.
+
+Gated activations, group norms, rows that see no key, grouped heads.
+"""
 
 import jax
 import jax.numpy as jnp

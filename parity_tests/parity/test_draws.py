@@ -12,7 +12,7 @@ def doubled(x):
 
 
 def jump_at(bits):
-    """Return a function of JAX that is off in float16 where one of its numbers is rounded to this one."""
+    """Return a function of JAX that is wrong in float16 if one of its numbers rounds to this."""
     return lambda x: jnp.where((x.dtype == jnp.float16) & (x[2, 3] == bits), 3 * x, 2 * x)
 
 

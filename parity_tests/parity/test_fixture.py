@@ -12,12 +12,14 @@ OPTIONS = {"layout": "torch", "checks": ["forward", "gradients"]}
 
 
 def test_equal(parity):
-    assert parity(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2), [(4, 5, 3)], **OPTIONS).passed
+    ours, theirs = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2)
+    assert parity(ours, theirs, [(4, 5, 3)], **OPTIONS).passed
 
 
 def test_different(parity):
     doubled = lambda module, x: 2 * module(x)
-    parity(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2), [(4, 5, 3)], torch_call=doubled, **OPTIONS)
+    ours, theirs = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), torch.nn.Linear(3, 2)
+    parity(ours, theirs, [(4, 5, 3)], torch_call=doubled, **OPTIONS)
 
 
 def test_unpaired(parity):

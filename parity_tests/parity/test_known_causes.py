@@ -1,4 +1,4 @@
-"""Causes that layers of Flax, JAX and transformers have: precision, the variance in one pass, windows."""
+"""Causes in layers of Flax, JAX and transformers: precision, one-pass variance, windows."""
 
 import jax
 import jax.numpy as jnp

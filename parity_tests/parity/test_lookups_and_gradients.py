@@ -15,7 +15,10 @@ LINEAR = [Rule(("kernel",), "weight", "i o -> o i"), Rule(("bias",), "bias")]
 
 
 class FlaxTypes(nnx.Module):
-    """An embedding of tokens and one of types, the latter for another sentence than PyTorch's, or counted from 1."""
+    """An embedding of tokens and one of types.
+
+    The types are those of another sentence than PyTorch's, or counted from 1.
+    """
 
     def __init__(self, types):
         self.tokens, self.types = (nnx.Embed(n, 6, rngs=nnx.Rngs(0)) for n in (7, 5))

@@ -1,4 +1,4 @@
-"""Norms that take the variance in one pass are named, where a residual connection hides them from the checks."""
+"""One-pass norms are named where a residual connection hides them from the checks."""
 
 import numpy as np
 import pytest

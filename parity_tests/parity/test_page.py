@@ -202,7 +202,7 @@ def test_without_the_extra_an_error_says_what_to_install(package, monkeypatch, e
 
 @pytest.fixture
 def browse(tmp_path):
-    """Return a function that opens a page and returns what became of it, and what the browser complained about."""
+    """Return a function that opens a page and returns its state and the errors of the browser."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         message = f"the page cannot be tried: none of {', '.join(BROWSERS)} is installed"

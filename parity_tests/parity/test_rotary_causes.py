@@ -1,4 +1,7 @@
-"""Rotary positions are measured in heads and in scores, and named: bases, scalings, pairs, tables that end."""
+"""Causes in rotary positions: bases, scalings, pairs, tables that end.
+
+They are measured in heads and in scores.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +25,7 @@ HALVES = "half-split, base 10000"
 
 
 class Ended:
-    """Positions that are looked up in a table of rows, the last for all that lie beyond, as JAX does."""
+    """Look positions up in a table; as in JAX, positions beyond its end get the last row."""
 
     def __init__(self, rows):
         self.rows = rows

@@ -1,4 +1,4 @@
-"""The tests are tested: every fault that is patched in is detected, first by the check that should."""
+"""Test the tests: every fault that is patched in is detected, first by the expected check."""
 
 import sys
 
@@ -100,7 +100,7 @@ def test_patches_are_taken_out_again_also_after_an_error(row):
 
 
 def _state(module):
-    """Return the identity of every attribute of the module, of all that `torch_ref` has and of what else is patched."""
+    """Return the identities of all attributes of the module, `torch_ref`, and all else patched."""
     files = [file for name, file in sys.modules.items() if name.split(".")[0] == "torch_ref"]
     classes = {thing for file in files for thing in vars(file).values() if isinstance(thing, type)}
     state = {

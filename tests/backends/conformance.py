@@ -56,16 +56,16 @@ class Case:
     """One call.
 
     Args:
-        name: unique in the table.
-        mask: a function of a class `Mask` and of what makes arrays of its framework; None hides
+        name: unique name in the table.
+        mask: function of a class `Mask` and of the array constructor of its framework; None hides
             nothing.
-        sizes: of query, key and value.
-        tiles: the sizes of blocks and edge tiles for the blocked backend.
-        bias: its shape.
-        hides: the share of the bias that is -inf.
-        sinks: their logits: drawn at random where it is True.
-        rate: of dropout.
-        change: a function that changes the arrays, for numbers that are not finite or huge.
+        sizes: sizes of query, key and value.
+        tiles: sizes of blocks and edge tiles for the blocked backend.
+        bias: shape of the bias.
+        hides: share of the bias that is -inf.
+        sinks: logits of the sinks; True draws them at random.
+        rate: dropout rate.
+        change: function that changes the arrays, for numbers that are not finite or huge.
         nonfinite: whether a row sees a number that is not finite.
     """
 
@@ -149,7 +149,10 @@ def put(at, number, *names):
 
 
 def twins(query, key, **_):
-    """Make every other key score as much as the one before: the largest of a row is then shared, and has a gradient."""
+    """Make every other key score as much as the one before.
+
+    The largest score of a row is then shared, and has a gradient.
+    """
     query[..., 0] = 0
     key[:, 1::2, :, 1:] = key[:, ::2, :, 1:]
 
@@ -476,7 +479,9 @@ CASES = {case.name: case for case in (*MASKS, *SHAPES, *OPTIONS, *NUMBERS)}
 
 
 def reference_results(case: Case, dtype: str, data: str | None = None) -> dict[str, np.ndarray]:
-    """Return the output and all gradients of the formula, in float64, computed in a dtype from data rounded to another.
+    """Return the output and all gradients of the formula, in float64.
+
+    They are computed in `dtype`, from arrays rounded to `data`.
 
     Compiled for the sizes of a case alone: mask, bias, sinks and scale are arrays.
     """

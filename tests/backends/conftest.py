@@ -6,5 +6,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-    """Let kernels take the machine for one with a single device, not for the several that are simulated."""
+    """Let kernels see a machine with one device, not the several that are simulated."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)

@@ -1,4 +1,4 @@
-"""What is special to the blocked backend: real tile sizes, tiles that are left out, memory, other derivatives."""
+"""The blocked backend itself: real tile sizes, skipped tiles, memory, and other derivatives."""
 
 from functools import partial
 
@@ -42,7 +42,10 @@ def tiles(monkeypatch):
 
 
 def at_full_size(t, s, mask):
-    """Return output and gradients in float32, and the rule for them by the formula in float32 and in float64."""
+    """Return output and gradients in float32, and the rule for them.
+
+    The rule comes from the formula in float32 and in float64.
+    """
 
     def run(backend, dtype):
         with jax.enable_x64(dtype == "float64"):

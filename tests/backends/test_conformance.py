@@ -1,4 +1,6 @@
-"""One suite for every backend: each computes a case of the table as the reference does, or refuses it as listed here.
+"""One suite for every backend.
+
+Each computes a case of the table as the reference does, or refuses it as listed here.
 
 The reference gets the mask of a case as an array, so that one compiled function serves all cases of
 one size.
@@ -40,7 +42,10 @@ NO_CAP = {"no soft cap": lambda case: case.soft_cap is not None}
 
 @dataclass(frozen=True)
 class Run:
-    """A backend in one dtype, as on one platform, and what it may refuse: a phrase and the cases it is true of."""
+    """A backend in one dtype, as on one platform, and what it may refuse.
+
+    A refusal is a phrase and the cases it is true of.
+    """
 
     backend: str
     dtype: str
@@ -63,34 +68,37 @@ class Run:
         return [phrase for phrase, holds in self.refuses.items() if holds(case)]
 
 
-BANDS = {  # which differ by their ends alone: test_tiling holds those of `blocked` to the mask, for all sizes
-    "causal, blocks of one strip", "causal from the bottom", "causal from the top", "causal that shows nothing",
-    "causal that shows one key to one query", "window to the left of its queries", "window to the right of its queries",
-    "window open to the right", "window open to the right, more queries than keys", "window without ends",
-    "sliding window", "sliding window of one", "sliding window that leaves the keys", "band that shows nothing",
-    "band of three parts",
+# They differ by their ends alone: test_tiling holds those of `blocked` to the mask, for all sizes.
+BANDS = {
+    "causal, blocks of one strip", "causal from the bottom", "causal from the top",
+    "causal that shows nothing", "causal that shows one key to one query",
+    "window to the left of its queries", "window to the right of its queries",
+    "window open to the right", "window open to the right, more queries than keys",
+    "window without ends", "sliding window", "sliding window of one",
+    "sliding window that leaves the keys", "band that shows nothing", "band of three parts",
 }  # fmt: skip
 IN_OTHERS = {  # whose mask or sizes another case has, along with more
-    "query length", "lengths beyond the tokens", "window over lengths", "segments", "causal segments", "prefix",
-    "prefix with empty rows", "dense", "dense by head", "dense by row", "dense that shows nothing", "one query, causal",
-    "blocks that fit", "multi-head", "head width 1", "head width 7", "head width 64", "head width 128",
-    "head width 256", "bias", "bias of one number", "sinks",
+    "query length", "lengths beyond the tokens", "window over lengths", "segments",
+    "causal segments", "prefix", "prefix with empty rows", "dense", "dense by head", "dense by row",
+    "dense that shows nothing", "one query, causal", "blocks that fit", "multi-head",
+    "head width 1", "head width 7", "head width 64", "head width 128", "head width 256", "bias",
+    "bias of one number", "sinks",
 }  # fmt: skip
 HIDDEN = {  # test_blocked has more numbers in hidden slots
     "what nobody sees", "what nobody sees, dense", "what is to come", "huge to come",
 }  # fmt: skip
 XLA_ALONE = (
-    "nan in a query that is seen, causal", "inf in a key that is seen, sliding", "nan in a value that is seen, dense",
-    "bias under lengths",
+    "nan in a query that is seen, causal", "inf in a key that is seen, sliding",
+    "nan in a value that is seen, dense", "bias under lengths",
 )  # fmt: skip
 LEFT_OUT = BANDS | IN_OTHERS | HIDDEN
 TOGETHER = (  # what heads share or do not share when they are taken together
-    "causal at an offset a row", "two causal masks", "window beyond a block", "lengths", "segments in any order",
-    "prefix and offset a row", "dense by head", "dense by row and head", "everything at once", "multi-query",
-    "function by row and head at an offset a row",
+    "causal at an offset a row", "two causal masks", "window beyond a block", "lengths",
+    "segments in any order", "prefix and offset a row", "dense by head", "dense by row and head",
+    "everything at once", "multi-query", "function by row and head at an offset a row",
     "segments of two integer types", "window at the ends of the integers",
-    "prefix and lengths at the ends of the integers", "sinks that are not finite",
-    "no queries", "sinks and empty rows", "dropout in a window", "bias of every head", "bias of every row",
+    "prefix and lengths at the ends of the integers", "sinks that are not finite", "no queries",
+    "sinks and empty rows", "dropout in a window", "bias of every head", "bias of every row",
     "bias of every key", "bias under a soft cap", "what nobody sees, causal", "what a bias hides",
     "-inf in a value that is seen, padded", "nan in a key that is seen, packed",
 )  # fmt: skip
@@ -275,9 +283,10 @@ def test_every_backend_has_a_run_here_or_a_file_of_its_own():
 
 
 LOWER = (
-    "causal from the top", "window beyond a block", "causal lengths", "causal segments", "dense by head", "multi-query",
-    "head width 80", "sinks and empty rows", "bias under a soft cap", "dropout in a window",
-    "what nobody sees, causal", "nan in a query that is seen, causal",
+    "causal from the top", "window beyond a block", "causal lengths", "causal segments",
+    "dense by head", "multi-query", "head width 80", "sinks and empty rows",
+    "bias under a soft cap", "dropout in a window", "what nobody sees, causal",
+    "nan in a query that is seen, causal",
 )  # fmt: skip
 
 
@@ -297,7 +306,10 @@ def test_is_as_near_the_truth_in_a_lower_dtype(run, case, on):
 
 
 class Diagonals(Part):
-    """A kind of part that no backend knows: it defines `allow` alone, and differs between batch rows and heads."""
+    """A kind of part that no backend knows.
+
+    It defines `allow` alone, and differs between batch rows and heads.
+    """
 
     def __init__(self, period: jax.Array):
         self.period = period

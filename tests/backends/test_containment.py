@@ -25,7 +25,7 @@ def arrays():
 
 
 def leaky(call: Call):
-    """A kernel that multiplies hidden values by zero, and so keeps the contract for finite numbers only."""
+    """A kernel that multiplies hidden values by zero, so it is correct for finite numbers only."""
     group = call.query.shape[2] // call.key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (call.key, call.value))
     scores = jnp.einsum("btnh,bsnh->bnts", call.query, key) * call.scale
@@ -47,7 +47,10 @@ def reference(call: Call):
 
 
 def both(attend, inputs, lengths=LENGTHS):
-    """The output and the gradients under a random cotangent; lengths are traced, the causal mask is not."""
+    """Return output and gradients under a random cotangent.
+
+    Lengths are traced, the causal mask is not.
+    """
 
     @jax.jit
     def run(inputs, lengths):

@@ -78,7 +78,10 @@ def plugin(monkeypatch):
 
 @pytest.fixture
 def through_xla(monkeypatch):
-    """Hand to XLA what would go to cuDNN: the arguments are those of one interface, so their meaning is checked."""
+    """Run cuDNN's calls with XLA instead.
+
+    The arguments are those of one interface, so their meaning is checked.
+    """
     attention = jax.nn.dot_product_attention
     monkeypatch.setitem(cudnn._FILLS, "float32", xla._FILL)
 
@@ -166,7 +169,10 @@ def test_numbers_that_are_not_finite_through_xla(name, mask, plugin, through_xla
 
 
 def lowered(call, monkeypatch):
-    """The custom calls for the whole batch, one a direction, as JAX would hand them to XLA on a GPU."""
+    """Return the custom calls for the whole batch, one per direction.
+
+    JAX would hand them to XLA on a GPU.
+    """
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
     names = ("query", "key", "value")
 

@@ -1,4 +1,6 @@
-"""What `cudnn` says it takes and refuses, against the kernels that cuDNN builds for an H200; `make test-gpu` runs it.
+"""What `cudnn` accepts and refuses, against the kernels that cuDNN builds for an H200.
+
+`make test-gpu` runs it.
 
 Nothing is run and no GPU is needed. Elsewhere than in the environment of `make gpu` all of it is
 skipped.
@@ -201,7 +203,7 @@ def test_what_is_refused_says_why(name, target):
 
 @pytest.mark.parametrize("name", KERNELS_REFUSE)
 def test_what_is_refused_has_no_kernel(name, target):
-    """And kernels are really built: else a call of any width compiles, and is left to the GPU to refuse."""
+    """Kernels are really built: else a call of any width compiles, and only the GPU refuses it."""
     options, message = KERNELS_REFUSE[name]
     with (
         mock.patch.object(fused_attention_stablehlo, "check_is_flash_attention", return_value=None),

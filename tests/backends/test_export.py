@@ -1,4 +1,7 @@
-"""Programs that `jax.export` writes: loaded in another process, for other platforms, with a batch that is symbolic."""
+"""Programs written by `jax.export`: loaded in another process, for other platforms.
+
+The batch is symbolic.
+"""
 
 import re
 import subprocess
@@ -22,7 +25,7 @@ EVERYWHERE = [name for name in BACKENDS if load(name).platforms is None]
 
 
 def step(x, matrix):
-    """Return a loss with a call of every function of the library but the grouped product, and its gradients."""
+    """Return a loss that calls every function but the grouped product, and its gradients."""
 
     def loss(x, matrix):
         output = dot_product_attention(

@@ -1,4 +1,4 @@
-"""Functions of indices as masks and scores: in tiles, with all else that a call may have, and under transforms."""
+"""Functions of indices as masks and scores: in tiles, with other arguments, under transforms."""
 
 from functools import partial
 

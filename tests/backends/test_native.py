@@ -1,4 +1,4 @@
-"""What is special to the native backend: its kernels at every instruction level, derivatives, threads, refusals."""
+"""The native backend itself: kernels at every instruction level, derivatives, threads, refusals."""
 
 import subprocess
 import sys
@@ -93,7 +93,10 @@ def attend(given, backend="native", **options):
 
 
 def both(given, backend, **options):
-    """Return the outputs of a call alone and of one that is differentiated, and gradients under a random cotangent."""
+    """Return the outputs of a call alone and of a differentiated one, and gradients.
+
+    The cotangent is random.
+    """
     output, pull = jax.vjp(lambda given: attend(given, backend, **options), given)
     alone = attend(given, backend, **options)
     return {
@@ -134,7 +137,8 @@ MASKS = {
 @built
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
-    t=st.integers(1, 150), s=st.integers(8, 300), widths=st.tuples(st.integers(4, 70), st.integers(4, 70)),
+    t=st.integers(1, 150), s=st.integers(8, 300),
+    widths=st.tuples(st.integers(4, 70), st.integers(4, 70)),
     mask=st.sampled_from(sorted(MASKS)), soft_cap=st.sampled_from([None, 2.0]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )  # fmt: skip
@@ -149,7 +153,7 @@ def test_random_calls_equal_the_reference(t, s, widths, mask, soft_cap, dtype):
 
 
 def query_gradient_errors(given, mask):
-    """Return the mean error of the gradient of each query in float32: of native, and of the formula."""
+    """Return the mean error of each query's gradient in float32, of native and of the formula."""
     cotangent = draw("cotangent", 2, 70, 4, 16)
 
     def gradient(backend, dtype):
@@ -241,8 +245,10 @@ TRANSFORMS = {
     "vjp": lambda f: lambda x: jax.vjp(f, x)[1](jnp.float32(0.3)),
     "jvp of grad": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (ALONG,)),
     "grad of jvp": lambda f: jax.grad(lambda x: jax.jvp(f, (x,), (ALONG,))[1]),
-    "grad of grad": lambda f: jax.grad(lambda x: sum((g * ALONG[name]).sum() for name, g in jax.grad(f)(x).items())),
-    "jvp of jvp": lambda f: lambda x: jax.jvp(lambda x: jax.jvp(f, (x,), (ALONG,))[1], (x,), (ALONG,)),
+    "grad of grad": lambda f: jax.grad(
+        lambda x: sum((g * ALONG[name]).sum() for name, g in jax.grad(f)(x).items())),
+    "jvp of jvp": lambda f: lambda x: jax.jvp(
+        lambda x: jax.jvp(f, (x,), (ALONG,))[1], (x,), (ALONG,)),
     "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
     "linearize": lambda f: lambda x: jax.linearize(f, x)[1](ALONG),
 }  # fmt: skip
@@ -311,7 +317,8 @@ def loss(x):
     return jnp.square(dot_product_attention(*x, mask=mask, backend="native"))
 rows = NamedSharding(mesh, P(None, "data"))
 alone = np.asarray(jax.jit(loss)(x))
-compiled = jax.jit(loss, in_shardings=rows, out_shardings=NamedSharding(mesh, P("data"))).lower(x).compile()
+jitted = jax.jit(loss, in_shardings=rows, out_shardings=NamedSharding(mesh, P("data")))
+compiled = jitted.lower(x).compile()
 for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
     assert name not in compiled.as_text(), name
 np.testing.assert_array_equal(compiled(jax.device_put(x, rows)), alone)

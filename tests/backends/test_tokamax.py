@@ -70,7 +70,10 @@ def reference(call):
 
 @pytest.fixture
 def check(close):
-    """Equal to the reference when tokamax runs its XLA implementation: not its kernels, but what they are told."""
+    """Outputs equal the reference when tokamax runs its XLA implementation.
+
+    This checks the arguments of its kernels, not the kernels.
+    """
     pytest.importorskip("tokamax", reason="tokamax is an optional package")
 
     def check(call, name="xla", only=None):

@@ -9,7 +9,7 @@ MACHINE = {"platform": "cpu", "processor": "an abacus", "cores": 2}
 
 
 def grown(name, power, scale, tokens=(128, 256, 512, 1024)):
-    """Rows of an implementation whose time grows with a power of the tokens, and memory with one less."""
+    """Yield rows whose time grows as tokens**power, and memory as tokens**(power - 1)."""
     for t in tokens:
         seconds = tuple(scale * t**power * noise for noise in (0.9, 1.0, 1.0, 1.0, 1.3))
         work = Workload(1, 8, t, 64, backward=True)
@@ -25,7 +25,7 @@ def grown(name, power, scale, tokens=(128, 256, 512, 1024)):
 
 @pytest.fixture
 def report():
-    """A whole run: a curve of ours, another that ends early, a pair of the table, and one that is not installed."""
+    """Return a full run: two curves, one short, a pair of the table, and a missing library."""
     work, late = Workload(4, 12, 256, 64), Workload(1, 8, 2048, 64, backward=True)
     rows = (
         Measurement(

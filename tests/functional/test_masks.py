@@ -170,7 +170,7 @@ def test_a_block_is_a_slice_of_the_whole(mask):
 
 
 def keys_seen(seen, rows):
-    """Return the keys that some of the rows see, and those that all of them see, in every batch row and head."""
+    """Return the keys that any of the rows sees, and those that all see in every batch and head."""
     seen = seen[:, :, rows.start : rows.stop]
     return (
         np.flatnonzero(seen.any(axis=(0, 1, 2))).tolist(),
@@ -229,10 +229,8 @@ def test_kv_ranges_hold_over_batch_and_heads(mask):
     [
         (Mask.causal(2) & Mask.prefix(1, offset=-1), (0, 3, 0, 2)),
         (Mask.sliding_window(3, 2), (2, 6, 3, 5)),
-        (
-            Mask.lengths(query=2, key=jnp.array(3)),
-            (0, 0, 0, 0),
-        ),  # hidden from all, whatever the array holds
+        # Hidden from all, whatever the array holds.
+        (Mask.lengths(query=2, key=jnp.array(3)), (0, 0, 0, 0)),
         (Mask.lengths(query=5, key=3), (0, 3, 0, 3)),
         (MASKS["dense"], (0, S, 0, 0)),
         (MASKS["dense"] & Mask.sliding_window(2, 2), (3, 6, 0, 0)),
@@ -313,7 +311,7 @@ def test_sorted_segments_are_skipped():
 
 
 class Checkerboard(Part):
-    """A kind of part that the package does not know, defined by `allow` alone: every other key, shifted by head."""
+    """A part unknown to the package, defined by `allow` alone: every other key, shifted by head."""
 
     def __init__(self, heads):
         self.heads = heads

@@ -92,9 +92,8 @@ class Attention:
     def cotangent(self) -> np.ndarray:
         z = self.sizes
         drawn = np.random.default_rng(5).normal(size=(z.b, z.t, z.n, z.v))
-        return (
-            1e-5 * drawn if self.data == LARGEST else drawn
-        )  # so that its product with values is finite
+        # Small enough that its product with values is finite.
+        return 1e-5 * drawn if self.data == LARGEST else drawn
 
     def rounded(self, scale: float = 1.0) -> formula.Arrays:
         """Return the arrays in the dtype of the call; those of a second one are scaled."""

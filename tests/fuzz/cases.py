@@ -19,9 +19,9 @@ class Outcome:
     """How one case came out in one backend.
 
     Args:
-        backend: that was asked for.
+        backend: the requested backend.
         result: `"equal"`, `"refused"`, `"unsupported"` or `"wrong"`.
-        error: what was wrong.
+        error: the error that was raised or found.
     """
 
     backend: str

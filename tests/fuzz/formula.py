@@ -18,12 +18,12 @@ class Options:
     """What changes the formula.
 
     Args:
-        visible: `(b, n, t, s)`.
+        visible: mask `(b, n, t, s)`.
         scale: factor on the scores.
         soft_cap: None or the bound.
         score: None or a function of scores that returns the new ones and its derivative.
-        keep: None or what is not dropped, `(b, n, t, s)`.
-        rate: the share that is dropped.
+        keep: None or the weights that dropout keeps, `(b, n, t, s)`.
+        rate: dropout rate.
     """
 
     visible: np.ndarray

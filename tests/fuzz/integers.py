@@ -18,11 +18,11 @@ class Integers:
     """Some integers, and how they are passed.
 
     Args:
-        name: what they are, unique in a case.
-        values: as an array of Python integers, which have no bounds.
+        name: role of the integers, unique in a case.
+        values: array of Python integers, which have no bounds.
         form: `"int"`, `"scalar"` of NumPy, an array of `"numpy"`, or one of `"jax"`, which a
             compiled call gets as an argument.
-        dtype: of all but an int.
+        dtype: dtype of all forms except `"int"`.
     """
 
     name: str

@@ -38,11 +38,11 @@ class Judged:
     """What a call returned, beside what it was given.
 
     Args:
-        dtype: of the call.
+        dtype: dtype of the call.
         found: output, weights and gradients.
         given: query, key, value, bias and sinks in that dtype.
-        cotangent: of the output, in that dtype.
-        options: of the formula.
+        cotangent: cotangent of the output, in that dtype.
+        options: options of the formula.
         chooses: whether rounding alone makes the gradients of the scores.
     """
 

@@ -33,12 +33,12 @@ class Part:
     """One drawn condition.
 
     Args:
-        text: as a call spells it.
-        build: the mask, of a class `Mask` and what the call gets.
-        shows: whether row b, head n, query i sees key j, of arrays of Python integers that
-            broadcast.
-        integers: that it holds.
-        wrong: whether every call has to refuse it.
+        text: source text of the condition in a call.
+        build: function from a class `Mask` and the given arguments to the mask.
+        shows: function that returns whether row b, head n, query i sees key j, for arrays of
+            Python integers that broadcast.
+        integers: integers in the condition.
+        wrong: whether every call must refuse it.
         may_refuse: whether a call may refuse it.
     """
 

@@ -14,9 +14,9 @@ class Score:
     """One function.
 
     Args:
-        name: in what is printed.
-        traced: of a score and its indices.
-        plain: of all scores, `(b, n, t, s)`: the new ones, and their derivative.
+        name: name in printed output.
+        traced: function of a score and its indices.
+        plain: function from all scores, `(b, n, t, s)`, to the new ones and their derivative.
     """
 
     name: str

@@ -109,11 +109,11 @@ def run(
     """Run cases in several processes until there are no more or time is up.
 
     Args:
-        numbers: of the cases.
-        jobs: processes at a time.
-        seconds: that one case may take.
-        until: when to begin no other, by `time.monotonic`.
-        tell: gets each failure as text.
+        numbers: numbers of the cases.
+        jobs: number of processes at a time.
+        seconds: time limit of one case.
+        until: time after which no case starts, by `time.monotonic`.
+        tell: function that receives each failure as text.
     """
     report, lock = Report(), Lock()
 
@@ -153,9 +153,8 @@ def _environment() -> dict[str, str]:
 
     given = dict(os.environ)
     given.setdefault("JAX_PLATFORMS", "cpu")
-    given.setdefault(
-        "JAX_DISABLE_MOST_OPTIMIZATIONS", "1"
-    )  # most of the time is taken by compiling
+    # Compiling takes most of the time.
+    given.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     if jax.__version_info__ < (0, 11):
         given["XLA_FLAGS"] = f"{given.get('XLA_FLAGS', '')} {FAST}"
     return given

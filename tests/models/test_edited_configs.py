@@ -1,4 +1,4 @@
-"""Each field of each family's `config.json`, edited: the folder loads, or one of our errors says why not."""
+"""Each edited field of each `config.json` loads, or one of our errors says why not."""
 
 import json
 import shutil
@@ -129,7 +129,7 @@ def read(folder):
 
 
 def outcome(load, folder):
-    """Return nothing where a folder loads, or one of our own errors says what is wrong; else what happened."""
+    """Return None if a folder loads or fails with one of our errors, else what happened."""
     try:
         load(folder)
     except ValueError as error:

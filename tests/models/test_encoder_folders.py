@@ -1,4 +1,4 @@
-"""Folders of encoders and encoder-decoders: what of them is read, what is refused, and what cannot be written."""
+"""Folders of encoders and encoder-decoders: what is read, refused, and cannot be written."""
 
 import json
 from dataclasses import replace

@@ -57,7 +57,7 @@ def folders(tmp_path_factory):
 
 
 def edited(folder, to, *gone, **changes):
-    """Write the config of a folder, with some fields changed and others gone, and link its weights."""
+    """Write the config of a folder with fields changed and removed, and link its weights."""
     fields = json.loads((folder / "config.json").read_text()) | changes
     (to / "config.json").write_text(json.dumps({n: v for n, v in fields.items() if n not in gone}))
     (to / "model.safetensors").symlink_to(folder / "model.safetensors")

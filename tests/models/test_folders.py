@@ -1,4 +1,4 @@
-"""Hugging Face folders from anywhere: each fault is one clear error, and none is paid for with time or memory."""
+"""Hugging Face folders from any source: each fault is one clear error, raised cheaply."""
 
 import json
 import os
@@ -281,7 +281,7 @@ def test_an_index_that_is_none(name, folder):
 @pytest.mark.skipif(os.name == "nt", reason="links need rights there")
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00001.safetensors"])
 def test_files_may_be_links_to_blobs(name, folder):
-    """As hubs lay them out: the files of all versions in one folder, and links to them in one for each."""
+    """Hubs store all file versions in one folder, and each version as a folder of links."""
     blobs, version = folder / "blobs", folder / "snapshots" / "abc"
     blobs.mkdir()
     version.mkdir(parents=True)

@@ -19,9 +19,8 @@ def build(config):
     for param in jax.tree.leaves(
         nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)
     ):
-        param[...] = (
-            20 * param[...]
-        )  # large, so that no tokens nearly tie and depend on the order of a sum
+        # Large, so that no tokens nearly tie and depend on the order of a sum.
+        param[...] = 20 * param[...]
     return model
 
 
@@ -41,7 +40,7 @@ def gpt2():
 
 
 def naive(model, prompt, new):
-    """Return greedy tokens by the full forward of all tokens, one at a time; causality hides the rest."""
+    """Return greedy tokens from one full forward pass per token; causality hides the rest."""
     model.eval()
     tokens, forward = np.zeros(24, int), nnx.jit(lambda model, tokens: model(tokens))
     tokens[: len(prompt)] = prompt

@@ -1,4 +1,4 @@
-"""Saving a model over another one, interrupted at every step: the folder holds one of the two, whole."""
+"""A save over another model, interrupted at every step, leaves one of the two whole."""
 
 import errno
 import itertools
@@ -52,7 +52,7 @@ def files(folder):
 
 
 class Interrupt:
-    """Raise at the nth operation on files, before or behind it; where it is fatal, at all that come later too."""
+    """Raise before or after the nth file operation; if fatal, also at all later ones."""
 
     def __init__(self, monkeypatch, n, error, behind, fatal):
         self.left, self.error, self.behind, self.fatal = n, error, behind, fatal

@@ -1,4 +1,4 @@
-"""Hugging Face folders written by hand: what is read, what is refused and with which words, what is left behind."""
+"""Hand-written Hugging Face folders: what is read, what is refused and why, what is left behind."""
 
 import json
 import tracemalloc

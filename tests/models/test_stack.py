@@ -173,7 +173,7 @@ def test_state_dicts_are_the_same():
 
 
 def steps(model, count, folder=None):
-    """Return the losses of training with a float32 state; with a folder it is interrupted halfway."""
+    """Return the losses of training with a float32 state, interrupted halfway if given a folder."""
     optimizer, losses = nnx.Optimizer(model, float32_state(optax.adamw(0.01)), wrt=nnx.Param), []
     with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer count
         for step in range(count):

@@ -1,4 +1,4 @@
-"""Stacked layers that are not all alike: those that take turns, have a number each, or attend to what is encoded."""
+"""Stacked layers that differ: alternating, numbered, or attending to an encoded sequence."""
 
 import filecmp
 
@@ -130,9 +130,8 @@ def test_folders_are_the_same(name, tmp_path, close):
     loaded = [from_pretrained(tmp_path / "plain", scan_layers=scan) for scan in (False, True)]
     for model in loaded:
         model.train()
-    close(
-        *[nnx.jit(lambda model: model(*inputs))(model) for model in loaded]
-    )  # streams of dropout draw the same
+    # Streams of dropout draw the same.
+    close(*[nnx.jit(lambda model: model(*inputs))(model) for model in loaded])
 
 
 def test_layers_without_turns_are_refused():

@@ -1,4 +1,7 @@
-"""The product of rows with the matrix of their group: in tiles what XLA's ragged product is, gradients included."""
+"""The tiled product of rows with their group's matrix equals XLA's ragged product.
+
+Gradients are included.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +13,8 @@ from flax_attn.modules.grouped_product import grouped_product
 from flax_attn.parity import tolerance
 
 pytestmark = pytest.mark.usefixtures("x64")
-SIZES = [
-    (3, 0, 4, 7),
-    (14, 0, 0, 0),
-    (0, 0, 0, 14),
-    (1, 2, 0, 3),
-    (0, 0, 0, 0),
-]  # the last two leave rows
+# The last two leave rows.
+SIZES = [(3, 0, 4, 7), (14, 0, 0, 0), (0, 0, 0, 14), (1, 2, 0, 3), (0, 0, 0, 0)]
 RANDOM = np.random.default_rng(0)
 ROWS, MATRICES, COTANGENT = (RANDOM.normal(size=size) for size in ((14, 6), (4, 6, 5), (14, 5)))
 

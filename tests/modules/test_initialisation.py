@@ -1,4 +1,7 @@
-"""Fresh parameters have the distribution of `torch.nn.Linear`: uniform in +-1 / sqrt(d_in), biases included."""
+"""Fresh parameters are distributed as in `torch.nn.Linear`: uniform in +-1 / sqrt(d_in).
+
+Biases are included.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +37,8 @@ def test_distribution_is_uniform(name, sizes):
     assert abs(values.mean()) < 4 * (1 / 3 / n) ** 0.5
     assert abs(values.var() - 1 / 3) < 4 * (4 / 45 / n) ** 0.5
     steps = (np.arange(n) + 0.5) / n * 2 - 1
-    assert (
-        np.abs(np.sort(values) - steps).max() < 4 / n**0.5
-    )  # Kolmogorov and Smirnov: the whole shape
+    # The test of Kolmogorov and Smirnov: the whole shape.
+    assert np.abs(np.sort(values) - steps).max() < 4 / n**0.5
 
 
 @pytest.mark.parametrize(

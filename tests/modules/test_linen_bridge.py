@@ -49,9 +49,8 @@ def initialise():
 def twin(variant, variables, **arguments):
     """Return the NNX module with the weights of the Linen layer."""
     module = variant.create(**arguments)
-    params = meta.unbox(
-        variables["params"].get("layer", {})
-    )  # the boxes have the names of the axes
+    # The boxes hold the names of the axes.
+    params = meta.unbox(variables["params"].get("layer", {}))
     nnx.update(
         module, nnx.to_pure_dict(nnx.merge_state(nnx.state(module, nnx.Param), nnx.State(params)))
     )

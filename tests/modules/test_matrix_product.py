@@ -1,4 +1,4 @@
-"""The product of tokens with a matrix: what `jax.lax.dot_general` gives, in the form that a CPU computes quickest."""
+"""The product of tokens with a matrix equals `jax.lax.dot_general`, in the fastest form on CPU."""
 
 from contextlib import nullcontext
 

@@ -124,9 +124,8 @@ def test_raw_words_are_a_key_too(typical):
 
 def test_split_and_merge_round_trip(variant):
     module, inputs = variant.build(dropout=0.5), variant.inputs()
-    merged = nnx.merge(
-        *nnx.split(nnx.clone(module))
-    )  # a split shares its variables with the module
+    # Cloned, because a split shares its variables with the module.
+    merged = nnx.merge(*nnx.split(nnx.clone(module)))
     jax.tree.map(np.testing.assert_array_equal, _numbers(merged), _numbers(module))
     for _ in range(2):
         assert equal(call(merged, *inputs), call(module, *inputs))

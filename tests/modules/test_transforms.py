@@ -149,9 +149,8 @@ def test_forward_and_reverse_derivatives_match_differences(typical, x64):
 
     forward, reverse, difference = derivatives(leaves, direction)
     np.testing.assert_allclose(forward, reverse, rtol=tolerance.GRADIENT)
-    np.testing.assert_allclose(
-        forward, difference, rtol=1e-6
-    )  # the difference itself errs by its step squared
+    # The error of the difference itself is its step squared.
+    np.testing.assert_allclose(forward, difference, rtol=1e-6)
     assert abs(forward) > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Random calls of the kernels in C++ by way of XLA, right ones and wrong ones: each must be refused or computed.
+"""Call the C++ kernels through XLA at random: valid calls are computed, invalid ones refused.
 
     python border.py LIBRARY [CALLS] [SEED]
 
@@ -247,9 +247,8 @@ def run(call: Border) -> dict[str, np.ndarray]:
             x.swapaxes(-1, -2) if own.transposed else x
             for x, own in zip(arrays, given, strict=True)
         ]
-        made = jax.ffi.ffi_call(
-            native.target(call.function), shapes, has_side_effect=True
-        )  # kept without results
+        # With a side effect, the call is kept even if its results are not used.
+        made = jax.ffi.ffi_call(native.target(call.function), shapes, has_side_effect=True)
         return made(*arrays, **call.options)
 
     given = list(call.arrays.values())
@@ -261,7 +260,10 @@ def run(call: Border) -> dict[str, np.ndarray]:
 
 
 def judge(call: Border, whole: bool) -> str | None:
-    """Return what is wrong with what the library makes of a call, or None; `whole`: all its arrays are there."""
+    """Return what is wrong with the result of a call, or None.
+
+    `whole` says whether all arrays of the call are there.
+    """
     function = FUNCTIONS[call.function]
     right = whole and function.right(call)
     try:

@@ -1,4 +1,4 @@
-"""What a right call of the kernels in C++ is, and what it returns: both said once more, in NumPy."""
+"""Define valid calls of the C++ kernels and their results independently, in NumPy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,7 @@ def attend(call: Border, dtype: str) -> dict[str, np.ndarray]:
 
 
 def scores_of(call: Border, dtype: str) -> tuple[np.ndarray, ...]:
-    """Return query, key and value of each head, tokens first, the capped scores, and what is visible of them."""
+    """Return query, key and value by head, tokens first, the capped scores and their visibility."""
     x, options = call.arrays, call.options
     query, key, value = (x[name].wide(dtype) for name in ("query", "key", "value"))
     if options["heads_first"]:

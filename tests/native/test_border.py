@@ -1,4 +1,4 @@
-"""Every rule that the border to the kernels in C++ asks of a call, broken once: an error of XLA, and never a crash."""
+"""Break every rule for calls of the C++ kernels once: XLA raises an error, without a crash."""
 
 import jax
 import jax.numpy as jnp
@@ -54,18 +54,29 @@ BOTH = {
     "query must be float32, bfloat16 or float16": {"query": "float8_e4m3fn 2 3 4 6"},
     "query must be (..., b, t, n, h)": {"query": "float32 3 4 6"},
     "key must have the dtype of query, and be (..., b, s, k, h), or": {"key": "float16 2 5 2 6"},
-    "value must have the dtype of query, and be (..., b, s, k, v), or": {"value": "float32 2 6 2 7"},
-    "t, s, n, k, h and v must be at least 1": {"key": "float32 2 0 2 6", "value": "float32 2 0 2 7"},
-    "t and s must be at most 2**30": {"key": f"float16 0 {2**30 + 1} 2 6", "value": f"float16 0 {2**30 + 1} 2 7",
-                                      "query": "float16 0 3 4 6"},
-    "the heads k of key must divide the heads n of query": {"key": "float32 2 5 3 6", "value": "float32 2 5 3 7"},
+    "value must have the dtype of query, and be (..., b, s, k, v), or": {
+        "value": "float32 2 6 2 7"
+    },
+    "t, s, n, k, h and v must be at least 1": {
+        "key": "float32 2 0 2 6",
+        "value": "float32 2 0 2 7",
+    },
+    "t and s must be at most 2**30": {
+        "key": f"float16 0 {2**30 + 1} 2 6",
+        "value": f"float16 0 {2**30 + 1} 2 7",
+        "query": "float16 0 3 4 6",
+    },
+    "the heads k of key must divide the heads n of query": {
+        "key": "float32 2 5 3 6",
+        "value": "float32 2 5 3 7",
+    },
     "sinks must be float32, and (..., b, n) or (..., b, 0)": {"sinks": "float32 2 3"},
     "start must be int32, and (..., b, t)": {"start": "int32 2 4"},
     "stop must be int32, and (..., b, t)": {"stop": "uint32 2 3"},
     "query_segment must be int32, and (..., b, t), or": {"query_segment": "int32 2 0"},
     "key_segment must be int32, and (..., b, s), or": {"key_segment": "int32 2 0"},
     "soft_cap must be positive, or 0 for none": {"soft_cap": np.float32(-1)},
-}  # fmt: skip
+}
 BREAKS = {
     "attention_forward": {
         **BOTH,

@@ -1,4 +1,4 @@
-"""The product of rows with the matrix of their group, at every instruction level, beside that of each group alone."""
+"""Compare the grouped matrix product, at each instruction level, with one product per group."""
 
 from functools import partial
 

@@ -96,9 +96,8 @@ def test_every_number_of_a_lower_dtype_is_read_as_it_is(dtype, every_level):
         jnp.asarray(bits), "bfloat16" if dtype == "float32" else dtype
     )
     wide = np.asarray(matrix.astype(jnp.float32))
-    normal = ~(
-        (np.abs(wide) < np.finfo(np.float32).tiny) & (wide != 0)
-    )  # XLA takes subnormal float32 as zero
+    # XLA takes subnormal float32 as zero.
+    normal = ~((np.abs(wide) < np.finfo(np.float32).tiny) & (wide != 0))
     matrix = matrix.astype(dtype)
     for level in every_level:
         choose_level(level)

@@ -27,11 +27,8 @@ COMMON = [
     f"-I{HERE}",
 ]
 ADDRESS = ["-Og", "-fsanitize=address,undefined", "-fno-sanitize=null", "-fno-sanitize-recover=all"]
-THREAD = [
-    "-O1",
-    "-fsanitize=thread",
-    "-DKERNELS=flax_attn::baseline_kernels()",
-]  # threads are the same at every level
+# Threads are the same at every level.
+THREAD = ["-O1", "-fsanitize=thread", "-DKERNELS=flax_attn::baseline_kernels()"]
 LEVELS = ("amx", "avx512", "avx2", "baseline")
 
 
@@ -64,7 +61,7 @@ def build(tmp_path: Path, flags: list[str], sources: list[Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory) -> list[Path]:
-    """Return the kernels of all levels as objects, which check addresses and undefined behaviour."""
+    """Return the objects of all levels, compiled to check addresses and undefined behaviour."""
     folder = tmp_path_factory.mktemp("kernels")
     found = compiler(folder, ADDRESS)
     for level in LEVELS:

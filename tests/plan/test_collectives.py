@@ -119,7 +119,8 @@ SPREAD = """
   %x.1 = f32[6]{0} get-tuple-element(%state), index=1
   %y.1 = f32[3,3]{1,0} custom-call(), custom_call_target="AllocateBuffer"
   %z.1 = f32[12]{0} custom-call(), custom_call_target="AllocateBuffer"
-  %part = (f32[3,3]{1,0}, f32[12]{0}) fusion(%x.1, %y.1, %z.1), kind=kOutput, calls=%meanwhile, ALIASES
+  %part = (f32[3,3]{1,0}, f32[12]{0}) fusion(%x.1, %y.1, %z.1), kind=kOutput, \
+calls=%meanwhile, ALIASES
   ROOT %next = (s32[], f32[6]) tuple(%state, %x.1)
 }
 
@@ -131,7 +132,8 @@ ENTRY %main (x: (s32[], f32[6])) -> (s32[], f32[6]) {
   %x = (s32[], f32[6]) parameter(0)
   %w = f32[6]{0} get-tuple-element(%x), index=1
   %start.1 = f32[12]{0} fusion(%w), kind=kCustom, calls=%start
-  ROOT %loop = (s32[], f32[6]) while(%x), condition=%condition, body=%body, "known_trip_count":{"n":"9"}
+  ROOT %loop = (s32[], f32[6]) while(%x), condition=%condition, body=%body, \
+"known_trip_count":{"n":"9"}
 }
 """
 
@@ -145,7 +147,8 @@ def test_a_collective_that_another_core_runs_is_counted(call):
     text = """
 %called (p: f32[6]) -> f32[12] {
   %p = f32[6]{0} parameter(0)
-  ROOT %gathered = f32[12]{0} all-gather(%p), channel_id=7, replica_groups=[4,2]<=[8], dimensions={0}
+  ROOT %gathered = f32[12]{0} all-gather(%p), channel_id=7, \
+replica_groups=[4,2]<=[8], dimensions={0}
 }
 ENTRY %main (x: f32[6]) -> f32[12] {
   %x = f32[6]{0} parameter(0)

@@ -78,10 +78,14 @@ CUBLAS = """
 ENTRY %main (x: bf16[6,5], y: bf16[5,7]) -> (bf16[6,7], s8[1024]) {
   %x = bf16[6,5]{1,0} parameter(0)
   %y = bf16[5,7]{1,0} parameter(1)
-  ROOT %z = (bf16[6,7]{1,0}, s8[1024]{0}) custom-call(%x, %y), custom_call_target="__cublas$gemm", CONFIG
+  ROOT %z = (bf16[6,7]{1,0}, s8[1024]{0}) custom-call(%x, %y), \
+custom_call_target="__cublas$gemm", CONFIG
 }
 """
-CONFIG = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+CONFIG = (
+    'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+    '{"lhs_contracting_dimensions":["1"]}}}'
+)
 
 
 def test_products_of_cublas_are_counted():
@@ -106,7 +110,8 @@ TPU = """
 %part (param_0: bf16[32,256,4096], param_1: s32[]) -> bf16[256,4096] {
   %param_0 = bf16[32,256,4096]{2,1,0} parameter(0)
   %param_1 = s32[] parameter(1)
-  ROOT %slice = bf16[1,256,4096]{2,1,0} dynamic-slice(%param_0, %param_1), dynamic_slice_sizes={1,256,4096}
+  ROOT %slice = bf16[1,256,4096]{2,1,0} dynamic-slice(%param_0, %param_1), \
+dynamic_slice_sizes={1,256,4096}
 }
 
 %product (param_5: bf16[32,256,4096], param_6: s32[]) -> bf16[256,4096] {

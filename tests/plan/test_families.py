@@ -1,4 +1,4 @@
-"""Plans of mixtures, of latent and of recurrent attention: what a device holds, and the operations of the model."""
+"""Plans of models with experts, latent or recurrent attention: memory and operations."""
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,12 @@ from flax_attn.plan.plan import plan
 SIZES = {"num_heads": 4, "num_layers": 2, "context_length": 64, "vocab_size": 40}
 EXPERTS = {"num_experts": 8, "top_k": 2, "d_expert": 20}
 DEEPSEEK = DeepseekV3Config(
-    32, 48, **SIZES, **EXPERTS, kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=6, qk_rope_head_dim=4,
-    v_head_dim=5, groups=4, top_groups=2, num_dense_layers=1,
+    32, 48, **SIZES, **EXPERTS, kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=6,
+    qk_rope_head_dim=4, v_head_dim=5, groups=4, top_groups=2, num_dense_layers=1,
 )  # fmt: skip
 NEXT = Qwen3NextConfig(
-    32, 48, **SIZES, **EXPERTS, num_kv_heads=2, head_dim=8, full_layers=(1,), linear_heads=4, linear_key_heads=2,
-    linear_head_dim=6, linear_value_dim=10, d_shared=14,
+    32, 48, **SIZES, **EXPERTS, num_kv_heads=2, head_dim=8, full_layers=(1,), linear_heads=4,
+    linear_key_heads=2, linear_head_dim=6, linear_value_dim=10, d_shared=14,
 )  # fmt: skip
 MESH = {"data": 2, "expert": 2, "tensor": 2}
 
@@ -53,13 +53,10 @@ def test_a_state_is_divided_by_rows_and_heads_and_does_not_grow(job):
         held(job(MESH, model=Qwen3Next, config=NEXT, train=False, tokens=tokens)).cache
         for tokens in (16, 32)
     ]
-    rows, keys = (
-        8 // 4,
-        2 * 2 * 8 // 2,
-    )  # of a device; and numbers a token of the one layer with keys
-    state = rows * (
-        4 * 4 * 10 * 6 // 2 + 2 * 3 * (2 * 2 * 6 + 4 * 10) // 2
-    )  # float32, and inputs in bfloat16
+    # Rows of a device, and numbers per token of the one layer with keys.
+    rows, keys = 8 // 4, 2 * 2 * 8 // 2
+    # The state in float32, and inputs in bfloat16.
+    state = rows * (4 * 4 * 10 * 6 // 2 + 2 * 3 * (2 * 2 * 6 + 4 * 10) // 2)
     lengths = 2 * 4 * 8
     assert caches == [state + 2 * rows * keys * tokens + lengths for tokens in (16, 32)]
 
@@ -78,12 +75,18 @@ def test_a_step_behind_a_state_is_the_same_work_however_long_it_is(job):
 @pytest.mark.parametrize(
     ("make", "pair", "step"),
     [
-        (lambda **o: MultiHeadAttention(16, 16, 64, 0.0, 4, num_kv_heads=2, backend="reference", **o), 64, 64),
+        (
+            lambda **o: MultiHeadAttention(
+                16, 16, 64, 0.0, 4, num_kv_heads=2, backend="reference", **o,
+            ),
+            64,
+            64,
+        ),
         (lambda **o: DifferentialAttention(16, 16, 64, 0.0, 4, backend="reference", **o), 96, 96),
         (
             lambda **o: MultiHeadLatentAttention(
-                16, 16, 64, 0.0, 4, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=2, v_head_dim=3,
-                backend="reference", **o,
+                16, 16, 64, 0.0, 4, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=2,
+                v_head_dim=3, backend="reference", **o,
             ),
             80,
             128,

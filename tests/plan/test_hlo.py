@@ -36,7 +36,8 @@ HloModule jit_f, is_scheduled=true
 
 ENTRY %main (x: (s32[], f32[4])) -> (s32[], f32[4]) {
   %x = (s32[], f32[4]) parameter(0)
-  %known = (s32[], f32[4]) while(%x), condition=%unknown, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+  %known = (s32[], f32[4]) while(%x), condition=%unknown, body=%outer, \
+backend_config={"known_trip_count":{"n":"3"}}
   ROOT %end = (s32[], f32[4]) while(%known), condition=%unknown, body=%turn
 }
 """

@@ -28,9 +28,8 @@ def test_parameters_and_state_are_divided_as_the_mesh_says(job):
     kernels = (KERNELS + 2 * HEAD) // 4  # fsdp * tensor
     found = held(job())
     assert found.gradients == 2 * (kernels + NORMS)  # norms are on every device
-    assert (
-        found.optimizer == 3 * 2 * found.gradients + 4 + 4
-    )  # copies and two moments in float32, and two counts
+    # Copies and two moments in float32, and two counts.
+    assert found.optimizer == 3 * 2 * found.gradients + 4 + 4
     assert found.cache == 0
     assert found.total == found.parameters + found.optimizer
 
@@ -166,9 +165,8 @@ def test_memory_that_the_compiler_refuses_is_the_peak(job, refusal, peak):
     assert found.fits is False
     assert [table.title for table in report.tables(found)] == [None]
     assert phase.times(CHIPS["v5e"]) == {}
-    assert (
-        Plan(small(job, 22 * 2**30), held(job()), [phase]).fits is False
-    )  # the compiler keeps some for itself
+    # The compiler keeps some memory for itself.
+    assert Plan(small(job, 22 * 2**30), held(job()), [phase]).fits is False
 
 
 def test_other_errors_of_the_compiler_are_raised(job):

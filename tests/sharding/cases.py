@@ -91,7 +91,10 @@ class Case:
 
 
 def drawn(seed: int = 0) -> list[Case]:
-    """Return cases in which every pair of choices meets, each drawn as the one of 20 that adds most pairs."""
+    """Return cases in which every pair of choices meets.
+
+    Each is the one of 20 draws that adds most pairs.
+    """
     random = np.random.default_rng(seed)
     missing = {
         pair

@@ -1,4 +1,7 @@
-"""Attention on a mesh is attention on one device: every strategy, balance, kind of mask, argument and head ratio."""
+"""Attention on a mesh equals attention on one device.
+
+For every strategy, balance, kind of mask, argument and head ratio.
+"""
 
 from collections import Counter
 from functools import partial

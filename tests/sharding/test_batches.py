@@ -1,4 +1,7 @@
-"""Training with tokens in zigzag order: put in it once, the loss and gradients of one device, and fewer exchanges."""
+"""Training with tokens in zigzag order: loss and gradients of one device, and fewer exchanges.
+
+The tokens are put in this order once.
+"""
 
 import jax
 import jax.numpy as jnp

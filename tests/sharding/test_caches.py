@@ -1,4 +1,7 @@
-"""Layers with a cache on a mesh: outputs of one device, whatever the kind of its axes, and nothing more is sent."""
+"""Layers with a cache on a mesh: outputs of one device, and nothing more is sent.
+
+This holds whatever the kind of the axes.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The example that compares runs on several processes: its verdict, and processes that fail or hang."""
+"""The example that compares runs on several processes: verdicts, processes that fail or hang."""
 
 import re
 import runpy

@@ -1,4 +1,7 @@
-"""Recurrent attention on a mesh: outputs, gradients and caches of one device, each device with its rows and heads."""
+"""Recurrent attention on a mesh: outputs, gradients and caches of one device.
+
+Each device has its rows and heads.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""Mixtures of experts on a mesh: outputs and gradients of one device, experts divided over an axis of their own."""
+"""Mixtures of experts on a mesh: outputs and gradients of one device.
+
+Experts are divided over an axis of their own.
+"""
 
 import re
 
@@ -104,7 +107,7 @@ def test_experts_go_onto_a_mesh_and_back_into_the_same_files(scan_layers, tmp_pa
 
 @pytest.mark.parametrize("axes", [{"data": 2, "expert": 2, "tensor": 2}, {"expert": 8}])
 def test_a_stack_that_is_closed_over_runs_on_a_mesh(axes):
-    """Each layer is a slice of the parameters of all, and the parameters are constants that lie on one device."""
+    """Each layer is a slice of all parameters, which are constants on one device."""
     config = MixtralConfig(
         8, 16, num_heads=4, num_layers=2, vocab_size=16, context_length=8, num_experts=8
     )

@@ -1,4 +1,7 @@
-"""Faults of context parallel attention that were shipped elsewhere, or nearly: each must be seen by the comparison."""
+"""Faults of context parallel attention that were shipped elsewhere, or nearly.
+
+The comparison must see each.
+"""
 
 from functools import partial
 

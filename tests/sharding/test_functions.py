@@ -1,4 +1,4 @@
-"""Masks and scores that are functions: on a mesh they are told of the rows, heads and tokens of the whole."""
+"""Masks and scores that are functions: on a mesh they get the global rows, heads and tokens."""
 
 from functools import partial
 

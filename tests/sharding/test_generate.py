@@ -1,4 +1,4 @@
-"""Decoding on a mesh: the tokens of one device, from a cache that is split over rows, heads and tokens."""
+"""Decoding on a mesh: the tokens of one device, with a cache split over rows, heads and tokens."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""Latent attention on a mesh: heads are divided, latents are whole; outputs and gradients of one device."""
+"""Latent attention on a mesh: outputs and gradients of one device.
+
+Heads are divided, latents are whole.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,7 @@
-"""The loss on a mesh: each device its tokens and its part of the vocabulary, with sums over devices taken once."""
+"""The loss on a mesh: each device has its tokens and its part of the vocabulary.
+
+Sums over devices are taken once.
+"""
 
 import re
 

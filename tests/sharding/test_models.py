@@ -1,4 +1,4 @@
-"""Whole models on a mesh: outputs, gradients and training of one device, and what is sent for them."""
+"""Whole models on a mesh: outputs, gradients and training of one device, and what they send."""
 
 import re
 from collections import Counter

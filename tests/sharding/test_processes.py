@@ -1,4 +1,4 @@
-"""Weights of folders on two processes, each with two devices: what each reads, and what the first writes."""
+"""Weights of folders on two processes with two devices each: reads of each, writes of the first."""
 
 import filecmp
 import json

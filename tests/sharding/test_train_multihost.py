@@ -1,4 +1,4 @@
-"""The example that trains on several processes: losses of one process, processes that are killed, other arguments."""
+"""The example that trains on several processes: losses, killed processes, other arguments."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def here(checkpoint_here):
 
 
 def run(*processes):
-    """Run commands as the processes of one run; return the exit status, the output and the errors of each."""
+    """Run commands as the processes of one run; return the status, output and errors of each."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{server.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Folders of checkpoints that several objects use, that a killed run has left, or that are damaged."""
+"""Checkpoint folders that are shared by objects, left by a killed run, or damaged."""
 
 import fcntl
 import os
@@ -180,7 +180,7 @@ def damage(folder, part):
 
 
 def test_a_damaged_checkpoint_is_told_in_a_line(tmp_path, monkeypatch, capfd):
-    """Orbax raises a page of settings, and prints another for each of the reads that it gives up, also later."""
+    """Orbax raises a long error, and prints another for each abandoned read, even later."""
     printed = []
     monkeypatch.setattr(sys, "unraisablehook", lambda event: printed.append(str(event.exc_value)))
     model = Linear(200, 300, rngs=nnx.Rngs(0))

@@ -35,7 +35,7 @@ def take_step(model, optimizer, tokens):
 
 
 def run(folder, seed=0):
-    """Train from the last checkpoint on, save after every other step, and return the losses and all that is left."""
+    """Train from the last checkpoint and save every other step; return losses and final state."""
     model, optimizer = build(seed)
     losses, done = {}, 0
     with Checkpoints(folder) as checkpoints:
@@ -82,12 +82,13 @@ def hang_in_the_third_save():
 
 
 def killed(folder, at):
-    """Run in another process until it prints `at`, and kill it; return the losses that it printed."""
+    """Run in another process, kill it when it prints `at`, and return the losses it printed."""
     command = [sys.executable, __file__, str(folder), *(["hang"] if at.startswith("in") else [])]
+    # The same options as here.
     options = {
         "cwd": Path(__file__).parents[2],
         "env": os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-    }  # as here
+    }
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
         lines = []
         for line in process.stdout:
@@ -120,7 +121,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(at, latest, unbroken, tmp_path):
 
 
 def test_what_is_saved_is_the_moment_of_the_call(tmp_path):
-    """The files are written while the run goes on, and each step takes the memory of the one before."""
+    """Files are written while the run goes on, and each step reuses the memory of the last one."""
     model, optimizer = build()
     take_step(model, optimizer, TOKENS[0])
     with Checkpoints(tmp_path) as checkpoints:

@@ -1,4 +1,4 @@
-"""A run that is killed again and again while it saves, and two readers that open its folder all the time.
+"""Kill a run again and again while it saves, and keep two readers opening its folder.
 
 The same for two processes that save models into one folder.
 `FLAX_ATTN_KILLS=100 pytest tests/training/test_killed_writers.py` kills 100 times.
@@ -47,9 +47,8 @@ def build():
 
 
 def tell(*words):
-    os.write(
-        1, (" ".join(map(str, words)) + "\n").encode()
-    )  # in one piece, also beside other processes
+    # Written in one piece, also beside other processes.
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def write(folder):
@@ -67,7 +66,7 @@ def write(folder):
 
 
 def read(folder):
-    """Open the folder without end, and end with an error unless it holds one whole checkpoint, newer ones later."""
+    """Open the folder repeatedly; fail unless it holds one whole checkpoint, never an older one."""
     os.nice(10)
     before = 0
     for turn in count():
@@ -101,7 +100,7 @@ def store(folder):
 
 
 def serve(folder):
-    """Start writers and readers as asked: forked from here, so that each starts with everything imported."""
+    """Start writers and readers on request, forked so that everything is already imported."""
     for line in sys.stdin:
         if os.fork() == 0:
             os.setpgid(0, 0)
@@ -136,7 +135,7 @@ class Server:
 
 
 def check(folder):
-    """Return the step of the last checkpoint of the folder, which must be whole, and look for leftovers."""
+    """Return the last checkpoint's step; assert that it is whole and that nothing is left over."""
     model, optimizer = build()
     with Checkpoints(folder) as checkpoints:
         step, extra = checkpoints.restore(model, optimizer)
@@ -163,9 +162,8 @@ def test_a_finished_checkpoint_is_never_lost_and_leftovers_do_not_pile_up(tmp_pa
             os.kill(started[0], signal.SIGKILL)
             assert check(folder) >= server.heard["finished"]
             started[0] = server.start("write")
-            assert (
-                server.until("ready") > server.heard["finished"]
-            )  # of all that the last one told before
+            # Later than all that the previous writer reported.
+            assert server.until("ready") > server.heard["finished"]
         server.until("read")
     finally:
         for pid in started:

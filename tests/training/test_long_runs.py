@@ -1,4 +1,4 @@
-"""Many steps leave nothing behind: neither arrays nor memory of the process that grow with their number."""
+"""Many steps leave nothing behind: neither arrays nor process memory grow with their number."""
 
 import gc
 from pathlib import Path
@@ -28,7 +28,7 @@ def held():
 
 
 def assert_flat(step, warm, steps):
-    """Assert that the steps after the first ones add no array, and less than 1 MiB in 50 of them."""
+    """Assert that after warm-up, steps add no arrays, and less than 1 MiB per 50 steps."""
     for _ in range(warm):
         step()
     arrays, memory = held(), resident()

@@ -1,4 +1,4 @@
-"""How the loss is computed: a few tokens at a time, in at least float32, whatever that does not change."""
+"""Compute the loss a few tokens at a time, in at least float32, with unchanged results."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ TOKENS = np.random.default_rng(0).integers(0, 19, (3, 14)).astype(np.int32)
 
 
 def build(param_dtype=jnp.float32, **options):
-    """Return a model without blocks, which is quick to compile: what the head reads are the embeddings."""
+    """Return a model without blocks, which compiles quickly: the head reads the embeddings."""
     config = GPT2Config(
         **{"d_model": 6, "num_heads": 2, "num_layers": 0, "vocab_size": 19, "dropout": 0.0}
         | options
@@ -80,9 +80,8 @@ def test_sums_are_taken_in_float32():
     value, gradients = lesson(model)
     assert value.dtype == jnp.float32
     assert {leaf.dtype.name for leaf in jax.tree.leaves(gradients)} == {"bfloat16"}
-    assert (
-        abs(value - lesson(model, plain)[0]) < 1e-6 * value
-    )  # a sum in bfloat16 is off by up to 4e-3
+    # A sum in bfloat16 is off by up to 4e-3.
+    assert abs(value - lesson(model, plain)[0]) < 1e-6 * value
 
 
 def test_gradients_of_the_head_are_summed_in_float32(monkeypatch):

@@ -1,4 +1,4 @@
-"""An optimizer in float32 over parameters of low precision: what it keeps, and that parameters follow it."""
+"""A float32 optimizer over low-precision parameters: its state, and how parameters follow."""
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ def test_a_parameter_that_all_but_vanishes():
 
 @pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
 def test_a_wrapper_that_leaves_out_updates_goes_inside(low):
-    """Of gradients that are not finite nothing is kept: neither in the copy nor in the parameter."""
+    """Non-finite gradients change nothing: neither the float32 copy nor the parameter."""
     params = parameters(low)
     gradients = gradients_of(params, 6)
     spoilt = jax.tree.map(lambda x: x * jnp.nan, gradients[0])

@@ -24,7 +24,7 @@ def build(name, remat, num_layers=1, **numerics):
 
 
 def compiled(model, tokens):
-    """Return the program for loss and gradients, and what it takes; keys of dropout are drawn from the streams."""
+    """Compile loss and gradients; return the program and its inputs, with keys from the streams."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     @jax.jit

@@ -24,9 +24,9 @@ class Extended(NamedTuple):
     Args:
         key: `(b, s, k, h)`.
         value: `(b, s, k, v)`.
-        mask: of the queries of the new tokens, for these keys.
+        mask: mask of the queries of the new tokens over these keys.
         key_positions: `(b, s)`, the position of each key in its sequence; -1 where there is none.
-        cache: with the new tokens.
+        cache: cache with the new tokens.
     """
 
     key: Key
@@ -58,7 +58,8 @@ class KVCache(Cache):
         value: `(b, k, s, v)`.
         length: how many tokens of each row were cached, `(b,)`; -1 in a row that is invalid. An
             integer is for all rows.
-        window: of a sliding window, how many keys in all a query attends to; None keeps all.
+        window: width of a sliding window, the number of keys that a query attends to; None keeps
+            all.
 
     Shapes:
         All without b for one sequence.
@@ -93,7 +94,7 @@ class KVCache(Cache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> KVCache:
-        """Return an empty cache; b None is that of one sequence without a batch axis.
+        """Return an empty cache; b None is one sequence without a batch axis.
 
         `value_dim` is the width of the values, None that of the keys; 0 is a cache of keys alone. A
         ring buffer takes up to `capacity - window + 1` tokens a call in place, and more at the
@@ -134,7 +135,7 @@ class KVCache(Cache):
     def check_heads(
         self, batch: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int
     ) -> None:
-        """Raise unless the cache is one of floating point for these rows, heads and widths of keys and values."""
+        """Raise unless the cache is floating point and fits these rows, heads and widths."""
         heads = (*batch, num_kv_heads, self.capacity)
         self.check_shapes({"key": (*heads, head_dim), "value": (*heads, value_dim)})
 
@@ -163,12 +164,12 @@ class KVCache(Cache):
         mask: Mask | Tensor | None = None,
         lengths: ArrayLike | int | None = None,
     ) -> Extended:
-        """Return the keys, the values and the mask that the queries of new tokens attend with, and the cache after.
+        """Return what the queries of new tokens attend to, and the cache after them.
 
         Args:
             key: `(b, t, k, h)`, of the new tokens alone, rotated by its positions already.
             value: `(b, t, k, v)`.
-            mask: that of the whole sequence, of `(capacity, capacity)` tokens where it holds
+            mask: mask of the whole sequence, of `(capacity, capacity)` tokens where it holds
                 arrays, the same in every call: the rows of the new tokens are taken from it. Slots
                 without a token are hidden in any case.
             lengths: how many of the new tokens of each row are real, `(b,)`; None is all.
@@ -200,7 +201,8 @@ class KVCache(Cache):
         mask = mask & Mask.sliding_window(window)
         if t <= self.capacity - window + 1:
             (keys, values), positions = after._tokens_first(key.dtype), after.key_positions
-        else:  # the last of the new tokens overwrite keys that the first of the new queries attend to
+        else:
+            # The last new tokens overwrite keys that the first new queries attend to.
             pairs = zip(self._tokens_first(key.dtype), (key, value), strict=True)
             keys, values = (torch.cat(pair, dim=1) for pair in pairs)
             new = self.positions(t)
@@ -239,9 +241,8 @@ class KVCache(Cache):
         if self.window is not None:
             slots = torch.where(i >= count - self.capacity, slots % self.capacity, self.capacity)
         slots = torch.where(i < count, slots, self.capacity)
-        written = torch.cat(
-            [cached, torch.zeros_like(cached[:, :, :1])], dim=2
-        )  # a slot for what is not stored
+        # The last slot is for what is not stored.
+        written = torch.cat([cached, torch.zeros_like(cached[:, :, :1])], dim=2)
         written[torch.arange(len(new))[:, None], :, slots] = new
         return written[:, :, :-1]
 

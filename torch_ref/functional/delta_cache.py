@@ -1,4 +1,4 @@
-"""The cache of a recurrent attention: the state and the last inputs of its convolutions, however many tokens came."""
+"""The cache of a recurrent attention: its state and the last inputs of its convolutions."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from torch_ref.functional.shapes import ArrayLike
 
 @dataclass(frozen=True)
 class DeltaCache(Cache):
-    """What a recurrent attention keeps of the tokens so far: its size does not depend on how many there were.
+    """What a recurrent attention keeps of the tokens so far, of one size for any number of tokens.
 
     There is no capacity, and so no token that does not fit: a row is
     `invalid` after a length outside `0 ... t` alone.
 
     Args:
         query: `(b, w - 1, k h)`, the last inputs of the convolution of queries.
-        key: `(b, w - 1, k h)`, of keys.
-        value: `(b, w - 1, n v)`, of values.
+        key: `(b, w - 1, k h)`, the last inputs of the convolution of keys.
+        value: `(b, w - 1, n v)`, the last inputs of the convolution of values.
         state: `(b, n, v, h)`, in at least float32.
         length: how many tokens of each row were taken, `(b,)`; -1 in a row that is invalid. An
             integer is for all.
@@ -65,7 +65,10 @@ class DeltaCache(Cache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> DeltaCache:
-        """Return an empty cache; b None is that of one sequence without a batch axis. `dtype` is that of the inputs."""
+        """Return an empty cache for inputs of `dtype`.
+
+        b None is one sequence without a batch axis.
+        """
         sizes = kernel_size, num_heads, head_dim
         shapes = DeltaCache.shapes(b, *sizes, value_dim=value_dim, num_key_heads=num_key_heads)
         check_cache_dtype(str(dtype).removeprefix("torch."))
@@ -105,7 +108,10 @@ class DeltaCache(Cache):
         return tuple(self.state.shape[:-3])
 
     def count(self, t: int, lengths: ArrayLike | int | None = None) -> tuple[Count, Count]:
-        """Return the length of each row after `t` new tokens, of which `lengths` are real, and how many are taken."""
+        """Return the length of each row after `t` new tokens, and how many of them are taken.
+
+        The first `lengths` new tokens of a row are real.
+        """
         new = t if lengths is None else lengths
         if isinstance(new, int):
             check_lengths(new, t)
@@ -120,14 +126,14 @@ class DeltaCache(Cache):
 def documents_of(
     mask: Mask, positions: Integer[Tensor, "b t"], lengths: ArrayLike | int | None
 ) -> tuple[Bool[Tensor, "b t"] | None, ArrayLike | int | None]:
-    """Return where documents begin among the tokens at these positions, and how many of them are real, by a mask.
+    """Read from a mask where documents begin among tokens, and how many tokens are real.
 
     Segments are documents one after another: an id that comes back begins another document.
 
     Args:
-        mask: of the whole sequence: causal, segments and lengths.
-        positions: of the tokens in their sequences.
-        lengths: how many of them are real; None is all.
+        mask: mask of the whole sequence: causal, segments and lengths.
+        positions: positions of the tokens in their sequences.
+        lengths: how many of the tokens are real; None is all.
 
     Raises:
         ValueError: if the mask has another part: a state knows neither windows nor single tokens.

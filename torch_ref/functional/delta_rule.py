@@ -1,4 +1,4 @@
-"""The gated delta rule: attention whose memory is a matrix of fixed size, rewritten by every token."""
+"""The gated delta rule: attention with a matrix as memory, which every token rewrites."""
 
 from typing import NamedTuple
 
@@ -39,7 +39,8 @@ def gated_delta_rule(
 ) -> Recurrence:
     """Return what every token reads from the state, and the state after the last one.
 
-        S_t = S_{t-1} diag(exp(decay_t)) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        o_t = scale * S_t q_t
+        S_t = S_{t-1} diag(exp(decay_t)) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T
+        o_t = scale * S_t q_t
 
     The state is decayed, what it holds under the key is replaced by the value to the part `beta`,
     then the query reads. Without `beta` nothing is replaced: `S_t = S_{t-1} diag(exp(decay_t)) +
@@ -52,15 +53,15 @@ def gated_delta_rule(
         key: `(b, t, k, h)`; normalised by the caller, so that `beta` between 0 and 1 replaces a
             part of the state.
         value: `(b, t, n, v)`; value head i has the query and the key of head `i // (n / k)`.
-        decay: the logarithm of what remains of the state, at most 0: one number a head, `(b, t, n)`
+        decay: logarithm of what remains of the state, at most 0: one number a head, `(b, t, n)`
             (Gated DeltaNet), or one a feature of the key, `(b, t, n, h)` (Kimi Delta Attention).
-        beta: the part that is replaced, `(b, t, n)`; None replaces nothing and adds.
-        state: before the first token; None is zeros.
+        beta: part of the state that is replaced, `(b, t, n)`; None replaces nothing and adds.
+        state: state before the first token, `(b, n, v, h)`; None is zeros.
         starts: `(b, t)`, True at the first token of a packed document: it does not see the state
             before it.
         lengths: how many tokens of each row are real, `(b,)`; the rest is padding, which changes no
             state and gives 0. None is all.
-        scale: of the output; None is `1 / sqrt(h)`.
+        scale: factor on the output; None is `1 / sqrt(h)`.
 
     Shapes:
         All without b for one sequence.
@@ -70,14 +71,16 @@ def gated_delta_rule(
 
     Example:
         >>> q = k = torch.ones((2, 5, 1, 4)) / 2
-        >>> v, decay, beta = torch.ones((2, 5, 3, 6)), torch.full((2, 5, 3), -0.1), torch.full((2, 5, 3), 0.5)
+        >>> v, decay = torch.ones((2, 5, 3, 6)), torch.full((2, 5, 3), -0.1)
+        >>> beta = torch.full((2, 5, 3), 0.5)
         >>> output, state = gated_delta_rule(q, k, v, decay, beta)
         >>> output.shape, state.shape
         (torch.Size([2, 5, 3, 6]), torch.Size([2, 3, 6, 4]))
 
     References:
-        Yang et al. 2024, Gated DeltaNet (arXiv:2412.06464) and the chunked form (arXiv:2406.06484); Kimi Team 2025, a
-        decay per feature (arXiv:2510.26692); Qin et al. 2024, lightning attention (arXiv:2401.04658).
+        Yang et al. 2024, Gated DeltaNet (arXiv:2412.06464) and the chunked form (arXiv:2406.06484);
+        Kimi Team 2025, a decay per feature (arXiv:2510.26692);
+        Qin et al. 2024, lightning attention (arXiv:2401.04658).
     """
     arrays = (x for x in (query, key, value, decay, beta, state) if x is not None)
     check_dtype("all but starts", *arrays)

@@ -28,7 +28,7 @@ class KeyedDropout:
     """Dropout at `rate`, decided by `key`.
 
     Args:
-        rate: the probability that an element is dropped, in [0, 1).
+        rate: probability that an element is dropped, in [0, 1).
         key: two integers below 2**32; `draw_key` draws them from torch's generator.
 
     Raises:
@@ -93,7 +93,9 @@ def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tup
 
 
 def fold_in(key: Tensor | None, index: int) -> Int[Tensor, "2"] | None:
-    """Return the key of child `index`: one key for a block, one for each dropout inside it. None stays None.
+    """Return the key of child `index`; None stays None.
+
+    A block has a key, and each dropout inside it has a child of that key.
 
     Example:
         >>> key = torch.tensor([0, 0])
@@ -110,7 +112,7 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
     """Return which elements survive: `threefry(threefry(key, (b, n)), (t, s)) >= rate * 2**32`.
 
     Shapes:
-        b, n, t, s: integer index arrays that broadcast together. Kernels pass the indices of a block.
+        b, n, t, s: integer index arrays that broadcast together; kernels pass those of a block.
 
     Example:
         >>> t, s = torch.arange(2)[:, None], torch.arange(6)[None, :]
@@ -125,7 +127,7 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
 
 
 def keep_grid(dropout: KeyedDropout, shape: tuple[int, ...], device=None) -> Tensor:
-    """Return the whole `(b, n, t, s)` mask of `keep_mask`, for arrays that are materialised anyway."""
+    """Return the whole `(b, n, t, s)` mask of `keep_mask`, for materialised arrays."""
     index = [
         torch.arange(size, device=device).reshape([-1 if i == axis else 1 for i in range(4)])
         for axis, size in enumerate(shape)

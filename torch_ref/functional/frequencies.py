@@ -1,11 +1,12 @@
-"""The frequencies of rotary and sinusoidal positions, and the scalings that stretch RoPE to longer inputs.
+"""Frequencies of rotary and sinusoidal positions, and scalings of RoPE for longer inputs.
 
 They are known before tracing: numpy in float64, so that a call rounds them once, to the dtype it
 computes in.
 
 References:
     Vaswani et al. 2017 (arXiv:1706.03762); Su et al. 2021, RoPE (arXiv:2104.09864);
-    Chen et al. 2023, linear scaling (arXiv:2306.15595); Peng et al. 2023, dynamic NTK and YaRN (arXiv:2309.00071);
+    Chen et al. 2023, linear scaling (arXiv:2306.15595);
+    Peng et al. 2023, dynamic NTK and YaRN (arXiv:2309.00071);
     Llama Team 2024, Llama 3 (arXiv:2407.21783).
 """
 
@@ -37,7 +38,7 @@ def plain_frequencies(base: float, width: int) -> Frequencies:
 
 @dataclass(frozen=True)
 class Scaling(ABC):
-    """How the frequencies of RoPE change for inputs longer than those of the training; a base class.
+    """Base class of scalings: how the frequencies of RoPE change for longer inputs.
 
     A scaling of your own is a frozen dataclass that derives from it and defines `frequencies`.
 
@@ -66,7 +67,7 @@ class Scaling(ABC):
         return 1.0
 
     def check_width(self, width: int) -> None:
-        """Raise if so many rotated features do not fit; any number does unless a scaling says otherwise."""
+        """Raise if so many rotated features do not fit; by default any number fits."""
         del width
 
 
@@ -91,17 +92,18 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True)
 class DynamicNTKScaling(Scaling):
-    """The longer the input, the larger the base; up to `original_context_length` tokens nothing changes.
+    """Dynamic NTK scaling: the base grows with the length of the input.
 
-        f_i * stretch ** (-2i / (width - 2))    with stretch = 1 + factor * max(0, length / original_context_length - 1)
+        f_i * stretch ** (-2i / (width - 2))
+        stretch = 1 + factor * max(0, length / original_context_length - 1)
 
-    The length is the largest position of a sequence and one. Keys that a cache keeps were rotated
-    for the length of their own call: cached decoding beyond `original_context_length` is another
-    function than the full forward.
+    Up to `original_context_length` tokens nothing changes. The length is the largest position of a
+    sequence plus one. Keys that a cache keeps were rotated for the length of their own call: cached
+    decoding beyond `original_context_length` is another function than the full forward.
 
     Args:
         factor: how fast the stretch grows, at least 1.
-        original_context_length: the longest input of the training.
+        original_context_length: length of the longest input in training.
 
     Raises:
         ValueError: if `factor` is less than 1 or `original_context_length` is not positive.
@@ -130,7 +132,7 @@ class DynamicNTKScaling(Scaling):
         return 1 + self.factor * (array / self.original_context_length - 1).clip(0)
 
     def exponents(self, width: int) -> np.ndarray:
-        """Return the power of the stretch in each frequency: 0 in the fastest, -1 in the slowest."""
+        """Return the power of the stretch in each frequency, from 0 (fastest) to -1 (slowest)."""
         return np.linspace(0, -1, width // 2)
 
 
@@ -147,14 +149,14 @@ class YaRNScaling(Scaling):
 
     Args:
         factor: how many times longer the inputs become, at least 1.
-        original_context_length: the longest input of the training.
+        original_context_length: length of the longest input in training.
         beta_fast: rotations within the original context from which on a frequency stays.
         beta_slow: rotations within the original context down to which a frequency is divided in
             full.
         truncate: whether `fast` and `slow` are rounded outwards to integers.
-        mscale: see above.
-        mscale_all_dim: see above; DeepSeek sets both.
-        attention_factor: see above.
+        mscale: argument of `m` in the numerator above.
+        mscale_all_dim: argument of `m` in the denominator above; DeepSeek sets both.
+        attention_factor: factor on what is rotated; None is the quotient above.
 
     Raises:
         ValueError: if `factor` is less than 1, `original_context_length` is not positive or the
@@ -193,9 +195,8 @@ class YaRNScaling(Scaling):
         if self.truncate:
             fast, slow = math.floor(fast), math.ceil(slow)
         fast, slow = max(fast, 0), min(slow, width - 1)
-        ramp = np.clip(
-            (np.arange(width // 2) - fast) / ((slow - fast) or 1), 0, 1
-        )  # a step where they meet
+        # Where `fast` and `slow` meet, the ramp is a step.
+        ramp = np.clip((np.arange(width // 2) - fast) / ((slow - fast) or 1), 0, 1)
         return plain * (1 - ramp) + plain / self.factor * ramp
 
     def _index(self, rotations: float, base: float, width: int) -> float:
@@ -217,16 +218,17 @@ class YaRNScaling(Scaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(Scaling):
-    """Wavelengths short beside the original context stay, long ones are multiplied by `factor`, with a ramp between.
+    """Short wavelengths stay, long ones are multiplied by `factor`, with a ramp between them.
 
-        f_i * s_i + f_i / factor * (1 - s_i)    with s_i = clip((rotations_i - low) / (high - low), 0, 1)
+        f_i * s_i + f_i / factor * (1 - s_i)
+        s_i = clip((rotations_i - low) / (high - low), 0, 1)
 
     `rotations_i = f_i * original_context_length / (2 pi)` is how often the wavelength fits into the
     original context, `low` and `high` are `low_freq_factor` and `high_freq_factor`.
 
     Args:
         factor: how many times longer the inputs become, at least 1.
-        original_context_length: the longest input of the training.
+        original_context_length: length of the longest input in training.
         low_freq_factor: rotations down to which a frequency is divided in full.
         high_freq_factor: rotations from which on a frequency stays.
 
@@ -235,7 +237,8 @@ class Llama3Scaling(Scaling):
             frequency factors are not in order.
 
     Example:
-        >>> (plain_frequencies(500000.0, 8) / Llama3Scaling().frequencies(500000.0, 8)).round(2).tolist()
+        >>> plain, scaled = plain_frequencies(500000.0, 8), Llama3Scaling().frequencies(500000.0, 8)
+        >>> (plain / scaled).round(2).tolist()
         [1.0, 1.0, 2.69, 8.0]
 
     References:

@@ -1,4 +1,4 @@
-"""Checks of functions that users write for masks and scores, with the same messages in both packages."""
+"""Checks of user functions for masks and scores, with the same messages in both packages."""
 
 import inspect
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def check_function(what: str, function: Any, arguments: Sequence[str]) -> None:
 
 
 def check_sees(dtype: str, size: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Raise unless the function of a mask returned booleans of a size that broadcasts to what is expected."""
+    """Raise unless the function of a mask returned booleans that broadcast to `expected`."""
     rule = "the function of a mask returns one boolean for one (b, n, i, j), True = attend"
     if dtype != "bool":
         raise ValueError(
@@ -37,7 +37,10 @@ def check_sees(dtype: str, size: tuple[int, ...], expected: tuple[int, ...]) -> 
 
 
 def check_scored(dtype: str, size: tuple[int, ...], given: str, expected: tuple[int, ...]) -> None:
-    """Raise unless the function of a score returned numbers of the dtype of the score, of a size that broadcasts."""
+    """Raise unless the function of a score returned numbers that broadcast to `expected`.
+
+    They must have the dtype of the score, `given`.
+    """
     rule = (
         "the function of a score returns the new score for one (b, n, i, j), in the dtype of the"
         " score"
@@ -64,7 +67,7 @@ def _check_size(rule: str, size: tuple[int, ...], expected: tuple[int, ...]) -> 
 
 
 def check_single(what: str, result: Any, is_array: bool) -> None:
-    """Raise unless the function of a mask or a score returned an array or a number, and not a tuple or None."""
+    """Raise unless the function of a mask or a score returned one array or number."""
     if not is_array:
         raise ValueError(
             f"the function of a {what} returns one array; got {type(result).__name__}. Return the"
@@ -73,7 +76,7 @@ def check_single(what: str, result: Any, is_array: bool) -> None:
 
 
 def needs_values(what: str, error: Exception) -> ValueError:
-    """Return the error that a function needs the values of its indices, which it is not called with."""
+    """Return the error for a function that needs the values of its indices."""
     return ValueError(
         f"the function of a {what} is called once for all indices, which have no values of their"
         " own: write & and | in place of and and or, where in place of if, and index arrays of the"

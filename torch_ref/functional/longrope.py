@@ -12,11 +12,11 @@ from torch_ref.functional.frequencies import Frequencies, Scaling, plain_frequen
 
 @dataclass(frozen=True)
 class LongRoPEScaling(Scaling):
-    """Every frequency is divided by a factor of its own, one for short inputs and another for long ones.
+    """Each frequency is divided by a factor of its own, one for short and one for long inputs.
 
         f_i / short_i  up to original_context_length tokens,  f_i / long_i  beyond
 
-    The length is the largest position of a sequence and one. What is rotated is multiplied by
+    The length is the largest position of a sequence plus one. What is rotated is multiplied by
     `attention_factor`; None is `sqrt(1 + ln(factor) / ln(original_context_length))`. Keys that a
     cache keeps were rotated for the length of their own call: cached decoding across
     `original_context_length` is another function than the full forward. `generate` reads all tokens
@@ -24,11 +24,10 @@ class LongRoPEScaling(Scaling):
 
     Args:
         factor: how many times longer the inputs become, at least 1.
-        original_context_length: the longest input of the training, above 1.
-        short_factors: what the frequencies are divided by in short inputs, from the fastest to the
-            slowest.
-        long_factors: what they are divided by in long inputs.
-        attention_factor: see above.
+        original_context_length: length of the longest input in training, above 1.
+        short_factors: divisors of the frequencies in short inputs, from the fastest to the slowest.
+        long_factors: divisors of the frequencies in long inputs.
+        attention_factor: factor on what is rotated; None is the root above.
 
     Raises:
         ValueError: if `factor` is less than 1, `original_context_length` is not above 1 or a factor
@@ -82,7 +81,7 @@ class LongRoPEScaling(Scaling):
                 )
 
     def tokens_left(self, length: int) -> int:
-        """Return how many tokens can follow a prompt of this length before one is computed as part of a long input."""
+        """Return how many tokens can follow a prompt of this length before an input is long."""
         return self.original_context_length - length + 1  # the last of them is not an input yet
 
     def amplitude(self) -> float:

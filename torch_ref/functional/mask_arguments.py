@@ -1,4 +1,4 @@
-"""What the constructors of masks take, checked, and in one integer type."""
+"""The arguments of mask constructors, checked and in one integer type."""
 
 from numbers import Integral
 from typing import Any, overload
@@ -51,7 +51,8 @@ def as_ids(query: Any, key: Any) -> tuple[Tensor, Tensor]:
     """Return the ids of queries and keys as arrays of int64, in which the same pairs are equal.
 
     Example:
-        >>> as_ids(torch.tensor([255, 7], dtype=torch.uint8), torch.tensor([-1, 7], dtype=torch.int8))
+        >>> query = torch.tensor([255, 7], dtype=torch.uint8)
+        >>> as_ids(query, torch.tensor([-1, 7], dtype=torch.int8))
         (tensor([255,   7]), tensor([-1,  7]))
     """
     query = _integer_array("query segments", query)

@@ -14,15 +14,15 @@ class Part:
     """One condition on (query, key)."""
 
     def resolve(self, b: int, n: int, t: int, s: int) -> Part:
-        """Return the part for a call of this size, its defaults filled in, or raise `ValueError`."""
+        """Return the part for a call of this size, with its defaults filled in, or raise."""
         return self
 
     def sized(self, b: int | None, n: int | None) -> Part:
-        """Return the part for so many rows of the batch and heads; None leaves open how many."""
+        """Return the part for `b` rows of the batch and `n` heads; None leaves a number open."""
         return self
 
     def allow(self, rows: Index, cols: Index) -> Tensor:
-        """Return the block of the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
+        """Return the mask at query indices `(1, 1, t, 1)` and key indices `(1, 1, 1, s)`."""
         raise NotImplementedError
 
     def check_whole(self, s: int) -> None:

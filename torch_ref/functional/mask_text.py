@@ -22,7 +22,7 @@ def check_printable(t: int, s: int) -> None:
 
 
 def expression(parts: tuple[Any, ...]) -> str:
-    """Return the expression that builds a mask of these parts; arrays that are large or traced are abbreviated."""
+    """Return the expression that builds a mask; large or traced arrays are abbreviated."""
     return " & ".join(_call(part) for part in parts) or "Mask()"
 
 
@@ -52,7 +52,9 @@ def _literal(value: Any) -> str:
 
 
 def picture(table: list) -> str:
-    """Return nested booleans `(b, n, t, s)` in marks; batch rows and heads that differ are labelled.
+    """Return nested booleans `(b, n, t, s)` as marks; batch rows and heads are labelled.
+
+    Where all rows or all heads are the same, one of them is shown, without a label.
 
     Example:
         >>> print(picture([[[[True, False]], [[True, True]]]]))

@@ -26,9 +26,9 @@ from torch_ref.functional.where import Where
 
 @dataclass(frozen=True)
 class Mask:
-    """A conjunction of parts: `mask & other` lets through what both let through, and keeps the structure.
+    """A conjunction of parts: `mask & other` lets through what both let through.
 
-    An empty `Mask()` hides nothing.
+    The structure is kept. An empty `Mask()` hides nothing.
 
     Example:
         >>> mask = Mask.causal() & Mask.lengths(key=torch.tensor([3, 2]))
@@ -42,7 +42,10 @@ class Mask:
 
     @staticmethod
     def causal(offset: Count | ArrayLike | None = None) -> Mask:
-        """Query `i` sees key `j` when `j <= offset + i`. The offset is 0 where t == s and must be given elsewhere."""
+        """Query `i` sees key `j` when `j <= offset + i`.
+
+        The offset is 0 where t == s and must be given elsewhere.
+        """
         return Mask((Causal(offset=as_integers("offset", offset)),))
 
     @staticmethod
@@ -58,9 +61,8 @@ class Mask:
                     f"a window's {name} is a number of keys, at least 0, known before tracing; got"
                     f" {name}={size}. For an unbounded side pass None"
                 )
-        sizes = (
-            None if size is None else int(size) for size in (left, right)
-        )  # of numpy's integers, too
+        # Integers of NumPy become those of Python.
+        sizes = (None if size is None else int(size) for size in (left, right))
         return Mask((Window(*sizes, offset=as_integers("offset", offset)),))
 
     @staticmethod
@@ -73,14 +75,18 @@ class Mask:
     def lengths(
         *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
-        """Hide padding at the end: of row `b` only the first `query[b]` queries and `key[b]` keys are real."""
+        """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real."""
         return Mask(
             (Lengths(as_integers("query lengths", query), as_integers("key lengths", key)),)
         )
 
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
-        """Packed documents: `(b, t)` ids of the queries and `(b, s)` ids of the keys (the same if not given)."""
+        """Packed documents: a query sees the keys that have its id.
+
+        The ids are `(b, t)` for queries and `(b, s)` for keys, which have those of the queries if
+        `key` is None.
+        """
         return Mask((Segments(*as_ids(query, key)),))
 
     @staticmethod
@@ -97,11 +103,11 @@ class Mask:
 
     @staticmethod
     def where(function: Callable, offset: Count | ArrayLike | None = None) -> Mask:
-        """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`, written for scalars.
+        """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`.
 
-        `b` is the row of the batch, `n` the query head. The function is called once, on tensors of
-        indices: it indexes arrays and computes with `&`, `|` and `~`, without `if`. The offset is 0
-        if not given, and follows a `KVCache`.
+        The function is written for scalars: `b` is the row of the batch, `n` the query head. It is
+        called once, on tensors of indices: it indexes arrays and computes with `&`, `|` and `~`,
+        without `if`. The offset is 0 if not given, and follows a `KVCache`.
 
         Raises:
             ValueError: if it is no such function, or returns no booleans.
@@ -132,13 +138,19 @@ class Mask:
         return Mask(tuple(part.resolve(b, n, t, s) for part in self.parts))
 
     def sized(self, b: int | None, n: int | None) -> Mask:
-        """Return the mask for `b` rows and `n` heads, which its functions may read, as a call does; None is unknown."""
+        """Return the mask for `b` rows and `n` heads; None leaves a number open.
+
+        Functions inside the mask may read both. A call does this for its own mask.
+        """
         return Mask(tuple(part.sized(b, n) for part in self.parts))
 
     def block(
         self, rows: Integer[Tensor, " t"], cols: Integer[Tensor, " s"]
     ) -> Bool[Tensor, "#b #n #t #s"]:
-        """Return the mask at the query indices `rows` and key indices `cols`, axes that do not matter being 1."""
+        """Return the mask at the query indices `rows` and key indices `cols`.
+
+        Axes that do not matter have size 1.
+        """
         rows = rows[None, None, :, None]
         cols = cols[None, None, None, :]
         allowed = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=rows.device)
@@ -182,10 +194,11 @@ class Mask:
     def at(
         self, rows: Integer[Tensor, "#b t"], cols: Integer[Tensor, "#b s"]
     ) -> Bool[Tensor, "#b #n #t #s"]:
-        """Return the mask at query indices and key indices that each row of the batch has of its own.
+        """Return the mask at query and key indices that may differ between rows of the batch.
 
         Example:
-            >>> Mask.causal().at(torch.tensor([[4], [5]]), torch.tensor([[3, 4, 5], [3, 4, 5]])).int()[:, 0, 0]
+            >>> rows, cols = torch.tensor([[4], [5]]), torch.tensor([[3, 4, 5], [3, 4, 5]])
+            >>> Mask.causal().at(rows, cols).int()[:, 0, 0]
             tensor([[1, 1, 0],
                     [1, 1, 1]], dtype=torch.int32)
         """

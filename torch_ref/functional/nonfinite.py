@@ -23,7 +23,7 @@ def finite_tokens(x: Float[Tensor, "*b h"]) -> Bool[Tensor, "*b"]:
 
 
 def zero_nonfinite(x: Float[Tensor, "*b h"]) -> Float[Tensor, "*b h"]:
-    """Return x with zeros for the tokens that hold a number that is not finite; their gradient is zero.
+    """Return x with zeros for tokens that are not finite; the gradient of these is zero.
 
     Example:
         >>> zero_nonfinite(torch.tensor([[1.0, 2.0], [torch.nan, 2.0]]))
@@ -36,9 +36,9 @@ def zero_nonfinite(x: Float[Tensor, "*b h"]) -> Float[Tensor, "*b h"]:
 def without_nonfinite_sinks(
     query: Float[Tensor, "b t n h"], sinks: Float[Tensor, " n"]
 ) -> tuple[Float[Tensor, "b t n h"], Float[Tensor, " n"]]:
-    """Return sinks that are finite or -inf, which is no sink, and NaN for the queries of heads whose sink was not.
+    """Replace sinks that are NaN or infinity, and return NaN for the queries of their heads.
 
-    All rows of such a head read the sink.
+    All rows of such a head read the sink. A sink of -inf is no sink, and stays.
 
     Example:
         >>> query, sinks = torch.ones((1, 1, 2, 1)), torch.tensor([torch.inf, -torch.inf])
@@ -54,7 +54,10 @@ def without_nonfinite_sinks(
 def sees_nonfinite(
     visible: Visible, query_ok: Bool[Tensor, "b t n"], key_ok: Bool[Tensor, "b s k"]
 ) -> Bool[Tensor, "b n t 1"]:
-    """Return which rows are not finite or may see a key or value that is not, given which tokens are finite."""
+    """Return which rows are not finite or may see a key or value that is not.
+
+    `query_ok` and `key_ok` say which tokens are finite.
+    """
     key_ok = key_ok.repeat_interleave(query_ok.shape[2] // key_ok.shape[2], dim=2)
     ok = rearrange(query_ok, "b t n -> b n t 1") & rearrange(key_ok, "b s n -> b n 1 s")
     return (visible & ~ok).any(dim=-1, keepdim=True)

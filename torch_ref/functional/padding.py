@@ -14,7 +14,9 @@ from torch_ref.functional.shapes import ArrayLike
 def real_tokens(
     b: int, t: int, lengths: ArrayLike | int | None, device: torch.device | str | None = None
 ) -> Bool[Tensor, "b t"]:
-    """Return which of `t` tokens of `b` rows are real: the first `lengths` of each, `(b,)`; None is all.
+    """Return which of `t` tokens of `b` rows are real: the first `lengths` of each row.
+
+    `lengths` is one number or `(b,)`; None is all.
 
     Example:
         >>> real_tokens(2, 3, torch.tensor([2, 0])).tolist()
@@ -35,10 +37,11 @@ def check_known_lengths(lengths: ArrayLike | int | None, b: int, t: int) -> None
 
     Example:
         >>> check_known_lengths(torch.tensor([9, 2]), b=2, t=3)
-        >>> check_known_lengths([9, 2], b=2, t=3)
+        >>> check_known_lengths([9, 2], b=2, t=3)  # doctest: +NORMALIZE_WHITESPACE
         Traceback (most recent call last):
         ...
-        ValueError: lengths counts the real tokens of a call of t=3 tokens; got lengths=9. Use 0 to 3
+        ValueError: lengths counts the real tokens of a call of t=3 tokens; got lengths=9.
+        Use 0 to 3
     """
     if lengths is None:
         return
@@ -53,11 +56,11 @@ def check_known_lengths(lengths: ArrayLike | int | None, b: int, t: int) -> None
 def without_padding(
     numbers: ArrayLike, shape: tuple[int, ...], lengths: ArrayLike | int | None
 ) -> Shaped[Tensor, "*b t"]:
-    """Return numbers of tokens, 0 in the place of those behind `lengths`: these have no effect.
+    """Return numbers of tokens, with 0 for tokens behind `lengths`: these have no effect.
 
     Args:
-        numbers: of tokens, such as ids; they broadcast to `shape`.
-        shape: of the tokens, `(b, t)` or `(t,)`.
+        numbers: numbers of the tokens, such as ids; they broadcast to `shape`.
+        shape: shape of the tokens, `(b, t)` or `(t,)`.
         lengths: how many tokens of each row are real, `(b,)`; None is all.
 
     Raises:

@@ -29,7 +29,8 @@ from torch_ref.functional.shapes import ArrayLike
 class RoPE:
     """Rotary positions: pairs of features are rotated by angles that grow with the position.
 
-        (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)    with the angle position * base ** (-2i / width)
+        (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)
+        angle = position * base ** (-2i / width)
 
     The product of a query and a key then depends on the difference of their positions alone. The
     arithmetic is in the dtype of the input, but at least in float32, in which positions up to 2**24
@@ -37,15 +38,14 @@ class RoPE:
 
     Args:
         base: ratio of the frequencies, also called theta.
-        width: how many features of a head are rotated, its first ones; None is all.
-        interleaved: pair `i` is features `(2i, 2i + 1)` as in the paper and GPT-J, or else `(i, i +
-            width / 2)` as in GPT-NeoX, and in Hugging Face's Llama.
-        scaling: how the frequencies change for inputs longer than those of the training; None is
-            not at all.
+        width: number of features of a head that are rotated, its first ones; None is all.
+        interleaved: whether pair `i` is features `(2i, 2i + 1)` as in the paper and GPT-J, or else
+            `(i, i + width / 2)` as in GPT-NeoX, and in Hugging Face's Llama.
+        scaling: change of the frequencies for inputs longer than in training; None is no change.
 
     Shapes:
-        x `(b, t, n, h)` with positions `(t,)` or `(b, t)`; x `(t, n, h)` with positions `(t,)`. The shape of x stays,
-        and positions that are not given are `0 ... t - 1`.
+        x `(b, t, n, h)` with positions `(t,)` or `(b, t)`; x `(t, n, h)` with positions `(t,)`. The
+        shape of x stays, and positions that are not given are `0 ... t - 1`.
 
     Raises:
         ValueError: if `base` is not above 1, `width` is odd or wider than the head, `scaling` is
@@ -53,8 +53,8 @@ class RoPE:
 
     Example:
         >>> rope, query, key = RoPE(), torch.ones((1, 1, 8)), torch.ones((1, 1, 8))
-        >>> scores = [(rope(query, [5 + shift]) * rope(key, [2 + shift])).sum() for shift in (0, 1000)]
-        >>> [round(float(score), 3) for score in scores]
+        >>> pairs = [(rope(query, [5 + i]), rope(key, [2 + i])) for i in (0, 1000)]
+        >>> [round(float((query * key).sum()), 3) for query, key in pairs]
         [3.93, 3.93]
 
     References:
@@ -141,15 +141,16 @@ class RoPE:
 def sinusoidal(
     positions: ArrayLike, width: int, *, base: float = 10000.0, dtype: torch.dtype | None = None
 ) -> Float[Tensor, "*b t d"]:
-    """Sinusoids to be added to token embeddings.
+    """Return sinusoids to add to token embeddings.
 
-        out[2i] = sin(position * base ** (-2i / width)),  out[2i + 1] = cos(position * base ** (-2i / width))
+        out[2i]     = sin(position * base ** (-2i / width))
+        out[2i + 1] = cos(position * base ** (-2i / width))
 
     Args:
         positions: integers `(t,)` or `(b, t)`.
-        width: of the tokens, even.
+        width: width of the tokens, even.
         base: ratio of the frequencies.
-        dtype: of the result, computed in at least float32; None is the default one for floats.
+        dtype: dtype of the result, computed in at least float32; None is the default for floats.
 
     Shapes:
         Returns `(t, width)` or `(b, t, width)`.
@@ -182,7 +183,9 @@ def sinusoidal(
 def as_positions(
     positions: ArrayLike, tokens: tuple[int, ...] | None = None
 ) -> Integer[Tensor, "*b t"]:
-    """Return positions as signed integers, for an input whose tokens have shape `(t,)` or `(b, t)` if it is known.
+    """Return positions as signed integers.
+
+    `tokens` is the shape of the input's tokens, `(t,)` or `(b, t)`, if it is known.
 
     Raises:
         ValueError: if they are not integers, or if their shape is neither that of the tokens nor
@@ -206,10 +209,10 @@ def as_positions(
 
 
 def segment_positions(segments: ArrayLike) -> Integer[Tensor, "*b t"]:
-    """Return the position of each token within its run of equal ids: the positions of packed documents.
+    """Return the position of each token in its packed document, a run of equal ids.
 
     Args:
-        segments: integers `(t,)` or `(b, t)`, as in `Mask.segments`.
+        segments: ids of the documents, integers `(t,)` or `(b, t)`, as in `Mask.segments`.
 
     Raises:
         ValueError: if they are not integers, or of another rank.

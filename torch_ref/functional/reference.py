@@ -93,8 +93,9 @@ def capped_scores(
 def masked_softmax(
     scores: Weights, visible: Visible, sinks: Float[Tensor, " n"] | None = None
 ) -> Weights:
-    """Return `exp(x_j) / (exp(sink) + sum_j exp(x_j))` over the visible j, and zeros where nothing is visible.
+    """Return the softmax over what is visible; rows that see nothing are zeros.
 
+        exp(x_j) / (exp(sink) + sum_j exp(x_j))    over the visible j
     Example:
         >>> visible = torch.tensor([[[[True, True], [False, False]]]])
         >>> masked_softmax(torch.zeros((1, 1, 2, 2)), visible)[0, 0]
@@ -102,9 +103,8 @@ def masked_softmax(
                 [0.0000, 0.0000]])
     """
     masked = checkpoint_name(torch.where(visible, scores, -torch.inf), "masked")
-    visible = (
-        masked != -torch.inf
-    )  # read back, so that a value substituted for "masked" decides what is hidden
+    # Read back, so that a value substituted for "masked" decides what is hidden.
+    visible = masked != -torch.inf
     top = masked.amax(dim=-1, keepdim=True)
     if sinks is not None:
         sinks = sinks.to(scores.dtype)[None, :, None, None]

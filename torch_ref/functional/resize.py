@@ -9,17 +9,17 @@ from torch.nn.functional import interpolate
 def resize_bicubic(
     table: Float[Tensor, "rows columns d"], rows: int, columns: int
 ) -> Float[Tensor, "rows2 columns2 d"]:
-    """Return a table at the centres of `rows x columns` cells, by cubic interpolation along both axes.
+    """Return a table at the centres of `rows x columns` cells, by bicubic interpolation.
 
-        out[i, j] = sum_{m, n} w(i, m) w(j, n) table[m, n]    w cubic in the distance (Keys 1981, a = -0.75)
+        out[i, j] = sum_{m, n} w(i, m) w(j, n) table[m, n]
 
-    What lies outside the table repeats its edge. That of
-    `torch.nn.functional.interpolate(mode="bicubic")`.
+    The weights w are cubic in the distance (Keys 1981, a = -0.75). What lies outside the table
+    repeats its edge. The same as `torch.nn.functional.interpolate(mode="bicubic")`.
 
     Args:
         table: `(rows, columns, d)`.
-        rows: of the result.
-        columns: of the result.
+        rows: number of rows of the result.
+        columns: number of columns of the result.
 
     Example:
         >>> import torch

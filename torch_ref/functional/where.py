@@ -18,9 +18,9 @@ class Where(Positioned):
     """Query `i` of head `n` in row `b` sees key `j` from position `p` when `function(b, n, p, j)`.
 
     Args:
-        function: called on tensors of indices that broadcast to `(b, n, t, s)`.
-        b: the indices of the rows of the batch, `(b,)`; None until it is known how many there are.
-        n: the indices of the heads, `(n,)`; None until it is known how many there are.
+        function: function that is called on tensors of indices that broadcast to `(b, n, t, s)`.
+        b: indices of the rows of the batch, `(b,)`; None until it is known how many there are.
+        n: indices of the heads, `(n,)`; None until it is known how many there are.
     """
 
     function: Any
@@ -34,9 +34,8 @@ class Where(Positioned):
     def resolve(self, b, n, t, s):
         for name, index, size in (("b", self.b, b), ("n", self.n, n)):
             check_same_size(name, None if index is None else len(index), size)
-        placed = (
-            replace(self, offset=0) if self.offset is None else self
-        )  # a function of indices, unless it is said
+        # Without an offset it is a function of indices.
+        placed = replace(self, offset=0) if self.offset is None else self
         return super(Where, placed).resolve(b, n, t, s).sized(b, n)
 
     def sized(self, b, n):

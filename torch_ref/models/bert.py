@@ -26,12 +26,12 @@ class BertConfig:
         d_model: width of the tokens.
         num_heads: number of heads.
         num_layers: number of blocks.
-        context_length: the longest input taken.
+        context_length: length of the longest input.
         vocab_size: number of tokens.
         num_types: number of token types, such as first and second sentence.
         d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
-        activation: of the feed-forward layer, and of the head.
-        eps: of the norms.
+        activation: activation of the feed-forward layer, and of the head.
+        eps: epsilon of the norms.
         dropout: the probability that an element of an embedding or a sublayer's output is dropped
             in train mode.
         attention_dropout: the probability that an attention weight is dropped in train mode.
@@ -59,7 +59,8 @@ class BertConfig:
 class Bert(TextEncoder[BertConfig]):
     """BERT: learned positions, token types, norm after the sublayer, GELU in its exact form.
 
-        x = drop(norm(tok_emb[tokens] + type_emb[token_types] + pos_emb[positions]));  x = block_i(x) for each i
+        x = drop(norm(tok_emb[tokens] + type_emb[token_types] + pos_emb[positions]))
+        x = block_i(x) for each i
 
     The arguments are those of `Encoder`, and a call takes `token_types` beside. `BertModel` of
     transformers has the same function; where its config names a `pad_token_id`, it leaves the row
@@ -81,7 +82,7 @@ class Bert(TextEncoder[BertConfig]):
     pooler: Linear | None
 
     def create_embeddings(self) -> None:
-        """Set the tables of tokens, types and positions, and the norm and the dropout of their sum."""
+        """Set the tables of tokens, types and positions, and the norm and dropout of their sum."""
         config, d_model = self.config, self.config.d_model
         self.tok_emb = Embedding(config.vocab_size, d_model)
         self.type_emb = Embedding(config.num_types, d_model)
@@ -129,7 +130,7 @@ class Bert(TextEncoder[BertConfig]):
         return self.drop_emb(self.emb_norm(x), dropout_key=dropout_key)
 
     def pooled(self, hidden: Tokens) -> Float[Tensor, "*b d"]:
-        """Return `tanh(pooler(x))` of the first token, a vector of the whole input, from what `hidden` returned.
+        """Return `tanh(pooler(x))` of the first token of `x`, a vector for the whole input.
 
         Raises:
             ValueError: if the model has no pooler.

@@ -18,25 +18,25 @@ from torch_ref.modules.router import Router
 
 @dataclass(frozen=True)
 class DeepseekV3Config(DecoderConfig):
-    """The sizes of a DeepSeek-V3: those of a `DecoderConfig`, of its latent attention and of its mixtures.
+    """The sizes of a DeepSeek-V3: those of a `DecoderConfig`, its latent attention and mixtures.
 
     Args:
         kv_lora_rank: width of the latent of keys and values.
-        q_lora_rank: width of the latent of queries; None is none.
+        q_lora_rank: width of the latent of queries; None is no latent.
         qk_nope_head_dim: width of the part of a head that is not rotated.
-        qk_rope_head_dim: width of the part that is.
+        qk_rope_head_dim: width of the part of a head that is rotated.
         v_head_dim: width of a value.
         attention_bias: whether the projections down to latents, and that to the output, have a
             bias.
-        num_experts: number of experts in each mixture, beside those that are shared.
-        top_k: how many of them a token is given to.
+        num_experts: number of experts in each mixture, without the shared ones.
+        top_k: number of experts for each token.
         d_expert: width inside an expert; `d_hidden` is that of the layers without a mixture.
-        num_shared: how many experts' width the shared one has.
+        num_shared: width of the shared expert, in multiples of `d_expert`.
         groups: number of groups of experts.
         top_groups: number of groups that a token's experts are chosen from.
         renormalize: whether the weights of a token's experts are divided by their sum.
-        routed_scale: factor on them.
-        num_dense_layers: how many of the first layers have no mixture.
+        routed_scale: factor on the weights of a token's experts.
+        num_dense_layers: number of first layers without a mixture.
 
     Example:
         >>> config = DeepseekV3Config(7168, 18432, num_heads=128, num_layers=61)
@@ -65,7 +65,10 @@ class DeepseekV3Config(DecoderConfig):
 
     @property
     def scale(self) -> float:
-        """The factor on the scores: `1 / sqrt(h)`, times the square of `1 + mscale_all_dim ln(factor) / 10` of YaRN."""
+        """The factor on the scores.
+
+        It is `1 / sqrt(h)`, times the square of `1 + mscale_all_dim ln(factor) / 10` of YaRN.
+        """
         yarn, scale = self.rope.scaling, (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         if not isinstance(yarn, YaRNScaling):
             return scale
@@ -82,9 +85,10 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
 
     Example:
         >>> import torch
-        >>> config = DeepseekV3Config(8, 12, num_heads=4, num_layers=2, context_length=16, vocab_size=11, num_experts=8,
-        ...     top_k=2, d_expert=6, kv_lora_rank=5, q_lora_rank=7, qk_nope_head_dim=3, qk_rope_head_dim=2,
-        ...     v_head_dim=3)
+        >>> config = DeepseekV3Config(
+        ...     8, 12, num_heads=4, num_layers=2, context_length=16, vocab_size=11,
+        ...     num_experts=8, top_k=2, d_expert=6, kv_lora_rank=5, q_lora_rank=7,
+        ...     qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=3)
         >>> DeepseekV3(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 
@@ -95,7 +99,7 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
     def attention(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, layer: int, **options: Any
     ) -> MultiHeadLatentAttention:
-        """Return the latent attention of a layer; `options` are arguments of `MultiHeadLatentAttention`."""
+        """Return the latent attention; `options` are arguments of `MultiHeadLatentAttention`."""
         config = self.config
         return MultiHeadLatentAttention(
             config.d_model,
@@ -117,7 +121,7 @@ class DeepseekV3(Decoder[DeepseekV3Config]):
         )
 
     def head_norms(self, **numerics: Any) -> dict[str, Any]:
-        """Return the norms of the latents; their epsilon is that of V3, whatever that of the other norms is."""
+        """Return the norms of the latents; their epsilon is fixed, as in DeepSeek-V3."""
         ranks = {"q_norm": self.config.q_lora_rank, "kv_norm": self.config.kv_lora_rank}
         return {
             name: RMSNorm(rank, 1e-6, **numerics)

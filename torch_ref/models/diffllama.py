@@ -34,7 +34,8 @@ class DiffLlama(Decoder[DiffLlamaConfig]):
 
     Example:
         >>> import torch
-        >>> config = DiffLlamaConfig(8, 12, num_heads=4, num_layers=2, context_length=16, vocab_size=11)
+        >>> config = DiffLlamaConfig(
+        ...     8, 12, num_heads=4, num_layers=2, context_length=16, vocab_size=11)
         >>> DiffLlama(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 

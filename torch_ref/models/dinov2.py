@@ -58,7 +58,7 @@ class DINOv2Config(ImageConfig):
 
 
 class DINOv2(ImageEncoder[DINOv2Config]):
-    """DINOv2: a ViT whose layers add with learned factors, whose positions fit images of any size, SwiGLU if asked for.
+    """DINOv2: a ViT with layer scale and positions for images of any size.
 
         x = drop([cls_token; patches(images)] + positions)
         x = x + s_1 * att(norm1(x)), x = x + s_2 * ff(norm2(x)) in each block;  final_norm(x)
@@ -98,7 +98,7 @@ class DINOv2(ImageEncoder[DINOv2Config]):
         return FeedForward(config.d_model, config.d_inner, config.activation, **options)
 
     def behind(self) -> dict[str, Any]:
-        """Return what a block does with what its layers return: it multiplies it by learned factors."""
+        """Return the learned factors that a block multiplies the outputs of its layers by."""
         config = self.config
         return {f"post_norm{i}": LayerScale(config.d_model, config.layer_scale) for i in (1, 2)}
 
@@ -115,7 +115,7 @@ class DINOv2(ImageEncoder[DINOv2Config]):
         return torch.where(torch.as_tensor(masked, device=x.device)[..., None], self.mask_token, x)
 
     def positions(self, height: int, width: int) -> Float[Tensor, "t d"]:
-        """Return the vectors of the positions in an image of this size, that of the class token first."""
+        """Return the vectors of the positions for this image size, the class token first."""
         table, config = self.pos_emb.weight, self.config
         if (height, width) == config.image_size:
             return table
@@ -125,10 +125,10 @@ class DINOv2(ImageEncoder[DINOv2Config]):
 
 
 class DINOv2Classifier(DINOv2):
-    """DINOv2 with a linear layer on its class token and on the mean of its patches: the logits of the labels.
+    """DINOv2 with a classifier: the logits of the labels.
 
-    The arguments are those of `Encoder`; `Dinov2ForImageClassification` of transformers has the
-    same function.
+    A linear layer reads the class token and the mean of the patches. The arguments are those of
+    `Encoder`; `Dinov2ForImageClassification` of transformers has the same function.
 
     Raises:
         ValueError: where `DINOv2` does.

@@ -9,8 +9,8 @@ def draw(model: nn.Module, std: Callable[[str], float] | None = None) -> None:
     """Draw weights and tables from a normal distribution; biases are 0, norms keep 1 and 0.
 
     Args:
-        model: whose parameters are drawn.
-        std: the deviation, by the name of a parameter; None is 0.02 for all.
+        model: model whose parameters are drawn.
+        std: standard deviation, by the name of a parameter; None is 0.02 for all.
 
     Example:
         >>> from torch_ref import Linear

@@ -44,7 +44,7 @@ class Encoder(TypedModule, Generic[C]):
 
     Args:
         config: the sizes.
-        backend: of the attention calls; `"auto"` or the name of one.
+        backend: attention backend; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
     """
 
@@ -76,10 +76,10 @@ class Encoder(TypedModule, Generic[C]):
         raise NotImplementedError
 
     def create_head(self) -> None:
-        """Set `final_norm`, and what else follows the blocks; nothing does unless a family says so."""
+        """Set `final_norm` and what else follows the blocks; by default nothing."""
 
     def predict(self, hidden: Tokens) -> Tensor:
-        """Return what a call returns, made of what `hidden` returned: that itself, unless there is a head."""
+        """Return the output of a call, from that of `hidden`; the same if there is no head."""
         return hidden
 
     def run(
@@ -91,7 +91,10 @@ class Encoder(TypedModule, Generic[C]):
         lengths: ArrayLike | int | None = None,
         dropout_key: Tensor | None = None,
     ) -> Tokens:
-        """Return embedded tokens after the blocks and the final norm; see the call of a family for the arguments."""
+        """Return embedded tokens after the blocks and the final norm.
+
+        The arguments are those of the call of a family.
+        """
         for i, block in enumerate(self.trf_blocks):
             options: CallOptions = {
                 "mask": mask,
@@ -111,7 +114,7 @@ class TextEncoder(Encoder[C]):
     """An encoder of tokens; a base class, see `Bert` and `ModernBert`. A family defines `embed`.
 
     Shapes:
-        tokens `(b, t)` or `(t,)` to `(b, t, d_model)` or `(t, d_model)`, or what the head makes of it.
+        tokens `(b, t)` or `(t,)` to `(b, t, d_model)` or `(t, d_model)`, or the output of the head.
     """
 
     def embed(
@@ -121,7 +124,7 @@ class TextEncoder(Encoder[C]):
         dropout_key: Tensor | None,
         **inputs: Any,
     ) -> Tokens:
-        """Return the vectors of tokens at these positions; `inputs` are what a family takes beside."""
+        """Return the vectors of tokens at these positions; `inputs` are those of the family."""
         raise NotImplementedError
 
     def hidden(
@@ -134,7 +137,7 @@ class TextEncoder(Encoder[C]):
         dropout_key: Tensor | None = None,
         **inputs: Any,
     ) -> Tokens:
-        """Return the vectors of all tokens, `(b, t, d_model)`; the arguments are those of a call."""
+        """Return the vectors of all tokens, `(b, t, d_model)`; takes the arguments of a call."""
         shape = tuple(tokens.shape)
 
         def real(numbers: ArrayLike) -> Tensor:
@@ -161,14 +164,12 @@ class TextEncoder(Encoder[C]):
         """Return the vectors of all tokens, or what the head makes of them.
 
         Args:
-            tokens: `(b, t)` or `(t,)`.
-            mask: hides more than `lengths` do, such as `Mask.segments(ids)` for packed documents.
-            positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
-            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is
-                all.
-            dropout_key: decides what is dropped in train mode; None draws keys from torch's
-                generator.
-            inputs: what `embed` of the family takes beside, such as `token_types`.
+            tokens: token ids `(b, t)` or `(t,)`.
+            mask: further mask besides `lengths`, such as `Mask.segments(ids)` for packed documents.
+            positions: integer positions `(t,)` or `(b, t)`; None is the order of the tokens.
+            lengths: number of real tokens of each row, `(b,)`; the rest is padding. None is all.
+            dropout_key: key of the dropout in train mode; None draws keys from torch's generator.
+            inputs: further inputs of the family's `embed`, such as `token_types`.
 
         Raises:
             ValueError: if there are more than `context_length` tokens, or mask or positions do not

@@ -21,7 +21,8 @@ class GemmaConfig(DecoderConfig):
         attention_bias: whether the four projections of the attention have a bias.
 
     Example:
-        >>> GemmaConfig(2048, 16384, num_heads=8, num_layers=18, num_kv_heads=1, head_dim=256).activation
+        >>> config = GemmaConfig(2048, 16384, 8, 18, num_kv_heads=1, head_dim=256)
+        >>> config.activation
         'gelu_tanh'
     """
 
@@ -36,16 +37,16 @@ C = TypeVar("C", bound=GemmaConfig)
 
 
 class Gemma(Decoder[C]):
-    """Gemma: a Llama with GeGLU, tokens times `sqrt(d_model)`, and norms whose factor is `1 + scale`.
+    """Gemma: a Llama with GeGLU, scaled embeddings, and norms with the factor `1 + scale`.
 
-    The arguments are those of `LanguageModel`.
+    Embeddings are multiplied by `sqrt(d_model)`. The arguments are those of `LanguageModel`.
 
     Raises:
         ValueError: where its layers do.
 
     Example:
         >>> import torch
-        >>> config = GemmaConfig(8, 12, num_heads=4, num_layers=2, num_kv_heads=1, context_length=16, vocab_size=11)
+        >>> config = GemmaConfig(8, 12, 4, 2, num_kv_heads=1, context_length=16, vocab_size=11)
         >>> Gemma(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 

@@ -20,9 +20,9 @@ class Gemma2Config(GemmaConfig):
     """The sizes of a Gemma 2: those of a `GemmaConfig`, the scale and the caps.
 
     Args:
-        query_pre_attn_scalar: the scores are divided by its square root.
-        score_cap: bounds the scores; None is no bound.
-        logit_cap: bounds the logits; None is no bound.
+        query_pre_attn_scalar: number whose square root divides the scores.
+        score_cap: bound of the scores; None is no bound.
+        logit_cap: bound of the logits; None is no bound.
 
     Raises:
         ValueError: if there is no layer of a number in `full_layers`, or a cap or the scalar is not
@@ -30,7 +30,8 @@ class Gemma2Config(GemmaConfig):
 
     Example:
         >>> layers = tuple(range(1, 26, 2))
-        >>> config = Gemma2Config(2304, 9216, 8, 26, 4, head_dim=256, window=4096, full_layers=layers)
+        >>> config = Gemma2Config(
+        ...     2304, 9216, 8, 26, 4, head_dim=256, window=4096, full_layers=layers)
         >>> config.windows[:3]
         (4096, None, 4096)
     """
@@ -50,18 +51,19 @@ C = TypeVar("C", bound=Gemma2Config)
 
 
 class Gemma2(Gemma[C]):
-    """Gemma 2: a Gemma with norms before and after the sublayers, capped scores and logits, and windows in turn.
+    """Gemma 2: a Gemma with more norms, capped scores and logits, and windows in turn.
 
         logits = logit_cap * tanh(head(final_norm(x)) / logit_cap)
 
-    The arguments are those of `LanguageModel`.
+    There are norms before and after the sublayers. The arguments are those of `LanguageModel`.
 
     Raises:
         ValueError: where its layers do.
 
     Example:
         >>> import torch
-        >>> config = Gemma2Config(8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
+        >>> config = Gemma2Config(
+        ...     8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
         >>> Gemma2(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 

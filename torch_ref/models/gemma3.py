@@ -9,14 +9,15 @@ from torch_ref.models.gemma2 import Gemma2, Gemma2Config
 
 @dataclass(frozen=True)
 class Gemma3Config(Gemma2Config):
-    """The sizes of a Gemma 3: those of a `Gemma2Config`, without caps, and the positions of layers with a window.
+    """The sizes of a Gemma 3: those of a `Gemma2Config` without caps, and local positions.
 
     Args:
         rope: rotary positions of the layers without a window.
-        local_rope: rotary positions of the layers with one.
+        local_rope: rotary positions of the layers with a window.
 
     Example:
-        >>> config = Gemma3Config(1152, 6912, 4, 26, 1, head_dim=256, window=512, full_layers=(5, 11, 17, 23))
+        >>> config = Gemma3Config(
+        ...     1152, 6912, 4, 26, 1, head_dim=256, window=512, full_layers=(5, 11, 17, 23))
         >>> config.rope.base, config.local_rope.base
         (1000000.0, 10000.0)
     """
@@ -30,7 +31,7 @@ class Gemma3Config(Gemma2Config):
 
 
 class Gemma3(Gemma2[Gemma3Config]):
-    """Gemma 3: a Gemma 2 with normed queries and keys in place of caps, and rotary positions of two kinds.
+    """Gemma 3: a Gemma 2 with query and key norms, no caps, and two kinds of rotary positions.
 
     Layers with a window are rotated by `local_rope`, those without by `rope`. The arguments are
     those of `LanguageModel`.
@@ -40,7 +41,8 @@ class Gemma3(Gemma2[Gemma3Config]):
 
     Example:
         >>> import torch
-        >>> config = Gemma3Config(8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
+        >>> config = Gemma3Config(
+        ...     8, 12, 4, 2, 1, context_length=16, vocab_size=11, window=3, full_layers=(1,))
         >>> Gemma3(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 

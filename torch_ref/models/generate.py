@@ -75,31 +75,33 @@ def generate(
     callback: Callback | None = None,
     start: Sequence[int] | None = None,
 ) -> list[int] | list[list[int]]:
-    """Return the tokens that follow a prompt, or each prompt of a batch; of an encoder-decoder, those that answer it.
+    """Return the tokens that follow a prompt, or each prompt of a batch.
 
-    The model runs in eval mode, whatever mode it is in. Where a row becomes a long input of
-    LongRoPE all tokens are read again, as transformers does it for Phi-3.
+    An encoder-decoder answers the prompt. The model runs in eval mode, whatever mode it is in.
+    Where a row becomes a long input of LongRoPE all tokens are read again, as transformers does it
+    for Phi-3.
 
     Args:
-        model: of any family, or a `LanguageModel` or an `EncoderDecoder` of your own.
+        model: model of any family, or a `LanguageModel` or an `EncoderDecoder` of your own.
         tokens: a prompt `(t,)`, or a batch of them: `(b, t)`, or lists that may differ in length.
             Of an encoder-decoder they go into the encoder; one that takes features is given them,
             `(b, ...)` or without b, all of one length.
-        max_new_tokens: how many tokens are made at most.
-        temperature: 0 takes the most likely token, 1 draws from the model's distribution.
-        top_k: how many of the most likely tokens may be drawn; None is all.
-        top_p: the probability that the tokens that may be drawn have together at least; None is
-            all.
-        stop_tokens: a row ends with the first of these that it makes; a list, a set or an array.
+        max_new_tokens: largest number of new tokens.
+        temperature: divisor of the logits; 0 takes the most likely token, 1 draws from the model's
+            distribution.
+        top_k: number of most likely tokens that may be drawn; None is all.
+        top_p: smallest total probability of the tokens that may be drawn; None is all.
+        stop_tokens: tokens that end a row; a list, a set or an array.
         key: two integers, for a temperature above 0: the same key gives the same tokens.
-        capacity: of the cache of layers without a window, in tokens; None is what prompts and new
-            tokens need.
-        callback: called with the row and the token for each new token, row by row.
+        capacity: capacity of the cache of layers without a window, in tokens; None is what prompts
+            and new tokens need.
+        callback: function called with the row and the token for each new token, row by row.
         start: tokens that the decoder of an encoder-decoder begins with; None is the start token of
             its config.
 
     Returns:
-        The new tokens, without the prompt or the start: a list for one prompt, and a list of lists for a batch.
+        The new tokens, without the prompt or the start: a list for one prompt, and a list of lists
+        for a batch.
 
     Raises:
         ValueError: if a prompt is empty, longer than the model's context or holds ids outside the
@@ -135,7 +137,7 @@ def generate(
 
 
 class _Begun(NamedTuple):
-    """What the first token is made of: the last vectors, the cache, what runs a step, and whether there is no batch."""
+    """The state before the first token: vectors, cache, step, and whether there is no batch."""
 
     hidden: Tensor
     cache: Any
@@ -198,7 +200,10 @@ def _read(
 
 
 def _rereads(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int) -> list[int]:
-    """Return after how many new tokens a row becomes a long input of LongRoPE, for which all keys are made anew."""
+    """Return after how many new tokens a row becomes a long input of LongRoPE.
+
+    All keys are then computed again.
+    """
     ropes = {block.att.rope for block in model.trf_blocks if block.att.rope is not None}
     scalings = [rope.scaling for rope in ropes if isinstance(rope.scaling, LongRoPEScaling)]
     counts = {scaling.tokens_left(len(prompt)) for scaling in scalings for prompt in prompts}
@@ -267,7 +272,7 @@ def _check_prompts(
 
 
 def _empty_cache(model: LanguageModel, b: int, capacity: int) -> ModelCache:
-    """Return a cache with `capacity` tokens for each layer without a window, and with the window for the others."""
+    """Return a cache for each layer, of `capacity` tokens or of the window if it has one."""
     return tuple(block.init_cache(b, block.att.window or capacity) for block in model.trf_blocks)
 
 

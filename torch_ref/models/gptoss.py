@@ -13,16 +13,19 @@ from torch_ref.modules.router import Router
 
 @dataclass(frozen=True)
 class GptOssConfig(DecoderConfig):
-    """The sizes of a gpt-oss: those of a `DecoderConfig`, `d_hidden` of each expert, and of the mixtures.
+    """The sizes of a gpt-oss: those of a `DecoderConfig`, and of the mixtures.
+
+    `d_hidden` is the width inside an expert.
 
     Args:
         attention_bias: whether the four projections of the attention have a bias.
         num_experts: number of experts in each layer.
-        top_k: how many experts a token is given to.
+        top_k: number of experts for each token.
         swiglu: the activation of the experts.
 
     Example:
-        >>> GptOssConfig(2880, 2880, num_heads=64, num_layers=24, num_kv_heads=8, head_dim=64, num_experts=32).top_k
+        >>> config = GptOssConfig(2880, 2880, 64, 24, num_kv_heads=8, head_dim=64, num_experts=32)
+        >>> config.top_k
         4
     """
 
@@ -36,17 +39,17 @@ class GptOssConfig(DecoderConfig):
 
 
 class GptOss(Decoder[GptOssConfig]):
-    """gpt-oss: attention sinks, windows and full layers in turn, and mixtures of experts with clamped SwiGLU.
+    """gpt-oss: attention sinks, windows and full layers in turn, and mixtures of experts.
 
-    The arguments are those of `LanguageModel`.
+    The experts have a clamped SwiGLU. The arguments are those of `LanguageModel`.
 
     Raises:
         ValueError: where its layers do.
 
     Example:
         >>> import torch
-        >>> config = GptOssConfig(8, 12, num_heads=4, num_layers=2, context_length=16, vocab_size=11,
-        ...                       num_experts=4, top_k=2)
+        >>> config = GptOssConfig(8, 12, num_heads=4, num_layers=2, context_length=16,
+        ...                       vocab_size=11, num_experts=4, top_k=2)
         >>> GptOss(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 

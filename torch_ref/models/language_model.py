@@ -1,4 +1,4 @@
-"""What decoder-only language models share: tokens in, blocks, a norm, and logits of the next token out."""
+"""The base of decoder-only language models: embedding, blocks, norm and head."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LanguageModel(TypedModule, Generic[C]):
 
     Args:
         config: the sizes.
-        backend: of the attention calls; `"auto"` or the name of one.
+        backend: attention backend; `"auto"` or the name of one.
         remat: whether the backward pass recomputes each block instead of storing its activations.
 
     Shapes:
@@ -138,19 +138,17 @@ class LanguageModel(TypedModule, Generic[C]):
         cache: ModelCache | None = None,
         dropout_key: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, ModelCache]:
-        """Return the logits `(b, t, vocab_size)` of the token after each, followed by the cache if one is given.
+        """Return the logits `(b, t, vocab_size)` of the next tokens, and the cache if one is given.
 
         Args:
-            tokens: `(b, t)` or `(t,)`.
-            mask: hides more than causality does, such as `Mask.segments(ids)` for packed documents.
-                Under a cache it is that of the whole sequence, the same in every call.
-            positions: integers `(t,)` or `(b, t)`; None is the order of the tokens.
-            lengths: how many tokens of each row are real, `(b,)`; what follows is padding. None is
-                all.
-            cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
-                behind them.
-            dropout_key: decides what is dropped in train mode; None draws keys from torch's
-                generator.
+            tokens: token ids `(b, t)` or `(t,)`.
+            mask: further mask besides causality, such as `Mask.segments(ids)` for packed documents.
+                With a cache it is that of the whole sequence, the same in every call.
+            positions: integer positions `(t,)` or `(b, t)`; None is the order of the tokens.
+            lengths: number of real tokens of each row, `(b,)`; the rest is padding. None is all.
+            cache: keys and values of the tokens before, from `init_cache`; the new ones are
+                appended.
+            dropout_key: key of the dropout in train mode; None draws keys from torch's generator.
 
         Raises:
             ValueError: if there are more than `context_length` tokens, or mask, positions or cache
@@ -188,7 +186,10 @@ class LanguageModel(TypedModule, Generic[C]):
         cache: ModelCache | None = None,
         **options: Unpack[ModelOptions],
     ) -> Tensor | tuple[Tensor, ModelCache]:
-        """Return the input of the head, `(b, t, d_model)`; arguments, and the cache behind it, are those of a call."""
+        """Return the input of the head, `(b, t, d_model)`, and the cache if one is given.
+
+        The arguments are those of a call.
+        """
         hidden, cache = self._run(tokens, cache, **options)
         return hidden if cache is None else (hidden, cache)
 
@@ -241,15 +242,17 @@ class LanguageModel(TypedModule, Generic[C]):
     def init_cache(
         self, b: int | None, capacity: int, dtype: torch.dtype | None = None
     ) -> ModelCache:
-        """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
+        """Return an empty cache for `b` sequences of up to `capacity` tokens.
 
-        The cache of a layer with a window is a ring buffer, which holds the window at least.
+        If `b` is None, it has no batch axis. The cache of a layer with a window is a ring buffer,
+        which holds the window at least.
 
         Example:
             >>> import torch
             >>> from torch_ref.models import GPT2, GPT2Config
             >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11)).eval()
-            >>> logits, cache = model(torch.ones((4, 5), dtype=torch.long), cache=model.init_cache(4, 8))
+            >>> tokens = torch.ones((4, 5), dtype=torch.long)
+            >>> logits, cache = model(tokens, cache=model.init_cache(4, 8))
             >>> logits, cache = model(torch.ones((4, 1), dtype=torch.long), cache=cache)
             >>> logits.shape, cache[0].length.tolist()
             (torch.Size([4, 1, 11]), [6, 6, 6, 6])

@@ -10,7 +10,9 @@ from torch_ref.modules.multi_head import MultiHeadAttention
 
 @dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
-    """The sizes of a Llama, or of a Mistral, which has a window: those of a `DecoderConfig`, and biases.
+    """The sizes of a Llama, or of a Mistral: those of a `DecoderConfig`, and biases.
+
+    A Mistral has a window.
 
     Args:
         attention_bias: whether the four projections of the attention have a bias.
@@ -29,22 +31,22 @@ C = TypeVar("C", bound=LlamaConfig)
 
 
 class Llama(Decoder[C]):
-    """Llama: rotary positions, RMS norms before the sublayers, grouped queries, SwiGLU. With a window it is Mistral.
+    """Llama: rotary positions, RMS norms before the sublayers, grouped queries, SwiGLU.
 
-    The arguments are those of `LanguageModel`.
+    With a window it is Mistral. The arguments are those of `LanguageModel`.
 
     Raises:
         ValueError: where its layers do.
 
     Example:
         >>> import torch
-        >>> config = LlamaConfig(8, 12, num_heads=4, num_layers=2, num_kv_heads=2, context_length=16, vocab_size=11)
+        >>> config = LlamaConfig(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Llama(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 
     References:
-        Touvron et al. 2023 (arXiv:2302.13971); Llama Team 2024 (arXiv:2407.21783); Jiang et al. 2023, Mistral
-        (arXiv:2310.06825).
+        Touvron et al. 2023 (arXiv:2302.13971); Llama Team 2024 (arXiv:2407.21783); Jiang et al.
+        2023, Mistral (arXiv:2310.06825).
     """
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:

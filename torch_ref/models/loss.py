@@ -31,15 +31,15 @@ def next_token_loss(
     Sums are taken in at least float32.
 
     Args:
-        model: in train mode it drops; `model.eval()` switches that off.
-        tokens: `(b, t)` or `(t,)`, integers of any dtype. A real token outside the vocabulary makes
-            the loss NaN.
-        lengths: how many tokens of each row are real, `(b,)`; the rest is padding and does not
-            count, whatever ids stand there. None is all.
+        model: the language model; in train mode with dropout, which `model.eval()` switches off.
+        tokens: token ids `(b, t)` or `(t,)`, integers of any dtype. A real token outside the
+            vocabulary makes the loss NaN.
+        lengths: number of real tokens of each row, `(b,)`; the rest is padding and does not count,
+            whatever its ids. None is all.
         segments: ids of packed documents, `(b, t)` or `(t,)`, a run of equal ids each. A token sees
             its own document alone, positions start again in each, and the first token of a document
             is no target. None is one.
-        dropout_key: decides what is dropped in train mode; None draws keys from torch's generator.
+        dropout_key: key of the dropout in train mode; None draws keys from torch's generator.
 
     Shapes:
         Returns one number; 0 where there is no target.

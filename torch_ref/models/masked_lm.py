@@ -13,15 +13,15 @@ from torch_ref.modules.typed import TypedModule
 
 
 class MaskedLMHead(TypedModule):
-    """`norm(activation(dense(x))) @ table^T + bias`, with the table that the tokens are embedded by.
+    """`norm(activation(dense(x))) @ table^T + bias`, with the table of the token embedding.
 
     Args:
         d_model: width of the tokens.
         vocab_size: number of tokens.
-        norm: of the hidden features.
-        activation: of the hidden features.
+        norm: norm of the hidden features.
+        activation: activation of the hidden features.
         dense_bias: whether the hidden layer has a bias.
-        bias: whether the logits have one.
+        bias: whether the logits have a bias.
 
     Shapes:
         `(..., d_model)` to `(..., vocab_size)`.

@@ -11,11 +11,13 @@ from torch_ref.modules.router import Router
 
 @dataclass(frozen=True)
 class MixtralConfig(DecoderConfig):
-    """The sizes of a Mixtral: those of a `DecoderConfig`, `d_hidden` of each expert, and of the mixture.
+    """The sizes of a Mixtral: those of a `DecoderConfig`, and of the mixture.
+
+    `d_hidden` is the width inside an expert.
 
     Args:
         num_experts: number of experts in each layer.
-        top_k: how many experts a token is given to.
+        top_k: number of experts for each token.
 
     Example:
         >>> MixtralConfig(4096, 14336, num_heads=32, num_layers=32, num_kv_heads=8).num_experts
@@ -37,7 +39,7 @@ class Mixtral(Decoder[MixtralConfig]):
 
     Example:
         >>> import torch
-        >>> config = MixtralConfig(8, 12, num_heads=4, num_layers=2, context_length=16, vocab_size=11, num_experts=4)
+        >>> config = MixtralConfig(8, 12, 4, 2, context_length=16, vocab_size=11, num_experts=4)
         >>> Mixtral(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 

@@ -28,16 +28,16 @@ class ModernBertConfig:
         d_hidden: width inside the feed-forward layer.
         num_heads: number of heads.
         num_layers: number of blocks.
-        context_length: the longest input taken.
+        context_length: length of the longest input.
         vocab_size: number of tokens.
-        window: of the local layers: a token attends to half of it, to either side.
+        window: window of the local layers; a token attends to half of it on either side.
         full_layers: the layers that attend to all tokens, counted from 0; None is every third, from
             the first on.
         rope: rotary positions of these layers.
         local_rope: rotary positions of the local layers.
-        activation: of the gated feed-forward layer.
-        head_activation: of the head.
-        eps: of the norms.
+        activation: activation of the gated feed-forward layer.
+        head_activation: activation of the head.
+        eps: epsilon of the norms.
         norm_bias: whether the norms have a shift.
         attention_bias: whether the projections of the attention have a bias.
         ff_bias: whether the feed-forward layer has biases.
@@ -87,9 +87,11 @@ class ModernBertConfig:
 
 
 class ModernBert(TextEncoder[ModernBertConfig]):
-    """ModernBERT: rotary positions, local and full attention in turn, GeGLU, norms before the layers.
+    """ModernBERT: rotary positions, local and full attention in turn, GeGLU, pre-norm.
 
-        x = drop(emb_norm(tok_emb[tokens]));  x = x + att(norm1(x)), x = x + ff(norm2(x)) in each block;  final_norm(x)
+        x = drop(emb_norm(tok_emb[tokens]))
+        x = x + att(norm1(x)), x = x + ff(norm2(x)) in each block
+        final_norm(x)
 
     The first block has no norm before its attention. The arguments are those of `Encoder`;
     `ModernBertModel` of transformers has the same function.
@@ -125,7 +127,7 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         return TransformerBlock(attention, feed_forward, norm1, self.norm())
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
-        """Return the attention of a layer, full or local; `options` are arguments of `MultiHeadAttention`."""
+        """Return the attention, full or local; `options` are arguments of `MultiHeadAttention`."""
         config, bias = self.config, self.config.attention_bias
         sizes = config.d_model, config.d_model, config.context_length, 0.0, config.num_heads, bias
         if layer in config.full:

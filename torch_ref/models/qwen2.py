@@ -12,7 +12,7 @@ class Qwen2Config(DecoderConfig):
     """The sizes of a Qwen2: those of a `DecoderConfig`.
 
     Example:
-        >>> Qwen2Config(896, 4864, num_heads=14, num_layers=24, num_kv_heads=2, tied=True).vocab_size
+        >>> Qwen2Config(896, 4864, 14, 24, num_kv_heads=2, tied=True).vocab_size
         151936
     """
 
@@ -21,7 +21,7 @@ class Qwen2Config(DecoderConfig):
 
 
 class Qwen2(Decoder[Qwen2Config]):
-    """Qwen2: a Llama with biases of queries, keys and values, and windows in the layers that the config names.
+    """Qwen2: a Llama with biases of queries, keys and values, and windows in some layers.
 
     The arguments are those of `LanguageModel`.
 
@@ -30,7 +30,7 @@ class Qwen2(Decoder[Qwen2Config]):
 
     Example:
         >>> import torch
-        >>> config = Qwen2Config(8, 12, num_heads=4, num_layers=2, num_kv_heads=2, context_length=16, vocab_size=11)
+        >>> config = Qwen2Config(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Qwen2(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 

@@ -15,7 +15,8 @@ class Qwen3Config(DecoderConfig):
         attention_bias: whether the four projections of the attention have a bias.
 
     Example:
-        >>> Qwen3Config(1024, 3072, num_heads=16, num_layers=28, num_kv_heads=8, head_dim=128, tied=True).vocab_size
+        >>> config = Qwen3Config(1024, 3072, 16, 28, num_kv_heads=8, head_dim=128, tied=True)
+        >>> config.vocab_size
         151936
     """
 
@@ -25,7 +26,7 @@ class Qwen3Config(DecoderConfig):
 
 
 class Qwen3(Decoder[Qwen3Config]):
-    """Qwen3: a Llama whose queries and keys are normed in each head, and windows in the layers that the config names.
+    """Qwen3: a Llama with query and key norms in each head, and windows in some layers.
 
     The arguments are those of `LanguageModel`.
 
@@ -34,7 +35,7 @@ class Qwen3(Decoder[Qwen3Config]):
 
     Example:
         >>> import torch
-        >>> config = Qwen3Config(8, 12, num_heads=4, num_layers=2, num_kv_heads=2, context_length=16, vocab_size=11)
+        >>> config = Qwen3Config(8, 12, 4, 2, num_kv_heads=2, context_length=16, vocab_size=11)
         >>> Qwen3(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 

@@ -12,17 +12,17 @@ from torch_ref.modules.router import Router
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig(Qwen3Config):
-    """The sizes of a Qwen3 whose feed-forward layers are mixtures: those of a `Qwen3Config`, and of the mixtures.
+    """The sizes of a Qwen3 with mixtures of experts: those of a `Qwen3Config`, and of the mixtures.
 
     Args:
         num_experts: number of experts in each mixture.
-        top_k: how many experts a token is given to.
+        top_k: number of experts for each token.
         d_expert: width inside an expert; `d_hidden` is that of the layers without a mixture.
         renormalize: whether the weights of a token's experts are divided by their sum.
         dense_layers: the layers without a mixture, counted from 0.
 
     Example:
-        >>> Qwen3MoeConfig(2048, 6144, num_heads=32, num_layers=48, num_kv_heads=4, head_dim=128).num_experts
+        >>> Qwen3MoeConfig(2048, 6144, 32, 48, num_kv_heads=4, head_dim=128).num_experts
         128
     """
 
@@ -43,8 +43,8 @@ class Qwen3Moe(Qwen3):
 
     Example:
         >>> import torch
-        >>> config = Qwen3MoeConfig(8, 12, num_heads=4, num_layers=2, context_length=16, vocab_size=11,
-        ...                       num_experts=4, top_k=2, d_expert=6)
+        >>> config = Qwen3MoeConfig(8, 12, num_heads=4, num_layers=2, context_length=16,
+        ...                         vocab_size=11, num_experts=4, top_k=2, d_expert=6)
         >>> Qwen3Moe(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 

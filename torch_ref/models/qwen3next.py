@@ -1,4 +1,7 @@
-"""Qwen3-Next: three layers of Gated DeltaNet, then one of gated softmax attention, each with a mixture of experts."""
+"""Qwen3-Next: three layers of Gated DeltaNet, then one of gated softmax attention.
+
+Each layer has a mixture of experts.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +17,20 @@ from torch_ref.modules.norm import RMSNorm
 
 @dataclass(frozen=True)
 class Qwen3NextConfig(Qwen3MoeConfig):
-    """The sizes of a Qwen3-Next: those of a `Qwen3MoeConfig`, of its DeltaNets, and of the shared experts.
+    """The sizes of a Qwen3-Next: those of a `Qwen3MoeConfig`, its DeltaNets and shared experts.
 
     `full_layers` are the layers with softmax attention; the others have a `GatedDeltaNet`.
 
     Args:
         linear_heads: number of value heads of a DeltaNet.
-        linear_key_heads: number of its key heads.
-        linear_head_dim: width of its heads of queries and keys.
-        linear_value_dim: width of its heads of values.
-        kernel_size: of its convolutions.
+        linear_key_heads: number of key heads of a DeltaNet.
+        linear_head_dim: width of its query and key heads.
+        linear_value_dim: width of its value heads.
+        kernel_size: kernel size of the convolutions of a DeltaNet.
         d_shared: width inside the shared expert.
 
     Example:
-        >>> Qwen3NextConfig(2048, 5632, num_heads=16, num_layers=8, num_kv_heads=2, full_layers=(3, 7)).top_k
+        >>> Qwen3NextConfig(2048, 5632, 16, 8, num_kv_heads=2, full_layers=(3, 7)).top_k
         10
     """
 
@@ -44,24 +47,25 @@ class Qwen3NextConfig(Qwen3MoeConfig):
 
 
 class Qwen3Next(Qwen3Moe):
-    """Qwen3-Next: Gated DeltaNet in most layers, gated softmax attention in some, mixtures with a shared expert.
+    """Qwen3-Next: Gated DeltaNet in most layers, gated softmax attention in some.
 
-    The arguments are those of `LanguageModel`. Norms have the factor `1 + scale`, but for those
-    within a DeltaNet.
+    The mixtures of experts have a shared expert. Norms have the factor `1 + scale`, except those
+    within a DeltaNet. The arguments are those of `LanguageModel`.
 
     Raises:
         ValueError: where its layers do.
 
     Example:
         >>> import torch
-        >>> config = Qwen3NextConfig(8, 12, num_heads=4, num_layers=2, full_layers=(1,), context_length=16,
-        ...                          vocab_size=11, num_experts=4, top_k=2, linear_heads=4, linear_key_heads=2)
+        >>> config = Qwen3NextConfig(
+        ...     8, 12, num_heads=4, num_layers=2, full_layers=(1,), context_length=16,
+        ...     vocab_size=11, num_experts=4, top_k=2, linear_heads=4, linear_key_heads=2)
         >>> Qwen3Next(config)(torch.ones((3, 5), dtype=torch.long)).shape
         torch.Size([3, 5, 11])
 
     References:
-        Qwen Team 2025 (arXiv:2505.09388); Yang et al. 2024, Gated DeltaNet (arXiv:2412.06464); Qiu et al. 2025, the
-        gate of the heads (arXiv:2505.06708).
+        Qwen Team 2025 (arXiv:2505.09388); Yang et al. 2024, Gated DeltaNet (arXiv:2412.06464); Qiu
+        et al. 2025, the gate of the heads (arXiv:2505.06708).
     """
 
     config: Qwen3NextConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -83,7 +87,7 @@ class Qwen3Next(Qwen3Moe):
         )
 
     def feed_forward(self, layer: int, **options: Any) -> GatedFeedForward | MixtureOfExperts:
-        """Return the mixture of a layer, with its shared expert, or its SwiGLU layer where it has none."""
+        """Return the mixture of a layer, with its shared expert, or the SwiGLU of a dense layer."""
         mixture, config = super().feed_forward(layer, **options), self.config
         if not isinstance(mixture, MixtureOfExperts):
             return mixture

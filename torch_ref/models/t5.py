@@ -33,17 +33,17 @@ class T5Config:
         num_layers: number of blocks of the encoder.
         num_decoder_layers: number of blocks of the decoder.
         vocab_size: number of tokens.
-        num_buckets: of the relative positions.
-        max_distance: from here on all distances share a bucket.
-        activation: of the feed-forward layer.
+        num_buckets: number of buckets of the relative positions.
+        max_distance: distance from which on all share a bucket.
+        activation: activation of the feed-forward layer.
         gated: whether the feed-forward layer is gated, as in T5 1.1.
-        eps: of the norms.
+        eps: epsilon of the norms.
         dropout: the probability that an attention weight, or an element of an embedding or a
             sublayer's output, is dropped in train mode.
         tied: whether the output head is the table of the tokens.
         scaled: whether the input of the head is divided by `sqrt(d_model)`; not in T5 1.1.
-        start_token: that the decoder begins with.
-        context_length: the longest input taken; None is no limit, as positions are relative.
+        start_token: token that the decoder begins with.
+        context_length: length of the longest input; None is no limit, as positions are relative.
 
     Example:
         >>> T5Config(512, 2048, 8, 64, 6, 6).num_buckets
@@ -70,13 +70,14 @@ class T5Config:
 
 
 class T5(EncoderDecoder[T5Config]):
-    """T5: relative positions, in buckets that all layers of a stack share; RMS norms before the layers; no biases.
+    """T5: relative positions in buckets, RMS norms before the layers, no biases.
 
-        scores = q k^T + bias[bucket(key position - query position)];  logits = head(x / sqrt(d_model))
+        scores = q k^T + bias[bucket(key position - query position)]
+        logits = head(x / sqrt(d_model))
 
-    The arguments are those of `EncoderDecoder`. `T5ForConditionalGeneration` of transformers has
-    the same function; in train mode it drops elements inside the feed-forward layer and behind the
-    last norms too.
+    All layers of a stack share the buckets. The arguments are those of `EncoderDecoder`.
+    `T5ForConditionalGeneration` of transformers has the same function; in train mode it drops
+    elements inside the feed-forward layer and behind the last norms too.
 
     Raises:
         ValueError: where its layers do.
@@ -84,7 +85,8 @@ class T5(EncoderDecoder[T5Config]):
     Example:
         >>> import torch
         >>> model = T5(T5Config(6, 8, 2, 4, 2, 1, vocab_size=11))
-        >>> inputs, tokens = torch.ones((3, 7), dtype=torch.long), torch.ones((3, 5), dtype=torch.long)
+        >>> inputs = torch.ones((3, 7), dtype=torch.long)
+        >>> tokens = torch.ones((3, 5), dtype=torch.long)
         >>> model(inputs, tokens).shape
         torch.Size([3, 5, 11])
 
@@ -93,7 +95,7 @@ class T5(EncoderDecoder[T5Config]):
     """
 
     def create_embeddings(self) -> None:
-        """Set the table of tokens, the dropout of its vectors, and the tables of relative positions."""
+        """Set the table of tokens, the dropout of its vectors, and the relative positions."""
         super().create_embeddings()
         sizes = self.config.num_buckets, self.config.num_heads
         self.enc_bias, self.dec_bias = (Embedding(*sizes) for _ in range(2))
@@ -148,7 +150,10 @@ class T5(EncoderDecoder[T5Config]):
         return Dropout(self.config.dropout)
 
     def initialise(self) -> None:
-        """Draw the parameters as published: kernels keep the variance of their input, as queries of unit scores do."""
+        """Draw the parameters as published.
+
+        Kernels keep the variance of their input; those of queries give scores of unit variance.
+        """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 1.0 if name == "tok_emb" else self.config.d_model**-0.5
@@ -163,7 +168,7 @@ class T5(EncoderDecoder[T5Config]):
     def embed(
         self, tokens: Integer[Tensor, "*b t"], positions: Tensor, dropout_key: Tensor | None
     ) -> Tokens:
-        """Return the vectors of the decoder's tokens, from the same table; positions are in the scores."""
+        """Return the vectors of the decoder's tokens; positions are in the scores."""
         return self.embed_inputs(tokens, dropout_key)
 
     def biases(self) -> tuple[Bias, Bias]:

@@ -28,9 +28,11 @@ class ViTConfig(ImageConfig):
 
 
 class ViT(ImageEncoder[ViTConfig]):
-    """ViT: patches and a class token, learned positions, norms before the layers, a norm behind them.
+    """ViT: patches and a class token, learned positions, norms before the layers and at the end.
 
-        x = drop([cls_token; patches(images)] + positions);  x = block_i(x) for each i;  final_norm(x)
+        x = drop([cls_token; patches(images)] + positions)
+        x = block_i(x) for each i
+        final_norm(x)
 
     The arguments are those of `Encoder`; a call takes images `(b, c, height, width)` of the
     config's size. `ViTModel` of transformers has the same function.
@@ -58,7 +60,7 @@ class ViT(ImageEncoder[ViTConfig]):
         self.pooler = Linear(d, width) if width else None
 
     def pooled(self, hidden: Tokens) -> Float[Tensor, "*b pooled"]:
-        """Return `tanh(pooler(x))` of the class token, a vector of the image, from what `hidden` returned.
+        """Return `tanh(pooler(x))` of the class token of `x`, a vector for the image.
 
         Raises:
             ValueError: if the model has no pooler.

@@ -38,15 +38,14 @@ class WhisperConfig:
         d_hidden: width inside the feed-forward layers of the encoder.
         d_decoder_hidden: width inside the feed-forward layers of the decoder.
         num_mel: number of mel bands.
-        num_positions: how many tokens the encoder makes of its features, which are twice as many
-            frames.
-        context_length: the longest text.
+        num_positions: number of tokens of the encoder, half the number of its input frames.
+        context_length: length of the longest text.
         vocab_size: number of tokens.
-        activation: of the feed-forward layers.
+        activation: activation of the feed-forward layers.
         dropout: the probability that an element of an embedding or a sublayer's output is dropped
             in train mode.
         attention_dropout: the probability that an attention weight is dropped in train mode.
-        start_token: that the decoder begins with.
+        start_token: token that the decoder begins with.
 
     Example:
         >>> WhisperConfig(384, 6, 4, 6, 4, 1536, 1536).num_positions
@@ -76,7 +75,7 @@ class WhisperConfig:
 
 
 class Whisper(EncoderDecoder[WhisperConfig]):
-    """Whisper: two convolutions over log-mel features, an encoder, and a decoder of text that attends to it.
+    """Whisper: two convolutions over log-mel features, an encoder, and a decoder of text.
 
         x = gelu(conv2(gelu(conv1(features)))) + enc_pos;  logits = final_norm(...) @ tok_emb^T
 
@@ -88,7 +87,8 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         ValueError: where its layers do, or if the features have another number of bands or frames.
 
     Example:
-        >>> config = WhisperConfig(6, 2, 1, 3, 1, 8, 10, num_mel=5, num_positions=7, context_length=9, vocab_size=11)
+        >>> config = WhisperConfig(6, 2, 1, 3, 1, 8, 10, num_mel=5, num_positions=7,
+        ...                        context_length=9, vocab_size=11)
         >>> model = Whisper(config)
         >>> features, tokens = torch.ones((3, 5, 14)), torch.ones((3, 4), dtype=torch.long)
         >>> model(features, tokens).shape
@@ -99,7 +99,7 @@ class Whisper(EncoderDecoder[WhisperConfig]):
     """
 
     def create_embeddings(self) -> None:
-        """Set the convolutions, the tables of tokens and of positions, and the dropout of their sums."""
+        """Set the convolutions, the tables of tokens and positions, and the dropout of sums."""
         config = self.config
         super().create_embeddings()
         self.conv1 = Convolution(config.num_mel, config.d_model, 3)
@@ -130,7 +130,7 @@ class Whisper(EncoderDecoder[WhisperConfig]):
         )
 
     def attention(self, num_heads: int, *, backend: str, causal: bool = True) -> MultiHeadAttention:
-        """Return the self-attention of a layer: its keys have no bias, which a softmax would not feel."""
+        """Return the self-attention of a layer; a bias of keys would not change the softmax."""
         d, length = self.config.d_model, self.config.context_length if causal else None
         options = {"qkv_bias": True, "causal": causal, "backend": backend}
         attention = MultiHeadAttention(
@@ -172,7 +172,9 @@ class Whisper(EncoderDecoder[WhisperConfig]):
 
 
 def sinusoids(num_positions: int, width: int) -> np.ndarray:
-    """Return the positions of Whisper's encoder, `(num_positions, width)`: sines, then cosines, of ever slower angles.
+    """Return the positions of Whisper's encoder, `(num_positions, width)`.
+
+    They are sines, then cosines, of ever slower angles.
 
     Example:
         >>> sinusoids(2, 4).round(2).tolist()

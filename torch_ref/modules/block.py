@@ -1,4 +1,4 @@
-"""The transformer block: attention and feed-forward, each with its norms and a residual connection."""
+"""The transformer block: attention and feed-forward layers with norms and residuals."""
 
 from typing import Literal, TypeVar, Unpack, overload
 
@@ -26,8 +26,10 @@ K = TypeVar("K", bound=Cache)
 class TransformerBlock(TypedModule):
     """Attention, then feed-forward, each with a residual connection.
 
-        norm_first:  x = x + drop(post_norm1(att(norm1(x))));  x = x + drop(post_norm2(ff(norm2(x))))
-        otherwise:   x = norm1(x + drop(att(x)));              x = norm2(x + drop(ff(x)))
+        norm_first:  x = x + drop(post_norm1(att(norm1(x))))
+                     x = x + drop(post_norm2(ff(norm2(x))))
+        otherwise:   x = norm1(x + drop(att(x)))
+                     x = norm2(x + drop(ff(x)))
 
     GPT-2 and Llama have `norm1` and `norm2` alone, Gemma 2 all four norms, OLMo 2 the post norms
     alone; the paper of 2017 and BERT are `norm_first=False`. A norm that is None is left out.
@@ -60,8 +62,9 @@ class TransformerBlock(TypedModule):
         torch.Size([4, 5, 6])
 
     References:
-        Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020, norm before or after (arXiv:2002.04745);
-        Gemma Team 2024, norms before and after (arXiv:2408.00118); OLMo Team 2024 (arXiv:2501.00656).
+        Vaswani et al. 2017 (arXiv:1706.03762); Xiong et al. 2020, norm before or after
+        (arXiv:2002.04745); Gemma Team 2024, norms before and after (arXiv:2408.00118); OLMo Team
+        2024 (arXiv:2501.00656).
     """
 
     def __init__(
@@ -90,9 +93,8 @@ class TransformerBlock(TypedModule):
             "post_norm2": post_norm2,
         }
         widths = {name: getattr(part, "d_model", None) for name, part in parts.items()}
-        inputs = {
-            name: getattr(att, name, att.d_in) for name in ("d_out", "kdim", "vdim")
-        }  # of keys and values, if any
+        # kdim and vdim are the widths of the key and value inputs, if there are any.
+        inputs = {name: getattr(att, name, att.d_in) for name in ("d_out", "kdim", "vdim")}
         check_block_widths(att.d_in, inputs, widths)
         self.norm_first = norm_first
         self.att, self.ff = att, ff
@@ -101,35 +103,26 @@ class TransformerBlock(TypedModule):
         self.drop_shortcut = drop_shortcut
 
     @overload
-    def forward(self, x: Tensor, *, cache: None = None, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, x: Tensor, *, cache: None = None, return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
     ) -> Tensor: ...  # fmt: skip
 
     @overload
-    def forward(self, x: Tensor, *, cache: None = None, return_weights: Literal[
-        True
-    ], **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, x: Tensor, *, cache: None = None, return_weights: Literal[True],
+        **options: Unpack[CallOptions],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     @overload
-    def forward(self, x: Tensor, *, cache: K, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, x: Tensor, *, cache: K, return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
     ) -> tuple[Tensor, K]: ...  # fmt: skip
 
     @overload
-    def forward(self, x: Tensor, *, cache: K, return_weights: Literal[
-        True
-    ], **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, x: Tensor, *, cache: K, return_weights: Literal[True], **options: Unpack[CallOptions],
     ) -> tuple[Tensor, Tensor, K]: ...  # fmt: skip
 
     def forward(
@@ -144,11 +137,11 @@ class TransformerBlock(TypedModule):
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
     ) -> Returned:
-        """Return the tokens, followed by the weights if `return_weights`, and by the new cache if there is a cache.
+        """Return the tokens, followed by the weights and the new cache if requested.
 
-        `mask`, `bias`, `positions`, `lengths` and `cache` are those of the attention, see
-        `MultiHeadAttention`. Children 0, 1 and 2 of `dropout_key` decide the attention weights, the
-        attention output and the feed-forward output that are dropped.
+        `return_weights` requests the weights, and `cache` the new cache. The other arguments are
+        those of `MultiHeadAttention`. Children 0, 1 and 2 of `dropout_key` decide what is dropped
+        of the attention weights, the attention output and the feed-forward output.
         """
         check_tokens("x", x, "d_model", self.att.d_in, self.att.context_length)
         keys = [fold_in(dropout_key, i) for i in range(3)]

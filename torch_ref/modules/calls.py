@@ -18,7 +18,10 @@ Returned = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Cache] | tuple[Tensor,
 
 
 class CallOptions(TypedDict, total=False):
-    """The keywords of a call that do not change what it returns; see `MultiHeadAttention.forward`."""
+    """Keyword arguments that do not change how many values a call returns.
+
+    `MultiHeadAttention.forward` describes them.
+    """
 
     mask: Mask | Tensor | None
     bias: Bias | None
@@ -28,15 +31,17 @@ class CallOptions(TypedDict, total=False):
 
 
 class Attention(TypedModule):
-    """The attention of a block; a base class of `MultiHeadAttention`, and of a module of your own that is called alike.
+    """The attention of a block: a base class.
+
+    `MultiHeadAttention` derives from it, as can your own module that is called in the same way.
 
     Attributes:
         d_in: width of the input.
         d_out: width of the output.
-        context_length: the longest input taken; None is no limit.
-        window: how many keys in all a token attends to, which the cache holds at least; None is
+        context_length: maximum length of the input; None is no limit.
+        window: number of keys that a token attends to, and the least that the cache holds; None is
             all.
-        rope: rotary positions; None where `positions` mean nothing.
+        rope: rotary positions; None where the module takes no `positions`.
 
     Example:
         >>> from torch_ref import Attention, FeedForward, TransformerBlock
@@ -58,21 +63,27 @@ class Attention(TypedModule):
     rope: RoPE | None = None
 
     def forward(self, query: Tensor, *args: Any, **options: Any) -> Returned:
-        """Return the output, followed by the weights and the new cache if they are asked for; see `CallOptions`."""
+        """Return the output, followed by the weights and the new cache if requested.
+
+        The options include those of `CallOptions`.
+        """
         raise NotImplementedError
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Cache:
-        """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis."""
+        """Return an empty cache for `b` sequences of up to `capacity` tokens.
+
+        With `b` None it holds one sequence, without a batch axis.
+        """
         raise NotImplementedError
 
 
 class Outputs(NamedTuple):
-    """What a call can return, each by its name; None is what it was not asked for.
+    """The values that a call returns by name; those not requested are None.
 
     Args:
-        output: `(b, t, d)`.
-        weights: `(b, n, t, s)`.
-        cache: with the new tokens.
+        output: output of the layer, `(b, t, d)`.
+        weights: attention weights, `(b, n, t, s)`.
+        cache: cache with the new tokens.
     """
 
     output: Tensor
@@ -80,7 +91,7 @@ class Outputs(NamedTuple):
     cache: Cache | None = None
 
     def pack(self) -> Returned:
-        """Return what a call returns: the output, followed by the weights and by the cache, if there are any.
+        """Return the output, followed by the weights and the cache if there are any.
 
         Example:
             >>> import torch
@@ -96,7 +107,7 @@ class Outputs(NamedTuple):
 
 
 def unpack(returned: Returned, return_weights: bool, cached: bool = False) -> Outputs:
-    """Return by name what a call returned that was asked for these: the inverse of `Outputs.pack`.
+    """Return the values of a call by name: the inverse of `Outputs.pack`.
 
     Example:
         >>> import torch

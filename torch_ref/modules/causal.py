@@ -15,19 +15,21 @@ from torch_ref.modules.self_attention import SelfAttention
 class CausalAttention(SelfAttention):
     """One head, every token attending to itself and what came before.
 
-        dropout(softmax(causal(q k^T / sqrt(d_key)))) v    with q = x W_query, k = x W_key, v = x W_value
+        dropout(softmax(causal(q k^T / sqrt(d_key)))) v
+        with q = x W_query, k = x W_key, v = x W_value
 
     Args:
         d_in: width of the input.
         d_out: width of the values, and so of the output.
-        context_length: the longest input taken; None is no limit.
+        context_length: maximum length of the input; None is no limit.
         dropout: the probability that a weight is dropped in train mode.
         qkv_bias: whether the three projections have a bias.
         d_key: width of queries and keys; None is d_out.
-        backend: of the attention call; `"auto"` or the name of one.
+        backend: name of an attention backend, or `"auto"`.
 
     Shapes:
-        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
+        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)`
+        or `(b, t, t)`.
 
     Raises:
         ValueError: if a width is not positive, `dropout` lies outside [0, 1) or the backend is
@@ -61,25 +63,20 @@ class CausalAttention(SelfAttention):
         self.dropout = Dropout(dropout)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        state_dict.pop(
-            f"{prefix}mask", None
-        )  # a buffer that modules of the same names elsewhere save
+        # Other implementations, with modules of the same names, save the mask as a buffer.
+        state_dict.pop(f"{prefix}mask", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @overload
-    def forward(self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[
-        False
-    ] = False, dropout_key: (
-        Tensor | None
-    ) = None,
+    def forward(
+        self, x: Tensor, *, mask: Mask | Tensor | None = None,
+        return_weights: Literal[False] = False, dropout_key: Tensor | None = None,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
-    def forward(self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[
-        True
-    ], dropout_key: (
-        Tensor | None
-    ) = None,
+    def forward(
+        self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[True],
+        dropout_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def forward(

@@ -11,16 +11,16 @@ from torch_ref.modules.typed import TypedModule
 
 
 class Convolution(TypedModule):
-    """`proj` of every `stride`-th window of `width` tokens, the sequence padded by zeros on either side.
+    """`proj` of every `stride`-th window of `width` tokens, with zero padding on either side.
 
-    A convolution is that product: `proj` has its weight `(d_model, channels, width)` as a matrix of
-    `channels * width` rows.
+    This product is a convolution: `proj` holds its weight `(d_model, channels, width)` as a matrix
+    of `channels * width` rows.
 
     Args:
         channels: width of the input.
         d_model: width of the output.
-        width: of a window, in tokens; odd.
-        stride: between windows, in tokens.
+        width: width of a window in tokens; odd.
+        stride: distance between windows in tokens.
 
     Shapes:
         `(b, t, channels)` or without b to `(b, t / stride, d_model)`, rounded up.

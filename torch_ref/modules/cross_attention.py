@@ -19,9 +19,10 @@ from torch_ref.modules.typed import TypedModule
 
 
 class CrossAttention(TypedModule):
-    """Attention to the tokens of another sequence, whose keys and values are computed once and kept.
+    """Attention to another sequence, whose keys and values are computed once and kept.
 
-        out_proj(concat_i(dropout(softmax(q_i k_i^T / sqrt(h))) v_i))    with k and v of the other sequence
+        out_proj(concat_i(dropout(softmax(q_i k_i^T / sqrt(h))) v_i))
+        with k and v of the other sequence
 
     Args:
         d_in: width of the tokens, and of the output.
@@ -29,14 +30,15 @@ class CrossAttention(TypedModule):
         dropout: the probability that a weight is dropped in train mode.
         num_heads: number of heads; divides d_in unless `head_dim` is given.
         qkv_bias: whether the projections of queries and values have a bias.
-        key_bias: whether the projection of keys has one.
+        key_bias: whether the projection of keys has a bias.
         head_dim: width h of a head; None is `d_in / num_heads`.
         out_bias: whether the output projection has a bias.
-        scores: scale, and soft cap, of the scores.
-        backend: of the attention call; `"auto"` or the name of one.
+        scores: scale and soft cap of the scores.
+        backend: name of an attention backend, or `"auto"`.
 
     Shapes:
-        tokens `(b, t, d_in)` and the other sequence `(b, s, kdim)` to `(b, t, d_in)`, or all without b.
+        tokens `(b, t, d_in)` and the other sequence `(b, s, kdim)` to `(b, t, d_in)`, or all
+        without b.
 
     Raises:
         ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0,
@@ -91,7 +93,10 @@ class CrossAttention(TypedModule):
     def keep(
         self, encoded: Float[Tensor, "*b s d"], lengths: ArrayLike | int | None = None
     ) -> KVCache:
-        """Return the keys and values of the other sequence, of whose rows the first `lengths` tokens are real."""
+        """Return the keys and values of the other sequence.
+
+        The first `lengths` tokens of each row are real; the rest is padding.
+        """
         check_tokens("encoded", encoded, "kdim", self.kdim, None)
         check_known_lengths(lengths, len(encoded) if encoded.ndim == 3 else 1, encoded.shape[-2])
         pattern = "... s (k h) -> ... k s h"
@@ -105,7 +110,7 @@ class CrossAttention(TypedModule):
     def forward(
         self, x: Float[Tensor, "*b t d"], kept: KVCache, *, dropout_key: Tensor | None = None
     ) -> Float[Tensor, "*b t d"]:
-        """Return what tokens attend to; `kept` is what `keep` returned."""
+        """Return the output for the tokens; `kept` is what `keep` returned."""
         check_tokens("x", x, "d_in", self.d_in, None)
         check_type("kept", kept, KVCache, "what keep of this layer returns")
         kept.check_heads(tuple(x.shape[:-2]), self.num_kv_heads, self.head_dim, self.head_dim)

@@ -1,4 +1,4 @@
-"""The block of a decoder that attends to what an encoder returned."""
+"""The decoder block that attends to the output of an encoder."""
 
 from typing import Any, Unpack, overload
 
@@ -19,10 +19,14 @@ _Part = nn.Module  # from tokens to tokens
 
 
 class CrossBlock(TypedModule):
-    """The block of a decoder that attends to what an encoder returned: three layers, each with a residual connection.
+    """A decoder block that attends to the output of an encoder.
 
-        norm_first:  x = x + drop(att(norm1(x)));  x = x + drop(cross(norm2(x), kept));  x = x + drop(ff(norm3(x)))
-        otherwise:   x = norm1(x + drop(att(x)));  x = norm2(x + drop(cross(x, kept)));  x = norm3(x + drop(ff(x)))
+        norm_first:  x = x + drop(att(norm1(x)))
+                     x = x + drop(cross(norm2(x), kept))
+                     x = x + drop(ff(norm3(x)))
+        otherwise:   x = norm1(x + drop(att(x)))
+                     x = norm2(x + drop(cross(x, kept)))
+                     x = norm3(x + drop(ff(x)))
 
     T5 and Whisper have the norms before the layers; the paper of 2017 and, by default,
     `torch.nn.TransformerDecoderLayer` have them after the sums.
@@ -53,7 +57,8 @@ class CrossBlock(TypedModule):
         torch.Size([4, 5, 6])
 
     References:
-        Vaswani et al. 2017 (arXiv:1706.03762); Raffel et al. 2019, norms before the layers (arXiv:1910.10683).
+        Vaswani et al. 2017 (arXiv:1706.03762); Raffel et al. 2019, norms before the layers
+        (arXiv:1910.10683).
     """
 
     def __init__(

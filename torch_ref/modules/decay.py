@@ -18,11 +18,12 @@ class DecayRate(TypedModule):
 
     Args:
         num_heads: number of heads.
-        size: how many decays a head has.
+        size: number of decays for each head.
 
     Shapes:
-        `(..., num_heads * size)` to `(..., num_heads, size)`; `A_log` is `(num_heads,)`, `dt_bias` one for each input.
-        They start as Mamba's do: `exp(A_log)` between 1 and 16, `softplus(dt_bias)` between 0.001 and 0.1.
+        `(..., num_heads * size)` to `(..., num_heads, size)`; `A_log` is `(num_heads,)`, `dt_bias`
+        is `(num_heads * size,)`. They start as in Mamba: `exp(A_log)` between 1 and 16,
+        `softplus(dt_bias)` between 0.001 and 0.1.
 
     Raises:
         ValueError: if a size is not positive.
@@ -46,8 +47,7 @@ class DecayRate(TypedModule):
 
     def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape n s"]:
         x = x.to(accumulation_dtype(x.dtype))
-        step = functional.softplus(
-            x + self.dt_bias.to(x.dtype), threshold=1000.0
-        )  # torch leaves it out above 20
+        # By default torch returns its input above 20.
+        step = functional.softplus(x + self.dt_bias.to(x.dtype), threshold=1000.0)
         step = rearrange(step, "... (n s) -> ... n s", n=self.num_heads)
         return -self.A_log.to(x.dtype).exp()[:, None] * step

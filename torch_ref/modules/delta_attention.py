@@ -1,4 +1,4 @@
-"""Attention by the gated delta rule: what its kinds share."""
+"""The base class of attention by the gated delta rule."""
 
 from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
@@ -23,13 +23,14 @@ from torch_ref.modules.short_convolution import ShortConvolution
 
 
 class DeltaAttention(Attention):
-    """Attention by the gated delta rule; a base class, see `GatedDeltaNet` and `KimiDeltaAttention`.
+    """Base class of attention by the gated delta rule.
 
         q, k, v = silu(conv(x W_query)), silu(conv(x W_key)), silu(conv(x W_value))
         o = gated_delta_rule(q / |q|, k / |k|, v, decay(x), beta=sigmoid(x W_beta))
         out_proj(norm(o) * gate(x))
 
-    A kind defines `create_parts`, `decay` and `gate`. The norm is an `RMSNorm` over each head.
+    A subclass defines `create_parts`, `decay` and `gate`, as `GatedDeltaNet` and
+    `KimiDeltaAttention` do. The norm is an `RMSNorm` over each head.
 
     Args:
         d_in: width of the input.
@@ -38,7 +39,7 @@ class DeltaAttention(Attention):
         head_dim: width h of a head of queries and keys.
         num_key_heads: number of heads of queries and keys; divides num_heads. None is num_heads.
         value_dim: width v of a head of values; None is head_dim.
-        kernel_size: of the convolutions.
+        kernel_size: kernel size of the convolutions.
         eps: epsilon of the norm.
 
     Shapes:
@@ -103,7 +104,7 @@ class DeltaAttention(Attention):
         self.create_parts()
 
     def create_parts(self) -> None:
-        """Set what `decay` and `gate` are made of."""
+        """Create the layers of `decay` and `gate`."""
         raise NotImplementedError
 
     def decay(self, x: Tokens) -> Tensor:
@@ -111,28 +112,24 @@ class DeltaAttention(Attention):
         raise NotImplementedError
 
     def gate(self, x: Tokens) -> Float[Tensor, "b t n v"]:
-        """Return what the heads are multiplied by."""
+        """Return the factor on the output of the heads."""
         raise NotImplementedError
 
     def beta(self, x: Tokens) -> Float[Tensor, "b t n"]:
-        """Return the part of what the state holds under a key that is replaced, in at least float32."""
+        """Return how much of the old value of a key is replaced, in at least float32."""
         beta = self.W_beta(x)
         return beta.to(accumulation_dtype(beta.dtype)).sigmoid()
 
     @overload
-    def forward(self, query: Tensor, *, cache: None = None, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, query: Tensor, *, cache: None = None, return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
     ) -> Tensor: ...  # fmt: skip
 
     @overload
-    def forward(self, query: Tensor, *, cache: DeltaCache, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, query: Tensor, *, cache: DeltaCache, return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
     ) -> tuple[Tensor, DeltaCache]: ...  # fmt: skip
 
     def forward(
@@ -150,10 +147,10 @@ class DeltaAttention(Attention):
             query: the input.
             mask: causal, segments (documents one after another) and lengths; with a cache it is
                 that of the whole sequence, the same in every call.
-            lengths: how many tokens of each row are real, `(b,)`; the rest is padding. None is all.
+            lengths: number of real tokens in each row, `(b,)`; the rest is padding. None is all.
             cache: state and last inputs, from `init_cache`.
-            options: of a block's attention, none of which may ask for anything: there are no
-                weights, no bias, no positions and no dropout.
+            options: the other options of a block's attention, left unset: there are no weights, no
+                bias, no positions and no dropout.
         """
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
         check_recurrent_options(options)
@@ -174,10 +171,11 @@ class DeltaAttention(Attention):
     def init_cache(
         self, b: int | None, capacity: int, dtype: torch.dtype | None = None
     ) -> DeltaCache:
-        """Return an empty cache for `b` sequences; b None is one without a batch axis.
+        """Return an empty cache for `b` sequences.
 
-        It is as large for any `capacity`. `dtype` is that of the inputs of the convolutions; None
-        is that of the key projection.
+        With `b` None it holds one sequence, without a batch axis. Its size does not depend on
+        `capacity`. `dtype` is that of the inputs of the convolutions; None is that of the key
+        projection.
         """
         weight = self.W_key.weight
         numerics = {"dtype": weight.dtype if dtype is None else dtype, "device": weight.device}

@@ -15,42 +15,46 @@ from torch_ref.modules.norm import rms_normed
 
 
 class DifferentialAttention(MultiHeadAttention):
-    """Heads that subtract one softmax from another, which cancels what both give to irrelevant tokens.
+    """Multi-head attention with the difference of two softmaxes.
 
-        out_proj(concat_i((1 - lambda_init) * rms_normed((A_i - lambda A_j) [v_i, v_j])))    with j = i + num_heads / 2
-        A_i = softmax(mask(q_i k_i^T / sqrt(h))),  lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_init
+        out_proj(concat_i((1 - lambda_init) * rms_normed((A_i - lambda A_j) [v_i, v_j])))
+        with j = i + num_heads / 2,  A_i = softmax(mask(q_i k_i^T / sqrt(h))),
+        lambda = exp(q1 . k1) - exp(q2 . k2) + lambda_init
 
-    Head `i` of the first half of the query heads is paired with head `j` of the second, and both
-    attend to the values of both: as wide as two heads. `q1`, `k1`, `q2` and `k2` are the parameters
-    `lambda_q1` to `lambda_k2`, shared by all heads. Two heads are paired as in transformers'
-    DiffLlama; the code of the paper pairs neighbours. In train mode the weights of each softmax are
-    dropped by themselves.
+    The difference cancels the weight that both softmaxes give to irrelevant tokens.
+
+    Head `i` of the first half of the query heads is paired with head `j` of the second, as in
+    transformers' DiffLlama; the code of the paper pairs neighbours. Both attend to the joined
+    values of both, as wide as two heads. `q1`, `k1`, `q2` and `k2` are the parameters `lambda_q1`
+    to `lambda_k2`, shared by all heads. In train mode each softmax drops its own weights.
 
     Args:
         d_in: width of the input.
         d_out: width of all query heads together, and of the output.
-        context_length: the longest input taken; None is no limit.
+        context_length: maximum length of the input; None is no limit.
         dropout: the probability that a weight is dropped in train mode.
         num_heads: number of query heads, even; divides d_out unless `head_dim` is given.
         qkv_bias: whether the three input projections have a bias.
         num_kv_heads: number of key/value heads, even; divides num_heads. None is num_heads.
         head_dim: width h of a head; None is `d_out / num_heads`.
         out_bias: whether the output projection has a bias.
-        window: how many keys in all a token attends to, itself included; None is all.
-        rope: rotary positions of queries and keys; None is none.
-        lambda_init: what lambda starts near, `differential_lambda(layer)` in a model.
+        window: number of keys that a token attends to, itself included; None is all.
+        rope: rotary positions of queries and keys; None is no rotation.
+        lambda_init: approximate initial value of lambda; `differential_lambda(layer)` in a model.
         eps: epsilon of the norm of each pair of heads, which has no parameters.
-        backend: of the attention call; `"auto"` or the name of one.
-
+        backend: name of an attention backend, or `"auto"`.
 
     Shapes:
-        `(b, t, d_in)` to `(b, t, d_out)`, weights `(b, n, t, t)`, those of both softmaxes; or all without b.
+        `(b, t, d_in)` to `(b, t, d_out)`, weights `(b, n, t, t)`, those of both softmaxes; or all
+        without b.
 
     Raises:
         ValueError: if the key/value heads are not pairs, or where `MultiHeadAttention` does.
 
     Example:
-        >>> layer = DifferentialAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2)
+        >>> layer = DifferentialAttention(
+        ...     6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2
+        ... )
         >>> layer(torch.ones((3, 5, 6))).shape
         torch.Size([3, 5, 8])
 
@@ -92,7 +96,7 @@ class DifferentialAttention(MultiHeadAttention):
         )
 
     def difference(self) -> Float[Tensor, ""]:
-        """Return lambda, what the second softmax is multiplied by, in at least float32."""
+        """Return lambda, the factor on the second softmax, in at least float32."""
         vectors = (self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2)
         q1, k1, q2, k2 = (x.to(accumulation_dtype(x.dtype)) for x in vectors)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
@@ -113,7 +117,7 @@ class DifferentialAttention(MultiHeadAttention):
 
 
 def differential_lambda(layer: int) -> float:
-    """Return what lambda starts near in a layer, the first being 0: `0.8 - 0.6 exp(-0.3 layer)`.
+    """Return `lambda_init` of a layer, counted from 0: `0.8 - 0.6 exp(-0.3 layer)`.
 
     Example:
         >>> [round(differential_lambda(layer), 3) for layer in (0, 1, 20)]

@@ -9,11 +9,13 @@ from torch_ref.modules.typed import TypedModule
 
 
 class Dropout(TypedModule):
-    """Zero elements at `rate` and divide the rest by `1 - rate`; in eval mode, and at rate 0, the identity.
+    """Zero elements with probability `rate` and divide the rest by `1 - rate`.
 
-    Each call draws a fresh key from torch's generator, unless it is given one: the same key drops
-    the same elements here and in `flax_attn`. `.train()` and `.eval()` switch it; it starts in
-    train mode.
+    In eval mode, and at rate 0, it is the identity. It starts in train mode; `.train()` and
+    `.eval()` switch it.
+
+    Each call draws a new key from torch's generator, unless it is given one. The same key drops the
+    same elements here and in `flax_attn`.
 
     Args:
         rate: the probability that an element is dropped, in [0, 1).

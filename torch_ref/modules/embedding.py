@@ -11,13 +11,14 @@ from torch_ref.modules.typed import TypedModule
 
 
 class Embedding(TypedModule, nn.Embedding):
-    """A table of learned vectors: `weight[ids]`, drawn from a standard normal as `torch.nn.Embedding` is.
+    """A table of learned vectors: `weight[ids]`.
 
-    An id outside `0 ... size - 1` gives NaN: values are not read, so that a call does not wait for
-    the device.
+    The table is drawn from a standard normal distribution, as in `torch.nn.Embedding`. An id
+    outside `0 ... size - 1` gives NaN: ids are not read on the host, so that a call does not wait
+    for the device.
 
     Args:
-        size: how many vectors there are.
+        size: number of vectors.
         d_model: width of a vector.
 
     Shapes:
@@ -43,5 +44,5 @@ class Embedding(TypedModule, nn.Embedding):
         return torch.where(inside[..., None], found, torch.nan)
 
     def attend(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape size"]:
-        """Return `x @ weight^T`: the table as an output head, with weights tied to those of the input."""
+        """Return `x @ weight^T`: the table as an output head, with tied weights."""
         return functional.linear(x, self.weight)

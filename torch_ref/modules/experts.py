@@ -19,17 +19,20 @@ FORMS = ("auto", "dense", "sorted")
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """`min(gate, limit) sigmoid(alpha min(gate, limit)) (clip(up, -limit, limit) + 1)`: what gpt-oss has for SwiGLU.
+    """The clamped SwiGLU of gpt-oss.
+
+        min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (clip(up, -limit, limit) + 1)
 
     Args:
-        limit: of both branches; the gate is bounded above alone.
+        limit: bound of both branches; the gate has no lower bound.
         alpha: slope of the sigmoid.
 
     Raises:
         ValueError: if the limit is not positive.
 
     Example:
-        >>> activated = ClampedSwiGLU(limit=2.0)(torch.tensor([-1.0, 9.0]), torch.tensor([0.0, 5.0]))
+        >>> gate, up = torch.tensor([-1.0, 9.0]), torch.tensor([0.0, 5.0])
+        >>> activated = ClampedSwiGLU(limit=2.0)(gate, up)
         >>> [round(number, 3) for number in activated.tolist()]
         [-0.154, 5.807]
 
@@ -71,9 +74,10 @@ class _Linears(TypedModule):
 
 
 class Experts(TypedModule):
-    """The sum of the outputs of a token's experts, each times its weight.
+    """The weighted sum of the outputs of each token's experts.
 
-        y = sum_j weights_j E_(experts_j)(x)    with E_e(x) = W_down_e(activation(W_gate_e x) * W_up_e x)
+        y = sum_j weights_j E_(experts_j)(x)
+        with E_e(x) = W_down_e(activation(W_gate_e x) * W_up_e x)
 
     No token is dropped, whatever the load of an expert. Here every expert computes every token, in
     any form.
@@ -84,11 +88,12 @@ class Experts(TypedModule):
         d_hidden: width inside an expert.
         activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"`, or a function of gate and up that
             replaces `activation(gate) * up`, such as a `ClampedSwiGLU`.
-        bias: whether the three layers of an expert have one.
+        bias: whether the three layers of an expert have a bias.
         form: `"auto"`, `"dense"` or `"sorted"`.
 
     Shapes:
-        `(..., d_model)`, kept; weights `(num_experts, d_hidden, d_model)`, and of `W_down` the reverse.
+        `(..., d_model)`, kept; weights `(num_experts, d_hidden, d_model)`, for `W_down`
+        `(num_experts, d_model, d_hidden)`.
 
     Raises:
         ValueError: if a size is not positive, the activation or the form is unknown, or the input

@@ -27,7 +27,7 @@ class FeedForward(TypedModule):
         d_model: width of input and output.
         d_hidden: width in between; None is `4 * d_model`.
         activation: `"gelu_tanh"` (GPT-2), `"gelu_exact"` (BERT), `"silu"` or `"relu"` (T5).
-        bias: whether the two layers have one.
+        bias: whether the two layers have a bias.
 
     Shapes:
         `(..., d_model)`, kept.
@@ -69,13 +69,15 @@ class FeedForward(TypedModule):
 
 
 class GatedFeedForward(TypedModule):
-    """`W_down(activation(W_gate(x)) * W_up(x))`: SwiGLU with `"silu"` (Llama), GeGLU with a GELU (Gemma).
+    """`W_down(activation(W_gate(x)) * W_up(x))`.
+
+    This is SwiGLU with `"silu"` (Llama), and GeGLU with a GELU (Gemma).
 
     Args:
         d_model: width of input and output.
         d_hidden: width in between; None is `4 * d_model`.
         activation: `"silu"`, `"gelu_tanh"`, `"gelu_exact"` or `"relu"`.
-        bias: whether the three layers have one.
+        bias: whether the three layers have a bias.
 
     Shapes:
         `(..., d_model)`, kept.

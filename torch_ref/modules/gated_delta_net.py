@@ -12,7 +12,7 @@ from torch_ref.modules.linear import Linear
 
 
 class GatedDeltaNet(DeltaAttention):
-    """Gated DeltaNet, as in Qwen3-Next: a state a head, with one decay, read through a gated norm.
+    """Gated DeltaNet, as in Qwen3-Next: one state and one decay per head, and a gated norm.
 
         decay(x) = -exp(A_log) * softplus(x W_decay + dt_bias)        gate(x) = silu(x W_gate)
 
@@ -34,13 +34,13 @@ class GatedDeltaNet(DeltaAttention):
     """
 
     def create_parts(self) -> None:
-        """Set the projections to decays and gates."""
+        """Create the projections to decays and gates."""
         self.W_decay = Linear(self.d_in, self.num_heads, False)
         self.W_gate = Linear(self.d_in, self.num_heads * self.value_dim, False)
         self.rate = DecayRate(self.num_heads)
 
     def decay(self, x: Tokens) -> Float[Tensor, "b t n"]:
-        """Return one logarithm a head."""
+        """Return the logarithm of one decay for each head."""
         return self.rate(self.W_decay(x))[..., 0]
 
     def gate(self, x: Tokens) -> Float[Tensor, "b t n v"]:

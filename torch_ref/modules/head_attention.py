@@ -1,4 +1,4 @@
-"""Attention in heads: what is done between projecting the input of a layer and projecting what its heads return."""
+"""Attention in heads: the steps between the input projections and the output projection."""
 
 from typing import Any
 
@@ -23,19 +23,19 @@ from torch_ref.modules.linear import Linear
 class HeadAttention(Attention):
     """Attention in heads; a base class of `MultiHeadAttention` and `MultiHeadLatentAttention`.
 
-    A layer has these attributes, and a method `_project` from what it is called with, and
-    positions, to queries, and to the keys and values that are cached.
+    A subclass has these attributes and a method `_project`, which maps the inputs of a call and
+    their positions to queries and to the keys and values that are cached.
 
     Attributes:
         num_heads: number of query heads.
         head_dim: width of a query.
         causal: whether a token attends only to itself and to the tokens before it.
         scores: scale, soft cap, sinks and function of the scores.
-        sinks: the parameter of the sinks; None is none.
-        W_gate: the gate of what the heads return; None is none.
-        out_proj: the projection of what they return.
-        dropout: of the weights.
-        backend: of the attention call; `"auto"` or the name of one.
+        sinks: parameter of the attention sinks; None is no sinks.
+        W_gate: projection to the gate of the heads; None is no gate.
+        out_proj: projection of the joined heads to the output.
+        dropout: dropout of the weights.
+        backend: name of an attention backend, or `"auto"`.
 
     Example:
         >>> from torch_ref import MultiHeadAttention
@@ -73,7 +73,7 @@ class HeadAttention(Attention):
         return_weights: bool,
         dropout_key: Tensor | None,
     ) -> Returned:
-        """Return what a call of the layer does; the first of the inputs is that of the queries."""
+        """Return the results of a call; the first input is that of the queries."""
         query: Any = inputs[0]
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
         if cache is not None:
@@ -128,7 +128,7 @@ class HeadAttention(Attention):
     def _empty(
         self, b: int | None, capacity: int, dtype: torch.dtype | None, layer: Linear
     ) -> KVCache:
-        """Return an empty cache of these heads and widths, by default in the dtype of a projection."""
+        """Return an empty cache for these heads, by default in the dtype of a projection."""
         if self.window is None:
             check_capacity(capacity, self.context_length)
         *sizes, value_dim = self._cached

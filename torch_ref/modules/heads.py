@@ -1,4 +1,4 @@
-"""What a multi-head layer does to its heads beside attending: norms of queries and keys, a gate of what they return."""
+"""Norms and gates of attention heads."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,12 @@ GATES = ("features", "heads")
 
 
 def norm_heads(norm: Norm | None, x: Float[Tensor, "*b t n h"]) -> Float[Tensor, "*b t n h"]:
-    """Return heads after a norm: of each head, or, if it is as wide as all of them together, before they were split.
+    """Return heads after a norm over each head, or over all heads joined.
+
+    The norm is over each head if it is as wide as one, and over all heads joined otherwise.
 
     Args:
-        norm: over the last axis; None is no norm.
+        norm: norm over the last axis; None is no norm.
         x: queries or keys.
 
     Example:
@@ -42,8 +44,8 @@ def gate_heads(
     """Return `sigmoid(gate) * x`, the sigmoid in at least float32.
 
     Args:
-        gate: `n` wide, one for each head, or `n * h`, one for each of its features.
-        x: what the heads return.
+        gate: logits of the gate, `n` for one for each head, or `n * h` for one for each feature.
+        x: output of the heads.
 
     Example:
         >>> gate_heads(torch.zeros((1, 2)), torch.ones((1, 2, 3))).tolist()

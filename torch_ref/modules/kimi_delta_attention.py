@@ -11,7 +11,7 @@ from torch_ref.modules.linear import Linear
 
 
 class KimiDeltaAttention(DeltaAttention):
-    """Kimi Delta Attention: `GatedDeltaNet` with a decay for each feature of a key, and a sigmoid for a gate.
+    """Kimi Delta Attention: `GatedDeltaNet` with a decay per key feature and a sigmoid gate.
 
         decay(x) = -exp(A_log) * softplus(x W_decay_down W_decay_up + dt_bias)
         gate(x) = sigmoid(x W_gate_down W_gate_up)
@@ -33,7 +33,7 @@ class KimiDeltaAttention(DeltaAttention):
     """
 
     def create_parts(self) -> None:
-        """Set the projections to decays and gates."""
+        """Create the projections to decays and gates."""
         n, h, v = self.num_heads, self.head_dim, self.value_dim
         self.W_decay_down = Linear(self.d_in, h, False)
         self.W_decay_up = Linear(h, n * h, False)
@@ -42,7 +42,7 @@ class KimiDeltaAttention(DeltaAttention):
         self.rate = DecayRate(n, h)
 
     def decay(self, x: Tokens) -> Float[Tensor, "b t n h"]:
-        """Return one logarithm for each feature of a key."""
+        """Return the logarithm of one decay for each feature of a key."""
         return self.rate(self.W_decay_up(self.W_decay_down(x)))
 
     def gate(self, x: Tokens) -> Float[Tensor, "b t n v"]:

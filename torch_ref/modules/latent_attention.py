@@ -31,23 +31,27 @@ FORMS = ("auto", "plain", "absorbed")
 
 
 class MultiHeadLatentAttention(HeadAttention):
-    """Attention whose keys and values are made of one small vector for each token, which alone is cached (MLA).
+    """Multi-head latent attention (MLA), which caches only one small vector for each token.
 
-        latent_s, rotated_s = kv_norm(D_kv x_s), rope(R x_s)                   kv_lora_rank and qk_rope_head_dim wide
-        k_i,s = [K_i latent_s, rotated_s],  v_i,s = V_i latent_s               [ ] joins features
-        q_i,t = [Q_i q_t, rope(P_i q_t)],   q_t = q_norm(D_q x_t), or x_t where there is no q_lora_rank
-        out_proj(concat_i(dropout(softmax(mask(scale q_i k_i^T))) v_i))        scale = 1 / sqrt(width of k_i)
+        latent_s, rotated_s = kv_norm(D_kv x_s), rope(R x_s)
+        k_i,s = [K_i latent_s, rotated_s],  v_i,s = V_i latent_s
+        q_i,t = [Q_i q_t, rope(P_i q_t)],  q_t = q_norm(D_q x_t)
+        out_proj(concat_i(dropout(softmax(mask(scale q_i k_i^T))) v_i))
 
-    All heads share the rotated part. A step of decoding reads `kv_lora_rank + qk_rope_head_dim`
-    numbers for each token, times the bytes of the cache's dtype (DeepSeek-V3 in bfloat16: 1152
-    bytes a layer; its heads with keys and values of their own: 81920). The cache is a `KVCache` of
-    one head: keys `[latent, rotated]`, values of width 0.
+    `[ ]` joins features, and scale is `1 / sqrt(width of k_i)`. A latent is `kv_lora_rank` wide,
+    and a rotated part, which all heads share, `qk_rope_head_dim`. Without `q_lora_rank`, `q_t` is
+    `x_t`.
+
+    A decoding step reads `kv_lora_rank + qk_rope_head_dim` numbers for each token and layer: in
+    DeepSeek-V3 in bfloat16 1152 bytes, instead of 81920 for the keys and values of all heads. The
+    cache is a `KVCache` of one head: keys `[latent, rotated]`, values of width 0.
 
     Two forms compute the same:
 
-    - `"plain"`: keys and values of all heads are made of the latents, as above.
-    - `"absorbed"`: `q_i (K_i latent) = (K_i^T q_i) latent`, so that all heads attend to the latents themselves, as in
-      multi-query attention, and V_i is applied to the result. Of the tokens before nothing is made anew.
+    - `"plain"`: the keys and values of all heads are computed from the latents, as above.
+    - `"absorbed"`: as `q_i (K_i latent) = (K_i^T q_i) latent`, all heads attend to the latents
+      themselves, as in multi-query attention, and V_i is applied to the result. Nothing is computed
+      again for earlier tokens.
 
     `"auto"` is `"absorbed"` where there are more keys than queries, as there are with a cache, and
     `"plain"` otherwise.
@@ -55,25 +59,25 @@ class MultiHeadLatentAttention(HeadAttention):
     Args:
         d_in: width of the input.
         d_out: width of the output.
-        context_length: the longest input taken; None is no limit.
+        context_length: maximum length of the input; None is no limit.
         dropout: the probability that a weight is dropped in train mode.
         num_heads: number of heads.
         qkv_bias: whether the projections of the input down to queries and latents have a bias.
         kv_lora_rank: width of the latent of keys and values.
-        q_lora_rank: width of the latent of queries; None is queries made of the input itself.
+        q_lora_rank: width of the latent of queries; None projects queries from the input itself.
         qk_nope_head_dim: width of the part of a query and a key that is not rotated.
-        qk_rope_head_dim: width of the part that is.
+        qk_rope_head_dim: width of the part of a query and a key that is rotated.
         v_head_dim: width of a value.
         out_bias: whether the output projection has a bias.
         causal: whether a token attends only to itself and to the tokens before it.
-        window: of a causal module, how many keys in all a token attends to, itself included; None
-            is all.
-        rope: rotary positions of the parts for them; None is none. DeepSeek's are interleaved.
+        window: number of keys that a token attends to, itself included; None is all. It needs
+            `causal`.
+        rope: rotary positions of the rotated parts; None is no rotation. DeepSeek interleaves them.
         q_norm: norm of the latent of queries; None is no norm.
         kv_norm: norm of the latent of keys and values; None is no norm.
         scores: scale, soft cap and sinks of the scores.
         form: `"auto"`, `"plain"` or `"absorbed"`.
-        backend: of the attention call; `"auto"` or the name of one.
+        backend: name of an attention backend, or `"auto"`.
 
     Shapes:
         `(b, t, d_in)` to `(b, t, d_out)`, weights `(b, n, t, s)`; or all without b.
@@ -86,8 +90,11 @@ class MultiHeadLatentAttention(HeadAttention):
             without `rope`, or if the cache is that of another module or full.
 
     Example:
-        >>> layer = MultiHeadLatentAttention(6, 6, context_length=8, dropout=0.0, num_heads=4, kv_lora_rank=3,
-        ...     qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5, rope=RoPE(interleaved=True))
+        >>> layer = MultiHeadLatentAttention(
+        ...     6, 6, context_length=8, dropout=0.0, num_heads=4, kv_lora_rank=3,
+        ...     qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5,
+        ...     rope=RoPE(interleaved=True)
+        ... )
         >>> output, cache = layer(torch.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
         >>> output.shape, cache.key.shape, cache.value.numel()
         (torch.Size([2, 5, 6]), torch.Size([2, 1, 8, 5]), 0)
@@ -158,35 +165,27 @@ class MultiHeadLatentAttention(HeadAttention):
         self.dropout = Dropout(dropout)
 
     @overload
-    def forward(self, query: Tensor, *, cache: None = None, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, query: Tensor, *, cache: None = None, return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
     ) -> Tensor: ...  # fmt: skip
 
     @overload
-    def forward(self, query: Tensor, *, cache: None = None, return_weights: Literal[
-        True
-    ], **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, query: Tensor, *, cache: None = None, return_weights: Literal[True],
+        **options: Unpack[CallOptions],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     @overload
-    def forward(self, query: Tensor, *, cache: KVCache, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, query: Tensor, *, cache: KVCache, return_weights: Literal[False] = False,
+        **options: Unpack[CallOptions],
     ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
 
     @overload
-    def forward(self, query: Tensor, *, cache: KVCache, return_weights: Literal[
-        True
-    ], **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, query: Tensor, *, cache: KVCache, return_weights: Literal[True],
+        **options: Unpack[CallOptions],
     ) -> tuple[Tensor, Tensor, KVCache]: ...  # fmt: skip
 
     def forward(
@@ -201,7 +200,10 @@ class MultiHeadLatentAttention(HeadAttention):
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
     ) -> Returned:
-        """Return the output, and weights and cache where asked for; the arguments are those of `MultiHeadAttention`."""
+        """Return the output, followed by the weights and the new cache if requested.
+
+        The arguments are those of `MultiHeadAttention`.
+        """
         check_self_attention(self.rope, query, None, positions, cache)
         options = {
             "mask": mask,
@@ -224,11 +226,8 @@ class MultiHeadLatentAttention(HeadAttention):
 
     @property
     def _cached(self) -> tuple[int, int, int]:
-        return (
-            1,
-            self.kv_lora_rank + self.qk_rope_head_dim,
-            0,
-        )  # [latent, rotated] is all that is cached
+        # [latent, rotated] is all that is cached.
+        return 1, self.kv_lora_rank + self.qk_rope_head_dim, 0
 
     def _project(self, query: Tensor, positions: ArrayLike) -> tuple[Tensor, Tensor, Tensor]:
         latents = self._latents(query, positions)

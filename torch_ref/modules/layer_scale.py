@@ -13,7 +13,7 @@ class LayerScale(TypedModule):
 
     Args:
         d_model: width of the input.
-        initial: value of the scale.
+        initial: initial value of the scale.
 
     Shapes:
         `(..., d_model)`, kept; `scale` is `(d_model,)`.

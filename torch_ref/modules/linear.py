@@ -12,7 +12,7 @@ class Linear(TypedModule, nn.Linear):
     Args:
         d_in: width of the input.
         d_out: width of the output.
-        bias: whether to add one.
+        bias: whether to add a bias.
 
     Shapes:
         `(..., d_in)` to `(..., d_out)`; weight `(d_out, d_in)`, bias `(d_out,)`.

@@ -10,11 +10,11 @@ from torch_ref.modules.multi_head import MultiHeadAttention
 
 
 class LocalAttention(MultiHeadAttention):
-    """Multi-head attention in both directions, of every token to those at most `reach` before or after it.
+    """Multi-head attention of every token to those at most `reach` before or after it.
 
     Args:
         sizes: the positional arguments of `MultiHeadAttention`.
-        reach: how far a token attends, to either side.
+        reach: number of tokens that a token attends to on either side.
         options: the other arguments of `MultiHeadAttention`, all but `causal` and `window`.
 
     Shapes:

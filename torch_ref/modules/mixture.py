@@ -1,4 +1,4 @@
-"""The mixture of experts: a feed-forward layer of which each token uses a part."""
+"""The mixture of experts: a feed-forward layer with a choice of experts for each token."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from torch_ref.modules.typed import TypedModule
 
 
 class MixtureOfExperts(TypedModule):
-    """A feed-forward layer of experts, of which a router chooses some for each token.
+    """A feed-forward layer of experts; a router chooses some of them for each token.
 
-        y = sum_j weights_j E_(experts_j)(x) + sigmoid(shared_gate(x)) shared(x)    with weights, experts = router(x)
+        y = sum_j weights_j E_(experts_j)(x) + sigmoid(shared_gate(x)) shared(x)
+        with weights, experts = router(x)
 
     It is a feed-forward part of a `TransformerBlock`. No token is dropped. For a loss that balances
     the load of the experts see `load_balancing_loss`, which takes what `router` returns.
 
     Args:
-        router: chooses the experts and their weights.
-        experts: as many as the router chooses from.
-        shared: computes every token, such as a `GatedFeedForward`; None is none (DeepSeek-V3 has
-            one).
-        shared_gate: a linear layer to one feature, whose sigmoid the shared output is multiplied
-            by; None is 1 (Qwen2 has one).
+        router: router that chooses the experts and their weights.
+        experts: the experts, as many as the router chooses from.
+        shared: layer that computes every token, such as a `GatedFeedForward`; None is no such layer
+            (DeepSeek-V3 has one).
+        shared_gate: linear layer to one feature; its sigmoid is a factor on the shared output. None
+            is no gate (Qwen2 has one).
 
     Shapes:
         `(..., d_model)`, kept.
@@ -38,8 +39,9 @@ class MixtureOfExperts(TypedModule):
     Example:
         >>> import torch
         >>> from torch_ref import Experts, GatedFeedForward, Router
-        >>> router, experts = Router(3, num_experts=4, top_k=2), Experts(4, 3, 6)
-        >>> MixtureOfExperts(router, experts, GatedFeedForward(3, 8))(torch.ones((5, 3))).shape
+        >>> router = Router(3, num_experts=4, top_k=2)
+        >>> experts, shared = Experts(4, 3, 6), GatedFeedForward(3, 8)
+        >>> MixtureOfExperts(router, experts, shared)(torch.ones((5, 3))).shape
         torch.Size([5, 3])
 
     References:

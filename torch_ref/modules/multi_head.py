@@ -33,17 +33,18 @@ from torch_ref.modules.linear import Linear
 class MultiHeadAttention(HeadAttention):
     """Attention in `num_heads` heads of width h, joined by an output projection.
 
-        out_proj(concat_i(dropout(softmax(mask(q_i k_j^T / sqrt(h)))) v_j))    with j = i // (num_heads / num_kv_heads)
+        out_proj(concat_i(dropout(softmax(mask(q_i k_j^T / sqrt(h)))) v_j))
+        with j = i // (num_heads / num_kv_heads)
 
     With `causal=False` and three inputs it is the layer of "Attention Is All You Need". With `rope`
     the product is `(R_t q_i) (R_s k_j)^T`, query and key rotated by their positions, as in Llama.
-    `scores` changes the scale, bounds the scores, adds attention sinks or is a function of each;
-    `q_norm` and `k_norm` norm queries and keys; `output_gate` multiplies what the heads return.
+    `scores` sets the scale, a soft cap, attention sinks or a function of each score; `q_norm` and
+    `k_norm` are norms of queries and keys; `output_gate` is a factor on the output of the heads.
 
     Args:
         d_in: width of the query input.
         d_out: width of all query heads together, and of the output.
-        context_length: the longest query or key input taken; None is no limit.
+        context_length: maximum length of the query and key inputs; None is no limit.
         dropout: the probability that a weight is dropped in train mode.
         num_heads: number of query heads; divides d_out unless `head_dim` is given.
         qkv_bias: whether the three input projections have a bias.
@@ -54,9 +55,9 @@ class MultiHeadAttention(HeadAttention):
         vdim: width of the value input; None is d_in.
         out_bias: whether the output projection has a bias.
         causal: whether a token attends only to itself and to the tokens before it.
-        window: of a causal module, how many keys in all a token attends to, itself included; None
-            is all.
-        rope: rotary positions of queries and keys, for self-attention; None is none.
+        window: number of keys that a token attends to, itself included; None is all. It needs
+            `causal`.
+        rope: rotary positions of queries and keys, for self-attention; None is no rotation.
         q_norm: norm of the queries before the rotation, as wide as a head or as all heads together;
             None is no norm.
         k_norm: norm of the keys, likewise.
@@ -64,11 +65,11 @@ class MultiHeadAttention(HeadAttention):
             multiplied by `sigmoid(W_gate(query))`; None is no gate. `W_gate` has a bias where the
             input projections have.
         scores: scale, soft cap, sinks and function of the scores.
-        backend: of the attention call; `"auto"` or the name of one.
+        backend: name of an attention backend, or `"auto"`.
 
     Shapes:
-        query `(b, t, d_in)`, key `(b, s, kdim)`, value `(b, s, vdim)` to `(b, t, d_out)`, weights `(b, n, t, s)`;
-        or all without b.
+        query `(b, t, d_in)`, key `(b, s, kdim)`, value `(b, s, vdim)` to `(b, t, d_out)`, weights
+        `(b, n, t, s)`; or all without b.
 
     Raises:
         ValueError: if the heads do not divide, a size is not positive, `dropout` lies outside [0,
@@ -79,15 +80,17 @@ class MultiHeadAttention(HeadAttention):
             the cache is full.
 
     Example:
-        >>> layer = MultiHeadAttention(6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2)
+        >>> layer = MultiHeadAttention(
+        ...     6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2
+        ... )
         >>> output, weights = layer(torch.ones((3, 5, 6)), return_weights=True)
         >>> output.shape, weights.shape
         (torch.Size([3, 5, 8]), torch.Size([3, 4, 5, 5]))
 
     References:
         Vaswani et al. 2017 (arXiv:1706.03762); Shazeer 2019, multi-query (arXiv:1911.02150);
-        Ainslie et al. 2023, grouped-query (arXiv:2305.13245); Henry et al. 2020, norms of queries and keys
-        (arXiv:2010.04245); Qiu et al. 2025, gated outputs (arXiv:2505.06708).
+        Ainslie et al. 2023, grouped-query (arXiv:2305.13245); Henry et al. 2020, norms of queries
+        and keys (arXiv:2010.04245); Qiu et al. 2025, gated outputs (arXiv:2505.06708).
     """
 
     def __init__(
@@ -147,41 +150,32 @@ class MultiHeadAttention(HeadAttention):
         self.dropout = Dropout(dropout)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        state_dict.pop(
-            f"{prefix}mask", None
-        )  # a buffer that modules of the same names elsewhere save
+        # Other implementations, with modules of the same names, save the mask as a buffer.
+        state_dict.pop(f"{prefix}mask", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @overload
-    def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, cache: None = None, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
+        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
     ) -> Tensor: ...  # fmt: skip
 
     @overload
-    def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, cache: None = None, return_weights: Literal[
-        True
-    ], **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
+        cache: None = None, return_weights: Literal[True], **options: Unpack[CallOptions],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     @overload
-    def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, cache: KVCache, return_weights: Literal[
-        False
-    ] = False, **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
+        cache: KVCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
     ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
 
     @overload
-    def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, cache: KVCache, return_weights: Literal[
-        True
-    ], **options: Unpack[
-        CallOptions
-    ],
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
+        cache: KVCache, return_weights: Literal[True], **options: Unpack[CallOptions],
     ) -> tuple[Tensor, Tensor, KVCache]: ...  # fmt: skip
 
     def forward(
@@ -198,26 +192,28 @@ class MultiHeadAttention(HeadAttention):
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
     ) -> Returned:
-        """Return the output, followed by the weights if `return_weights`, and by the new cache if there is a cache.
+        """Return the output, followed by the weights and the new cache if requested.
+
+        `return_weights` requests the weights, and `cache` the new cache.
 
         Args:
-            query: the input that queries are made of.
-            key: the input that keys are made of; None is the query (self-attention).
-            value: the input that values are made of; None is the key.
+            query: input that queries are projected from.
+            key: input that keys are projected from; None is the query (self-attention).
+            value: input that values are projected from; None is the key.
             mask: a `Mask`, or a boolean array that broadcasts to `(b, n, t, s)`, True = attend;
                 hides more than `causal` does. With a cache it is that of the whole sequence, the
                 same in every call.
-            bias: added to the scaled scores; broadcasts to `(b, n, t, s)`. Or a function that makes
-                it from the positions of queries and keys in their sequences, integers `(b, t)` and
-                `(b, s)`, such as `lambda query, key: alibi(num_heads, query, key)`.
+            bias: term added to the scaled scores, which broadcasts to `(b, n, t, s)`; or a function
+                that returns it for the positions of queries and keys in their sequences, integers
+                `(b, t)` and `(b, s)`, such as `lambda query, key: alibi(num_heads, query, key)`.
             positions: integers `(t,)` or `(b, t)` that `rope` rotates by; None is the order of the
                 tokens. They hide nothing: causality follows the order, and packed sequences are
                 kept apart by the mask.
-            lengths: how many tokens of each row are real, `(b,)`; the rest is padding. None is all.
+            lengths: number of real tokens in each row, `(b,)`; the rest is padding. None is all.
             cache: keys and values of the tokens before, from `init_cache`; the new ones are stored
                 behind them.
-            return_weights: return the weights too; the output stays the same, bit for bit.
-            dropout_key: decides what is dropped in train mode; None draws a key from torch's
+            return_weights: whether to return the weights too; the output is the same, bit for bit.
+            dropout_key: key that decides what is dropped in train mode; None draws one from torch's
                 generator.
         """
         check_self_attention(self.rope, query, key, positions, cache)
@@ -233,10 +229,11 @@ class MultiHeadAttention(HeadAttention):
         )
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
-        """Return an empty cache for `b` sequences of up to `capacity` tokens; b None is one without a batch axis.
+        """Return an empty cache for `b` sequences of up to `capacity` tokens.
 
-        With a `window` it is a ring buffer: it keeps the last `capacity` tokens, and sequences have
-        no end. `dtype` None is that of the key projection.
+        With `b` None it holds one sequence, without a batch axis. With a `window` it is a ring
+        buffer: it keeps the last `capacity` tokens, and sequences have no end. `dtype` None is that
+        of the key projection.
 
         Raises:
             ValueError: if the capacity is beyond `context_length`, or less than the window.

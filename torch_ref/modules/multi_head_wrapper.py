@@ -23,15 +23,15 @@ class MultiHeadAttentionWrapper(TypedModule):
     Args:
         d_in: width of the input.
         d_out: width of each head's output; that of the module is `d_out * num_heads`.
-        context_length: the longest input taken; None is no limit.
+        context_length: maximum length of the input; None is no limit.
         dropout: the probability that a weight is dropped in train mode.
         num_heads: number of heads.
         qkv_bias: whether the projections have a bias.
-        backend: of the attention call; `"auto"` or the name of one.
+        backend: name of an attention backend, or `"auto"`.
 
     Shapes:
-        `(t, d_in)` to `(t, d_out * n)` or `(b, t, d_in)` to `(b, t, d_out * n)`; the weights are `(n, t, t)` or
-        `(b, n, t, t)`.
+        `(t, d_in)` to `(t, d_out * n)` or `(b, t, d_in)` to `(b, t, d_out * n)`; the weights are
+        `(n, t, t)` or `(b, n, t, t)`.
 
     Raises:
         ValueError: where `CausalAttention` does, and if `num_heads` is not positive.
@@ -63,19 +63,15 @@ class MultiHeadAttentionWrapper(TypedModule):
         )
 
     @overload
-    def forward(self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[
-        False
-    ] = False, dropout_key: (
-        Tensor | None
-    ) = None,
+    def forward(
+        self, x: Tensor, *, mask: Mask | Tensor | None = None,
+        return_weights: Literal[False] = False, dropout_key: Tensor | None = None,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
-    def forward(self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[
-        True
-    ], dropout_key: (
-        Tensor | None
-    ) = None,
+    def forward(
+        self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[True],
+        dropout_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     def forward(

@@ -64,7 +64,8 @@ class RMSNorm(TypedModule):
         zero_centred: whether the factor is `1 + scale` and not `scale`.
 
     Shapes:
-        `(..., d_model)`, kept; `scale` is `(d_model,)` and starts at 1, or at 0 if it is zero-centred.
+        `(..., d_model)`, kept; `scale` is `(d_model,)` and starts at 1, or at 0 if it is
+        zero-centred.
 
     Raises:
         ValueError: if `d_model` is not positive, `eps` is negative, or the input has another width.
@@ -74,7 +75,8 @@ class RMSNorm(TypedModule):
         tensor([ 1., -1.,  1.,  1.], grad_fn=<MulBackward0>)
 
     References:
-        Zhang and Sennrich 2019 (arXiv:1910.07467); Gemma Team 2024, zero-centred (arXiv:2403.08295).
+        Zhang and Sennrich 2019 (arXiv:1910.07467); Gemma Team 2024, zero-centred
+        (arXiv:2403.08295).
     """
 
     def __init__(self, d_model: int, eps: float = 1e-5, *, zero_centred: bool = False):

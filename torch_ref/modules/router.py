@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token is given to, and with which weights."""
+"""The router of a mixture of experts: the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class Routing(NamedTuple):
     """The experts of each token.
 
     Args:
-        weights: of the chosen experts, `(..., k)`.
-        experts: their numbers, from 0, `(..., k)`.
-        logits: of all experts, `(..., e)`.
+        weights: weights of the chosen experts, `(..., k)`.
+        experts: indices of the chosen experts, `(..., k)`.
+        logits: logits of all experts, `(..., e)`.
 
     Example:
-        >>> Routing(torch.ones((1, 2)) / 2, torch.tensor([[0, 2]]), torch.ones((1, 4))).experts.tolist()
+        >>> routing = Routing(torch.ones((1, 2)) / 2, torch.tensor([[0, 2]]), torch.ones((1, 4)))
+        >>> routing.experts.tolist()
         [[0, 2]]
     """
 
@@ -43,28 +44,30 @@ class Router(TypedModule):
 
         scores = softmax(W x + b)  or  sigmoid(W x + b)
         experts = the top_k largest of scores + selection_bias, in the best groups
-        weights = scale * scores[experts] / sum(scores[experts])      the sum only with `renormalize`
+        weights = scale * scores[experts] / sum(scores[experts])
 
-    Softmax, the top ones and renormalisation are the softmax over the logits of the chosen experts
-    alone (gpt-oss, Mixtral). With `groups` the experts are divided into groups of equal size, and
-    only those of the `top_groups` groups count whose two best experts have the largest sum
-    (DeepSeek-V3). All of it is computed in at least float32.
+    Without `renormalize` the weights are not divided by their sum. With it, softmax scores give the
+    softmax over the logits of the chosen experts alone (gpt-oss, Mixtral). With `groups` the
+    experts are divided into groups of equal size. A group scores the sum of its two best experts,
+    and only experts of the best `top_groups` groups are chosen (DeepSeek-V3). All of it is computed
+    in at least float32.
 
     Args:
         d_model: width of the tokens.
         num_experts: number of experts.
-        top_k: how many experts a token is given to.
+        top_k: number of experts for each token.
         scores: `"softmax"` or `"sigmoid"`.
         renormalize: whether the weights of a token are divided by their sum.
-        scale: of the weights.
-        bias: whether the logits have one.
-        selection_bias: whether there is a bias for the choice alone, `(num_experts,)`: no
-            parameter, training moves it by the load of the experts. It starts at 0.
-        groups: number of groups of experts; 1 is none.
+        scale: factor on the weights.
+        bias: whether the logits have a bias.
+        selection_bias: whether the choice of experts has a bias `(num_experts,)`. It starts at 0
+            and is not a parameter: training moves it by the load of the experts.
+        groups: number of groups of experts; 1 is no grouping.
         top_groups: number of groups that a token's experts are chosen from.
 
     Shapes:
-        `(..., d_model)` to a `Routing`: weights and experts `(..., top_k)`, logits `(..., num_experts)`.
+        `(..., d_model)` to a `Routing`: weights and experts `(..., top_k)`, logits
+        `(..., num_experts)`.
 
     Raises:
         ValueError: if a size is not positive, `top_k` is above the experts that can be chosen, the
@@ -77,8 +80,8 @@ class Router(TypedModule):
         (torch.Size([5, 2]), torch.Size([5, 4]))
 
     References:
-        Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024, Mixtral (arXiv:2401.04088); DeepSeek-AI 2024,
-        groups and selection bias (arXiv:2412.19437).
+        Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024, Mixtral (arXiv:2401.04088);
+        DeepSeek-AI 2024, groups and selection bias (arXiv:2412.19437).
     """
 
     selection_bias: Tensor | None
@@ -119,7 +122,7 @@ class Router(TypedModule):
         return Routing(self.scale * weights, experts, logits)
 
     def _preferred(self, scores: Tensor) -> Tensor:
-        """Return what the experts are chosen by."""
+        """Return the scores that experts are chosen by."""
         return (
             scores if self.selection_bias is None else scores + self.selection_bias.to(scores.dtype)
         )
@@ -130,7 +133,7 @@ class Router(TypedModule):
         return scores.gather(-1, experts), experts
 
     def _eligible(self, scores: Tensor) -> Tensor:
-        """Return what the experts are chosen by; those of other groups are at -inf."""
+        """Return the scores that experts are chosen by, -inf outside the chosen groups."""
         if self.groups == 1:
             return scores
         grouped = rearrange(scores, "... (g e) -> ... g e", g=self.groups)
@@ -143,15 +146,17 @@ class Router(TypedModule):
 def load_balancing_loss(
     routings: Sequence[Routing], mask: Tensor | None = None
 ) -> Float[Tensor, ""]:
-    """Return the auxiliary loss that is 1 where all experts have the same load, times `top_k`, and more elsewhere.
+    """Return the auxiliary loss that balances the load of the experts.
 
-        num_experts * sum_e f_e p_e    with f_e = tokens given to expert e / tokens, p_e = mean softmax of its logits
+        num_experts * sum_e f_e p_e
+        with f_e = tokens given to expert e / tokens, p_e = mean softmax of its logits
 
-    The tokens of all layers count together. Its gradient is that of p alone.
+    It is `top_k` where all experts have the same load, and more elsewhere. The tokens of all layers
+    count together. The gradient is that of p alone.
 
     Args:
-        routings: of the layers, from their routers.
-        mask: which tokens count, of the shape of the tokens; None is all.
+        routings: results of the routers of all layers.
+        mask: booleans, one for each token, True where it counts; None counts all.
 
     Raises:
         ValueError: if there is no routing.

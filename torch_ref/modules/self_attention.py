@@ -22,10 +22,11 @@ class SelfAttention(TypedModule):
         d_out: width of the values, and so of the output.
         qkv_bias: whether the three projections have a bias.
         d_key: width of queries and keys; None is d_out.
-        backend: of the attention call; `"auto"` or the name of one.
+        backend: name of an attention backend, or `"auto"`.
 
     Shapes:
-        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)` or `(b, t, t)`.
+        `(t, d_in)` to `(t, d_out)` or `(b, t, d_in)` to `(b, t, d_out)`; the weights are `(t, t)`
+        or `(b, t, t)`.
 
     Raises:
         ValueError: if a width is not positive or the backend is unknown; in the call, if the input

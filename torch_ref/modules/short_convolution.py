@@ -16,10 +16,11 @@ class ShortConvolution(TypedModule):
 
     Args:
         d_model: width of the input.
-        kernel_size: how many tokens an output is made of, its own included.
+        kernel_size: number of tokens that an output is computed from, its own included.
 
     Shapes:
-        `(t, d_model)` or `(b, t, d_model)`, kept; weight `(d_model, kernel_size)`, drawn as `torch.nn.Conv1d` does.
+        `(t, d_model)` or `(b, t, d_model)`, kept; weight `(d_model, kernel_size)`, drawn as in
+        `torch.nn.Conv1d`.
 
     Raises:
         ValueError: if a size is not positive, or the input or the state has another shape.

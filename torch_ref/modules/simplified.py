@@ -14,7 +14,7 @@ class SimplifiedSelfAttention(TypedModule):
     """`softmax(x x^T) x`: no parameters, no scaling.
 
     Args:
-        backend: of the attention call; `"auto"` or the name of one.
+        backend: name of an attention backend, or `"auto"`.
 
     Shapes:
         `(t, d)` or `(b, t, d)`, kept; the weights are `(t, t)` or `(b, t, t)`.

@@ -1,4 +1,4 @@
-"""A `torch.nn.Module` that type checkers know the results of."""
+"""A `torch.nn.Module` whose results type checkers know."""
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 

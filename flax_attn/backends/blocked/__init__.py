@@ -1,9 +1,12 @@
-"""Attention in tiles, in plain JAX on any device: memory linear in t, hidden tiles skipped, its own backward pass.
+"""Attention in tiles, in plain JAX on any device.
+
+Memory is linear in t, hidden tiles are skipped, and the backward pass is its own.
 
 Forward, a block of queries over the chunks of keys that it sees, with a running maximum m, sum l
 and output o:
 
-    m' = max(m, max x);  e = exp(x - m');  l' = l exp(m - m') + sum e;  o' = o exp(m - m') + e @ value
+    m' = max(m, max x);  e = exp(x - m')
+    l' = l exp(m - m') + sum e;  o' = o exp(m - m') + e @ value
 
 Backward, from the output and the log-sum-exp, kept as its two parts m and l so that a large m
 cannot absorb l:
@@ -43,9 +46,10 @@ class Blocked(Backend):
     """Attention in tiles.
 
     Attributes:
-        block: queries, and keys, taken at once on CPU, where smaller products run on one core only.
-        edge: queries that share an edge tile; with fewer, less is computed in vain; with more, at a
-            better rate.
+        block: number of queries, and of keys, taken at once on CPU, where smaller products run on
+            one core only.
+        edge: number of queries that share an edge tile; with fewer, less is computed in vain; with
+            more, at a better rate.
     """
 
     name = "blocked"
@@ -61,13 +65,13 @@ class Blocked(Backend):
         return True
 
     def attend(self, call: Call) -> Array:
-        """Return `(b, t, n, v)`; differentiable in reverse mode once, and in forward mode over that."""
+        """Return `(b, t, n, v)`, once differentiable in reverse mode, then in forward mode."""
         if 0 in call.shape:
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
         return jnp.asarray(attend_heads(*self._arguments(call)), call.query.dtype)
 
     def forward(self, call: Call) -> Softmax:
-        """Return the output `(b, t, n, v)` over these keys, and the maxima and sums `(b, n, t, 1)` of its softmax."""
+        """Return the output `(b, t, n, v)`, and the softmax's maxima and sums `(b, n, t, 1)`."""
         return forward_heads(*self._arguments(call))
 
     def backward(self, call: Call, saved: Softmax, cotangent: Array) -> Floats:
@@ -90,7 +94,7 @@ class Blocked(Backend):
         return loop, query, key, value, options
 
     def memory(self, call: Call) -> int:
-        """Return the bytes of three tiles of scores, of one head padded, and of the maxima and sums."""
+        """Return the bytes of three tiles of scores, of one padded head, of maxima and sums."""
         b, n, t, s = call.shape
         tiling, _ = self.tiling(call)
         chunk = 0 if tiling.edges_only else tiling.chunk
@@ -112,7 +116,10 @@ class Blocked(Backend):
 
 
 def heads_at_once(call: Call) -> int:
-    """Return 1 on CPU, where a batched product is slow, and elsewhere all heads of a batch row, for many cores."""
+    """Return how many heads to compute at once.
+
+    1 on CPU, where a batched product is slow; elsewhere all heads of a batch row, for many cores.
+    """
     return 1 if call.platform == "cpu" else call.shape[1]
 
 

@@ -1,4 +1,4 @@
-"""The heads of a call, one after the other or all of a batch row at once, with a backward pass of their own."""
+"""The heads of a call, one by one or all of a batch row at once, with their own backward pass."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Options(NamedTuple):
     """The arrays of a call beside query, key and value.
 
     Args:
-        bias: of rank 4, broadcasting to `(b, n, t, s)`.
-        score: a function of scores.
-        sinks: `(n,)`.
-        scale: of the scores.
-        mask: what the band of the tiling does not say.
+        bias: bias of rank 4, broadcasting to `(b, n, t, s)`.
+        score: function of scores.
+        sinks: sinks `(n,)`.
+        scale: factor on the scores.
+        mask: mask without the band of the tiling.
         dropout: None or a rate and a key.
-        row_factor: `(b, n, t, 1)`, NaN for the rows that may see a number that is not finite, and
-            else 1.
+        row_factor: factor `(b, n, t, 1)`, NaN for rows that may see a number that is not finite,
+            and else 1.
     """
 
     bias: Array | None

@@ -27,9 +27,10 @@ from flax_attn.backends.softmax import Softmax, Sums
 
 
 class Gradients(NamedTuple):
-    """Of one head: of the scaled query, the key, the value, the bias in `(t, s)` or 1 for either, the sink, and arrays.
+    """The gradients of one head.
 
-    The arrays are those that a function of scores captures.
+    They are those of the scaled query, the key, the value, the bias (`(t, s)`, either being 1 where
+    it broadcasts), the sink, and the arrays that a function of scores captures.
     """
 
     query: Float[Array, "t h"]
@@ -41,7 +42,7 @@ class Gradients(NamedTuple):
 
 
 def forward(static: Static, head: Head) -> Softmax:
-    """Return the output of one head, divided by its sum, and the maximum and the sum of its softmax."""
+    """Return the output of one head, divided by its sum, and the softmax's maximum and sum."""
     size = static.tiling.block
 
     def block(start):

@@ -1,4 +1,4 @@
-"""The tiles of one head: where they are, what is visible in them, and their scores, for both passes."""
+"""The tiles of one head, for both passes: where they are, what is visible in them, their scores."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Static:
     """What is known before tracing: the tiling, and how to compute.
 
     Args:
-        tiling: how queries and keys are divided.
-        soft_cap: of the scores, or None.
-        precision: of the matrix products.
-        operand: the dtype that matrix products read.
-        sums: the dtype of sums and of the softmax.
+        tiling: division of queries and keys into tiles.
+        soft_cap: soft cap on the scores, or None.
+        precision: precision of the matrix products.
+        operand: dtype that matrix products read.
+        sums: dtype of sums and of the softmax.
     """
 
     tiling: Tiling
@@ -55,9 +55,9 @@ class Head(NamedTuple):
     """One head of one batch row, padded to the tiling; query scaled.
 
     Shapes:
-        query `(t, h)`, key `(s, h)`, value `(s, v)`; bias of rank 4 for all heads, or None; sink a scalar or None; mask
-        what the band of the tiling does not say, and score the function of scores or None, for this row and head; b and
-        n the indices of this head.
+        query `(t, h)`, key `(s, h)`, value `(s, v)`; bias of rank 4 for all heads, or None; sink a
+        scalar or None; mask without the band of the tiling, and score the function of scores or
+        None, for this row and head; b and n the indices of this head.
     """
 
     query: Float[Array, "t h"]
@@ -73,7 +73,7 @@ class Head(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries from `row` against keys from `col`; `visible` is the mask of the tile, None if nothing is hidden."""
+    """Queries from `row` and keys from `col`; `visible` is the mask, None if nothing is hidden."""
 
     row: Array
     rows: int
@@ -118,7 +118,7 @@ def _at_edge(tiling: Tiling, head: Head, start: Array, edge: EdgeTile) -> Tile:
 def over_chunks(
     static: Static, head: Head, start: Array, step: Callable[[Carry, Tile], Carry], carry: Carry
 ) -> Carry:
-    """Return `carry` after `step(carry, tile)` for the chunks of keys that the band shows to a whole block.
+    """Return `carry` after `step(carry, tile)` for the chunks that a whole block of queries sees.
 
     First for the chunks in which all is visible, then for those where the mask or the end of the
     keys hides something.
@@ -193,7 +193,10 @@ def _chunk_range(tiling: Tiling, head: Head, start: Array) -> KVRange:
 
 
 def scores(static: Static, head: Head, query: Array, tile: Tile) -> tuple[Array, Array]:
-    """Return the scores of a tile, -inf where hidden, and what the soft cap returned before a function changed it."""
+    """Return the scores of a tile, -inf where hidden, and the scores after the soft cap.
+
+    The second are those before a function of scores changed them.
+    """
     x, visible = static.dot(query, keys(static, head.key, tile).T), tile.visible
     if head.bias is not None:
         bias = _bias_tile(static, head, head.bias, tile)

@@ -1,4 +1,4 @@
-"""How `(t, s)` is divided into tiles: which keys a block of queries meets in edge tiles, and which in a loop.
+"""The division of `(t, s)` into tiles: edge tiles, and tiles to loop over.
 
 The queries are taken in blocks, the keys in chunks. By the band of the mask (causal, window) a
 chunk is visible to all queries of a block, to none, or crosses an edge of the band. Chunks visible
@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 
 class EdgeTile(NamedTuple):
-    """Queries `[row, row + rows)` against keys `[col, col + cols)`, all counted from the first query of a block."""
+    """Queries `[row, row + rows)` and keys `[col, col + cols)`.
+
+    Both are counted from the first query of a block.
+    """
 
     row: int
     rows: int
@@ -24,16 +27,18 @@ class EdgeTile(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of one call; sizes in tokens. Query i sees key j only when `low <= j - i <= high`; None is unbounded.
+    """The tiles of one call; sizes in tokens.
+
+    Query i sees key j only when `low <= j - i <= high`; None is unbounded.
 
     Args:
         t: number of queries.
         s: number of keys.
-        block: queries taken at once.
-        edge: queries that share an edge tile.
-        chunk: keys taken at once.
-        low: the least `key - query` that is seen.
-        high: the greatest `key - query` that is seen.
+        block: number of queries taken at once.
+        edge: number of queries that share an edge tile.
+        chunk: number of keys taken at once.
+        low: least `key - query` that is seen.
+        high: greatest `key - query` that is seen.
 
     Example:
         >>> tiling = make_tiling(t=512, s=512, low=None, high=0, block=256, edge=128)
@@ -61,7 +66,7 @@ class Tiling:
 
     @property
     def edges_only(self) -> bool:
-        """Whether no key is visible to all queries of a block, so that edge tiles are all there is."""
+        """Whether there are only edge tiles: no key is visible to all queries of a block."""
         return self.low is not None and self.high is not None and self.high - self.low < self.block
 
     @property
@@ -82,7 +87,10 @@ class Tiling:
 
     @property
     def chunk_keys(self) -> tuple[int | None, int | None]:
-        """The keys that the band shows to a whole block, counted from its first query; None is unbounded."""
+        """The keys that the band shows to a whole block.
+
+        They are counted from its first query; None is unbounded.
+        """
         return None if self.low is None else self.block + self.low, self.high
 
     @property
@@ -114,12 +122,12 @@ class Tiling:
 
     @property
     def edges_cross_end(self) -> bool:
-        """Whether keys after the last one would be visible, by the band alone, to one of the t queries."""
+        """Whether the band alone would show keys after the last one to one of the t queries."""
         return self.edge_overhang > 0 and (self.high is None or self.t - 1 + self.high >= self.s)
 
 
 def make_tiling(t: int, s: int, low: int | None, high: int | None, block: int, edge: int) -> Tiling:
-    """Return equal blocks of at most about `block` queries, with edge tiles of at most about `edge` queries."""
+    """Return equal blocks of at most about `block` queries, edge tiles of at most about `edge`."""
     low = (
         None if low is not None and low <= 1 - t else low
     )  # the band ends beyond the last query or key

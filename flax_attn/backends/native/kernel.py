@@ -31,8 +31,8 @@ class Options(NamedTuple):
     """What is known before tracing.
 
     Args:
-        scale: of the scores.
-        soft_cap: of the scores; 0 is none.
+        scale: factor on the scores.
+        soft_cap: soft cap on the scores; 0 is none.
         heads_first: whether keys and values are `(b, k, s, h)`.
         few: whether the queries are so few that keys and values are best read where they are.
         differentiated: whether a gradient is taken: its scores are summed in the order of
@@ -50,14 +50,14 @@ class Operands(NamedTuple):
     """The arrays of a call, all with a batch axis, so that `jax.vmap` can put its own before it.
 
     Args:
-        query: `(b, t, n, h)`.
-        key: `(b, s, k, h)`, or heads first.
-        value: `(b, s, k, v)`, or heads first.
-        sinks: `(b, n)`, or `(b, 0)` for none.
-        start: `(b, t)`, the first key that a query may see.
-        stop: `(b, t)`, the key after the last one.
-        query_segment: `(b, t)`, or `(b, 0)` for none.
-        key_segment: `(b, s)`, or `(b, 0)` for none.
+        query: query `(b, t, n, h)`.
+        key: key `(b, s, k, h)`, or heads first.
+        value: value `(b, s, k, v)`, or heads first.
+        sinks: sinks `(b, n)`, or `(b, 0)` for none.
+        start: first key that each query may see, `(b, t)`.
+        stop: key after the last one that each query may see, `(b, t)`.
+        query_segment: segment of each query, `(b, t)`, or `(b, 0)` for none.
+        key_segment: segment of each key, `(b, s)`, or `(b, 0)` for none.
     """
 
     query: Array
@@ -76,7 +76,10 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The output `(b, t, n, v)`, and for each row, `(b, n, t)`, the largest score to base 2 and the softmax's sum."""
+    """The output `(b, t, n, v)`, and the largest base-2 score and softmax sum of each row.
+
+    The last two are `(b, n, t)`.
+    """
 
     output: Array
     top: Array

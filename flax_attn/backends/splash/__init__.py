@@ -1,7 +1,8 @@
-"""Splash attention, the Pallas kernel for TPU that ships with JAX: skips hidden blocks, never holds the scores.
+"""Splash attention, the Pallas kernel for TPU in JAX: skips hidden blocks, holds no scores.
 
 References:
-    jax.experimental.pallas.ops.tpu.splash_attention; Dao et al. 2022, FlashAttention (arXiv:2205.14135).
+    jax.experimental.pallas.ops.tpu.splash_attention;
+    Dao et al. 2022, FlashAttention (arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Splash(Backend):
         return next((reason for reason in reasons if reason), None)
 
     def attend(self, call: Call) -> Array:
-        """Return `(b, t, n, v)`; differentiable once, in reverse mode. Sinks are rounded to the dtype of the query.
+        """Return `(b, t, n, v)`, differentiable once, in reverse mode.
+
+        Sinks are rounded to the dtype of the query.
 
         Finite numbers so large that their products overflow float32 may turn gradients of rows that
         do not see them to NaN, unless no row sees them.
@@ -60,10 +63,10 @@ class Splash(Backend):
         return attend(call, _INTERPRETED.get())
 
     def memory(self, call: Call) -> int:
-        """Return the bytes of query, key, value and output, padded and heads first, of segment ids and a dense mask.
+        """Return the bytes of padded query, key, value and output, segment ids and a dense mask.
 
-        `b (n t + k s) (h + v) itemsize + 4 b (128 t + 8 s) + n t s`, an upper bound: XLA keeps some
-        of it in VMEM, and blocks of a mask that repeat are held once.
+        `b (n t + k s) (h + v) itemsize + 4 b (128 t + 8 s) + n t s`, heads first: an upper bound,
+        since XLA keeps some of it in VMEM, and blocks of a mask that repeat are held once.
         """
         b, n, t, s = call.shape
         (t, s), (k, v) = (padded(t), padded(s)), call.value.shape[2:]

@@ -1,4 +1,4 @@
-"""A call as splash attention takes it: heads first, padded to the kernel's blocks, the mask as structure."""
+"""A call as splash attention takes it: heads first, padded to its blocks, the mask as structure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def attend(call: Call, interpret: bool) -> Array:
 
 
 def _zero_hidden(call: Call, name: str) -> Array:
-    """Return the query, key or value with zeros for tokens that are not finite, or that no row may see.
+    """Return query, key or value with zeros for tokens that are not finite or that no row sees.
 
     Huge numbers in hidden tokens may overflow in the backward kernel.
     """
@@ -50,7 +50,7 @@ def _zero_hidden(call: Call, name: str) -> Array:
 
 
 def _inside(call: Call, name: str) -> Bool[Array, "#b t"]:
-    """Return which query or key tokens lie within all lengths, and for keys within what any query may see."""
+    """Return which tokens lie within all lengths, and for keys, within what any query may see."""
     index = jnp.arange(getattr(call, name).shape[1])[None]
     inside = jnp.ones_like(index, bool)
     if name == "key":
@@ -77,7 +77,7 @@ def _sinks(call: Call) -> Array:
 
 
 def _segment_ids(call: Call) -> splash.SegmentIds | None:
-    """Return ids that are equal where segments and lengths let through: padding gets ids of its own."""
+    """Return ids that are equal where segments and lengths allow; padding has ids of its own."""
     if not has_ids(call):
         return None
     b, _, t, s = call.shape
@@ -139,7 +139,7 @@ def _masks(call: Call) -> list[splash.Mask]:
 
 
 def _band(mask: Mask, shape: tuple[int, int]) -> splash.Mask:
-    """Return the diagonals that all parts let through: the kernel computes these and reads no mask."""
+    """Return the diagonals that all parts show: the kernel computes these and reads no mask."""
     (low, high), _ = mask.split_band()
     window = (
         None if low is None or low <= -shape[0] else -low,

@@ -1,4 +1,4 @@
-"""Attention compiled for devices that this machine does not have: memory, refusals and collectives. Nothing is run.
+"""Attention compiled for absent devices: memory, refusals and collectives. Nothing is run.
 
 `program` compiles one function, `kernels` says what is compiled, `rows` compiles calls with several
 kernels, `report` shows them, and `tpu` and `gpu` say what is compiled for which devices.

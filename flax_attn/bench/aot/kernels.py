@@ -24,9 +24,9 @@ class Kernel:
     """One way to compute a call.
 
     Args:
-        name: of the backend, and of its implementation where there are several.
-        ours: takes the arguments of `dot_product_attention`.
-        plain: the kernel of another library that ours wraps, called without us, with the same
+        name: name of the backend, and of its implementation where there are several.
+        ours: function that takes the arguments of `dot_product_attention`.
+        plain: kernel of another library that ours wraps, called without us, with the same
             arguments; or None.
     """
 
@@ -36,7 +36,9 @@ class Kernel:
 
 
 def kernel(name: str) -> Kernel:
-    """Return a backend beside the kernel that it wraps, by name; `"tokamax triton"` is one of two implementations.
+    """Return a backend and the kernel that it wraps, by name.
+
+    `"tokamax triton"` is one of two implementations.
 
     Example:
         >>> kernel("blocked").plain is None

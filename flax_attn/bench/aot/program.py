@@ -21,16 +21,16 @@ _COLLECTIVE = re.compile(
 
 @dataclass(frozen=True)
 class Program:
-    """What a program takes on one device, in bytes. Where it does not compile only `reason` is set.
+    """The bytes that a program takes on one device; only `reason` is set if it does not compile.
 
     Args:
-        arguments: of the inputs, and the cotangent.
-        outputs: of the output, and the gradients.
-        temporaries: beside these.
-        collectives: how many instructions of each kind communicate between devices: those in loops
-            run repeatedly, and those in branches perhaps never.
-        seconds: to trace, lower and compile.
-        reason: why it does not compile.
+        arguments: bytes of the inputs, and the cotangent.
+        outputs: bytes of the output, and the gradients.
+        temporaries: bytes beside these.
+        collectives: number of instructions of each kind that communicate between devices: those in
+            loops run repeatedly, and those in branches perhaps never.
+        seconds: seconds to trace, lower and compile.
+        reason: reason why it does not compile.
     """
 
     arguments: int = 0
@@ -49,7 +49,7 @@ class Program:
 def compile_for(
     target: Target, function: Callable, arguments: tuple, batch: int, devices: int = 1
 ) -> Program:
-    """Return what `function(*arguments)` takes, or why it does not compile; arguments are those of `compiled`."""
+    """Return the cost of `function(*arguments)`, or why it fails; arguments as for `compiled`."""
     start = time.perf_counter()
     try:
         program = compiled(target, function, arguments, batch, devices)
@@ -64,14 +64,15 @@ def compile_for(
 def compiled(
     target: Target, function: Callable, arguments: tuple, batch: int, devices: int = 1
 ) -> jax.stages.Compiled:
-    """Return `function(*arguments)` compiled for so many devices, which share the arrays' axis of size `batch`.
+    """Return `function(*arguments)` compiled for several devices, which share the batch.
 
     Args:
-        target: the devices.
-        function: of trees of arrays.
+        target: devices to compile for.
+        function: function of trees of arrays.
         arguments: trees of `jax.ShapeDtypeStruct`.
-        batch: an array whose first axis is of this size is split; the others are on every device.
-        devices: how many.
+        batch: batch size: an array whose first axis has this size is split, the others are on every
+            device.
+        devices: number of devices.
     """
     mesh = jax.sharding.Mesh(np.array(target.devices[:devices]), ("batch",))
     split, whole = (
@@ -100,7 +101,8 @@ def collectives(text: str) -> dict[str, int]:
     """Return how many instructions of each kind communicate, in a program as XLA prints it.
 
     Example:
-        >>> collectives(" ENTRY main { %a = f32[] all-reduce-start(%b) }".replace(" ENTRY", chr(10) + "ENTRY"))
+        >>> entry = "ENTRY main { %a = f32[] all-reduce-start(%b) }"
+        >>> collectives(chr(10) + entry)
         {'all-reduce': 1}
     """
     called, _, entry = text.partition("\nENTRY ")

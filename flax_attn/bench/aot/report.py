@@ -14,12 +14,15 @@ from flax_attn.bench.aot.kernels import kernel
 from flax_attn.bench.aot.program import Program
 from flax_attn.bench.aot.rows import Row, rows
 
-LEGEND = """\
-Compiled, not run. Temporaries are in MiB, beside arguments and outputs.
-plain: the kernel that the backend wraps, called without it
-of memory: arguments, outputs and temporaries of forward+backward, of the device's memory
-{devices} devices: forward+backward where each has the batch of the call; collectives: instructions that communicate
-s: seconds to compile forward and forward+backward on this machine, while it compiled others"""
+LEGEND = (
+    "Compiled, not run. Temporaries are in MiB, beside arguments and outputs.\n"
+    "plain: the kernel that the backend wraps, called without it\n"
+    "of memory: arguments, outputs and temporaries of forward+backward, of the device's memory\n"
+    "{devices} devices: forward+backward where each has the batch of the call; collectives: "
+    "instructions that communicate\n"
+    "s: seconds to compile forward and forward+backward on this machine, while it compiled "
+    "others"
+)
 
 
 def tables(platform: str, quick: bool = False) -> Iterator[Table]:

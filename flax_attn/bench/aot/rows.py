@@ -22,14 +22,14 @@ class Row:
     """A call with one kernel.
 
     Args:
-        call: the name of the call.
-        kernel: its name.
-        forward: the program of the output.
-        backward: of the output and the gradients; None where forward does not compile.
-        plain: the same two of the kernel called without us; None where there is none, or ours does
-            not compile.
-        spread: as `backward`, with as many batches as devices and one on each; None where that does
-            not compile.
+        call: name of the call.
+        kernel: name of the kernel.
+        forward: program of the output.
+        backward: program of the output and the gradients; None where forward does not compile.
+        plain: both programs for the kernel called without us; None where there is none, or where
+            ours does not compile.
+        spread: program like `backward`, with as many batches as devices and one on each; None where
+            that does not compile.
     """
 
     call: str
@@ -97,7 +97,9 @@ def _batch(call: ModelCall) -> int:
 
 
 def grown(call: ModelCall, factor: int) -> ModelCall:
-    """Return the call with so many times the batch; what has no axis of that size, as a bias, stays.
+    """Return the call with `factor` times the batch.
+
+    What has no axis of that size, such as a bias, stays.
 
     Example:
         >>> from flax_attn.bench.calls import MODEL_CALLS

@@ -1,4 +1,4 @@
-"""`auto`: which parameter of a JAX model is which of a PyTorch model, from the models themselves."""
+"""`auto`: pair the parameters of a JAX and a PyTorch model, from the models themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flax_attn.convert.rules import ConversionError, Entry, Rule, apply_rules, n
 
 
 def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> Pairing:
-    """Return which parameter of a JAX model is which of a PyTorch model: a layout that needs no rules.
+    """Pair the parameters of a JAX and a PyTorch model: return a layout that needs no rules.
 
     Layers are paired by kind and by the shapes of what they hold; where several fit, by name
     (`W_query`, `q_proj` and `query` mean the same), by number (`norm1` and `ln_1`), or by order
@@ -30,11 +30,12 @@ def auto(flax_module: Any, torch_module: Any, *, rules: Sequence[Rule] = ()) -> 
     Args:
         flax_module: an NNX module, a bound Linen module or an Equinox module.
         torch_module: an `nn.Module`.
-        rules: for parameters that you pair yourself; `auto` pairs the others.
+        rules: rules for parameters that you pair yourself; `auto` pairs the others.
 
     Returns:
-        A `Layout` for `load_state_dict`, `state_dict`, `parity.compare` and wherever else a layout goes. Running
-        statistics of BatchNorm are in it; what only PyTorch's state dict holds, such as masks, is ignored.
+        A `Layout` for `load_state_dict`, `state_dict`, `parity.compare` and wherever else a layout
+        is accepted. It includes the running statistics of BatchNorm. What only PyTorch's state
+        dict holds, such as masks, is ignored.
 
     Raises:
         ConversionError: if a parameter has no partner or several that fit equally well: a line for
@@ -95,10 +96,19 @@ def _by_rules(rules: Sequence[Rule], flax_module: Any, torch_module: Any) -> lis
     if lines := [line for line in wrong if line]:
         raise ConversionError("\n  ".join(["these rules do not fit the PyTorch module:", *lines]))
     return [
-        PairedTensor("-", e.ours, e.shapes, e.theirs, e.shape, e.rule.pattern, "rule", axis=e.rule.axis,
-                     trainable=ours[e.ours[0]].trainable)
+        PairedTensor(
+            "-",
+            e.ours,
+            e.shapes,
+            e.theirs,
+            e.shape,
+            e.rule.pattern,
+            "rule",
+            axis=e.rule.axis,
+            trainable=ours[e.ours[0]].trainable,
+        )
         for e in entries
-    ]  # fmt: skip
+    ]
 
 
 def _misfit(entry: Entry, tensor: Tensor | None) -> str | None:

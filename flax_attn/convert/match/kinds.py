@@ -1,4 +1,4 @@
-"""The kinds of layers, as data: which attribute is which role, and how its axes lie in each framework.
+"""The kinds of layers, as data: the role of each attribute, and its axes in each framework.
 
 Axes: `i` input and `o` output channels, `...` any others. A parameter whose axes are named alike on
 both sides is the same parameter, whatever their order.
@@ -17,9 +17,9 @@ class Kind(NamedTuple):
     """A kind of layer in one framework.
 
     Args:
-        name: of the kind, the same in all frameworks.
-        roles: attribute to role and axes.
-        merged: axes of the layer that are several of the parameter.
+        name: name of the kind, the same in all frameworks.
+        roles: role and axes of each attribute.
+        merged: axes of the layer that consist of several axes of the parameter.
     """
 
     name: str
@@ -55,7 +55,10 @@ def _linear_general(module: Any) -> Kind | None:
 
 
 def _einsum(module: Any) -> Kind | None:
-    """Return the kind of an Einsum that is a linear layer: each axis of its kernel belongs to input or output."""
+    """Return the kind of an Einsum that is a linear layer, or None.
+
+    In a linear layer each axis of the kernel belongs to the input or the output.
+    """
     operands, _, output = module.einsum_str.replace(" ", "").partition("->")
     data, _, kernel = operands.partition(",")
     sizes = dict(zip(kernel, module.kernel_shape, strict=False))
@@ -69,7 +72,7 @@ def _einsum(module: Any) -> Kind | None:
 
 
 def _contraction(kernel: list[str], inputs: list[str], outputs: list[str]) -> Kind:
-    """Return a linear layer from the axes of its kernel; one that is the only of its side needs no parentheses."""
+    """Return a linear layer from the axes of its kernel, in parentheses if a side has several."""
     for letter, names in (("i", inputs), ("o", outputs)):
         if len(names) == 1:
             kernel = [letter if axis == names[0] else axis for axis in kernel]
@@ -80,7 +83,7 @@ def _contraction(kernel: list[str], inputs: list[str], outputs: list[str]) -> Ki
 
 
 def _conv_transpose(module: Any) -> Kind | None:
-    """Return the kind of a transposed convolution: PyTorch's kernel, unless it would have to be flipped."""
+    """Return the kind of a transposed convolution; None if its kernel would have to be flipped."""
     if not module.transpose_kernel:
         return None
     return Kind("ConvTranspose", {"kernel": ("weight", "... o i"), "bias": ("bias", "o")})
@@ -127,8 +130,8 @@ KINDS: dict[tuple[str, str], Kind | Callable[[Any], Kind | None]] = {
 # Layers of a framework whose parameters are pieced together in a way that no table above says.
 UNKNOWN = {
     ("torch", "RNNBase"), ("torch", "RNNCellBase"), ("torch", "Bilinear"),
-    ("flax", "LinearGeneral"), ("flax", "Einsum"), ("flax", "ConvTranspose"), ("equinox", "ConvTranspose"),
-    ("equinox", "GRUCell"), ("equinox", "LSTMCell"),
+    ("flax", "LinearGeneral"), ("flax", "Einsum"), ("flax", "ConvTranspose"),
+    ("equinox", "ConvTranspose"), ("equinox", "GRUCell"), ("equinox", "LSTMCell"),
 }  # fmt: skip
 _SCALES, _SHIFTS = {"scale", "weight", "gamma"}, {"bias", "shift", "beta"}
 
@@ -143,8 +146,8 @@ def own_layers(branch: Branch, path: tuple[str, ...], heads: bool = False) -> li
 
     Args:
         branch: the module.
-        path: its attributes, from the root.
-        heads: whether it is a projection of an attention layer of Linen.
+        path: path of the module, as attributes from the root.
+        heads: whether the module is a projection of a Linen attention layer.
     """
     if branch.module is None:
         kind = _kind_by_parameters(branch.tensors, path, heads)
@@ -182,7 +185,7 @@ def _kind_by_class(module: object) -> Kind | None:
 
 
 def _kind_of_own_class(branch: Branch) -> Kind | None:
-    """Return the kind of a user's own norm or embedding, from the name of its class and its parameters.
+    """Return the kind of a user's own norm or embedding, from its class name and parameters.
 
     A scale and a shift of one length are those of a norm, whatever its name; a scale alone may be
     another layer's.

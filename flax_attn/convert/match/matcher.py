@@ -1,4 +1,4 @@
-"""Two trees of layers matched: by kind and shape first, then by name, number and order; never by a guess."""
+"""Match two trees of layers by kind and shape, then by name, number and order, without a guess."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def exact(layer: Layer) -> Hashable:
 
 
 def main_part(layer: Layer) -> Hashable:
-    """Return the family and sizes of the main parameter, for a report of what differs in the rest."""
+    """Return the family and sizes of the main parameter, to report what differs in the rest."""
     return layer.family, next(iter(layer.parts.values())).sizes
 
 
@@ -32,7 +32,7 @@ class Matching:
     Args:
         pairs: layers that belong together, ours first, with the evidence.
         ambiguous: items that fit equally well, ours first.
-        conflicts: layers of the same place whose names or kinds contradict it.
+        conflicts: layers in the same place with contradictory names or kinds.
         ours: our layers without a partner.
         theirs: their layers without a partner.
     """
@@ -193,7 +193,10 @@ class _Level:
                 found.pairs.append((one, other, evidence))
 
     def _contradicted(self, one: Layer, other: Layer) -> bool:
-        """Whether either has the name of another layer of its kind, or both are different inputs of attention."""
+        """Return whether the names say that the two layers do not belong together.
+
+        Either has the name of another layer of its kind, or they are different inputs of attention.
+        """
         inputs = [
             ATTENTION_INPUTS.intersection(self._key(item, side).words)
             for side, item in enumerate((one, other))

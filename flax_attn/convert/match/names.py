@@ -1,4 +1,7 @@
-"""Names of modules compared by meaning: `W_query`, `q_proj` and `query` are one, and so are `norm1` and `ln_1`."""
+"""Compare names of modules by meaning: `W_query`, `q_proj` and `query` are one.
+
+So are `norm1` and `ln_1`.
+"""
 
 import re
 from typing import NamedTuple

@@ -13,15 +13,15 @@ class PairedTensor:
     """One row of a pairing.
 
     Args:
-        kind: of the layer.
+        kind: kind of the layer.
         ours: names on the JAX side, several where PyTorch holds them in one tensor.
-        shapes: of ours.
+        shapes: shapes of the parameters in `ours`.
         theirs: name on the PyTorch side.
-        shape: of theirs.
+        shape: shape of the tensor `theirs`.
         pattern: einops pattern from ours to theirs; `""` is the same array.
-        evidence: what settled it: the `shape`, the `name`, a `number` in the name, the `order`, or
-            a `rule`.
-        axis: of theirs, along which several of ours are joined.
+        evidence: evidence for the pair: the `shape`, the `name`, a `number` in the name, the
+            `order`, or a `rule`.
+        axis: axis of `theirs` along which several of `ours` are joined.
         trainable: False for running statistics.
     """
 
@@ -54,13 +54,13 @@ class PairedTensor:
 
 @dataclass(frozen=True)
 class Pairing(Layout):
-    """The parameters of two models that belong together: a `Layout`, made by `auto`, that prints as a table.
+    """The paired parameters of two models: a `Layout`, made by `auto`, that prints as a table.
 
     Args:
-        rules: one for each tensor of the PyTorch side.
-        ignored: regular expression for what else its state dict holds.
-        refuse: of a `Layout`; refuses nothing.
-        rows: what is paired, in the order of the PyTorch side.
+        rules: rules, one for each tensor of the PyTorch side.
+        ignored: regular expression for other names in its state dict.
+        refuse: function that refuses submodules, as in a `Layout`; it refuses none.
+        rows: paired tensors, in the order of the PyTorch side.
     """
 
     rows: tuple[PairedTensor, ...] = ()

@@ -12,7 +12,7 @@ SHOWN = 20  # lines of a message
 
 
 def problems_of(found: Matching) -> list[str]:
-    """Return a line for every layer without a partner, with several, or with one that contradicts its name."""
+    """Return a line for every layer with no partner, several, or one that contradicts its name."""
     lines = _lone_parts(found) + _lone_layers(found)
     for one, other in found.conflicts:
         differ = "names" if one.fits(other) else "kinds"

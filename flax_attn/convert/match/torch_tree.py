@@ -70,7 +70,7 @@ def _grow(branch: Branch, path: tuple[str, ...], split: bool) -> Group:
 def _multihead_attention(
     branch: Branch, path: tuple[str, ...], split: bool
 ) -> tuple[list[Layer], Branch]:
-    """Return query, key and value of torch.nn.MultiheadAttention, packed or not, and what else it has."""
+    """Return query, key and value of torch.nn.MultiheadAttention, packed or not, and the rest."""
     own = dict(branch.tensors)
     weight, bias = own.pop("in_proj_weight", None), own.pop("in_proj_bias", None)
     if not split and weight is not None:

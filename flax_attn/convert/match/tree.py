@@ -1,4 +1,4 @@
-"""A model as a tree of layers, whatever the framework: what kind each is, and where its parameters are."""
+"""A model of any framework as a tree of layers, with the kind and the parameters of each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Branch:
-    """A module as it was built: its own tensors and its submodules, by attribute, in order of construction.
+    """A module as it was built: its own tensors and its submodules, by attribute.
 
     Args:
         module: the module itself; None where only its parameters are known.
@@ -47,12 +47,12 @@ class Part:
     """A tensor, or a piece of one, in one role of a layer.
 
     Args:
-        tensor: that holds it.
+        tensor: tensor that holds the part.
         axes: the axes of the part, as in einops: `"i o"`.
-        merged: how an axis of the layer is made of several of `axes`: `{"o": "(n h)"}`.
-        piece: which of `pieces` equal pieces of the tensor it is, along `axis`.
+        merged: axes of the layer that consist of several of `axes`: `{"o": "(n h)"}`.
+        piece: index of the part among `pieces` equal pieces of the tensor, along `axis`.
         pieces: number of pieces.
-        axis: along which the tensor is cut.
+        axis: axis along which the tensor is cut.
     """
 
     tensor: Tensor
@@ -137,7 +137,7 @@ def simplify(root: Group) -> Group:
 
 
 def _owners(root: Group) -> dict[tuple[str, int], tuple[str, ...]]:
-    """Return which layer a shared tensor counts for: the embedding, if it is one of them, else the first."""
+    """Return the layer that each tensor counts for: of several, the embedding, else the first."""
     owners: dict[tuple[str, int], Layer] = {}
     for layer in layers_of(root):
         for part in layer.parts.values():

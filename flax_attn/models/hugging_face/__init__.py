@@ -1,1 +1,4 @@
-"""Hugging Face folders: fields of `config.json`, names of weights, and the files of both. No family is known here."""
+"""Hugging Face folders: fields of `config.json`, names of weights, and the files of both.
+
+No family is known here.
+"""

@@ -1,4 +1,7 @@
-"""What numbers in a `config.json` may be, by their kind: more is a mistake, or built until memory ends."""
+"""The bounds of numbers in a `config.json`, by kind.
+
+A larger number is a mistake, or the model would not fit into memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that files may hold a second time, such as a head that is the table of the tokens: the two must be equal."""
+"""Weights that files may hold twice, such as a tied head: the copies must be equal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ROWS = 4096  # compared at once
 def check_copies(
     entries: Collection[Entry], family: Family, stored: Mapping[str, Stored], weights: Path
 ) -> None:
-    """Raise if files hold a weight twice, and not with the same values: transformers then reads both.
+    """Raise if files hold a weight twice with different values: transformers then reads both.
 
     Args:
-        entries: of a model; what is one of them is no copy.
-        family: that says which names are copies of which parameter.
-        stored: what the files hold, by name.
-        weights: what errors call the files.
+        entries: entries of a model, which are not copies.
+        family: family that says which names are copies of which parameter.
+        stored: contents of the files, by name.
+        weights: name of the files in errors.
 
     Raises:
         ConversionError: if a copy differs.

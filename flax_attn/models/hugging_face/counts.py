@@ -22,13 +22,13 @@ _STACKS = {
 
 
 def check_counts(config: Any, family: Family, names: Collection[str], weights: Path) -> None:
-    """Raise unless there is a weight of each layer of a config and, where each is stored alone, of each expert.
+    """Raise unless there is a weight of each layer, and of each expert stored alone.
 
     Args:
         config: the sizes.
-        family: whose layouts the files may have.
-        names: of what the files hold.
-        weights: what errors call the files.
+        family: family whose layouts the files may have.
+        names: names of the weights in the files.
+        weights: name of the files in errors.
 
     Raises:
         ConversionError: if a layer or an expert has none.
@@ -48,7 +48,7 @@ def check_counts(config: Any, family: Family, names: Collection[str], weights: P
 
 
 def _patterns(family: Family) -> dict[str, re.Pattern[str]]:
-    """Return the expression that finds the numbers of parts in names, by the field of a config that counts them."""
+    """Return the expressions that find the numbers of parts in names, by config field."""
     found: dict[str, set[str]] = {}
     for layout in (family.layout, *family.others):
         for field, before in _numbered(layout, family.base):

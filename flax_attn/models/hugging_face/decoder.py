@@ -1,4 +1,4 @@
-"""What the decoders with rotary positions have in common in Hugging Face's folders: fields and names of weights."""
+"""The fields and names of weights that rotary decoders share in Hugging Face folders."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ def decoder_layout(*first: Rule, block_norms: Mapping[str, str] = _PRE_NORMS) ->
     """Return the names of a decoder's weights.
 
     Args:
-        first: rules that come before those of all decoders, for what a family stores otherwise.
-        block_norms: their names of the norms of a block, by ours.
+        first: rules before those of all decoders, for weights that a family stores differently.
+        block_norms: names of the norms of a block in the files, by ours.
 
     Example:
         >>> [rule.theirs for rule in decoder_layout().rules][:2]
@@ -83,10 +83,9 @@ def read_decoder(
     """Return the arguments of a `DecoderConfig`, all but the window.
 
     Args:
-        fields: of `config.json`, filled with what transformers takes where it has another default
-            for the family.
-        dropout: replaces that of the file; None keeps it.
-        activation: the field that names it.
+        fields: fields of `config.json`, filled with the defaults of transformers for the family.
+        dropout: dropout probability in place of that of the file; None keeps it.
+        activation: field that names the activation.
         partial_rope: whether transformers rotates a part of the heads, where the file says so.
 
     Raises:
@@ -133,14 +132,14 @@ def write_decoder(
     partial_rope: bool = False,
     **fields: Any,
 ) -> dict[str, Any]:
-    """Return the fields of `config.json` for `{name}ForCausalLM` of transformers, `fields` among them.
+    """Return the fields of `config.json` for `{name}ForCausalLM` of transformers.
 
     Args:
-        name: of the family.
+        name: name of the family.
         config: the sizes.
-        activation: the field that names it.
+        activation: field that names the activation.
         partial_rope: whether transformers rotates a part of the heads, where the config says so.
-        fields: that only this family has, or has otherwise.
+        fields: fields of this family, added to those of all decoders or in their place.
 
     Raises:
         ValueError: if transformers does not rotate queries and keys like this.
@@ -192,12 +191,12 @@ def read_windows(fields: Fields) -> dict[str, Any]:
 
 
 def read_layer_types(fields: Fields, window: int | None, default: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments `window` and `full_layers` of a `DecoderConfig`, by the kind of each layer.
+    """Return `window` and `full_layers` of a `DecoderConfig`, by the kind of each layer.
 
     Args:
-        fields: of `config.json`.
-        window: of the layers that have one.
-        default: the kinds where `layer_types` does not name them.
+        fields: fields of `config.json`.
+        window: window of the layers that have one.
+        default: kinds of the layers where `layer_types` is missing.
 
     Raises:
         ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window
@@ -224,7 +223,8 @@ def write_layer_types(config: DecoderConfig) -> list[str]:
     """Return the kind of each layer.
 
     Example:
-        >>> write_layer_types(DecoderConfig(8, 12, num_heads=4, num_layers=2, window=5, full_layers=(0,)))
+        >>> config = DecoderConfig(8, 12, num_heads=4, num_layers=2, window=5, full_layers=(0,))
+        >>> write_layer_types(config)
         ['full_attention', 'sliding_attention']
     """
     return [FULL if window is None else SLIDING for window in config.windows]

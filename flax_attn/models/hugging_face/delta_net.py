@@ -1,4 +1,7 @@
-"""How Hugging Face stores Gated DeltaNets and gated attention: projections in one, the rows of each head together."""
+"""How Hugging Face stores Gated DeltaNets and gated attention.
+
+Projections are fused, and the rows of each head stand together.
+"""
 
 from flax_attn.convert.rules import Rule
 
@@ -15,7 +18,7 @@ def delta_net(name: str) -> tuple[Rule, ...]:
     recurrent = f"{_ATT}.rate.A_log"  # softmax layers have some of the same names
 
     def by_key_head(theirs: str, *ours: str) -> Rule:
-        """The rows of each head of keys, its own and those of its heads of values, stand together."""
+        """Return a rule of fused weights: each key head's rows, then those of its value heads."""
         return Rule(
             _kernels(*ours), theirs, "i (k f) -> k f i", axis=1, grouped=True, beside=recurrent
         )
@@ -36,7 +39,7 @@ def delta_net(name: str) -> tuple[Rule, ...]:
 
 
 def gated_queries(name: str) -> tuple[Rule, ...]:
-    """Return the rules of a projection, called `name` in layer `{i}`, of each head's query and then its gate.
+    """Return the rules of the projection `name` in layer `{i}`: the query and gate of each head.
 
     Example:
         >>> [rule.theirs for rule in gated_queries("model.layers.{i}.self_attn.q_proj")]

@@ -22,11 +22,11 @@ def one_by_one(
     """Return the layout of decoders whose experts are stored one by one, as on the Hub.
 
     Args:
-        mixture: the name of the mixture in layer `{i}`.
-        gate: the name of the projection to the gate.
-        up: that to what the gate multiplies.
-        down: that back.
-        others: rules beside.
+        mixture: name of the mixture in layer `{i}`.
+        gate: name of the gate projection.
+        up: name of the up projection.
+        down: name of the down projection.
+        others: further rules.
 
     Example:
         >>> one_by_one("model.layers.{i}.mlp").rules[2].theirs
@@ -48,11 +48,11 @@ def one_by_one(
 
 
 def fused(mixture: str, *others: Rule) -> Layout:
-    """Return the layout of decoders whose experts are stored as transformers 5 holds them: all in one.
+    """Return the layout of decoders whose experts are fused, as in transformers 5.
 
     Args:
-        mixture: the name of the mixture in layer `{i}`.
-        others: rules beside.
+        mixture: name of the mixture in layer `{i}`.
+        others: further rules.
 
     Example:
         >>> fused("model.layers.{i}.mlp").rules[2].theirs
@@ -67,7 +67,9 @@ def fused(mixture: str, *others: Rule) -> Layout:
 
 
 def interleaved(mixture: str, *others: Rule) -> Layout:
-    """Return the layout of gpt-oss: kernels as ours, the features of gate and up in turn; `others` are rules beside.
+    """Return the layout of gpt-oss: kernels as ours, the features of gate and up in turn.
+
+    `others` are further rules.
 
     Example:
         >>> interleaved("model.layers.{i}.mlp").rules[2].theirs
@@ -88,7 +90,10 @@ def _with_router(name: str, *rules: Rule) -> Layout:
 
 
 def read_mixture(fields: Fields, dropout: float | None, **options: Any) -> dict[str, Any]:
-    """Return the arguments of a `Qwen3MoeConfig`, all but the window; `options` are those of `read_decoder`."""
+    """Return the arguments of a `Qwen3MoeConfig` except the window.
+
+    `options` are those of `read_decoder`.
+    """
     layers, step = range(fields.count("num_hidden_layers")), fields.length("decoder_sparse_step", 1)
     dense = fields.optional_integers("mlp_only_layers") or []
     fields = fields.filled(num_key_value_heads=4, norm_topk_prob=False)
@@ -107,7 +112,7 @@ def read_mixture(fields: Fields, dropout: float | None, **options: Any) -> dict[
 
 
 def write_mixture(config: Any) -> dict[str, Any]:
-    """Return the fields of `config.json` that `read_mixture` reads, beside those of all decoders."""
+    """Return the fields of `config.json` that `read_mixture` reads, and those of all decoders."""
     return {
         "attention_bias": config.attention_bias,
         "num_experts": config.num_experts,

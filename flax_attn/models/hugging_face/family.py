@@ -1,4 +1,4 @@
-"""How Hugging Face stores the models of one family: the record that a family hands to the loader."""
+"""How Hugging Face stores the models of one family: the record for the loader."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class Family:
 
 
 def linears(names: Mapping[str, str], pattern: str = "i o -> o i") -> tuple[Rule, ...]:
-    """Return the rules of linear layers, theirs by ours; `pattern` takes our kernel to their weight.
+    """Return the rules of linear layers, theirs by ours.
+
+    `pattern` takes our kernel to their weight.
 
     Example:
         >>> [rule.theirs for rule in linears({"out_head": "lm_head"})]

@@ -41,9 +41,9 @@ class Fields:
     """The fields of a JSON object, and the names of those that were read.
 
     Args:
-        where: what errors call the object.
-        values: by name.
-        used: the names that were read so far.
+        where: name of the object in errors.
+        values: values of the fields, by name.
+        used: names of the fields read so far.
 
     Example:
         >>> Fields("config.json", {"n_embd": 768}).integer("n_embd")
@@ -58,16 +58,17 @@ class Fields:
         """Return the fields with those that the file lacks: what transformers takes for them.
 
         Example:
-            >>> Fields("config.json", {"hidden_act": "gelu"}).filled(hidden_act="silu", head_dim=8).values
+            >>> fields = Fields("config.json", {"hidden_act": "gelu"})
+            >>> fields.filled(hidden_act="silu", head_dim=8).values
             {'hidden_act': 'gelu', 'head_dim': 8}
         """
         return Fields(self.where, {**defaults, **self.values}, self.used)
 
     def under_one_name(self, **aliases: str) -> Fields:
-        """Return the fields, those that have a second name under their first; null counts as missing.
+        """Return the fields, each second name replaced by the first; null counts as missing.
 
         Args:
-            aliases: the first name of each second one, both of which transformers takes.
+            aliases: second name of each field, by its first; transformers takes both.
 
         Raises:
             ValueError: if both are there with different values, of which transformers takes one
@@ -89,7 +90,7 @@ class Fields:
         return Fields(self.where, values, self.used)
 
     def integer(self, name: str, default: Any = REQUIRED, within: Bounds = WIDTHS) -> int:
-        """Return an integer; raise if the field holds something else, or is missing without a default."""
+        """Return an integer; raise if the field is another, or missing without a default."""
         return self._within(within, name, self._get(name, int, default))
 
     def optional_integer(

@@ -66,7 +66,9 @@ class LoadOptions(TypedDict, total=False):
 def load(
     cls: type[M], family: Family | None, path: str | PathLike[str], **options: Unpack[LoadOptions]
 ) -> M:
-    """Return the model of a local folder, in eval mode: an instance of `cls`, which `family` describes.
+    """Return the model of a local folder in eval mode, an instance of `cls`.
+
+    `family` says how it is stored.
 
     Raises:
         FileNotFoundError: if there is no such folder, or `config.json`, the weights or a shard is
@@ -167,7 +169,9 @@ def read_config(cls: type, family: Family, fields: Fields, dropout: float | None
 
 
 def write_config(family: Family, config: Any, dtype: str) -> str:
-    """Return the text of a `config.json` that transformers 4 and 5 read; `dtype` is that of the weights.
+    """Return the text of a `config.json` for transformers 4 and 5.
+
+    `dtype` is that of the weights.
 
     Raises:
         ValueError: if the models of transformers cannot compute what the config says.
@@ -197,7 +201,10 @@ _OF_MODELS = ("dtype", "precision", "backend", "remat", "scan_layers")
 
 
 class _RepeatedKey(nnx.RngStream):
-    """A stream that always returns its key: to count the keys of a traced model takes time quadratic in its size."""
+    """A stream that always returns its key.
+
+    Counting the keys of a traced model takes time quadratic in its size.
+    """
 
     def __call__(self) -> Array:
         return self.key[...]
@@ -215,7 +222,7 @@ def _abstract(cls: Callable[..., M], config: Any, options: Mapping[str, Any]) ->
 
 
 def _current(name: str) -> str:
-    """Return the name that a weight has today: the norms of the first uploads had the names of TensorFlow."""
+    """Return the current name of a weight: the first uploads named norms as TensorFlow does."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
         "LayerNorm.beta", "LayerNorm.bias"
     )
@@ -296,7 +303,7 @@ def _fill(
     progress: bool,
     memory: Memory | OnMesh,
 ) -> None:
-    """Read the weights, the largest first: while its copies are made, the others take no memory yet."""
+    """Read the weights, the largest first: its copies are made while memory is free."""
     own = tensors(model)
     groups = sorted(
         _by_variables(entries, own), key=lambda group: -sum(math.prod(e.shape) for e in group)

@@ -19,11 +19,13 @@ _SCALES = ("float32", "bfloat16", "float16")
 def dequantized(
     stored: Mapping[str, Stored], block: tuple[int, int], dtype: Dtype
 ) -> dict[str, Stored]:
-    """Return the entries of a file, those named `X` and `X_scale_inv` as one that is named `X`, in a dtype.
+    """Return the entries of a file, `X` and `X_scale_inv` merged into `X` of this dtype.
 
     Each block of rows and columns has one scale; those at the end may be smaller:
 
-        X[o, i] = E4M3(X[o, i]) X_scale_inv[o // block[0], i // block[1]], in float32, then rounded to `dtype`
+        X[o, i] = E4M3(X[o, i]) X_scale_inv[o // block[0], i // block[1]]
+
+    It is computed in float32, then rounded to `dtype`.
 
     Shapes:
         weights `(o, i)` and scales `(ceil(o / block[0]), ceil(i / block[1]))`, to `(o, i)`.
@@ -47,7 +49,10 @@ def dequantized(
 
 
 def _fit(weight: Stored, scales: Stored, block: tuple[int, int]) -> bool:
-    """Return whether these are blocks with a scale each; what is not keeps its name, and is said to be unexpected."""
+    """Return whether these are blocks with a scale each.
+
+    Other weights keep their names, and are reported as unexpected.
+    """
     if weight.dtype != "float8_e4m3fn" or scales.dtype not in _SCALES or len(weight.shape) != 2:
         return False
     return scales.shape == tuple(

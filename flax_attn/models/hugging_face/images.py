@@ -1,4 +1,4 @@
-"""What the encoders of images have in common in Hugging Face's folders: fields and names of weights."""
+"""The fields and names of weights that image encoders share in Hugging Face folders."""
 
 import reprlib
 from typing import Any
@@ -23,11 +23,11 @@ def image_layout(
     """Return the names of the weights of an encoder of images.
 
     Args:
-        base: prefix of all of them.
-        linear: our names of linear layers of a block, but the attention, by theirs.
-        norm: our names of norms of a block, by theirs.
-        rules: for what only this family has.
-        ignored: of `Layout`.
+        base: prefix of all names.
+        linear: our names of the linear layers of a block except the attention, by theirs.
+        norm: our names of the norms of a block, by theirs.
+        rules: further rules of the family.
+        ignored: pattern of ignored names, as in `Layout`.
     """
     table, patches = (
         f"{base}embeddings.position_embeddings",

@@ -1,4 +1,7 @@
-"""Weights of four bits in blocks with a scale each, as gpt-oss is published: read as bfloat16, which holds them."""
+"""Weights of four bits in blocks with a scale each, as gpt-oss is published.
+
+They are read as bfloat16, which holds them exactly.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,17 @@ _BYTES = 16  # of a block, two numbers in each
 
 
 def dequantized(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the entries of a file, those named `X_blocks` and `X_scales` as one that is named `X`.
+    """Return the entries of a file, `X_blocks` and `X_scales` merged into `X`.
 
     Block `g` of row `o` of expert `e` has 32 numbers, and they have one scale:
 
-        X[e, 32 g + 2 j + h, o] = 2^(scales[e, o, g] - 127) E2M1(4 bits of blocks[e, o, g, j], the lower ones for h = 0)
+        X[e, 32 g + 2 j + h, o] = 2^(scales[e, o, g] - 127) E2M1(4 bits of blocks[e, o, g, j])
+
+    The lower 4 bits are those of h = 0.
 
     Shapes:
-        blocks `(e, o, i / 32, 16)` and scales `(e, o, i / 32)`, both bytes, to `(e, i, o)` in bfloat16.
+        blocks `(e, o, i / 32, 16)` and scales `(e, o, i / 32)`, both bytes, to `(e, i, o)` in
+        bfloat16.
 
     References:
         OCP Microscaling Formats (MX) v1.0, 2023; arXiv:2310.10537.
@@ -39,7 +45,10 @@ def dequantized(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _fit(blocks: Stored, scales: Stored) -> bool:
-    """Return whether these are blocks with a scale each; what is not keeps its name, and is said to be unexpected."""
+    """Return whether these are blocks with a scale each.
+
+    Other weights keep their names, and are reported as unexpected.
+    """
     return (
         blocks.dtype == scales.dtype == "uint8"
         and len(blocks.shape) == 4
@@ -65,7 +74,7 @@ def _read(blocks: Stored, scales: Stored) -> np.ndarray:
 
 @cache
 def _table() -> np.ndarray:
-    """Return the two numbers of each byte under each scale, as one integer: a byte is looked up once."""
+    """Return the two numbers of each byte under each scale as one integer, for one lookup."""
     values = np.array([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
     byte = np.arange(256)
     numbers = np.stack([values[byte & 15], values[byte >> 4]], axis=-1)

@@ -1,4 +1,4 @@
-"""Weights that are published in fewer bits than models compute in: read as numbers, never written so."""
+"""Quantized weights: dequantized when read, never written."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def dequantized(
     """Return the entries of a file as a config says that they are quantized.
 
     Args:
-        stored: by name.
-        fields: of `config.json`.
-        dtype: of numbers that are rounded; None is bfloat16.
+        stored: contents of the file, by name.
+        fields: fields of `config.json`.
+        dtype: dtype of numbers that are rounded; None is bfloat16.
 
     Raises:
         ValueError: if the config says that weights are quantized in a way that is not known.

@@ -24,8 +24,8 @@ def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RoPE:
     """Return the rotary positions of a config with `max_position_embeddings=length`.
 
     Args:
-        fields: of `config.json`.
-        length: of the longest input.
+        fields: fields of `config.json`.
+        length: length of the longest input.
         head_dim: width of the heads where transformers rotates a part of them,
             `partial_rotary_factor`; None where it rotates whole heads.
 
@@ -165,7 +165,7 @@ def write_rope(rope: RoPE, length: int, head_dim: int, partial: bool = False) ->
 
 
 def _factor(width: int, head_dim: int) -> float:
-    """Return the factor that gives this width, rounded down, when the width of a head is multiplied by it."""
+    """Return a factor that times the width of a head, rounded down, is this width."""
     factor = width / head_dim
     return factor if int(head_dim * factor) == width else math.nextafter(factor, 1.0)
 
@@ -196,7 +196,7 @@ def _write_dynamic(scaling: DynamicNTKScaling, length: int) -> dict[str, Any]:
 
 
 def dynamic_length(scaling: DynamicNTKScaling) -> int:
-    """Return the `context_length` of a model with dynamic scaling; in transformers it has no limit."""
+    """Return the `context_length` under dynamic scaling; in transformers it has no limit."""
     return int(scaling.factor * scaling.original_context_length)
 
 

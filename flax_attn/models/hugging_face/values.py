@@ -1,4 +1,4 @@
-"""Weights of files as values of variables: on one device, or on a mesh, of whose devices each gets its part alone."""
+"""Weights of files as values of variables, on one device or split over a mesh."""
 
 import math
 from typing import Any
@@ -16,17 +16,16 @@ Span = tuple[int, int, int]  # first, end and step
 
 
 class Memory:
-    """Memory for arrays, aligned as JAX's own is on a CPU, so that JAX takes it over without a copy.
+    """Memory for arrays, aligned as JAX needs it on a CPU to take it over without a copy.
 
-    It is asked for in large pieces: these have huge pages, and the system hands it out in a third
-    of the time.
+    It is allocated in large pieces: these have huge pages, and take a third of the time.
     """
 
     def __init__(self):
         self.free = np.empty(0, np.uint8)
 
     def copy(self, arrays: list[np.ndarray], variable: nnx.Variable, dtype: np.dtype) -> Array:
-        """Return arrays as one, the value of a variable: the only one, or those of all layers and experts."""
+        """Return the value of a variable: one array, or those of all layers and experts stacked."""
         shape = variable.shape
         new = self._take(math.prod(shape) * dtype.itemsize).view(dtype)
         for place, array in zip(new.reshape(len(arrays), *arrays[0].shape), arrays, strict=True):
@@ -45,14 +44,14 @@ class OnMesh:
     """Makes the values of a model's variables on a mesh, from arrays that files are mapped to.
 
     Args:
-        mesh: that the names of the axes of the variables split them over.
+        mesh: mesh that the variables are split over, by the names of their axes.
     """
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
 
     def copy(self, arrays: list[np.ndarray], variable: nnx.Variable, dtype: np.dtype) -> Array:
-        """Return arrays as one, the value of a variable: the only one, or those of all layers and experts."""
+        """Return the value of a variable: one array, or those of all layers and experts stacked."""
         found: dict[tuple[Span, ...], np.ndarray] = {}
 
         def part(index: Any) -> np.ndarray:
@@ -71,7 +70,7 @@ class OnMesh:
 def _part(
     arrays: list[np.ndarray], shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any
 ) -> np.ndarray:
-    """Return a part of an array of this shape, which the arrays are stacked to: a copy, in this dtype."""
+    """Return a copy in this dtype of a part of the array of this shape that they stack to."""
     lead = len(shape) - arrays[0].ndim
     numbers, inner = np.arange(len(arrays)).reshape(shape[:lead])[index[:lead]], index[lead:]
     parts = [arrays[i][inner] for i in numbers.flat]

@@ -43,13 +43,13 @@ class RunSpec:
     """One run of an adapter.
 
     Args:
-        name: of the run; results are cached and exported under it.
-        inputs: by name, in the order of the call.
+        name: name of the run; results are cached and exported under it.
+        inputs: input arrays by name, in the order of the call.
         extras: arguments of the call beside the inputs: `lengths`, `dropout_key`.
-        dtype: that floating inputs and all parameters are cast to.
-        train: whether in train mode.
-        cotangents: of the outputs, to compute gradients; None computes outputs alone.
-        tangents: of parameters and inputs, to compute the directional derivative of the gradients.
+        dtype: dtype that floating inputs and all parameters are cast to.
+        train: whether the module is in train mode.
+        cotangents: cotangents of the outputs, for gradients; None computes outputs alone.
+        tangents: tangents of parameters and inputs, for directional derivatives of the gradients.
         eager: whether JAX runs without `jax.jit`.
         cached: whether the outputs are computed in steps with a cache, by the call given for that.
         rounding_seed: seed of stochastic rounding of all parameters and inputs; 0 rounds to
@@ -73,10 +73,10 @@ class Result:
     """The result of a run, in float64 whatever it was computed in.
 
     Args:
-        outputs: by name.
-        gradients: of parameters and floating inputs, under the cotangents.
+        outputs: outputs by name.
+        gradients: gradients of parameters and floating inputs, for the cotangents.
         second: derivatives of the gradients along the tangents.
-        dtypes: of the outputs, as they were computed.
+        dtypes: dtypes in which the outputs were computed.
     """
 
     outputs: Arrays
@@ -91,8 +91,8 @@ class Adapter(Protocol):
 
     Attributes:
         framework: `"flax"` or `"torch"`.
-        shapes: of its parameters and running statistics, by its own names.
-        accepts: which extras its call takes.
+        shapes: shapes of its parameters and running statistics, by its own names.
+        accepts: names of the extras that its call takes.
         has_cache: whether it was given a call that computes in steps.
     """
 
@@ -108,11 +108,11 @@ class Adapter(Protocol):
     def has_cache(self) -> bool: ...
 
     def weights(self) -> Arrays:
-        """Return parameters and running statistics in float64, by the names that both frameworks share."""
+        """Return parameters and running statistics in float64, by their shared names."""
         ...
 
     def load(self, weights: Arrays) -> None:
-        """Set parameters and running statistics, by the names that both frameworks share."""
+        """Set parameters and running statistics, by their shared names."""
         ...
 
     def run(self, spec: RunSpec) -> Result:
@@ -125,7 +125,7 @@ class Adapter(Protocol):
 
 
 class Call:
-    """How a module is called: by the caller's own function, or plainly; extras go only to calls that take them."""
+    """How a module is called: by the caller's function or plainly, with the extras it takes."""
 
     EXTRAS = ("lengths", "dropout_key")
 
@@ -149,7 +149,7 @@ class Call:
 
 
 class ModuleAdapter:
-    """What the adapters of modules share: how the module is called, whole or in steps, and what the calls take."""
+    """The base of the adapters of modules: calls the module, whole or in steps."""
 
     def __init__(
         self,
@@ -191,12 +191,12 @@ def _parameters(function: Callable) -> Sequence[str]:
 
 
 def check_kind(module: Any, rule: str, foreign: Mapping[str, str]) -> None:
-    """Raise unless `module` is a module of this framework: not a class, callable, of no other framework.
+    """Raise unless `module` is a callable of this framework, and not a class.
 
     Args:
-        module: that was passed.
-        rule: what it should be.
-        foreign: the names of other frameworks, by their packages.
+        module: object that was passed as the module.
+        rule: description of what it should be.
+        foreign: names of other frameworks, by their packages.
     """
     packages = [kind.__module__.partition(".")[0] for kind in type(module).__mro__]
     framework = next((foreign[package] for package in packages if package in foreign), None)

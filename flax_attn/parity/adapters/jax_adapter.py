@@ -34,16 +34,15 @@ class JaxAdapter(ModuleAdapter):
     """The `Adapter` of a JAX module. JAX must have x64 enabled where it is used.
 
     Args:
-        module: an NNX module, a bound Linen module, an equinox module or a function of arrays.
-        call: how to call it; None is `module(*inputs)`.
-        cached_call: how to compute the same in steps, if it can.
+        module: an NNX module, a bound Linen module, an Equinox module or a function of arrays.
+        call: function that calls the module; None is `module(*inputs)`.
+        cached_call: function that computes the same in steps with a cache; None if there is none.
         positional: whether inputs are passed by position.
-        entries: which parameter is which of the other framework; none are shared where this is
-            empty.
-        device: that runs the dtypes below float64, with products in full precision; None is the
-            CPU.
-        place: returns a parameter or an input, of which it is given the name, where it shall lie on
-            a mesh.
+        entries: pairs of parameters with the other framework; empty where none are shared.
+        device: device that runs the dtypes below float64, with products in full precision; None is
+            the CPU.
+        place: function that takes the name and the array of a parameter or input, and returns the
+            array placed on a mesh.
     """
 
     framework = "flax"
@@ -146,7 +145,7 @@ class JaxAdapter(ModuleAdapter):
     def _training_step(
         self, spec: TrainingSpec, params: Mapping[str, jax.Array]
     ) -> tuple[Callable, Callable, Any]:
-        """Return the loss with its gradient, the update of the shared parameters, and the optimizer's state."""
+        """Return the loss with its gradient, the parameter update, and the optimizer state."""
         optimizer, target = spec.recipe.optax(), jnp.asarray(spec.target)
         shared = {name for entry in self.entries if entry.trainable for name in entry.ours}
 

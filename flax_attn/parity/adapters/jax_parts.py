@@ -20,8 +20,9 @@ class Parts(NamedTuple):
         params: the parameters, by dotted name.
         statistics: running statistics of BatchNorm, by dotted name.
         rest: a tree of everything else that is an array.
-        build: rebuilds the module from parameters and statistics in one mapping, and the rest.
-        call: its method that is called, for its signature.
+        build: function of one mapping of parameters and statistics, and of the rest, that rebuilds
+            the module.
+        call: method that calls the module, for its signature.
     """
 
     params: dict[str, jax.Array]
@@ -32,7 +33,7 @@ class Parts(NamedTuple):
 
 
 def take_apart(module: Any, train: bool = False) -> Parts:
-    """Return the parts of an NNX module, a bound Linen module, an equinox module or a plain function.
+    """Return the parts of an NNX, bound Linen or Equinox module, or of a plain function.
 
     A function of parameters and inputs, as `apply` of Haiku is, takes its parameters by
     `jax.tree_util.Partial`. The module itself is not changed; the parts are those of a copy in

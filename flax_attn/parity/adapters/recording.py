@@ -1,4 +1,4 @@
-"""The PyTorch results of a comparison in a file: recorded where torch is installed, replayed where it is not.
+"""The PyTorch results of a comparison in a file, recorded with torch and replayed without.
 
 One safetensors file holds a comparison: weights, inputs, and the result of every run spec by its
 name. A spec that is replayed must equal the recorded one to the last bit.
@@ -103,7 +103,7 @@ class Recording:
     """The recorded results of an adapter, as an `Adapter`.
 
     Args:
-        path: of a file that `save` wrote.
+        path: path of a file that `save` wrote.
 
     Raises:
         ExportError: if the file is damaged, no export, or of another format.
@@ -132,7 +132,7 @@ class Recording:
 
     @property
     def layout(self) -> Layout | None:
-        """The layout that was used, by the full names of the parameters; None where there was none."""
+        """The layout that was used, with full names of parameters; None if there was none."""
         rules = [Rule(tuple(ours), theirs, *rest) for ours, theirs, *rest in self.about["rules"]]
         # A rule applies under any prefix, so the longer of two names that end alike comes first.
         return (
@@ -210,7 +210,7 @@ def save(report: Report, folder: str | PathLike[str]) -> Path:
 
 
 def load(folder: str | PathLike[str], names: Sequence[str] | None = None) -> dict[str, Recording]:
-    """Return the recordings in a folder by the name of what was compared; all, or those of these names.
+    """Return the recordings in a folder by name of the comparison: all, or those in `names`.
 
     Raises:
         ExportError: if there are none, or one is damaged.

@@ -33,8 +33,8 @@ class TorchAdapter(ModuleAdapter):
 
     Args:
         module: an `nn.Module`, or a function of tensors.
-        call: how to call it; None is `module(*inputs)`.
-        cached_call: how to compute the same in steps, if it can.
+        call: function that calls the module; None is `module(*inputs)`.
+        cached_call: function that computes the same in steps with a cache; None if there is none.
         positional: whether inputs are passed by position.
     """
 
@@ -62,7 +62,7 @@ class TorchAdapter(ModuleAdapter):
 
     @property
     def frozen(self) -> set[str]:
-        """The parameters that do not require gradients, where others do: they are shared, and not trained."""
+        """The parameters without gradients, which are not trained; empty if all are without."""
         found = {
             name
             for name, parameter in self._parameters(self.module).items()

@@ -80,7 +80,7 @@ def _columns(reports: Sequence[Findings]) -> list[str]:
 
 
 def verdict(report: Findings) -> Group:
-    """Return one report in full: the verdict, the causes, where the sides differ, the checks, the pairs."""
+    """Return a full report: verdict, causes, where the sides differ, checks, pairs."""
     return Group(*_parts(report))
 
 

@@ -1,4 +1,7 @@
-"""The pictures of a page: plotly figures that follow its colours. Needs plotly: `pip install "flax-attn[report]"`."""
+"""The pictures of a page: plotly figures that follow its colours.
+
+Needs plotly: `pip install "flax-attn[report]"`.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ class Picture:
     """A figure, with its content in words for readers who cannot see it.
 
     Args:
-        title: above it.
-        words: below it, and read aloud.
+        title: title above the picture.
+        words: text below the picture, also for screen readers.
         data: the figure, as plotly's JSON.
-        height: in pixels.
+        height: height in pixels.
     """
 
     title: str
@@ -40,7 +43,7 @@ class Picture:
 
 
 def divergence(found: Divergence) -> Picture:
-    """Draw the errors of all nodes in order of execution: of the output, the local error, of the cotangent."""
+    """Draw the output, local and cotangent errors of all nodes, in order of execution."""
     names = [_text(node.name) for node in found.nodes]
     kinds = {"backward": "backward_error", "local": "local_error", "output": "error"}
     rows = {kind: [getattr(node, name) for node in found.nodes] for kind, name in kinds.items()}
@@ -76,7 +79,10 @@ def divergence(found: Divergence) -> Picture:
 
 
 def attention(name: str, flax: np.ndarray, torch: np.ndarray) -> list[Picture]:
-    """Draw the weights `(b, n, t, s)` of both sides and their difference, a picture a head of the first example."""
+    """Draw the weights `(b, n, t, s)` of both sides and their difference.
+
+    There is one picture for each head of the first example.
+    """
     heads = [side[0, :HEADS, :TOKENS, :TOKENS] for side in (flax, torch)]
     return [_head(f"{name}, head {i}", *head) for i, head in enumerate(zip(*heads, strict=True))]
 

@@ -20,16 +20,15 @@ class Findings:
     """Everything a comparison found.
 
     Args:
-        name: of what was compared.
-        checks: in the order in which they were run, those not run with the reason.
+        name: name of the comparison.
+        checks: checks in the order in which they ran; those that did not run have the reason.
         entries: the pairs of parameters, as the layout makes them.
-        notes: what a reader should know before the run, such as defaults in which the frameworks
-            differ.
-        seed: of everything that was drawn.
+        notes: notes to read before the run, such as defaults that differ between the frameworks.
+        seed: seed of everything that was drawn.
         environment: versions, devices and settings.
-        command: repeats the comparison from a shell; empty where it was called from Python.
-        divergence: where the two sides differ and why, if a check failed and this could be found
-            out.
+        command: shell command that repeats the comparison; empty if called from Python.
+        divergence: the place and the causes of the difference, if a check failed and they could be
+            found.
         pair: both sides, for pictures; not part of the written report.
     """
 
@@ -67,12 +66,12 @@ class Findings:
 
     @property
     def causes(self) -> list[str]:
-        """What is known to make the two sides differ, one sentence each; those of repeated layers are one."""
+        """The known causes of the difference, one sentence each; repeated layers share one."""
         return grouped(self.divergence.causes) if self.divergence else []
 
     @property
     def where(self) -> list[str]:
-        """Where the two sides differ, one line each: the first difference, and what is locally wrong."""
+        """Where the sides differ, a line each: the first difference, then locally wrong nodes."""
         return list(self.divergence.where()) if self.divergence else []
 
     def check(self, name: str) -> Check | None:
@@ -80,7 +79,7 @@ class Findings:
         return next((check for check in self.checks if check.name == name), None)
 
     def explain(self) -> str:
-        """Return the verdict in words, as a failing test prints it: causes, then nodes, then the checks that fail."""
+        """Return the verdict as a failing test prints it: causes, nodes, then failed checks."""
         if self.passed:
             by = "exactly" if np.isinf(self.margin) else f"{self.margin:.3g}x below the rules"
             return f"{self.name}: both sides are the same function, {by}"
@@ -95,7 +94,7 @@ class Findings:
         return "\n  ".join([f"{self.name}: {verdict}", *lines])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all that was measured, for JSON, causes first; what is infinite or NaN is None there."""
+        """Return all measurements for JSON, causes first; infinities and NaN become None."""
         return {
             "variant": self.name,
             "passed": self.passed,

@@ -16,7 +16,7 @@ _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 def write_junit(reports: Sequence[Findings], path: str) -> None:
-    """Write a suite for each report and a case for each check: passed, failed, or skipped because it was not run."""
+    """Write a suite for each report and a case for each check: passed, failed or skipped."""
     root = Xml.Element("testsuites", {"name": "flax-attn parity", **_counts(reports)})
     root.extend(_suite(report) for report in reports)
     Xml.indent(root)

@@ -31,13 +31,12 @@ class Section:
     """One report and what the page shows of it.
 
     Args:
-        report: what was found.
-        tensors: how many times its rule the error of each tensor is, by check; the worst tensors
-            first.
-        divergence: the errors of every node.
-        losses: of both sides.
+        report: the findings of the comparison.
+        tensors: ratio of the error of each tensor to its limit, by check, the worst tensors first.
+        divergence: picture of the errors of every node.
+        losses: picture of the losses of both sides.
         heads: attention maps.
-        missing: why pictures are missing.
+        missing: reason why pictures are missing.
     """
 
     report: Findings
@@ -109,7 +108,7 @@ def check_installed() -> None:
 
 
 def sections(reports: Sequence[Findings]) -> list[Section]:
-    """Return a section for each report; among several, only those that differ have attention maps."""
+    """Return a section for each report; of several, only those that differ have attention maps."""
     share = MAP_BYTES // max(sum(not report.passed for report in reports), 1)
     return [
         _section(report, 0 if report.passed and len(reports) > 1 else share) for report in reports

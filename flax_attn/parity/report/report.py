@@ -24,7 +24,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "torch", "numpy", "optax", "flax-attn")
 
 
 class Report(Findings):
-    """Everything a comparison found; `print(report)` tells it in full, and a notebook shows it as a page.
+    """All results of a comparison: `print(report)` for text; a notebook shows a page.
 
     Example:
         >>> from flax_attn.parity import Check
@@ -59,7 +59,7 @@ class Report(Findings):
         return f'<iframe title="Report" {frame} srcdoc="{html.escape(content)}"></iframe>'
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the report to `x.html`, a page with pictures; to `x.json`, all numbers; or to `x.xml`, as JUnit.
+        """Write the report as a page (`x.html`), all numbers (`x.json`) or JUnit (`x.xml`).
 
         Raises:
             ValueError: if the path ends in anything else.
@@ -75,7 +75,9 @@ class Report(Findings):
         writers[suffix]([self], str(path))
 
     def export(self, folder: str | PathLike[str]) -> Path:
-        """Write the PyTorch results to `folder/NAME.safetensors`, to compare with where torch is not; return the path.
+        """Write the PyTorch results to `folder/NAME.safetensors`, and return the path.
+
+        They can be compared with where torch is not installed.
 
         Raises:
             ExportError: if they were not kept: `compare(..., record=True)` does.
@@ -114,7 +116,7 @@ def _version(package: str) -> str:
 
 
 def write_json(reports: Sequence[Report], path: str) -> None:
-    """Write everything that was measured, and where: seed and environment are those of the reports."""
+    """Write all measurements as JSON, with the seed and the environment of the reports."""
     variants = [report.as_dict() for report in reports]
     good = all(report.passed for report in reports)
     content = {

@@ -33,7 +33,9 @@ def rule(check: Check) -> str:
 
 
 def times(error: float, limit: float) -> float:
-    """Return how many times its rule an error is. NaN is as far over as can be, and so is what is never allowed.
+    """Return the ratio of an error to its limit.
+
+    It is infinite for NaN, and for an error where the limit is 0.
 
     Example:
         >>> times(3.0, 2.0), times(0.0, 0.0), times(1.0, 0.0), times(float("nan"), 2.0)
@@ -48,7 +50,8 @@ def margin(times: float) -> str:
     """Return how many times the error fits into the rule.
 
     Example:
-        >>> [margin(times) for times in (float("inf"), 12345.0, 2.14, 0.3, 2e-11, 0.0, float("nan"))]
+        >>> ratios = (float("inf"), 12345.0, 2.14, 0.3, 2e-11, 0.0, float("nan"))
+        >>> [margin(times) for times in ratios]
         ['exact', '1e+04x', '2.1x', '0.3x', '2e-11x', '0x', '-']
     """
     if times in (float("inf"), 0.0) or times != times:
@@ -59,7 +62,7 @@ def margin(times: float) -> str:
 
 
 def worst(check: Check) -> str:
-    """Return the tensor with the largest error; where the rule is broken, its worst element on both sides.
+    """Return the tensor with the largest error; on failure, with its worst element on both sides.
 
     Example:
         >>> worst(Check("c", 2.0, 1.0, "bias", where={"index": [3], "flax": 0.25, "torch": 0.5}))

@@ -46,14 +46,14 @@ class Activations:
         traced: the Flax side.
         ours: the nodes of the Flax side, in order of execution, those in `axes` with the axes of
             PyTorch.
-        theirs: those of the PyTorch side, with those that cannot be compared.
+        theirs: the nodes of the PyTorch side, including those that cannot be compared.
         names: the shared name of each submodule of the Flax side, by its path there.
-        axes: of outputs whose axes stand in another order on the Flax side.
-        inputs: the same of the inputs of modules, None for those whose axes do not.
+        axes: axes of the outputs that have another order of axes on the Flax side.
+        inputs: axes of the inputs of modules; None for inputs in the same order.
         differing: the shapes of both sides, where these cannot be compared.
         unpaired: what cannot be compared, one line each.
         ambiguous: scores whose axes can be read in two ways, neither of which agrees.
-        cotangents: of the PyTorch side, by name of the node at whose output they arrive.
+        cotangents: cotangents of the outputs of PyTorch's nodes, by name of the node.
         lower: for `"flax"` and `"torch"`, what each module computed below float64, and in which
             dtype.
     """
@@ -109,7 +109,8 @@ def record(pair: Pair) -> Activations:
         >>> import jax, torch
         >>> from flax_attn.parity import compare
         >>> from flax_attn.parity.cpu import on_cpu
-        >>> pair = compare(jax.nn.softmax, torch.nn.Softmax(-1).eval(), [(5, 3)], checks=["forward"]).pair
+        >>> softmax = torch.nn.Softmax(-1).eval()
+        >>> pair = compare(jax.nn.softmax, softmax, [(5, 3)], checks=["forward"]).pair
         >>> with on_cpu():
         ...     record(pair).shared
         ['./masked', './weights', '.']

@@ -1,4 +1,4 @@
-"""The axes of activations: where the two sides have them in another order, and which order that is."""
+"""The axes of activations: find out where the order differs between the sides, and how."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Axes:
     Args:
         flax: the pattern of einops on the Flax side.
         torch: the pattern on the PyTorch side.
-        sizes: of axes in the patterns.
+        sizes: sizes of axes in the patterns.
     """
 
     flax: str
@@ -56,9 +56,9 @@ class Aligned:
 
     Args:
         flax: the nodes of the Flax side.
-        torch: those of the PyTorch side, with those that cannot be compared.
-        axes: of outputs that have another order on the Flax side.
-        inputs: the same of the inputs of modules, None for those that do not.
+        torch: the nodes of the PyTorch side, including those that cannot be compared.
+        axes: axes of the outputs that have another order on the Flax side.
+        inputs: axes of the inputs of modules; None for inputs in the same order.
         differing: the shapes of both sides, where they cannot be compared.
         unpaired: a line for each node that cannot be compared.
         ambiguous: scores whose axes could be read in two ways, neither of which agrees.
@@ -115,7 +115,7 @@ def aligned(flax: Nodes, torch: Nodes) -> Aligned:
 def _aligned_scores(
     ours: Activation, theirs: Activation
 ) -> tuple[Activation, Activation, Axes | None, bool]:
-    """Return both with the axes `b n t s`: of the orders that fit the shapes, the one with the smallest error.
+    """Return both with axes `b n t s`, in the order with the smallest error that fits the shapes.
 
     The last value is whether there is no doubt.
     """
@@ -144,7 +144,7 @@ def _aligned_scores(
 
 
 def _images(flax: np.ndarray, torch: np.ndarray) -> Axes | None:
-    """Return the axes of images or the like that have their channels last in Flax, first in PyTorch."""
+    """Return the axes of images with channels last in Flax and first in PyTorch, or None."""
     if torch.ndim != flax.ndim or not 3 <= torch.ndim <= 5:
         return None
     moved = IMAGES.to_torch(flax)

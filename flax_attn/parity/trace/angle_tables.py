@@ -1,4 +1,4 @@
-"""Tables of rotary angles that a module is given, in plain NumPy: the base that fits, how columns lie, the position."""
+"""Tables of rotary angles, in plain NumPy: fit the base, the order of columns, the position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ STARTS = (0, 1, 2)  # positions of the first row that are tried
 
 
 def angle_tables(value: np.ndarray) -> Forms:
-    """Cosines or sines of `position * base^(-2 i / h)`, one row for each position, `(t, h)` or with axes of size 1."""
+    """Yield tables of cosines or sines of `position * base^(-2 i / h)`, one row for each position.
+
+    Their shape is `(t, h)`, or that with axes of size 1.
+    """
     t, columns = max(value.shape[:-1], default=0), value.shape[-1] if value.ndim else 0
     if t < 3 or columns < 4 or columns % 2 or value.size != t * columns:
         return
@@ -36,7 +39,10 @@ def angle_tables(value: np.ndarray) -> Forms:
 
 
 def _base(column: np.ndarray, exponent: float) -> float | None:
-    """Return the base of a column, to six digits: x[i + 1] + x[i - 1] = 2 cos(frequency) x[i] for cosines and sines."""
+    """Return the base of a column, to six digits.
+
+    Cosines and sines satisfy `x[i + 1] + x[i - 1] = 2 cos(frequency) x[i]`.
+    """
     middle = column[1:-1]
     cosine = (
         float((column[2:] + column[:-2]) @ middle / (2 * (middle @ middle)))

@@ -1,4 +1,4 @@
-"""What a step of attention may compute, in plain NumPy: the right formula first, then those that ports confuse it with.
+"""Formulas for a step of attention, in plain NumPy: the right one, then common mistakes.
 
 It shares no code with either framework, so that it can tell which of two sides is the formula.
 """
@@ -21,10 +21,10 @@ def scores(
     """Return `scale * query . key` of every query head with its key head.
 
     Args:
-        query: `(b, t, n, h)`.
-        key: `(b, s, k, h)`.
-        scale: None is `1 / sqrt(h)`.
-        tile: query head i reads key head `i % k`, not `i // (n / k)`.
+        query: queries `(b, t, n, h)`.
+        key: keys `(b, s, k, h)`.
+        scale: factor on the scores; None is `1 / sqrt(h)`.
+        tile: whether query head i reads key head `i % k`, not `i // (n / k)`.
 
     Example:
         >>> scores(np.ones((1, 2, 1, 4)), np.ones((1, 3, 1, 4)))[0, 0, 0]
@@ -60,7 +60,7 @@ def context(weights: np.ndarray, value: np.ndarray, *, tile: bool = False) -> np
 
 
 def share_heads(x: np.ndarray, n: int, tile: bool = False) -> np.ndarray:
-    """Return key or value heads `(b, s, k, h)`, one for each of n query heads: each repeated, or all in turn.
+    """Repeat key or value heads `(b, s, k, h)` for n query heads: each in a row, or all in turn.
 
     Example:
         >>> x = np.arange(2.0).reshape(1, 1, 2, 1)
@@ -73,7 +73,7 @@ def share_heads(x: np.ndarray, n: int, tile: bool = False) -> np.ndarray:
 
 
 def split_heads(x: np.ndarray, n: int) -> dict[str, np.ndarray]:
-    """Return a projection `(b, t, n * h)` as heads `(b, t, n, h)`, in the ways that it is read: the right one first."""
+    """Split a projection `(b, t, n * h)` into heads `(b, t, n, h)`, the right way first."""
     b, t, d = x.shape
     return {
         "heads side by side": rearrange(x, "b t (n h) -> b t n h", n=n),
@@ -85,7 +85,7 @@ def split_heads(x: np.ndarray, n: int) -> dict[str, np.ndarray]:
 
 
 def join_heads(x: np.ndarray) -> dict[str, np.ndarray]:
-    """Return heads `(b, t, n, h)` as tokens `(b, t, n * h)`, in the ways that they are joined: the right one first."""
+    """Join heads `(b, t, n, h)` into tokens `(b, t, n * h)`, the right way first."""
     b, t, n, h = x.shape
     return {
         "heads side by side": rearrange(x, "b t n h -> b t (n h)"),

@@ -59,14 +59,15 @@ def causes_of(
 
     Args:
         found: the evidence on a node that is locally wrong.
-        weights: of the whole pair, by names of PyTorch.
+        weights: weights of the whole pair, by names of PyTorch.
         lower: for each side, what its modules computed below float64.
 
     Example:
         >>> x, scale = np.linspace(-1, 1, 12).reshape(3, 4), np.ones(4)
         >>> def norm(eps):
         ...     return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
-        >>> found = Evidence("norm1", "module", [Target("output", norm(1e-5), norm(1e-6))], {"input": x})
+        >>> target = Target("output", norm(1e-5), norm(1e-6))
+        >>> found = Evidence("norm1", "module", [target], {"input": x})
         >>> causes_of(found, {"norm1.scale": scale})
         ['norm1: flax has eps=1e-05, torch 1e-06']
     """
@@ -89,8 +90,10 @@ def grouped(causes: Sequence[str]) -> list[str]:
     """Return causes with those of repeated layers on one line, which names the first of them.
 
     Example:
-        >>> grouped([f"blocks.{i}.norm: flax has eps=1e-06, torch 1e-05" for i in range(6)])
-        ['blocks.0.norm: flax has eps=1e-06, torch 1e-05 (also blocks.1.norm, blocks.2.norm, blocks.3.norm and 2 more)']
+        >>> causes = [f"blocks.{i}.norm: flax has eps=1e-06, torch 1e-05" for i in range(6)]
+        >>> grouped(causes)  # doctest: +NORMALIZE_WHITESPACE
+        ['blocks.0.norm: flax has eps=1e-06, torch 1e-05
+         (also blocks.1.norm, blocks.2.norm, blocks.3.norm and 2 more)']
     """
     found: dict[str, list[str]] = {}
     for cause in causes:
@@ -142,7 +145,7 @@ def _first_difference(forms: Sequence[Mapping[str, str]]) -> Mapping[str, str] |
 def _in_lower_dtypes(
     name: str, target: Target, families: Sequence[Family], lower: Mapping[str, Lower]
 ) -> Mapping[str, str] | None:
-    """Return the formulas that fit up to a dtype that a side computes in, if its rounding cannot be the difference."""
+    """Return the formulas that fit up to rounding, if rounding does not explain the error."""
     limits = {side: _rounding_around(name, lower.get(side, {})) for side in SIDES}
     if not max(limits.values()) > tolerance.FORWARD or target.error <= CLEAR * max(limits.values()):
         return None
@@ -265,7 +268,7 @@ def _own(found: Evidence, weights: Arrays) -> Arrays:
 
 
 def _inside(found: Evidence, weights: Arrays) -> Arrays:
-    """Return the weights of a module and of those in it, by their names within it; of the whole module none."""
+    """Return the weights in a module by their names there; none for the whole module."""
     prefix = f"{path_of(found.name)}."
     return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
 
@@ -274,7 +277,7 @@ def _inside(found: Evidence, weights: Arrays) -> Arrays:
 
 
 def _lower_operations(name: str, error: float, lower: Mapping[str, Lower]) -> str:
-    """Name what was computed below float64 in the node, or in the modules around it, if that explains the error."""
+    """Name what was computed below float64 in or around the node, if that explains the error."""
     for path in _around(name):
         sides = {side: lower.get(side, {}).get(path, {}) for side in SIDES}
         kinds = dict.fromkeys([*sides["flax"], *sides["torch"]])
@@ -289,7 +292,7 @@ def _lower_operations(name: str, error: float, lower: Mapping[str, Lower]) -> st
 
 
 def cast_of(name: str, error: float, lower: Mapping[str, Lower]) -> str:
-    """Name the side that casts values to a lower dtype in a node, or in the modules around it, if that explains it.
+    """Name the side that casts to a lower dtype in or around a node, if that explains the error.
 
     Example:
         >>> cast_of("conv", 1e-8, {"flax": {".": {CAST: "float32"}}, "torch": {}})
@@ -324,7 +327,7 @@ def _rounding(dtype: str) -> float:
 
 
 def _rounded(target: Target) -> str:
-    """Say so where all numbers of one side alone are numbers of a lower dtype, and close to the other's."""
+    """Say so if one side alone has only numbers of a lower dtype, close to those of the other."""
     dtypes = {"flax": dtype_of_numbers(target.flax), "torch": dtype_of_numbers(target.torch)}
     for dtype in dtypes.values():
         if (
@@ -337,7 +340,7 @@ def _rounded(target: Target) -> str:
 
 
 def _one_pass_variance(found: Evidence, target: Target, weights: Arrays) -> str:
-    """Name the side whose variance is off by what `mean(x^2) - mean(x)^2` loses, where that is all that is off."""
+    """Name the side with variances of `mean(x^2) - mean(x)^2`, if these explain the error."""
     own, x = _own(found, weights), found.sources.get("input")
     if found.kind == "step" or target.label != "output" or x is None:
         return ""

@@ -1,4 +1,4 @@
-"""Where two sides differ: the first node whose output differs, the nodes that are locally wrong, and the causes."""
+"""Where two sides differ: the first node that differs, the locally wrong nodes, the causes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Node:
     """A submodule or a step that both sides have.
 
     Args:
-        name: as both sides share it: `"blocks.3.norm1"`, `"blocks.3.att/scores"`; the whole module
-            is `"."`.
+        name: name that both sides share: `"blocks.3.norm1"`, `"blocks.3.att/scores"`; the whole
+            module is `"."`.
         kind: `"module"` or `"step"`.
-        order: of execution on the PyTorch side; a module comes after what is inside it.
+        order: position in the execution on the PyTorch side; a module comes after its content.
         error: the relative error of its output.
-        local_error: the same when Flax is given what PyTorch's node was given, so that no error is
-            inherited; NaN where that cannot be.
+        local_error: relative error of its output when Flax gets the inputs of PyTorch's node, so
+            that no error is inherited; NaN where that is impossible.
         backward_error: the relative error of the cotangent that arrives at its output; NaN where
             outputs differ.
         limit: the rule for `error` and `local_error`.
-        shape: of its output.
-        flax_dtype: what Flax computed it in.
-        torch_dtype: what PyTorch computed it in.
+        shape: shape of its output.
+        flax_dtype: dtype in which Flax computed it.
+        torch_dtype: dtype in which PyTorch computed it.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Node:
 
     @property
     def locally_wrong(self) -> bool:
-        """Whether it adds an error of its own; a container does so by what it computes between its submodules."""
+        """Whether it adds an error of its own, as a container may between its submodules."""
         return self.local_error > self.limit
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,9 +70,9 @@ class Divergence:
     """Where two sides differ, and why.
 
     Args:
-        nodes: of both sides, in order of execution.
-        unpaired: what one side alone has, or lays out differently.
-        causes: what is known to make them differ, one sentence each.
+        nodes: nodes of both sides, in order of execution.
+        unpaired: nodes that one side alone has, or lays out differently.
+        causes: known causes of the difference, one sentence each.
     """
 
     nodes: tuple[Node, ...]
@@ -91,7 +91,7 @@ class Divergence:
 
     @property
     def backward(self) -> Node | None:
-        """Where the backward pass differs if the forward pass does not: the last node with a wrong cotangent."""
+        """The last node with a wrong cotangent, if the forward pass agrees."""
         wrong = [node for node in self.nodes if node.backward_error > tolerance.GRADIENT]
         return None if self.first or not wrong else wrong[-1]
 
@@ -111,7 +111,7 @@ class Divergence:
         return "\n".join([*grouped(self.causes), *self.where()])
 
     def where(self) -> Iterator[str]:
-        """Yield where the sides differ, a line each: the first difference, then the nodes that are locally wrong."""
+        """Yield where the sides differ, a line each: the first node, then locally wrong nodes."""
         first, backward = self.first, self.backward
         if backward:
             yield (

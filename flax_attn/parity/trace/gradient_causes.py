@@ -14,15 +14,16 @@ ROWS = 3  # that are named
 
 
 def gradient_causes(flax: Arrays, torch: Arrays) -> list[str]:
-    """Return a sentence for every parameter that has no gradient on one side alone, in all or in some rows.
+    """Return a sentence for each parameter without a gradient, in all or some rows, on one side.
 
     Args:
-        flax: gradients of the shared parameters.
-        torch: the same.
+        flax: gradients of the shared parameters on the Flax side.
+        torch: gradients of the shared parameters on the PyTorch side.
 
     Example:
         >>> gradient = np.ones((3, 2))
-        >>> gradient_causes({"embed.weight": gradient}, {"embed.weight": np.array([[0.0, 0], [1, 1], [1, 1]])})
+        >>> torch = {"embed.weight": np.array([[0.0, 0], [1, 1], [1, 1]])}
+        >>> gradient_causes({"embed.weight": gradient}, torch)
         ['embed.weight: torch has no gradient in row 0, as of padding_idx, flax has one']
     """
     errors = tolerance.gradient_errors(flax, torch)
@@ -42,9 +43,9 @@ def detached(name: str, flax: Arrays, torch: Arrays) -> list[str]:
     """Return a sentence if no gradient arrives at the output of a node on one side alone.
 
     Args:
-        name: of the node.
-        flax: cotangents by name of the node.
-        torch: the same.
+        name: name of the node.
+        flax: cotangents on the Flax side, by name of the node.
+        torch: cotangents on the PyTorch side, by name of the node.
 
     Example:
         >>> detached("embed", {"embed": np.zeros(3)}, {"embed": np.ones(3)})

@@ -1,4 +1,4 @@
-"""What is observed while a module runs, in either framework: calls of its submodules, and named steps within them."""
+"""Observe the calls of submodules and the named steps in a run, in either framework."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Activation:
     """What one node computed on one side: a call of a submodule, or a step within a call.
 
     Args:
-        name: of the node, shared by both sides; the name of a node of one side alone starts with
-            `flax:` or `torch:`.
+        name: name of the node, shared by both sides; on one side alone, it starts with `flax:` or
+            `torch:`.
         kind: `"module"` or `"step"`.
         inputs: the floating arrays that the call was given, each once.
         output: the first floating array that it returned.
-        dtype: of the output, as it was computed.
+        dtype: dtype in which the output was computed.
     """
 
     name: str
@@ -69,7 +69,9 @@ class Frame:
 
 
 class Observer:
-    """Follows a run through its calls and steps, and names each. It changes no value; subclasses may.
+    """Follows and names the calls and steps of a run.
+
+    It changes no value; subclasses may.
 
     Args:
         framework: `"flax"` or `"torch"`.
@@ -77,7 +79,7 @@ class Observer:
 
     Attributes:
         lower: what was computed below float64, and in which dtype, by path of the shared module.
-        tables: the ids of constants whose numbers are of float32.
+        tables: the ids of constants that hold numbers of float32.
     """
 
     def __init__(self, framework: str, names: Mapping[str, str]):
@@ -95,7 +97,10 @@ class Observer:
         return inputs
 
     def leave(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """End the innermost call with its first floating output, if it has one; return the one to continue with."""
+        """End the innermost call; return the outputs to continue with.
+
+        The call is recorded with its first floating output, if it has one.
+        """
         frame = self.frames.pop()
         return tuple(self.left(frame, output) for output in outputs)
 
@@ -137,7 +142,7 @@ class ActivationRecorder(Observer):
     """Keeps every value.
 
     Attributes:
-        activations: by name, in the order in which calls return and steps are taken.
+        activations: activations by name, in the order in which calls return and steps are taken.
     """
 
     def __init__(self, framework: str, names: Mapping[str, str]):

@@ -1,4 +1,4 @@
-"""How an image becomes tokens, in plain NumPy: its patches, their order, a class token, and positions."""
+"""Formulas for the tokens of an image, in plain NumPy: patches, order, class token, positions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _rows(value: np.ndarray, sources: Arrays) -> Iterator[tuple[str, tuple[int, 
 def _with_class(
     text: str, row: np.ndarray, classes: Arrays, n: int
 ) -> Iterator[tuple[str, bool | None, np.ndarray]]:
-    """Yield a row of the right length, and whether a class token stands first in it; None if there is none."""
+    """Yield rows of the right length, and whether a class token comes first; None without one."""
     if row.shape[1] == n:
         yield text, None, row
         return

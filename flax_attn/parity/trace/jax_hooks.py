@@ -1,4 +1,4 @@
-"""Observe a JAX module: a copy of it is traced once, and its calls and steps are read from the jaxpr.
+"""Observe a JAX module: trace a copy of it once, and read calls and steps from the jaxpr.
 
 Every submodule of the copy marks its inputs and its output by an operation that does nothing. The
 marked jaxpr is then evaluated, operation by operation, as often as something is to be recorded or
@@ -42,11 +42,11 @@ class TracedModule:
     """The forward pass of the Flax side in float64 and eval mode, as a jaxpr with marks.
 
     Args:
-        jaxpr: with the inputs as its arguments.
-        constants: what it closes over, the parameters among them.
-        inputs: the arguments.
-        output: the structure of what it returns, a mapping of arrays.
-        tables: which constants hold numbers of float32, though they are no parameters.
+        jaxpr: jaxpr with the inputs as its arguments.
+        constants: constants of the jaxpr, including the parameters.
+        inputs: arguments of the jaxpr.
+        output: tree structure of its result, a mapping of arrays.
+        tables: constants other than parameters that hold numbers of float32.
     """
 
     jaxpr: Any
@@ -60,7 +60,7 @@ class TracedModule:
         return self._run(self.constants, self.inputs, observer)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function(run, *arrays)` compiled, as a function of the arrays; `run` is as the method."""
+        """Compile `function(run, *arrays)` into a function of `arrays`; `run` is as the method."""
 
         def whole(constants: list[Any], inputs: list[Any], *arrays: Any) -> Any:
             return function(lambda observer: self._run(constants, inputs, observer), *arrays)
@@ -98,7 +98,7 @@ def trace(pair: Pair) -> TracedModule:
 
 
 def paths(module: Any, parameters: Mapping[str, Any]) -> list[str]:
-    """Return the paths of the submodules that can be called; of a Linen module, those that hold parameters.
+    """Return the paths of callable submodules; for Linen, of submodules that hold parameters.
 
     Example:
         >>> paths(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), {})
@@ -111,7 +111,7 @@ def paths(module: Any, parameters: Mapping[str, Any]) -> list[str]:
 
 
 def submodules(module: Any) -> dict[str, Any]:
-    """Return the submodules of an NNX or Equinox module by their paths, as the parameters are named."""
+    """Return the submodules of an NNX or Equinox module by path, named like the parameters."""
     if isinstance(module, nnx.Module):
         names = naming(module)
         return {

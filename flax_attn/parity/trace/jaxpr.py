@@ -1,4 +1,4 @@
-"""Marks in a jaxpr, and the evaluation of a jaxpr while an observer is told of marks, names and softmaxes in it."""
+"""Mark values in a jaxpr, and evaluate it with an observer of marks, names and softmaxes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ batching.primitive_batchers[mark_p] = _mapped
 
 
 def mark(values: tuple[Any, ...], **event: str) -> tuple[Any, ...]:
-    """Return arrays as they are; while a function is traced, the jaxpr has an operation with this event there."""
+    """Return arrays unchanged; while tracing, add an operation with this event to the jaxpr."""
     return tuple(mark_p.bind(*values, **event))
 
 

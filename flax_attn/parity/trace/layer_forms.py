@@ -98,7 +98,7 @@ def multiple(value: np.ndarray, sources: Arrays) -> Forms:
 
 
 def total_with_rows(value: np.ndarray, sources: Arrays, weights: Arrays) -> Forms:
-    """A sum in which the first rows of a table may stand, as of positions that one side does not add."""
+    """Yield sums that may include the first rows of a table, such as positions."""
     if value.ndim != 3:
         return
     t, d = value.shape[1:]
@@ -222,7 +222,7 @@ def _group_norm(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
 
 
 def _grouping(shape: tuple[int, ...], groups: int) -> tuple[Callable, Callable]:
-    """Return a function that gives each group of channels of each example a row, and its inverse."""
+    """Return a function that makes a row of each group of channels, and its inverse."""
     apart = (shape[0], -1, groups, shape[-1] // groups)
     joined = (shape[0], groups, -1)
 
@@ -272,7 +272,7 @@ def _epsilon(found: np.ndarray) -> float:
 
 
 def is_one_pass_norm(value: np.ndarray, other: np.ndarray, x: np.ndarray, own: Arrays) -> bool:
-    """Whether `value` is the layer norm `other` with variances that are off by what one pass over the data loses.
+    """Return whether `value` is the layer norm `other` with the variance taken in one pass.
 
     `mean(x^2) - mean(x)^2` has the rounding of `mean(x^2)`, where the variance itself may be far
     smaller.

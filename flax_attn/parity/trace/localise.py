@@ -34,9 +34,9 @@ def localise(pair: Pair, norms: bool = False) -> Divergence:
     are fitted.
 
     Args:
-        pair: both sides.
-        norms: whether norms that differ by themselves, on features with a large mean, are among the
-            causes.
+        pair: pair of modules.
+        norms: whether the causes include norms that differ by themselves on features with a large
+            mean.
 
     Raises:
         NotRun: if a side is the recording of an earlier run.

@@ -47,7 +47,7 @@ def _empty_rows(value: np.ndarray, visible: np.ndarray, visible_there: np.ndarra
 
 
 def _band(visible: np.ndarray) -> tuple[str, np.ndarray]:
-    """Return the smallest band `i - left <= j <= i + right` around what is visible, in words and as `(t, s)`."""
+    """Return the smallest visible band `i - left <= j <= i + right`, in words and as `(t, s)`."""
     t, s = visible.shape[-2:]
     distance = np.arange(s) - np.arange(t)[:, None]
     seen = np.broadcast_to(distance, visible.shape)[visible]

@@ -1,4 +1,7 @@
-"""The norms of a model, each by itself on features with a large mean, which a residual connection hides in outputs."""
+"""Run each norm of a model by itself on features with a large mean.
+
+A residual connection hides the error of such a norm in the outputs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ OFFSET = 1e3
 
 
 def norms_at_an_offset(pair: Pair) -> list[tuple[Evidence, float]]:
-    """Return what each norm of both sides makes of its own inputs when they have a mean of 1e3, and PyTorch's rounding.
+    """Return the evidence on each norm for inputs with a mean of 1e3, and PyTorch's rounding.
 
     The rounding is the error of PyTorch's norm in float32. Norms are submodules that PyTorch calls
     so, `LayerNorm` or `LlamaRMSNorm`; their counterparts are found where the Flax side is of NNX or
@@ -63,7 +66,7 @@ def _within(module: Any, name: str) -> Any:
 
 
 def _inputs_of(pair: Pair, adapter: Any, wanted: set[str]) -> dict[str, tuple[np.ndarray, ...]]:
-    """Return the floating inputs of the first call of each norm, the first of them with the offset."""
+    """Return the floating inputs of each norm's first call, the first input with the offset."""
     module, found = copy.deepcopy(adapter.module).eval(), {}
 
     def keep(name: str, _: Any, args: tuple, kwargs: dict) -> None:

@@ -12,7 +12,7 @@ from flax_attn.parity.trace.hooks import ROOT
 def pair_paths(
     entries: Sequence[Entry], flax: Iterable[str], torch: Iterable[str]
 ) -> dict[str, str]:
-    """Return the path on the PyTorch side of every submodule of the Flax side that has a counterpart.
+    """Return the PyTorch path of every Flax submodule that has a counterpart.
 
     Two modules are counterparts if they hold exactly the same parameters: where several projections
     of Flax are one of PyTorch, only their parents pair. Modules without parameters pair by equal
@@ -21,7 +21,7 @@ def pair_paths(
     Args:
         entries: the pairs of parameters; where there are none, modules pair by equal paths.
         flax: paths of the submodules of the Flax side that can be called.
-        torch: those of the PyTorch side.
+        torch: paths of the submodules of the PyTorch side that can be called.
 
     Example:
         >>> from flax_attn.convert import LAYOUTS

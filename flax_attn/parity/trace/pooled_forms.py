@@ -1,4 +1,4 @@
-"""What one vector for many tokens may be, in plain NumPy: their mean, the largest, or one of them."""
+"""Formulas for one vector from many tokens, in plain NumPy: mean, maximum, or one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of projections, in plain NumPy: their heads, turned or not, and the scores of two of them."""
+"""Formulas on projections, in plain NumPy: their heads, turned or not, and scores of two."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def head_forms(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
 
 
 def attended_forms(value: np.ndarray, sources: Arrays) -> Forms:
-    """Weights times a projection, its heads joined again: each way to split and to join them, the right one first."""
+    """Yield weights times a projection, its heads joined again.
+
+    Yields each way to split and to join the heads, the right one first.
+    """
     weights = sources.get("weights")
     if (
         weights is None
@@ -74,7 +77,7 @@ def attended_forms(value: np.ndarray, sources: Arrays) -> Forms:
 
 
 def _values(sources: Arrays, shape: tuple[int, int, int], n: int) -> Forms:
-    """Yield what may be values `(b, s, n, h)`: projections, then halves of one that holds keys and values."""
+    """Yield candidate values `(b, s, n, h)`: projections, then halves of joint keys and values."""
     b, s, h = shape
     usable = {
         name: x
@@ -91,7 +94,7 @@ def _values(sources: Arrays, shape: tuple[int, int, int], n: int) -> Forms:
 
 
 def _shared_heads(x: np.ndarray, h: int, n: int) -> Forms:
-    """Yield a projection as heads of width h, one for each of n query heads; the right way first, without words."""
+    """Yield a projection as n heads of width h; the right way first, without words."""
     for split, heads in split_heads(x, x.shape[-1] // h).items():
         for how, shared in _shared(heads, n):
             yield ("" if split == RIGHT_SPLIT else f" split as {split}") + how, shared
@@ -106,7 +109,7 @@ def _shared(heads: np.ndarray, n: int) -> Forms:
 
 
 def turned_forms(value: np.ndarray, sources: Arrays) -> Forms:
-    """What a module of rotary positions returns for `(b, t, h)`, `(b, t, n, h)` or `(b, n, t, h)`."""
+    """Yield rotary outputs for inputs `(b, t, h)`, `(b, t, n, h)` or `(b, n, t, h)`."""
     for name, x in sources.items():
         if x.shape != value.shape or x.ndim not in (3, 4):
             continue
@@ -132,7 +135,7 @@ class _Projected:
     """Heads of queries and keys that scores may be of.
 
     Args:
-        text: of the product of both, with a place for the scale.
+        text: text for the product of both, with a place for the scale.
         query: `(b, t, n, h)`.
         key: `(b, s, k, h)`.
     """
@@ -143,7 +146,7 @@ class _Projected:
 
 
 def projected_scores(value: np.ndarray, other: np.ndarray, sources: Arrays) -> Forms:
-    """Scores, or what is visible of them, of two projections, or of one that holds queries, keys and values."""
+    """Yield scores, or only the visible ones, of two projections or one joint projection."""
     if value.ndim != 4:
         return
     candidates = [
@@ -185,7 +188,7 @@ def _of_two(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
 def _flat_pairs(
     shape: tuple[int, ...], sources: Arrays
 ) -> Iterator[tuple[tuple[str, np.ndarray], ...]]:
-    """Yield two projections whose heads lie side by side, the first of queries, with their names."""
+    """Yield two projections with heads side by side, queries first, with their names."""
     b, n, t, s = shape
     usable = {
         name: x for name, x in sources.items() if name not in STEPS and x.ndim == 3 and len(x) == b
@@ -236,7 +239,7 @@ def _of_pairs(shape: tuple[int, ...], sources: Arrays) -> Iterator[_Projected]:
 
 
 def _halves(name: str, x: np.ndarray, h: int, part: str) -> Forms:
-    """Yield the keys or the values, in heads of width h, of a projection that holds both; the usual split first."""
+    """Yield keys or values, in heads of width h, of a joint projection; the usual split first."""
     if x.ndim == 3 and x.shape[-1] % (2 * h) == 0:
         for (split, pattern), order in product(PAIRS.items(), (("key", "value"), ("value", "key"))):
             where = "" if order[0] == "key" else f" in the order {', '.join(order)}"

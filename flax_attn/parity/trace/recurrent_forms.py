@@ -30,7 +30,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def gru(value: np.ndarray, sources: Arrays, own: Arrays) -> Forms:
-    """One step of a GRU: PyTorch's formula first, `n = tanh(W_in x + b_in + r * (W_hn h + b_hn))`."""
+    """Yield steps of a GRU, first PyTorch's: `n = tanh(W_in x + b_in + r * (W_hn h + b_hn))`."""
     width = value.shape[-1]
     matrices = [w for w in own.values() if w.ndim == 2 and len(w) == 3 * width]
     biases = [w for w in own.values() if w.shape == (3 * width,)]
@@ -68,7 +68,7 @@ def _gru(
 
 
 def lstm(value: np.ndarray, sources: Arrays, own: Arrays) -> Forms:
-    """One step of an LSTM, either state: PyTorch's formula first, with gates in the order i, f, g, o."""
+    """Yield steps of an LSTM, either state; first PyTorch's, with gates in the order i, f, g, o."""
     width = value.shape[-1]
     matrices = [w for w in own.values() if w.ndim == 2 and len(w) == 4 * width]
     bias = np.sum([w for w in own.values() if w.shape == (4 * width,)], axis=0)
@@ -100,7 +100,7 @@ def _side_by_side(matrices: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def running_statistics(value: np.ndarray, sources: Arrays, weights: Arrays) -> Forms:
-    """A running variance or mean after a batch, with the momentum that fits, as PyTorch counts it."""
+    """Yield a running variance or mean after a batch, with the fitting momentum of PyTorch."""
     known = {
         name: old for name, old in weights.items() if old.shape == value.shape and "running" in name
     }

@@ -42,11 +42,11 @@ def weights(
         old: the size before.
         new: the size after.
         kernel: the weight of a neighbour by its distance.
-        clamp: what lies outside counts as the last element, as in PyTorch; else what is inside is
-            weighed anew.
-        corners: the corners stay where they are.
-        antialias: where it shrinks, the kernel is made as much wider.
-        more: is added to the new size when the scale is computed.
+        clamp: whether neighbours outside count as the last element, as in PyTorch; else the weights
+            inside are normalised.
+        corners: whether the corners stay in place.
+        antialias: whether the kernel gets wider by the factor by which the size shrinks.
+        more: term added to the new size to compute the scale.
 
     Example:
         >>> weights(2, 4, kernel=triangle)[:2]

@@ -1,4 +1,4 @@
-"""Rotary positions, in plain NumPy: by how much each pair of features is turned, measured in heads or in scores.
+"""Rotary positions, in plain NumPy: measure the angles of feature pairs in heads or scores.
 
 What is measured is named afterwards: a base, a scaling, positions that are counted otherwise.
 Nothing is guessed.
@@ -24,15 +24,14 @@ class Rotation:
     """Pair p of a token at position i is turned by the angle `(i + start) * frequencies[p]`.
 
     Args:
-        frequencies: of each pair, in radians a token.
-        interleaved: pairs are `(2p, 2p + 1)`, not `(p, p + width / 2)`.
+        frequencies: frequency of each pair, in radians per token.
+        interleaved: whether pairs are `(2p, 2p + 1)`, not `(p, p + width / 2)`.
         width: the number of features that are turned, the first of each head.
         h: the width of a head.
-        start: the position of the first token; of scores, how much further queries are turned than
-            keys.
-        end: positions stop there, as where a table of angles has no more rows.
-        factor: on what is turned.
-        alone: "queries" or "keys" where scores are of these turned and of the other as they are.
+        start: the position of the first token; for scores, the offset of queries from keys.
+        end: position at which positions stop, as at the end of a table of angles.
+        factor: factor on the turned features.
+        alone: "queries" or "keys" where only these are turned in scores.
     """
 
     frequencies: np.ndarray
@@ -60,7 +59,7 @@ class Rotation:
         return self.factor * np.concatenate([parts, x[..., self.width :]], -1)
 
     def scores(self, query: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """Return `query . key` with both turned, or one alone, as `(b, n, t, s)`; both have as many heads."""
+        """Return `query . key` as `(b, n, t, s)`, both turned or one alone, with as many heads."""
         ahead = replace(self, factor=1.0)
         query = query if self.alone == "keys" else ahead.heads(query)
         key = key if self.alone == "queries" else replace(ahead, start=0.0).heads(key)
@@ -100,7 +99,7 @@ def _pairs(x: np.ndarray, interleaved: bool, width: int) -> np.ndarray:
 
 
 def _ways(h: int) -> Iterator[tuple[bool, int]]:
-    """Yield which features may be paired; of interleaved ones those that are not turned have the frequency 0."""
+    """Yield the possible pairings; interleaved features that do not turn have frequency 0."""
     if h % 2 == 0:
         yield from ((False, h), (True, h))
     yield from (
@@ -178,7 +177,7 @@ def rotations_of_heads(value: np.ndarray, x: np.ndarray) -> Iterator[Rotation]:
 def rotations_of_scores(
     value: np.ndarray, query: np.ndarray, key: np.ndarray
 ) -> Iterator[Rotation]:
-    """Yield the rotations that may be in the scores `value` `(b, n, t, s)`, the scale as their factor.
+    """Yield the possible rotations in the scores `value` `(b, n, t, s)`, with the scale as factor.
 
     A score at the distance `i - j` is a linear function of the cosine and the sine by which each
     pair is turned there. They solve a linear system, with an equation for each example, head and
@@ -186,8 +185,8 @@ def rotations_of_scores(
 
     Args:
         value: the scores, -inf where they are hidden.
-        query: `(b, t, n, h)`, not turned.
-        key: `(b, s, n, h)`, not turned.
+        query: queries `(b, t, n, h)`, not turned.
+        key: keys `(b, s, n, h)`, not turned.
     """
     ways = [_Products(value, query, key, *way) for way in _ways(query.shape[-1])]
     tokens = min(value.shape[-2:])
@@ -203,7 +202,7 @@ def rotations_of_scores(
 
 
 class _Products:
-    """The products of each pair of features of queries with that of keys, which scores are sums of."""
+    """The products of each feature pair of queries with that of keys; scores are their sums."""
 
     def __init__(
         self, value: np.ndarray, query: np.ndarray, key: np.ndarray, interleaved: bool, width: int
@@ -219,7 +218,7 @@ class _Products:
         self.rest = np.einsum("btnh,bsnh->bnts", query[..., width:], key[..., width:])
 
     def rotation(self, rows: int, end: int | None) -> Iterator[Rotation]:
-        """Yield the rotation that fits tokens at the distances 0 and 1, the first rows of them, if there is one."""
+        """Yield the rotation that fits the first rows of tokens at distances 0 and 1, if any."""
         near, far = (
             self.turns(keys + i, keys)
             for i, keys in enumerate((np.arange(rows), np.arange(rows - 1)))
@@ -238,13 +237,13 @@ class _Products:
             yield Rotation(frequencies, self.interleaved, self.width, self.h, start, end, factor)
 
     def rotation_of_queries(self) -> Iterator[Rotation]:
-        """Yield the rotation of queries alone: how the last two are turned, which see the most keys."""
+        """Yield the rotation of queries alone, from the last two, which see the most keys."""
         t, s = self.value.shape[-2:]
         near, far = (self.turns(np.full(s, i), np.arange(s)) for i in (t - 2, t - 1))
         yield from self.alone("queries", near, far)
 
     def rotation_of_keys(self) -> Iterator[Rotation]:
-        """Yield the rotation of keys alone: how the first two are turned, which most queries see."""
+        """Yield the rotation of keys alone, from the first two, which most queries see."""
         t = self.value.shape[-2]
         near, far = (self.turns(np.arange(t), np.full(t, j)) for j in (0, 1))
         yield from self.alone("keys", near, far)
@@ -276,7 +275,7 @@ class _Products:
             yield Rotation(frequencies, self.interleaved, self.width, self.h, factor=factor)
 
     def turns(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | None:
-        """Return `scale * exp(i * angle)` of each pair at places that share it, or None if too little is visible."""
+        """Return the common `scale * exp(i * angle)` of each pair; None if too little is seen."""
         matrix, scores = self.system(queries, keys)
         if len(scores) < matrix.shape[1] or not np.isfinite(matrix).all():
             return None
@@ -284,7 +283,7 @@ class _Products:
         return found[:count] + 1j * found[count : 2 * count]
 
     def is_turned(self, tokens: np.ndarray) -> bool:
-        """Whether the scores of tokens with themselves may be those of pairs that are all turned alike."""
+        """Return whether the scores of tokens with themselves fit one turn of each pair."""
         matrix, scores = self.system(tokens, tokens)
         if len(scores) <= matrix.shape[1] or not np.isfinite(matrix).all():
             return True
@@ -292,7 +291,7 @@ class _Products:
         return bool(np.abs(rest).max() <= SAME * np.abs(scores).max())
 
     def system(self, queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the linear system of cosines and sines, times the scale: an equation for each score that is seen."""
+        """Return the linear system of scaled cosines and sines: one equation per visible score."""
         scores, rest = (x[..., queries, keys].reshape(-1) for x in (self.value, self.rest))
         pairs = self.pairs[..., queries, keys, :].reshape(len(scores), -1)
         matrix = np.concatenate(

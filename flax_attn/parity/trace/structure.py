@@ -1,4 +1,4 @@
-"""What the shapes of activations say: heads that are counted in another way, axes that could be read in two ways."""
+"""Shapes of activations: find other numbers of heads, and axes that can be read in two ways."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ def _batch(found: Activations) -> int:
 
 
 def without_what_follows(causes: Sequence[str], heads: Sequence[str]) -> list[str]:
-    """Return causes but those that only say that the inside of a module with other heads is unknown.
+    """Return causes, without unknown ones inside a module with another number of heads.
 
     Example:
         >>> heads = ["att: flax has 2 heads, torch has 4"]
-        >>> without_what_follows(["att, input of out: flax has none of the known formulas", "fc: a cause"], heads)
+        >>> unknown = "att, input of out: flax has none of the known formulas"
+        >>> without_what_follows([unknown, "fc: a cause"], heads)
         ['fc: a cause']
     """
     places = tuple(f"{head.partition(':')[0]}{mark}" for head in heads for mark in (",", "/", ":"))
@@ -62,7 +63,7 @@ def without_what_follows(causes: Sequence[str], heads: Sequence[str]) -> list[st
 
 
 def in_another_batch(pair: Pair, found: Activations) -> tuple[Pair, Activations]:
-    """Return the pair with one example more, and its activations, if the batch cannot be told from the heads.
+    """Return the pair and its activations, with one more example if batch and heads are ambiguous.
 
     Where there are as many examples as heads, the axes of scores can be read in two ways. If the
     sides agree in one of these, it is the right one. If they do not, another batch says which it

@@ -22,11 +22,10 @@ class Target:
 
     Args:
         label: `"output"`, or `"input of W_query"`.
-        flax: what Flax computes from the values of PyTorch.
-        torch: what PyTorch computed.
+        flax: value that Flax computes from the values of PyTorch.
+        torch: value that PyTorch computed.
         without: the submodule that it is passed to, whose output is therefore no source of it.
-        rounding: how far off it may be because Flax takes what it is computed from in a lower dtype
-            only.
+        rounding: error allowed because Flax takes the sources in a lower dtype only.
     """
 
     label: str
@@ -46,13 +45,13 @@ class Evidence:
     """All that is known of a node when it is run by itself.
 
     Args:
-        name: of the node.
+        name: name of the node.
         kind: `"module"` or `"step"`.
-        targets: what it computes.
-        sources: what it computes that from, as PyTorch has it: `"input"`, outputs of submodules,
-            earlier steps.
-        same_inputs: whether it could be given what PyTorch's was given.
-        alone: what submodules are given that PyTorch alone calls, or with other shapes; their
+        targets: values that it computes.
+        sources: PyTorch's values that it computes the targets from: `"input"`, outputs of
+            submodules, earlier steps.
+        same_inputs: whether it could be given the inputs of PyTorch's node.
+        alone: inputs of submodules that PyTorch alone calls, or calls with other shapes; their
             outputs are sources.
     """
 
@@ -65,7 +64,7 @@ class Evidence:
 
     @property
     def error(self) -> float:
-        """The largest error of what it computes; NaN if that may not be its own, because what it is given differs."""
+        """The largest error of what it computes; NaN if differing inputs may have caused it."""
         errors = [target.error for target in self.targets if not target.error <= target.rounding]
         judged = self.same_inputs and (
             errors or not any(target.rounding for target in self.targets)
@@ -79,7 +78,7 @@ def relative(flax: np.ndarray, torch: np.ndarray) -> float:
 
 
 def rerun(found: Activations, outputs: Arrays) -> dict[str, Evidence]:
-    """Return the evidence on every shared node; the whole module is judged by all its outputs, here of PyTorch.
+    """Return the evidence on every shared node; `outputs` of PyTorch judge the whole module.
 
     Every submodule of the Flax side is given what PyTorch's was given, and its output is compared
     and then replaced by PyTorch's. What remains is the error of each node alone. A container's own
@@ -157,7 +156,7 @@ class _Substitution(Observer):
         return (*new, *frame.inputs[len(new) :])
 
     def _alone(self, name: str) -> Iterator[tuple[str, Activation]]:
-        """Yield the submodules of a node that PyTorch alone calls, or that it calls with other shapes."""
+        """Yield the submodules of a node that PyTorch alone calls, or calls with other shapes."""
         for path, call in self.found.theirs.items():
             if path not in self.reference and "#" not in path and call.kind == "module":
                 inner = path.removeprefix("torch:")
@@ -210,10 +209,10 @@ class _Substitution(Observer):
         return axes.to_torch(value) if axes else value
 
     def _earlier_steps(self, name: str) -> Arrays:
-        """Return the steps of PyTorch before one in the same call, those among them that Flax does not have.
+        """Return PyTorch's steps before this one in the same call, including those that Flax lacks.
 
-        Of a step that was taken several times it is the last: of two attentions in one call each
-        has its own query.
+        A step that was taken several times counts with its last value: of two attentions in one
+        call each has its own query.
         """
         steps = itertools.takewhile(lambda step: step != name, self.found.theirs)
         prefix = f"{self.enclosing.name}/"
@@ -242,7 +241,7 @@ class _Substitution(Observer):
         return reference.astype(value.dtype) if reference.shape == value.shape else value
 
     def _lost(self, node: str, array: np.ndarray, dtype: Any) -> None:
-        """Note how far off a node may be that is given PyTorch's value in a dtype that cannot hold it."""
+        """Note how far off a node may be if its dtype cannot hold the value from PyTorch."""
         if _loses(array, dtype):
             self.roundings[node] = max(
                 self.roundings.get(node, 0.0), tolerance.REORDERED * float(jnp.finfo(dtype).eps)

@@ -1,4 +1,4 @@
-"""Tables of constants that a side holds in float32, such as rotary angles or sinusoids made when it was built."""
+"""Tables of constants that a side holds in float32, such as rotary angles made at construction."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def tables_of_torch(pair: Pair, tensors: Arrays, shared: Iterable[str]) -> set[s
     """Return the paths of the innermost shared submodules that hold a table of float32 numbers.
 
     Args:
-        pair: what is compared.
+        pair: pair of modules that is compared.
         tensors: the parameters and buffers of the PyTorch module, in float64.
-        shared: the paths of its submodules that have a counterpart.
+        shared: paths of the PyTorch submodules that have a counterpart.
     """
     if pair.has_parameters and not pair.entries:
         return set()

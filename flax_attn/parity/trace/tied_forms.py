@@ -1,4 +1,4 @@
-"""Products with weights of another layer, as of a head tied to the embedding, in plain NumPy; soft-capped or not."""
+"""Products with the weights of another layer, such as tied embeddings, in plain NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOURCES = 4  # that are tried, the last
 
 
 def tied_products(value: np.ndarray, sources: Arrays, weights: Arrays) -> Forms:
-    """Logits: what is there times a matrix of the model, or `cap * tanh(that / cap)` with the cap that fits."""
+    """Yield logits: `x @ matrix.T`, plain or with a soft cap, `cap * tanh(logits / cap)`."""
     products = [
         (f"{name} @ {other}.T", x @ w.T)
         for name, x in list(sources.items())[: -SOURCES - 1 : -1]

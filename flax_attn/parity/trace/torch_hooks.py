@@ -60,7 +60,7 @@ class TorchRecorder(ActivationRecorder):
     """Keeps every value of a run, and the cotangents of its backward pass.
 
     Attributes:
-        cotangents: by name of the node at whose output they arrive; 0 where none arrives.
+        cotangents: cotangents of the outputs of nodes, by node name; 0 where none arrives.
     """
 
     def __init__(self, names: Mapping[str, str]):
@@ -106,7 +106,7 @@ def record(
     cotangents: Arrays,
     names: Mapping[str, str],
 ) -> TorchRecorder:
-    """Return the activations of a run in float64 and eval mode, and the cotangents that arrive at them."""
+    """Return the activations of a run in float64 and eval mode, with their cotangents."""
     recorder, module = TorchRecorder(names), copy.deepcopy(adapter.module)
     arrays = {
         name: x.requires_grad_(x.is_floating_point()) for name, x in adapter.arrays(inputs).items()
@@ -195,7 +195,10 @@ class _Functions(TorchFunctionMode):
 
 
 def _unguarded(function: FunctionType) -> FunctionType:
-    """Return a function of `torch.nn.functional` that does not offer itself to a mode, so that those it calls can."""
+    """Return a function of `torch.nn.functional` that bypasses a mode.
+
+    The functions that it calls are still offered to the mode.
+    """
     names = {**function.__globals__, "has_torch_function": lambda arguments: False}
     return FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__

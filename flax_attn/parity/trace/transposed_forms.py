@@ -1,4 +1,4 @@
-"""Transposed convolutions, in plain NumPy: the stride of a side, what it cuts off, which way its kernel stands."""
+"""Transposed convolutions, in plain NumPy: fit the stride, the cut and the kernel's direction."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WORK = 10**8  # products, beyond which none is tried
 
 
 def transposed_convolution(value: np.ndarray, x: np.ndarray, own: Arrays) -> Forms:
-    """A transposed convolution of one group, its channels first or last, with the stride and the cut that fit.
+    """Yield transposed convolutions of one group, with the stride and the cut that fit.
 
-    PyTorch's first: each element of the image spreads its multiple of the kernel, as it is, over
-    the output.
+    Channels come first or last. PyTorch's formula is first: each element of the image spreads its
+    multiple of the kernel, as it is, over the output.
     """
     kernel, bias = (next((w for w in own.values() if w.ndim == ndim), None) for ndim in (x.ndim, 1))
     if kernel is None or value.ndim != x.ndim or not 3 <= x.ndim <= 5:
@@ -51,7 +51,7 @@ def _strides(out: tuple[int, ...], size: tuple[int, ...]) -> range:
 
 
 def _spread(x: np.ndarray, kernel: np.ndarray, stride: int) -> np.ndarray:
-    """Return the whole output, nothing cut off, of an image `(b, c, ...)` and a kernel `(c, o, ...)`."""
+    """Return the uncut output of an image `(b, c, ...)` and a kernel `(c, o, ...)`."""
     sizes = [stride * (n - 1) + k for n, k in zip(x.shape[2:], kernel.shape[2:], strict=True)]
     whole = np.zeros((len(x), kernel.shape[1], *sizes))
     for place in np.ndindex(*kernel.shape[2:]):

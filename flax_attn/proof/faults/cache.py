@@ -1,4 +1,4 @@
-"""Faults of computing in steps with a cache of keys and values: without a cache nothing is wrong."""
+"""Faults of computing in steps with a cache; without a cache nothing is wrong."""
 
 from __future__ import annotations
 
@@ -42,30 +42,41 @@ FAULTS = (
           Wrap(KVCache, "extend", before_rotation), check=CHECK),
     fault("rope_restarts", "With a cache, RoPE counts from 0 in every step.", ROPE,
           Wrap(RoPE, "__call__", lambda rotate, rope, x, where: rotate(rope, x)), check=CHECK),
-    fault("learned_positions_restart", "With a cache, learned positions count from 0 in every step.", "gpt2",
+    fault("learned_positions_restart",
+          "With a cache, learned positions count from 0 in every step.", "gpt2",
           Wrap(GPT2, "embed", counted_from_0), check=CHECK),
-    fault("alibi_restarts", "With a cache, ALiBi counts queries from 0 in every step.", "multi_head_alibi",
+    fault("alibi_restarts",
+          "With a cache, ALiBi counts queries from 0 in every step.", "multi_head_alibi",
           Wrap(torch_ref, "alibi", queries_from_0), check=CHECK),
     fault("cached_causal_one_too_far", "With a cache, queries see one token ahead.", CAUSAL,
           Wrap(Mask, "at", lambda at, mask, rows, cols: at(mask, rows + 1, cols)), check=CHECK),
     fault("cached_causal_one_too_short", "With a cache, queries do not see themselves.", CAUSAL,
           Wrap(Mask, "at", lambda at, mask, rows, cols: at(mask, rows - 1, cols)), check=CHECK),
-    fault("cached_causal_of_the_first_query", "In a chunk, all queries see what the first one does.", CAUSAL,
-          Wrap(Mask, "at", lambda at, mask, rows, cols: at(mask, rows[:, :1].expand_as(rows), cols)), check=CHECK),
+    fault("cached_causal_of_the_first_query",
+          "In a chunk, all queries see what the first one does.", CAUSAL,
+          Wrap(Mask, "at",
+               lambda at, mask, rows, cols: at(mask, rows[:, :1].expand_as(rows), cols)),
+          check=CHECK),
     fault("chunk_sees_its_future", "In a chunk, queries see the tokens after them.", CAUSAL,
-          Wrap(Mask, "at", lambda at, mask, rows, cols: at(mask, rows.amax(1, keepdim=True).expand_as(rows), cols)),
+          Wrap(Mask, "at",
+               lambda at, mask, rows, cols: at(
+                   mask, rows.amax(1, keepdim=True).expand_as(rows), cols)),
           check=CHECK),
     fault("padding_is_stored", "The padding of shorter rows is cached too.", RAGGED,
-          Wrap(KVCache, "append", lambda append, cache, key, value, lengths: append(cache, key, value)), check=CHECK),
-    fault("rows_as_the_longest", "Queries of every row are at the positions of the longest row.", RAGGED,
-          Wrap(KVCache, "positions", lambda positions, cache, *sizes: positions(
-              replace(cache, length=cache.length.max()), *sizes)), check=CHECK),
+          Wrap(KVCache, "append",
+               lambda append, cache, key, value, lengths: append(cache, key, value)), check=CHECK),
+    fault("rows_as_the_longest",
+          "Queries of every row are at the positions of the longest row.", RAGGED,
+          Wrap(KVCache, "positions",
+               lambda positions, cache, *sizes: positions(
+                   replace(cache, length=cache.length.max()), *sizes)),
+          check=CHECK),
     fault("ring_buffer_slot_off_by_one", "A ring buffer writes one slot too far.", RING,
           Wrap(KVCache, "_write", lambda write, cache, *others: write(
               replace(cache, length=cache.length + 1), *others)), check=CHECK),
     fault("slots_for_positions", "Keys in a ring buffer are at the positions of their slots.", RING,
           Patch(KVCache, "key_positions", property(slots)), check=CHECK),
     fault("ring_buffer_shows_too_few", "A ring buffer shows one key too few.", RING,
-          Wrap(KVCache, "_extend_ring_buffer", lambda extend, cache, *others: extend(cache, *others[:-1], 1)),
-          check=CHECK),
+          Wrap(KVCache, "_extend_ring_buffer",
+               lambda extend, cache, *others: extend(cache, *others[:-1], 1)), check=CHECK),
 )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Faults of what decoders have beside Llama's parts: other norms, positions and windows by layer, caps and gates."""
+"""Faults of what decoders add to Llama's parts.
+
+Other norms, positions and windows by layer, caps and gates.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +40,22 @@ def after_rotation(project, module, *inputs):
 
 
 NORMS = (
-    fault("no_1_plus", "The factor of a zero-centred norm is scale, not 1 + scale.", "rms_norm_zero_centred",
+    fault("no_1_plus",
+          "The factor of a zero-centred norm is scale, not 1 + scale.", "rms_norm_zero_centred",
           Patch("", "zero_centred", False)),
-    fault("no_1_plus_in_heads", "The norm of queries is not zero-centred, as in Qwen3 and unlike Gemma 3.", "gemma3",
+    fault("no_1_plus_in_heads",
+          "The norm of queries is not zero-centred, as in Qwen3 and unlike Gemma 3.", "gemma3",
           Patch(f"{FIRST}.att.q_norm", "zero_centred", False)),
     fault("wide_norm_of_each_head", "The norm of all heads together is of each head.", OVER_HEADS,
           Wrap(multi_head, "norm_heads", each_by_itself)),
     fault("wide_norm_after_rope", "The norm of all heads together comes after RoPE.", OVER_HEADS,
           Wrap(MultiHeadAttention, "_project", after_rotation)),
-    fault("norms_before_the_sublayer", "The norm is before the attention, as in Llama and unlike OLMo 2.", "olmo2",
+    fault("norms_before_the_sublayer",
+          "The norm is before the attention, as in Llama and unlike OLMo 2.", "olmo2",
           Copy(FIRST, "norm1", f"{FIRST}.post_norm1"), Patch(FIRST, "post_norm1", None)),
-    fault("names_of_llama_for_gemma2", "The norm after the attention is taken for that before the feed-forward layer.",
-          "gemma2", *swapped(f"{FIRST}.post_norm1", f"{FIRST}.norm2")),
+    fault("names_of_llama_for_gemma2",
+          "The norm after the attention is taken for that before the feed-forward layer.", "gemma2",
+          *swapped(f"{FIRST}.post_norm1", f"{FIRST}.norm2")),
     fault("no_post_norms", "The norms after the sublayers are missing.", "gemma2",
           Patch(FIRST, "post_norm1", None), Patch(FIRST, "post_norm2", None)),
 )  # fmt: skip
@@ -75,42 +82,60 @@ def five_tokens_later(cos_sin, rope, *others):
 LAYERS = (
     fault("windows_in_the_other_layers", "The windows are in the other layers.", "gemma2",
           *swapped(f"{FIRST}.att.window", f"{SECOND}.att.window")),
-    fault("window_in_global_layers", "Every layer has the window.", "gemma2", Patch(f"{SECOND}.att", "window", 3)),
-    fault("no_window_in_a_layer", "No layer has a window.", "smollm3", Patch(f"{FIRST}.att", "window", None)),
-    fault("global_base_in_local_layers", "Layers with a window have the base of those without.", "gemma3",
+    fault("window_in_global_layers", "Every layer has the window.", "gemma2",
+          Patch(f"{SECOND}.att", "window", 3)),
+    fault("no_window_in_a_layer", "No layer has a window.", "smollm3",
+          Patch(f"{FIRST}.att", "window", None)),
+    fault("global_base_in_local_layers",
+          "Layers with a window have the base of those without.", "gemma3",
           Copy(f"{FIRST}.att", "rope", f"{SECOND}.att.rope")),
-    fault("local_base_in_global_layers", "Layers without a window have the base of those with one.", "gemma3",
+    fault("local_base_in_global_layers",
+          "Layers without a window have the base of those with one.", "gemma3",
           Copy(f"{SECOND}.att", "rope", f"{FIRST}.att.rope")),
     fault("rope_in_every_layer", "RoPE rotates in the layers without positions.", "smollm3",
           Copy(f"{FIRST}.att", "rope", f"{SECOND}.att.rope")),
-    fault("no_rope_in_the_other_layers", "The layers without positions are the other ones.", "smollm3",
+    fault("no_rope_in_the_other_layers",
+          "The layers without positions are the other ones.", "smollm3",
           *swapped(f"{FIRST}.att.rope", f"{SECOND}.att.rope")),
     fault("partial_rope_of_whole_heads", "RoPE rotates whole heads, not a part of each.", "phi3",
           Patch(f"{FIRST}.att", "rope", RoPE(50.0))),
-    fault("partial_rope_of_the_last_features", "RoPE rotates the last features of each head, not the first.", PARTIAL,
-          Wrap(RoPE, "__call__", lambda rotate, rope, x, where: rotate(rope, x.flip(-1), where).flip(-1))),
-    fault("partial_rope_with_slow_frequencies", "The frequencies of partial RoPE are those of whole heads.", PARTIAL,
+    fault("partial_rope_of_the_last_features",
+          "RoPE rotates the last features of each head, not the first.", PARTIAL,
+          Wrap(RoPE, "__call__",
+               lambda rotate, rope, x, where: rotate(rope, x.flip(-1), where).flip(-1))),
+    fault("partial_rope_with_slow_frequencies",
+          "The frequencies of partial RoPE are those of whole heads.", PARTIAL,
           Wrap(RoPE, "_cos_sin", of_the_whole_head)),
-    fault("short_factors_of_long_inputs", "LongRoPE takes the short factors for long inputs, too.", LONGROPE,
+    fault("short_factors_of_long_inputs",
+          "LongRoPE takes the short factors for long inputs, too.", LONGROPE,
           Patch(LongRoPEScaling, "long_frequencies", LongRoPEScaling.frequencies)),
-    fault("long_factors_too_late", "LongRoPE takes the long factors five tokens too late.", LONGROPE,
+    fault("long_factors_too_late",
+          "LongRoPE takes the long factors five tokens too late.", LONGROPE,
           Wrap(RoPE, "_cos_sin", five_tokens_later)),
     fault("no_longrope_temperature", "LongRoPE's factor on what is rotated is missing.", LONGROPE,
           Patch(LongRoPEScaling, "amplitude", lambda scaling: 1.0)),
 )  # fmt: skip
 
 SCALES = (
-    fault("no_embedding_scale", "The tokens are not multiplied by the root of their width.", "gemma",
+    fault("no_embedding_scale",
+          "The tokens are not multiplied by the root of their width.", "gemma",
           Patch(Gemma, "embed", LanguageModel.embed)),
-    fault("embedding_scale_in_the_head", "The tied head is multiplied by the root of the width as well.", "gemma",
-          Wrap(Gemma, "logits", lambda logits, model, hidden: logits(model, model.config.d_model**0.5 * hidden))),
-    fault("scores_by_the_head_width", "Scores are scaled by the width of a head, not query_pre_attn_scalar.", "gemma3",
-          *(Change(f"{layer}.att", "scores", lambda scores: replace(scores, scale=None)) for layer in (FIRST, SECOND))),
+    fault("embedding_scale_in_the_head",
+          "The tied head is multiplied by the root of the width as well.", "gemma",
+          Wrap(Gemma, "logits",
+               lambda logits, model, hidden: logits(model, model.config.d_model**0.5 * hidden))),
+    fault("scores_by_the_head_width",
+          "Scores are scaled by the width of a head, not query_pre_attn_scalar.", "gemma3",
+          *(Change(f"{layer}.att", "scores", lambda scores: replace(scores, scale=None))
+            for layer in (FIRST, SECOND))),
     fault("no_score_cap_in_a_layer", "The scores of a layer are not capped.", "gemma2",
           Change(f"{SECOND}.att", "scores", lambda scores: replace(scores, soft_cap=None))),
-    fault("no_logit_cap", "The logits are not capped.", "gemma2", Patch(Gemma2, "logits", LanguageModel.logits)),
-    fault("hidden_capped_for_logits", "The cap bounds the input of the head, not the logits.", "gemma2",
-          Patch(Gemma2, "logits", lambda model, hidden: LanguageModel.logits(model, 3 * torch.tanh(hidden / 3)))),
+    fault("no_logit_cap", "The logits are not capped.", "gemma2",
+          Patch(Gemma2, "logits", LanguageModel.logits)),
+    fault("hidden_capped_for_logits",
+          "The cap bounds the input of the head, not the logits.", "gemma2",
+          Patch(Gemma2, "logits",
+                lambda model, hidden: LanguageModel.logits(model, 3 * torch.tanh(hidden / 3)))),
 )  # fmt: skip
 
 FEATURES, HEADS = "multi_head_gated_features", "multi_head_gated_heads"  # of 4 heads
@@ -130,11 +155,14 @@ def gate_of_the_output():
 
 
 GATES = (
-    fault("gate_after_the_output_projection", "The gate multiplies what the output projection returns.", FEATURES,
+    fault("gate_after_the_output_projection",
+          "The gate multiplies what the output projection returns.", FEATURES,
           *gate_of_the_output()),
-    fault("no_gate", "The gate is missing.", FEATURES, Patch(head_attention, "gate_heads", lambda gate, x: x)),
+    fault("no_gate", "The gate is missing.", FEATURES,
+          Patch(head_attention, "gate_heads", lambda gate, x: x)),
     fault("silu_gate", "The gate is x * sigmoid(x), not sigmoid(x).", FEATURES,
-          Wrap(head_attention, "gate_heads", lambda gated, gate, x: gated(gate, x) * gate.unflatten(-1, x.shape[-2:]))),
+          Wrap(head_attention, "gate_heads",
+               lambda gated, gate, x: gated(gate, x) * gate.unflatten(-1, x.shape[-2:]))),
     fault("gate_features_first", "The gate is split into features, then heads.", FEATURES,
           Wrap(head_attention, "gate_heads", lambda gated, gate, x: gated(
               gate.unflatten(-1, (x.shape[-1], x.shape[-2])).transpose(-1, -2).flatten(-2), x))),
@@ -156,24 +184,33 @@ def own_values(attend, module, query, key, value, *others, **options):
 
 DIFFERENTIAL = (
     fault("no_lambda_init", "Lambda starts near 0, lambda_init is missing.", DIFFERENCE,
-          Wrap(DifferentialAttention, "difference", lambda difference, module: difference(module) - 0.4)),
-    fault("lambda_init_of_layers_from_1", "The layers are counted from 1 for lambda_init.", "diffllama",
+          Wrap(DifferentialAttention, "difference",
+               lambda difference, module: difference(module) - 0.4)),
+    fault("lambda_init_of_layers_from_1",
+          "The layers are counted from 1 for lambda_init.", "diffllama",
           Patch(f"{FIRST}.att", "lambda_init", differential_lambda(1))),
-    fault("lambda_without_exponents", "Lambda is made of the products, not of their exponentials.", DIFFERENCE,
-          Patch(DifferentialAttention, "difference", lambda module: 0.4
-                + module.lambda_q1 @ module.lambda_k1 - module.lambda_q2 @ module.lambda_k2)),
+    fault("lambda_without_exponents",
+          "Lambda is made of the products, not of their exponentials.", DIFFERENCE,
+          Patch(DifferentialAttention, "difference",
+                lambda module: 0.4 + module.lambda_q1 @ module.lambda_k1
+                - module.lambda_q2 @ module.lambda_k2)),
     fault("softmaxes_added", "The second softmax is added.", DIFFERENCE,
-          Wrap(DifferentialAttention, "difference", lambda difference, module: -difference(module))),
-    fault("neighbours_paired", "Neighbouring heads are paired, as in the code of the paper.", DIFFERENCE,
-          Wrap(DifferentialAttention, "_project", lambda project, module, *inputs: tuple(
-              x[..., [0, 2, 1, 3], :] for x in project(module, *inputs)))),
+          Wrap(DifferentialAttention, "difference",
+               lambda difference, module: -difference(module))),
+    fault("neighbours_paired",
+          "Neighbouring heads are paired, as in the code of the paper.", DIFFERENCE,
+          Wrap(DifferentialAttention, "_project",
+               lambda project, module, *inputs: tuple(
+                   x[..., [0, 2, 1, 3], :] for x in project(module, *inputs)))),
     fault("values_of_one_head", "Two paired heads attend to the values of one of them.", DIFFERENCE,
           Wrap(MultiHeadAttention, "_attend", own_values)),
     fault("no_norm_of_pairs", "The norm of each pair of heads is missing.", DIFFERENCE,
           Patch(differential, "rms_normed", lambda x, eps: x)),
     fault("norm_of_all_pairs", "The norm is over all pairs of heads together.", DIFFERENCE,
-          Wrap(differential, "rms_normed", lambda normed, x, eps: normed(x.flatten(-2), eps).view_as(x))),
-    fault("no_1_minus_lambda_init", "The normed heads are not multiplied by 1 - lambda_init.", DIFFERENCE,
+          Wrap(differential, "rms_normed",
+               lambda normed, x, eps: normed(x.flatten(-2), eps).view_as(x))),
+    fault("no_1_minus_lambda_init",
+          "The normed heads are not multiplied by 1 - lambda_init.", DIFFERENCE,
           Wrap(differential, "rms_normed", lambda normed, x, eps: normed(x, eps) / 0.6)),
 )  # fmt: skip
 

@@ -43,8 +43,8 @@ class Detection:
     """Which check detects a fault.
 
     Args:
-        fault: that was patched in.
-        check: the first that fails, or None.
+        fault: fault that was patched in.
+        check: first check that fails, or None.
         fixed: whether the outputs pass, with default weights, each of the fixed tolerances.
     """
 
@@ -66,9 +66,9 @@ def detect(
     """Patch in each fault and return which check detects it first.
 
     Args:
-        faults: to be patched in.
-        seed: of the weights and inputs.
-        watch: called with the name of each fault before it is patched in.
+        faults: faults to patch in.
+        seed: seed of the weights and inputs.
+        watch: function called with the name of each fault before it is patched in.
 
     Raises:
         FailsWithoutFaultError: if a check fails without any fault.
@@ -93,11 +93,11 @@ def _detected(prepared: PreparedVariant, fault: Fault, watch: Callable[[str], No
 
 
 class PreparedVariant:
-    """A variant, with all that its faults share: what holds without a fault, and the results of Flax.
+    """A variant with what its faults share: the checks without a fault, and the results of Flax.
 
     Args:
-        variant: the row of the table.
-        seed: of the weights and inputs.
+        variant: row of the table.
+        seed: seed of the weights and inputs.
     """
 
     def __init__(self, variant: Variant, seed: int = 0):
@@ -173,9 +173,12 @@ def _default_weights(variant: Variant, seed: int) -> Arrays:
 
 # The table, for a terminal and for a page.
 
-LEGEND = """\
-each fault is patched into the PyTorch module; error and rule are those of the first check that fails
-1e-04 ... np.allclose of the outputs, default weights, eval mode, at this rtol and atol: 'passes' detects nothing"""
+LEGEND = (
+    "each fault is patched into the PyTorch module; "
+    "error and rule are those of the first check that fails\n"
+    "1e-04 ... np.allclose of the outputs, default weights, eval mode, at this rtol and atol: "
+    "'passes' detects nothing"
+)
 
 _COLUMNS = (
     "fault",

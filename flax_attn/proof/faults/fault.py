@@ -1,4 +1,7 @@
-"""A fault is a row of data: what is replaced by what, in which variant, and which check detects it first."""
+"""A fault is a row of data.
+
+It says what is replaced by what, in which variant, and which check detects it first.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Patch:
     Args:
         target: a class or a file of `torch_ref`, or the path of a submodule of the variant, such as
             `"norm1"`; `""` is its module itself.
-        attribute: of the target, which must have it.
+        attribute: attribute of the target, which must have it.
         replacement: the new value.
 
     Example:
@@ -60,13 +63,16 @@ class Change(Patch):
 
 @dataclass(frozen=True)
 class Wrap(Patch):
-    """A call of the function `target.attribute` becomes `replacement(function, *arguments, **options)`.
+    """Calls of `target.attribute` become `replacement(function, *arguments, **options)`.
+
+    `function` is the original value of `target.attribute`.
 
     Example:
         >>> class Doubles:
         ...     def forward(self, x):
         ...         return 2 * x
-        >>> with patched(torch.nn.Module(), [Wrap(Doubles, "forward", lambda forward, self, x: forward(self, x) + 1)]):
+        >>> one_more = Wrap(Doubles, "forward", lambda forward, self, x: forward(self, x) + 1)
+        >>> with patched(torch.nn.Module(), [one_more]):
         ...     Doubles().forward(3)
         7
     """
@@ -111,7 +117,7 @@ def _copied(source: str, path: str) -> Patch:
 
 @contextmanager
 def patched(module: torch.nn.Module, patches: Sequence[Patch]) -> Iterator[None]:
-    """Apply patches to a module and to `torch_ref`; afterwards, also after an error, all is as before."""
+    """Apply patches to a module and to `torch_ref`; undo them afterwards, also after an error."""
     values = []
     for patch in patches:  # all values are taken before the first is replaced
         target = (
@@ -132,9 +138,8 @@ def _replaced(target: object, attribute: str, value: object) -> Iterator[None]:
         with mock.patch.object(target, attribute, value):
             yield
         return
-    original = getattr(
-        target, attribute
-    )  # mock would delete it first, and with it its place among the parameters
+    # `mock` would delete the attribute first, and with it its place among the parameters.
+    original = getattr(target, attribute)
     plain = attribute in vars(target)  # such as None, in whose place a module is registered
     setattr(target, attribute, value)
     try:
@@ -150,11 +155,11 @@ class Fault:
     """A fault that ports are known for.
 
     Args:
-        name: of the fault.
-        what: goes wrong, in one sentence.
+        name: name of the fault.
+        what: what goes wrong, in one sentence.
         row: name of the variant that is patched.
-        patches: that make the fault.
-        check: the first that detects it.
+        patches: patches that make the fault.
+        check: name of the first check that detects it.
     """
 
     name: str
@@ -173,7 +178,8 @@ def fault(name: str, what: str, row: str, *patches: Patch, check: str = "forward
     """Return a fault.
 
     Example:
-        >>> fault("no_epsilon", "The epsilon is missing.", "rms_norm", Patch("", "eps", 0.0)).variant.module
+        >>> patch = Patch("", "eps", 0.0)
+        >>> fault("no_epsilon", "The epsilon is missing.", "rms_norm", patch).variant.module
         'RMSNorm'
     """
     return Fault(name, what, row, patches, check)

@@ -54,7 +54,10 @@ def split_heads(pattern, value_first=False):
 
 
 def scaled_by_latent(queries, att, x, positions):
-    """Scale the scores of cached keys by the width of what is cached; positions have rows where there is a cache."""
+    """Scale the scores of cached keys by the width of what is cached.
+
+    Positions have rows where there is a cache.
+    """
     cached = att.kv_lora_rank + att.qk_rope_head_dim if positions.ndim == 2 else att.head_dim
     return queries(att, x, positions) * (att.head_dim / cached) ** 0.5
 
@@ -69,19 +72,25 @@ ATTENTION = (
           Patch(MultiHeadLatentAttention, "_latents", norm_before_split)),
     fault("no_norm_of_the_latent", "The latent of keys and values is not normed.", DEEPSEEK,
           Patch("", "kv_norm", None)),
-    fault("no_norm_of_queries", "The latent of queries is not normed.", DEEPSEEK, Patch("", "q_norm", None)),
+    fault("no_norm_of_queries", "The latent of queries is not normed.", DEEPSEEK,
+          Patch("", "q_norm", None)),
     fault("shared_key_unrotated", "The part of the keys that heads share is not rotated.", DEEPSEEK,
           Patch(MultiHeadLatentAttention, "_latents", key_unrotated)),
-    fault("first_features_rotated", "The first features of queries are rotated, not the last.", DEEPSEEK,
+    fault("first_features_rotated",
+          "The first features of queries are rotated, not the last.", DEEPSEEK,
           Patch(MultiHeadLatentAttention, "_queries", rotated_first)),
-    fault("halves_for_pairs", "Rotary pairs are (i, i + h / 2), not neighbours.", DEEPSEEK, Patch("", "rope", RoPE())),
-    fault("scale_of_the_plain_part", "The scale counts the features that are not rotated alone.", DEEPSEEK,
+    fault("halves_for_pairs", "Rotary pairs are (i, i + h / 2), not neighbours.", DEEPSEEK,
+          Patch("", "rope", RoPE())),
+    fault("scale_of_the_plain_part",
+          "The scale counts the features that are not rotated alone.", DEEPSEEK,
           Patch("", "head_dim", 3)),
     fault("values_before_keys", "The joint projection is split into values and keys.", DEEPSEEK,
           split_heads("... s (n h) -> ... s n h", value_first=True)),
-    fault("features_before_heads", "The joint projection is split into features of heads in turn.", DEEPSEEK,
+    fault("features_before_heads",
+          "The joint projection is split into features of heads in turn.", DEEPSEEK,
           split_heads("... s (h n) -> ... s n h")),
-    fault("absorbed_scale", "With a cache, the scale is that of the width of what is cached.", DEEPSEEK,
+    fault("absorbed_scale",
+          "With a cache, the scale is that of the width of what is cached.", DEEPSEEK,
           Wrap(MultiHeadLatentAttention, "_queries", scaled_by_latent), check="cache = full"),
 )  # fmt: skip
 
@@ -92,7 +101,8 @@ MODELS = (
           Change("trf_blocks.1.att", "scores", lambda scores: replace(scores, scale=None))),
     fault("gpt_oss_without_sinks", "The attention sinks of a checkpoint are left out.", GPT_OSS,
           Patch("trf_blocks.0.att", "sinks", None)),
-    fault("gpt_oss_windows_swapped", "The layers with windows are the full ones, and the reverse.", GPT_OSS,
+    fault("gpt_oss_windows_swapped",
+          "The layers with windows are the full ones, and the reverse.", GPT_OSS,
           Patch("trf_blocks.0.att", "window", None), Patch("trf_blocks.1.att", "window", 3)),
 )  # fmt: skip
 

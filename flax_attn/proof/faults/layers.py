@@ -19,7 +19,7 @@ def zeros(parameter):
 
 
 def layer_norm_patch(deviation):
-    """Return the patch of a layer norm with another standard deviation, `deviation(x - mean, eps)`."""
+    """Return the patch of a layer norm whose standard deviation is `deviation(x - mean, eps)`."""
 
     def forward(norm, x):
         x = x - x.mean(dim=-1, keepdim=True)
@@ -29,7 +29,8 @@ def layer_norm_patch(deviation):
 
 
 NORMS = (
-    fault("another_epsilon", "The epsilon of a norm is 1e-6, not 1e-5.", GPT2, Patch("norm1", "eps", 1e-6)),
+    fault("another_epsilon", "The epsilon of a norm is 1e-6, not 1e-5.", GPT2,
+          Patch("norm1", "eps", 1e-6)),
     fault("epsilon_outside_the_root", "The epsilon is added outside the root.", "layer_norm",
           layer_norm_patch(lambda x, eps: x.square().mean(dim=-1, keepdim=True).sqrt() + eps)),
     fault("unbiased_variance", "The variance is divided by d - 1, not by d.", "layer_norm",
@@ -38,7 +39,8 @@ NORMS = (
           *swapped("scale", "shift")),
     fault("no_shift", "The shift of a norm is missing.", "layer_norm", Change("", "shift", zeros)),
     fault("centred_rms_norm", "RMSNorm subtracts the mean.", "rms_norm",
-          Wrap(RMSNorm, "forward", lambda forward, norm, x: forward(norm, x - x.mean(dim=-1, keepdim=True)))),
+          Wrap(RMSNorm, "forward",
+               lambda forward, norm, x: forward(norm, x - x.mean(dim=-1, keepdim=True)))),
     fault("scale_plus_one", "RMSNorm multiplies by 1 + scale, as in Gemma.", "rms_norm",
           Change("", "scale", lambda scale: nn.Parameter(1 + scale.data))),
     fault("no_epsilon", "The epsilon of a norm is missing.", "rms_norm", Patch("", "eps", 0.0)),
@@ -46,7 +48,7 @@ NORMS = (
 
 
 def gated_patch(hidden):
-    """Return the patch of a gated feed-forward layer whose hidden features are `hidden(layer, x)`."""
+    """Return the patch of a gated feed-forward layer with hidden features `hidden(layer, x)`."""
     return Patch(GatedFeedForward, "forward", lambda layer, x: layer.W_down(hidden(layer, x)))
 
 
@@ -59,10 +61,13 @@ FEED_FORWARD = (
           Patch(nn.GELU, "forward", lambda gelu, x: x * torch.sigmoid(1.702 * x))),
     fault("no_hidden_bias", "The bias of the hidden layer is missing.", "feed_forward_tanh",
           Change("layers.0", "bias", zeros)),
-    fault("gate_and_up_swapped", "The gate and what it multiplies are swapped.", "swiglu", *swapped("W_gate", "W_up")),
-    fault("gelu_for_silu", "The activation of SwiGLU is GELU, not SiLU.", "swiglu", Patch("", "activation", nn.GELU())),
+    fault("gate_and_up_swapped", "The gate and what it multiplies are swapped.", "swiglu",
+          *swapped("W_gate", "W_up")),
+    fault("gelu_for_silu", "The activation of SwiGLU is GELU, not SiLU.", "swiglu",
+          Patch("", "activation", nn.GELU())),
     fault("activation_of_both", "The activation is on both branches.", "swiglu",
-          gated_patch(lambda layer, x: layer.activation(layer.W_gate(x)) * layer.activation(layer.W_up(x)))),
+          gated_patch(lambda layer, x: layer.activation(layer.W_gate(x))
+                      * layer.activation(layer.W_up(x)))),
     fault("activation_of_the_product", "The activation comes after the product.", "swiglu",
           gated_patch(lambda layer, x: layer.activation(layer.W_gate(x) * layer.W_up(x)))),
     fault("sigmoid_for_silu", "The gate is a sigmoid, as in the first GLU.", "swiglu",
@@ -102,23 +107,29 @@ BLOCKS = (
           Wrap(TransformerBlock, "_add", normed_shortcut)),
     fault("dropout_of_the_sum", "Dropout comes after the sum.", GPT2,
           Patch(TransformerBlock, "_add", dropped_sum), check="dropout"),
-    fault("no_dropout_of_sublayers", "The output of attention and feed-forward is not dropped.", GPT2,
+    fault("no_dropout_of_sublayers",
+          "The output of attention and feed-forward is not dropped.", GPT2,
           Patch("", "drop_shortcut", None), check="dropout"),
     fault("one_key_for_all_dropout", "One dropout key is used everywhere.", GPT2,
           Patch(block, "fold_in", lambda key, index: key), check="dropout"),
     fault("post_norm_of_the_sum", "The post norm comes after the sum, not before it.", GEMMA,
           Patch(TransformerBlock, "_add", post_norm_of_the_sum)),
-    fault("no_post_norm", "The post norm of the attention is missing.", GEMMA, Patch("", "post_norm1", None)),
+    fault("no_post_norm", "The post norm of the attention is missing.", GEMMA,
+          Patch("", "post_norm1", None)),
     fault("swapped_post_norms", "The norms before and after the attention are swapped.", GEMMA,
           *swapped("norm1", "post_norm1")),
 )  # fmt: skip
 
 MODELS = (
-    fault("clamped_ids", "Token ids outside the table are clamped, and do not give NaN.", "embedding_outside",
-          Patch(Embedding, "forward", lambda table, ids: table.weight[ids.clamp(0, table.num_embeddings - 1)])),
-    fault("wrapped_ids", "Token ids outside the table wrap around, and do not give NaN.", "embedding_outside",
+    fault("clamped_ids",
+          "Token ids outside the table are clamped, and do not give NaN.", "embedding_outside",
+          Patch(Embedding, "forward",
+                lambda table, ids: table.weight[ids.clamp(0, table.num_embeddings - 1)])),
+    fault("wrapped_ids",
+          "Token ids outside the table wrap around, and do not give NaN.", "embedding_outside",
           Patch(Embedding, "forward", lambda table, ids: table.weight[ids % table.num_embeddings])),
-    fault("window_in_every_layer", "Every layer has the window: max_window_layers is ignored.", "qwen2",
+    fault("window_in_every_layer",
+          "Every layer has the window: max_window_layers is ignored.", "qwen2",
           Patch("trf_blocks.0.att", "window", 3)),
     fault("window_in_no_layer", "No layer has the window: use_sliding_window is ignored.", "qwen2",
           Patch("trf_blocks.1.att", "window", None)),

@@ -1,4 +1,4 @@
-"""Faults of attention over tokens that are split among devices: each is patched into `flax_attn.sharding`."""
+"""Faults of attention over tokens split among devices, each patched into `flax_attn.sharding`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class MeshFault:
     """A fault of attention in a ring of devices.
 
     Args:
-        what: goes wrong, in one sentence.
-        target: the class or file that is patched.
-        attribute: of the target.
-        replacement: its new value.
-        wrong: the output and the gradients that differ then from those of one device.
-        balance: of the causal work, under which the fault shows.
+        what: what goes wrong, in one sentence.
+        target: class or file that is patched.
+        attribute: attribute of the target.
+        replacement: new value of the attribute.
+        wrong: output and gradients that then differ from those of one device.
+        balance: balance of the causal work under which the fault shows.
     """
 
     what: str
@@ -75,13 +75,15 @@ FAULTS = (
               _INPUTS | {"output", "bias", "sinks"}),
     MeshFault("Positions are counted in each shard.", attention, "_token_places", _in_each_shard,
               _INPUTS | {"output", "bias"}),
-    MeshFault("Two parts of a softmax are added without their maxima.", Softmax, "fold", _without_maximum,
-              _INPUTS | {"output"}),
-    MeshFault("The inverse of the zigzag order is the order itself.", strategies, "exchange_back", order.exchange,
-              frozenset({"output", "query"}), "zigzag"),
-    MeshFault("Dropout goes by the index in a shard.", shards, "PlacedDropout", _by_shard, _INPUTS | {"output"}),
+    MeshFault("Two parts of a softmax are added without their maxima.",
+              Softmax, "fold", _without_maximum, _INPUTS | {"output"}),
+    MeshFault("The inverse of the zigzag order is the order itself.",
+              strategies, "exchange_back", order.exchange, frozenset({"output", "query"}),
+              "zigzag"),
+    MeshFault("Dropout goes by the index in a shard.",
+              shards, "PlacedDropout", _by_shard, _INPUTS | {"output"}),
     MeshFault("Gradients of keys and values stay where they were computed.", route.Route, "send",
               _wraps(route.Route.send, _stays_abroad), frozenset({"key", "value"})),
-    MeshFault("The gradient of a bias is that of the last piece alone.", Places, "put", _of_last_piece,
-              frozenset({"bias"})),
+    MeshFault("The gradient of a bias is that of the last piece alone.",
+              Places, "put", _of_last_piece, frozenset({"bias"})),
 )  # fmt: skip

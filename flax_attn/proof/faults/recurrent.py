@@ -73,7 +73,8 @@ def zeros(parameter):
 
 RULE = (
     fault("no_decay", "The delta rule has no decay.", GDN,
-          rule_patch(lambda rule, q, k, v, decay, *beta, **options: rule(q, k, v, 0 * decay, *beta, **options))),
+          rule_patch(lambda rule, q, k, v, decay, *beta, **options: rule(
+              q, k, v, 0 * decay, *beta, **options))),
     fault("decay_after_the_update", "The state is decayed after the update, not before.", GDN,
           rule_patch(decayed_after), check="forward"),
     fault("no_beta", "All that the state holds under a key is replaced: beta is missing.", GDN,
@@ -85,7 +86,8 @@ RULE = (
               q, k, v * beta[..., None], decay, **options))),
     fault("keys_not_normalised", "Queries and keys are not normalised.", GDN,
           Patch(delta_attention, "_unit", lambda x: x)),
-    fault("normalised_by_the_mean", "Queries and keys are divided by the root of the mean square.", GDN,
+    fault("normalised_by_the_mean",
+          "Queries and keys are divided by the root of the mean square.", GDN,
           Wrap(delta_attention, "_unit", lambda unit, x: unit(x) * x.shape[-1] ** 0.5)),
     fault("reading_not_scaled", "What is read is not divided by the root of the width.", GDN,
           rule_patch(lambda rule, *tokens, **options: rule(*tokens, scale=1.0, **options))),
@@ -93,25 +95,31 @@ RULE = (
           rule_patch(other_groups)),
     fault("state_transposed", "A step goes on with the transpose of the state.", RAGGED,
           rule_patch(transposed_state), check=CHECK),
-    fault("state_not_reset", "The state is not reset where a document begins.", PACKED, rule_patch(without("starts"))),
+    fault("state_not_reset", "The state is not reset where a document begins.", PACKED,
+          rule_patch(without("starts"))),
     fault("state_forgotten", "Each call begins with an empty state.", RAGGED,
           rule_patch(without("state")), check=CHECK),
-    fault("padding_in_the_state", "Padding changes the state.", RAGGED, rule_patch(without("lengths")), check=CHECK),
+    fault("padding_in_the_state", "Padding changes the state.", RAGGED,
+          rule_patch(without("lengths")), check=CHECK),
 )  # fmt: skip
 
 CONVOLUTION = (
     fault("convolution_sees_the_future", "The convolution sees one token ahead.", GDN,
-          convolution_patch(lambda convolve, x, *others, **options: convolve(x.roll(-1, dims=1), *others, **options))),
+          convolution_patch(lambda convolve, x, *others, **options: convolve(
+              x.roll(-1, dims=1), *others, **options))),
     fault("kernel_reversed", "The kernel of the convolution is reversed.", GDN,
           convolution_patch(lambda convolve, x, kernel, *state, **options: convolve(
               x, kernel.flip(0), *state, **options))),
     fault("convolution_across_documents", "The convolution sees the document before.", PACKED,
           convolution_patch(without("starts"))),
     fault("convolution_not_activated", "There is no activation after the convolution.", GDN,
-          Patch(short_convolution, "functional", type("Plain", (), {"silu": staticmethod(lambda x: x)}))),
-    fault("convolution_keeps_old_inputs", "The inputs handed on are those of the call before.", RAGGED,
+          Patch(short_convolution, "functional",
+                type("Plain", (), {"silu": staticmethod(lambda x: x)}))),
+    fault("convolution_keeps_old_inputs",
+          "The inputs handed on are those of the call before.", RAGGED,
           convolution_patch(old_state), check=CHECK),
-    fault("convolution_keeps_padding", "The inputs handed on are padding where a row is shorter.", RAGGED,
+    fault("convolution_keeps_padding",
+          "The inputs handed on are padding where a row is shorter.", RAGGED,
           convolution_patch(without("lengths")), check=CHECK),
 )  # fmt: skip
 
@@ -121,7 +129,8 @@ PARTS = (
               rate.A_log / rate.A_log.exp())[:, None])),
     fault("no_dt_bias", "The decay has no bias.", GDN, Change("rate", "dt_bias", zeros)),
     fault("gate_before_the_norm", "The gate comes before the norm.", GDN,
-          Patch(DeltaAttention, "_gated", lambda layer, heads, x: layer.norm(heads * layer.gate(x)))),
+          Patch(DeltaAttention, "_gated",
+                lambda layer, heads, x: layer.norm(heads * layer.gate(x)))),
     fault("sigmoid_gate", "The gate is a sigmoid, not SiLU.", GDN,
           Wrap(GatedDeltaNet, "gate", lambda gate, layer, x: layer.W_gate(x).sigmoid().unflatten(
               -1, (layer.num_heads, -1)))),
@@ -130,7 +139,8 @@ PARTS = (
               layer.W_gate_up(layer.W_gate_down(x)).unflatten(-1, (layer.num_heads, -1))))),
     fault("one_decay_a_head", "All features of a key have the mean of their decays.", KDA,
           Wrap(KimiDeltaAttention, "decay", lambda decay, layer, x: decay(layer, x).mean(-1))),
-    fault("norm_of_a_delta_net_centred", "The norm within a DeltaNet has the factor 1 + scale.", NEXT,
+    fault("norm_of_a_delta_net_centred",
+          "The norm within a DeltaNet has the factor 1 + scale.", NEXT,
           Patch("trf_blocks.0.att.norm", "zero_centred", True)),
     fault("query_and_gate_swapped", "The query and the gate of packed heads are swapped.", NEXT,
           *swapped("trf_blocks.1.att.W_query", "trf_blocks.1.att.W_gate")),

@@ -51,16 +51,17 @@ class Uncorrected(torch.optim.AdamW):
 
 
 FAULTS = (
-    fault("l2_for_weight_decay", "Weight decay is L2, not decoupled.", VARIANT, recipe_patch(optimizer="adam"),
-          check="training"),
-    fault("another_epsilon_of_adam", "The epsilon of Adam is 1e-6, not 1e-8.", VARIANT, recipe_patch(eps=1e-6),
-          check="training"),
-    fault("swapped_betas", "The betas of Adam are swapped.", VARIANT, recipe_patch(betas=Recipe().betas[::-1]),
-          check="training"),
-    fault("another_default_of_weight_decay", "Weight decay is 1e-4, optax's default, not 1e-2.", VARIANT,
+    fault("l2_for_weight_decay", "Weight decay is L2, not decoupled.", VARIANT,
+          recipe_patch(optimizer="adam"), check="training"),
+    fault("another_epsilon_of_adam", "The epsilon of Adam is 1e-6, not 1e-8.", VARIANT,
+          recipe_patch(eps=1e-6), check="training"),
+    fault("swapped_betas", "The betas of Adam are swapped.", VARIANT,
+          recipe_patch(betas=Recipe().betas[::-1]), check="training"),
+    fault("another_default_of_weight_decay",
+          "Weight decay is 1e-4, optax's default, not 1e-2.", VARIANT,
           recipe_patch(weight_decay=1e-4), check="training"),
     fault("biases_do_not_decay", "Weight decay leaves out the biases.", VARIANT,
           Wrap(Recipe, "torch", without_decay_of_biases), check="training"),
-    fault("no_bias_correction", "Adam has no bias correction.", VARIANT, Patch(torch.optim, "AdamW", Uncorrected),
-          check="training"),
+    fault("no_bias_correction", "Adam has no bias correction.", VARIANT,
+          Patch(torch.optim, "AdamW", Uncorrected), check="training"),
 )  # fmt: skip

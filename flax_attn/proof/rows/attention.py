@@ -28,7 +28,10 @@ def _multi_head(
     module: str = "MultiHeadAttention",
     **arguments: Any,
 ) -> Variant:
-    """Return a row; `widths` are those of query, key and value, `parts` are arguments built from the package."""
+    """Return a row of attention.
+
+    `widths` are those of query, key and value; `parts` are arguments built from the package.
+    """
     arguments = {
         "d_in": 6,
         "d_out": 8,
@@ -119,14 +122,14 @@ def _latent(
 
 
 def _seen(b: Any, n: Any, i: Any, j: Any) -> Any:
-    """A mask in which every index counts, and the first tokens of some rows and heads see nothing."""
+    """A mask that depends on every index; the first tokens of some rows and heads see nothing."""
     return (
         (j <= i) & ((i // 3 == j // 3) | ((i + 2 * j + b + 3 * n) % 4 == 0)) & ((i + b + n) % 5 > 0)
     )
 
 
 def _rescored(p: Any, heads: int) -> Callable:
-    """A function of scores in which every index counts, with a table that is exact in every dtype."""
+    """A function of scores that depends on every index; its table is exact in every dtype."""
 
     def rescored(score: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
         table = p.alibi(heads, [16], np.arange(33))

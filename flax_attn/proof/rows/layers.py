@@ -62,7 +62,10 @@ def _mixture(
     gate: bool = False,
     **experts: Any,
 ) -> Variant:
-    """Return a row of a mixture of 8 experts; `router` and `experts` are arguments of these parts."""
+    """Return a row of a mixture of 8 experts.
+
+    `router` and `experts` are arguments of these parts.
+    """
 
     def make(p: Any) -> Any:
         parts = (

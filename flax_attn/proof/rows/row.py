@@ -18,7 +18,7 @@ def layer(sizes: Sizes, name: str, module: str, **arguments: Any) -> Variant:
 
 
 def divided(sizes: Sizes, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of attention with as many heads as devices divide, each as wide as it was."""
+    """Return arguments of attention with heads that devices divide; their width is unchanged."""
     heads = arguments["num_heads"]
     if sizes.times(heads) == 1:
         return dict(arguments)
@@ -42,7 +42,10 @@ def head_norms(
 
 
 def fitted(sizes: Sizes, ids: np.ndarray) -> np.ndarray:
-    """Return ids of 3 rows and 5 tokens for other sizes: rows begin again, and the last token is repeated."""
+    """Return ids of 3 rows and 5 tokens for other sizes.
+
+    Rows begin again, and the last token is repeated.
+    """
     rows, tokens = np.arange(sizes.b) % len(ids), np.minimum(np.arange(sizes.t), ids.shape[1] - 1)
     return ids[rows][:, tokens]
 
