@@ -159,14 +159,14 @@ dist: .venv-release/installed
 	@touch $@
 
 # Installed as a user would, not editable and without torch.
-.venv-newest/installed: pyproject.toml constraints-newest.txt $(NATIVE) $(shell find flax_attn -name '*.py')
+.venv-newest/installed: pyproject.toml constraints-newest.txt $(NATIVE) $(shell find attn_spec flax_attn -name '*.py')
 	@test -n '$(NEWEST_PYTHON)' || { echo 'no Python 3.12 or newer found: make test-newest NEWEST_PYTHON=/path/to/python'; exit 1; }
 	$(NEWEST_PYTHON) -m venv --clear .venv-newest
 	rm -rf build/lib*  # of which setuptools would install files that are no longer in the sources
 	$(NEWEST_BIN)/pip install --quiet -c constraints-newest.txt '.[viz,tokamax,generate]' beartype flatbuffers hypothesis pytest pytest-xdist zstandard
 	@touch $@
 
-.venv-oldest/installed: pyproject.toml $(NATIVE) $(shell find flax_attn -name '*.py')
+.venv-oldest/installed: pyproject.toml $(NATIVE) $(shell find attn_spec flax_attn -name '*.py')
 	$(PYTHON) -m venv --clear .venv-oldest
 	rm -rf build/lib*
 	.venv-oldest/bin/pip install --quiet uv
@@ -179,7 +179,7 @@ dist: .venv-release/installed
 	.venv-release/bin/pip install --quiet -c constraints.txt build twine uv
 	@touch $@
 
-.venv-tpu/installed: pyproject.toml constraints.txt $(shell find flax_attn -name '*.py')
+.venv-tpu/installed: pyproject.toml constraints.txt $(shell find attn_spec flax_attn -name '*.py')
 	$(PYTHON) -m venv --clear .venv-tpu
 	rm -rf build/lib*
 	.venv-tpu/bin/pip install --quiet -c constraints.txt '.[tpu]'

@@ -40,8 +40,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import flax_attn
+from attn_spec.checks import check_positive
 from flax_attn import GPT2, GPT2Config, from_pretrained
-from flax_attn.functional.checks import check_positive
 from flax_attn.models import LanguageModel
 from flax_attn.plan.job import mesh_of
 from flax_attn.sharding import spec

@@ -8,10 +8,16 @@ from .functional.causal_softmax import causal_softmax_masked, causal_softmax_ren
 from .functional.delta_cache import DeltaCache
 from .functional.delta_rule import gated_delta_rule
 from .functional.dropout import KeyedDropout
-from .functional.frequencies import DynamicNTKScaling, LinearScaling, Llama3Scaling, YaRNScaling
-from .functional.longrope import LongRoPEScaling
 from .functional.masks import Mask
-from .functional.positions import RoPE, sinusoidal
+from .functional.positions import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRoPEScaling,
+    RoPE,
+    YaRNScaling,
+    sinusoidal,
+)
 from .functional.relative import alibi, alibi_slopes, t5_bias, t5_buckets
 from .functional.score_function import ScoreFunction
 from .functional.scores import Scores

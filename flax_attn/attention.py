@@ -17,7 +17,7 @@ from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.score_function import ScoreFunction
 from flax_attn.functional.shapes import Key, Query, Value
 from flax_attn.sharding.attention import attend
-from flax_attn.sharding.division import divide
+from flax_attn.sharding.partition import divide
 from flax_attn.sharding.strategies import Kernel
 
 

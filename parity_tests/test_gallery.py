@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import flax_attn
-from flax_attn.functional.frequencies import Scaling
+from attn_spec.frequencies import Scaling
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.proof.variants import VARIANTS
 

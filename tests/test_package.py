@@ -20,8 +20,9 @@ def names(requirements):
     return {re.match(r"[\w-]+", requirement).group().lower() for requirement in requirements}
 
 
-def test_both_packages_are_in_the_wheel(pyproject):
+def test_the_packages_are_in_the_wheel(pyproject):
     assert pyproject["tool"]["setuptools"]["packages"]["find"]["include"] == [
+        "attn_spec*",
         "flax_attn*",
         "torch_ref*",
     ]
@@ -30,6 +31,7 @@ def test_both_packages_are_in_the_wheel(pyproject):
 def test_sources_of_the_library_are_in_the_source_distribution():
     listed = (ROOT / "MANIFEST.in").read_text().splitlines()
     assert {
+        "graft attn_spec",
         "graft flax_attn",
         "graft torch_ref",
         "graft tests",

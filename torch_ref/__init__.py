@@ -1,5 +1,12 @@
 """The attention variants of `flax_attn` in plain PyTorch: the readable reference."""
 
+from attn_spec.frequencies import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    YaRNScaling,
+)
+from attn_spec.longrope import LongRoPEScaling
 from torch_ref.attention import dot_product_attention, single_head_attention
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
@@ -8,13 +15,6 @@ from torch_ref.functional.causal_softmax import causal_softmax_masked, causal_so
 from torch_ref.functional.delta_cache import DeltaCache
 from torch_ref.functional.delta_rule import gated_delta_rule
 from torch_ref.functional.dropout import KeyedDropout
-from torch_ref.functional.frequencies import (
-    DynamicNTKScaling,
-    LinearScaling,
-    Llama3Scaling,
-    YaRNScaling,
-)
-from torch_ref.functional.longrope import LongRoPEScaling
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.positions import RoPE, sinusoidal
 from torch_ref.functional.relative import alibi, alibi_slopes, t5_bias, t5_buckets

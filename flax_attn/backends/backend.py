@@ -11,7 +11,7 @@ class Backend:
     Attributes:
         name: name for `dot_product_attention(backend=...)`; the name of its module.
         platforms: platforms it runs on, of `"cpu"`, `"gpu"` and `"tpu"`; None is everywhere.
-        dtypes: dtypes that query, key and value may have, of `flax_attn.functional.checks.DTYPES`.
+        dtypes: dtypes that query, key and value may have, of `attn_spec.checks.DTYPES`.
         source: source of the kernel, for the documentation.
         structure: masks that it takes without an array over all queries and keys, for the
             documentation.

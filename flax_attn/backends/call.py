@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from flax_attn.backends.platform import platform_of
-from flax_attn.functional.attention_checks import (
+from attn_spec.attention_checks import (
     check_argument,
     check_scale,
     check_sinks,
     check_soft_cap,
 )
-from flax_attn.functional.checks import check_bias, check_inputs, check_type
+from attn_spec.checks import check_bias, check_inputs, check_type
+from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask, as_mask

@@ -14,11 +14,11 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array
 
+from attn_spec.checks import DTYPES
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
 from flax_attn.backends.nonfinite import all_finite
 from flax_attn.backends.reference import with_weights
-from flax_attn.functional.checks import DTYPES
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import capped_scores, hide, masked_softmax
 

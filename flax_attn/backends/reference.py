@@ -4,9 +4,9 @@ from dataclasses import fields
 
 from jaxtyping import Array
 
+from attn_spec.checks import DTYPES
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
-from flax_attn.functional.checks import DTYPES
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import reference_attention
 

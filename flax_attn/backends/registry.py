@@ -5,8 +5,8 @@ A new one is a module, or a folder, beside this file and a line in the table.
 
 from importlib import import_module
 
+from attn_spec.checks import DTYPES, check_choice
 from flax_attn.backends.backend import Backend
-from flax_attn.functional.checks import DTYPES, check_choice
 
 # In order of preference: "auto" takes the first that runs on the platform, prefers the call and
 # does not refuse it.

@@ -121,10 +121,8 @@ def _run(code: str, folder: str, cache: str) -> dict[str, float]:
             command, env=_environment(cache), text=True, stdout=subprocess.PIPE, stderr=errors
         )
         with process:
-            first, seconds = (
-                process.stdout.readline(),
-                time.perf_counter() - start,
-            )  # pyright: ignore[reportOptionalMemberAccess]
+            first = process.stdout.readline()  # pyright: ignore[reportOptionalMemberAccess]
+            seconds = time.perf_counter() - start
             rest, _ = process.communicate()
         errors.seek(0)
         if process.returncode or first != "first\n":

@@ -14,10 +14,10 @@ from flax.typing import Dtype
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer
 
+from attn_spec.cache_checks import check_cache_dtype
+from attn_spec.checks import check_fits, check_lengths, check_positive, check_ring_buffer
 from flax_attn.functional.cache_base import Cache
-from flax_attn.functional.cache_checks import check_cache_dtype
-from flax_attn.functional.checks import check_fits, check_lengths, check_positive, check_ring_buffer
-from flax_attn.functional.explicit import join, split_as
+from flax_attn.functional.explicit_sharding import join, split_as
 from flax_attn.functional.mask_part import Count
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.shapes import ArrayLike, Key, Value

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
-from flax_attn.functional.cache_checks import Shapes, check_cache_dtype, check_cache_shapes
+from attn_spec.cache_checks import Shapes, check_cache_dtype, check_cache_shapes
 from flax_attn.functional.mask_part import Count
 from flax_attn.functional.shapes import ArrayLike
 

@@ -7,11 +7,11 @@ from einops import rearrange, repeat
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Bool, Float
 
-from flax_attn.functional.checks import check_dtype
+from attn_spec.checks import check_dtype
+from attn_spec.recurrent_checks import check_delta_rule
 from flax_attn.functional.delta_chunks import Steps, chunked, recurrent
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.padding import batched, real_tokens, shape_of
-from flax_attn.functional.recurrent_checks import check_delta_rule
 from flax_attn.functional.shapes import ArrayLike
 
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
-from flax_attn.functional.attention_checks import check_offset
-from flax_attn.functional.checks import check_broadcast
+from attn_spec.attention_checks import check_offset
+from attn_spec.checks import check_broadcast
 from flax_attn.functional.kv_range import (
     UNBOUNDED,
     KVRange,

@@ -15,17 +15,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
-from flax_attn.functional.checks import check_positive
-from flax_attn.functional.function_checks import SEES, check_sees
+from attn_spec.checks import check_positive
+from attn_spec.function_checks import SEES, check_sees
+from attn_spec.mask_text import check_printable, expression, picture
+from flax_attn.functional.block_summary import summarise
 from flax_attn.functional.kv_range import KVRange, Limit, Tiles
 from flax_attn.functional.mask_arguments import as_booleans, as_ids, as_integers
+from flax_attn.functional.mask_function import Where
 from flax_attn.functional.mask_part import Count, Part
 from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
-from flax_attn.functional.mask_text import check_printable, expression, picture
 from flax_attn.functional.shapes import ArrayLike, Index
-from flax_attn.functional.summary import summarise
 from flax_attn.functional.traced import trace
-from flax_attn.functional.where import Where
 
 
 @jax.tree_util.register_dataclass

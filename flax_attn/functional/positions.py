@@ -14,16 +14,19 @@ from einops import rearrange
 from flax.typing import Dtype
 from jaxtyping import Array, Float, Integer
 
-from flax_attn.functional.checks import check_type
-from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.frequencies import (
+from attn_spec.checks import check_type
+from attn_spec.frequencies import (
     DynamicNTKScaling,
     Scaling,
     check_base,
     check_pairs,
     plain_frequencies,
 )
-from flax_attn.functional.longrope import LongRoPEScaling
+from attn_spec.frequencies import LinearScaling as LinearScaling
+from attn_spec.frequencies import Llama3Scaling as Llama3Scaling
+from attn_spec.frequencies import YaRNScaling as YaRNScaling
+from attn_spec.longrope import LongRoPEScaling
+from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.shapes import ArrayLike
 
 

@@ -8,7 +8,7 @@ from einops import rearrange
 from flax.typing import Dtype
 from jaxtyping import Array, Float, Integer
 
-from flax_attn.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from flax_attn.functional.positions import as_positions
 from flax_attn.functional.shapes import ArrayLike
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 from jaxtyping import Array
 
-from flax_attn.functional.function_checks import SCORES, check_scored, check_token_positions
+from attn_spec.function_checks import SCORES, check_scored, check_token_positions
 from flax_attn.functional.traced import trace
 from flax_attn.functional.traced_score import TracedScore
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flax_attn.functional.attention_checks import check_scale, check_soft_cap
-from flax_attn.functional.function_checks import SCORES, check_function
+from attn_spec.attention_checks import check_scale, check_soft_cap
+from attn_spec.function_checks import SCORES, check_function
 from flax_attn.functional.score_function import ScoreFunction
 from flax_attn.functional.shapes import ArrayLike
 

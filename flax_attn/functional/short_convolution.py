@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from attn_spec.recurrent_checks import check_short_convolution
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.padding import batched, real_tokens, shape_of
-from flax_attn.functional.recurrent_checks import check_short_convolution
 from flax_attn.functional.shapes import ArrayLike
 
 

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array
 
-from flax_attn.functional.function_checks import check_function, check_single, needs_values
+from attn_spec.function_checks import check_function, check_single, needs_values
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 _NO_MESH = jax.sharding.AbstractMesh((), ())

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from flax_attn.functional.places import Places
 from flax_attn.functional.shapes import Index, Weights
+from flax_attn.functional.token_runs import Places
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from flax.typing import PrecisionLike
 
-from flax_attn.functional.checks import check_layers
+from attn_spec.checks import check_layers
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.modules.block import TransformerBlock

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from attn_spec.frequencies import YaRNScaling
 from flax_attn.convert.rules import Layout, Rule
-from flax_attn.functional.frequencies import YaRNScaling
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.scores import Scores
 from flax_attn.models.decoder import Decoder, DecoderConfig

@@ -20,12 +20,12 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
+from attn_spec.cache_checks import check_caches
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
-from flax_attn.functional.cache_checks import check_caches
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.models.drawing import draw
+from flax_attn.models.initialise import draw
 from flax_attn.models.pretrained import Pretrained
 from flax_attn.models.stack import Stack, cached_positions, init_caches, run_blocks
 from flax_attn.modules.block import TransformerBlock
@@ -36,7 +36,7 @@ from flax_attn.modules.initialisation import drawn_once
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
-from flax_attn.sharding.batches import arranged, without_arranged_padding
+from flax_attn.sharding.zigzag_inputs import arranged, without_arranged_padding
 
 
 class DecodeOptions(TypedDict, total=False):

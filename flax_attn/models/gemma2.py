@@ -6,8 +6,8 @@ from typing import Any, ClassVar, TypeVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from flax_attn.functional.attention_checks import check_soft_cap
-from flax_attn.functional.checks import check_positive
+from attn_spec.attention_checks import check_soft_cap
+from attn_spec.checks import check_positive
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.scores import Scores
 from flax_attn.models.gemma import Gemma, GemmaConfig

@@ -9,8 +9,8 @@ from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Integer
 
+from attn_spec.checks import check_choice
 from flax_attn.convert.rules import Layout, Rule
-from flax_attn.functional.checks import check_choice
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
 from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields

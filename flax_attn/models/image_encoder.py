@@ -8,7 +8,7 @@ from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_image_size
+from attn_spec.checks import check_image_size
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder import Encoder

@@ -14,7 +14,7 @@ from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.positions import as_positions
 from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.models.drawing import draw
+from flax_attn.models.initialise import draw
 from flax_attn.models.pretrained import Pretrained
 from flax_attn.models.stack import Stack, cached_positions, init_caches, run_blocks
 from flax_attn.modules.block import TransformerBlock
@@ -23,7 +23,7 @@ from flax_attn.modules.initialisation import drawn_once
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import LayerNorm, RMSNorm
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
-from flax_attn.sharding.batches import arranged_positions, without_arranged_padding
+from flax_attn.sharding.zigzag_inputs import arranged_positions, without_arranged_padding
 
 ModelCache = tuple[Cache, ...]  # one for each layer
 

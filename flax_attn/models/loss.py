@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
-from flax_attn.functional.checks import check_ids
+from attn_spec.checks import check_ids
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.integers import clipped
 from flax_attn.functional.masks import Mask
@@ -16,7 +16,7 @@ from flax_attn.functional.positions import segment_positions
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.models.cross_entropy import cross_entropy
 from flax_attn.models.language_model import LanguageModel
-from flax_attn.sharding.batches import arranged
+from flax_attn.sharding.zigzag_inputs import arranged
 
 
 def next_token_loss(

@@ -5,7 +5,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_choice
+from attn_spec.checks import check_choice
 from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.feed_forward import ACTIVATIONS
 from flax_attn.modules.initialisation import filled

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from attn_spec.longrope import LongRoPEScaling
 from flax_attn.convert.rules import Rule
-from flax_attn.functional.longrope import LongRoPEScaling
 from flax_attn.models.decoder import Decoder, DecoderConfig
 from flax_attn.models.hugging_face.decoder import decoder_layout, read_decoder, write_decoder
 from flax_attn.models.hugging_face.family import Family

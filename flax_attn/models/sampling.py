@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, UInt32
 
-from flax_attn.functional.checks import check_number, check_positive
+from attn_spec.checks import check_number, check_positive
 from flax_attn.functional.dropout import threefry_2x32
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.sharding.axes import constrain

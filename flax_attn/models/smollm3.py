@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from flax_attn.functional.checks import check_layers
+from attn_spec.checks import check_layers
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.hugging_face.decoder import (
     DECODER_LAYOUT,

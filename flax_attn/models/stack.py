@@ -11,12 +11,12 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
+from attn_spec.cache_checks import check_caches, check_stacked_cache
 from flax_attn.convert.stacked import places
 from flax_attn.functional.cache_base import Cache
-from flax_attn.functional.cache_checks import check_caches, check_stacked_cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.models.turns import (
+from flax_attn.models.layer_pattern import (
     Block,
     give_numbers,
     in_turns,

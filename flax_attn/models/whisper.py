@@ -11,9 +11,9 @@ from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Float, Integer
 
+from attn_spec.checks import check_features
 from flax_attn.convert.headers import Stored
 from flax_attn.convert.rules import ConversionError, Layout, Rule
-from flax_attn.functional.checks import check_features
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms

@@ -2,8 +2,8 @@
 
 from flax import nnx
 
+from attn_spec.checks import check_type
 from flax_attn.backends.registry import check_backend
-from flax_attn.functional.checks import check_type
 
 
 def set_backend(model: nnx.Module, backend: str) -> None:

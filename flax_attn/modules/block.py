@@ -7,13 +7,13 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
-from flax_attn.functional.cache_base import Cache
-from flax_attn.functional.checks import (
+from attn_spec.checks import (
     check_block_norms,
     check_block_widths,
     check_tokens,
     check_type,
 )
+from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import ArrayLike, Tokens

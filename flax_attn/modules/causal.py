@@ -7,8 +7,8 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
+from attn_spec.checks import check_context_length, check_tokens
 from flax_attn.attention import single_head_attention
-from flax_attn.functional.checks import check_context_length, check_tokens
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.shapes import Tokens
 from flax_attn.modules.dropout import Dropout

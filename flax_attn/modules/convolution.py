@@ -6,7 +6,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_odd, check_positive, check_tokens
+from attn_spec.checks import check_odd, check_positive, check_tokens
 from flax_attn.modules.linear import Linear
 
 

@@ -7,9 +7,9 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
+from attn_spec.checks import check_block_widths, check_type
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
-from flax_attn.functional.checks import check_block_widths, check_type
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import Tokens
 from flax_attn.modules.calls import Attention, CallOptions, unpack

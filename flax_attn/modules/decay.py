@@ -9,7 +9,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.modules.initialisation import check_dtypes, next_key, uniform
 from flax_attn.sharding.parameters import named

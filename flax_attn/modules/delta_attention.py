@@ -10,13 +10,13 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_positive, check_tokens, check_type
+from attn_spec.checks import check_positive, check_tokens, check_type
+from attn_spec.recurrent_checks import check_recurrent_heads, check_recurrent_options
 from flax_attn.functional.delta_cache import DeltaCache, documents_of
 from flax_attn.functional.delta_rule import gated_delta_rule
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.padding import real_tokens
-from flax_attn.functional.recurrent_checks import check_recurrent_heads, check_recurrent_options
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.modules.calls import Attention, CallOptions, Outputs, Returned
 from flax_attn.modules.linear import Linear

@@ -10,9 +10,9 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.explicit import split_as
+from flax_attn.functional.explicit_sharding import split_as
 from flax_attn.functional.positions import RoPE
 from flax_attn.modules.initialisation import next_key, normal
 from flax_attn.modules.multi_head import MultiHeadAttention

@@ -3,11 +3,11 @@
 from flax import nnx
 from jaxtyping import Array
 
-from flax_attn.functional.checks import check_rate
+from attn_spec.checks import check_rate
 from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
 from flax_attn.functional.shapes import Tokens
 from flax_attn.modules.initialisation import fork
-from flax_attn.sharding.batches import arranged_dropout
+from flax_attn.sharding.zigzag_inputs import arranged_dropout
 
 
 class Dropout(nnx.Module):

@@ -5,7 +5,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from flax_attn.functional.checks import check_ids, check_positive
+from attn_spec.checks import check_ids, check_positive
 from flax_attn.functional.integers import clipped
 from flax_attn.modules.initialisation import check_dtypes, next_key, normal, redrawn
 from flax_attn.modules.matrix_product import dot_general

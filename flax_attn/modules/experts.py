@@ -12,8 +12,8 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
+from attn_spec.checks import check_choice, check_positive, check_type, check_width
 from flax_attn.backends.platform import platform_of
-from flax_attn.functional.checks import check_choice, check_positive, check_type, check_width
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.modules.feed_forward import ACTIVATIONS
 from flax_attn.modules.grouped_product import grouped_product, tiled

@@ -6,7 +6,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_choice, check_positive, check_width
+from attn_spec.checks import check_choice, check_positive, check_width
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.modules.linear import Linear
 from flax_attn.sharding.axes import constrain

@@ -9,10 +9,10 @@ from flax.typing import Dtype, PrecisionLike
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from attn_spec.cache_checks import check_cache_window
+from attn_spec.checks import check_capacity, check_tokens, check_type
 from flax_attn.attention import dot_product_attention
 from flax_attn.functional.cache import KVCache
-from flax_attn.functional.cache_checks import check_cache_window
-from flax_attn.functional.checks import check_capacity, check_tokens, check_type
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.functional.scores import Scores
 from flax_attn.functional.shapes import ArrayLike
@@ -21,7 +21,7 @@ from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.heads import gate_heads
 from flax_attn.modules.linear import Linear
 from flax_attn.sharding.axes import constrain
-from flax_attn.sharding.batches import arranged
+from flax_attn.sharding.zigzag_inputs import arranged
 
 
 class HeadAttention(Attention):

@@ -21,7 +21,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
-from flax_attn.functional.checks import check_dtype
+from attn_spec.checks import check_dtype
 from flax_attn.modules.random_numbers import (
     beside,
     can_draw,

@@ -8,17 +8,17 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from flax_attn.backends.registry import check_backend
-from flax_attn.functional.absorption import Absorption
-from flax_attn.functional.cache import KVCache
-from flax_attn.functional.checks import (
+from attn_spec.checks import (
     check_causal_window,
     check_choice,
     check_context_length,
     check_positive,
     check_type,
 )
-from flax_attn.functional.latent_checks import check_latent_norm
+from attn_spec.latent_checks import check_latent_norm
+from flax_attn.backends.registry import check_backend
+from flax_attn.functional.absorption import Absorption
+from flax_attn.functional.cache import KVCache
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.scores import Scores

@@ -5,7 +5,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_positive, check_width
+from attn_spec.checks import check_positive, check_width
 from flax_attn.modules.initialisation import check_dtypes, filled
 from flax_attn.sharding.parameters import named
 

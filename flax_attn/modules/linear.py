@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 
-from flax_attn.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from flax_attn.modules.initialisation import check_dtypes, check_rngs, for_flax, redrawn, uniform
 from flax_attn.modules.matrix_product import dot_general
 from flax_attn.sharding.parameters import named

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from flax_attn.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from flax_attn.functional.masks import Mask, as_mask
 from flax_attn.modules.multi_head import MultiHeadAttention
 

@@ -8,9 +8,9 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_type
+from attn_spec.checks import check_type
+from attn_spec.mixture_checks import check_experts
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.mixture_checks import check_experts
 from flax_attn.modules.experts import Experts
 from flax_attn.modules.router import Router
 

@@ -8,9 +8,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from flax_attn.backends.registry import check_backend
-from flax_attn.functional.cache import KVCache
-from flax_attn.functional.checks import (
+from attn_spec.checks import (
     check_causal_window,
     check_choice,
     check_context_length,
@@ -20,6 +18,8 @@ from flax_attn.functional.checks import (
     check_tokens,
     check_type,
 )
+from flax_attn.backends.registry import check_backend
+from flax_attn.functional.cache import KVCache
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.scores import Scores

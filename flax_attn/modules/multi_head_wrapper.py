@@ -7,7 +7,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
-from flax_attn.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import Tokens

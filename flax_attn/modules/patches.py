@@ -6,7 +6,7 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from flax_attn.functional.checks import check_image, check_positive
+from attn_spec.checks import check_image, check_positive
 from flax_attn.modules.linear import Linear
 
 

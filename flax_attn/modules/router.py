@@ -12,9 +12,9 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from flax_attn.functional.checks import check_choice, check_positive, check_width
+from attn_spec.checks import check_choice, check_positive, check_width
+from attn_spec.mixture_checks import check_router
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.mixture_checks import check_router
 from flax_attn.modules.initialisation import check_dtypes, filled
 from flax_attn.modules.linear import Linear
 from flax_attn.sharding.axes import constrain

@@ -7,9 +7,9 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
+from attn_spec.checks import check_positive, check_tokens
 from flax_attn.attention import single_head_attention
 from flax_attn.backends.registry import check_backend
-from flax_attn.functional.checks import check_positive, check_tokens
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.shapes import Tokens
 from flax_attn.modules.linear import Linear

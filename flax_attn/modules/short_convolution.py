@@ -5,7 +5,7 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array, Bool, Float
 
-from flax_attn.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.functional.short_convolution import Convolved, short_convolution
 from flax_attn.modules.feed_forward import ACTIVATIONS

@@ -5,9 +5,9 @@ from typing import Literal, overload
 from flax import nnx
 from jaxtyping import Array
 
+from attn_spec.checks import check_tokens
 from flax_attn.attention import single_head_attention
 from flax_attn.backends.registry import check_backend
-from flax_attn.functional.checks import check_tokens
 from flax_attn.functional.shapes import Tokens
 
 

@@ -10,18 +10,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flax_attn.functional.checks import check_positive
-from flax_attn.functional.frequencies import YaRNScaling
+from attn_spec.checks import check_positive
+from attn_spec.frequencies import YaRNScaling
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.deepseekv3 import DeepseekV3, DeepseekV3Config
 from flax_attn.models.gpt2 import GPT2, GPT2_CONFIGS
 from flax_attn.models.hugging_face.fields import read_fields
 from flax_attn.models.hugging_face.folder import read_config
 from flax_attn.models.language_model import LanguageModel
+from flax_attn.models.layer_pattern import UnequalLayersError
 from flax_attn.models.llama import Llama, LlamaConfig
 from flax_attn.models.mixtral import Mixtral, MixtralConfig
 from flax_attn.models.registry import FAMILIES, model_class
-from flax_attn.models.turns import UnequalLayersError
 from flax_attn.plan.topology import Topology
 from flax_attn.sharding.axes import rules, table
 

@@ -17,7 +17,7 @@ from flax_attn.parity.report.report import Report, environment
 from flax_attn.proof.prove import prove
 from flax_attn.proof.variant import Variant
 from flax_attn.sharding.axes import axes_in
-from flax_attn.sharding.division import IndivisibleError
+from flax_attn.sharding.partition import IndivisibleError
 
 
 def prove_on_mesh(variant: Variant, pair: Pair, seed: int = 0, **options: Any) -> Report:

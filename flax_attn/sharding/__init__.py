@@ -2,8 +2,8 @@
 
 from flax_attn.sharding.axes import RULES, constrain, rules, spec
 from flax_attn.sharding.options import context_parallel
-from flax_attn.sharding.order import unzigzag, zigzag
 from flax_attn.sharding.parameters import shard, shardings
+from flax_attn.sharding.zigzag import unzigzag, zigzag
 
 __all__ = [
     "RULES",

@@ -17,14 +17,14 @@ from jaxtyping import Array
 
 from flax_attn.backends.call import Call
 from flax_attn.functional.dropout import key_data
+from flax_attn.functional.local_view import HeadsOf
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.placed import HeadsOf
-from flax_attn.functional.places import Places
-from flax_attn.sharding.division import Division
+from flax_attn.functional.token_runs import Places
 from flax_attn.sharding.mapped import on_devices
-from flax_attn.sharding.order import zigzag_places
+from flax_attn.sharding.partition import Division
 from flax_attn.sharding.shards import Shard
 from flax_attn.sharding.strategies import Kernel, attend_shard
+from flax_attn.sharding.zigzag import zigzag_places
 
 
 def attend(division: Division, call: Call, kernel: Kernel) -> Array:

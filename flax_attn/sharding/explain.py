@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from attn_spec.checks import check_choice
 from flax_attn.backends.call import Call, Unsupported, as_argument, prepare
 from flax_attn.backends.choose import choose, refusal, runs_on
 from flax_attn.backends.platform import PLATFORMS, platform_of
 from flax_attn.backends.registry import BACKENDS, load
 from flax_attn.backends.trees import split
-from flax_attn.functional.checks import check_choice
 from flax_attn.sharding.attention import attend
-from flax_attn.sharding.division import Division, divide
-from flax_attn.sharding.route import Route
+from flax_attn.sharding.partition import Division, divide
+from flax_attn.sharding.ring_schedule import Route
 from flax_attn.sharding.shards import Shard
 from flax_attn.sharding.strategies import Kernel
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from flax_attn.functional.checks import check_choice
+from attn_spec.checks import check_choice
 
 STRATEGIES = ("auto", "all_gather", "ulysses", "ring", "ulysses+ring")
 BALANCES = ("auto", "none", "zigzag")

@@ -24,8 +24,8 @@ from flax_attn.backends.blocked import BACKEND as BLOCKED
 from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.places import Places
-from flax_attn.sharding.route import Route
+from flax_attn.functional.token_runs import Places
+from flax_attn.sharding.ring_schedule import Route
 from flax_attn.sharding.shards import Shard
 
 

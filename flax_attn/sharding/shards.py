@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from flax_attn.backends.call import Call
+from flax_attn.functional.local_view import Placed, PlacedDropout
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.placed import Placed, PlacedDropout
-from flax_attn.functional.places import Places
+from flax_attn.functional.token_runs import Places
 
 
 @jax.tree_util.register_dataclass

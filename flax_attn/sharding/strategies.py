@@ -14,15 +14,15 @@ from jaxtyping import Array
 
 from flax_attn.backends.call import Call
 from flax_attn.backends.choose import choose
+from flax_attn.functional.local_view import HeadsOf
 from flax_attn.functional.mask_part import Part
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.placed import HeadsOf
-from flax_attn.functional.places import Places
-from flax_attn.sharding.division import Division
-from flax_attn.sharding.order import exchange, exchange_back, joined, unjoined, zigzag_places
+from flax_attn.functional.token_runs import Places
+from flax_attn.sharding.partition import Division
 from flax_attn.sharding.ring import attend_pieces
-from flax_attn.sharding.route import Route, make_route, stay
+from flax_attn.sharding.ring_schedule import Route, make_route, stay
 from flax_attn.sharding.shards import Shard, whole
+from flax_attn.sharding.zigzag import exchange, exchange_back, joined, unjoined, zigzag_places
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jaxtyping import Array
 
+from attn_spec.checks import check_positive
 from flax_attn.convert.lock import locked
-from flax_attn.functional.checks import check_positive
 
 # A checkpoint moves here in one step, and is removed then: it is complete or absent.
 _DELETED = ".deleted"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from attn_spec.checks import DTYPES
 from flax_attn import (
     CausalAttention,
     KeyedDropout,
@@ -22,7 +23,6 @@ from flax_attn.backends.choose import choose, refusal
 from flax_attn.backends.platform import PLATFORMS, compute_capability, platform_of
 from flax_attn.backends.reference import SHORT
 from flax_attn.backends.registry import BACKENDS, load, markdown_table
-from flax_attn.functional.checks import DTYPES
 from flax_attn.sharding.explain import explain
 
 

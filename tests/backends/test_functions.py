@@ -13,7 +13,7 @@ from flax_attn.backends.blocked.heads import attend_heads
 from flax_attn.backends.call import prepare
 from flax_attn.backends.registry import BACKENDS, load
 from flax_attn.backends.splash import interpreted
-from flax_attn.functional.where import Where
+from flax_attn.functional.mask_function import Where
 from flax_attn.parity import tolerance
 
 from .conformance import FAST

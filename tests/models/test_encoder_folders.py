@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from flax_attn.functional.frequencies import LinearScaling
+from attn_spec.frequencies import LinearScaling
 from flax_attn.functional.positions import RoPE
 from flax_attn.models import from_pretrained
 from flax_attn.models.bert import Bert, BertConfig, BertMaskedLM

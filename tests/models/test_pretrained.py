@@ -12,15 +12,15 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from flax_attn import DifferentialAttention, MultiHeadAttention, RMSNorm, convert
-from flax_attn.functional.frequencies import (
+from attn_spec.frequencies import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
     Scaling,
     YaRNScaling,
 )
-from flax_attn.functional.longrope import LongRoPEScaling
+from attn_spec.longrope import LongRoPEScaling
+from flax_attn import DifferentialAttention, MultiHeadAttention, RMSNorm, convert
 from flax_attn.functional.positions import RoPE
 from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, from_pretrained, save_pretrained
 from flax_attn.models.diffllama import DiffLlama, DiffLlamaConfig

@@ -11,9 +11,9 @@ from flax import nnx
 from flax_attn import convert, from_pretrained, generate
 from flax_attn.models.diffllama import DiffLlama, DiffLlamaConfig
 from flax_attn.models.gemma2 import Gemma2, Gemma2Config
+from flax_attn.models.layer_pattern import in_turns
 from flax_attn.models.modernbert import ModernBert, ModernBertConfig
 from flax_attn.models.t5 import T5, T5Config
-from flax_attn.models.turns import in_turns
 from flax_attn.models.whisper import Whisper, WhisperConfig
 
 DECODER = {

@@ -17,7 +17,7 @@ from flax_attn.parity import tolerance
 from flax_attn.plan.collectives import KINDS
 from flax_attn.plan.hlo import read
 from flax_attn.sharding import constrain, context_parallel, rules, unzigzag, zigzag
-from flax_attn.sharding.route import make_route
+from flax_attn.sharding.ring_schedule import make_route
 
 from ..backends.conformance import FAST
 from .cases import MASKS, MESHES, Case, drawn

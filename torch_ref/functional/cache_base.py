@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
-from torch_ref.functional.cache_checks import Shapes, check_cache_dtype, check_cache_shapes
+from attn_spec.cache_checks import Shapes, check_cache_dtype, check_cache_shapes
 from torch_ref.functional.mask_part import Count
 from torch_ref.functional.shapes import ArrayLike
 

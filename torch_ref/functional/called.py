@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_ref.functional.function_checks import check_single, needs_values
+from attn_spec.function_checks import check_single, needs_values
 
 
 def called(what: str, function: Any, *arguments: Any) -> torch.Tensor:

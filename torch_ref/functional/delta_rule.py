@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from torch_ref.functional.checks import check_dtype
+from attn_spec.checks import check_dtype
+from attn_spec.recurrent_checks import check_delta_rule
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.padding import batched, real_tokens, shape_of
-from torch_ref.functional.recurrent_checks import check_delta_rule
 from torch_ref.functional.shapes import ArrayLike
 
 

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
-from torch_ref.functional.attention_checks import check_offset
-from torch_ref.functional.checks import check_broadcast
+from attn_spec.attention_checks import check_offset
+from attn_spec.checks import check_broadcast
 from torch_ref.functional.mask_part import Count, Part
 from torch_ref.functional.shapes import Index
 

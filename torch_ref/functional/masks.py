@@ -14,14 +14,14 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
-from torch_ref.functional.checks import check_positive
-from torch_ref.functional.function_checks import SEES, check_function
+from attn_spec.checks import check_positive
+from attn_spec.function_checks import SEES, check_function
+from attn_spec.mask_text import check_printable, expression, picture
 from torch_ref.functional.mask_arguments import as_booleans, as_ids, as_integers
+from torch_ref.functional.mask_function import Where
 from torch_ref.functional.mask_part import Count, Part
 from torch_ref.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
-from torch_ref.functional.mask_text import check_printable, expression, picture
 from torch_ref.functional.shapes import ArrayLike
-from torch_ref.functional.where import Where
 
 
 @dataclass(frozen=True)

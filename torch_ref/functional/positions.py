@@ -12,16 +12,19 @@ from einops import rearrange
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from torch_ref.functional.checks import check_type
-from torch_ref.functional.dtypes import accumulation_dtype
-from torch_ref.functional.frequencies import (
+from attn_spec.checks import check_type
+from attn_spec.frequencies import (
     DynamicNTKScaling,
     Scaling,
     check_base,
     check_pairs,
     plain_frequencies,
 )
-from torch_ref.functional.longrope import LongRoPEScaling
+from attn_spec.frequencies import LinearScaling as LinearScaling
+from attn_spec.frequencies import Llama3Scaling as Llama3Scaling
+from attn_spec.frequencies import YaRNScaling as YaRNScaling
+from attn_spec.longrope import LongRoPEScaling
+from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.shapes import ArrayLike
 
 

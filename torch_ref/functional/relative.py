@@ -8,7 +8,7 @@ from einops import rearrange
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from torch_ref.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from torch_ref.functional.positions import as_positions
 from torch_ref.functional.shapes import ArrayLike
 

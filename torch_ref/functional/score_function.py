@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_ref.functional.called import called
-from torch_ref.functional.function_checks import (
+from attn_spec.function_checks import (
     SCORES,
     check_function,
     check_scored,
     check_token_positions,
 )
+from torch_ref.functional.called import called
 from torch_ref.functional.shapes import Weights
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch_ref.functional.attention_checks import check_scale, check_soft_cap
-from torch_ref.functional.function_checks import SCORES, check_function
+from attn_spec.attention_checks import check_scale, check_soft_cap
+from attn_spec.function_checks import SCORES, check_function
 from torch_ref.functional.score_function import ScoreFunction
 from torch_ref.functional.shapes import ArrayLike
 

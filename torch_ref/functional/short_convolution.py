@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
+from attn_spec.recurrent_checks import check_short_convolution
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.padding import batched, real_tokens, shape_of
-from torch_ref.functional.recurrent_checks import check_short_convolution
 from torch_ref.functional.shapes import ArrayLike
 
 

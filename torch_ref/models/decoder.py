@@ -6,7 +6,7 @@ They have rotary positions, RMS norms and a gated feed-forward layer.
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from torch_ref.functional.checks import check_layers
+from attn_spec.checks import check_layers
 from torch_ref.functional.positions import RoPE
 from torch_ref.models.language_model import LanguageModel
 from torch_ref.modules.block import TransformerBlock

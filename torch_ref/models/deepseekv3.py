@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_ref.functional.frequencies import YaRNScaling
+from attn_spec.frequencies import YaRNScaling
 from torch_ref.functional.positions import RoPE
 from torch_ref.functional.scores import Scores
 from torch_ref.models.decoder import Decoder, DecoderConfig

@@ -14,7 +14,7 @@ from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import without_padding
 from torch_ref.functional.positions import as_positions
 from torch_ref.functional.shapes import ArrayLike, Tokens
-from torch_ref.models.drawing import draw
+from torch_ref.models.initialise import draw
 from torch_ref.modules.block import TransformerBlock
 from torch_ref.modules.calls import CallOptions
 from torch_ref.modules.norm import LayerNorm

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from torch_ref.functional.attention_checks import check_soft_cap
-from torch_ref.functional.checks import check_positive
+from attn_spec.attention_checks import check_soft_cap
+from attn_spec.checks import check_positive
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.scores import Scores
 from torch_ref.models.gemma import Gemma, GemmaConfig

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_ref.functional.checks import check_no_start, check_positive, check_prompt
+from attn_spec.checks import check_no_start, check_positive, check_prompt
+from attn_spec.longrope import LongRoPEScaling
 from torch_ref.functional.dropout import key_data
-from torch_ref.functional.longrope import LongRoPEScaling
 from torch_ref.models.encoder_decoder import EncoderDecoder
 from torch_ref.models.language_model import LanguageModel, ModelCache
 from torch_ref.models.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens

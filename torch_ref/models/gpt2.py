@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Integer
 from torch import Tensor
 
-from torch_ref.functional.checks import check_choice
+from attn_spec.checks import check_choice
 from torch_ref.functional.shapes import Tokens
 from torch_ref.models.language_model import LanguageModel
 from torch_ref.modules.block import TransformerBlock

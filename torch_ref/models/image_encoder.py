@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_ref.functional.checks import check_image_size
+from attn_spec.checks import check_image_size
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.shapes import Tokens
 from torch_ref.models.encoder import Encoder

@@ -9,14 +9,14 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from attn_spec.cache_checks import check_caches
 from torch_ref.functional.cache_base import Cache
-from torch_ref.functional.cache_checks import check_caches
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import without_padding
 from torch_ref.functional.positions import as_positions
 from torch_ref.functional.shapes import ArrayLike, Tokens
-from torch_ref.models.drawing import draw
+from torch_ref.models.initialise import draw
 from torch_ref.modules.block import TransformerBlock
 from torch_ref.modules.calls import CallOptions
 from torch_ref.modules.embedding import Embedding

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_ref.functional.checks import check_choice
+from attn_spec.checks import check_choice
 from torch_ref.modules.embedding import Embedding
 from torch_ref.modules.feed_forward import ACTIVATIONS
 from torch_ref.modules.linear import Linear

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from torch_ref.functional.checks import check_number, check_positive
+from attn_spec.checks import check_number, check_positive
 from torch_ref.functional.dropout import threefry_2x32
 from torch_ref.functional.dtypes import accumulation_dtype
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch_ref.functional.checks import check_layers
+from attn_spec.checks import check_layers
 from torch_ref.functional.positions import RoPE
 from torch_ref.models.llama import Llama, LlamaConfig
 

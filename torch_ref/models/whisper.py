@@ -10,7 +10,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from torch_ref.functional.checks import check_features
+from attn_spec.checks import check_features
 from torch_ref.functional.shapes import Tokens
 from torch_ref.models.encoder_decoder import EncoderDecoder
 from torch_ref.modules.block import TransformerBlock

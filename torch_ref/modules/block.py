@@ -5,13 +5,13 @@ from typing import Literal, TypeVar, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from torch_ref.functional.cache_base import Cache
-from torch_ref.functional.checks import (
+from attn_spec.checks import (
     check_block_norms,
     check_block_widths,
     check_tokens,
     check_type,
 )
+from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import ArrayLike, Tokens

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_ref.functional.checks import check_odd, check_positive, check_tokens
+from attn_spec.checks import check_odd, check_positive, check_tokens
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.typed import TypedModule
 

@@ -5,9 +5,9 @@ from typing import Any, Unpack, overload
 import torch
 from torch import Tensor, nn
 
+from attn_spec.checks import check_block_widths, check_type
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
-from torch_ref.functional.checks import check_block_widths, check_type
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.calls import Attention, CallOptions, unpack

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_ref.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.modules.typed import TypedModule
 

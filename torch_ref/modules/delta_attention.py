@@ -8,13 +8,13 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from torch_ref.functional.checks import check_positive, check_tokens, check_type
+from attn_spec.checks import check_positive, check_tokens, check_type
+from attn_spec.recurrent_checks import check_recurrent_heads, check_recurrent_options
 from torch_ref.functional.delta_cache import DeltaCache, documents_of
 from torch_ref.functional.delta_rule import gated_delta_rule
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.padding import real_tokens
-from torch_ref.functional.recurrent_checks import check_recurrent_heads, check_recurrent_options
 from torch_ref.functional.shapes import ArrayLike, Tokens
 from torch_ref.modules.calls import Attention, CallOptions, Outputs, Returned
 from torch_ref.modules.linear import Linear

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_ref.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.positions import RoPE
 from torch_ref.modules.multi_head import MultiHeadAttention

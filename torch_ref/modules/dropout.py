@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from torch_ref.functional.checks import check_rate
+from attn_spec.checks import check_rate
 from torch_ref.functional.dropout import KeyedDropout, draw_key, drop, keep_grid
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.typed import TypedModule

@@ -5,7 +5,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_ref.functional.checks import check_ids, check_positive
+from attn_spec.checks import check_ids, check_positive
 from torch_ref.functional.integers import clipped
 from torch_ref.modules.typed import TypedModule
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_ref.functional.checks import check_choice, check_positive, check_type, check_width
+from attn_spec.checks import check_choice, check_positive, check_type, check_width
 from torch_ref.modules.feed_forward import ACTIVATIONS
 from torch_ref.modules.router import Routing
 from torch_ref.modules.typed import TypedModule

@@ -5,7 +5,7 @@ from functools import partial
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_ref.functional.checks import check_choice, check_positive, check_width
+from attn_spec.checks import check_choice, check_positive, check_width
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.typed import TypedModule
 

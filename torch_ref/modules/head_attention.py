@@ -6,10 +6,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from attn_spec.cache_checks import check_cache_window
+from attn_spec.checks import check_capacity, check_tokens, check_type
 from torch_ref.attention import dot_product_attention
 from torch_ref.functional.cache import KVCache
-from torch_ref.functional.cache_checks import check_cache_window
-from torch_ref.functional.checks import check_capacity, check_tokens, check_type
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.scores import Scores
 from torch_ref.functional.shapes import ArrayLike

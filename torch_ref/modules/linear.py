@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from torch_ref.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from torch_ref.modules.typed import TypedModule
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_ref.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.modules.multi_head import MultiHeadAttention
 

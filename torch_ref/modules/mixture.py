@@ -5,8 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_ref.functional.checks import check_type
-from torch_ref.functional.mixture_checks import check_experts
+from attn_spec.checks import check_type
+from attn_spec.mixture_checks import check_experts
 from torch_ref.modules.experts import Experts
 from torch_ref.modules.router import Router
 from torch_ref.modules.typed import TypedModule

@@ -7,9 +7,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_ref.attention import check_backend
-from torch_ref.functional.cache import KVCache
-from torch_ref.functional.checks import (
+from attn_spec.checks import (
     check_causal_window,
     check_choice,
     check_context_length,
@@ -19,6 +17,8 @@ from torch_ref.functional.checks import (
     check_tokens,
     check_type,
 )
+from torch_ref.attention import check_backend
+from torch_ref.functional.cache import KVCache
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.positions import RoPE
 from torch_ref.functional.scores import Scores

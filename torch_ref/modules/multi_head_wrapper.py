@@ -5,7 +5,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
-from torch_ref.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import Tokens

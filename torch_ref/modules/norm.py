@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torch_ref.functional.checks import check_eps, check_positive, check_width
+from attn_spec.checks import check_eps, check_positive, check_width
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.modules.typed import TypedModule
 

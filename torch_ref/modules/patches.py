@@ -4,7 +4,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from torch_ref.functional.checks import check_image, check_positive
+from attn_spec.checks import check_image, check_positive
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.typed import TypedModule
 

@@ -11,9 +11,9 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_ref.functional.checks import check_choice, check_positive, check_width
+from attn_spec.checks import check_choice, check_positive, check_width
+from attn_spec.mixture_checks import check_router
 from torch_ref.functional.dtypes import accumulation_dtype
-from torch_ref.functional.mixture_checks import check_router
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.typed import TypedModule
 

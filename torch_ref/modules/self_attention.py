@@ -4,8 +4,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from attn_spec.checks import check_positive, check_tokens
 from torch_ref.attention import check_backend, single_head_attention
-from torch_ref.functional.checks import check_positive, check_tokens
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.linear import Linear

@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_ref.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from torch_ref.functional.shapes import ArrayLike, Tokens
 from torch_ref.functional.short_convolution import Convolved, short_convolution
 from torch_ref.modules.typed import TypedModule

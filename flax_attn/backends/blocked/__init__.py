@@ -24,6 +24,7 @@ References:
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from attn_spec.checks import DTYPES
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.blocked.heads import (
     Loop,
@@ -37,7 +38,6 @@ from flax_attn.backends.blocked.tiling import Tiling, make_tiling
 from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.nonfinite import row_factor
 from flax_attn.backends.softmax import Softmax
-from flax_attn.functional.checks import DTYPES
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
 

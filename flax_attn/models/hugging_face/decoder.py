@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attn_spec.frequencies import DynamicNTKScaling
 from flax_attn.convert.rules import Layout, Rule
-from flax_attn.functional.frequencies import DynamicNTKScaling
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.decoder import DecoderConfig
 from flax_attn.models.hugging_face.bounds import HEADS, LENGTHS

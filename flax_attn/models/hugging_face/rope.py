@@ -7,14 +7,14 @@ are read and written. Each field means what it means in `modeling_rope_utils.py`
 import math
 from typing import Any
 
-from flax_attn.functional.frequencies import (
+from attn_spec.frequencies import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
     Scaling,
     YaRNScaling,
 )
-from flax_attn.functional.longrope import LongRoPEScaling
+from attn_spec.longrope import LongRoPEScaling
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.hugging_face.bounds import BASES, FACTORS, PARTS
 from flax_attn.models.hugging_face.fields import REQUIRED, Fields

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flax import nnx
 
+from flax_attn.models.layer_pattern import stack_modules
 from flax_attn.models.stack import Stack
-from flax_attn.models.turns import stack_modules
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.initialisation import fork
 

@@ -9,7 +9,7 @@ import torch
 
 from flax_attn.proof.faults.fault import Patch, Wrap, fault
 from torch_ref import ScoreFunction
-from torch_ref.functional.where import Where
+from torch_ref.functional.mask_function import Where
 
 MASK = "multi_head_function_mask"
 SCORE = "multi_head_function_score"  # 4 heads that share 2 key/value heads

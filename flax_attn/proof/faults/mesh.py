@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dropout import KeyedDropout
-from flax_attn.functional.places import Places
-from flax_attn.sharding import attention, order, route, shards, strategies
+from flax_attn.functional.token_runs import Places
+from flax_attn.sharding import attention, ring_schedule, shards, strategies, zigzag
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,13 @@ FAULTS = (
     MeshFault("Two parts of a softmax are added without their maxima.",
               Softmax, "fold", _without_maximum, _INPUTS | {"output"}),
     MeshFault("The inverse of the zigzag order is the order itself.",
-              strategies, "exchange_back", order.exchange, frozenset({"output", "query"}),
+              strategies, "exchange_back", zigzag.exchange, frozenset({"output", "query"}),
               "zigzag"),
     MeshFault("Dropout goes by the index in a shard.",
               shards, "PlacedDropout", _by_shard, _INPUTS | {"output"}),
-    MeshFault("Gradients of keys and values stay where they were computed.", route.Route, "send",
-              _wraps(route.Route.send, _stays_abroad), frozenset({"key", "value"})),
+    MeshFault("Gradients of keys and values stay where they were computed.",
+              ring_schedule.Route, "send",
+              _wraps(ring_schedule.Route.send, _stays_abroad), frozenset({"key", "value"})),
     MeshFault("The gradient of a bias is that of the last piece alone.",
               Places, "put", _of_last_piece, frozenset({"bias"})),
 )  # fmt: skip

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from flax_attn.functional.checks import check_positive
-from flax_attn.functional.places import Places
+from attn_spec.checks import check_positive
+from flax_attn.functional.token_runs import Places
 
 T = TypeVar("T", Array, np.ndarray)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from torch_ref.functional.attention_checks import check_position
+from attn_spec.attention_checks import check_position
+from attn_spec.function_checks import check_known, check_same_size, check_sees
 from torch_ref.functional.called import broadcast_size, called
-from torch_ref.functional.function_checks import check_known, check_same_size, check_sees
 from torch_ref.functional.mask_parts import Positioned
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from torch_ref.functional.checks import check_positive
+from attn_spec.checks import check_positive
 
 Lengths = TypeVar("Lengths")  # an array of any framework
 Frequencies = np.ndarray  # (width / 2,), float64, radians a token, from the fastest to the slowest

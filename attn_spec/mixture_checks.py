@@ -1,6 +1,6 @@
 """Checks of a mixture of experts that both packages share, with the same messages."""
 
-from torch_ref.functional.checks import check_positive
+from attn_spec.checks import check_positive
 
 
 def check_router(num_experts: int, top_k: int, groups: int, top_groups: int) -> None:

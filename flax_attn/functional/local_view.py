@@ -10,8 +10,8 @@ from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.kv_range import KVRange
 from flax_attn.functional.mask_part import Part
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.places import Places
 from flax_attn.functional.shapes import Index
+from flax_attn.functional.token_runs import Places
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flax_attn.functional.frequencies import Frequencies, Scaling, plain_frequencies
+from attn_spec.frequencies import Frequencies, Scaling, plain_frequencies
 
 
 @dataclass(frozen=True)

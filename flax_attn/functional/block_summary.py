@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from einops import rearrange, reduce
 from jaxtyping import Array, Bool
 
-from flax_attn.functional.checks import check_positive
+from attn_spec.checks import check_positive
 from flax_attn.functional.kv_range import KVRange, Tiles
 from flax_attn.functional.mask_part import Part
 

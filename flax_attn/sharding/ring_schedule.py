@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array
 
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.places import Places
+from flax_attn.functional.token_runs import Places
 
 T = TypeVar("T")
 

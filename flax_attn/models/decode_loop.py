@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from flax_attn.functional.explicit import split_as
+from flax_attn.functional.explicit_sharding import split_as
 from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.sampling import Sampling, sample

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from flax_attn.functional.attention_checks import check_position
-from flax_attn.functional.function_checks import check_known, check_same_size
+from attn_spec.attention_checks import check_position
+from attn_spec.function_checks import check_known, check_same_size
 from flax_attn.functional.kv_range import as_int32
 from flax_attn.functional.mask_parts import Positioned
 
