@@ -199,8 +199,8 @@ def test_no_files_import_each_other_in_a_circle(trees):
         ),
         (
             "parity",
-            "from attn_spec.checks import check_rate",
-            "attn_spec.checks",
+            "from flax_attn.functional.masks import Mask",
+            "flax_attn.functional.masks",
         ),
         ("parity", "from flax_attn.proof.variants import VARIANTS", "flax_attn.proof.variants"),
         ("parity", "from flax_attn import MultiHeadAttention", "flax_attn"),

@@ -3,7 +3,7 @@
 from flax_attn.sharding.axes import RULES, constrain, rules, spec
 from flax_attn.sharding.options import context_parallel
 from flax_attn.sharding.parameters import shard, shardings
-from flax_attn.sharding.zigzag import unzigzag, zigzag
+from flax_attn.sharding.zigzag_order import unzigzag, zigzag
 
 __all__ = [
     "RULES",

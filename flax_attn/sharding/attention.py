@@ -24,7 +24,7 @@ from flax_attn.sharding.mapped import on_devices
 from flax_attn.sharding.partition import Division
 from flax_attn.sharding.shards import Shard
 from flax_attn.sharding.strategies import Kernel, attend_shard
-from flax_attn.sharding.zigzag import zigzag_places
+from flax_attn.sharding.zigzag_order import zigzag_places
 
 
 def attend(division: Division, call: Call, kernel: Kernel) -> Array:

@@ -13,7 +13,7 @@ from flax_attn.backends.call import Call, Unsupported
 from flax_attn.backends.decode import FEW
 from flax_attn.sharding.axes import mesh_axes, mesh_of
 from flax_attn.sharding.options import ContextOptions, in_use
-from flax_attn.sharding.zigzag import check_pieces
+from flax_attn.sharding.zigzag_order import check_pieces
 
 _IN_PIECES = ("ring", "ulysses+ring")  # strategies that attend to pieces of the keys
 

@@ -22,7 +22,7 @@ from flax_attn.sharding.partition import Division
 from flax_attn.sharding.ring import attend_pieces
 from flax_attn.sharding.ring_schedule import Route, make_route, stay
 from flax_attn.sharding.shards import Shard, whole
-from flax_attn.sharding.zigzag import exchange, exchange_back, joined, unjoined, zigzag_places
+from flax_attn.sharding.zigzag_order import exchange, exchange_back, joined, unjoined, zigzag_places
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from flax_attn.functional.shapes import ArrayLike
 from flax_attn.functional.token_runs import Places
 from flax_attn.sharding.axes import constrain, mesh_axes, mesh_of
 from flax_attn.sharding.options import in_use
-from flax_attn.sharding.zigzag import pieces, zigzag
+from flax_attn.sharding.zigzag_order import pieces, zigzag
 
 
 def arranged(x: Array) -> Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.token_runs import Places
-from flax_attn.sharding import attention, ring_schedule, shards, strategies, zigzag
+from flax_attn.sharding import attention, ring_schedule, shards, strategies, zigzag_order
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ FAULTS = (
     MeshFault("Two parts of a softmax are added without their maxima.",
               Softmax, "fold", _without_maximum, _INPUTS | {"output"}),
     MeshFault("The inverse of the zigzag order is the order itself.",
-              strategies, "exchange_back", zigzag.exchange, frozenset({"output", "query"}),
+              strategies, "exchange_back", zigzag_order.exchange, frozenset({"output", "query"}),
               "zigzag"),
     MeshFault("Dropout goes by the index in a shard.",
               shards, "PlacedDropout", _by_shard, _INPUTS | {"output"}),
