@@ -6,6 +6,7 @@ What the cards say follows from runs.
 import importlib
 import inspect
 import re
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -174,14 +175,24 @@ def test_what_cannot_be_drawn_is_an_error(numbers):
         picture.svg(numbers, ("a", "b"), "id")
 
 
-def test_a_page_without_the_table_of_the_proof_is_an_error(tmp_path):
-    path = tmp_path / "proof.md"
-    path.write_text("# The proof\n")
-    with pytest.raises(ValueError, match="must hold the table that `make parity` prints"):
+def test_a_file_without_the_table_of_the_proof_is_an_error(tmp_path):
+    path = tmp_path / "proof.csv"
+    path.write_text("variant,forward\na,1e-16\n")
+    with pytest.raises(ValueError, match="must be the table of a run of the proof"):
         proof.recorded(path)
-    path.write_text(" variant  forward  gradients  margin\n ---\n a  1e-16  1e-16  2.0x  equal")
-    with pytest.raises(ValueError, match="must end with an empty line"):
-        proof.recorded(path)
+
+
+def test_a_run_is_recorded_with_its_worst_margin(tmp_path, monkeypatch):
+    path = DOCS.parent / "tools" / "record_proof.py"
+    script = runpy.run_path(str(path))
+    checks = [
+        {"name": "forward", "error": 2e-15, "margin": 500.0},
+        {"name": "jit = eager", "error": 0.0, "margin": 0.0},
+        {"name": "dropout", "error": None, "margin": 0.0},
+    ]
+    row = script["row"]({"variant": "a", "passed": True, "checks": checks})
+    named = {name: row[name] for name in ("forward", "jit = eager", "dropout", "margin", "verdict")}
+    assert list(named.values()) == ["2.0e-15", "0.0e+00", "-", "500.0x", "equal"]
 
 
 @pytest.mark.parametrize("name", ["no such row", "b"])

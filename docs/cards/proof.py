@@ -1,8 +1,8 @@
-"""The recorded run of the proof: what `make parity` printed, as `docs/proof.md` shows it."""
+"""The recorded run of the proof: `docs/proof.csv`, which `docs/proof.md` shows."""
 
 from __future__ import annotations
 
-import re
+import csv
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -20,31 +20,19 @@ class Proven(NamedTuple):
     margin: float
 
 
-def recorded(page: Path = Path(__file__).parents[1] / "proof.md") -> dict[str, dict[str, str]]:
+def recorded(page: Path = Path(__file__).parents[1] / "proof.csv") -> dict[str, dict[str, str]]:
     """Return what the run says of each variant, by the heads of the columns.
 
     Raises:
-        ValueError: if the page has no such table.
+        ValueError: if the file is no such table.
     """
-    lines = [line.strip() for line in page.read_text().splitlines()]
-    start = next(
-        (i for i, line in enumerate(lines) if re.match(r"variant +forward +gradients", line)), None
-    )
-    if start is None:
+    with page.open() as file:
+        rows = list(csv.DictReader(file))
+    if not rows or not {"variant", "margin", "verdict", *CHECKS} <= rows[0].keys():
         raise ValueError(
-            f"{page} must hold the table that `make parity` prints, from `variant  forward "
-            " gradients` on"
+            f"{page} must be the table of a run of the proof. Write it by tools/record_proof.py"
         )
-    heads = [*re.split(r"\s{2,}", lines[start]), "verdict"]
-    rows = {}
-    for line in lines[start + 2 :]:
-        if not line:
-            return rows
-        values = dict(zip(heads, line.split(), strict=True))
-        rows[values.pop("variant")] = values
-    raise ValueError(
-        f"the table in {page} must end with an empty line; it has none. Copy the whole output"
-    )
+    return {row.pop("variant"): row for row in rows}
 
 
 def worst(variants: Iterable[str], rows: dict[str, dict[str, str]]) -> Proven:
@@ -57,8 +45,8 @@ def worst(variants: Iterable[str], rows: dict[str, dict[str, str]]) -> Proven:
     bad = [name for name in variants if rows.get(name, {}).get("verdict") != "equal"]
     if bad:
         raise ValueError(
-            f"the recorded run must find {', '.join(bad)} equal. Run `make parity` and copy what it"
-            " prints"
+            f"the recorded run must find {', '.join(bad)} equal. Run the proof"
+            " and tools/record_proof.py again"
         )
     found = {
         check: [float(rows[name][check]) for name in variants if rows[name][check] != "-"]
