@@ -18,11 +18,11 @@ from attn_spec.checks import (
     check_tokens,
     check_type,
 )
+from attn_spec.scores import Scores
 from flax_attn.backends.registry import check_backend
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.positions import RoPE
-from flax_attn.functional.scores import Scores
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.modules.calls import Bias, CallOptions, Returned, check_self_attention
 from flax_attn.modules.dropout import Dropout

@@ -15,11 +15,11 @@ from attn_spec.checks import (
     check_type,
 )
 from attn_spec.latent_checks import check_latent_norm
+from attn_spec.scores import Scores
 from torch_ref.attention import check_backend
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.positions import RoPE
-from torch_ref.functional.scores import Scores
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.modules.calls import Bias, CallOptions, Returned, check_self_attention
 from torch_ref.modules.dropout import Dropout
