@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_spec.checks import check_layers
 from attn_spec.frequencies import DynamicNTKScaling
 from attn_spec.hugging_face.bounds import HEADS, LENGTHS
 from attn_spec.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from attn_spec.hugging_face.rope import dynamic_length, read_rope, write_rope
+from attn_spec.module_checks import check_layers
 from attn_spec.rope import RotaryPositions
 
 SLIDING, FULL = "sliding_attention", "full_attention"

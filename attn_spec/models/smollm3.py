@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_spec.checks import check_layers
 from attn_spec.hugging_face.fields import Fields
 from attn_spec.models.decoder import (
     FULL,
@@ -15,6 +14,7 @@ from attn_spec.models.decoder import (
     write_layer_types,
 )
 from attn_spec.models.llama import LlamaConfig
+from attn_spec.module_checks import check_layers
 from attn_spec.rope import RotaryPositions
 
 

@@ -10,7 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from attn_spec.checks import check_no_start, check_positive, check_prompt
+from attn_spec.checks import check_positive
+from attn_spec.generation_checks import check_no_start, check_prompt
 from attn_spec.longrope import LongRoPEScaling
 from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
 from attn_spec.sampling import Sampling

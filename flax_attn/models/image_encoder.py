@@ -7,7 +7,7 @@ from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Float
 
-from attn_spec.checks import check_image_size
+from attn_spec.input_checks import check_image_size
 from attn_spec.models.image_encoder import ImageConfig
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import Tokens

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from attn_spec.checks import check_features
+from attn_spec.input_checks import check_features
 from attn_spec.models.whisper import WhisperConfig, read, write
 from flax_attn.convert.headers import Stored
 from flax_attn.convert.rules import ConversionError, Layout, Rule

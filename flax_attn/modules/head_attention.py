@@ -9,8 +9,8 @@ from flax.typing import Dtype, PrecisionLike
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from attn_spec.cache_checks import check_cache_window
-from attn_spec.checks import check_capacity, check_tokens, check_type
+from attn_spec.cache_checks import check_cache_window, check_capacity
+from attn_spec.checks import check_tokens, check_type
 from attn_spec.scores import Scores
 from flax_attn.attention import dot_product_attention
 from flax_attn.functional.cache import KVCache

@@ -8,13 +8,8 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from attn_spec.checks import (
-    check_causal_window,
-    check_choice,
-    check_context_length,
-    check_positive,
-    check_type,
-)
+from attn_spec.attention_checks import check_causal_window
+from attn_spec.checks import check_choice, check_context_length, check_positive, check_type
 from attn_spec.latent_checks import check_latent_norm
 from attn_spec.scores import Scores
 from flax_attn.backends.registry import check_backend

@@ -8,16 +8,15 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
+from attn_spec.attention_checks import check_causal_window
 from attn_spec.checks import (
-    check_causal_window,
     check_choice,
     check_context_length,
-    check_head_norm,
-    check_heads,
     check_positive,
     check_tokens,
     check_type,
 )
+from attn_spec.module_checks import check_head_norm, check_heads
 from attn_spec.scores import Scores
 from flax_attn.backends.registry import check_backend
 from flax_attn.functional.cache import KVCache

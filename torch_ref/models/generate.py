@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_spec.checks import check_no_start, check_positive, check_prompt
+from attn_spec.checks import check_positive
+from attn_spec.generation_checks import check_no_start, check_prompt
 from attn_spec.longrope import LongRoPEScaling
 from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
 from attn_spec.sampling import Sampling

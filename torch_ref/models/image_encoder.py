@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attn_spec.checks import check_image_size
+from attn_spec.input_checks import check_image_size
 from attn_spec.models.image_encoder import ImageConfig
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.shapes import Tokens

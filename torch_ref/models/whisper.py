@@ -9,7 +9,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from attn_spec.checks import check_features
+from attn_spec.input_checks import check_features
 from attn_spec.models.whisper import WhisperConfig
 from torch_ref.functional.shapes import Tokens
 from torch_ref.models.encoder_decoder import EncoderDecoder

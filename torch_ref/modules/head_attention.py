@@ -6,8 +6,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from attn_spec.cache_checks import check_cache_window
-from attn_spec.checks import check_capacity, check_tokens, check_type
+from attn_spec.cache_checks import check_cache_window, check_capacity
+from attn_spec.checks import check_tokens, check_type
 from attn_spec.scores import Scores
 from torch_ref.attention import dot_product_attention
 from torch_ref.functional.cache import KVCache

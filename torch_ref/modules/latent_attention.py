@@ -7,13 +7,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attn_spec.checks import (
-    check_causal_window,
-    check_choice,
-    check_context_length,
-    check_positive,
-    check_type,
-)
+from attn_spec.attention_checks import check_causal_window
+from attn_spec.checks import check_choice, check_context_length, check_positive, check_type
 from attn_spec.latent_checks import check_latent_norm
 from attn_spec.scores import Scores
 from torch_ref.attention import check_backend

@@ -7,16 +7,15 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from attn_spec.attention_checks import check_causal_window
 from attn_spec.checks import (
-    check_causal_window,
     check_choice,
     check_context_length,
-    check_head_norm,
-    check_heads,
     check_positive,
     check_tokens,
     check_type,
 )
+from attn_spec.module_checks import check_head_norm, check_heads
 from attn_spec.scores import Scores
 from torch_ref.attention import check_backend
 from torch_ref.functional.cache import KVCache
