@@ -4,6 +4,8 @@ import math
 from numbers import Real
 from typing import Any
 
+from attn_spec.checks import check_dtype, check_positive
+
 # Numbers by which float32 can divide scores and keep their digits.
 _LEAST_CAP, _LARGEST_CAP = 1e-30, 1e30
 
@@ -93,4 +95,86 @@ def check_position(offset: int) -> None:
         raise ValueError(
             "the positions that the function of a mask gets are integers of 32 bits; got"
             f" offset={offset}. Count from a later token"
+        )
+
+
+def check_key_data(shape: tuple[int, ...], dtype: str) -> None:
+    """Raise unless it is the data of one dropout key."""
+    if len(shape) != 1 or shape[0] < 2 or not dtype.startswith(("int", "uint")):
+        raise ValueError(
+            f"a dropout key must be one key, of at least two integers; got shape {shape}, dtype"
+            f" {dtype}. Of a batch of keys pass one"
+        )
+
+
+def check_inputs(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], dtypes: tuple[str, ...]
+) -> None:
+    """Raise unless the three shapes and dtypes belong to one attention call."""
+    shapes = f"got query {query}, key {key}, value {value}"
+    if len(query) not in (3, 4) or not len(query) == len(key) == len(value):
+        raise ValueError(
+            "query, key and value must have shape (b, t, n, h), (b, s, k, h), (b, s, k, v), or all"
+            f" three without b; {shapes}"
+        )
+    if 0 in key[-3:] or 0 in query[-2:] or value[-1] == 0:
+        raise ValueError(
+            "there must be at least one key token, one head and a head width of at least 1;"
+            f" {shapes}"
+        )
+    if len(query) == 4 and not query[0] == key[0] == value[0]:
+        raise ValueError(
+            f"query, key and value must have one batch size; {shapes}. Repeat the smaller batch"
+            " first"
+        )
+    if key[-3] != value[-3] or key[-2] != value[-2]:
+        raise ValueError(
+            f"key and value must have the same number of tokens s and of heads k; {shapes}"
+        )
+    if query[-1] != key[-1]:
+        raise ValueError(f"query and key must have one head width h; {shapes}")
+    if query[-2] % key[-2]:
+        raise ValueError(
+            "the key/value heads must divide the query heads: query head i reads key/value head i"
+            f" // (n / k); {shapes}"
+        )
+    if len(set(dtypes)) > 1:
+        raise ValueError(
+            f"query, key and value must have one dtype; got {', '.join(dtypes)}. Cast them before"
+            " the call"
+        )
+    check_dtype("query, key and value", *dtypes)
+
+
+def check_bias(shape: tuple[int, ...], dtype: str, to: tuple[int, ...]) -> None:
+    """Raise unless the bias is made of numbers to add, and broadcasts to `to`."""
+    if dtype == "bool":
+        raise ValueError(
+            "bias is added to the scores; got dtype bool. Pass a boolean mask as mask="
+        )
+    check_dtype("bias", dtype)
+    check_broadcast("bias", shape, to)
+
+
+def check_broadcast(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
+    """Raise unless `shape` broadcasts to `to`, the sizes of (b, n, t, s)."""
+    padded = (1,) * (len(to) - len(shape)) + shape
+    if len(shape) > len(to) or any(
+        size not in (1, full) for size, full in zip(padded, to, strict=True)
+    ):
+        raise ValueError(
+            f"{name} must broadcast to (b, n, t, s) = {to}; got shape {shape}. Over (t, s) it is"
+            " used as it is; from (b, s) write [:, None, None, :], from (b, t, s) write [:, None]"
+        )
+
+
+def check_causal_window(window: int | None, causal: bool) -> None:
+    """Raise unless a module with a window is causal."""
+    if window is None:
+        return
+    check_positive(window=window)
+    if not causal:
+        raise ValueError(
+            f"window is how many keys a token of a causal module attends to; got window={window},"
+            " causal=False. For one in both directions pass mask=Mask.window(left, right)"
         )

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from attn_spec.checks import check_positive
+
 Shapes = Mapping[str, tuple[int, ...]]
 _REMEDY = "Pass what init_cache of this layer returns"
 
@@ -59,3 +61,53 @@ def check_stacked_cache(shapes: Shapes, layers: int) -> None:
 
 def _listed(shapes: Shapes) -> str:
     return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+
+
+def check_ring_buffer(window: int | None, capacity: int) -> None:
+    """Raise unless a cache of this capacity keeps all keys of a sliding window."""
+    if window is None:
+        return
+    check_positive(window=window)
+    if window > capacity:
+        raise ValueError(
+            "a ring buffer must keep at least the window, all keys that a query attends to; got"
+            f" window={window}, capacity={capacity}. Use a capacity of at least {window}"
+        )
+
+
+def check_lengths(lengths: int, t: int) -> None:
+    """Raise unless `lengths` counts some of the tokens of a call."""
+    if not 0 <= lengths <= t:
+        raise ValueError(
+            f"lengths counts the real tokens of a call of t={t} tokens; got lengths={lengths}. Use"
+            f" 0 to {t}"
+        )
+
+
+def check_rows_of_lengths(shape: tuple[int, ...], b: int) -> None:
+    """Raise unless there is one length for all rows of a batch, or one for each."""
+    if shape not in ((), (1,), (b,)):
+        raise ValueError(
+            f"lengths must be one integer or one a row, shape ({b},); got shape {shape}. "
+            "Pass how many tokens of each row are real"
+        )
+
+
+def check_fits(capacity: int, cached: int, new: int) -> None:
+    """Raise if new tokens do not fit behind the cached ones."""
+    if cached + new > capacity:
+        raise ValueError(
+            f"the cache has a capacity of {capacity} tokens; got {new} new tokens, {cached} cached."
+            f" Make it larger, as in KVCache.zeros(b, {cached + new}, ...), or a ring buffer with"
+            " window="
+        )
+
+
+def check_capacity(capacity: int, context_length: int | None) -> None:
+    """Raise unless a cache keeps no more tokens than the module takes."""
+    if context_length is not None and capacity > context_length:
+        raise ValueError(
+            f"capacity must not exceed context_length; got capacity={capacity},"
+            f" context_length={context_length}. Make the cache smaller or construct the module with"
+            " a larger context_length"
+        )

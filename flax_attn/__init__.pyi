@@ -20,7 +20,6 @@ from .functional.positions import (
 )
 from .functional.relative import alibi, alibi_slopes, t5_bias, t5_buckets
 from .functional.score_function import ScoreFunction
-from .functional.scores import Scores
 from .models.generate import generate
 from .models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config, create_gpt2_attention
 from .models.llama import Llama, LlamaConfig
@@ -40,7 +39,7 @@ from .modules.embedding import Embedding
 from .modules.experts import ClampedSwiGLU, Experts
 from .modules.feed_forward import FeedForward, GatedFeedForward
 from .modules.gated_delta_net import GatedDeltaNet
-from .modules.head_attention import HeadAttention
+from .modules.head_attention import HeadAttention, Scores
 from .modules.kimi_delta_attention import KimiDeltaAttention
 from .modules.latent_attention import MultiHeadLatentAttention
 from .modules.layer_scale import LayerScale

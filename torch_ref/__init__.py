@@ -7,6 +7,8 @@ from attn_spec.frequencies import (
     YaRNScaling,
 )
 from attn_spec.longrope import LongRoPEScaling
+from attn_spec.scores import Scores
+from torch_ref import models
 from torch_ref.attention import dot_product_attention, single_head_attention
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
@@ -19,7 +21,6 @@ from torch_ref.functional.masks import Mask
 from torch_ref.functional.positions import RoPE, sinusoidal
 from torch_ref.functional.relative import alibi, alibi_slopes, t5_bias, t5_buckets
 from torch_ref.functional.score_function import ScoreFunction
-from torch_ref.functional.scores import Scores
 from torch_ref.models.generate import generate
 from torch_ref.models.gpt2 import GPT2, GPT2_CONFIGS, GPT2Config, create_gpt2_attention
 from torch_ref.models.llama import Llama, LlamaConfig
@@ -115,6 +116,7 @@ __all__ = [
     "gated_delta_rule",
     "generate",
     "load_balancing_loss",
+    "models",
     "single_head_attention",
     "sinusoidal",
     "t5_bias",

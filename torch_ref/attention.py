@@ -10,11 +10,13 @@ from torch import Tensor
 
 from attn_spec.attention_checks import (
     check_argument,
+    check_bias,
+    check_inputs,
     check_scale,
     check_sinks,
     check_soft_cap,
 )
-from attn_spec.checks import check_bias, check_choice, check_inputs, check_type
+from attn_spec.checks import check_choice, check_type
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.nonfinite import without_nonfinite_sinks

@@ -15,11 +15,13 @@ from jaxtyping import Array, Float
 
 from attn_spec.attention_checks import (
     check_argument,
+    check_bias,
+    check_inputs,
     check_scale,
     check_sinks,
     check_soft_cap,
 )
-from attn_spec.checks import check_bias, check_inputs, check_type
+from attn_spec.checks import check_type
 from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.dtypes import accumulation_dtype

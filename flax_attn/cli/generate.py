@@ -164,7 +164,7 @@ def _ids_of(tokenizer: Any, prompt: str) -> list[int]:
 
 def _stop_tokens(folder: Path) -> list[int]:
     """Return the ids that end a text, as generation_config.json says, or else config.json."""
-    from flax_attn.convert.json_files import read_object
+    from attn_spec.json_files import read_object
 
     for path in (folder / "generation_config.json", folder / "config.json"):
         if not path.is_file():

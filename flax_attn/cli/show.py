@@ -86,7 +86,7 @@ def _example(options: argparse.Namespace) -> tuple[Any, list[str], Any]:
 
 
 def _print_steps(layer: Any, tokens: list[str], embeddings: Any) -> None:
-    from flax_attn.functional.shapes import AXES
+    from attn_spec.axes import AXES
     from flax_attn.steps import steps
 
     rows = Table(

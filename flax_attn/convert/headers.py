@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from attn_spec.json_files import distinct, read_object
 from flax_attn.convert.arrays import as_shape, flatten, to_numpy
 from flax_attn.convert.files import read_file
-from flax_attn.convert.json_files import distinct, read_object
 from flax_attn.convert.rules import ConversionError, Shape
 
 WEIGHTS = (

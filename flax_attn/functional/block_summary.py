@@ -1,4 +1,7 @@
-"""Masks with a summary of their tiles: which are empty, whole, or need the mask."""
+"""Masks with a summary of their tiles: which are empty, whole, or need the mask.
+
+Only in flax_attn: kernels ask for it.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from flax.typing import Dtype
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer
 
-from attn_spec.cache_checks import check_cache_dtype
-from attn_spec.checks import check_fits, check_lengths, check_positive, check_ring_buffer
+from attn_spec.cache_checks import check_cache_dtype, check_fits, check_lengths, check_ring_buffer
+from attn_spec.checks import check_positive
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.explicit_sharding import join, split_as
 from flax_attn.functional.mask_part import Count

@@ -1,4 +1,7 @@
-"""Triangular matrices of a block of tokens, made by halves: of 1 token, of 2, of 4, ..."""
+"""Triangular matrices of a block of tokens, made by halves: of 1 token, of 2, of 4, ...
+
+Only in flax_attn: torch_ref computes token by token.
+"""
 
 from typing import NamedTuple
 

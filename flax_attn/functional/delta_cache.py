@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 from jaxtyping import Array, Bool, Float, Integer
 
-from attn_spec.cache_checks import check_cache_dtype
-from attn_spec.checks import check_lengths, check_positive
+from attn_spec.cache_checks import check_cache_dtype, check_lengths
+from attn_spec.checks import check_positive
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.mask_part import Count

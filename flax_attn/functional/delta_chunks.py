@@ -1,4 +1,7 @@
-"""The gated delta rule token by token, and in chunks of tokens as matrix products."""
+"""The gated delta rule token by token, and in chunks of tokens as matrix products.
+
+Only in flax_attn: torch_ref computes token by token.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer, UInt32
 
-from attn_spec.checks import check_key_data, check_rate, check_type
+from attn_spec.attention_checks import check_key_data
+from attn_spec.checks import check_rate, check_type
 from flax_attn.functional.shapes import Index
 
 _Word = Integer[Array | np.ndarray, "..."]

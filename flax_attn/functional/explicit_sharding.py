@@ -1,4 +1,7 @@
-"""Results on a mesh with Explicit axes, split in the same way as the arrays they are made of."""
+"""Results on a mesh with Explicit axes, split in the same way as the arrays they are made of.
+
+Only in flax_attn: torch_ref runs on one device.
+"""
 
 from __future__ import annotations
 

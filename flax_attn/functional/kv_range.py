@@ -1,6 +1,8 @@
 """Which keys a range of queries may see.
 
 The answer is in Python integers where it is known before tracing, else in arrays.
+
+Only in flax_attn: kernels ask for it.
 """
 
 from __future__ import annotations

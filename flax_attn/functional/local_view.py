@@ -1,4 +1,7 @@
-"""Masks and dropout of a part of a call: some of its rows, heads, queries and keys."""
+"""Masks and dropout of a part of a call: some of its rows, heads, queries and keys.
+
+Only in flax_attn: torch_ref runs on one device.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
-from attn_spec.attention_checks import check_offset
-from attn_spec.checks import check_broadcast
+from attn_spec.attention_checks import check_broadcast, check_offset
 from flax_attn.functional.kv_range import (
     UNBOUNDED,
     KVRange,

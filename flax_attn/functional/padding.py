@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Shaped
 
-from attn_spec.checks import check_lengths, check_rows_of_lengths
+from attn_spec.cache_checks import check_lengths, check_rows_of_lengths
 from flax_attn.functional.integers import clipped
 from flax_attn.functional.mask_arguments import as_integers
 from flax_attn.functional.shapes import ArrayLike

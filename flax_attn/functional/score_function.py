@@ -12,6 +12,8 @@ from flax.typing import Dtype
 from jaxtyping import Array
 
 from attn_spec.function_checks import SCORES, check_scored, check_token_positions
+from attn_spec.scores import Scores
+from flax_attn.functional.shapes import ArrayLike
 from flax_attn.functional.traced import trace
 from flax_attn.functional.traced_score import TracedScore
 
@@ -74,3 +76,12 @@ class ScoreFunction:
         )
         # A slot without a key is at -1.
         return jnp.maximum(jnp.atleast_2d(given).astype(jnp.int32), 0)
+
+
+def placed_score(
+    scores: Scores, query_positions: ArrayLike, key_positions: ArrayLike
+) -> ScoreFunction | None:
+    """Return the function of a module's scores for these positions, or None if it has none."""
+    if scores.function is None:
+        return None
+    return ScoreFunction(scores.function, query_positions, key_positions)

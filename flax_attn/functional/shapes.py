@@ -1,22 +1,7 @@
-"""The axis legend, and the array types spelled with it.
-
-Every shape in this package, in a docstring, an einops string or an annotation, uses these letters.
-"""
+"""The array types of the packages, spelled with the letters of `attn_spec.axes`."""
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
-
-AXES = {
-    "b": "batch",
-    "t": "query tokens",
-    "s": "key tokens",
-    "n": "query heads",
-    "k": "key/value heads",
-    "g": "query heads per key/value head, n // k",
-    "h": "head width of queries and keys",
-    "v": "head width of values (equal to h unless said)",
-    "d": "model width",
-}
 
 Query = Float[Array, "*b t n h"]
 Key = Float[Array, "*b s k h"]

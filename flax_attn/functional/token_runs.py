@@ -1,4 +1,7 @@
-"""Where the tokens of one part of a sequence stand in the whole of it."""
+"""Where the tokens of one part of a sequence stand in the whole of it.
+
+Only in flax_attn: torch_ref runs on one device.
+"""
 
 from __future__ import annotations
 

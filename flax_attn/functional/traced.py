@@ -2,6 +2,8 @@
 
 Captured arrays are then seen by every transform: gradients flow through them, `jax.vmap` maps them,
 `jax.jit` takes them as arguments, and a function with derivatives of its own gets them as inputs.
+
+Only in flax_attn: PyTorch calls a function on tensors of indices.
 """
 
 from __future__ import annotations

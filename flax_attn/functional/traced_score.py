@@ -1,4 +1,7 @@
-"""A function of scores as data: what kernels get."""
+"""A function of scores as data: what kernels get.
+
+Only in flax_attn: PyTorch calls a function on tensors of indices.
+"""
 
 from __future__ import annotations
 

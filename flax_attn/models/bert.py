@@ -1,7 +1,7 @@
 """BERT: the encoder, and its masked language model."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,11 +9,11 @@ from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Float, Integer
 
+from attn_spec.models.bert import BertConfig, read, read_tied, write
 from flax_attn.convert.rules import Layout, Rule
 from flax_attn.functional.shapes import ArrayLike, Tokens
 from flax_attn.models.encoder import TextEncoder
 from flax_attn.models.hugging_face.family import Family, embeddings, linears, norms
-from flax_attn.models.hugging_face.fields import ACTIVATIONS, THEIR_ACTIVATIONS, Fields
 from flax_attn.models.masked_lm import MaskedLMHead
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.dropout import Dropout
@@ -24,89 +24,9 @@ from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.modules.norm import LayerNorm
 
 
-@dataclass(frozen=True)
-class BertConfig:
-    """The sizes of a BERT.
-
-    Args:
-        d_model: width of the tokens.
-        num_heads: number of heads.
-        num_layers: number of blocks.
-        context_length: length of the longest input.
-        vocab_size: number of tokens.
-        num_types: number of token types, such as first and second sentence.
-        d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
-        activation: activation of the feed-forward layer, and of the head.
-        eps: epsilon of the norms.
-        dropout: the probability that an element of an embedding or a sublayer's output is dropped
-            in train mode.
-        attention_dropout: the probability that an attention weight is dropped in train mode.
-        pooler: whether `Bert` has the layer of `pooled`.
-
-    Example:
-        >>> BertConfig(768, 12, 12).eps
-        1e-12
-    """
-
-    d_model: int
-    num_heads: int
-    num_layers: int
-    context_length: int = 512
-    vocab_size: int = 30522
-    num_types: int = 2
-    d_hidden: int | None = None
-    activation: str = "gelu_exact"
-    eps: float = 1e-12
-    dropout: float = 0.1
-    attention_dropout: float = 0.1
-    pooler: bool = True
-
-
-def _read(fields: Fields, dropout: float | None) -> BertConfig:
-    fields.only(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
-    return BertConfig(
-        d_model=fields.integer("hidden_size"),
-        num_heads=fields.heads("num_attention_heads"),
-        num_layers=fields.count("num_hidden_layers"),
-        context_length=fields.length("max_position_embeddings"),
-        vocab_size=fields.integer("vocab_size"),
-        num_types=fields.integer("type_vocab_size", 2),
-        d_hidden=fields.integer("intermediate_size"),
-        activation=fields.choose("hidden_act", ACTIVATIONS, "gelu"),
-        eps=fields.epsilon("layer_norm_eps", 1e-12),
-        dropout=fields.rate("hidden_dropout_prob", 0.1) if dropout is None else dropout,
-        attention_dropout=(
-            fields.rate("attention_probs_dropout_prob", 0.1) if dropout is None else dropout
-        ),
-    )
-
-
-def _read_tied(fields: Fields, dropout: float | None) -> BertConfig:
-    fields.only(tie_word_embeddings=True)
-    return _read(fields, dropout)
-
-
 def _fit(config: BertConfig, names: Collection[str]) -> BertConfig:
     """Return the config with a pooler only if the files have one: `config.json` does not say."""
     return replace(config, pooler=any(name.endswith("pooler.dense.weight") for name in names))
-
-
-def _write(architecture: str, config: BertConfig) -> dict[str, Any]:
-    return {
-        "architectures": [architecture],
-        "model_type": "bert",
-        "hidden_size": config.d_model,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "max_position_embeddings": config.context_length,
-        "vocab_size": config.vocab_size,
-        "type_vocab_size": config.num_types,
-        "intermediate_size": config.d_hidden or 4 * config.d_model,
-        "hidden_act": THEIR_ACTIVATIONS[config.activation],
-        "layer_norm_eps": config.eps,
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.attention_dropout,
-    }
 
 
 _LAYER = "encoder.layer.{i}."
@@ -182,8 +102,8 @@ class Bert(TextEncoder[BertConfig]):
     """
 
     family = Family(
-        {"bert": _read},
-        lambda config: _write("BertModel", config),
+        {"bert": read},
+        lambda config: write("BertModel", config),
         _layout("", r"(.*\.)?cls\..*"),
         base="",
         architecture="BertModel",
@@ -288,8 +208,8 @@ class BertMaskedLM(Bert):
     """
 
     family = Family(
-        {"bert": _read_tied},
-        lambda config: _write("BertForMaskedLM", config),
+        {"bert": read_tied},
+        lambda config: write("BertForMaskedLM", config),
         # The head is stored a second time, tied, and the layers of the other task of the training
         # may be there.
         _layout(

@@ -1,6 +1,8 @@
 """The weighted sum of cross entropies of hidden states.
 
 It is computed a few tokens at a time; under a mesh each device computes its own part.
+
+Only in flax_attn: PyTorch's own is one call.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""A model as small programs, one for each kind of layer: twelve equal layers compile once."""
+"""A model as small programs, one for each kind of layer: twelve equal layers compile once.
+
+Only in flax_attn: PyTorch compiles nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from attn_spec.sampling import Sampling
 from flax_attn.functional.explicit_sharding import split_as
 from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.language_model import LanguageModel
-from flax_attn.models.sampling import Sampling, sample
+from flax_attn.models.sampling import sample
 from flax_attn.models.stack import Stack
 
 

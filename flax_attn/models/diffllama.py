@@ -1,58 +1,21 @@
 """DiffLlama."""
 
-from dataclasses import dataclass
 from typing import Any
 
+from attn_spec.models.diffllama import DiffLlamaConfig, read, write
 from flax_attn.convert.rules import Rule
-from flax_attn.models.decoder import Decoder, DecoderConfig
+from flax_attn.models.decoder import Decoder
 from flax_attn.models.hugging_face.decoder import (
-    check_no_window,
     decoder_layout,
-    read_decoder,
-    write_decoder,
 )
 from flax_attn.models.hugging_face.family import Family
-from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.modules.differential import DifferentialAttention, differential_lambda
 from flax_attn.modules.multi_head import MultiHeadAttention
-
-
-@dataclass(frozen=True)
-class DiffLlamaConfig(DecoderConfig):
-    """The sizes of a DiffLlama: those of a `DecoderConfig`, and biases.
-
-    Args:
-        attention_bias: whether the four projections of the attention have a bias.
-
-    Example:
-        >>> DiffLlamaConfig(2048, 8192, num_heads=32, num_layers=16).eps
-        1e-05
-    """
-
-    eps: float = 1e-5
-    attention_bias: bool = False
-
 
 _LAMBDAS = tuple(
     Rule((f"trf_blocks.{{i}}.att.{name}",), f"model.layers.{{i}}.self_attn.{name}")
     for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 )
-
-
-def _read(fields: Fields, dropout: float | None) -> DiffLlamaConfig:
-    fields.only(attention_dropout=0.0)  # transformers has no dropout here
-    arguments = read_decoder(fields.filled(rms_norm_eps=1e-5), dropout)
-    return DiffLlamaConfig(**arguments, attention_bias=fields.flag("attention_bias", False))
-
-
-def _write(config: DiffLlamaConfig) -> dict[str, Any]:
-    check_no_window("DiffLlama", config)
-    if config.dropout:
-        raise ValueError(
-            f"transformers' DiffLlama has no dropout; got dropout={config.dropout}. Save with"
-            " flax_attn.convert.save"
-        )
-    return write_decoder("DiffLlama", config, attention_bias=config.attention_bias)
 
 
 class DiffLlama(Decoder[DiffLlamaConfig]):
@@ -75,7 +38,7 @@ class DiffLlama(Decoder[DiffLlamaConfig]):
         Ye et al. 2024 (arXiv:2410.05258).
     """
 
-    family = Family({"diffllama": _read}, _write, decoder_layout(*_LAMBDAS))
+    family = Family({"diffllama": read}, write, decoder_layout(*_LAMBDAS))
 
     attention_type = DifferentialAttention
 

@@ -1,6 +1,5 @@
 """DINOv2: the encoder of images, and the classifier."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,89 +8,18 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
+from attn_spec.models.dinov2 import DINOv2Config, read, write
 from flax_attn.convert.rules import Layout, Rule
 from flax_attn.functional.resize import resize_bicubic
 from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.models.hugging_face.bounds import PATCHES
 from flax_attn.models.hugging_face.family import Family
-from flax_attn.models.hugging_face.fields import Fields
-from flax_attn.models.hugging_face.images import image_layout, read_images, write_images
-from flax_attn.models.image_encoder import ImageConfig, ImageEncoder, Images
+from flax_attn.models.hugging_face.images import image_layout
+from flax_attn.models.image_encoder import ImageEncoder, Images
 from flax_attn.modules.feed_forward import FeedForward, GatedFeedForward
 from flax_attn.modules.initialisation import filled
 from flax_attn.modules.layer_scale import LayerScale
 from flax_attn.modules.linear import Linear
 from flax_attn.sharding.parameters import named
-
-
-@dataclass(frozen=True)
-class DINOv2Config(ImageConfig):
-    """The sizes of a DINOv2: those of an `ImageConfig`, square images, and its own parts.
-
-    Args:
-        swiglu: whether the feed-forward layer is a SwiGLU: then its width is two thirds of
-            d_hidden, rounded up to a multiple of 8.
-        layer_scale: value of the factors on what the layers add, in a new model.
-        mask_token: whether there is a token for patches that are hidden.
-
-    Raises:
-        ValueError: if the images are not square, or patches do not fill them.
-
-    Example:
-        >>> DINOv2Config(768, 12, 12).grid
-        (37, 37)
-    """
-
-    image_size: tuple[int, int] = (518, 518)
-    patch_size: tuple[int, int] = (14, 14)
-    eps: float = 1e-6
-    swiglu: bool = False
-    layer_scale: float = 1.0
-    mask_token: bool = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.grid[0] != self.grid[1]:
-            raise ValueError(
-                "the positions of a DINOv2 are those of a square grid; got"
-                f" image_size={self.image_size}, patch_size={self.patch_size}. Images of another"
-                " shape are given to the call"
-            )
-
-    @property
-    def d_inner(self) -> int:
-        """Width inside the feed-forward layer."""
-        d_hidden = 4 * self.d_model if self.d_hidden is None else self.d_hidden
-        return (d_hidden * 2 // 3 + 7) // 8 * 8 if self.swiglu else d_hidden
-
-
-def _read(fields: Fields, dropout: float | None) -> DINOv2Config:
-    fields.only(drop_path_rate=0.0)
-    return DINOv2Config(
-        **read_images(fields, dropout),
-        d_hidden=fields.integer("hidden_size") * fields.count("mlp_ratio", 4),
-        patch_size=fields.pair("patch_size", 14, PATCHES),
-        eps=fields.epsilon("layer_norm_eps", 1e-6),
-        swiglu=fields.flag("use_swiglu_ffn", False),
-        layer_scale=fields.factor("layerscale_value", 1.0),
-        mask_token=fields.flag("use_mask_token", True),
-    )
-
-
-def _write(architecture: str, config: DINOv2Config) -> dict[str, Any]:
-    d_hidden = 4 * config.d_model if config.d_hidden is None else config.d_hidden
-    if d_hidden % config.d_model:
-        raise ValueError(
-            "transformers' DINOv2 has a d_hidden that is a multiple of d_model; got "
-            f"d_hidden={d_hidden}, d_model={config.d_model}. Save with flax_attn.convert.save"
-        )
-    own = {
-        "mlp_ratio": d_hidden // config.d_model,
-        "use_swiglu_ffn": config.swiglu,
-        "layerscale_value": config.layer_scale,
-        "use_mask_token": config.mask_token,
-    }
-    return {**write_images(config, "dinov2", architecture), **own}
 
 
 def _layout(base: str, ignored: str = "") -> Layout:
@@ -139,8 +67,8 @@ class DINOv2(ImageEncoder[DINOv2Config]):
     """
 
     family = Family(
-        {"dinov2": _read},
-        lambda config: _write("Dinov2Model", config),
+        {"dinov2": read},
+        lambda config: write("Dinov2Model", config),
         _layout("", r"(.*\.)?classifier\..*"),
         base="",
         anchor="pos_emb.embedding",
@@ -212,8 +140,8 @@ class DINOv2Classifier(DINOv2):
     """
 
     family = Family(
-        {"dinov2": _read},
-        lambda config: _write("Dinov2ForImageClassification", config),
+        {"dinov2": read},
+        lambda config: write("Dinov2ForImageClassification", config),
         _layout("dinov2."),
         base="dinov2.",
         anchor="pos_emb.embedding",

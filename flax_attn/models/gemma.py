@@ -1,69 +1,19 @@
 """Gemma, the first one."""
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Integer
 
+from attn_spec.models.gemma import GemmaConfig, read, write
 from flax_attn.functional.shapes import Tokens
-from flax_attn.models.decoder import Decoder, DecoderConfig
+from flax_attn.models.decoder import Decoder
 from flax_attn.models.hugging_face.decoder import (
     DECODER_LAYOUT,
-    check_no_window,
-    read_decoder,
-    write_decoder,
 )
 from flax_attn.models.hugging_face.family import Family
-from flax_attn.models.hugging_face.fields import GEMMA_ACTIVATIONS, Fields
 from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.modules.norm import RMSNorm
-
-
-@dataclass(frozen=True)
-class GemmaConfig(DecoderConfig):
-    """The sizes of a Gemma: those of a `DecoderConfig`, and biases.
-
-    Args:
-        attention_bias: whether the four projections of the attention have a bias.
-
-    Example:
-        >>> config = GemmaConfig(2048, 16384, 8, 18, num_kv_heads=1, head_dim=256)
-        >>> config.activation
-        'gelu_tanh'
-    """
-
-    context_length: int = 8192
-    vocab_size: int = 256000
-    activation: str = "gelu_tanh"
-    tied: bool = True
-    attention_bias: bool = False
-
-
-def _read(fields: Fields, dropout: float | None) -> GemmaConfig:
-    fields = fields.filled(hidden_act="gelu_pytorch_tanh", num_key_value_heads=16, head_dim=256)
-    fields = fields.filled(tie_word_embeddings=True)
-    fields.only(use_bidirectional_attention=False)
-    arguments = read_decoder(fields, dropout)
-    if (
-        arguments["activation"] == "gelu_exact"
-    ):  # what the first files said, and transformers reads as the tanh form
-        arguments["activation"] = "gelu_tanh"
-    return GemmaConfig(**arguments, attention_bias=fields.flag("attention_bias", False))
-
-
-def _write(config: GemmaConfig) -> dict[str, Any]:
-    check_no_window("Gemma", config)
-    if config.activation == "gelu_exact":
-        raise ValueError(
-            "transformers' Gemma takes the tanh form of GELU for the exact one; got"
-            " activation='gelu_exact'. Save with flax_attn.convert.save"
-        )
-    activation = GEMMA_ACTIVATIONS[config.activation]
-    return write_decoder(
-        "Gemma", config, hidden_act=activation, attention_bias=config.attention_bias
-    )
-
 
 C = TypeVar("C", bound=GemmaConfig)
 
@@ -87,7 +37,7 @@ class Gemma(Decoder[C]):
         Gemma Team 2024 (arXiv:2403.08295).
     """
 
-    family = Family({"gemma": _read}, _write, DECODER_LAYOUT)
+    family = Family({"gemma": read}, write, DECODER_LAYOUT)
 
     def embed(
         self, tokens: Integer[Array, "*b t"], positions: Array, dropout_key: Array | None

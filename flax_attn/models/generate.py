@@ -10,16 +10,17 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from attn_spec.checks import check_no_start, check_positive, check_prompt
+from attn_spec.checks import check_positive
+from attn_spec.generation_checks import check_no_start, check_prompt
 from attn_spec.longrope import LongRoPEScaling
+from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
+from attn_spec.sampling import Sampling
 from flax_attn.functional.dropout import key_data
 from flax_attn.models.decode_loop import answers, rereading
 from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.layer_pattern import Block
 from flax_attn.models.pretrained import Pretrained
-from flax_attn.models.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
-from flax_attn.models.sampling import Sampling
 from flax_attn.models.stack import Stack
 
 _M = TypeVar("_M", bound=Pretrained)

@@ -1,6 +1,5 @@
 """Encoders of images: patches and a class token, learned positions, norms before the layers."""
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -8,7 +7,8 @@ from flax import nnx
 from flax.typing import PrecisionLike
 from jaxtyping import Array, Float
 
-from attn_spec.checks import check_image_size
+from attn_spec.input_checks import check_image_size
+from attn_spec.models.image_encoder import ImageConfig
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.shapes import Tokens
 from flax_attn.models.encoder import Encoder
@@ -21,62 +21,6 @@ from flax_attn.modules.multi_head import MultiHeadAttention
 from flax_attn.modules.norm import LayerNorm
 from flax_attn.modules.patches import Patches
 from flax_attn.sharding.parameters import named
-
-
-@dataclass(frozen=True)
-class ImageConfig:
-    """The sizes of an encoder of images; a base class, a family adds what only its models have.
-
-    Args:
-        d_model: width of the tokens.
-        num_heads: number of heads.
-        num_layers: number of blocks.
-        d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
-        image_size: height and width of the images that the positions are for, in pixels.
-        patch_size: height and width of a patch, in pixels.
-        channels: number of channels of the images.
-        qkv_bias: whether the projections of queries, keys and values have a bias.
-        activation: activation of the feed-forward layer.
-        eps: epsilon of the norms.
-        dropout: the probability that an element of an embedding is dropped in train mode, or of
-            what a layer adds.
-        attention_dropout: the probability that an attention weight is dropped in train mode.
-        labels: names of the classes of a classifier.
-
-    Raises:
-        ValueError: if the patches do not fill an image.
-
-    Example:
-        >>> ImageConfig(768, 12, 12, image_size=(224, 224), patch_size=(16, 16)).grid
-        (14, 14)
-    """
-
-    d_model: int
-    num_heads: int
-    num_layers: int
-    d_hidden: int | None = None
-    image_size: tuple[int, int] = (224, 224)
-    patch_size: tuple[int, int] = (16, 16)
-    channels: int = 3
-    qkv_bias: bool = True
-    activation: str = "gelu_exact"
-    eps: float = 1e-12
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    labels: tuple[str, ...] = ("LABEL_0", "LABEL_1")
-
-    def __post_init__(self):
-        if self.image_size[0] % self.patch_size[0] or self.image_size[1] % self.patch_size[1]:
-            raise ValueError(
-                f"patches must fill an image; got image_size={self.image_size},"
-                f" patch_size={self.patch_size}. Take an image_size that patch_size divides"
-            )
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """How many patches an image has along its height and its width."""
-        return self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
-
 
 C = TypeVar("C", bound=ImageConfig)
 Images = Float[Array, "*b c height width"]

@@ -1,4 +1,7 @@
-"""Which layers of a model can be stacked: those of equal shape and options, alone or in turns."""
+"""Which layers of a model can be stacked: those of equal shape and options, alone or in turns.
+
+Only in flax_attn: it saves compiling.
+"""
 
 from __future__ import annotations
 

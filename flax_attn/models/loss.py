@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
-from attn_spec.checks import check_ids
+from attn_spec.generation_checks import check_ids
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.integers import clipped
 from flax_attn.functional.masks import Mask

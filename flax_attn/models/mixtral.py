@@ -1,58 +1,14 @@
 """Mixtral."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from flax_attn.models.decoder import Decoder, DecoderConfig
-from flax_attn.models.hugging_face.decoder import read_decoder, write_decoder, write_window
+from attn_spec.models.mixtral import MixtralConfig, read, write
+from flax_attn.models.decoder import Decoder
 from flax_attn.models.hugging_face.experts import fused, one_by_one
 from flax_attn.models.hugging_face.family import Family
-from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.modules.experts import Experts
 from flax_attn.modules.mixture import MixtureOfExperts
 from flax_attn.modules.router import Router
-
-
-@dataclass(frozen=True)
-class MixtralConfig(DecoderConfig):
-    """The sizes of a Mixtral: those of a `DecoderConfig`, and of the mixture.
-
-    `d_hidden` is the width inside an expert.
-
-    Args:
-        num_experts: number of experts in each layer.
-        top_k: number of experts for each token.
-
-    Example:
-        >>> MixtralConfig(4096, 14336, num_heads=32, num_layers=32, num_kv_heads=8).num_experts
-        8
-    """
-
-    eps: float = 1e-5
-    num_experts: int = 8
-    top_k: int = 2
-
-
-def _read(fields: Fields, dropout: float | None) -> MixtralConfig:
-    fields = fields.under_one_name(num_experts="num_local_experts")
-    fields.only(router_jitter_noise=0.0)
-    filled = fields.filled(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6)
-    return MixtralConfig(
-        **read_decoder(filled, dropout),
-        window=fields.optional_length("sliding_window"),
-        num_experts=fields.count("num_local_experts", 8),
-        top_k=fields.integer("num_experts_per_tok", 2),
-    )
-
-
-def _write(config: MixtralConfig) -> dict[str, Any]:
-    return write_decoder(
-        "Mixtral",
-        config,
-        sliding_window=write_window("Mixtral", config),
-        num_local_experts=config.num_experts,
-        num_experts_per_tok=config.top_k,
-    )
 
 
 class Mixtral(Decoder[MixtralConfig]):
@@ -75,8 +31,8 @@ class Mixtral(Decoder[MixtralConfig]):
     """
 
     family = Family(
-        {"mixtral": _read},
-        _write,
+        {"mixtral": read},
+        write,
         one_by_one("model.layers.{i}.block_sparse_moe", "w1", "w3", "w2"),
         (fused("model.layers.{i}.mlp"),),
     )

@@ -1,45 +1,14 @@
 """OLMo 2."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from flax_attn.models.decoder import Decoder, DecoderConfig
+from attn_spec.models.olmo2 import Olmo2Config, read, write
+from flax_attn.models.decoder import Decoder
 from flax_attn.models.hugging_face.decoder import (
     POST_NORM_LAYOUT,
-    check_no_window,
-    read_decoder,
-    write_decoder,
 )
 from flax_attn.models.hugging_face.family import Family
-from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.modules.multi_head import MultiHeadAttention
-
-
-@dataclass(frozen=True)
-class Olmo2Config(DecoderConfig):
-    """The sizes of an OLMo 2: those of a `DecoderConfig`, and biases.
-
-    Args:
-        attention_bias: whether the four projections of the attention have a bias.
-
-    Example:
-        >>> Olmo2Config(4096, 11008, num_heads=32, num_layers=32).eps
-        1e-05
-    """
-
-    vocab_size: int = 50304
-    eps: float = 1e-5
-    attention_bias: bool = False
-
-
-def _read(fields: Fields, dropout: float | None) -> Olmo2Config:
-    arguments = read_decoder(fields.filled(rms_norm_eps=1e-5), dropout)
-    return Olmo2Config(**arguments, attention_bias=fields.flag("attention_bias", False))
-
-
-def _write(config: Olmo2Config) -> dict[str, Any]:
-    check_no_window("OLMo 2", config)
-    return write_decoder("Olmo2", config, attention_bias=config.attention_bias)
 
 
 class Olmo2(Decoder[Olmo2Config]):
@@ -63,7 +32,7 @@ class Olmo2(Decoder[Olmo2Config]):
         OLMo Team 2024 (arXiv:2501.00656).
     """
 
-    family = Family({"olmo2": _read}, _write, POST_NORM_LAYOUT)
+    family = Family({"olmo2": read}, write, POST_NORM_LAYOUT)
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, with biases if the config asks for them."""

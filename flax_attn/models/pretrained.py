@@ -1,4 +1,7 @@
-"""The base of models that Hugging Face folders store."""
+"""The base of models that Hugging Face folders store.
+
+Only in flax_attn: PyTorch has transformers.
+"""
 
 from __future__ import annotations
 

@@ -1,42 +1,14 @@
 """Qwen2 and Qwen2.5."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from flax_attn.models.decoder import Decoder, DecoderConfig
+from attn_spec.models.qwen2 import Qwen2Config, read, write
+from flax_attn.models.decoder import Decoder
 from flax_attn.models.hugging_face.decoder import (
     DECODER_LAYOUT,
-    read_decoder,
-    read_windows,
-    write_decoder,
-    write_windows,
 )
 from flax_attn.models.hugging_face.family import Family
-from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.modules.multi_head import MultiHeadAttention
-
-
-@dataclass(frozen=True)
-class Qwen2Config(DecoderConfig):
-    """The sizes of a Qwen2: those of a `DecoderConfig`.
-
-    Example:
-        >>> Qwen2Config(896, 4864, 14, 24, num_kv_heads=2, tied=True).vocab_size
-        151936
-    """
-
-    context_length: int = 32768
-    vocab_size: int = 151936
-
-
-def _read(fields: Fields, dropout: float | None) -> Qwen2Config:
-    return Qwen2Config(
-        **read_decoder(fields.filled(num_key_value_heads=32), dropout), **read_windows(fields)
-    )
-
-
-def _write(config: Qwen2Config) -> dict[str, Any]:
-    return write_decoder("Qwen2", config, **write_windows(config))
 
 
 class Qwen2(Decoder[Qwen2Config]):
@@ -58,7 +30,7 @@ class Qwen2(Decoder[Qwen2Config]):
         Qwen Team 2024 (arXiv:2407.10671).
     """
 
-    family = Family({"qwen2": _read}, _write, DECODER_LAYOUT)
+    family = Family({"qwen2": read}, write, DECODER_LAYOUT)
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, with biases of queries, keys and values."""

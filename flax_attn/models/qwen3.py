@@ -1,50 +1,14 @@
 """Qwen3, its dense models."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from flax_attn.models.decoder import Decoder, DecoderConfig
+from attn_spec.models.qwen3 import Qwen3Config, read, write
+from flax_attn.models.decoder import Decoder
 from flax_attn.models.hugging_face.decoder import (
     DECODER_LAYOUT,
-    read_decoder,
-    read_windows,
-    write_decoder,
-    write_windows,
 )
 from flax_attn.models.hugging_face.family import Family
-from flax_attn.models.hugging_face.fields import Fields
 from flax_attn.modules.multi_head import MultiHeadAttention
-
-
-@dataclass(frozen=True)
-class Qwen3Config(DecoderConfig):
-    """The sizes of a Qwen3: those of a `DecoderConfig`, and biases.
-
-    Args:
-        attention_bias: whether the four projections of the attention have a bias.
-
-    Example:
-        >>> config = Qwen3Config(1024, 3072, 16, 28, num_kv_heads=8, head_dim=128, tied=True)
-        >>> config.vocab_size
-        151936
-    """
-
-    context_length: int = 32768
-    vocab_size: int = 151936
-    attention_bias: bool = False
-
-
-def _read(fields: Fields, dropout: float | None) -> Qwen3Config:
-    arguments = read_decoder(fields.filled(num_key_value_heads=32, head_dim=128), dropout)
-    return Qwen3Config(
-        **arguments, **read_windows(fields), attention_bias=fields.flag("attention_bias", False)
-    )
-
-
-def _write(config: Qwen3Config) -> dict[str, Any]:
-    return write_decoder(
-        "Qwen3", config, **write_windows(config), attention_bias=config.attention_bias
-    )
 
 
 class Qwen3(Decoder[Qwen3Config]):
@@ -66,7 +30,7 @@ class Qwen3(Decoder[Qwen3Config]):
         Qwen Team 2025 (arXiv:2505.09388).
     """
 
-    family = Family({"qwen3": _read}, _write, DECODER_LAYOUT)
+    family = Family({"qwen3": read}, write, DECODER_LAYOUT)
 
     def attention(self, layer: int, **options: Any) -> MultiHeadAttention:
         """Return the attention of a layer, with biases if the config asks for them."""

@@ -1,9 +1,13 @@
-"""The families of models. A new one is a line here."""
+"""The families of models. A new one is a line here.
+
+Only in flax_attn: PyTorch has transformers.
+"""
 
 from os import PathLike
 from pathlib import Path
 from typing import Unpack
 
+from attn_spec.hugging_face.fields import Fields, read_fields
 from flax_attn.models.bert import Bert, BertMaskedLM
 from flax_attn.models.deepseekv3 import DeepseekV3
 from flax_attn.models.diffllama import DiffLlama
@@ -13,7 +17,6 @@ from flax_attn.models.gemma2 import Gemma2
 from flax_attn.models.gemma3 import Gemma3
 from flax_attn.models.gpt2 import GPT2
 from flax_attn.models.gptoss import GptOss
-from flax_attn.models.hugging_face.fields import Fields, read_fields
 from flax_attn.models.hugging_face.folder import LoadOptions
 from flax_attn.models.llama import Llama
 from flax_attn.models.mixtral import Mixtral

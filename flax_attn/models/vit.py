@@ -1,48 +1,19 @@
 """ViT: the encoder of images, and the classifier."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from attn_spec.models.vit import ViTConfig, read, write
 from flax_attn.convert.rules import Layout
 from flax_attn.functional.shapes import Tokens
-from flax_attn.models.hugging_face.bounds import PATCHES
 from flax_attn.models.hugging_face.family import Family, linears
-from flax_attn.models.hugging_face.fields import Fields
-from flax_attn.models.hugging_face.images import image_layout, read_images, write_images
-from flax_attn.models.image_encoder import ImageConfig, ImageEncoder
+from flax_attn.models.hugging_face.images import image_layout
+from flax_attn.models.image_encoder import ImageEncoder
 from flax_attn.modules.linear import Linear
-
-
-@dataclass(frozen=True)
-class ViTConfig(ImageConfig):
-    """The sizes of a ViT: those of an `ImageConfig`, and its pooler.
-
-    Args:
-        d_pooled: width of what `pooled` returns; None is d_model, and 0 is a model without a
-            pooler.
-
-    Example:
-        >>> ViTConfig(768, 12, 12).grid
-        (14, 14)
-    """
-
-    d_pooled: int | None = None
-
-
-def _read(fields: Fields, dropout: float | None) -> ViTConfig:
-    fields.only(pooler_act="tanh")
-    d_model, pooled = fields.integer("hidden_size"), fields.optional_integer("pooler_output_size")
-    return ViTConfig(
-        **read_images(fields, dropout),
-        d_hidden=fields.integer("intermediate_size"),
-        patch_size=fields.pair("patch_size", 16, PATCHES),
-        eps=fields.epsilon("layer_norm_eps", 1e-12),
-        d_pooled=None if pooled in (None, d_model) else pooled,
-    )
 
 
 def _fit(config: ViTConfig, names: Collection[str]) -> ViTConfig:
@@ -52,12 +23,6 @@ def _fit(config: ViTConfig, names: Collection[str]) -> ViTConfig:
         if any(name.endswith("pooler.dense.weight") for name in names)
         else replace(config, d_pooled=0)
     )
-
-
-def _write(architecture: str, config: ViTConfig) -> dict[str, Any]:
-    hidden = {"intermediate_size": config.d_hidden or 4 * config.d_model}
-    pooler = {"pooler_output_size": config.d_pooled or config.d_model, "pooler_act": "tanh"}
-    return {**write_images(config, "vit", architecture), **hidden, **pooler}
 
 
 def _layout(base: str, ignored: str = "") -> Layout:
@@ -93,8 +58,8 @@ class ViT(ImageEncoder[ViTConfig]):
     """
 
     family = Family(
-        {"vit": _read},
-        lambda config: _write("ViTModel", config),
+        {"vit": read},
+        lambda config: write("ViTModel", config),
         _layout("", r"(.*\.)?classifier\..*"),
         base="",
         anchor="pos_emb.embedding",
@@ -145,8 +110,8 @@ class ViTClassifier(ViT):
     """
 
     family = Family(
-        {"vit": _read},
-        lambda config: _write("ViTForImageClassification", config),
+        {"vit": read},
+        lambda config: write("ViTForImageClassification", config),
         _layout("vit.", r"vit\.pooler\..*"),
         base="vit.",
         anchor="pos_emb.embedding",

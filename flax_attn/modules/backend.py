@@ -1,4 +1,7 @@
-"""One call that moves a whole model to another backend."""
+"""One call that moves a whole model to another backend.
+
+Only in flax_attn: torch_ref has one backend.
+"""
 
 from flax import nnx
 

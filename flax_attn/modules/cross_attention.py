@@ -7,13 +7,14 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
 from attn_spec.cache_checks import check_cache_window
-from attn_spec.checks import check_heads, check_positive, check_tokens, check_type
+from attn_spec.checks import check_positive, check_tokens, check_type
+from attn_spec.module_checks import check_heads
+from attn_spec.scores import Scores
 from flax_attn.attention import dot_product_attention
 from flax_attn.backends.registry import check_backend
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.padding import check_known_lengths
-from flax_attn.functional.scores import Scores
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.linear import Linear

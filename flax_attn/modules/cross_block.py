@@ -7,7 +7,8 @@ from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
-from attn_spec.checks import check_block_widths, check_type
+from attn_spec.checks import check_type
+from attn_spec.module_checks import check_block_widths
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in

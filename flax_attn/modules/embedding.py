@@ -5,7 +5,8 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float, Integer
 
-from attn_spec.checks import check_ids, check_positive
+from attn_spec.checks import check_positive
+from attn_spec.generation_checks import check_ids
 from flax_attn.functional.integers import clipped
 from flax_attn.modules.initialisation import check_dtypes, next_key, normal, redrawn
 from flax_attn.modules.matrix_product import dot_general

@@ -13,6 +13,7 @@ from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
 from attn_spec.checks import check_choice, check_positive, check_type, check_width
+from attn_spec.swiglu import SwiGLUBounds
 from flax_attn.backends.platform import platform_of
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.modules.feed_forward import ACTIVATIONS
@@ -26,8 +27,7 @@ FORMS = ("auto", "dense", "sorted")
 _Weights = Mapping[str, Array]
 
 
-@dataclass(frozen=True)
-class ClampedSwiGLU:
+class ClampedSwiGLU(SwiGLUBounds, portable=True):
     """The clamped SwiGLU of gpt-oss.
 
         min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (clip(up, -limit, limit) + 1)
@@ -48,15 +48,6 @@ class ClampedSwiGLU:
     References:
         OpenAI 2025, gpt-oss (arXiv:2508.10925).
     """
-
-    limit: float = 7.0
-    alpha: float = 1.702
-
-    def __post_init__(self):
-        if not self.limit > 0:
-            raise ValueError(
-                f"limit bounds the branches of a SwiGLU and must be positive; got {self.limit!r}"
-            )
 
     def __call__(
         self, gate: Float[Array, "*shape h"], up: Float[Array, "*shape h"]

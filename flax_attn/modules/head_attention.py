@@ -9,12 +9,13 @@ from flax.typing import Dtype, PrecisionLike
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from attn_spec.cache_checks import check_cache_window
-from attn_spec.checks import check_capacity, check_tokens, check_type
+from attn_spec.cache_checks import check_cache_window, check_capacity
+from attn_spec.checks import check_tokens, check_type
+from attn_spec.scores import Scores
 from flax_attn.attention import dot_product_attention
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.masks import Mask, as_mask
-from flax_attn.functional.scores import Scores
+from flax_attn.functional.score_function import placed_score
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.modules.calls import Attention, Bias, Outputs, Returned, unpack
 from flax_attn.modules.dropout import Dropout
@@ -101,7 +102,7 @@ class HeadAttention(Attention):
         # The bias has the keys in their own order, as a mask has.
         bias = bias(arrived, key_positions) if callable(bias) else bias
         score, dropout = (
-            self.scores.placed(query_positions, key_positions),
+            placed_score(self.scores, query_positions, key_positions),
             self.dropout.keyed(dropout_key),
         )
         options = {"score": score, "dropout": dropout, "return_weights": return_weights}

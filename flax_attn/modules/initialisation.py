@@ -3,6 +3,8 @@
 The keys are those of the stream `params` of an `nnx.Rngs`, one after another; the numbers are those
 that `jax.random.uniform` and `jax.random.normal` draw from them. They are the same whether a module
 is built eagerly, where no program is compiled for a shape, or under a transform such as `jax.jit`.
+
+Only in flax_attn: `torch.nn.Linear` draws its own.
 """
 
 from __future__ import annotations

@@ -8,20 +8,15 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from attn_spec.checks import (
-    check_causal_window,
-    check_choice,
-    check_context_length,
-    check_positive,
-    check_type,
-)
+from attn_spec.attention_checks import check_causal_window
+from attn_spec.checks import check_choice, check_context_length, check_positive, check_type
 from attn_spec.latent_checks import check_latent_norm
+from attn_spec.scores import Scores
 from flax_attn.backends.registry import check_backend
 from flax_attn.functional.absorption import Absorption
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.positions import RoPE
-from flax_attn.functional.scores import Scores
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.modules.calls import Bias, CallOptions, Returned, check_self_attention
 from flax_attn.modules.dropout import Dropout

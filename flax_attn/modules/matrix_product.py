@@ -1,4 +1,7 @@
-"""The product of tokens with a matrix, in the form that a CPU computes quickest."""
+"""The product of tokens with a matrix, in the form that a CPU computes quickest.
+
+Only in flax_attn: it works around a limit of XLA.
+"""
 
 from typing import Any
 

@@ -6,7 +6,8 @@ from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array, Float
 
-from attn_spec.checks import check_image, check_positive
+from attn_spec.checks import check_positive
+from attn_spec.input_checks import check_image
 from flax_attn.modules.linear import Linear
 
 

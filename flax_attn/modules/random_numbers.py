@@ -4,6 +4,8 @@ Called eagerly, `jax.random.uniform` compiles a program for each shape, which ta
 time of building a module. The numbers of a Threefry key do not depend on the shape: number i of the
 flat array is the cipher of i (`jax_threefry_partitionable`). So one program draws any array, a
 block after another, and NumPy draws small ones, to the same bits.
+
+Only in flax_attn: PyTorch compiles nothing.
 """
 
 from __future__ import annotations

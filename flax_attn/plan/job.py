@@ -12,10 +12,10 @@ from typing import Any
 
 from attn_spec.checks import check_positive
 from attn_spec.frequencies import YaRNScaling
+from attn_spec.hugging_face.fields import read_fields
 from flax_attn.functional.positions import RoPE
 from flax_attn.models.deepseekv3 import DeepseekV3, DeepseekV3Config
 from flax_attn.models.gpt2 import GPT2, GPT2_CONFIGS
-from flax_attn.models.hugging_face.fields import read_fields
 from flax_attn.models.hugging_face.folder import read_config
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.layer_pattern import UnequalLayersError

@@ -19,9 +19,15 @@ def error_of():
 
 @pytest.fixture
 def assert_same_error(sides, no_shape_checks):
-    """Assert that an action raises one message on both sides, and that it matches."""
+    """Assert that an action raises one message on both sides, and that it matches.
+
+    A dictionary in place of the pattern names a size, with the value that is no positive integer.
+    """
 
     def check(act, match):
+        if isinstance(match, dict):
+            ((name, value),) = match.items()
+            match = re.escape(f"{name} must be a positive integer; got {name}={value!r}") + "$"
         ours, theirs = (message_of(side, act) for side in sides)
         assert re.search(match, ours), ours
         assert ours == theirs

@@ -43,7 +43,7 @@ WHOLE = (
 BAD = {
     "window 0": (
         lambda side: zeros(side, 8, window=0),
-        r"window must be a positive integer; got window=0",
+        {"window": 0},
     ),
     "wide window": (
         lambda side: zeros(side, 4, window=5),
@@ -54,15 +54,15 @@ BAD = {
     ),
     "no capacity": (
         lambda side: zeros(side, 0),
-        r"capacity must be a positive integer; got capacity=0",
+        {"capacity": 0},
     ),
     "no heads": (
         lambda side: side.KVCache.zeros(2, 4, 0, 3),
-        r"num_kv_heads must be a positive integer",
+        {"num_kv_heads": 0},
     ),
     "no width": (
         lambda side: side.KVCache.zeros(2, 4, 3, -1),
-        r"head_dim must be a positive integer; got head_dim=-1",
+        {"head_dim": -1},
     ),
     "full": (lambda side: extend(side, 4, replace(filled(side), length=5)), FITS.format(4, 5)),
     "longer than all": (lambda side: extend(side, 9, zeros(side, 8)), FITS.format(9, 0)),

@@ -18,11 +18,11 @@ def call(side, cache=None, **options):
 CASES = {
     "no latent": (
         lambda side: latent(side, kv_lora_rank=0),
-        r"kv_lora_rank must be a positive integer; got kv_lora",
+        {"kv_lora_rank": 0},
     ),
     "no values": (
         lambda side: latent(side, v_head_dim=0),
-        r"v_head_dim must be a positive integer; got v_head_dim=0",
+        {"v_head_dim": 0},
     ),
     "form": (
         lambda side: latent(side, form="wide"),

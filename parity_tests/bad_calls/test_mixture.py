@@ -50,11 +50,11 @@ CONSTRUCTORS = {
     ),
     "no top_k": (
         lambda side: router(side, top_k=0),
-        r"top_k must be a positive integer; got top_k=0",
+        {"top_k": 0},
     ),
     "no router width": (
         lambda side: router(side, d_model=0),
-        r"d_model must be a positive integer; got d_model=0",
+        {"d_model": 0},
     ),
     "scores": (
         lambda side: router(side, scores="relu"),
@@ -62,11 +62,11 @@ CONSTRUCTORS = {
     ),
     "no experts": (
         lambda side: experts(side, num_experts=0),
-        r"num_experts must be a positive integer; got num_exp",
+        {"num_experts": 0},
     ),
     "no hidden": (
         lambda side: experts(side, d_hidden=0),
-        r"d_hidden must be a positive integer; got d_hidden=0",
+        {"d_hidden": 0},
     ),
     "form": (
         lambda side: experts(side, form="ragged"),

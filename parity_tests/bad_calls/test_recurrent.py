@@ -109,15 +109,15 @@ BAD = {
     ),
     "no heads": (
         lambda side: layer(side, num_heads=0),
-        r"num_heads must be a positive integer; got num_heads=0",
+        {"num_heads": 0},
     ),
     "no width": (
         lambda side: layer(side, head_dim=0),
-        r"head_dim must be a positive integer; got head_dim=0",
+        {"head_dim": 0},
     ),
     "no kernel": (
         lambda side: kernel_of(side, 0),
-        r"kernel_size must be a positive integer; got kernel_size=0",
+        {"kernel_size": 0},
     ),
     "width": (
         lambda side: layer(side, (B, T, 5)),

@@ -1,6 +1,5 @@
 """Positions against Hugging Face's in float64, and against formulas written in another way."""
 
-import inspect
 import math
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from attn_spec.frequencies import Scaling, plain_frequencies
 from flax_attn import convert
 from flax_attn.parity import tolerance
 
@@ -122,7 +122,7 @@ def published_frequencies(name):
 def our_frequencies(side, name):
     scaling = scaling_of(side, name)
     if scaling is None:
-        return side.file("functional.frequencies").plain_frequencies(BASE, H), 1.0
+        return plain_frequencies(BASE, H), 1.0
     return scaling.frequencies(BASE, H), scaling.amplitude()
 
 
@@ -417,7 +417,7 @@ def test_packed_sequences_are_as_they_are_alone(side):
 
 
 def test_a_scaling_of_ones_own(side):
-    class Fixed(side.file("functional.frequencies").Scaling):
+    class Fixed(Scaling):
         def frequencies(self, base, width):
             return np.arange(1, width // 2 + 1) / self.factor
 
@@ -426,8 +426,3 @@ def test_a_scaling_of_ones_own(side):
     assert_equal(
         turned[..., : H // 2], X[..., : H // 2] * np.cos(angles) - X[..., H // 2 :] * np.sin(angles)
     )
-
-
-def test_what_needs_no_framework_is_one_text(sides):
-    ours, theirs = (inspect.getsource(side.file("functional.frequencies")) for side in sides)
-    assert ours.replace("flax_attn", "torch_ref") == theirs

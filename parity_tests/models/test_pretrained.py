@@ -29,11 +29,11 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.smollm3 import modeling_smollm3
 
+from attn_spec.hugging_face.fields import read_fields
 from flax_attn import convert
 from flax_attn.convert.api import axes_of
 from flax_attn.models import GPT2, Llama, from_pretrained
 from flax_attn.models.hugging_face import folder as loader
-from flax_attn.models.hugging_face.fields import read_fields
 from flax_attn.parity import tolerance
 
 B, T, CONTEXT = 3, 11, 16

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import attn_spec
 import flax_attn
+from attn_spec.hugging_face.fields import read_fields
 from flax_attn.models import from_pretrained
 from flax_attn.models.bert import Bert, BertConfig, BertMaskedLM
 from flax_attn.models.deepseekv3 import DeepseekV3, DeepseekV3Config
@@ -22,7 +24,6 @@ from flax_attn.models.gemma3 import Gemma3, Gemma3Config
 from flax_attn.models.gpt2 import GPT2, GPT2Config
 from flax_attn.models.gptoss import GptOss, GptOssConfig
 from flax_attn.models.hugging_face import folder as loader
-from flax_attn.models.hugging_face.fields import read_fields
 from flax_attn.models.llama import Llama, LlamaConfig
 from flax_attn.models.mixtral import Mixtral, MixtralConfig
 from flax_attn.models.modernbert import ModernBert, ModernBertConfig, ModernBertMaskedLM
@@ -105,7 +106,7 @@ VALUES = (
     *(-0.5, 2**22, 2**31 - 1, 2**31, 10**9, 10**12, 10**30, 1e300, float("inf"), float("nan")),
 )
 LOADED_EACH = 61  # one of so many edits is also loaded in whole
-OURS = str(Path(flax_attn.__file__).parent)
+OURS = tuple(str(Path(package.__file__).parent) for package in (attn_spec, flax_attn))
 
 
 def test_every_family_is_edited():

@@ -8,12 +8,12 @@ import pytest
 from flax import nnx
 
 from attn_spec.frequencies import LinearScaling
+from attn_spec.hugging_face.fields import read_fields
 from flax_attn.functional.positions import RoPE
 from flax_attn.models import from_pretrained
 from flax_attn.models.bert import Bert, BertConfig, BertMaskedLM
 from flax_attn.models.dinov2 import DINOv2, DINOv2Config
 from flax_attn.models.hugging_face import folder as loader
-from flax_attn.models.hugging_face.fields import read_fields
 from flax_attn.models.modernbert import ModernBert, ModernBertConfig
 from flax_attn.models.registry import model_class
 from flax_attn.models.t5 import T5, T5Config

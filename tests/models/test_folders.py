@@ -9,8 +9,8 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
+from attn_spec.json_files import read_object
 from flax_attn import convert
-from flax_attn.convert.json_files import read_object
 from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, from_pretrained
 from flax_attn.models.hugging_face import folder as loader
 from flax_attn.models.mixtral import Mixtral, MixtralConfig

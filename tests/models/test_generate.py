@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from attn_spec.sampling import Sampling
 from flax_attn.models import GPT2, GPT2Config, Llama, LlamaConfig, generate
 from flax_attn.models.pretrained import Pretrained
-from flax_attn.models.sampling import Sampling, keep_most_likely, sample
+from flax_attn.models.sampling import keep_most_likely, sample
 
 GPT = GPT2Config(8, 2, 2, context_length=24, vocab_size=31)
 LLAMA = LlamaConfig(8, 12, 4, 1, num_kv_heads=2, context_length=200, vocab_size=31)

@@ -19,6 +19,7 @@ from attn_spec.frequencies import (
     Scaling,
     YaRNScaling,
 )
+from attn_spec.hugging_face.fields import read_fields
 from attn_spec.longrope import LongRoPEScaling
 from flax_attn import DifferentialAttention, MultiHeadAttention, RMSNorm, convert
 from flax_attn.functional.positions import RoPE
@@ -27,7 +28,6 @@ from flax_attn.models.diffllama import DiffLlama, DiffLlamaConfig
 from flax_attn.models.gemma import Gemma, GemmaConfig
 from flax_attn.models.gemma3 import Gemma3, Gemma3Config
 from flax_attn.models.hugging_face import folder as loader
-from flax_attn.models.hugging_face.fields import read_fields
 from flax_attn.models.olmo2 import Olmo2, Olmo2Config
 from flax_attn.models.phi3 import Phi3, Phi3Config
 from flax_attn.models.qwen2 import Qwen2

@@ -10,8 +10,8 @@ from einops import rearrange
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from attn_spec.cache_checks import check_cache_dtype
-from attn_spec.checks import check_fits, check_lengths, check_positive, check_ring_buffer
+from attn_spec.cache_checks import check_cache_dtype, check_fits, check_lengths, check_ring_buffer
+from attn_spec.checks import check_positive
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.mask_part import Count
 from torch_ref.functional.masks import Mask, as_mask

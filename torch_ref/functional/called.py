@@ -1,4 +1,7 @@
-"""Functions of indices, called on tensors of indices."""
+"""Functions of indices, called on tensors of indices.
+
+Only in torch_ref: JAX traces a function on scalars.
+"""
 
 from __future__ import annotations
 

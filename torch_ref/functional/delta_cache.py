@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn import functional
 
-from attn_spec.cache_checks import check_cache_dtype
-from attn_spec.checks import check_lengths, check_positive
+from attn_spec.cache_checks import check_cache_dtype, check_lengths
+from attn_spec.checks import check_positive
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.mask_part import Count

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attn_spec.checks import check_key_data, check_rate, check_type
+from attn_spec.attention_checks import check_key_data
+from attn_spec.checks import check_rate, check_type
 from torch_ref.functional.shapes import Index
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))

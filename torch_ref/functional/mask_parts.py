@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
-from attn_spec.attention_checks import check_offset
-from attn_spec.checks import check_broadcast
+from attn_spec.attention_checks import check_broadcast, check_offset
 from torch_ref.functional.mask_part import Count, Part
 from torch_ref.functional.shapes import Index
 

@@ -72,6 +72,31 @@ class Mask:
         return Mask.window(width - 1, 0, offset)
 
     @staticmethod
+    def where(function: Callable, offset: Count | ArrayLike | None = None) -> Mask:
+        """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`.
+
+        The function is written for scalars: `b` is the row of the batch, `n` the query head. It is
+        called once, on tensors of indices: it indexes arrays and computes with `&`, `|` and `~`,
+        without `if`. The offset is 0 if not given, and follows a `KVCache`.
+
+        Raises:
+            ValueError: if it is no such function, or returns no booleans.
+
+        Example:
+            >>> strided = Mask.where(lambda b, n, i, j: (i - j) % 2 == 0) & Mask.causal()
+            >>> print(strided.as_text(3))
+              0 1 2
+            0 ■ · ·
+            1 · ■ ·
+            2 ■ · ■
+
+        References:
+            Dong et al. 2024, FlexAttention (arXiv:2412.05496).
+        """
+        check_function("mask", function, SEES)
+        return Mask((Where(function, offset=as_integers("offset", offset)),))
+
+    @staticmethod
     def lengths(
         *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
@@ -100,31 +125,6 @@ class Mask:
     def dense(array: ArrayLike) -> Mask:
         """Any boolean array that broadcasts to `(b, n, t, s)`."""
         return Mask((Dense(as_booleans(array)),))
-
-    @staticmethod
-    def where(function: Callable, offset: Count | ArrayLike | None = None) -> Mask:
-        """Key `j` is seen from position `p = offset + i` when `function(b, n, p, j)`.
-
-        The function is written for scalars: `b` is the row of the batch, `n` the query head. It is
-        called once, on tensors of indices: it indexes arrays and computes with `&`, `|` and `~`,
-        without `if`. The offset is 0 if not given, and follows a `KVCache`.
-
-        Raises:
-            ValueError: if it is no such function, or returns no booleans.
-
-        Example:
-            >>> strided = Mask.where(lambda b, n, i, j: (i - j) % 2 == 0) & Mask.causal()
-            >>> print(strided.as_text(3))
-              0 1 2
-            0 ■ · ·
-            1 · ■ ·
-            2 ■ · ■
-
-        References:
-            Dong et al. 2024, FlexAttention (arXiv:2412.05496).
-        """
-        check_function("mask", function, SEES)
-        return Mask((Where(function, offset=as_integers("offset", offset)),))
 
     __array_priority__ = 1  # array & mask comes here too
 

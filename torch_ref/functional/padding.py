@@ -5,7 +5,7 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from attn_spec.checks import check_lengths, check_rows_of_lengths
+from attn_spec.cache_checks import check_lengths, check_rows_of_lengths
 from torch_ref.functional.integers import clipped
 from torch_ref.functional.mask_arguments import as_integers
 from torch_ref.functional.shapes import ArrayLike

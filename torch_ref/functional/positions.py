@@ -5,17 +5,13 @@ cached sequences pass their own positions. Learned positions are an embedding li
 `nn.Embedding`.
 """
 
-from dataclasses import dataclass
-
 import torch
 from einops import rearrange
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from attn_spec.checks import check_type
 from attn_spec.frequencies import (
     DynamicNTKScaling,
-    Scaling,
     check_base,
     check_pairs,
     plain_frequencies,
@@ -24,12 +20,12 @@ from attn_spec.frequencies import LinearScaling as LinearScaling
 from attn_spec.frequencies import Llama3Scaling as Llama3Scaling
 from attn_spec.frequencies import YaRNScaling as YaRNScaling
 from attn_spec.longrope import LongRoPEScaling
+from attn_spec.rope import RotaryPositions
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.shapes import ArrayLike
 
 
-@dataclass(frozen=True)
-class RoPE:
+class RoPE(RotaryPositions, portable=True):
     """Rotary positions: pairs of features are rotated by angles that grow with the position.
 
         (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)
@@ -63,34 +59,6 @@ class RoPE:
     References:
         Su et al. 2021 (arXiv:2104.09864).
     """
-
-    base: float = 10000.0
-    width: int | None = None
-    interleaved: bool = False
-    scaling: Scaling | None = None
-
-    def __post_init__(self):
-        check_base(self.base)
-        if self.width is not None:
-            check_pairs("width", self.width)
-        check_type(
-            "scaling",
-            self.scaling,
-            Scaling | None,
-            "scaling=LinearScaling(8.0), or another one, or None",
-        )
-
-    def check_head_dim(self, head_dim: int) -> None:
-        """Raise unless heads of this width can be rotated."""
-        if self.width is None:
-            check_pairs("head_dim", head_dim)
-        elif self.width > head_dim:
-            raise ValueError(
-                "width must not exceed head_dim, as it counts rotated features of a head; got"
-                f" width={self.width}, head_dim={head_dim}. For all of them use width=None"
-            )
-        if self.scaling is not None:
-            self.scaling.check_width(head_dim if self.width is None else self.width)
 
     def __call__(
         self, x: Float[Tensor, "*b t n h"], positions: ArrayLike | None = None

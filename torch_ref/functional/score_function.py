@@ -15,8 +15,9 @@ from attn_spec.function_checks import (
     check_scored,
     check_token_positions,
 )
+from attn_spec.scores import Scores
 from torch_ref.functional.called import called
-from torch_ref.functional.shapes import Weights
+from torch_ref.functional.shapes import ArrayLike, Weights
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,15 @@ class ScoreFunction:
         check_token_positions(name, tuple(given.shape), integers, b, tokens)
         # A slot without a key is at -1.
         return torch.atleast_2d(given).to(scores.device).clamp(min=0)
+
+
+def placed_score(
+    scores: Scores, query_positions: ArrayLike, key_positions: ArrayLike
+) -> ScoreFunction | None:
+    """Return the function of a module's scores for these positions, or None if it has none."""
+    if scores.function is None:
+        return None
+    return ScoreFunction(scores.function, query_positions, key_positions)
 
 
 def _name(dtype: torch.dtype) -> str:

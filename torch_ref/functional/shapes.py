@@ -1,23 +1,8 @@
-"""The axis legend, and the tensor types spelled with it.
-
-Every shape in this package, in a docstring, an einops string or an annotation, uses these letters.
-"""
+"""The tensor types of the packages, spelled with the letters of `attn_spec.axes`."""
 
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
-
-AXES = {
-    "b": "batch",
-    "t": "query tokens",
-    "s": "key tokens",
-    "n": "query heads",
-    "k": "key/value heads",
-    "g": "query heads per key/value head, n // k",
-    "h": "head width of queries and keys",
-    "v": "head width of values (equal to h unless said)",
-    "d": "model width",
-}
 
 Query = Float[Tensor, "*b t n h"]
 Key = Float[Tensor, "*b s k h"]

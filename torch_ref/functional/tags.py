@@ -1,4 +1,7 @@
-"""Names for intermediate values, so that a tool can observe them while a module runs."""
+"""Names for intermediate values, so that a tool can observe them while a module runs.
+
+Only in torch_ref: JAX has `checkpoint_name`.
+"""
 
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary

@@ -1,11 +1,10 @@
 """BERT: the encoder, and its masked language model."""
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from attn_spec.models.bert import BertConfig
 from torch_ref.functional.shapes import ArrayLike, Tokens
 from torch_ref.models.encoder import TextEncoder
 from torch_ref.models.masked_lm import MaskedLMHead
@@ -16,44 +15,6 @@ from torch_ref.modules.feed_forward import FeedForward
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.norm import LayerNorm
-
-
-@dataclass(frozen=True)
-class BertConfig:
-    """The sizes of a BERT.
-
-    Args:
-        d_model: width of the tokens.
-        num_heads: number of heads.
-        num_layers: number of blocks.
-        context_length: length of the longest input.
-        vocab_size: number of tokens.
-        num_types: number of token types, such as first and second sentence.
-        d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
-        activation: activation of the feed-forward layer, and of the head.
-        eps: epsilon of the norms.
-        dropout: the probability that an element of an embedding or a sublayer's output is dropped
-            in train mode.
-        attention_dropout: the probability that an attention weight is dropped in train mode.
-        pooler: whether `Bert` has the layer of `pooled`.
-
-    Example:
-        >>> BertConfig(768, 12, 12).eps
-        1e-12
-    """
-
-    d_model: int
-    num_heads: int
-    num_layers: int
-    context_length: int = 512
-    vocab_size: int = 30522
-    num_types: int = 2
-    d_hidden: int | None = None
-    activation: str = "gelu_exact"
-    eps: float = 1e-12
-    dropout: float = 0.1
-    attention_dropout: float = 0.1
-    pooler: bool = True
 
 
 class Bert(TextEncoder[BertConfig]):

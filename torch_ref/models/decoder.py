@@ -3,78 +3,15 @@
 They have rotary positions, RMS norms and a gated feed-forward layer.
 """
 
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from attn_spec.checks import check_layers
+from attn_spec.models.decoder import DecoderConfig
 from torch_ref.functional.positions import RoPE
 from torch_ref.models.language_model import LanguageModel
 from torch_ref.modules.block import TransformerBlock
 from torch_ref.modules.feed_forward import GatedFeedForward
 from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.norm import RMSNorm
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """The sizes of a decoder; a base class, a family adds what only its models have.
-
-    Args:
-        d_model: width of the tokens.
-        d_hidden: width inside the feed-forward layer.
-        num_heads: number of query heads.
-        num_layers: number of blocks.
-        num_kv_heads: number of key/value heads; None is num_heads.
-        head_dim: width of a head; None is `d_model / num_heads`.
-        context_length: length of the longest input.
-        vocab_size: number of tokens.
-        rope: rotary positions.
-        eps: epsilon of the norms.
-        activation: activation of the gated feed-forward layer.
-        dropout: the probability that an attention weight is dropped in train mode.
-        window: number of keys that a token sees, itself included; None is all.
-        full_layers: the layers without the window, counted from 0.
-        tied: whether the output head is the table of the tokens.
-
-    Raises:
-        ValueError: if there is no layer of a number in `full_layers`.
-
-    Example:
-        >>> DecoderConfig(8, 12, num_heads=4, num_layers=3, window=5, full_layers=(0,)).windows
-        (None, 5, 5)
-    """
-
-    d_model: int
-    d_hidden: int
-    num_heads: int
-    num_layers: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    context_length: int = 2048
-    vocab_size: int = 32000
-    rope: RoPE = field(default_factory=RoPE)
-    eps: float = 1e-6
-    activation: str = "silu"
-    dropout: float = 0.0
-    window: int | None = None
-    full_layers: tuple[int, ...] = ()
-    tied: bool = False
-
-    def __post_init__(self):
-        check_layers("full_layers", self.full_layers, self.num_layers)
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer, None where it has none."""
-        return tuple(
-            None if layer in self.full_layers else self.window for layer in range(self.num_layers)
-        )
-
-    @property
-    def head_width(self) -> int:
-        """The width of a head, given or not."""
-        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
-
 
 C = TypeVar("C", bound=DecoderConfig)
 
@@ -127,7 +64,7 @@ class Decoder(LanguageModel[C]):
 
     def rope(self, layer: int) -> RoPE | None:
         """Return the rotary positions of a layer, None where it has none."""
-        return self.config.rope
+        return RoPE.of(self.config.rope)
 
     def window(self, layer: int) -> int | None:
         """Return how many keys in all a token sees in a layer, None where it sees all."""

@@ -1,27 +1,11 @@
 """DiffLlama."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from torch_ref.models.decoder import Decoder, DecoderConfig
+from attn_spec.models.diffllama import DiffLlamaConfig
+from torch_ref.models.decoder import Decoder
 from torch_ref.modules.differential import DifferentialAttention, differential_lambda
 from torch_ref.modules.multi_head import MultiHeadAttention
-
-
-@dataclass(frozen=True)
-class DiffLlamaConfig(DecoderConfig):
-    """The sizes of a DiffLlama: those of a `DecoderConfig`, and biases.
-
-    Args:
-        attention_bias: whether the four projections of the attention have a bias.
-
-    Example:
-        >>> DiffLlamaConfig(2048, 8192, num_heads=32, num_layers=16).eps
-        1e-05
-    """
-
-    eps: float = 1e-5
-    attention_bias: bool = False
 
 
 class DiffLlama(Decoder[DiffLlamaConfig]):

@@ -1,6 +1,5 @@
 """DINOv2: the encoder of images, and the classifier."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,53 +7,13 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from attn_spec.models.dinov2 import DINOv2Config
 from torch_ref.functional.resize import resize_bicubic
 from torch_ref.functional.shapes import ArrayLike, Tokens
-from torch_ref.models.image_encoder import ImageConfig, ImageEncoder, Images
+from torch_ref.models.image_encoder import ImageEncoder, Images
 from torch_ref.modules.feed_forward import FeedForward, GatedFeedForward
 from torch_ref.modules.layer_scale import LayerScale
 from torch_ref.modules.linear import Linear
-
-
-@dataclass(frozen=True)
-class DINOv2Config(ImageConfig):
-    """The sizes of a DINOv2: those of an `ImageConfig`, square images, and its own parts.
-
-    Args:
-        swiglu: whether the feed-forward layer is a SwiGLU: then its width is two thirds of
-            d_hidden, rounded up to a multiple of 8.
-        layer_scale: value of the factors on what the layers add, in a new model.
-        mask_token: whether there is a token for patches that are hidden.
-
-    Raises:
-        ValueError: if the images are not square, or patches do not fill them.
-
-    Example:
-        >>> DINOv2Config(768, 12, 12).grid
-        (37, 37)
-    """
-
-    image_size: tuple[int, int] = (518, 518)
-    patch_size: tuple[int, int] = (14, 14)
-    eps: float = 1e-6
-    swiglu: bool = False
-    layer_scale: float = 1.0
-    mask_token: bool = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.grid[0] != self.grid[1]:
-            raise ValueError(
-                "the positions of a DINOv2 are those of a square grid; got"
-                f" image_size={self.image_size}, patch_size={self.patch_size}. Images of another"
-                " shape are given to the call"
-            )
-
-    @property
-    def d_inner(self) -> int:
-        """Width inside the feed-forward layer."""
-        d_hidden = 4 * self.d_model if self.d_hidden is None else self.d_hidden
-        return (d_hidden * 2 // 3 + 7) // 8 * 8 if self.swiglu else d_hidden
 
 
 class DINOv2(ImageEncoder[DINOv2Config]):

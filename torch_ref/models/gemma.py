@@ -1,37 +1,16 @@
 """Gemma, the first one."""
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Integer
 from torch import Tensor
 
+from attn_spec.models.gemma import GemmaConfig
 from torch_ref.functional.shapes import Tokens
-from torch_ref.models.decoder import Decoder, DecoderConfig
+from torch_ref.models.decoder import Decoder
 from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.norm import RMSNorm
-
-
-@dataclass(frozen=True)
-class GemmaConfig(DecoderConfig):
-    """The sizes of a Gemma: those of a `DecoderConfig`, and biases.
-
-    Args:
-        attention_bias: whether the four projections of the attention have a bias.
-
-    Example:
-        >>> config = GemmaConfig(2048, 16384, 8, 18, num_kv_heads=1, head_dim=256)
-        >>> config.activation
-        'gelu_tanh'
-    """
-
-    context_length: int = 8192
-    vocab_size: int = 256000
-    activation: str = "gelu_tanh"
-    tied: bool = True
-    attention_bias: bool = False
-
 
 C = TypeVar("C", bound=GemmaConfig)
 

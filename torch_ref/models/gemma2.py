@@ -1,51 +1,16 @@
 """Gemma 2."""
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_spec.attention_checks import check_soft_cap
-from attn_spec.checks import check_positive
+from attn_spec.models.gemma2 import Gemma2Config
+from attn_spec.scores import Scores
 from torch_ref.functional.dtypes import accumulation_dtype
-from torch_ref.functional.scores import Scores
-from torch_ref.models.gemma import Gemma, GemmaConfig
+from torch_ref.models.gemma import Gemma
 from torch_ref.modules.multi_head import MultiHeadAttention
-
-
-@dataclass(frozen=True)
-class Gemma2Config(GemmaConfig):
-    """The sizes of a Gemma 2: those of a `GemmaConfig`, the scale and the caps.
-
-    Args:
-        query_pre_attn_scalar: number whose square root divides the scores.
-        score_cap: bound of the scores; None is no bound.
-        logit_cap: bound of the logits; None is no bound.
-
-    Raises:
-        ValueError: if there is no layer of a number in `full_layers`, or a cap or the scalar is not
-            positive.
-
-    Example:
-        >>> layers = tuple(range(1, 26, 2))
-        >>> config = Gemma2Config(
-        ...     2304, 9216, 8, 26, 4, head_dim=256, window=4096, full_layers=layers)
-        >>> config.windows[:3]
-        (4096, None, 4096)
-    """
-
-    query_pre_attn_scalar: int = 256
-    score_cap: float | None = 50.0
-    logit_cap: float | None = 30.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_positive(query_pre_attn_scalar=self.query_pre_attn_scalar)
-        check_soft_cap(self.score_cap)
-        check_soft_cap(self.logit_cap)
-
 
 C = TypeVar("C", bound=Gemma2Config)
 

@@ -1,33 +1,10 @@
 """Gemma 3, its text models."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
+from attn_spec.models.gemma3 import Gemma3Config
 from torch_ref.functional.positions import RoPE
-from torch_ref.models.gemma2 import Gemma2, Gemma2Config
-
-
-@dataclass(frozen=True)
-class Gemma3Config(Gemma2Config):
-    """The sizes of a Gemma 3: those of a `Gemma2Config` without caps, and local positions.
-
-    Args:
-        rope: rotary positions of the layers without a window.
-        local_rope: rotary positions of the layers with a window.
-
-    Example:
-        >>> config = Gemma3Config(
-        ...     1152, 6912, 4, 26, 1, head_dim=256, window=512, full_layers=(5, 11, 17, 23))
-        >>> config.rope.base, config.local_rope.base
-        (1000000.0, 10000.0)
-    """
-
-    context_length: int = 131072
-    vocab_size: int = 262208
-    rope: RoPE = field(default_factory=lambda: RoPE(1e6))
-    score_cap: float | None = None
-    logit_cap: float | None = None
-    local_rope: RoPE = field(default_factory=RoPE)
+from torch_ref.models.gemma2 import Gemma2
 
 
 class Gemma3(Gemma2[Gemma3Config]):
@@ -52,7 +29,8 @@ class Gemma3(Gemma2[Gemma3Config]):
 
     def rope(self, layer: int) -> RoPE:
         """Return the rotary positions of a layer, by whether it has a window."""
-        return self.config.rope if self.window(layer) is None else self.config.local_rope
+        config = self.config
+        return RoPE.of(config.rope if self.window(layer) is None else config.local_rope)
 
     def head_norms(self) -> dict[str, Any]:
         """Return the norms of queries and keys, each head by itself."""

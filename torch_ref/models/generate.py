@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_spec.checks import check_no_start, check_positive, check_prompt
+from attn_spec.checks import check_positive
+from attn_spec.generation_checks import check_no_start, check_prompt
 from attn_spec.longrope import LongRoPEScaling
+from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
+from attn_spec.sampling import Sampling
 from torch_ref.functional.dropout import key_data
 from torch_ref.models.encoder_decoder import EncoderDecoder
 from torch_ref.models.language_model import LanguageModel, ModelCache
-from torch_ref.models.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
-from torch_ref.models.sampling import Sampling, sample
+from torch_ref.models.sampling import sample
 
 Callback = Callable[[int, int], object]
 

@@ -1,13 +1,13 @@
 """GPT-2: the model, the published sizes, and their attention layer."""
 
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Integer
 from torch import Tensor
 
 from attn_spec.checks import check_choice
+from attn_spec.models.gpt2 import GPT2_CONFIGS, GPT2Config
 from torch_ref.functional.shapes import Tokens
 from torch_ref.models.language_model import LanguageModel
 from torch_ref.modules.block import TransformerBlock
@@ -16,53 +16,6 @@ from torch_ref.modules.embedding import Embedding
 from torch_ref.modules.feed_forward import FeedForward
 from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.norm import LayerNorm
-
-
-@dataclass(frozen=True)
-class GPT2Config:
-    """The sizes of a GPT-2.
-
-    Args:
-        d_model: width of the tokens.
-        num_heads: number of heads.
-        num_layers: number of blocks.
-        context_length: length of the longest input.
-        vocab_size: number of tokens.
-        qkv_bias: whether the input projections of the attention have a bias.
-        dropout: the probability that an attention weight, or an element of an embedding or a
-            sublayer's output, is dropped in train mode.
-        d_hidden: width inside the feed-forward layer; None is `4 * d_model`.
-        activation: activation of the feed-forward layer.
-        eps: epsilon of the norms.
-        tied: whether the output head is the table of the tokens.
-
-    Example:
-        >>> GPT2_CONFIGS["gpt2-medium"].num_heads
-        16
-    """
-
-    d_model: int
-    num_heads: int
-    num_layers: int
-    context_length: int = 1024
-    vocab_size: int = 50257
-    qkv_bias: bool = True
-    dropout: float = 0.1
-    d_hidden: int | None = None
-    activation: str = "gelu_tanh"
-    eps: float = 1e-5
-    tied: bool = True
-
-
-#: The configs of the published GPT-2, by name.
-GPT2_CONFIGS = MappingProxyType(
-    {
-        "gpt2-small": GPT2Config(768, 12, 12),
-        "gpt2-medium": GPT2Config(1024, 16, 24),
-        "gpt2-large": GPT2Config(1280, 20, 36),
-        "gpt2-xl": GPT2Config(1600, 25, 48),
-    }
-)
 
 
 class GPT2(LanguageModel[GPT2Config]):

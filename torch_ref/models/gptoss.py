@@ -1,41 +1,14 @@
 """gpt-oss."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
-from torch_ref.functional.scores import Scores
-from torch_ref.models.decoder import Decoder, DecoderConfig
+from attn_spec.models.gptoss import GptOssConfig
+from attn_spec.scores import Scores
+from torch_ref.models.decoder import Decoder
 from torch_ref.modules.experts import ClampedSwiGLU, Experts
 from torch_ref.modules.mixture import MixtureOfExperts
 from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.router import Router
-
-
-@dataclass(frozen=True)
-class GptOssConfig(DecoderConfig):
-    """The sizes of a gpt-oss: those of a `DecoderConfig`, and of the mixtures.
-
-    `d_hidden` is the width inside an expert.
-
-    Args:
-        attention_bias: whether the four projections of the attention have a bias.
-        num_experts: number of experts in each layer.
-        top_k: number of experts for each token.
-        swiglu: the activation of the experts.
-
-    Example:
-        >>> config = GptOssConfig(2880, 2880, 64, 24, num_kv_heads=8, head_dim=64, num_experts=32)
-        >>> config.top_k
-        4
-    """
-
-    context_length: int = 131072
-    vocab_size: int = 201088
-    eps: float = 1e-5
-    attention_bias: bool = True
-    num_experts: int = 128
-    top_k: int = 4
-    swiglu: ClampedSwiGLU = field(default_factory=ClampedSwiGLU)
 
 
 class GptOss(Decoder[GptOssConfig]):
@@ -75,7 +48,7 @@ class GptOss(Decoder[GptOssConfig]):
                 config.num_experts,
                 config.d_model,
                 config.d_hidden,
-                config.swiglu,
+                ClampedSwiGLU.of(config.swiglu),
                 bias=True,
                 **options,
             ),

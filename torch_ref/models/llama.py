@@ -1,31 +1,11 @@
 """Llama and Mistral."""
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch_ref.models.decoder import Decoder, DecoderConfig
+from attn_spec.models.llama import LlamaConfig
+from torch_ref.models.decoder import Decoder
 from torch_ref.modules.feed_forward import GatedFeedForward
 from torch_ref.modules.multi_head import MultiHeadAttention
-
-
-@dataclass(frozen=True)
-class LlamaConfig(DecoderConfig):
-    """The sizes of a Llama, or of a Mistral: those of a `DecoderConfig`, and biases.
-
-    A Mistral has a window.
-
-    Args:
-        attention_bias: whether the four projections of the attention have a bias.
-        ff_bias: whether the feed-forward layer has biases.
-
-    Example:
-        >>> LlamaConfig(4096, 14336, num_heads=32, num_layers=32, num_kv_heads=8).num_kv_heads
-        8
-    """
-
-    attention_bias: bool = False
-    ff_bias: bool = False
-
 
 C = TypeVar("C", bound=LlamaConfig)
 

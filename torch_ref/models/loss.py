@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn import functional
 
-from attn_spec.checks import check_ids
+from attn_spec.generation_checks import check_ids
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.integers import clipped
 from torch_ref.functional.masks import Mask

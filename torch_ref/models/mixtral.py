@@ -1,32 +1,12 @@
 """Mixtral."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from torch_ref.models.decoder import Decoder, DecoderConfig
+from attn_spec.models.mixtral import MixtralConfig
+from torch_ref.models.decoder import Decoder
 from torch_ref.modules.experts import Experts
 from torch_ref.modules.mixture import MixtureOfExperts
 from torch_ref.modules.router import Router
-
-
-@dataclass(frozen=True)
-class MixtralConfig(DecoderConfig):
-    """The sizes of a Mixtral: those of a `DecoderConfig`, and of the mixture.
-
-    `d_hidden` is the width inside an expert.
-
-    Args:
-        num_experts: number of experts in each layer.
-        top_k: number of experts for each token.
-
-    Example:
-        >>> MixtralConfig(4096, 14336, num_heads=32, num_layers=32, num_kv_heads=8).num_experts
-        8
-    """
-
-    eps: float = 1e-5
-    num_experts: int = 8
-    top_k: int = 2
 
 
 class Mixtral(Decoder[MixtralConfig]):

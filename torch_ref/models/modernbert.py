@@ -1,11 +1,11 @@
 """ModernBERT: the encoder, and its masked language model."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtyping import Integer
 from torch import Tensor
 
+from attn_spec.models.modernbert import ModernBertConfig
 from torch_ref.functional.positions import RoPE
 from torch_ref.functional.shapes import Tokens
 from torch_ref.models.encoder import TextEncoder
@@ -17,73 +17,6 @@ from torch_ref.modules.feed_forward import GatedFeedForward
 from torch_ref.modules.local import LocalAttention
 from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.norm import LayerNorm
-
-
-@dataclass(frozen=True)
-class ModernBertConfig:
-    """The sizes of a ModernBERT.
-
-    Args:
-        d_model: width of the tokens.
-        d_hidden: width inside the feed-forward layer.
-        num_heads: number of heads.
-        num_layers: number of blocks.
-        context_length: length of the longest input.
-        vocab_size: number of tokens.
-        window: window of the local layers; a token attends to half of it on either side.
-        full_layers: the layers that attend to all tokens, counted from 0; None is every third, from
-            the first on.
-        rope: rotary positions of these layers.
-        local_rope: rotary positions of the local layers.
-        activation: activation of the gated feed-forward layer.
-        head_activation: activation of the head.
-        eps: epsilon of the norms.
-        norm_bias: whether the norms have a shift.
-        attention_bias: whether the projections of the attention have a bias.
-        ff_bias: whether the feed-forward layer has biases.
-        head_bias: whether the hidden layer of the head has a bias.
-        logits_bias: whether the logits have a bias.
-        dropout: the probability that an element of an embedding is dropped in train mode.
-
-    Raises:
-        ValueError: if there is no layer of a number in `full_layers`.
-
-    Example:
-        >>> ModernBertConfig(768, 1152, 12, 22).full
-        (0, 3, 6, 9, 12, 15, 18, 21)
-    """
-
-    d_model: int
-    d_hidden: int
-    num_heads: int
-    num_layers: int
-    context_length: int = 8192
-    vocab_size: int = 50368
-    window: int = 128
-    full_layers: tuple[int, ...] | None = None
-    rope: RoPE = field(default_factory=lambda: RoPE(160000.0))
-    local_rope: RoPE = field(default_factory=RoPE)
-    activation: str = "gelu_exact"
-    head_activation: str = "gelu_exact"
-    eps: float = 1e-5
-    norm_bias: bool = False
-    attention_bias: bool = False
-    ff_bias: bool = False
-    head_bias: bool = False
-    logits_bias: bool = True
-    dropout: float = 0.0
-
-    def __post_init__(self):
-        if not set(self.full) <= set(range(self.num_layers)):
-            raise ValueError(
-                f"full_layers must be numbers of layers, 0 to {self.num_layers - 1}; got"
-                f" {self.full_layers}. Leave out those beyond num_layers"
-            )
-
-    @property
-    def full(self) -> tuple[int, ...]:
-        """The layers that attend to all tokens."""
-        return tuple(range(0, self.num_layers, 3)) if self.full_layers is None else self.full_layers
 
 
 class ModernBert(TextEncoder[ModernBertConfig]):
@@ -132,10 +65,14 @@ class ModernBert(TextEncoder[ModernBertConfig]):
         sizes = config.d_model, config.d_model, config.context_length, 0.0, config.num_heads, bias
         if layer in config.full:
             return MultiHeadAttention(
-                *sizes, out_bias=bias, causal=False, rope=config.rope, **options
+                *sizes, out_bias=bias, causal=False, rope=RoPE.of(config.rope), **options
             )
         return LocalAttention(
-            *sizes, out_bias=bias, reach=config.window // 2, rope=config.local_rope, **options
+            *sizes,
+            out_bias=bias,
+            reach=config.window // 2,
+            rope=RoPE.of(config.local_rope),
+            **options,
         )
 
     def norm(self) -> LayerNorm:

@@ -1,27 +1,10 @@
 """OLMo 2."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from torch_ref.models.decoder import Decoder, DecoderConfig
+from attn_spec.models.olmo2 import Olmo2Config
+from torch_ref.models.decoder import Decoder
 from torch_ref.modules.multi_head import MultiHeadAttention
-
-
-@dataclass(frozen=True)
-class Olmo2Config(DecoderConfig):
-    """The sizes of an OLMo 2: those of a `DecoderConfig`, and biases.
-
-    Args:
-        attention_bias: whether the four projections of the attention have a bias.
-
-    Example:
-        >>> Olmo2Config(4096, 11008, num_heads=32, num_layers=32).eps
-        1e-05
-    """
-
-    vocab_size: int = 50304
-    eps: float = 1e-5
-    attention_bias: bool = False
 
 
 class Olmo2(Decoder[Olmo2Config]):

@@ -1,24 +1,7 @@
 """Phi-3."""
 
-from dataclasses import dataclass
-
-from torch_ref.models.decoder import Decoder, DecoderConfig
-
-
-@dataclass(frozen=True)
-class Phi3Config(DecoderConfig):
-    """The sizes of a Phi-3: those of a `DecoderConfig`.
-
-    With `RoPE(width=...)` a part of each head is rotated.
-
-    Example:
-        >>> Phi3Config(3072, 8192, num_heads=32, num_layers=32, window=2047).vocab_size
-        32064
-    """
-
-    context_length: int = 4096
-    vocab_size: int = 32064
-    eps: float = 1e-5
+from attn_spec.models.phi3 import Phi3Config
+from torch_ref.models.decoder import Decoder
 
 
 class Phi3(Decoder[Phi3Config]):

@@ -1,23 +1,10 @@
 """Qwen2 and Qwen2.5."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from torch_ref.models.decoder import Decoder, DecoderConfig
+from attn_spec.models.qwen2 import Qwen2Config
+from torch_ref.models.decoder import Decoder
 from torch_ref.modules.multi_head import MultiHeadAttention
-
-
-@dataclass(frozen=True)
-class Qwen2Config(DecoderConfig):
-    """The sizes of a Qwen2: those of a `DecoderConfig`.
-
-    Example:
-        >>> Qwen2Config(896, 4864, 14, 24, num_kv_heads=2, tied=True).vocab_size
-        151936
-    """
-
-    context_length: int = 32768
-    vocab_size: int = 151936
 
 
 class Qwen2(Decoder[Qwen2Config]):

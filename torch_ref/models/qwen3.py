@@ -1,28 +1,10 @@
 """Qwen3, its dense models."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from torch_ref.models.decoder import Decoder, DecoderConfig
+from attn_spec.models.qwen3 import Qwen3Config
+from torch_ref.models.decoder import Decoder
 from torch_ref.modules.multi_head import MultiHeadAttention
-
-
-@dataclass(frozen=True)
-class Qwen3Config(DecoderConfig):
-    """The sizes of a Qwen3: those of a `DecoderConfig`, and biases.
-
-    Args:
-        attention_bias: whether the four projections of the attention have a bias.
-
-    Example:
-        >>> config = Qwen3Config(1024, 3072, 16, 28, num_kv_heads=8, head_dim=128, tied=True)
-        >>> config.vocab_size
-        151936
-    """
-
-    context_length: int = 32768
-    vocab_size: int = 151936
-    attention_bias: bool = False
 
 
 class Qwen3(Decoder[Qwen3Config]):

@@ -1,36 +1,13 @@
 """Qwen3, its mixtures of experts."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from torch_ref.models.qwen3 import Qwen3, Qwen3Config
+from attn_spec.models.qwen3moe import Qwen3MoeConfig
+from torch_ref.models.qwen3 import Qwen3
 from torch_ref.modules.experts import Experts
 from torch_ref.modules.feed_forward import GatedFeedForward
 from torch_ref.modules.mixture import MixtureOfExperts
 from torch_ref.modules.router import Router
-
-
-@dataclass(frozen=True)
-class Qwen3MoeConfig(Qwen3Config):
-    """The sizes of a Qwen3 with mixtures of experts: those of a `Qwen3Config`, and of the mixtures.
-
-    Args:
-        num_experts: number of experts in each mixture.
-        top_k: number of experts for each token.
-        d_expert: width inside an expert; `d_hidden` is that of the layers without a mixture.
-        renormalize: whether the weights of a token's experts are divided by their sum.
-        dense_layers: the layers without a mixture, counted from 0.
-
-    Example:
-        >>> Qwen3MoeConfig(2048, 6144, 32, 48, num_kv_heads=4, head_dim=128).num_experts
-        128
-    """
-
-    num_experts: int = 128
-    top_k: int = 8
-    d_expert: int = 768
-    renormalize: bool = True
-    dense_layers: tuple[int, ...] = ()
 
 
 class Qwen3Moe(Qwen3):

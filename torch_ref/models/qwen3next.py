@@ -3,47 +3,16 @@
 Each layer has a mixture of experts.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
-from torch_ref.models.qwen3moe import Qwen3Moe, Qwen3MoeConfig
+from attn_spec.models.qwen3next import Qwen3NextConfig
+from torch_ref.models.qwen3moe import Qwen3Moe
 from torch_ref.modules.calls import Attention
 from torch_ref.modules.feed_forward import GatedFeedForward
 from torch_ref.modules.gated_delta_net import GatedDeltaNet
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.mixture import MixtureOfExperts
 from torch_ref.modules.norm import RMSNorm
-
-
-@dataclass(frozen=True)
-class Qwen3NextConfig(Qwen3MoeConfig):
-    """The sizes of a Qwen3-Next: those of a `Qwen3MoeConfig`, its DeltaNets and shared experts.
-
-    `full_layers` are the layers with softmax attention; the others have a `GatedDeltaNet`.
-
-    Args:
-        linear_heads: number of value heads of a DeltaNet.
-        linear_key_heads: number of key heads of a DeltaNet.
-        linear_head_dim: width of its query and key heads.
-        linear_value_dim: width of its value heads.
-        kernel_size: kernel size of the convolutions of a DeltaNet.
-        d_shared: width inside the shared expert.
-
-    Example:
-        >>> Qwen3NextConfig(2048, 5632, 16, 8, num_kv_heads=2, full_layers=(3, 7)).top_k
-        10
-    """
-
-    head_dim: int | None = 256
-    num_experts: int = 512
-    top_k: int = 10
-    d_expert: int = 512
-    linear_heads: int = 32
-    linear_key_heads: int = 16
-    linear_head_dim: int = 128
-    linear_value_dim: int = 128
-    kernel_size: int = 4
-    d_shared: int = 512
 
 
 class Qwen3Next(Qwen3Moe):

@@ -1,13 +1,13 @@
 """T5: an encoder-decoder with relative positions."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
+from attn_spec.models.t5 import T5Config
+from attn_spec.scores import Scores
 from torch_ref.functional.relative import t5_bias
-from torch_ref.functional.scores import Scores
 from torch_ref.functional.shapes import Tokens
 from torch_ref.models.encoder_decoder import EncoderDecoder
 from torch_ref.modules.block import TransformerBlock
@@ -19,54 +19,6 @@ from torch_ref.modules.embedding import Embedding
 from torch_ref.modules.feed_forward import FeedForward, GatedFeedForward
 from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.norm import RMSNorm
-
-
-@dataclass(frozen=True)
-class T5Config:
-    """The sizes of a T5.
-
-    Args:
-        d_model: width of the tokens.
-        d_hidden: width inside the feed-forward layer.
-        num_heads: number of heads.
-        head_dim: width of a head.
-        num_layers: number of blocks of the encoder.
-        num_decoder_layers: number of blocks of the decoder.
-        vocab_size: number of tokens.
-        num_buckets: number of buckets of the relative positions.
-        max_distance: distance from which on all share a bucket.
-        activation: activation of the feed-forward layer.
-        gated: whether the feed-forward layer is gated, as in T5 1.1.
-        eps: epsilon of the norms.
-        dropout: the probability that an attention weight, or an element of an embedding or a
-            sublayer's output, is dropped in train mode.
-        tied: whether the output head is the table of the tokens.
-        scaled: whether the input of the head is divided by `sqrt(d_model)`; not in T5 1.1.
-        start_token: token that the decoder begins with.
-        context_length: length of the longest input; None is no limit, as positions are relative.
-
-    Example:
-        >>> T5Config(512, 2048, 8, 64, 6, 6).num_buckets
-        32
-    """
-
-    d_model: int
-    d_hidden: int
-    num_heads: int
-    head_dim: int
-    num_layers: int
-    num_decoder_layers: int
-    vocab_size: int = 32128
-    num_buckets: int = 32
-    max_distance: int = 128
-    activation: str = "relu"
-    gated: bool = False
-    eps: float = 1e-6
-    dropout: float = 0.1
-    tied: bool = True
-    scaled: bool = True
-    start_token: int = 0
-    context_length: int | None = None
 
 
 class T5(EncoderDecoder[T5Config]):

@@ -1,30 +1,13 @@
 """ViT: the encoder of images, and the classifier."""
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attn_spec.models.vit import ViTConfig
 from torch_ref.functional.shapes import Tokens
-from torch_ref.models.image_encoder import ImageConfig, ImageEncoder
+from torch_ref.models.image_encoder import ImageEncoder
 from torch_ref.modules.linear import Linear
-
-
-@dataclass(frozen=True)
-class ViTConfig(ImageConfig):
-    """The sizes of a ViT: those of an `ImageConfig`, and its pooler.
-
-    Args:
-        d_pooled: width of what `pooled` returns; None is d_model, and 0 is a model without a
-            pooler.
-
-    Example:
-        >>> ViTConfig(768, 12, 12).grid
-        (14, 14)
-    """
-
-    d_pooled: int | None = None
 
 
 class ViT(ImageEncoder[ViTConfig]):

@@ -1,6 +1,5 @@
 """Whisper: an encoder-decoder from sound to text."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,8 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from attn_spec.checks import check_features
+from attn_spec.input_checks import check_features
+from attn_spec.models.whisper import WhisperConfig
 from torch_ref.functional.shapes import Tokens
 from torch_ref.models.encoder_decoder import EncoderDecoder
 from torch_ref.modules.block import TransformerBlock
@@ -23,55 +23,6 @@ from torch_ref.modules.feed_forward import FeedForward
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.multi_head import MultiHeadAttention
 from torch_ref.modules.norm import LayerNorm
-
-
-@dataclass(frozen=True)
-class WhisperConfig:
-    """The sizes of a Whisper.
-
-    Args:
-        d_model: width of the tokens.
-        num_heads: number of heads of the encoder.
-        num_layers: number of blocks of the encoder.
-        num_decoder_heads: number of heads of the decoder.
-        num_decoder_layers: number of blocks of the decoder.
-        d_hidden: width inside the feed-forward layers of the encoder.
-        d_decoder_hidden: width inside the feed-forward layers of the decoder.
-        num_mel: number of mel bands.
-        num_positions: number of tokens of the encoder, half the number of its input frames.
-        context_length: length of the longest text.
-        vocab_size: number of tokens.
-        activation: activation of the feed-forward layers.
-        dropout: the probability that an element of an embedding or a sublayer's output is dropped
-            in train mode.
-        attention_dropout: the probability that an attention weight is dropped in train mode.
-        start_token: token that the decoder begins with.
-
-    Example:
-        >>> WhisperConfig(384, 6, 4, 6, 4, 1536, 1536).num_positions
-        1500
-    """
-
-    d_model: int
-    num_heads: int
-    num_layers: int
-    num_decoder_heads: int
-    num_decoder_layers: int
-    d_hidden: int
-    d_decoder_hidden: int
-    num_mel: int = 80
-    num_positions: int = 1500
-    context_length: int = 448
-    vocab_size: int = 51865
-    activation: str = "gelu_exact"
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    start_token: int = 50257
-
-    @property
-    def tied(self) -> bool:
-        """Whether the output head is the table of the tokens."""
-        return True
 
 
 class Whisper(EncoderDecoder[WhisperConfig]):

@@ -6,12 +6,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attn_spec.cache_checks import check_cache_window
-from attn_spec.checks import check_heads, check_positive, check_tokens, check_type
+from attn_spec.checks import check_positive, check_tokens, check_type
+from attn_spec.module_checks import check_heads
+from attn_spec.scores import Scores
 from torch_ref.attention import check_backend, dot_product_attention
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import check_known_lengths
-from torch_ref.functional.scores import Scores
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.linear import Linear

@@ -5,7 +5,8 @@ from typing import Any, Unpack, overload
 import torch
 from torch import Tensor, nn
 
-from attn_spec.checks import check_block_widths, check_type
+from attn_spec.checks import check_type
+from attn_spec.module_checks import check_block_widths
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in

@@ -5,7 +5,8 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attn_spec.checks import check_ids, check_positive
+from attn_spec.checks import check_positive
+from attn_spec.generation_checks import check_ids
 from torch_ref.functional.integers import clipped
 from torch_ref.modules.typed import TypedModule
 

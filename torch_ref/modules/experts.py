@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from attn_spec.checks import check_choice, check_positive, check_type, check_width
+from attn_spec.swiglu import SwiGLUBounds
 from torch_ref.modules.feed_forward import ACTIVATIONS
 from torch_ref.modules.router import Routing
 from torch_ref.modules.typed import TypedModule
@@ -17,8 +18,7 @@ from torch_ref.modules.typed import TypedModule
 FORMS = ("auto", "dense", "sorted")
 
 
-@dataclass(frozen=True)
-class ClampedSwiGLU:
+class ClampedSwiGLU(SwiGLUBounds, portable=True):
     """The clamped SwiGLU of gpt-oss.
 
         min(gate, limit) * sigmoid(alpha * min(gate, limit)) * (clip(up, -limit, limit) + 1)
@@ -39,15 +39,6 @@ class ClampedSwiGLU:
     References:
         OpenAI 2025, gpt-oss (arXiv:2508.10925).
     """
-
-    limit: float = 7.0
-    alpha: float = 1.702
-
-    def __post_init__(self):
-        if not self.limit > 0:
-            raise ValueError(
-                f"limit bounds the branches of a SwiGLU and must be positive; got {self.limit!r}"
-            )
 
     def __call__(
         self, gate: Float[Tensor, "*shape h"], up: Float[Tensor, "*shape h"]

@@ -6,12 +6,13 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from attn_spec.cache_checks import check_cache_window
-from attn_spec.checks import check_capacity, check_tokens, check_type
+from attn_spec.cache_checks import check_cache_window, check_capacity
+from attn_spec.checks import check_tokens, check_type
+from attn_spec.scores import Scores
 from torch_ref.attention import dot_product_attention
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.masks import Mask, as_mask
-from torch_ref.functional.scores import Scores
+from torch_ref.functional.score_function import placed_score
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.functional.tags import checkpoint_name
 from torch_ref.modules.calls import Attention, Bias, Outputs, Returned, unpack
@@ -93,7 +94,7 @@ class HeadAttention(Attention):
             k, v, mask, key_positions, cache = cache.extend(k, v, mask, lengths)
         bias = bias(query_positions, key_positions) if callable(bias) else bias
         score, dropout = (
-            self.scores.placed(query_positions, key_positions),
+            placed_score(self.scores, query_positions, key_positions),
             self.dropout.keyed(dropout_key),
         )
         options = {"score": score, "dropout": dropout, "return_weights": return_weights}

@@ -7,19 +7,14 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from attn_spec.checks import (
-    check_causal_window,
-    check_choice,
-    check_context_length,
-    check_positive,
-    check_type,
-)
+from attn_spec.attention_checks import check_causal_window
+from attn_spec.checks import check_choice, check_context_length, check_positive, check_type
 from attn_spec.latent_checks import check_latent_norm
+from attn_spec.scores import Scores
 from torch_ref.attention import check_backend
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.positions import RoPE
-from torch_ref.functional.scores import Scores
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.modules.calls import Bias, CallOptions, Returned, check_self_attention
 from torch_ref.modules.dropout import Dropout

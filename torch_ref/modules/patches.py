@@ -4,7 +4,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from attn_spec.checks import check_image, check_positive
+from attn_spec.checks import check_positive
+from attn_spec.input_checks import check_image
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.typed import TypedModule
 

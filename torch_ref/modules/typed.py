@@ -1,4 +1,7 @@
-"""A `torch.nn.Module` whose results type checkers know."""
+"""A `torch.nn.Module` whose results type checkers know.
+
+Only in torch_ref: Flax types the calls of its modules.
+"""
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 

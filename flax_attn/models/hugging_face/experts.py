@@ -1,11 +1,8 @@
 """How Hugging Face stores mixtures of experts: a weight for each expert, or one for all."""
 
-from typing import Any
-
 from flax_attn.convert.rules import Layout, Rule
-from flax_attn.models.hugging_face.decoder import decoder_layout, read_decoder
+from flax_attn.models.hugging_face.decoder import decoder_layout
 from flax_attn.models.hugging_face.family import linears
-from flax_attn.models.hugging_face.fields import Fields
 
 _OURS = "trf_blocks.{i}.ff.experts"
 _KERNELS = tuple(f"{_OURS}.{name}.kernel" for name in ("W_gate", "W_up"))
@@ -87,37 +84,3 @@ def interleaved(mixture: str, *others: Rule) -> Layout:
 
 def _with_router(name: str, *rules: Rule) -> Layout:
     return decoder_layout(*linears({"trf_blocks.{i}.ff.router.W_router": name}), *rules)
-
-
-def read_mixture(fields: Fields, dropout: float | None, **options: Any) -> dict[str, Any]:
-    """Return the arguments of a `Qwen3MoeConfig` except the window.
-
-    `options` are those of `read_decoder`.
-    """
-    layers, step = range(fields.count("num_hidden_layers")), fields.length("decoder_sparse_step", 1)
-    dense = fields.optional_integers("mlp_only_layers") or []
-    fields = fields.filled(num_key_value_heads=4, norm_topk_prob=False)
-    experts = fields.count("num_experts", 128)
-    return {
-        **read_decoder(fields, dropout, **options),
-        "attention_bias": fields.flag("attention_bias", False),
-        "num_experts": experts,
-        "top_k": fields.integer("num_experts_per_tok", 8),
-        "d_expert": fields.integer("moe_intermediate_size", 768),
-        "renormalize": fields.flag("norm_topk_prob"),
-        "dense_layers": tuple(
-            layer for layer in layers if layer in dense or (layer + 1) % step or not experts
-        ),
-    }
-
-
-def write_mixture(config: Any) -> dict[str, Any]:
-    """Return the fields of `config.json` that `read_mixture` reads, and those of all decoders."""
-    return {
-        "attention_bias": config.attention_bias,
-        "num_experts": config.num_experts,
-        "num_experts_per_tok": config.top_k,
-        "moe_intermediate_size": config.d_expert,
-        "norm_topk_prob": config.renormalize,
-        "mlp_only_layers": list(config.dense_layers),
-    }

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from attn_spec.hugging_face.fields import Fields
 from flax_attn.convert.headers import Stored
 from flax_attn.convert.rules import Layout, Rule
-from flax_attn.models.hugging_face.fields import Fields
 
 Read = Callable[[Fields, float | None], Any]
 

@@ -27,6 +27,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from attn_spec.checks import DTYPES, check_positive
+from attn_spec.hugging_face.fields import Fields, read_fields
 from flax_attn.convert.api import axes_of, parameters, tensors
 from flax_attn.convert.files import take_part, write_shards
 from flax_attn.convert.headers import Stored, find_weights, read_headers
@@ -37,7 +38,6 @@ from flax_attn.convert.stacked import LayerSlice, Tensor, whole
 from flax_attn.models.hugging_face.copies import check_copies
 from flax_attn.models.hugging_face.counts import check_counts
 from flax_attn.models.hugging_face.family import Family
-from flax_attn.models.hugging_face.fields import Fields, read_fields
 from flax_attn.models.hugging_face.quantized import dequantized, read_quantization
 from flax_attn.models.hugging_face.replacement import named_apart, replace_model
 from flax_attn.models.hugging_face.streams import fork_streams

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from flax.typing import Dtype
 
+from attn_spec.hugging_face.fields import Fields
 from flax_attn.convert.headers import Stored
 from flax_attn.models.hugging_face import fp8, mxfp4
-from flax_attn.models.hugging_face.fields import Fields
 
 
 def dequantized(

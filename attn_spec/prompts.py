@@ -1,13 +1,23 @@
 """Tokens that are given to `generate`: prompts, and those that end a row."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from numbers import Number
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Array
 
-Prompts = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | Array
-StopTokens = Collection[int] | np.ndarray | Array
+
+@runtime_checkable
+class ArrayOfIds(Protocol):
+    """An array of any framework, which NumPy takes."""
+
+    def __array__(self, *arguments: Any, **keywords: Any) -> np.ndarray: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+Prompts = Sequence[int] | Sequence[Sequence[int]] | ArrayOfIds
+StopTokens = Collection[int] | ArrayOfIds
 
 
 def as_stop_tokens(tokens: StopTokens) -> frozenset[int]:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from attn_spec.attention_checks import check_scale, check_soft_cap
 from attn_spec.function_checks import SCORES, check_function
-from flax_attn.functional.score_function import ScoreFunction
-from flax_attn.functional.shapes import ArrayLike
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,3 @@ class Scores:
         check_soft_cap(self.soft_cap)
         if self.function is not None:
             check_function("score", self.function, SCORES)
-
-    def placed(self, query_positions: ArrayLike, key_positions: ArrayLike) -> ScoreFunction | None:
-        """Return the function for queries and keys at these positions, or None if there is none."""
-        return (
-            None
-            if self.function is None
-            else ScoreFunction(self.function, query_positions, key_positions)
-        )

@@ -14,13 +14,13 @@ from attn_spec.frequencies import (
     Scaling,
     YaRNScaling,
 )
+from attn_spec.hugging_face.bounds import BASES, FACTORS, PARTS
+from attn_spec.hugging_face.fields import REQUIRED, Fields
 from attn_spec.longrope import LongRoPEScaling
-from flax_attn.functional.positions import RoPE
-from flax_attn.models.hugging_face.bounds import BASES, FACTORS, PARTS
-from flax_attn.models.hugging_face.fields import REQUIRED, Fields
+from attn_spec.rope import RotaryPositions
 
 
-def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RoPE:
+def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RotaryPositions:
     """Return the rotary positions of a config with `max_position_embeddings=length`.
 
     Args:
@@ -34,8 +34,9 @@ def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RoPE:
 
     Example:
         >>> scaling = {"rope_type": "linear", "factor": 8.0}
-        >>> read_rope(Fields("config.json", {"rope_theta": 500.0, "rope_scaling": scaling}), 16)
-        RoPE(base=500.0, width=None, interleaved=False, scaling=LinearScaling(factor=8.0))
+        >>> fields = Fields("config.json", {"rope_theta": 500.0, "rope_scaling": scaling})
+        >>> read_rope(fields, 16).scaling
+        LinearScaling(factor=8.0)
     """
     old, new = (fields.optional_object(name) for name in ("rope_scaling", "rope_parameters"))
     rope = Fields(
@@ -53,7 +54,7 @@ def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> RoPE:
     width = None if head_dim is None else _rotated(fields, rope, head_dim)
     rope.used.add("type")
     rope.check_all_used()
-    return RoPE(float(base), width, scaling=scaling)
+    return RotaryPositions(float(base), width, scaling=scaling)
 
 
 def _rotated(fields: Fields, rope: Fields, head_dim: int) -> int | None:
@@ -132,7 +133,9 @@ _READERS = {
 }
 
 
-def write_rope(rope: RoPE, length: int, head_dim: int, partial: bool = False) -> dict[str, Any]:
+def write_rope(
+    rope: RotaryPositions, length: int, head_dim: int, partial: bool = False
+) -> dict[str, Any]:
     """Return the fields of rotary positions in a model of this `context_length`.
 
     Args:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flax_attn.convert.json_files import read_object
-from flax_attn.models.hugging_face.bounds import (
+from attn_spec.hugging_face.bounds import (
     COUNTS,
     EPSILONS,
     FACTORS,
@@ -21,6 +20,7 @@ from flax_attn.models.hugging_face.bounds import (
     Bounds,
     Number,
 )
+from attn_spec.json_files import read_object
 
 K = TypeVar("K")
 ACTIVATIONS = {
