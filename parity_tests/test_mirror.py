@@ -93,6 +93,8 @@ ONE_SIDED = {
         "trace",
     },  # called on tensors of indices, or traced on scalars
     "functional/mask_function.py": {"row"},
+    # A stack of layers is run by one scan, which saves compiling.
+    "models/blocks.py": {"blocks", "of_layers", "unstacked", "pure", "recompute"},
 }
 FRAMEWORK_ONLY = {
     "dtype",
@@ -179,7 +181,7 @@ def describe(value, left_out=frozenset()):
     if inspect.isclass(value):
         fields = (
             [(f.name, f.default) for f in dataclasses.fields(value)]
-            if dataclasses.is_dataclass(value)
+            if "__dataclass_fields__" in vars(value)  # its own: `nnx.List` is a dataclass too
             else None
         )
         return "class", methods(value, left_out), fields
