@@ -1,5 +1,5 @@
 from . import convert, models, parity, sharding, training
-from .attention import dot_product_attention, single_head_attention
+from .attention import attend, attend_one_head, dot_product_attention, single_head_attention
 from .backends.call import Unsupported
 from .functional.cache import KVCache
 from .functional.cache_base import Cache
@@ -9,6 +9,7 @@ from .functional.delta_cache import DeltaCache
 from .functional.delta_rule import gated_delta_rule
 from .functional.dropout import KeyedDropout
 from .functional.masks import Mask
+from .functional.outputs import Outputs
 from .functional.positions import (
     DynamicNTKScaling,
     LinearScaling,
@@ -98,6 +99,7 @@ __all__ = [
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
     "MultiHeadLatentAttention",
+    "Outputs",
     "Patches",
     "RMSNorm",
     "RoPE",
@@ -113,6 +115,8 @@ __all__ = [
     "YaRNScaling",
     "alibi",
     "alibi_slopes",
+    "attend",
+    "attend_one_head",
     "causal_softmax_masked",
     "causal_softmax_renormalized",
     "convert",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, TypedDict, Unpack, overload
+from typing import TypedDict, Unpack
 
 import jax
 from einops import rearrange
@@ -12,11 +12,13 @@ from jaxtyping import Array, Float
 from flax_attn.backends import reference
 from flax_attn.backends.call import Call, prepare
 from flax_attn.backends.choose import choose
+from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.score_function import ScoreFunction
 from flax_attn.functional.shapes import Key, Query, Value
-from flax_attn.sharding.attention import attend
+from flax_attn.sharding import attention as sharded
 from flax_attn.sharding.partition import divide
 from flax_attn.sharding.strategies import Kernel
 
@@ -33,45 +35,6 @@ class AttentionOptions(TypedDict, total=False):
     backend: str
 
 
-@overload
-def dot_product_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    bias: Array | None = None,
-    mask: Mask | Array | None = None,
-    *,
-    return_weights: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
-) -> Array: ...
-
-
-@overload
-def dot_product_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    bias: Array | None = None,
-    mask: Mask | Array | None = None,
-    *,
-    return_weights: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[Array, Array]: ...
-
-
-@overload
-def dot_product_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    bias: Array | None = None,
-    mask: Mask | Array | None = None,
-    *,
-    return_weights: bool,
-    **options: Unpack[AttentionOptions],
-) -> Array | tuple[Array, Array]: ...
-
-
 def dot_product_attention(
     query: Query,
     key: Key,
@@ -86,8 +49,7 @@ def dot_product_attention(
     dropout: KeyedDropout | None = None,
     precision: jax.lax.PrecisionLike = None,
     backend: str = "auto",
-    return_weights: bool = False,
-) -> Array | tuple[Array, Array]:
+) -> Array:
     """Scaled dot-product attention.
 
         weights = dropout(softmax(mask(score(soft_cap(scale * query @ key^T + bias))), sinks))
@@ -119,14 +81,11 @@ def dot_product_attention(
         precision: precision of the matrix products, as in `jax.lax.dot_general`.
         backend: name of a backend (`flax_attn.backends.registry.BACKENDS`), or `"auto"`, which
             chooses one.
-        return_weights: whether to return `(output, weights)`; the output stays the same, bit for
-            bit.
 
     Returns:
-        `(b, t, n, v)`, and with `return_weights` also the weights `(b, n, t, s)` that were applied
-        to the values, after dropout; both without `b` for unbatched inputs. A row that may see
-        nothing gives zeros with zero gradient. A number in query, key or value that is not finite
-        reaches the rows that may see it, as NaN, and no others.
+        `(b, t, n, v)`, without `b` for unbatched inputs; `attend` also returns the weights. A row
+        that may see nothing gives zeros with zero gradient. A number in query, key or value that is
+        not finite reaches the rows that may see it, as NaN, and no others.
 
     Raises:
         ValueError: if an argument is no array or number, if shapes, dtypes, mask or bias do not fit
@@ -143,82 +102,86 @@ def dot_product_attention(
     References:
         Vaswani et al. 2017 (arXiv:1706.03762); Ainslie et al. 2023 (arXiv:2305.13245).
     """
+    options: AttentionOptions = {
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "score": score,
+        "sinks": sinks,
+        "dropout": dropout,
+        "precision": precision,
+        "backend": backend,
+    }
+    return attend(query, key, value, bias, mask, **options).output
+
+
+def attend(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Array | None = None,
+    mask: Mask | Array | None = None,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    score: Callable | ScoreFunction | None = None,
+    sinks: Float[Array, " n"] | None = None,
+    dropout: KeyedDropout | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    backend: str = "auto",
+    return_weights: bool = False,
+) -> Outputs[Cache]:
+    """Attention as `dot_product_attention`, with its weights if `return_weights`.
+
+    The other arguments and errors are those of `dot_product_attention`. The weights `(b, n, t, s)`
+    are those that were applied to the values, after dropout. The output is the same with and
+    without them, bit for bit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jnp.ones((2, 5, 4, 8))
+        >>> attended = attend(x, x, x, mask=Mask.causal(), return_weights=True)
+        >>> attended.output.shape, attended.weights.shape
+        ((2, 5, 4, 8), (2, 4, 5, 5))
+    """
     numerics = {"scale": scale, "soft_cap": soft_cap, "dropout": dropout, "precision": precision}
     call = prepare(query, key, value, bias, mask, score=score, sinks=sinks, **numerics)
-    call = replace(
-        call,
-        **{name: checkpoint_name(getattr(call, name), name) for name in ("query", "key", "value")},
-    )
-    output, weights = _attend(call, backend, return_weights)
+    named = {name: checkpoint_name(getattr(call, name), name) for name in _INPUTS}
+    output, weights = _attend(replace(call, **named), backend, return_weights)
     output = checkpoint_name(output, "context")
     if query.ndim == 3:
         output, weights = output[0], None if weights is None else weights[0]
-    return output if weights is None else (output, weights)
+    return Outputs(output, weights)
+
+
+_INPUTS = ("query", "key", "value")
 
 
 def _attend(call: Call, backend: str, return_weights: bool) -> tuple[Array, Array | None]:
     division = divide(call, backend)
-    if division is None and return_weights and choose(call, backend).name == "reference":
-        return reference.with_weights(call)
-    output = (
-        choose(call, backend).attend(call)
-        if division is None
-        else attend(division, call, Kernel(backend))
-    )
+    if division is not None:
+        output = sharded.attend(division, call, Kernel(backend))
+    else:
+        chosen = choose(call, backend)
+        if return_weights and chosen.name == "reference":
+            return reference.with_weights(call)
+        output = chosen.attend(call)
     return output, reference.with_weights(call)[1] if return_weights else None
 
 
-@overload
 def single_head_attention(
     query: Float[Array, "*b t h"],
     key: Float[Array, "*b s h"],
     value: Float[Array, "*b s v"],
     *,
     mask: Mask | Array | None = None,
-    return_weights: Literal[False] = False,
     **options: Unpack[AttentionOptions],
-) -> Array: ...
-
-
-@overload
-def single_head_attention(
-    query: Float[Array, "*b t h"],
-    key: Float[Array, "*b s h"],
-    value: Float[Array, "*b s v"],
-    *,
-    mask: Mask | Array | None = None,
-    return_weights: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[Array, Array]: ...
-
-
-@overload
-def single_head_attention(
-    query: Float[Array, "*b t h"],
-    key: Float[Array, "*b s h"],
-    value: Float[Array, "*b s v"],
-    *,
-    mask: Mask | Array | None = None,
-    return_weights: bool,
-    **options: Unpack[AttentionOptions],
-) -> Array | tuple[Array, Array]: ...
-
-
-def single_head_attention(
-    query: Float[Array, "*b t h"],
-    key: Float[Array, "*b s h"],
-    value: Float[Array, "*b s v"],
-    *,
-    mask: Mask | Array | None = None,
-    return_weights: bool = False,
-    **options: Unpack[AttentionOptions],
-) -> Array | tuple[Array, Array]:
+) -> Array:
     """`dot_product_attention` of one head, without a head axis.
 
     Shapes:
         query `(b, t, h)`, key `(b, s, h)`, value `(b, s, v)`, or all without b; mask `(b, t, s)` or
         broadcasting to it.
-        Returns `(b, t, v)`, and with `return_weights` also the weights `(b, t, s)`.
+        Returns `(b, t, v)`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -227,12 +190,30 @@ def single_head_attention(
         [[73 26]
          [26 73]]
     """
+    return attend_one_head(query, key, value, mask=mask, **options).output
+
+
+def attend_one_head(
+    query: Float[Array, "*b t h"],
+    key: Float[Array, "*b s h"],
+    value: Float[Array, "*b s v"],
+    *,
+    mask: Mask | Array | None = None,
+    return_weights: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Outputs[Cache]:
+    """`attend` of one head, without a head axis; the weights are `(b, t, s)`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jnp.ones((2, 5, 8))
+        >>> attend_one_head(x, x, x, return_weights=True).weights.shape
+        (2, 5, 5)
+    """
     query, key, value = (rearrange(x, "... t h -> ... t 1 h") for x in (query, key, value))
     mask = as_mask(mask, heads=False)
-    if not return_weights:
-        output = dot_product_attention(query, key, value, mask=mask, **options)
-        return rearrange(output, "... t 1 v -> ... t v")
-    output, weights = dot_product_attention(
-        query, key, value, mask=mask, return_weights=True, **options
-    )
-    return rearrange(output, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")
+    found = attend(query, key, value, mask=mask, return_weights=return_weights, **options)
+    output, weights = rearrange(found.output, "... t 1 v -> ... t v"), found.weights
+    if weights is not None:
+        weights = rearrange(weights, "... 1 t s -> ... t s")
+    return Outputs(output, weights)

@@ -54,7 +54,7 @@ def results(case: Attention) -> dict[str, np.ndarray]:
     if case.unbatched:
         given_arrays |= {name: arrays[name][0] for name in NAMES[:3]}
     dropout = torch_ref.KeyedDropout(case.rate, torch.tensor(KEY.astype(np.int64)))
-    output, weights = torch_ref.dot_product_attention(
+    found = torch_ref.attend(
         **given_arrays,
         mask=mask_of(case),
         scale=case.scale,
@@ -62,6 +62,7 @@ def results(case: Attention) -> dict[str, np.ndarray]:
         dropout=dropout if case.rate else None,
         return_weights=True,
     )
+    output, weights = found.output, found.weights
     if case.unbatched:
         output, weights = output[None], weights[None]
     output.backward(as_tensor(cast(case.cotangent, case.dtype)))

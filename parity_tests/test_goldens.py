@@ -63,14 +63,13 @@ def module(package, name):
 
 @SIDES
 def test_simplified(package):
-    context, weights = package.SimplifiedSelfAttention()(
-        array(package, INPUTS), return_weights=True
-    )
+    layer = package.SimplifiedSelfAttention()
+    found = layer.attend(array(package, INPUTS), return_weights=True)
     query = JOURNEY["simplified"]["query_index"]
     x = array(package, INPUTS)
     assert_printed(x @ x[query], "simplified", "scores")
-    assert_printed(weights[query], "simplified", "weights")
-    assert_printed(context[query], "simplified", "context")
+    assert_printed(found.weights[query], "simplified", "weights")
+    assert_printed(found.output[query], "simplified", "context")
 
 
 def raw_projections(package):
@@ -84,27 +83,28 @@ def raw_projections(package):
 def test_raw_matrices(package):
     queries, keys, values = raw_projections(package)
     query = JOURNEY["raw_matrices"]["query_index"]
-    context, weights = package.single_head_attention(queries, keys, values, return_weights=True)
+    found = package.attend_one_head(queries, keys, values, return_weights=True)
     assert_printed(queries[query], "raw_matrices", "query")
     assert_printed(keys @ queries[query], "raw_matrices", "scores")
-    assert_printed(weights[query], "raw_matrices", "weights")
-    assert_printed(context[query], "raw_matrices", "context")
+    assert_printed(found.weights[query], "raw_matrices", "weights")
+    assert_printed(found.output[query], "raw_matrices", "context")
 
 
 @SIDES
 def test_raw_matrices_as_one_head_of_many(package):
     heads = [x[:, None] for x in raw_projections(package)]
-    context, weights = package.dot_product_attention(*heads, return_weights=True)
+    found = package.attend(*heads, return_weights=True)
     query = JOURNEY["raw_matrices"]["query_index"]
-    assert_printed(weights[0, query], "raw_matrices", "weights")
-    assert_printed(context[query, 0], "raw_matrices", "context")
+    assert_printed(found.weights[0, query], "raw_matrices", "weights")
+    assert_printed(found.output[query, 0], "raw_matrices", "context")
 
 
 @SIDES
 def test_self_attention(package):
-    output, weights = module(package, "self_attention")(array(package, INPUTS), return_weights=True)
-    assert_printed(output, "self_attention", "output")
-    assert_printed(weights, "self_attention", "weights")
+    layer = module(package, "self_attention")
+    found = layer.attend(array(package, INPUTS), return_weights=True)
+    assert_printed(found.output, "self_attention", "output")
+    assert_printed(found.weights, "self_attention", "weights")
 
 
 @SIDES
@@ -116,8 +116,9 @@ def test_causal_scores_and_both_routes_to_causal_weights(package):
         np.testing.assert_allclose(scores[i, : i + 1], row, rtol=0, atol=PRINTED)
     for route in (package.causal_softmax_masked, package.causal_softmax_renormalized):
         assert_printed(route(array(package, scores / 2**0.5)), "self_attention", "causal_weights")
-    _, weights = layer(array(package, INPUTS), mask=package.Mask.causal(), return_weights=True)
-    assert_printed(weights, "self_attention", "causal_weights")
+    options = {"mask": package.Mask.causal(), "return_weights": True}
+    found = layer.attend(array(package, INPUTS), **options)
+    assert_printed(found.weights, "self_attention", "causal_weights")
 
 
 @SIDES

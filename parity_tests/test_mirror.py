@@ -31,6 +31,8 @@ ONE_SIDED = {
         *("shift", "split_band", "split_intervals", "summarise", "summarised", "tiles"),
     },
     "functional/score_function.py": {"apply", "trace"},
+    # A stack of layers is run by one scan, which saves compiling.
+    "models/blocks.py": {"blocks", "of_layers", "unstacked", "pure", "recompute"},
 }
 FRAMEWORK_ONLY = {
     "dtype",
@@ -143,7 +145,7 @@ def describe(value, left_out=frozenset()):
     if inspect.isclass(value):
         fields = (
             [(f.name, f.default) for f in dataclasses.fields(value)]
-            if dataclasses.is_dataclass(value)
+            if "__dataclass_fields__" in vars(value)  # its own: `nnx.List` is a dataclass too
             else None
         )
         return "class", methods(value, left_out), fields

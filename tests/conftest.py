@@ -50,10 +50,8 @@ class Variant:
 
     @property
     def weighs(self) -> bool:
-        return (
-            "return_weights"
-            in inspect.signature(getattr(flax_attn, self.row.module).__call__).parameters
-        )
+        attend = getattr(getattr(flax_attn, self.row.module), "attend", None)
+        return attend is not None and "return_weights" in inspect.signature(attend).parameters
 
     def takes(self, name: str) -> bool:
         module = "MultiHeadAttention" if self.row.module == "TransformerBlock" else self.row.module

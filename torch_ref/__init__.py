@@ -9,7 +9,12 @@ from attn_spec.frequencies import (
 from attn_spec.longrope import LongRoPEScaling
 from attn_spec.scores import Scores
 from torch_ref import models
-from torch_ref.attention import dot_product_attention, single_head_attention
+from torch_ref.attention import (
+    attend,
+    attend_one_head,
+    dot_product_attention,
+    single_head_attention,
+)
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.causal_mask import create_causal_mask
@@ -18,6 +23,7 @@ from torch_ref.functional.delta_cache import DeltaCache
 from torch_ref.functional.delta_rule import gated_delta_rule
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.positions import RoPE, sinusoidal
 from torch_ref.functional.relative import alibi, alibi_slopes, t5_bias, t5_buckets
 from torch_ref.functional.score_function import ScoreFunction
@@ -94,6 +100,7 @@ __all__ = [
     "MultiHeadAttention",
     "MultiHeadAttentionWrapper",
     "MultiHeadLatentAttention",
+    "Outputs",
     "Patches",
     "RMSNorm",
     "RoPE",
@@ -108,6 +115,8 @@ __all__ = [
     "YaRNScaling",
     "alibi",
     "alibi_slopes",
+    "attend",
+    "attend_one_head",
     "causal_softmax_masked",
     "causal_softmax_renormalized",
     "create_causal_mask",

@@ -1,7 +1,7 @@
 """One attention call under one contract: checked once, then computed by a backend."""
 
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from einops import rearrange
@@ -17,9 +17,11 @@ from attn_spec.attention_checks import (
     check_soft_cap,
 )
 from attn_spec.checks import check_choice, check_type
+from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import KeyedDropout
 from torch_ref.functional.masks import Mask, as_mask
 from torch_ref.functional.nonfinite import without_nonfinite_sinks
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.reference import reference_attention
 from torch_ref.functional.score_function import ScoreFunction
 from torch_ref.functional.shapes import Key, Query, Value
@@ -44,45 +46,6 @@ class AttentionOptions(TypedDict, total=False):
     backend: str
 
 
-@overload
-def dot_product_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    bias: Tensor | None = None,
-    mask: Mask | Tensor | None = None,
-    *,
-    return_weights: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
-) -> Tensor: ...
-
-
-@overload
-def dot_product_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    bias: Tensor | None = None,
-    mask: Mask | Tensor | None = None,
-    *,
-    return_weights: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def dot_product_attention(
-    query: Query,
-    key: Key,
-    value: Value,
-    bias: Tensor | None = None,
-    mask: Mask | Tensor | None = None,
-    *,
-    return_weights: bool,
-    **options: Unpack[AttentionOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def dot_product_attention(
     query: Query,
     key: Key,
@@ -96,8 +59,7 @@ def dot_product_attention(
     sinks: Float[Tensor, " n"] | None = None,
     dropout: KeyedDropout | None = None,
     backend: str = "auto",
-    return_weights: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Scaled dot-product attention.
 
         weights = dropout(softmax(mask(score(soft_cap(scale * query @ key^T + bias))), sinks))
@@ -123,14 +85,11 @@ def dot_product_attention(
         dropout: dropout of the weights; the same key drops the same weights in every backend and in
             `flax_attn`.
         backend: `"auto"` or `"reference"`, which are the same here.
-        return_weights: whether to return `(output, weights)`; the output stays the same, bit for
-            bit.
 
     Returns:
-        `(b, t, n, v)`, and with `return_weights` also the weights `(b, n, t, s)` that were applied
-        to the values, after dropout; both without `b` for unbatched inputs. A row that may see
-        nothing gives zeros with zero gradient. A number in query, key or value that is not finite
-        reaches the rows that may see it, as NaN, and no others.
+        `(b, t, n, v)`, without `b` for unbatched inputs; `attend` also returns the weights. A row
+        that may see nothing gives zeros with zero gradient. A number in query, key or value that is
+        not finite reaches the rows that may see it, as NaN, and no others.
 
     Raises:
         ValueError: if an argument is no array or number, if shapes, dtypes, mask or bias do not fit
@@ -145,6 +104,45 @@ def dot_product_attention(
 
     References:
         Vaswani et al. 2017 (arXiv:1706.03762); Ainslie et al. 2023 (arXiv:2305.13245).
+    """
+    options: AttentionOptions = {
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "score": score,
+        "sinks": sinks,
+        "dropout": dropout,
+        "backend": backend,
+    }
+    return attend(query, key, value, bias, mask, **options).output
+
+
+def attend(
+    query: Query,
+    key: Key,
+    value: Value,
+    bias: Tensor | None = None,
+    mask: Mask | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    score: Callable | ScoreFunction | None = None,
+    sinks: Float[Tensor, " n"] | None = None,
+    dropout: KeyedDropout | None = None,
+    backend: str = "auto",
+    return_weights: bool = False,
+) -> Outputs[Cache]:
+    """Attention as `dot_product_attention`, with its weights if `return_weights`.
+
+    The other arguments and errors are those of `dot_product_attention`. The weights `(b, n, t, s)`
+    are those that were applied to the values, after dropout. The output is the same with and
+    without them, bit for bit.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones((2, 5, 4, 8))
+        >>> attended = attend(x, x, x, mask=Mask.causal(), return_weights=True)
+        >>> attended.output.shape, attended.weights.shape
+        (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 5, 5]))
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_argument(name, x, Tensor, f"Pass torch.as_tensor({name})")
@@ -181,43 +179,7 @@ def dot_product_attention(
     output = checkpoint_name(output, "context")
     if unbatched:
         output, weights = output[0], weights[0]
-    return (output, weights) if return_weights else output
-
-
-@overload
-def single_head_attention(
-    query: Float[Tensor, "*b t h"],
-    key: Float[Tensor, "*b s h"],
-    value: Float[Tensor, "*b s v"],
-    *,
-    mask: Mask | Tensor | None = None,
-    return_weights: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
-) -> Tensor: ...
-
-
-@overload
-def single_head_attention(
-    query: Float[Tensor, "*b t h"],
-    key: Float[Tensor, "*b s h"],
-    value: Float[Tensor, "*b s v"],
-    *,
-    mask: Mask | Tensor | None = None,
-    return_weights: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def single_head_attention(
-    query: Float[Tensor, "*b t h"],
-    key: Float[Tensor, "*b s h"],
-    value: Float[Tensor, "*b s v"],
-    *,
-    mask: Mask | Tensor | None = None,
-    return_weights: bool,
-    **options: Unpack[AttentionOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    return Outputs(output, weights if return_weights else None)
 
 
 def single_head_attention(
@@ -226,15 +188,14 @@ def single_head_attention(
     value: Float[Tensor, "*b s v"],
     *,
     mask: Mask | Tensor | None = None,
-    return_weights: bool = False,
     **options: Unpack[AttentionOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """`dot_product_attention` of one head, without a head axis.
 
     Shapes:
         query `(b, t, h)`, key `(b, s, h)`, value `(b, s, v)`, or all without b; mask `(b, t, s)` or
         broadcasting to it.
-        Returns `(b, t, v)`, and with `return_weights` also the weights `(b, t, s)`.
+        Returns `(b, t, v)`.
 
     Example:
         >>> import torch
@@ -243,15 +204,33 @@ def single_head_attention(
         tensor([[0.7311, 0.2689],
                 [0.2689, 0.7311]])
     """
+    return attend_one_head(query, key, value, mask=mask, **options).output
+
+
+def attend_one_head(
+    query: Float[Tensor, "*b t h"],
+    key: Float[Tensor, "*b s h"],
+    value: Float[Tensor, "*b s v"],
+    *,
+    mask: Mask | Tensor | None = None,
+    return_weights: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Outputs[Cache]:
+    """`attend` of one head, without a head axis; the weights are `(b, t, s)`.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones((2, 5, 8))
+        >>> attend_one_head(x, x, x, return_weights=True).weights.shape
+        torch.Size([2, 5, 5])
+    """
     query, key, value = (rearrange(x, "... t h -> ... t 1 h") for x in (query, key, value))
     mask = as_mask(mask, heads=False)
-    if not return_weights:
-        output = dot_product_attention(query, key, value, mask=mask, **options)
-        return rearrange(output, "... t 1 v -> ... t v")
-    output, weights = dot_product_attention(
-        query, key, value, mask=mask, return_weights=True, **options
-    )
-    return rearrange(output, "... t 1 v -> ... t v"), rearrange(weights, "... 1 t s -> ... t s")
+    found = attend(query, key, value, mask=mask, return_weights=return_weights, **options)
+    output, weights = rearrange(found.output, "... t 1 v -> ... t v"), found.weights
+    if weights is not None:
+        weights = rearrange(weights, "... 1 t s -> ... t s")
+    return Outputs(output, weights)
 
 
 def _as_scale(scale: Any) -> float | Tensor:

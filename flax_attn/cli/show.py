@@ -104,6 +104,6 @@ def _print_steps(layer: Any, tokens: list[str], embeddings: Any) -> None:
 def _draw(layer: Any, tokens: list[str], embeddings: Any, options: argparse.Namespace) -> None:
     from flax_attn.viz import plot_attention
 
-    _, weights = layer(embeddings, return_weights=True)
+    weights = layer.attend(embeddings, return_weights=True).weights
     title = f"{type(layer).__name__}, random weights and embeddings (seed {options.seed})"
     common.save_figure(lambda: plot_attention(weights, tokens, title=title), options.out)

@@ -40,10 +40,10 @@ class ScoreFunction:
             if there is not one position for each token.
 
     Example:
-        >>> from flax_attn import dot_product_attention
+        >>> from flax_attn import attend
         >>> x = jnp.ones((1, 2, 1, 4))
         >>> near = ScoreFunction(lambda score, b, n, i, j: jnp.where(i == j, score, score - 0.5))
-        >>> _, weights = dot_product_attention(x, x, x, score=near, return_weights=True)
+        >>> weights = attend(x, x, x, score=near, return_weights=True).weights
         >>> print((100 * weights).astype(int)[0, 0])
         [[62 37]
          [37 62]]

@@ -18,10 +18,10 @@ from jaxtyping import Array
 
 from attn_spec.sampling import Sampling
 from flax_attn.functional.explicit_sharding import split_as
+from flax_attn.models.blocks import Blocks
 from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.language_model import LanguageModel
 from flax_attn.models.sampling import sample
-from flax_attn.models.stack import Stack
 
 
 class _Part(NamedTuple):
@@ -130,8 +130,10 @@ def _begin(graph: Any, capacity: int) -> Callable:
     def begin(state, inputs, lengths, start):
         model = nnx.merge(graph, state)
         kept = model.keep(model.encode(inputs, lengths=lengths), lengths)
-        x, cache = model.hidden(start, kept, cache=model.init_cache(len(start), capacity))
-        return _last(x, jnp.full(len(x), x.shape[1])), kept, cache
+        empty = model.init_cache(len(start), capacity)
+        decoded = model.decode(start, kept, cache=empty)
+        x = decoded.output
+        return _last(x, jnp.full(len(x), x.shape[1])), kept, decoded.cache
 
     return begin
 
@@ -141,7 +143,8 @@ def _answer(graph: Any, sampling: Sampling) -> Callable:
     def step(state, x, kept, cache, made, key):
         model = nnx.merge(graph, state)
         token = sample(model.logits(x)[:, 0], sampling, key, made)
-        return token, *model.hidden(token[:, None], kept, cache=cache)
+        decoded = model.decode(token[:, None], kept, cache=cache)
+        return token, decoded.output, decoded.cache
 
     return jax.jit(step, donate_argnums=(1, 3))
 
@@ -149,18 +152,9 @@ def _answer(graph: Any, sampling: Sampling) -> Callable:
 def _take_apart(model: LanguageModel) -> tuple[_Part, list[_Part]]:
     """Return what comes before and after the layers, and the layers."""
     ends = nnx.merge(*nnx.split(model))  # shares its arrays
-    ends.trf_blocks = nnx.List([])
-    blocks = model.trf_blocks
-    if not isinstance(blocks, Stack):
-        return _Part(*nnx.split(ends)), [_Part(*nnx.split(block)) for block in blocks]
-    states = [nnx.state(block) for block in blocks.blocks]
-    layers = [blocks.unstack(m, i, _layer(states[m], np.int32(i))) for m, i in blocks.layers]
-    return _Part(*nnx.split(ends)), [_Part(*nnx.split(layer)) for layer in layers]
-
-
-@jax.jit
-def _layer(state: Any, i: Any) -> Any:
-    return jax.tree.map(lambda x: x[i], state)
+    ends.trf_blocks = Blocks()
+    layers = [_Part(*nnx.split(layer)) for layer in model.trf_blocks.unstacked()]
+    return _Part(*nnx.split(ends)), layers
 
 
 @jax.jit
@@ -191,7 +185,8 @@ def _prefill(graph: Any, capacity: int) -> Callable:
         cache = block.init_cache(len(x), block.att.window or capacity)
         # A static length of 0 says that the cache is empty, so that the prompt attends to itself
         # alone.
-        return block(x, lengths=lengths, cache=cache.replace(length=0))
+        attended = block.attend(x, lengths=lengths, cache=cache.replace(length=0))
+        return attended.output, attended.cache
 
     return prefill
 
@@ -199,7 +194,8 @@ def _prefill(graph: Any, capacity: int) -> Callable:
 @lru_cache
 def _step(graph: Any) -> Callable:
     def step(state, x, cache):
-        return nnx.merge(graph, state)(x, cache=cache)
+        attended = nnx.merge(graph, state).attend(x, cache=cache)
+        return attended.output, attended.cache
 
     return jax.jit(step, donate_argnums=(1, 2))
 

@@ -13,9 +13,10 @@ from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.positions import as_positions
 from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.models.blocks import Blocks
 from flax_attn.models.initialise import draw
 from flax_attn.models.pretrained import Pretrained
-from flax_attn.models.stack import Stack, run_blocks
+from flax_attn.models.stack import Stack
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.initialisation import drawn_once
 from flax_attn.modules.norm import LayerNorm
@@ -58,7 +59,7 @@ class Encoder(Pretrained, Generic[C]):
     """
 
     config: C
-    trf_blocks: nnx.List[TransformerBlock] | Stack
+    trf_blocks: Blocks | Stack
     final_norm: LayerNorm | None = None
     remat: bool
 
@@ -84,7 +85,7 @@ class Encoder(Pretrained, Generic[C]):
         with drawn_once(self):
             self.create_embeddings(**products)
             layers = range(config.num_layers)
-            self.trf_blocks = nnx.List(self.block(i, backend, **products) for i in layers)
+            self.trf_blocks = Blocks(self.block(i, backend, **products) for i in layers)
             self.create_head(**products)
             draw(self, rngs)
         if scan_layers:
@@ -118,11 +119,17 @@ class Encoder(Pretrained, Generic[C]):
 
         The arguments are those of the call of a family.
         """
-        options = {"mask": mask, "positions": positions, "lengths": lengths}
-        x, _ = run_blocks(
-            self.trf_blocks, constrain(x, *RESIDUAL), None, dropout_key, self.remat, **options
+        ran = self.trf_blocks.run(
+            constrain(x, *RESIDUAL),
+            cache=None,
+            key=dropout_key,
+            remat=self.remat,
+            mask=mask,
+            positions=positions,
+            lengths=lengths,
         )
-        return constrain(x if self.final_norm is None else self.final_norm(x), *TOKENS)
+        x = ran.output if self.final_norm is None else self.final_norm(ran.output)
+        return constrain(x, *TOKENS)
 
 
 class TextEncoder(Encoder[C]):

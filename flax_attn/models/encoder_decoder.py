@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import (
-    Any,
-    Generic,
-    Protocol,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    cast,
-    overload,
-    runtime_checkable,
-)
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
@@ -24,10 +14,12 @@ from attn_spec.cache_checks import check_caches
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.models.blocks import Blocks
 from flax_attn.models.initialise import draw
 from flax_attn.models.pretrained import Pretrained
-from flax_attn.models.stack import Stack, cached_positions, init_caches, run_blocks
+from flax_attn.models.stack import Stack
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.calls import Bias
 from flax_attn.modules.cross_block import CrossBlock
@@ -40,7 +32,7 @@ from flax_attn.sharding.zigzag_inputs import arranged, without_arranged_padding
 
 
 class DecodeOptions(TypedDict, total=False):
-    """The keywords of `EncoderDecoder.hidden` that do not change what it returns."""
+    """The keywords of `EncoderDecoder.hidden`; `decode` describes them."""
 
     lengths: ArrayLike | int | None
     dropout_key: Array | None
@@ -84,7 +76,7 @@ class EncoderDecoder(Pretrained, Generic[C]):
     once, by `keep`:
 
         kept = model.keep(model.encode(inputs))
-        hidden, cache = model.hidden(tokens, kept, cache=model.init_cache(b, capacity))
+        logits = model.attend(tokens, kept, cache=model.init_cache(b, capacity)).output
 
     Args:
         config: the sizes.
@@ -104,8 +96,8 @@ class EncoderDecoder(Pretrained, Generic[C]):
 
     config: C
     tok_emb: Embedding
-    enc_blocks: nnx.List[TransformerBlock] | Stack
-    dec_blocks: nnx.List[CrossBlock] | Stack
+    enc_blocks: Blocks | Stack
+    dec_blocks: Blocks | Stack
     enc_norm: LayerNorm | RMSNorm
     final_norm: LayerNorm | RMSNorm
     out_head: Linear | None
@@ -129,10 +121,10 @@ class EncoderDecoder(Pretrained, Generic[C]):
         with drawn_once(self):
             self.create_embeddings(**products)
             layers = range(config.num_layers)
-            self.enc_blocks = nnx.List(self.encoder_block(i, backend, **products) for i in layers)
+            self.enc_blocks = Blocks(self.encoder_block(i, backend, **products) for i in layers)
             self.enc_norm = self.norm(**numerics)
             layers = range(config.num_decoder_layers)
-            self.dec_blocks = nnx.List(self.decoder_block(i, backend, **products) for i in layers)
+            self.dec_blocks = Blocks(self.decoder_block(i, backend, **products) for i in layers)
             self.final_norm = self.norm(**numerics)
             products["axes"] = ("embed", "vocab")
             sizes = config.d_model, config.vocab_size
@@ -186,93 +178,87 @@ class EncoderDecoder(Pretrained, Generic[C]):
         key = fold_in(dropout_key, 0)
         if jnp.issubdtype(inputs.dtype, jnp.integer):
             inputs = without_arranged_padding(inputs, inputs.shape, lengths)
-        x, options = (
-            self.embed_inputs(inputs, fold_in(key, 0)),
-            {"lengths": lengths, "bias": self.biases()[0]},
-        )
-        x, _ = run_blocks(
-            self.enc_blocks,
-            constrain(x, *RESIDUAL),
-            None,
-            key,
-            self.remat,
+        x = constrain(self.embed_inputs(inputs, fold_in(key, 0)), *RESIDUAL)
+        ran = self.enc_blocks.run(
+            x,
+            cache=None,
+            key=key,
+            remat=self.remat,
             positions=None,
-            **options,
+            lengths=lengths,
+            bias=self.biases()[0],
         )
-        return constrain(self.enc_norm(x), *TOKENS)
+        return constrain(self.enc_norm(ran.output), *TOKENS)
 
     def keep(self, encoded: Tokens, lengths: ArrayLike | int | None = None) -> Kept:
         """Return the keys and values of the encoder's output, for each layer of the decoder.
 
         Those of stacked layers are one.
         """
-        if not isinstance(self.dec_blocks, Stack):
-            return tuple(block.cross.keep(encoded, lengths) for block in self.dec_blocks)
-        parts = [nnx.split(cast(CrossBlock, block).cross) for block in self.dec_blocks.blocks]
-        return tuple(
-            jax.lax.map(
-                lambda state, graph=graph: nnx.merge(graph, state).keep(encoded, lengths), state
-            )
-            for graph, state in parts
-        )
+        return self.dec_blocks.keep(encoded, lengths)
 
-    @overload
-    def hidden(
+    def attend(
         self,
         tokens: Integer[Array, "*b t"],
         kept: Kept,
         *,
-        cache: None = None,
-        **options: Unpack[DecodeOptions],
-    ) -> Tokens: ...
-    @overload
-    def hidden(
-        self,
-        tokens: Integer[Array, "*b t"],
-        kept: Kept,
-        *,
-        cache: Caches,
-        **options: Unpack[DecodeOptions],
-    ) -> tuple[Tokens, Caches]: ...
-    def hidden(
-        self,
-        tokens: Integer[Array, "*b t"],
-        kept: Kept,
-        *,
-        cache: Caches | None = None,
         lengths: ArrayLike | int | None = None,
+        cache: Caches | None = None,
         dropout_key: Array | None = None,
-    ) -> Tokens | tuple[Tokens, Caches]:
-        """Return the input of the head, `(b, t, d_model)`, followed by the cache if one is given.
+    ) -> Outputs[Caches]:
+        """Return the logits of the decoder's next tokens, and the cache if one is given.
+
+        The arguments are those of `decode`.
+        """
+        options: DecodeOptions = {"lengths": lengths, "dropout_key": dropout_key}
+        decoded = self.decode(tokens, kept, cache=cache, **options)
+        return replace(decoded, output=self.logits(decoded.output))
+
+    def hidden(
+        self, tokens: Integer[Array, "*b t"], kept: Kept, **options: Unpack[DecodeOptions]
+    ) -> Tokens:
+        """Return the input of the head, `(b, t, d_model)`; the arguments are those of `decode`."""
+        return self.decode(tokens, kept, **options).output
+
+    def decode(
+        self,
+        tokens: Integer[Array, "*b t"],
+        kept: Kept,
+        *,
+        lengths: ArrayLike | int | None = None,
+        cache: Caches | None = None,
+        dropout_key: Array | None = None,
+    ) -> Outputs[Caches]:
+        """Return the input of the head, `(b, t, d_model)`, and the cache if one is given.
 
         Args:
             tokens: tokens of the decoder, `(b, t)` or `(t,)`.
             kept: keys and values that `keep` returned.
+            lengths: number of real tokens of each row, `(b,)`; the rest is padding. None is all.
             cache: keys and values of the tokens before, from `init_cache`; the new ones are
                 appended.
-            lengths: number of real tokens of each row, `(b,)`; the rest is padding. None is all.
             dropout_key: key of the dropout in train mode; None draws keys from the `dropout`
                 streams.
         """
-        blocks = self.dec_blocks.blocks if isinstance(self.dec_blocks, Stack) else self.dec_blocks
-        check_caches("kept", kept, len(blocks))
+        check_caches("kept", kept, len(self.dec_blocks.blocks))
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
-        order = (
-            arranged(jnp.arange(t))
-            if cache is None
-            else cached_positions(self.dec_blocks, cache, t, lengths)
-        )
+        if cache is None:
+            order = arranged(jnp.arange(t))
+        else:
+            order = self.dec_blocks.positions(cache, t, lengths)
         tokens = without_arranged_padding(tokens, tokens.shape, lengths)
-        x, options = (
-            self.embed(tokens, order, fold_in(key, 0)),
-            {"lengths": lengths, "bias": self.biases()[1]},
+        x = constrain(self.embed(tokens, order, fold_in(key, 0)), *RESIDUAL)
+        ran = self.dec_blocks.run(
+            x,
+            cache=cache,
+            key=key,
+            remat=self.remat,
+            positions=None,
+            each=[{"kept": one} for one in kept],
+            lengths=lengths,
+            bias=self.biases()[1],
         )
-        each = [{"kept": one} for one in kept]
-        x, cache = run_blocks(
-            self.dec_blocks, constrain(x, *RESIDUAL), cache, key, self.remat, None, each, **options
-        )
-        x = constrain(self.final_norm(x), *TOKENS)
-        return x if cache is None else (x, cache)
+        return replace(ran, output=constrain(self.final_norm(ran.output), *TOKENS))
 
     def logits(self, hidden: Float[Array, "*b d"]) -> Float[Array, "*b vocab"]:
         """Return the logits of what `hidden` returned."""
@@ -303,4 +289,4 @@ class EncoderDecoder(Pretrained, Generic[C]):
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Caches:
         """Return an empty cache for `b` sequences of up to `capacity` tokens of the decoder."""
-        return init_caches(self.dec_blocks, b, capacity, dtype)
+        return self.dec_blocks.init_cache(b, capacity, dtype)

@@ -19,9 +19,7 @@ from flax_attn.functional.dropout import key_data
 from flax_attn.models.decode_loop import answers, rereading
 from flax_attn.models.encoder_decoder import EncoderDecoder
 from flax_attn.models.language_model import LanguageModel
-from flax_attn.models.layer_pattern import Block
 from flax_attn.models.pretrained import Pretrained
-from flax_attn.models.stack import Stack
 
 _M = TypeVar("_M", bound=Pretrained)
 Callback = Callable[[int, int], object]
@@ -184,7 +182,7 @@ def _rereads(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: in
 
     All keys are then computed again.
     """
-    ropes = {block.att.rope for block in _blocks(model) if block.att.rope is not None}
+    ropes = {block.att.rope for block in model.trf_blocks.blocks if block.att.rope is not None}
     scalings = [rope.scaling for rope in ropes if isinstance(rope.scaling, LongRoPEScaling)]
     counts = {scaling.tokens_left(len(prompt)) for scaling in scalings for prompt in prompts}
     return sorted(count for count in counts if 0 < count < max_new_tokens)
@@ -256,7 +254,7 @@ def _collect(
 def _check_prompts(
     model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int, capacity: int | None
 ) -> None:
-    full = any(block.att.window is None for block in _blocks(model))
+    full = any(block.att.window is None for block in model.trf_blocks.blocks)
     for i, prompt in enumerate(prompts):
         ends = (int(prompt.min()), int(prompt.max())) if len(prompt) else None
         sizes = (
@@ -266,10 +264,6 @@ def _check_prompts(
             capacity if full else None,
         )
         check_prompt(i, len(prompt), ends, *sizes)
-
-
-def _blocks(model: LanguageModel) -> Sequence[Block]:
-    return model.trf_blocks.blocks if isinstance(model.trf_blocks, Stack) else model.trf_blocks
 
 
 def _seed(key: Array | None, sampling: Sampling) -> Array | np.ndarray:

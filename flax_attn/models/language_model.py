@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, overload, runtime_checkable
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,11 +13,13 @@ from jaxtyping import Array, Float, Integer
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.positions import as_positions
 from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.models.blocks import Blocks
 from flax_attn.models.initialise import draw
 from flax_attn.models.pretrained import Pretrained
-from flax_attn.models.stack import Stack, cached_positions, init_caches, run_blocks
+from flax_attn.models.stack import Stack
 from flax_attn.modules.block import TransformerBlock
 from flax_attn.modules.embedding import Embedding
 from flax_attn.modules.initialisation import drawn_once
@@ -45,7 +48,7 @@ class ModelConfig(Protocol):
 
 
 class ModelOptions(TypedDict, total=False):
-    """The keywords of a call that do not change what it returns; see `LanguageModel`."""
+    """The keywords of a call; `LanguageModel.attend` describes them."""
 
     mask: Mask | Array | None
     positions: ArrayLike | None
@@ -82,7 +85,7 @@ class LanguageModel(Pretrained, Generic[C]):
 
     config: C
     tok_emb: Embedding
-    trf_blocks: nnx.List[TransformerBlock] | Stack
+    trf_blocks: Blocks | Stack
     final_norm: LayerNorm | RMSNorm
     out_head: Linear | None
     remat: bool
@@ -105,7 +108,7 @@ class LanguageModel(Pretrained, Generic[C]):
         with drawn_once(self):
             self.create_embeddings(**products)
             layers = range(config.num_layers)
-            self.trf_blocks = nnx.List(self.block(i, backend, **products) for i in layers)
+            self.trf_blocks = Blocks(self.block(i, backend, **products) for i in layers)
             self.final_norm = self.norm(**numerics)
             products["axes"] = ("embed", "vocab")
             sizes = config.d_model, config.vocab_size
@@ -134,17 +137,7 @@ class LanguageModel(Pretrained, Generic[C]):
         """Return the vectors of tokens at these positions."""
         return self.tok_emb(tokens)
 
-    @overload
-    def __call__(
-        self, tokens: Integer[Array, "*b t"], *, cache: None = None, **options: Unpack[ModelOptions]
-    ) -> Array: ...
-
-    @overload
-    def __call__(
-        self, tokens: Integer[Array, "*b t"], *, cache: ModelCache, **options: Unpack[ModelOptions]
-    ) -> tuple[Array, ModelCache]: ...
-
-    def __call__(
+    def attend(
         self,
         tokens: Integer[Array, "*b t"],
         *,
@@ -153,7 +146,7 @@ class LanguageModel(Pretrained, Generic[C]):
         lengths: ArrayLike | int | None = None,
         cache: ModelCache | None = None,
         dropout_key: Array | None = None,
-    ) -> Array | tuple[Array, ModelCache]:
+    ) -> Outputs[ModelCache]:
         """Return the logits `(b, t, vocab_size)` of the next tokens, and the cache if one is given.
 
         Args:
@@ -178,61 +171,67 @@ class LanguageModel(Pretrained, Generic[C]):
             "lengths": lengths,
             "dropout_key": dropout_key,
         }
-        hidden, cache = self._run(tokens, cache, **options)
-        logits = self.logits(hidden)
-        return logits if cache is None else (logits, cache)
+        decoded = self.decode(tokens, cache=cache, **options)
+        return replace(decoded, output=self.logits(decoded.output))
 
-    @overload
-    def hidden(
-        self, tokens: Integer[Array, "*b t"], *, cache: None = None, **options: Unpack[ModelOptions]
-    ) -> Array: ...
-
-    @overload
-    def hidden(
-        self, tokens: Integer[Array, "*b t"], *, cache: ModelCache, **options: Unpack[ModelOptions]
-    ) -> tuple[Array, ModelCache]: ...
-
-    def hidden(
+    def __call__(
         self,
         tokens: Integer[Array, "*b t"],
-        *,
-        cache: ModelCache | None = None,
-        **options: Unpack[ModelOptions],
-    ) -> Array | tuple[Array, ModelCache]:
-        """Return the input of the head, `(b, t, d_model)`, and the cache if one is given.
-
-        The arguments are those of a call.
-        """
-        hidden, cache = self._run(tokens, cache, **options)
-        return hidden if cache is None else (hidden, cache)
-
-    def _run(
-        self,
-        tokens: Integer[Array, "*b t"],
-        cache: ModelCache | None,
         *,
         mask: Mask | Array | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
         dropout_key: Array | None = None,
-    ) -> tuple[Array, ModelCache | None]:
+    ) -> Array:
+        """Return the logits `(b, t, vocab_size)`; `attend` describes the arguments."""
+        options: ModelOptions = {
+            "mask": mask,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
+        return self.attend(tokens, **options).output
+
+    def hidden(self, tokens: Integer[Array, "*b t"], **options: Unpack[ModelOptions]) -> Tokens:
+        """Return the input of the head, `(b, t, d_model)`; the arguments are those of a call."""
+        return self.decode(tokens, **options).output
+
+    def decode(
+        self,
+        tokens: Integer[Array, "*b t"],
+        *,
+        mask: Mask | Array | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        cache: ModelCache | None = None,
+        dropout_key: Array | None = None,
+    ) -> Outputs[ModelCache]:
+        """Return the input of the head, and the cache if one is given.
+
+        The arguments are those of `attend`, which computes the logits of all tokens.
+        """
         t = tokens.shape[-1]
         if positions is None:
             positions = arranged_positions(t)
         else:
             positions = as_positions(positions, tuple(tokens.shape))
             positions = without_arranged_padding(positions, tokens.shape, lengths)
-        order = (
-            jnp.arange(t) if cache is None else cached_positions(self.trf_blocks, cache, t, lengths)
-        )
+        order = jnp.arange(t) if cache is None else self.trf_blocks.positions(cache, t, lengths)
         tokens = constrain(
             without_arranged_padding(tokens, tokens.shape, lengths), "batch", "tokens"
         )
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
         x = constrain(x, *RESIDUAL)
-        options = {"mask": mask, "positions": positions, "lengths": lengths}
-        x, cache = run_blocks(self.trf_blocks, x, cache, dropout_key, self.remat, **options)
-        return constrain(self.final_norm(x), *TOKENS), cache
+        ran = self.trf_blocks.run(
+            x,
+            cache=cache,
+            key=dropout_key,
+            remat=self.remat,
+            mask=mask,
+            positions=positions,
+            lengths=lengths,
+        )
+        return replace(ran, output=constrain(self.final_norm(ran.output), *TOKENS))
 
     def logits(self, hidden: Float[Array, "*b d"]) -> Float[Array, "*b vocab"]:
         """Return the logits of what `hidden` returned."""
@@ -249,12 +248,12 @@ class LanguageModel(Pretrained, Generic[C]):
         Example:
             >>> from flax_attn.models import GPT2, GPT2Config
             >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11), rngs=nnx.Rngs(0))
-            >>> logits, cache = model(jnp.ones((4, 5), int), cache=model.init_cache(4, 8))
-            >>> logits, cache = model(jnp.ones((4, 1), int), cache=cache)
-            >>> logits.shape, cache[0].length.tolist()
+            >>> prompt = model.attend(jnp.ones((4, 5), int), cache=model.init_cache(4, 8))
+            >>> step = model.attend(jnp.ones((4, 1), int), cache=prompt.cache)
+            >>> step.output.shape, step.cache[0].length.tolist()
             ((4, 1, 11), [6, 6, 6, 6])
         """
-        return init_caches(self.trf_blocks, b, capacity, dtype)
+        return self.trf_blocks.init_cache(b, capacity, dtype)
 
 
 def initialise(model: LanguageModel, rngs: nnx.Rngs) -> None:

@@ -1,4 +1,4 @@
-"""Running the blocks of a model, one after another or by a scan over stacked blocks.
+"""Stacked blocks of a model, run by one scan.
 
 Only in flax_attn: it saves compiling.
 """
@@ -6,19 +6,23 @@ Only in flax_attn: it saves compiling.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.typing import Dtype
 from jaxtyping import Array
 
 from attn_spec.cache_checks import check_caches, check_stacked_cache
 from flax_attn.convert.stacked import places
+from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.models.blocks import empty_cache, pure
 from flax_attn.models.layer_pattern import (
     Block,
     give_numbers,
@@ -27,6 +31,7 @@ from flax_attn.models.layer_pattern import (
     stack_modules,
     take_numbers,
 )
+from flax_attn.modules.cross_block import CrossBlock
 from flax_attn.sharding.parameters import unname_first_axis
 
 
@@ -85,8 +90,17 @@ class Stack(nnx.Module):
         """Of each layer, in order: which stacked block it is part of, and where there."""
         return places(self.stacked_layers)
 
-    def unstack(self, m: int, i: int, state: Any) -> Block:
-        """Return the layer at `i` of the stacked block `m`, which has this `state`."""
+    @property
+    def of_layers(self) -> list[Block]:
+        """The stacked block that each layer is part of."""
+        return [self.blocks[m] for m, _ in self.layers]
+
+    def unstacked(self) -> list[Block]:
+        """Return a block for each layer, with the parameters of that layer."""
+        states = [nnx.state(block) for block in self.blocks]
+        return [self._unstack(m, i, _layer(states[m], np.int32(i))) for m, i in self.layers]
+
+    def _unstack(self, m: int, i: int, state: Any) -> Block:
         block = nnx.merge(nnx.graphdef(self.blocks[m]), state)
         for _, variable in nnx.iter_graph(block):
             if isinstance(variable, nnx.Variable):
@@ -97,35 +111,63 @@ class Stack(nnx.Module):
         self, b: int | None, capacity: int, dtype: Dtype | None = None
     ) -> tuple[Cache, ...]:
         """Return an empty cache for each stacked block; the first axis is that of its layers."""
-        caches = [_init_cache(block, b, capacity, dtype) for block in self.blocks]
-        counts = map(len, self.stacked_layers)
-        return tuple(
-            _of_layers(lambda x, n=n: jnp.broadcast_to(x, (n, *x.shape)), c)
-            for n, c in zip(counts, caches, strict=True)
-        )
+        caches = []
+        for block, layers in zip(self.blocks, self.stacked_layers, strict=True):
+            one = empty_cache(block, b, capacity, dtype)
+            caches.append(_with_layers(one, len(layers)))
+        return tuple(caches)
+
+    def positions(self, cache: tuple[Cache, ...], t: int, lengths: ArrayLike | int | None) -> Array:
+        """Return the positions of the next `t` tokens, see `Cache.positions`.
+
+        Raises:
+            ValueError: unless there is a cache for each stacked block, as many layers long as it
+                has.
+        """
+        check_caches("cache", cache, len(self.stacked_layers))
+        for one, layers in zip(cache, self.stacked_layers, strict=True):
+            check_stacked_cache({name: x.shape for name, x in one.arrays.items()}, len(layers))
+        return _changed(lambda x: x[0], cache[0]).positions(t, lengths)
+
+    def keep(self, encoded: Tokens, lengths: ArrayLike | int | None) -> tuple[KVCache, ...]:
+        """Return the keys and values of an encoder's output, for each stacked cross block."""
+        kept = []
+        for block in self.blocks:
+            graph, state = nnx.split(cast(CrossBlock, block).cross)
+            kept.append(
+                jax.lax.map(lambda x, g=graph: nnx.merge(g, x).keep(encoded, lengths), state)
+            )
+        return tuple(kept)
 
     def run(
         self,
         x: Tokens,
+        *,
         cache: tuple[Cache, ...] | None,
         key: Array | None,
         remat: bool,
-        each: Sequence[dict],
+        positions: ArrayLike | None,
+        each: Sequence[dict[str, Any]] = (),
         **options: Any,
-    ) -> tuple[Tokens, tuple[Cache, ...] | None]:
-        """Return the tokens and caches after all layers; the arguments are as in `run_blocks`."""
-        first = [m for m, layers in enumerate(self.stacked_layers) if len(layers) == 1]
-        turn = [m for m in range(len(self.stacked_layers)) if m not in first]
+    ) -> Outputs[tuple[Cache, ...]]:
+        """Return the tokens after all layers, and the caches if there are any.
+
+        The arguments are those of `Blocks.run`; what is of one layer has the layers as its first
+        axis.
+        """
+        counts = [len(layers) for layers in self.stacked_layers]
+        first = [m for m, count in enumerate(counts) if count == 1]
+        turn = [m for m, count in enumerate(counts) if count > 1]
         for block in self.blocks:
             x = x.astype(_output_dtype(block, x))
         caches = []
         for members in (*([m] for m in first), *([turn] if turn else [])):
             own = None if cache is None else [cache[m] for m in members]
-            x, after = self._scan(
-                members, x, own, key, remat, [each[m] for m in members] if each else [], **options
-            )
+            further = [each[m] for m in members] if each else []
+            options["positions"] = positions
+            x, after = self._scan(members, x, own, key, remat, further, **options)
             caches += after or []
-        return x, None if cache is None else tuple(caches)
+        return Outputs(x, cache=None if cache is None else tuple(caches))
 
     def _scan(
         self,
@@ -149,30 +191,27 @@ class Stack(nnx.Module):
             i, layers, states, numbers, each = inputs
             stored, kept = list(stored), []
             for m, (block, (graph, _)) in enumerate(zip(blocks, split, strict=True)):
-                own = {
-                    **options,
-                    **(each[m] if each else {}),
-                    "dropout_key": fold_in(key, 1 + layers[m]),
-                }
+                own = {**options, **(each[m] if each else {})}
+                own["dropout_key"] = fold_in(key, 1 + layers[m])
                 own["positions"] = None if block.att.rope is None else positions
                 run = pure(graph, own, numbers[m])
                 if caches is None:
-                    x, changed = (jax.checkpoint(run, prevent_cse=False) if remat else run)(
-                        states[m], x
-                    )
+                    run = jax.checkpoint(run, prevent_cse=False) if remat else run
+                    x, changed = run(states[m], x)
                     kept.append((changed, None))
                     continue
                 mine = jax.tree.map(
                     lambda array: jax.lax.dynamic_index_in_dim(array, i, keepdims=False), stored[m]
                 )
-                (x, after), changed = run(states[m], x, cache=caches[m].replace(**mine))
+                ran, changed = run(states[m], x, caches[m].replace(**mine))
+                x, after = ran.output, ran.cache
                 # Carried and written in place, the caches are in memory once.
                 stored[m] = {
                     name: jax.lax.dynamic_update_index_in_dim(stored[m][name], new, i, 0)
                     for name, new in after.arrays.items()
                 }
                 # Of the cache only the length is left to return, which may be static.
-                kept.append((changed, _of_layers(lambda x: x[:0], after)))
+                kept.append((changed, _changed(lambda x: x[:0], after)))
             return (x, tuple(stored)), kept
 
         start = x, () if caches is None else tuple(cache.arrays for cache in caches)
@@ -182,11 +221,15 @@ class Stack(nnx.Module):
             nnx.update(block, changed)
         if caches is None:
             return x, None
-        afters = [after for _, after in kept if after is not None]
-        pairs = zip(afters, stored, strict=True)
-        return x, [
-            after.replace(**arrays, length=_of_first_layer(after.length)) for after, arrays in pairs
-        ]
+        found = []
+        for (_, after), arrays in zip(kept, stored, strict=True):
+            found.append(after.replace(**arrays, length=_of_first_layer(after.length)))
+        return x, found
+
+
+@jax.jit
+def _layer(state: Any, i: Any) -> Any:
+    return jax.tree.map(lambda x: x[i], state)
 
 
 def _output_dtype(block: Block, x: Tokens) -> Dtype:
@@ -194,111 +237,13 @@ def _output_dtype(block: Block, x: Tokens) -> Dtype:
     return jnp.result_type(x, *jax.tree.leaves(nnx.state(block, nnx.Param))) if own is None else own
 
 
-def run_blocks(
-    blocks: Sequence[Block] | Stack,
-    x: Tokens,
-    cache: tuple[Cache, ...] | None,
-    key: Array | None,
-    remat: bool,
-    positions: ArrayLike | None,
-    each: Sequence[dict[str, Any]] = (),
-    **options: Any,
-) -> tuple[Tokens, tuple[Cache, ...] | None]:
-    """Return the tokens after all blocks and the caches after them.
-
-    Args:
-        blocks: one after another, or a stack.
-        x: vectors of the tokens before the blocks.
-        cache: caches of the blocks, as `init_caches` returns them.
-        key: key of the dropout; None draws keys from the streams.
-        remat: whether the backward pass recomputes each block.
-        positions: positions of the tokens, for blocks with `rope`.
-        each: further options of each block, with the layers as a first axis for those of a stack.
-        options: options of all blocks.
-    """
-    if isinstance(blocks, Stack):
-        return blocks.run(x, cache, key, remat, each, positions=positions, **options)
-    caches = []
-    for i, block in enumerate(blocks):
-        own = {**options, **(each[i] if each else {}), "dropout_key": fold_in(key, 1 + i)}
-        own["positions"] = None if block.att.rope is None else positions
-        if cache is not None:
-            x, extended = block(x, cache=cache[i], **own)
-            caches.append(extended)
-        else:
-            x = recompute(block, x, own) if remat else block(x, **own)
-    return x, None if cache is None else tuple(caches)
-
-
-def init_caches(
-    blocks: Sequence[Block] | Stack, b: int | None, capacity: int, dtype: Dtype | None
-) -> tuple[Cache, ...]:
-    """Return the empty caches of blocks; that of a window holds the window at least."""
-    if isinstance(blocks, Stack):
-        return blocks.init_cache(b, capacity, dtype)
-    return tuple(_init_cache(block, b, capacity, dtype) for block in blocks)
-
-
-def _init_cache(block: Block, b: int | None, capacity: int, dtype: Dtype | None) -> Cache:
-    return block.init_cache(b, max(capacity, block.att.window or 0), dtype)
-
-
-def pure(graph: Any, options: Any, numbers: Sequence[Any] = ()) -> Callable:
-    """Return a block as a function of its state.
-
-    The function returns the output, and the key counts that the block changed.
-    """
-
-    def run(state, x, **cache):
-        copy = nnx.merge(graph, state)
-        if numbers:
-            give_numbers(copy, numbers)
-        before = {
-            path: count.get_value()
-            for path, count in nnx.to_flat_state(nnx.state(copy, nnx.RngCount))
-        }
-        y = copy(x, **options, **cache)
-        after = nnx.to_flat_state(nnx.state(copy, nnx.RngCount))
-        # Only what the block changed: a model that was closed over cannot be written to.
-        return y, nnx.from_flat_state(
-            [(path, c) for path, c in after if c.get_value() is not before[path]]
-        )
-
-    return run
-
-
-def recompute(block: Callable, x: Tokens, options: dict[str, Any]) -> Tokens:
-    """Return `block(x, **options)`; the backward pass recomputes its activations."""
-    graph, state = nnx.split(block)
-    y, counts = jax.checkpoint(pure(graph, options))(state, x)
-    nnx.update(block, counts)
-    return y
-
-
-def cached_positions(
-    blocks: Sequence[Block] | Stack,
-    cache: tuple[Cache, ...],
-    t: int,
-    lengths: ArrayLike | int | None,
-) -> Array:
-    """Return the positions of the next `t` tokens, see `Cache.positions`.
-
-    Raises:
-        ValueError: unless there is a cache for each block, as many layers long as it has.
-    """
-    check_caches(
-        "cache", cache, len(blocks.stacked_layers if isinstance(blocks, Stack) else blocks)
-    )
-    if isinstance(blocks, Stack):
-        for one, layers in zip(cache, blocks.stacked_layers, strict=True):
-            check_stacked_cache({name: x.shape for name, x in one.arrays.items()}, len(layers))
-    first = _of_layers(lambda x: x[0], cache[0]) if isinstance(blocks, Stack) else cache[0]
-    return first.positions(t, lengths)
-
-
-def _of_layers(change: Callable[[Array], Array], cache: Cache) -> Cache:
+def _changed(change: Callable[[Array], Array], cache: Cache) -> Cache:
     """Return a cache with what it stores changed."""
     return cache.replace(**{name: change(array) for name, array in cache.arrays.items()})
+
+
+def _with_layers(cache: Cache, count: int) -> Cache:
+    return _changed(lambda x: jnp.broadcast_to(x, (count, *x.shape)), cache)
 
 
 def _of_first_layer(length: Any) -> Any:

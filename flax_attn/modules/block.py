@@ -1,7 +1,7 @@
 """The transformer block: attention and feed-forward layers with norms and residuals."""
 
 from collections.abc import Callable
-from typing import Literal, TypeVar, Unpack, overload
+from dataclasses import replace
 
 from flax import nnx
 from flax.typing import Dtype
@@ -12,13 +12,13 @@ from attn_spec.module_checks import check_block_norms, check_block_widths
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.modules.calls import Attention, Bias, CallOptions, Outputs, Returned, unpack
+from flax_attn.modules.calls import Attention, Bias, CallOptions, run_layer
 from flax_attn.modules.dropout import Dropout
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
 
 _Part = Callable[[Array], Array]
-K = TypeVar("K", bound=Cache)
 
 
 class TransformerBlock(nnx.Module):
@@ -100,30 +100,7 @@ class TransformerBlock(nnx.Module):
         self.post_norm1, self.post_norm2 = post_norm1, post_norm2
         self.drop_shortcut = drop_shortcut
 
-    @overload
-    def __call__(
-        self, x: Array, *, cache: None = None, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> Array: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, x: Array, *, cache: None = None, return_weights: Literal[True],
-        **options: Unpack[CallOptions],
-    ) -> tuple[Array, Array]: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, x: Array, *, cache: K, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> tuple[Array, K]: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, x: Array, *, cache: K, return_weights: Literal[True], **options: Unpack[CallOptions],
-    ) -> tuple[Array, Array, K]: ...  # fmt: skip
-
-    def __call__(
+    def attend(
         self,
         x: Tokens,
         *,
@@ -134,31 +111,51 @@ class TransformerBlock(nnx.Module):
         cache: Cache | None = None,
         return_weights: bool = False,
         dropout_key: Array | None = None,
-    ) -> Returned:
-        """Return the tokens, followed by the weights and the new cache if requested.
+    ) -> Outputs[Cache]:
+        """Return the tokens with the weights and the new cache, if requested.
 
-        `return_weights` requests the weights, and `cache` the new cache. The other arguments are
-        those of `MultiHeadAttention`. Children 0, 1 and 2 of `dropout_key` decide what is dropped
-        of the attention weights, the attention output and the feed-forward output.
+        The arguments are those of `MultiHeadAttention.attend`. Children 0, 1 and 2 of `dropout_key`
+        decide what is dropped of the attention weights, the attention output and the feed-forward
+        output.
         """
         check_tokens("x", x, "d_model", self.att.d_in, self.att.context_length)
         x = x if self.att.dtype is None else x.astype(self.att.dtype)
         x = constrain(x, *RESIDUAL)
         keys = [fold_in(dropout_key, i) for i in range(3)]
-        attended = self.att(
+        attended = run_layer(
+            self.att,
             self._before(self.norm1, x),
-            cache=cache,
-            return_weights=return_weights,
             mask=mask,
             bias=bias,
             positions=positions,
             lengths=lengths,
+            cache=cache,
+            return_weights=return_weights,
             dropout_key=keys[0],
         )
-        output, weights, cache = unpack(attended, return_weights, cache is not None)
-        x = self._add(x, output, self.norm1, self.post_norm1, keys[1])
+        x = self._add(x, attended.output, self.norm1, self.post_norm1, keys[1])
         x = self._add(x, self.ff(self._before(self.norm2, x)), self.norm2, self.post_norm2, keys[2])
-        return Outputs(x, weights, cache).pack()
+        return replace(attended, output=x)
+
+    def __call__(
+        self,
+        x: Tokens,
+        *,
+        mask: Mask | Array | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Return the tokens; `attend` describes the arguments."""
+        options: CallOptions = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
+        return self.attend(x, **options).output
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Cache:
         """Return an empty cache of the attention, see `MultiHeadAttention.init_cache`."""

@@ -1,7 +1,7 @@
 """How attention modules are called, and what they return."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypedDict, cast
+from collections.abc import Callable
+from typing import Any, TypedDict
 
 from flax import nnx
 from flax.typing import Dtype
@@ -9,18 +9,15 @@ from jaxtyping import Array, Float
 
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.positions import RoPE, as_positions
 from flax_attn.functional.shapes import ArrayLike
 
 Bias = Float[Array, "..."] | Callable[[Array, Array], Array]
-Returned = Array | tuple[Array, Array] | tuple[Array, Cache] | tuple[Array, Array, Cache]
 
 
 class CallOptions(TypedDict, total=False):
-    """Keyword arguments that do not change how many values a call returns.
-
-    `MultiHeadAttention.__call__` describes them.
-    """
+    """Keyword arguments of a call; `MultiHeadAttention.attend` describes them."""
 
     mask: Mask | Array | None
     bias: Bias | None
@@ -45,12 +42,12 @@ class Attention(nnx.Module):
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax_attn import Attention, FeedForward, TransformerBlock
+        >>> from flax_attn import Attention, FeedForward, Outputs, TransformerBlock
         >>> class FirstToken(Attention):
         ...     def __init__(self, width):
         ...         self.d_in = self.d_out = width
-        ...     def __call__(self, query, **options):
-        ...         return query[..., :1, :] + 0 * query
+        ...     def attend(self, query, **options):
+        ...         return Outputs(query[..., :1, :] + 0 * query)
         >>> block = TransformerBlock(FirstToken(4), FeedForward(4, rngs=nnx.Rngs(0)), None, None)
         >>> block(jnp.ones((2, 3, 4))).shape
         (2, 3, 4)
@@ -63,12 +60,43 @@ class Attention(nnx.Module):
     rope: RoPE | None = None
     dtype: Dtype | None = None
 
-    def __call__(self, query: Array, *args: Any, **options: Any) -> Returned:
-        """Return the output, followed by the weights and the new cache if requested.
+    def attend(
+        self,
+        query: Array,
+        *,
+        mask: Mask | Array | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        cache: Any = None,
+        return_weights: bool = False,
+        dropout_key: Array | None = None,
+    ) -> Outputs[Any]:
+        """Return the output with the weights and the new cache, if requested.
 
-        The options include those of `CallOptions`.
+        The arguments are those of `MultiHeadAttention.attend`.
         """
         raise NotImplementedError
+
+    def __call__(
+        self,
+        query: Array,
+        *,
+        mask: Mask | Array | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Return the output of `attend`, which describes the arguments."""
+        options: CallOptions = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
+        return self.attend(query, **options).output
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Cache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens.
@@ -78,47 +106,19 @@ class Attention(nnx.Module):
         raise NotImplementedError
 
 
-class Outputs(NamedTuple):
-    """The values that a call returns by name; those not requested are None.
+def run_layer(
+    layer: Any, *inputs: Any, cache: Any = None, return_weights: bool = False, **options: Any
+) -> Outputs[Any]:
+    """Return the outputs of an attention layer, a block or what is called like them.
 
-    Args:
-        output: output of the layer, `(b, t, d)`.
-        weights: attention weights, `(b, n, t, s)`.
-        cache: cache with the new tokens.
+    Where the output alone is requested it is a plain call: that is what hooks observe.
     """
-
-    output: Array
-    weights: Array | None = None
-    cache: Cache | None = None
-
-    def pack(self) -> Returned:
-        """Return the output, followed by the weights and the cache if there are any.
-
-        Example:
-            >>> import jax.numpy as jnp
-            >>> output, weights = Outputs(jnp.ones(2), weights=jnp.zeros(2)).pack()
-        """
-        if self.weights is None:
-            return self.output if self.cache is None else (self.output, self.cache)
-        return (
-            (self.output, self.weights)
-            if self.cache is None
-            else (self.output, self.weights, self.cache)
-        )
-
-
-def unpack(returned: Returned, return_weights: bool, cached: bool = False) -> Outputs:
-    """Return the values of a call by name: the inverse of `Outputs.pack`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> unpack(jnp.ones(2), return_weights=False).weights is None
-        True
-    """
-    values = cast(Iterator[Any], iter(returned if return_weights or cached else (returned,)))
-    return Outputs(
-        next(values), next(values) if return_weights else None, next(values) if cached else None
-    )
+    requested: dict[str, Any] = {} if cache is None else {"cache": cache}
+    if return_weights:
+        requested["return_weights"] = True
+    if not requested:
+        return Outputs(layer(*inputs, **options))
+    return layer.attend(*inputs, **requested, **options)
 
 
 def check_self_attention(

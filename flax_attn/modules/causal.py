@@ -1,15 +1,15 @@
 """One head of causal self-attention, with dropout on the weights."""
 
-from typing import Literal, overload
-
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from attn_spec.checks import check_context_length, check_tokens
-from flax_attn.attention import single_head_attention
+from flax_attn.attention import attend_one_head
+from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import Tokens
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.self_attention import SelfAttention
@@ -80,33 +80,21 @@ class CausalAttention(SelfAttention):
         self.context_length = context_length
         self.dropout = Dropout(dropout, rngs=rngs)
 
-    @overload
-    def __call__(
-        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[False] = False,
-        dropout_key: Array | None = None,
-    ) -> Array: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[True],
-        dropout_key: Array | None = None,
-    ) -> tuple[Array, Array]: ...  # fmt: skip
-
-    def __call__(
+    def attend(
         self,
         x: Tokens,
         *,
         mask: Mask | Array | None = None,
         return_weights: bool = False,
         dropout_key: Array | None = None,
-    ) -> Array | tuple[Array, Array]:
-        """Return the context vectors, followed by the weights if `return_weights`.
+    ) -> Outputs[Cache]:
+        """Return the context vectors, with the weights if `return_weights`.
 
         `mask` hides more than the causal mask does. In train mode `dropout_key` decides what is
         dropped; without it a key is drawn from the `dropout` stream.
         """
         check_tokens("x", x, "d_in", self.d_in, self.context_length)
-        return single_head_attention(
+        return attend_one_head(
             *self.project(x),
             mask=Mask.causal() & as_mask(mask, heads=False),
             dropout=self.dropout.keyed(dropout_key),
@@ -114,3 +102,13 @@ class CausalAttention(SelfAttention):
             backend=self.backend,
             return_weights=return_weights,
         )
+
+    def __call__(
+        self,
+        x: Tokens,
+        *,
+        mask: Mask | Array | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Return the context vectors; `attend` describes the arguments."""
+        return self.attend(x, mask=mask, dropout_key=dropout_key).output

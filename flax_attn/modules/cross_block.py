@@ -1,7 +1,7 @@
 """The decoder block that attends to the output of an encoder."""
 
 from collections.abc import Callable
-from typing import Any, Unpack, overload
+from dataclasses import replace
 
 from flax import nnx
 from flax.typing import Dtype
@@ -12,8 +12,10 @@ from attn_spec.module_checks import check_block_widths
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
-from flax_attn.functional.shapes import Tokens
-from flax_attn.modules.calls import Attention, CallOptions, unpack
+from flax_attn.functional.masks import Mask
+from flax_attn.functional.outputs import Outputs
+from flax_attn.functional.shapes import ArrayLike, Tokens
+from flax_attn.modules.calls import Attention, Bias, CallOptions, run_layer
 from flax_attn.modules.cross_attention import CrossAttention
 from flax_attn.modules.dropout import Dropout
 from flax_attn.sharding.axes import RESIDUAL, TOKENS, constrain
@@ -91,24 +93,19 @@ class CrossBlock(nnx.Module):
         self.norm1, self.norm2, self.norm3 = norm1, norm2, norm3
         self.drop_shortcut = drop_shortcut
 
-    @overload
-    def __call__(
-        self, x: Array, kept: KVCache, *, cache: None = None, **options: Unpack[CallOptions]
-    ) -> Array: ...
-    @overload
-    def __call__(
-        self, x: Array, kept: KVCache, *, cache: Cache, **options: Unpack[CallOptions]
-    ) -> tuple[Array, Cache]: ...
-    def __call__(
+    def attend(
         self,
         x: Tokens,
         kept: KVCache,
         *,
+        mask: Mask | Array | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
         cache: Cache | None = None,
         dropout_key: Array | None = None,
-        **options: Any,
-    ) -> Array | tuple[Array, Cache]:
-        """Return the tokens, followed by the new cache if there is a cache.
+    ) -> Outputs[Cache]:
+        """Return the tokens, with the new cache if there is a cache.
 
         `kept` is what `cross.keep` returned; the other arguments are those of the self-attention.
         Children 0 to 4 of `dropout_key` decide what is dropped: of the weights and the output of
@@ -116,19 +113,42 @@ class CrossBlock(nnx.Module):
         """
         keys = [fold_in(dropout_key, i) for i in range(5)]
         x = constrain(x if self.att.dtype is None else x.astype(self.att.dtype), *RESIDUAL)
-        attended = self.att(
-            self._before(self.norm1, x), cache=cache, dropout_key=keys[0], **options
+        attended = run_layer(
+            self.att,
+            self._before(self.norm1, x),
+            mask=mask,
+            bias=bias,
+            positions=positions,
+            lengths=lengths,
+            cache=cache,
+            dropout_key=keys[0],
         )
-        output, _, cache = unpack(attended, False, cache is not None)
-        x = self._add(x, output, self.norm1, keys[1])
-        x = self._add(
-            x,
-            self.cross(self._before(self.norm2, x), kept, dropout_key=keys[2]),
-            self.norm2,
-            keys[3],
-        )
+        x = self._add(x, attended.output, self.norm1, keys[1])
+        crossed = self.cross(self._before(self.norm2, x), kept, dropout_key=keys[2])
+        x = self._add(x, crossed, self.norm2, keys[3])
         x = self._add(x, self.ff(self._before(self.norm3, x)), self.norm3, keys[4])
-        return x if cache is None else (x, cache)
+        return replace(attended, output=x)
+
+    def __call__(
+        self,
+        x: Tokens,
+        kept: KVCache,
+        *,
+        mask: Mask | Array | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Return the tokens; `attend` describes the arguments."""
+        options: CallOptions = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
+        return self.attend(x, kept, **options).output
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> Cache:
         """Return an empty cache of the self-attention, see `MultiHeadAttention.init_cache`."""

@@ -1,7 +1,7 @@
 """The base class of attention by the gated delta rule."""
 
 from functools import partial
-from typing import Any, Literal, Unpack, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ from flax_attn.functional.delta_cache import DeltaCache, documents_of
 from flax_attn.functional.delta_rule import gated_delta_rule
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.padding import real_tokens
 from flax_attn.functional.shapes import ArrayLike, Tokens
-from flax_attn.modules.calls import Attention, CallOptions, Outputs, Returned
+from flax_attn.modules.calls import Attention
 from flax_attn.modules.linear import Linear
 from flax_attn.modules.norm import RMSNorm
 from flax_attn.modules.short_convolution import ShortConvolution
@@ -138,19 +139,7 @@ class DeltaAttention(Attention):
         """Return how much of the old value of a key is replaced, in at least float32."""
         return jax.nn.sigmoid(_at_least_float32(self.W_beta(x)))
 
-    @overload
-    def __call__(
-        self, query: Array, *, cache: None = None, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> Array: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, query: Array, *, cache: DeltaCache, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> tuple[Array, DeltaCache]: ...  # fmt: skip
-
-    def __call__(
+    def attend(
         self,
         query: Tokens,
         *,
@@ -158,8 +147,8 @@ class DeltaAttention(Attention):
         lengths: ArrayLike | int | None = None,
         cache: DeltaCache | None = None,
         **options: Any,
-    ) -> Returned:
-        """Return the output, followed by the new cache if there is a cache.
+    ) -> Outputs[DeltaCache]:
+        """Return the output, with the new cache if there is a cache.
 
         Args:
             query: the input.
@@ -182,9 +171,9 @@ class DeltaAttention(Attention):
             output, after = self._attend(query[None], as_mask(mask), lengths, batched)
             return Outputs(
                 output[0], cache=None if after is None else jax.tree.map(lambda x: x[0], after)
-            ).pack()
+            )
         output, after = self._attend(query, as_mask(mask), lengths, cache)
-        return Outputs(output, cache=after).pack()
+        return Outputs(output, cache=after)
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> DeltaCache:
         """Return an empty cache for `b` sequences.

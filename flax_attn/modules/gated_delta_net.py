@@ -27,8 +27,8 @@ class GatedDeltaNet(DeltaAttention):
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> layer = GatedDeltaNet(6, 6, num_heads=4, head_dim=3, num_key_heads=2, rngs=nnx.Rngs(0))
-        >>> output, cache = layer(jnp.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
-        >>> output.shape, cache.state.shape
+        >>> found = layer.attend(jnp.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
+        >>> found.output.shape, found.cache.state.shape
         ((2, 5, 6), (2, 4, 3, 3))
 
     References:

@@ -12,12 +12,13 @@ from jaxtyping import Array
 from attn_spec.cache_checks import check_cache_window, check_capacity
 from attn_spec.checks import check_tokens, check_type
 from attn_spec.scores import Scores
-from flax_attn.attention import dot_product_attention
+from flax_attn.attention import attend
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.masks import Mask, as_mask
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.score_function import placed_score
 from flax_attn.functional.shapes import ArrayLike
-from flax_attn.modules.calls import Attention, Bias, Outputs, Returned, unpack
+from flax_attn.modules.calls import Attention, Bias
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.heads import gate_heads
 from flax_attn.modules.linear import Linear
@@ -80,8 +81,8 @@ class HeadAttention(Attention):
         cache: KVCache | None,
         return_weights: bool,
         dropout_key: Array | None,
-    ) -> Returned:
-        """Return the results of a call; the first input is that of the queries."""
+    ) -> Outputs[KVCache]:
+        """Return the outputs of a call; the first input is that of the queries."""
         query: Any = inputs[0]
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
         if cache is not None:
@@ -115,12 +116,12 @@ class HeadAttention(Attention):
         output = checkpoint_name(
             self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output"
         )
-        return Outputs(output, weights, cache).pack()
+        return Outputs(output, weights, cache)
 
     def _attend(
         self, q: Array, k: Array, v: Array, *others: Any, return_weights: bool, **options: Any
     ) -> tuple[Array, Array | None]:
-        attended = dot_product_attention(
+        found = attend(
             *(q, k, v, *others),
             scale=self.head_dim**-0.5 if self.scores.scale is None else self.scores.scale,
             soft_cap=self.scores.soft_cap,
@@ -130,7 +131,7 @@ class HeadAttention(Attention):
             return_weights=return_weights,
             **options,
         )
-        return unpack(attended, return_weights)[:2]
+        return found.output, found.weights
 
     def _mask(self, mask: Mask | Array | None) -> Mask:
         own = Mask.causal() if self.window is None else Mask.sliding_window(self.window)

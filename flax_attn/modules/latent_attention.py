@@ -1,6 +1,6 @@
 """Multi-head latent attention: keys and values of all heads from one small vector a token."""
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any
 
 import jax.numpy as jnp
 from einops import rearrange
@@ -16,9 +16,10 @@ from flax_attn.backends.registry import check_backend
 from flax_attn.functional.absorption import Absorption
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.shapes import ArrayLike
-from flax_attn.modules.calls import Bias, CallOptions, Returned, check_self_attention
+from flax_attn.modules.calls import Bias, CallOptions, check_self_attention
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.head_attention import HeadAttention
 from flax_attn.modules.heads import Norm
@@ -100,8 +101,8 @@ class MultiHeadLatentAttention(HeadAttention):
         ...     qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5,
         ...     rope=RoPE(interleaved=True), rngs=nnx.Rngs(0)
         ... )
-        >>> output, cache = layer(jnp.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
-        >>> output.shape, cache.key.shape, cache.value.size
+        >>> found = layer.attend(jnp.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
+        >>> found.output.shape, found.cache.key.shape, found.cache.value.size
         ((2, 5, 6), (2, 1, 8, 5), 0)
 
     References:
@@ -188,31 +189,7 @@ class MultiHeadLatentAttention(HeadAttention):
         self.sinks = None if sinks is None else nnx.Param(sinks, **named("heads"))
         self.dropout = Dropout(dropout, rngs=rngs)
 
-    @overload
-    def __call__(
-        self, query: Array, *, cache: None = None, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> Array: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, query: Array, *, cache: None = None, return_weights: Literal[True],
-        **options: Unpack[CallOptions],
-    ) -> tuple[Array, Array]: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, query: Array, *, cache: KVCache, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> tuple[Array, KVCache]: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, query: Array, *, cache: KVCache, return_weights: Literal[True],
-        **options: Unpack[CallOptions],
-    ) -> tuple[Array, Array, KVCache]: ...  # fmt: skip
-
-    def __call__(
+    def attend(
         self,
         query: Float[Array, "*b t d_in"],
         *,
@@ -223,20 +200,20 @@ class MultiHeadLatentAttention(HeadAttention):
         cache: KVCache | None = None,
         return_weights: bool = False,
         dropout_key: Array | None = None,
-    ) -> Returned:
-        """Return the output, followed by the weights and the new cache if requested.
+    ) -> Outputs[KVCache]:
+        """Return the output with the weights and the new cache, if requested.
 
-        The arguments are those of `MultiHeadAttention`.
+        The arguments are those of `MultiHeadAttention.attend`.
         """
         check_self_attention(self.rope, query, None, positions, cache)
-        options = {
+        options: CallOptions = {
             "mask": mask,
             "bias": bias,
             "positions": positions,
             "lengths": lengths,
-            "cache": cache,
+            "dropout_key": dropout_key,
         }
-        return self._run(query, return_weights=return_weights, dropout_key=dropout_key, **options)
+        return self._run(query, cache=cache, return_weights=return_weights, **options)
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> KVCache:
         """Return an empty cache of up to `capacity` tokens; see `MultiHeadAttention.init_cache`.

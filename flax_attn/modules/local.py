@@ -27,7 +27,7 @@ class LocalAttention(MultiHeadAttention):
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> layer = LocalAttention(6, 8, None, 0.0, 4, reach=1, rngs=nnx.Rngs(0))
-        >>> _, weights = layer(jnp.ones((2, 4, 6)), return_weights=True)
+        >>> weights = layer.attend(jnp.ones((2, 4, 6)), return_weights=True).weights
         >>> (weights[0, 0] > 0).astype(int)
         Array([[1, 1, 0, 0],
                [1, 1, 1, 0],

@@ -1,7 +1,5 @@
 """Multi-head, grouped-query and multi-query attention; self or cross; causal or not."""
 
-from typing import Literal, Unpack, overload
-
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
@@ -21,9 +19,10 @@ from attn_spec.scores import Scores
 from flax_attn.backends.registry import check_backend
 from flax_attn.functional.cache import KVCache
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.positions import RoPE
 from flax_attn.functional.shapes import ArrayLike
-from flax_attn.modules.calls import Bias, CallOptions, Returned, check_self_attention
+from flax_attn.modules.calls import Bias, CallOptions, check_self_attention
 from flax_attn.modules.dropout import Dropout
 from flax_attn.modules.head_attention import HeadAttention
 from flax_attn.modules.heads import GATES, Norm, norm_heads
@@ -91,8 +90,8 @@ class MultiHeadAttention(HeadAttention):
         >>> layer = MultiHeadAttention(
         ...     6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0)
         ... )
-        >>> output, weights = layer(jnp.ones((3, 5, 6)), return_weights=True)
-        >>> output.shape, weights.shape
+        >>> attended = layer.attend(jnp.ones((3, 5, 6)), return_weights=True)
+        >>> attended.output.shape, attended.weights.shape
         ((3, 5, 8), (3, 4, 5, 5))
 
     References:
@@ -171,31 +170,7 @@ class MultiHeadAttention(HeadAttention):
         self.sinks = None if sinks is None else nnx.Param(sinks, **named("heads"))
         self.dropout = Dropout(dropout, rngs=rngs)
 
-    @overload
-    def __call__(
-        self, query: Array, key: Array | None = None, value: Array | None = None, *,
-        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
-    ) -> Array: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, query: Array, key: Array | None = None, value: Array | None = None, *,
-        cache: None = None, return_weights: Literal[True], **options: Unpack[CallOptions],
-    ) -> tuple[Array, Array]: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, query: Array, key: Array | None = None, value: Array | None = None, *, cache: KVCache,
-        return_weights: Literal[False] = False, **options: Unpack[CallOptions],
-    ) -> tuple[Array, KVCache]: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, query: Array, key: Array | None = None, value: Array | None = None, *, cache: KVCache,
-        return_weights: Literal[True], **options: Unpack[CallOptions],
-    ) -> tuple[Array, Array, KVCache]: ...  # fmt: skip
-
-    def __call__(
+    def attend(
         self,
         query: Float[Array, "*b t d_in"],
         key: Float[Array, "*b s kdim"] | None = None,
@@ -208,10 +183,8 @@ class MultiHeadAttention(HeadAttention):
         cache: KVCache | None = None,
         return_weights: bool = False,
         dropout_key: Array | None = None,
-    ) -> Returned:
-        """Return the output, followed by the weights and the new cache if requested.
-
-        `return_weights` requests the weights, and `cache` the new cache.
+    ) -> Outputs[KVCache]:
+        """Return the output with the weights and the new cache, if requested.
 
         Args:
             query: input that queries are projected from.
@@ -234,16 +207,36 @@ class MultiHeadAttention(HeadAttention):
                 `dropout` stream.
         """
         check_self_attention(self.rope, query, key, positions, cache)
-        options = {
+        options: CallOptions = {
             "mask": mask,
             "bias": bias,
             "positions": positions,
             "lengths": lengths,
-            "cache": cache,
+            "dropout_key": dropout_key,
         }
-        return self._run(
-            query, key, value, return_weights=return_weights, dropout_key=dropout_key, **options
-        )
+        return self._run(query, key, value, cache=cache, return_weights=return_weights, **options)
+
+    def __call__(
+        self,
+        query: Float[Array, "*b t d_in"],
+        key: Float[Array, "*b s kdim"] | None = None,
+        value: Float[Array, "*b s vdim"] | None = None,
+        *,
+        mask: Mask | Array | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Return the output of `attend`, which describes the arguments."""
+        options: CallOptions = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
+        return self.attend(query, key, value, **options).output
 
     def init_cache(self, b: int | None, capacity: int, dtype: Dtype | None = None) -> KVCache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens.

@@ -1,17 +1,17 @@
 """Causal heads side by side, each with projections of its own."""
 
-from typing import Literal, overload
-
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from attn_spec.checks import check_positive
+from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.dropout import fold_in
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import Tokens
-from flax_attn.modules.calls import unpack
+from flax_attn.modules.calls import run_layer
 from flax_attn.modules.causal import CausalAttention
 
 
@@ -80,39 +80,34 @@ class MultiHeadAttentionWrapper(nnx.Module):
             ]
         )
 
-    @overload
-    def __call__(
-        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[False] = False,
-        dropout_key: Array | None = None,
-    ) -> Array: ...  # fmt: skip
-
-    @overload
-    def __call__(
-        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[True],
-        dropout_key: Array | None = None,
-    ) -> tuple[Array, Array]: ...  # fmt: skip
-
-    def __call__(
+    def attend(
         self,
         x: Tokens,
         *,
         mask: Mask | Array | None = None,
         return_weights: bool = False,
         dropout_key: Array | None = None,
-    ) -> Array | tuple[Array, Array]:
-        """Return the context vectors, followed by the weights if `return_weights`.
+    ) -> Outputs[Cache]:
+        """Return the context vectors, with the weights if `return_weights`.
 
         Child i of `dropout_key` decides what head i drops.
         """
-        results = [
-            unpack(
-                head(
-                    x, return_weights=return_weights, mask=mask, dropout_key=fold_in(dropout_key, i)
-                ),
-                return_weights,
-            )
-            for i, head in enumerate(self.heads)
-        ]
-        output = jnp.concatenate([result.output for result in results], axis=-1)
-        weights = [result.weights for result in results if result.weights is not None]
-        return (output, jnp.stack(weights, axis=-3)) if return_weights else output
+        found = []
+        for i, head in enumerate(self.heads):
+            key = fold_in(dropout_key, i)
+            options = {"mask": mask, "dropout_key": key, "return_weights": return_weights}
+            found.append(run_layer(head, x, **options))
+        output = jnp.concatenate([one.output for one in found], axis=-1)
+        if not return_weights:
+            return Outputs(output)
+        return Outputs(output, jnp.stack([one.weights for one in found], axis=-3))
+
+    def __call__(
+        self,
+        x: Tokens,
+        *,
+        mask: Mask | Array | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array:
+        """Return the context vectors; `attend` describes the arguments."""
+        return self.attend(x, mask=mask, dropout_key=dropout_key).output

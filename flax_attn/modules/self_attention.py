@@ -1,16 +1,16 @@
 """One head of self-attention with learned projections."""
 
-from typing import Literal, overload
-
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, PrecisionLike
 from jaxtyping import Array
 
 from attn_spec.checks import check_positive, check_tokens
-from flax_attn.attention import single_head_attention
+from flax_attn.attention import attend_one_head
 from flax_attn.backends.registry import check_backend
+from flax_attn.functional.cache_base import Cache
 from flax_attn.functional.masks import Mask
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import Tokens
 from flax_attn.modules.linear import Linear
 
@@ -83,23 +83,19 @@ class SelfAttention(nnx.Module):
         """Return queries, keys and values."""
         return self.W_query(x), self.W_key(x), self.W_value(x)
 
-    @overload
-    def __call__(
-        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[False] = False
-    ) -> Array: ...
-    @overload
-    def __call__(
-        self, x: Array, *, mask: Mask | Array | None = None, return_weights: Literal[True]
-    ) -> tuple[Array, Array]: ...
-    def __call__(
+    def attend(
         self, x: Tokens, *, mask: Mask | Array | None = None, return_weights: bool = False
-    ) -> Array | tuple[Array, Array]:
-        """Return the context vectors, followed by the weights if `return_weights`."""
+    ) -> Outputs[Cache]:
+        """Return the context vectors, with the weights if `return_weights`."""
         check_tokens("x", x, "d_in", self.d_in, None)
-        return single_head_attention(
+        return attend_one_head(
             *self.project(x),
             mask=mask,
             precision=self.precision,
             backend=self.backend,
             return_weights=return_weights,
         )
+
+    def __call__(self, x: Tokens, *, mask: Mask | Array | None = None) -> Array:
+        """Return the context vectors."""
+        return self.attend(x, mask=mask).output

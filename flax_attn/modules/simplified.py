@@ -1,13 +1,13 @@
 """Self-attention without parameters: the idea alone."""
 
-from typing import Literal, overload
-
 from flax import nnx
 from jaxtyping import Array
 
 from attn_spec.checks import check_tokens
-from flax_attn.attention import single_head_attention
+from flax_attn.attention import attend_one_head
 from flax_attn.backends.registry import check_backend
+from flax_attn.functional.cache_base import Cache
+from flax_attn.functional.outputs import Outputs
 from flax_attn.functional.shapes import Tokens
 
 
@@ -36,13 +36,13 @@ class SimplifiedSelfAttention(nnx.Module):
         check_backend(backend)
         self.backend = backend
 
-    @overload
-    def __call__(self, x: Array, *, return_weights: Literal[False] = False) -> Array: ...
-    @overload
-    def __call__(self, x: Array, *, return_weights: Literal[True]) -> tuple[Array, Array]: ...
-    def __call__(self, x: Tokens, *, return_weights: bool = False) -> Array | tuple[Array, Array]:
-        """Return the context vectors, followed by the weights if `return_weights`."""
+    def attend(self, x: Tokens, *, return_weights: bool = False) -> Outputs[Cache]:
+        """Return the context vectors, with the weights if `return_weights`."""
         check_tokens("x", x, "d", x.shape[-1], None)
-        return single_head_attention(
+        return attend_one_head(
             x, x, x, scale=1.0, backend=self.backend, return_weights=return_weights
         )
+
+    def __call__(self, x: Tokens) -> Array:
+        """Return the context vectors."""
+        return self.attend(x).output

@@ -123,11 +123,11 @@ def _generation(job: Job, held: int, mesh: Mesh) -> list[Phase]:
         # A static length of 0 says that the cache is empty, so that the prompt attends to itself
         # alone.
         empty = tuple(one.replace(length=0) for one in model.init_cache(job.batch, job.tokens))
-        hidden, cache = model.hidden(tokens, cache=empty)
-        return model.logits(hidden[:, -1]), cache
+        decoded = model.decode(tokens, cache=empty)
+        return model.logits(decoded.output[:, -1]), decoded.cache
 
     def decode(state: Any, tokens: Array, cache: Any) -> Any:
-        return nnx.merge(graph, state)(tokens, cache=cache)
+        return nnx.merge(graph, state).attend(tokens, cache=cache)
 
     tokens, token = (tokens_on(job, mesh, count) for count in (job.tokens, 1))
     first = _lower(prefill, mesh, state, tokens)

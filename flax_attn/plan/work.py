@@ -8,7 +8,6 @@ from math import prod
 from flax import nnx
 
 from flax_attn.models.language_model import LanguageModel
-from flax_attn.models.stack import Stack
 from flax_attn.modules.calls import Attention
 from flax_attn.modules.delta_attention import DeltaAttention
 from flax_attn.modules.differential import DifferentialAttention
@@ -138,6 +137,4 @@ def _pairs(t: int, window: int | None) -> int:
 
 
 def _attentions(model: LanguageModel) -> list[Attention]:
-    blocks = model.trf_blocks
-    each = [blocks.blocks[m] for m, _ in blocks.layers] if isinstance(blocks, Stack) else blocks
-    return [block.att for block in each]
+    return [block.att for block in model.trf_blocks.of_layers]

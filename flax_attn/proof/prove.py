@@ -23,6 +23,7 @@ from flax_attn.parity.compare import report_on
 from flax_attn.parity.cpu import on_cpu
 from flax_attn.parity.pair import Pair, weight_map
 from flax_attn.parity.report.report import Report
+from flax_attn.parity.trace.hooks import weighs
 from flax_attn.proof.build import drawn
 from flax_attn.proof.placement import placement
 from flax_attn.proof.variants import Variant
@@ -176,19 +177,17 @@ def _call(variant: Variant, package: ModuleType, module: Any) -> Callable:
     accepted = _parameters(module)
 
     def call(module, *inputs, lengths=None, dropout_key=None):
-        options = _weights_option(module) | dict(variant.call(package))
+        options = dict(variant.call(package))
         if dropout_key is not None and "dropout_key" in accepted:
             options["dropout_key"] = dropout_key
         if lengths is not None:
             options["mask"] = package.Mask.lengths(query=lengths, key=lengths) & options.get(
                 "mask", package.Mask()
             )
-        result = module(*inputs, **options)
-        return (
-            dict(zip(_NAMES, result, strict=True))
-            if "return_weights" in options
-            else {"output": result}
-        )
+        if not weighs(module):
+            return {"output": module(*inputs, **options)}
+        attended = module.attend(*inputs, return_weights=True, **options)
+        return {"output": attended.output, "weights": attended.weights}
 
     def without_lengths(module, *inputs, dropout_key=None):
         return call(module, *inputs, dropout_key=dropout_key)
@@ -196,15 +195,8 @@ def _call(variant: Variant, package: ModuleType, module: Any) -> Callable:
     return call if "mask" in accepted else without_lengths
 
 
-_NAMES = ("output", "weights")
-
-
 def _parameters(module: Any) -> Any:
     return inspect.signature(getattr(module, "forward", module.__call__)).parameters
-
-
-def _weights_option(module: Any) -> dict[str, bool]:
-    return {"return_weights": True} if "return_weights" in _parameters(module) else {}
 
 
 def _cached_call(variant: Variant, package: ModuleType, arrays: Any) -> Callable | None:
@@ -216,33 +208,28 @@ def _cached_call(variant: Variant, package: ModuleType, arrays: Any) -> Callable
         return None
 
     def call(module, x):
-        options, rows, total, found = (
-            dict(variant.call(package)),
-            np.arange(len(x))[:, None],
-            x.shape[1],
-            [],
-        )
+        options, outputs, weights = dict(variant.call(package)), [], []
+        rows, total = np.arange(len(x))[:, None], x.shape[1]
         positions, chunks = options.pop("positions", None), _chunks(variant, *x.shape[:2])
         cache = module.init_cache(len(x), total if variant.capacity is None else variant.capacity)
         for tokens, lengths in chunks:
             before, now = cache, (rows, np.minimum(tokens, total - 1))
             own = {} if positions is None else {"positions": positions[now]}
             own |= {} if (tokens < total).all() else {"lengths": lengths}
-            *outputs, cache = module(
-                x[now], cache=cache, **options, **own, **_weights_option(module)
-            )
-            found.append(
-                (outputs[0], *(_in_order(w, before, cache, total, arrays) for w in outputs[1:]))
-            )
-        order = np.argsort(np.concatenate([tokens for tokens, _ in chunks], 1), stable=True)[
-            :, :total
-        ]
-        output, *weights = (
-            arrays.concatenate(parts, 1)[rows, order] for parts in zip(*found, strict=True)
-        )
-        return {"output": output} | (
-            {"weights": rearrange(weights[0], "b t n s -> b n t s")} if weights else {}
-        )
+            own |= {"return_weights": True} if weighs(module) else {}
+            attended = module.attend(x[now], cache=cache, **options, **own)
+            cache = attended.cache
+            outputs.append(attended.output)
+            if attended.weights is not None:
+                ordered = _in_order(attended.weights, before, cache, total, arrays)
+                weights.append(ordered)
+        tokens = np.concatenate([tokens for tokens, _ in chunks], 1)
+        order = np.argsort(tokens, stable=True)[:, :total]
+        found = {"output": arrays.concatenate(outputs, 1)[rows, order]}
+        if weights:
+            placed = arrays.concatenate(weights, 1)[rows, order]
+            found["weights"] = rearrange(placed, "b t n s -> b n t s")
+        return found
 
     return call
 

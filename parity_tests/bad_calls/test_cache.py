@@ -99,7 +99,7 @@ def delta(side, **options):
 
 def attend(side, cache, layer=heads, b=2, **options):
     x = side.array(np.zeros((3, 6) if b is None else (b, 3, 6)))
-    return layer(side, **options)(x, cache=cache)
+    return layer(side, **options).attend(x, cache=cache)
 
 
 def model(side, **options):
@@ -108,7 +108,7 @@ def model(side, **options):
 
 
 def read(side, cache):
-    return model(side)(side.array(np.ones((B, 3), int)), cache=cache)
+    return model(side).attend(side.array(np.ones((B, 3), int)), cache=cache)
 
 
 def cross(side, kept, b=2):
@@ -277,8 +277,9 @@ def test_a_cache_that_keeps_more_is_the_same_function(side, window):
     x = side.array(np.random.default_rng(0).normal(size=(B, 9, 6)))
     cache, outputs = zeros(side, 9, window=window), []
     for start in range(0, 9, 3):
-        output, cache = layer(x[:, start : start + 3], cache=cache)
-        outputs.append(side.numpy(output))
+        attended = layer.attend(x[:, start : start + 3], cache=cache)
+        cache = attended.cache
+        outputs.append(side.numpy(attended.output))
     expected = side.numpy(layer(x))
     errors = tolerance.relative({"output": np.concatenate(outputs, axis=1)}, {"output": expected})
     assert errors["output"] <= tolerance.FORWARD, errors

@@ -12,7 +12,7 @@ def latent(side, **options):
 
 
 def call(side, cache=None, **options):
-    return latent(side)(side.array(np.zeros((2, 3, 6))), cache=cache, **options)
+    return latent(side).attend(side.array(np.zeros((2, 3, 6))), cache=cache, **options)
 
 
 CASES = {

@@ -442,7 +442,7 @@ def test_bad_cross_attention(assert_same_error, row):
 def test_a_cache_is_for_self_attention(assert_same_error):
     def act(side):
         module, x = multi_head(side), side.array(np.ones((2, 5, 6)))
-        module(x, x, cache=module.init_cache(2, 5))
+        module.attend(x, x, cache=module.init_cache(2, 5))
 
     assert_same_error(
         act,
@@ -474,7 +474,7 @@ def test_positions_beyond_the_context_of_gpt2_are_nan(side):
 def test_a_full_cache_of_a_model(assert_same_error):
     def act(side):
         model = side.build("GPT2", side.GPT2Config(6, 2, 1, context_length=9, vocab_size=11))
-        model(side.array(np.ones((2, 6), int)), cache=model.init_cache(2, 5))
+        model.attend(side.array(np.ones((2, 6), int)), cache=model.init_cache(2, 5))
 
     assert_same_error(act, r"capacity of 5 tokens; got 6 new tokens, 0 cached\. Make it larger")
 

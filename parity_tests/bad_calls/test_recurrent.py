@@ -30,12 +30,14 @@ def convolution(side, x=(B, T, 3), kernel=(4, 3), **shapes):
 
 def layer(side, x=(B, T, 6), call=lambda side: {}, **options):
     options = {"num_heads": 4, "head_dim": 3} | options
-    return side.build("GatedDeltaNet", 6, 6, **options)(side.array(np.zeros(x)), **call(side))
+    module = side.build("GatedDeltaNet", 6, 6, **options)
+    return module.attend(side.array(np.zeros(x)), **call(side))
 
 
 def cached(side, lengths):
     module = side.build("GatedDeltaNet", 6, 6, num_heads=4, head_dim=3)
-    return module(side.array(np.zeros((B, T, 6))), cache=module.init_cache(B, 8), lengths=lengths)
+    x, cache = side.array(np.zeros((B, T, 6))), module.init_cache(B, 8)
+    return module.attend(x, cache=cache, lengths=lengths)
 
 
 def kernel_of(side, size):

@@ -29,7 +29,8 @@ def theirs(**flags):
 
 
 def weighed(layer, query, key=None, value=None, **options):
-    return layer(query, key, value, return_weights=True, **options)
+    attended = layer.attend(query, key, value, return_weights=True, **options)
+    return attended.output, attended.weights
 
 
 def weighed_by_torch(layer, query, key=None, value=None, average_attn_weights=False, **options):
@@ -39,7 +40,7 @@ def weighed_by_torch(layer, query, key=None, value=None, average_attn_weights=Fa
 
 
 def averaged(layer, x):
-    output, weights = layer(x, return_weights=True)
+    output, weights = weighed(layer, x)
     return output, weights.mean(axis=1)
 
 
@@ -211,10 +212,8 @@ class WithExtraKeys(flax_attn.MultiHeadAttention):
         places = jnp.arange(key.shape[1])
         seen = jnp.ones((B, len(places)), bool) if lengths is None else places < lengths[:, None]
         mask = rearrange(seen | (places >= x.shape[1]), "b s -> b 1 1 s")
-        output, weights = flax_attn.dot_product_attention(
-            query, key, value, mask=mask, return_weights=True
-        )
-        return self.out_proj(rearrange(output, "b t n h -> b t (n h)")), weights
+        found = flax_attn.attend(query, key, value, mask=mask, return_weights=True)
+        return self.out_proj(rearrange(found.output, "b t n h -> b t (n h)")), found.weights
 
     @staticmethod
     def _append(y, row):

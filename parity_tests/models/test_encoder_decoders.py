@@ -283,8 +283,8 @@ def test_steps_and_chunks_equal_the_full_forward(row, sides):
         )
 
         def step(cache, kept, tokens, counts, model=model):
-            hidden, cache = model.hidden(tokens, kept, cache=cache, lengths=counts)
-            return model.logits(hidden), cache
+            attended = model.attend(tokens, kept, cache=cache, lengths=counts)
+            return attended.output, attended.cache
 
         call = side.jit(step)
         found |= {

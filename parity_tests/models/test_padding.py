@@ -32,8 +32,8 @@ def gpt2(side, tokens, positions):
     own = model(side, "gpt2", "GPT2", 6, 2, **sizes)
     options = {"lengths": side.array(LENGTHS), "positions": side.array(positions)}
     logits = own(side.array(tokens), **options)
-    cached, _ = own(side.array(tokens), lengths=side.array(LENGTHS), cache=own.init_cache(B, 8))
-    return logits, cached
+    options = {"lengths": side.array(LENGTHS), "cache": own.init_cache(B, 8)}
+    return logits, own.attend(side.array(tokens), **options).output
 
 
 def bert(side, tokens, positions):
@@ -51,8 +51,8 @@ def t5(side, tokens, positions):
     encoded = own.encode(side.array(tokens), lengths=lengths)
     kept = own.keep(encoded, lengths)
     hidden = own.hidden(side.array(tokens), kept, lengths=lengths)
-    cached, _ = own.hidden(side.array(tokens), kept, lengths=lengths, cache=own.init_cache(B, 8))
-    return encoded, hidden, cached
+    cached = own.decode(side.array(tokens), kept, lengths=lengths, cache=own.init_cache(B, 8))
+    return encoded, hidden, cached.output
 
 
 @pytest.mark.parametrize("run", [gpt2, bert, t5])

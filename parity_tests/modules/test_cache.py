@@ -214,7 +214,8 @@ def in_calls(side, case, module):
     @side.jit
     def call(cache, x, *rest):
         placed = {"positions": rest[0]} if rest[1:] else {}
-        return module(x, lengths=rest[-1], cache=cache, **placed, **options)
+        attended = module.attend(x, lengths=rest[-1], cache=cache, **placed, **options)
+        return attended.output, attended.cache
 
     def run(plan):
         cache, outputs = module.init_cache(B, case.capacity), []

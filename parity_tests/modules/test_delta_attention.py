@@ -3,6 +3,8 @@
 Padding, too.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,10 +96,16 @@ def test_kimi_delta_attention_is_that_of_transformers(float64_modules):
     assert max(errors.values()) <= tolerance.GRADIENT, errors
 
 
+def cached(module, x, cache, **options):
+    """Return the output and the new cache."""
+    attended = module.attend(x, cache=cache, **options)
+    return attended.output, attended.cache
+
+
 def test_a_cache_does_not_grow():
     layer = gated_delta_net()
     small, large = (layer.init_cache(B, capacity) for capacity in (4, 8192))
-    step = nnx.jit(lambda layer, x, cache: layer(x, cache=cache))
+    step = nnx.jit(cached)
     after = small
     for _ in range(5):
         _, after = step(layer, jnp.asarray(X[:, :1]), after)
@@ -110,9 +118,7 @@ def test_a_step_costs_the_same_after_any_number_of_tokens():
     """The program of a step is one: it has no argument whose size depends on what came before."""
     layer = gated_delta_net()
     lowered = [
-        jax.jit(lambda x, cache: layer(x, cache=cache)).lower(
-            jnp.asarray(X[:, :1]), layer.init_cache(B, capacity)
-        )
+        jax.jit(partial(cached, layer)).lower(jnp.asarray(X[:, :1]), layer.init_cache(B, capacity))
         for capacity in (256, 8192)
     ]
     assert lowered[0].as_text() == lowered[1].as_text()
@@ -122,9 +128,7 @@ def test_a_state_is_in_float32_at_least():
     layer = gated_delta_net(param_dtype=jnp.bfloat16)
     cache = layer.init_cache(B, 8)
     assert (cache.state.dtype, cache.key.dtype) == (jnp.float32, jnp.bfloat16)
-    output, cache = nnx.jit(lambda layer, x: layer(x, cache=cache))(
-        layer, jnp.asarray(X[:, :2], jnp.bfloat16)
-    )
+    output, cache = nnx.jit(cached)(layer, jnp.asarray(X[:, :2], jnp.bfloat16), cache)
     assert (output.dtype, cache.state.dtype, cache.key.dtype) == (
         jnp.bfloat16,
         jnp.float32,
@@ -152,7 +156,7 @@ def test_padding_is_not_seen_whichever_way_it_is_said(side, kind):
 
 def test_a_row_with_lengths_that_cannot_be_gives_nan(side):
     layer = side.build("GatedDeltaNet", D, D, N, H)
-    call = side.jit(lambda x, lengths, cache: layer(x, lengths=lengths, cache=cache))
+    call = side.jit(lambda x, lengths, cache: cached(layer, x, cache, lengths=lengths))
     output, cache = call(side.array(X[:, :3]), side.array(np.array([4, 2])), layer.init_cache(B, 8))
     assert np.isnan(side.numpy(output)[0]).all()
     assert np.isfinite(side.numpy(output)[1, :2]).all()
@@ -169,7 +173,7 @@ def test_documents_under_a_cache_begin_where_the_mask_says(side):
     )
     mask, found, cache = side.Mask.segments(ids), [], layer.init_cache(B, T)
     whole = side.numpy(side.jit(lambda x: layer(x, mask=mask))(side.array(X)))
-    step = side.jit(lambda x, cache: layer(x, mask=mask, cache=cache))
+    step = side.jit(lambda x, cache: cached(layer, x, cache, mask=mask))
     for start, stop in ((0, 4), (4, 5), (5, 7)):
         output, cache = step(side.array(X[:, start:stop]), cache)
         found.append(side.numpy(output))
@@ -181,11 +185,11 @@ def test_blocks_take_recurrent_attention():
     block = TransformerBlock(
         GatedDeltaNet(D, D, N, H, rngs=rngs), FeedForward(D, rngs=rngs), None, None
     )
-    run = nnx.jit(lambda block, x: block(x, cache=block.init_cache(B, 8)))
+    run = nnx.jit(lambda block, x: cached(block, x, block.init_cache(B, 8)))
     output, cache = run(block, jnp.asarray(X, jnp.float32))
     assert output.shape == X.shape
     assert cache.length.tolist() == [T, T]
     with pytest.raises(
         ValueError, match=r"no scores, weights or positions; got return_weights=\. Leave it out"
     ):
-        block(jnp.asarray(X, jnp.float32), return_weights=True)
+        block.attend(jnp.asarray(X, jnp.float32), return_weights=True)

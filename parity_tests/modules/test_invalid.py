@@ -66,15 +66,13 @@ BAD_LENGTHS = {
 @pytest.mark.parametrize(("first", "second", "invalid"), BAD_LENGTHS.values(), ids=BAD_LENGTHS)
 def test_rows_that_do_not_fit_a_cache_are_nan(attentions, mask, first, second, invalid):
     def call(side, module):
-        cache, options = (
-            module.init_cache(B, CAPACITY),
-            {} if mask is None else {"mask": side.array(mask)},
-        )
+        cache = module.init_cache(B, CAPACITY)
+        options = {} if mask is None else {"mask": side.array(mask)}
         for lengths in (first, second):
-            output, cache = module(
-                side.array(X), lengths=side.array(np.array(lengths)), cache=cache, **options
-            )
-        return output
+            given = side.array(np.array(lengths))
+            attended = module.attend(side.array(X), lengths=given, cache=cache, **options)
+            cache = attended.cache
+        return attended.output
 
     assert rows(same(attentions, call)) == invalid
 
@@ -112,8 +110,11 @@ def test_a_position_outside_the_context_is_nan_from_there_on(models):
 def test_a_model_whose_cache_is_full_gives_nan_in_that_row(models):
     def call(side, model):
         cache = model.init_cache(B, 6)
-        _, cache = model(side.array(IDS), lengths=side.array(np.array([4, 1, 2])), cache=cache)
-        return model(side.array(IDS), lengths=side.array(np.array([3, 4, 4])), cache=cache)[0]
+        for lengths in ([4, 1, 2], [3, 4, 4]):
+            given = side.array(np.array(lengths))
+            attended = model.attend(side.array(IDS), lengths=given, cache=cache)
+            cache = attended.cache
+        return attended.output
 
     output = same(models, call)
     assert np.isnan(output).all(axis=(1, 2)).tolist() == [True, False, False]

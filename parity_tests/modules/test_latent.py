@@ -43,7 +43,8 @@ def both(model, x, **options):
     )
 
     def weighed(model, x):
-        outputs = model(x, return_weights=True, **options)
+        attended = model.attend(x, return_weights=True, **options)
+        outputs = attended.output, attended.weights
         return sum((y * c).sum() for y, c in zip(outputs, cotangents, strict=True)), outputs
 
     gradients, outputs = nnx.jit(nnx.grad(weighed, argnums=(0, 1), has_aux=True))(model, x)
@@ -85,8 +86,8 @@ def test_queries_of_a_cache_are_absorbed(t, capacity, absorbed, monkeypatch):
     calls, values = [], Absorption.values
     monkeypatch.setattr(Absorption, "values", lambda *given: calls.append(1) or values(*given))
     layer = latent()
-    options = {} if capacity is None else {"cache": layer.init_cache(1, capacity)}
-    jax.eval_shape(lambda x: layer(x, **options), jnp.zeros((1, t, D)))
+    cache = None if capacity is None else layer.init_cache(1, capacity)
+    jax.eval_shape(lambda x: layer.attend(x, cache=cache), jnp.zeros((1, t, D)))
     assert bool(calls) is absorbed
 
 
@@ -97,7 +98,7 @@ def test_a_chunk_takes_the_memory_of_the_tokens_there_not_of_those_that_fit(leng
     def temporaries(capacity):
         cache = layer.init_cache(1, capacity)
         cache = cache if length is None else cache.replace(length=length)
-        call = jax.jit(lambda x, cache: layer(x, cache=cache), donate_argnums=1)
+        call = jax.jit(lambda x, cache: layer.attend(x, cache=cache), donate_argnums=1)
         compiled = call.lower(jnp.zeros((1, 32, D), jnp.float32), cache).compile()
         return compiled.memory_analysis().temp_size_in_bytes, cache.key.nbytes
 
@@ -111,7 +112,7 @@ def test_a_cache_holds_latents_and_rotated_parts_alone(side):
     arrays = [side.numpy(array) for array in cache.arrays.values()]
     assert sum(array.nbytes for array in arrays) == B * 10 * (5 + 4) * 8
     model = latent(side)
-    _, cache = model(side.array(X), cache=cache)
+    cache = model.attend(side.array(X), cache=cache).cache
     stored = side.numpy(model._latents(side.array(X), side.array(np.arange(T))))
     found = {"cache": side.numpy(cache.key)[:, 0, :T]}
     assert max(tolerance.relative(found, {"cache": stored[:, :, 0]}).values()) <= tolerance.FORWARD

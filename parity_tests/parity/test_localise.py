@@ -2,6 +2,7 @@
 
 import json
 from copy import copy, deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -203,27 +204,28 @@ def names(nodes):
 def replaced(name, target, function):
     """Return the fault of another forward pass."""
     cls = torch_ref.MultiHeadAttention if target else torch_ref.TransformerBlock
-    other = type("Patched", (cls,), {"forward": function})
+    other = type("Patched", (cls,), {"attend": function})
     return fault(
         "replaced", "The forward pass is another one.", name, Patch(target, "__class__", other)
     )
 
 
 def attention_detached(block, x, **options):
-    x = x + block.att(block.norm1(x), **options).detach()
-    return x + block.ff(block.norm2(x))
+    attended = block.att.attend(block.norm1(x), **options)
+    x = x + attended.output.detach()
+    return replace(attended, output=x + block.ff(block.norm2(x)))
 
 
 def norm_detached(block, x, **options):
-    x = x + block.att(block.norm1(x), **options)
-    return x + block.ff(block.norm2(x).detach())
+    attended = block.att.attend(block.norm1(x), **options)
+    x = x + attended.output
+    return replace(attended, output=x + block.ff(block.norm2(x).detach()))
 
 
-def detached_inside(attention, *inputs, **options):
-    output, weights = torch_ref.MultiHeadAttention.forward(
-        attention, *inputs, **options | {"return_weights": True}
-    )
-    return (output.detach(), weights) if options["return_weights"] else output.detach()
+def detached_inside(attention, *inputs, return_weights, **options):
+    options["return_weights"] = return_weights
+    attended = torch_ref.MultiHeadAttention.attend(attention, *inputs, **options)
+    return replace(attended, output=attended.output.detach())
 
 
 @pytest.mark.parametrize(
@@ -246,8 +248,9 @@ def test_a_fault_of_the_backward_pass_is_found_by_the_cotangents(target, functio
 
 
 def residual_dropped_before_the_norm(block, x, **options):
-    x = block.norm1(block.att(x, **options))
-    return block.norm2(x + block.ff(x))
+    attended = block.att.attend(x, **options)
+    x = block.norm1(attended.output)
+    return replace(attended, output=block.norm2(x + block.ff(x)))
 
 
 def test_a_dropped_residual_is_an_error_of_the_container(row):

@@ -12,6 +12,7 @@ from flax_attn import (
     CausalAttention,
     KeyedDropout,
     Mask,
+    attend,
     dot_product_attention,
     native,
     single_head_attention,
@@ -142,7 +143,7 @@ def test_one_that_refuses_by_name():
     ):
         dot_product_attention(x, x, x, soft_cap=2.0, backend="xla")
     with pytest.raises(ValueError, match="cannot honour"):  # for callers that know of no backends
-        dot_product_attention(x, x, x, soft_cap=2.0, backend="xla", return_weights=True)
+        attend(x, x, x, soft_cap=2.0, backend="xla", return_weights=True)
 
 
 @pytest.mark.parametrize("backend", ["splash", "cudnn"])

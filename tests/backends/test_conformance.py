@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_attn import KeyedDropout, Mask, MultiHeadAttention, dot_product_attention
+from flax_attn import KeyedDropout, Mask, MultiHeadAttention, attend, dot_product_attention
 from flax_attn.backends import tokamax
 from flax_attn.backends.band import is_band
 from flax_attn.backends.call import Unsupported, prepare
@@ -416,15 +416,13 @@ def test_remat_changes_nothing(on, close):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_asking_for_weights_does_not_change_the_output(run, dtype):
-    def attend(*arrays, **options):
-        return dot_product_attention(*arrays, mask=Mask.causal(2), backend=run.backend, **options)
-
-    output, weights = jit(partial(attend, return_weights=True))(*small(dtype))
-    np.testing.assert_array_equal(output, jit(attend)(*small(dtype)))
-    expected = partial(
-        dot_product_attention, mask=Mask.causal(2), backend="reference", return_weights=True
-    )
-    np.testing.assert_array_equal(weights, jit(expected)(*small(dtype))[1])
+    options = {"mask": Mask.causal(2), "backend": run.backend}
+    weighing = partial(attend, return_weights=True)
+    found = jit(partial(weighing, **options))(*small(dtype))
+    alone = jit(partial(dot_product_attention, **options))(*small(dtype))
+    np.testing.assert_array_equal(found.output, alone)
+    reference = partial(weighing, mask=Mask.causal(2), backend="reference")
+    np.testing.assert_array_equal(found.weights, jit(reference)(*small(dtype)).weights)
 
 
 @pytest.mark.usefixtures("no_shape_checks")  # the scale of a call is annotated as a number

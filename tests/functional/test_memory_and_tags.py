@@ -111,27 +111,33 @@ def call(module, inputs, **options):
     return module(*inputs, **options)
 
 
-jitted = nnx.jit(call, static_argnames="return_weights")
+def weigh(module, inputs, **options):
+    return module.attend(*inputs, return_weights=True, **options)
 
 
-@pytest.mark.parametrize("run", [call, jitted], ids=["eager", "jit"])
-def test_asking_for_weights_leaves_every_bit_of_the_output(weighing, run):
+RUNS = {"eager": (call, weigh), "jit": (nnx.jit(call), nnx.jit(weigh))}
+EVERY_RUN = pytest.mark.parametrize(("run", "run_weighing"), RUNS.values(), ids=RUNS)
+
+
+@EVERY_RUN
+def test_asking_for_weights_leaves_every_bit_of_the_output(weighing, run, run_weighing):
     module, inputs = weighing.build(), weighing.inputs()
-    output, weights = run(module, inputs, return_weights=True)
-    np.testing.assert_array_equal(run(module, inputs), output)
-    assert weights.shape[-2:] == (inputs[0].shape[1], inputs[-1].shape[1])
+    attended = run_weighing(module, inputs)
+    np.testing.assert_array_equal(run(module, inputs), attended.output)
+    assert attended.weights.shape[-2:] == (inputs[0].shape[1], inputs[-1].shape[1])
 
 
-@pytest.mark.parametrize("run", [call, jitted], ids=["eager", "jit"])
+@EVERY_RUN
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_asking_for_weights_leaves_every_bit_with_dropout(run, dtype):
+def test_asking_for_weights_leaves_every_bit_with_dropout(run, run_weighing, dtype):
     module = MultiHeadAttention(
         7, 24, 8, 0.5, 4, num_kv_heads=2, param_dtype=dtype, rngs=nnx.Rngs(0)
     )
     options = {"dropout_key": jax.random.key(2)}
-    output, weights = run(module, [tokens().astype(dtype)], return_weights=True, **options)
-    np.testing.assert_array_equal(run(module, [tokens().astype(dtype)], **options), output)
-    assert (weights == 0).sum() > (
+    inputs = [tokens().astype(dtype)]
+    attended = run_weighing(module, inputs, **options)
+    np.testing.assert_array_equal(run(module, inputs, **options), attended.output)
+    assert (attended.weights == 0).sum() > (
         np.triu(np.ones((5, 5)), 1) > 0
     ).sum() * 12  # those that the future hides, and more
 
@@ -140,8 +146,8 @@ def test_asking_for_weights_leaves_every_bit_of_the_gradient():
     graphdef, state = nnx.split(layer())
 
     def weighed(state, x, graphdef):
-        output, _ = nnx.merge(graphdef, state)(x, return_weights=True)
-        return jnp.square(output).sum()
+        attended = nnx.merge(graphdef, state).attend(x, return_weights=True)
+        return jnp.square(attended.output).sum()
 
     plain, asked = (
         jax.jit(jax.grad(f), static_argnums=2)(state, tokens(), graphdef) for f in (loss, weighed)

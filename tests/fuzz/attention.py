@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax_attn import KeyedDropout, Mask, dot_product_attention
+from flax_attn import KeyedDropout, Mask, attend, dot_product_attention
 from flax_attn.backends.registry import load
 from flax_attn.backends.splash import interpreted
 
@@ -172,13 +172,13 @@ class Attention:
     def _attend(self, arrays: Any, mask: Any, backend: str, cotangent: Any) -> dict[str, Any]:
         dropout = KeyedDropout(self.rate, jnp.asarray(KEY)) if self.rate else None
         score = self.score and self.score.traced
-        call = partial(
-            dot_product_attention, mask=mask, scale=self.scale, soft_cap=self.soft_cap, score=score,
-            dropout=dropout, backend=backend,
-        )  # fmt: skip
+        options = {"mask": mask, "scale": self.scale, "soft_cap": self.soft_cap, "score": score}
+        options |= {"dropout": dropout, "backend": backend}
+        call = partial(dot_product_attention, **options)
         if self.weights:
-            output, weights = call(**arrays, return_weights=True)
-            found = {"output": output, "weights": weights, "output alone": call(**arrays)}
+            attended = attend(**arrays, **options, return_weights=True)
+            found = {"output": attended.output, "weights": attended.weights}
+            found["output alone"] = call(**arrays)
         elif not self.gradients:
             found = {"output": call(**arrays)}
         else:

@@ -75,10 +75,11 @@ def in_steps(model, tokens, capacity, **options):
     """Return the logits of prompts and steps, with the lengths of the cache after each."""
     b = len(tokens) if tokens.ndim == 2 else None
     cache, found = model.init_cache(b, capacity), []
-    call = nnx.jit(lambda model, x, cache, options: model(x, cache=cache, **options))
+    call = nnx.jit(lambda model, x, cache, options: model.attend(x, cache=cache, **options))
     for i, j in ((0, 4), (4, 5), (5, 7)):
-        logits, cache = call(model, tokens[..., i:j], cache, options)
-        found.append((logits, cache[0].length.astype(float)))
+        attended = call(model, tokens[..., i:j], cache, options)
+        cache = attended.cache
+        found.append((attended.output, cache[0].length.astype(float)))
     return found
 
 
@@ -97,14 +98,9 @@ def test_padding_and_static_lengths_of_a_cache_are_the_same(x64, close):
     found = []
     for model in both("gpt2"):
         model.eval()
-        logits, cache = model(TOKENS, lengths=LENGTHS, cache=model.init_cache(2, 9))
-        found.append(
-            (
-                logits,
-                cache[0].length.astype(float),
-                *model(TOKENS[:, :2], lengths=2, cache=cache)[:1],
-            )
-        )
+        first = model.attend(TOKENS, lengths=LENGTHS, cache=model.init_cache(2, 9))
+        then = model.attend(TOKENS[:, :2], lengths=2, cache=first.cache)
+        found.append((first.output, first.cache[0].length.astype(float), then.output))
     close(*found[::-1])
     assert found[0][1].tolist() == [4, 7]
 
@@ -112,7 +108,7 @@ def test_padding_and_static_lengths_of_a_cache_are_the_same(x64, close):
 def test_a_cache_that_is_known_to_be_empty_keeps_a_static_length():
     model = both("gpt2", jnp.float32)[1]
     cache = tuple(replace(one, length=0) for one in model.init_cache(2, 9))
-    assert model(TOKENS, cache=cache)[1][0].length == 7
+    assert model.attend(TOKENS, cache=cache).cache[0].length == 7
 
 
 def test_generated_tokens_are_the_same():

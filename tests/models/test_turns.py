@@ -110,10 +110,11 @@ def test_cached_decoding_is_the_same(name, x64, close):
     for model in (plain, stacked):
         model.eval()
     cache, tokens, found = stacked.init_cache(2, 7), jnp.asarray(TOKENS), []
-    call = nnx.jit(lambda model, x, cache: model(x, cache=cache))
+    call = nnx.jit(lambda model, x, cache: model.attend(x, cache=cache))
     for i, j in ((0, 4), (4, 7)):
-        logits, cache = call(stacked, tokens[:, i:j], cache)
-        found.append(logits)
+        attended = call(stacked, tokens[:, i:j], cache)
+        cache = attended.cache
+        found.append(attended.output)
     close(jnp.concatenate(found, axis=1), nnx.jit(lambda model: model(tokens))(plain))
 
 

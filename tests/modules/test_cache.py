@@ -41,11 +41,17 @@ def x():
     return jnp.asarray(np.random.default_rng(9).normal(size=(B, T, D)), jnp.float32)
 
 
+def cached(module, x, cache, **options):
+    """Return the output and the new cache."""
+    attended = module.attend(x, cache=cache, **options)
+    return attended.output, attended.cache
+
+
 def step(module):
     """Return the step of a loop: the cache and a token of each row in, both out."""
 
     def body(cache, token):
-        output, cache = module(token[:, None], cache=cache)
+        output, cache = cached(module, token[:, None], cache)
         return cache, output[:, 0]
 
     return body
@@ -82,8 +88,8 @@ def test_vmap_over_caches_of_single_sequences(module, x, close):
     caches = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (B, *leaf.shape)), single)
 
     def run(cache, x, lengths):
-        first, cache = module(x[..., :4, :], lengths=lengths, cache=cache)
-        second, cache = module(x[..., 4:, :], cache=cache)
+        first, cache = cached(module, x[..., :4, :], cache, lengths=lengths)
+        second, cache = cached(module, x[..., 4:, :], cache)
         return first, second, cache.length
 
     lengths = jnp.array([4, 2], jnp.int32)
@@ -95,7 +101,7 @@ def test_vmap_over_caches_of_single_sequences(module, x, close):
 def test_a_step_is_compiled_once(module, x):
     @jax.jit
     def one(cache, token):
-        return module(token, cache=cache)
+        return cached(module, token, cache)
 
     cache = module.init_cache(B, CAPACITY)
     before = jax.tree.structure(cache), jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache)
@@ -110,20 +116,18 @@ def test_a_step_is_compiled_once(module, x):
 
 def test_one_that_is_known_to_be_empty_equals_one_that_is_empty(module, x, close):
     cache, lengths = module.init_cache(B, CAPACITY), jnp.array([5, 2], jnp.int32)
-    call = jax.jit(lambda cache, x: module(x, lengths=lengths, cache=cache))
+    call = jax.jit(lambda cache, x: cached(module, x, cache, lengths=lengths))
     known, empty = call(replace(cache, length=0), x), call(cache, x)
     close(known[0], empty[0])
     assert known[1].length.tolist() == empty[1].length.tolist() == [5, 2]
     assert known[1].key_positions.tolist() == empty[1].key_positions.tolist()
-    more = [
-        jax.jit(lambda held: module(x[:, :2], cache=held)[0])(held) for held in (known[1], empty[1])
-    ]
-    close(*more)
+    call = jax.jit(lambda held: cached(module, x[:, :2], held)[0])
+    close(call(known[1]), call(empty[1]))
 
 
 def test_lengths_that_are_known_stay_known(linear, x, close):
     cache = replace(linear.init_cache(B, CAPACITY), length=0)
-    call, outputs = jax.jit(lambda cache, x: linear(x, cache=cache)), []
+    call, outputs = jax.jit(lambda cache, x: cached(linear, x, cache)), []
     for start, stop in ((0, 3), (3, 4), (4, 6)):
         output, cache = call(cache, x[:, start:stop])
         outputs.append(output)
@@ -154,7 +158,7 @@ def test_gradients_through_prefill_and_steps(module, x, close):
         layer = nnx.merge(graph, params)
         cache, outputs = layer.init_cache(B, CAPACITY), []
         for start, stop in ((0, 3), (3, 4), (4, 6)):
-            output, cache = layer(x[:, start:stop], cache=cache)
+            output, cache = cached(layer, x[:, start:stop], cache)
             outputs.append(output)
         return (jnp.concatenate(outputs, axis=1) * mark).sum()
 
@@ -166,7 +170,7 @@ def test_gradients_through_prefill_and_steps(module, x, close):
 
 
 def test_tokens_that_do_not_fit_make_their_row_nan_and_no_other(linear, x):
-    call = jax.jit(lambda cache, x, lengths: linear(x, lengths=lengths, cache=cache))
+    call = jax.jit(lambda cache, x, lengths: cached(linear, x, cache, lengths=lengths))
     cache = linear.init_cache(B, CAPACITY)
     _, cache = call(cache, x, jnp.array([6, 2], jnp.int32))
     fits, _ = call(cache, x[:, :2], jnp.array([1, 2], jnp.int32))
@@ -185,7 +189,7 @@ def test_tokens_that_do_not_fit_make_their_row_nan_and_no_other(linear, x):
 def test_a_whole_model_says_so_too():
     config = flax_attn.GPT2Config(6, 2, 2, context_length=4, vocab_size=11, dropout=0.0)
     model = flax_attn.GPT2(config, rngs=nnx.Rngs(0))
-    call = jax.jit(lambda tokens, lengths, cache: model(tokens, lengths=lengths, cache=cache))
+    call = jax.jit(lambda tokens, lengths, cache: cached(model, tokens, cache, lengths=lengths))
     tokens, lengths = jnp.ones((B, 3), jnp.int32), jnp.array([3, 1], jnp.int32)
     _, cache = call(tokens, lengths, model.init_cache(B, 4))
     logits, cache = call(tokens, jnp.array([2, 3], jnp.int32), cache)
@@ -195,9 +199,8 @@ def test_a_whole_model_says_so_too():
 
 @pytest.mark.parametrize("lengths", [[7, 2], [-1, 2]], ids=["more than t", "negative"])
 def test_lengths_that_cannot_be_make_their_row_nan_and_no_other(module, x, lengths):
-    output, cache = module(
-        x, lengths=jnp.array(lengths, jnp.int32), cache=module.init_cache(B, CAPACITY)
-    )
+    cache, lengths = module.init_cache(B, CAPACITY), jnp.array(lengths, jnp.int32)
+    output, cache = cached(module, x, cache, lengths=lengths)
     assert np.isnan(output).all(axis=(1, 2)).tolist() == cache.invalid.tolist() == [True, False]
     assert not np.isnan(output[1]).any()
 
@@ -218,8 +221,9 @@ def test_an_eager_call_reads_no_values(module, x, monkeypatch):
         patch.setattr(type(x), "_value", read)
         with pytest.raises(pytest.fail.Exception, match="reads the values"):
             int(lengths.max())
-        first, cache = module(table(ids), lengths=lengths, cache=cache, positions=positions)
-        second, cache = module(x[:, :1], cache=cache)
+        options = {"lengths": lengths, "positions": positions}
+        first, cache = cached(module, table(ids), cache, **options)
+        second, cache = cached(module, x[:, :1], cache)
     assert np.isnan(first).any(axis=(1, 2)).tolist() == [False, True]
     assert cache.length.tolist() == [3, 2]
     assert second.shape == (B, 1, D)
@@ -227,7 +231,7 @@ def test_an_eager_call_reads_no_values(module, x, monkeypatch):
 
 def test_a_narrow_cache_of_a_module(linear, x):
     cache = linear.init_cache(B, CAPACITY, jnp.bfloat16)
-    output, cache = jax.jit(lambda cache, x: linear(x, cache=cache))(cache, x)
+    output, cache = jax.jit(lambda cache, x: cached(linear, x, cache))(cache, x)
     assert (cache.key.dtype, output.dtype) == (jnp.bfloat16, jnp.float32)
     error = np.abs(output - jax.jit(linear)(x)).max() / np.abs(output).max()
     assert 1e-5 < error < 1e-2

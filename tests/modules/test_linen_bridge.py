@@ -97,8 +97,9 @@ def test_gradients_reach_every_parameter(typical, initialise, close):
 
 def test_weights_are_those_of_the_module(weighing, initialise, close):
     model, inputs, variables = initialise(weighing)
-    expected = twin(weighing, variables)(*embed(variables, inputs), return_weights=True)
-    close(model.apply(variables, *inputs, return_weights=True), expected)
+    module, options = twin(weighing, variables), {"return_weights": True}
+    expected = module.attend(*embed(variables, inputs), **options)
+    close(model.apply(variables, *inputs, nnx_method=type(module).attend, **options), expected)
 
 
 @pytest.fixture

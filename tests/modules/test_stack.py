@@ -102,7 +102,8 @@ def test_weights_of_all_layers(stack, close):
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
     def weighed(x, block):
-        return block(x, return_weights=True)
+        attended = block.attend(x, return_weights=True)
+        return attended.output, attended.weights
 
     _, weights = nnx.jit(weighed)(tokens(), stack)
     assert weights.shape == (LAYERS, 3, 4, 5, 5)

@@ -1,9 +1,12 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
+from flax_attn import Outputs
 from flax_attn.parity import tolerance
 
 
@@ -52,11 +55,10 @@ def test_vmap_over_unbatched_call_equals_batched_call(variant, close):
 
 def test_vmap_over_batched_call(typical, close):
     module, inputs = typical.build(), typical.inputs()
-    pairs = jax.vmap(lambda *xs: module(*xs, return_weights=True))(
-        *(jnp.stack([x, -x]) for x in inputs)
-    )
-    close([x[0] for x in pairs], list(module(*inputs, return_weights=True)))
-    close([x[1] for x in pairs], list(module(*(-x for x in inputs), return_weights=True)))
+    attend = partial(module.attend, return_weights=True)
+    found = jax.vmap(attend)(*(jnp.stack([x, -x]) for x in inputs))
+    close(jax.tree.map(lambda x: x[0], found), attend(*inputs))
+    close(jax.tree.map(lambda x: x[1], found), attend(*(-x for x in inputs)))
 
 
 def test_gradients_of_inputs(variant):
@@ -166,12 +168,12 @@ def test_eval_shape_of_construction(variant):
 
 def test_eval_shape_of_call(weighing):
     module, inputs = weighing.build(), weighing.inputs()
+    attend = partial(module.attend, return_weights=True)
 
     def shapes(inputs):
-        return [
-            (x.shape, x.dtype)
-            for x in jax.eval_shape(lambda *xs: module(*xs, return_weights=True), *inputs)
-        ]
+        outputs = jax.eval_shape(attend, *inputs)
+        assert isinstance(outputs, Outputs)
+        return [(x.shape, x.dtype) for x in jax.tree.leaves(outputs)]
 
-    assert shapes(inputs) == [(x.shape, x.dtype) for x in module(*inputs, return_weights=True)]
+    assert shapes(inputs) == [(x.shape, x.dtype) for x in jax.tree.leaves(attend(*inputs))]
     assert shapes([x[0] for x in inputs]) == [(shape[1:], dtype) for shape, dtype in shapes(inputs)]

@@ -36,12 +36,13 @@ def in_steps(layer, capacity, **options):
     """Return what two chunks and a token give, whose rows differ in length."""
 
     def call(layer, x, cache, lengths):
-        return layer(x, cache=cache, lengths=lengths, **options)
+        return layer.attend(x, cache=cache, lengths=lengths, **options)
 
     call, cache, found = nnx.jit(call), layer.init_cache(4, capacity), []
     for i, j in ((0, 6), (6, 12), (12, 13)):
-        y, cache = call(layer, jnp.asarray(X[:, i:j]), cache, jnp.minimum(LENGTHS, j - i))
-        found.append(np.asarray(y))
+        attended = call(layer, jnp.asarray(X[:, i:j]), cache, jnp.minimum(LENGTHS, j - i))
+        cache = attended.cache
+        found.append(np.asarray(attended.output))
     return {"output": np.concatenate(found, axis=1)}
 
 
@@ -58,12 +59,13 @@ def test_outputs_are_those_of_one_device(name, kind, x64, mesh_like):
 
 def test_calls_outside_of_jit_give_the_same(x64, mesh_like):
     x, mesh = jnp.asarray(X[:, :1]), mesh_like("explicit", **AXES)
-    expected, _ = layer()(x, cache=layer().init_cache(4, 16))
+    expected = layer().attend(x, cache=layer().init_cache(4, 16)).output
     with jax.set_mesh(mesh):
         own = shard(layer(), mesh)
-        found, cache = own(x, cache=own.init_cache(4, 16))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
-    assert cache.key.sharding.shard_shape(cache.key.shape) == (2, 1, 8, 4)
+        found = own.attend(x, cache=own.init_cache(4, 16))
+    np.testing.assert_allclose(found.output, expected, rtol=0, atol=1e-13)
+    key = found.cache.key
+    assert key.sharding.shard_shape(key.shape) == (2, 1, 8, 4)
 
 
 def test_heads_are_rotated_where_they_lie_outside_of_jit_too(mesh_like):
@@ -116,6 +118,10 @@ def sent(name, mesh):
     with jax.set_mesh(mesh):
         graph, state = nnx.split(shard(layer(jnp.float32, **options), mesh))
         cache = nnx.merge(graph, state).init_cache(4, capacity)
-        run = jax.jit(lambda state, x, cache: nnx.merge(graph, state)(x, cache=cache, **call))
+
+        @jax.jit
+        def run(state, x, cache):
+            return nnx.merge(graph, state).attend(x, cache=cache, **call)
+
         text = run.lower(state, jnp.ones((4, 1, 8)), cache).compile().as_text()
     return sum(one.bytes for one in collectives(read(text), mesh.shape))

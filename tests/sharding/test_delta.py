@@ -66,18 +66,18 @@ def test_outputs_and_gradients_are_those_of_one_device(kind, axes, sizes, mesh_l
 @pytest.mark.parametrize("axes", ["auto", "explicit"])
 def test_a_cache_lies_where_rows_and_heads_are(axes, mesh_like):
     mesh = mesh_like(axes, data=2, tensor=2)
-    run = nnx.jit(lambda layer, x, cache: layer(x, cache=cache))
+    run = nnx.jit(lambda layer, x, cache: layer.attend(x, cache=cache))
     with jax.set_mesh(mesh):
         layer = shard(drawn(KINDS["gated"]), mesh)
-        _, cache = run(layer, jnp.asarray(X), layer.init_cache(B, T))
-        output, cache = run(layer, jnp.asarray(X[:, :1]), cache)
+        first = run(layer, jnp.asarray(X), layer.init_cache(B, T))
+        then = run(layer, jnp.asarray(X[:, :1]), first.cache)
+    cache = then.cache
     assert cache.state.sharding.spec[:2] == ("data", "tensor")
     assert cache.value.sharding.spec == jax.P("data", None, "tensor")
     alone = drawn(KINDS["gated"])
-    _, cache = run(alone, jnp.asarray(X), alone.init_cache(B, T))
-    np.testing.assert_allclose(
-        output, run(alone, jnp.asarray(X[:, :1]), cache)[0], rtol=0, atol=1e-13
-    )
+    first = run(alone, jnp.asarray(X), alone.init_cache(B, T))
+    expected = run(alone, jnp.asarray(X[:, :1]), first.cache).output
+    np.testing.assert_allclose(then.output, expected, rtol=0, atol=1e-13)
 
 
 def test_tokens_in_zigzag_order_are_refused(mesh_like):

@@ -55,14 +55,12 @@ def both(model):
 
 def in_steps(model):
     """Return the output of a chunk and of steps behind it, and the cache after them."""
-    step, cache, found = (
-        nnx.jit(lambda model, x, cache: model(x, cache=cache)),
-        model.init_cache(4, 8),
-        [],
-    )
+    step = nnx.jit(lambda model, x, cache: model.attend(x, cache=cache))
+    cache, found = model.init_cache(4, 8), []
     for i, j in ((0, 4), (4, 5), (5, 6)):
-        y, cache = step(model, jnp.asarray(X[:, i:j]), cache)
-        found.append(np.asarray(y))
+        attended = step(model, jnp.asarray(X[:, i:j]), cache)
+        cache = attended.cache
+        found.append(np.asarray(attended.output))
     return np.concatenate(found, axis=1), cache
 
 

@@ -48,12 +48,13 @@ def test_decoding_with_a_ring_buffer():
     layer = MultiHeadAttention(
         *(16, 16, None, 0.0, 4), num_kv_heads=2, window=8, rope=RoPE(), rngs=nnx.Rngs(0)
     )
-    run = nnx.jit(lambda layer, x, cache: layer(x, cache=cache), donate_argnums=2)
+    run = nnx.jit(lambda layer, x, cache: layer.attend(x, cache=cache), donate_argnums=2)
     state = {"cache": layer.init_cache(3, 9), "x": jax.random.normal(jax.random.key(0), (3, 1, 16))}
 
     def step():
-        output, state["cache"] = run(layer, state["x"], state["cache"])
-        state["finite"] = jnp.isfinite(output).all()
+        attended = run(layer, state["x"], state["cache"])
+        state["cache"] = attended.cache
+        state["finite"] = jnp.isfinite(attended.output).all()
 
     assert_flat(step, 50, 1000)
     assert state["cache"].length.tolist() == [1050] * 3

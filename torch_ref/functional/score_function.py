@@ -42,10 +42,10 @@ class ScoreFunction:
             if there is not one position for each token.
 
     Example:
-        >>> from torch_ref import dot_product_attention
+        >>> from torch_ref import attend
         >>> x = torch.ones((1, 2, 1, 4))
         >>> near = ScoreFunction(lambda score, b, n, i, j: torch.where(i == j, score, score - 0.5))
-        >>> _, weights = dot_product_attention(x, x, x, score=near, return_weights=True)
+        >>> weights = attend(x, x, x, score=near, return_weights=True).weights
         >>> print((100 * weights).int()[0, 0])
         tensor([[62, 37],
                 [37, 62]], dtype=torch.int32)

@@ -6,17 +6,16 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Integer
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
 from torch_ref.functional.padding import without_padding
 from torch_ref.functional.positions import as_positions
 from torch_ref.functional.shapes import ArrayLike, Tokens
+from torch_ref.models.blocks import Blocks
 from torch_ref.models.initialise import draw
 from torch_ref.modules.block import TransformerBlock
-from torch_ref.modules.calls import CallOptions
 from torch_ref.modules.norm import LayerNorm
 from torch_ref.modules.typed import TypedModule
 
@@ -63,7 +62,7 @@ class Encoder(TypedModule, Generic[C]):
         super().__init__()
         self.config, self.remat, self.final_norm = config, remat, None
         self.create_embeddings()
-        self.trf_blocks = nn.ModuleList(self.block(i, backend) for i in range(config.num_layers))
+        self.trf_blocks = Blocks(self.block(i, backend) for i in range(config.num_layers))
         self.create_head()
         draw(self)
 
@@ -95,19 +94,16 @@ class Encoder(TypedModule, Generic[C]):
 
         The arguments are those of the call of a family.
         """
-        for i, block in enumerate(self.trf_blocks):
-            options: CallOptions = {
-                "mask": mask,
-                "positions": None if block.att.rope is None else positions,
-                "lengths": lengths,
-                "dropout_key": fold_in(dropout_key, 1 + i),
-            }
-            x = (
-                checkpoint(block, x, use_reentrant=False, **options)
-                if self.remat
-                else block(x, **options)
-            )
-        return x if self.final_norm is None else self.final_norm(x)
+        ran = self.trf_blocks.run(
+            x,
+            cache=None,
+            key=dropout_key,
+            remat=self.remat,
+            mask=mask,
+            positions=positions,
+            lengths=lengths,
+        )
+        return ran.output if self.final_norm is None else self.final_norm(ran.output)
 
 
 class TextEncoder(Encoder[C]):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, overload, runtime_checkable
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
 import torch
 from jaxtyping import Float, Integer
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from attn_spec.cache_checks import check_caches
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.padding import without_padding
 from torch_ref.functional.shapes import ArrayLike, Tokens
+from torch_ref.models.blocks import Blocks
 from torch_ref.models.initialise import draw
 from torch_ref.modules.block import TransformerBlock
 from torch_ref.modules.calls import Bias
@@ -26,7 +28,7 @@ from torch_ref.modules.typed import TypedModule
 
 
 class DecodeOptions(TypedDict, total=False):
-    """The keywords of `EncoderDecoder.hidden` that do not change what it returns."""
+    """The keywords of `EncoderDecoder.hidden`; `decode` describes them."""
 
     lengths: ArrayLike | int | None
     dropout_key: Tensor | None
@@ -70,7 +72,7 @@ class EncoderDecoder(TypedModule, Generic[C]):
     once, by `keep`:
 
         kept = model.keep(model.encode(inputs))
-        hidden, cache = model.hidden(tokens, kept, cache=model.init_cache(b, capacity))
+        logits = model.attend(tokens, kept, cache=model.init_cache(b, capacity)).output
 
     Args:
         config: the sizes.
@@ -101,11 +103,9 @@ class EncoderDecoder(TypedModule, Generic[C]):
         super().__init__()
         self.config, self.remat = config, remat
         self.create_embeddings()
-        self.enc_blocks = nn.ModuleList(
-            self.encoder_block(i, backend) for i in range(config.num_layers)
-        )
+        self.enc_blocks = Blocks(self.encoder_block(i, backend) for i in range(config.num_layers))
         self.enc_norm = self.norm()
-        self.dec_blocks = nn.ModuleList(
+        self.dec_blocks = Blocks(
             self.decoder_block(i, backend) for i in range(config.num_decoder_layers)
         )
         self.final_norm = self.norm()
@@ -159,81 +159,81 @@ class EncoderDecoder(TypedModule, Generic[C]):
         key = fold_in(dropout_key, 0)
         if not inputs.is_floating_point():
             inputs = without_padding(inputs, tuple(inputs.shape), lengths)
-        x, options = (
+        ran = self.enc_blocks.run(
             self.embed_inputs(inputs, fold_in(key, 0)),
-            {"lengths": lengths, "bias": self.biases()[0]},
+            cache=None,
+            key=key,
+            remat=self.remat,
+            positions=None,
+            lengths=lengths,
+            bias=self.biases()[0],
         )
-        for i, block in enumerate(self.enc_blocks):
-            x = self._run(block, x, dropout_key=fold_in(key, 1 + i), **options)
-        return self.enc_norm(x)
+        return self.enc_norm(ran.output)
 
     def keep(self, encoded: Tokens, lengths: ArrayLike | int | None = None) -> Kept:
         """Return the keys and values of the encoder's output, for each layer of the decoder."""
-        return tuple(block.cross.keep(encoded, lengths) for block in self.dec_blocks)
+        return self.dec_blocks.keep(encoded, lengths)
 
-    @overload
-    def hidden(
+    def attend(
         self,
         tokens: Integer[Tensor, "*b t"],
         kept: Kept,
         *,
-        cache: None = None,
-        **options: Unpack[DecodeOptions],
-    ) -> Tokens: ...
-    @overload
-    def hidden(
-        self,
-        tokens: Integer[Tensor, "*b t"],
-        kept: Kept,
-        *,
-        cache: Caches,
-        **options: Unpack[DecodeOptions],
-    ) -> tuple[Tokens, Caches]: ...
-    def hidden(
-        self,
-        tokens: Integer[Tensor, "*b t"],
-        kept: Kept,
-        *,
-        cache: Caches | None = None,
         lengths: ArrayLike | int | None = None,
+        cache: Caches | None = None,
         dropout_key: Tensor | None = None,
-    ) -> Tokens | tuple[Tokens, Caches]:
-        """Return the input of the head, `(b, t, d_model)`, followed by the cache if one is given.
+    ) -> Outputs[Caches]:
+        """Return the logits of the decoder's next tokens, and the cache if one is given.
+
+        The arguments are those of `decode`.
+        """
+        options: DecodeOptions = {"lengths": lengths, "dropout_key": dropout_key}
+        decoded = self.decode(tokens, kept, cache=cache, **options)
+        return replace(decoded, output=self.logits(decoded.output))
+
+    def hidden(
+        self, tokens: Integer[Tensor, "*b t"], kept: Kept, **options: Unpack[DecodeOptions]
+    ) -> Tokens:
+        """Return the input of the head, `(b, t, d_model)`; the arguments are those of `decode`."""
+        return self.decode(tokens, kept, **options).output
+
+    def decode(
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        kept: Kept,
+        *,
+        lengths: ArrayLike | int | None = None,
+        cache: Caches | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Outputs[Caches]:
+        """Return the input of the head, `(b, t, d_model)`, and the cache if one is given.
 
         Args:
             tokens: tokens of the decoder, `(b, t)` or `(t,)`.
             kept: keys and values that `keep` returned.
+            lengths: number of real tokens of each row, `(b,)`; the rest is padding. None is all.
             cache: keys and values of the tokens before, from `init_cache`; the new ones are
                 appended.
-            lengths: number of real tokens of each row, `(b,)`; the rest is padding. None is all.
             dropout_key: key of the dropout in train mode; None draws keys from torch's generator.
         """
-        blocks = self.dec_blocks
-        check_caches("kept", kept, len(blocks))
-        if cache is not None:
-            check_caches("cache", cache, len(blocks))
+        check_caches("kept", kept, len(self.dec_blocks))
         t, key = tokens.shape[-1], fold_in(dropout_key, 1)
-        order = (
-            torch.arange(t, device=tokens.device)
-            if cache is None
-            else cache[0].positions(t, lengths)
-        )
+        if cache is None:
+            order = torch.arange(t, device=tokens.device)
+        else:
+            order = self.dec_blocks.positions(cache, t, lengths)
         tokens = without_padding(tokens, tuple(tokens.shape), lengths)
-        x, caches = self.embed(tokens, order, fold_in(key, 0)), []
-        for i, block in enumerate(blocks):
-            options = {
-                "lengths": lengths,
-                "bias": self.biases()[1],
-                "kept": kept[i],
-                "dropout_key": fold_in(key, 1 + i),
-            }
-            if cache is not None:
-                x, extended = block(x, cache=cache[i], **options)
-                caches.append(extended)
-            else:
-                x = self._run(block, x, **options)
-        x = self.final_norm(x)
-        return x if cache is None else (x, tuple(caches))
+        ran = self.dec_blocks.run(
+            self.embed(tokens, order, fold_in(key, 0)),
+            cache=cache,
+            key=key,
+            remat=self.remat,
+            positions=None,
+            each=[{"kept": one} for one in kept],
+            lengths=lengths,
+            bias=self.biases()[1],
+        )
+        return replace(ran, output=self.final_norm(ran.output))
 
     def logits(self, hidden: Float[Tensor, "*b d"]) -> Float[Tensor, "*b vocab"]:
         """Return the logits of what `hidden` returned."""
@@ -262,11 +262,4 @@ class EncoderDecoder(TypedModule, Generic[C]):
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Caches:
         """Return an empty cache for `b` sequences of up to `capacity` tokens of the decoder."""
-        return tuple(block.init_cache(b, capacity, dtype) for block in self.dec_blocks)
-
-    def _run(self, block: nn.Module, x: Tensor, **options: Any) -> Tensor:
-        return (
-            checkpoint(block, x, use_reentrant=False, **options)
-            if self.remat
-            else block(x, **options)
-        )
+        return self.dec_blocks.init_cache(b, capacity, dtype)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
@@ -15,6 +16,7 @@ from attn_spec.longrope import LongRoPEScaling
 from attn_spec.prompts import Prompts, StopTokens, as_prompts, as_stop_tokens
 from attn_spec.sampling import Sampling
 from torch_ref.functional.dropout import key_data
+from torch_ref.functional.outputs import Outputs
 from torch_ref.models.encoder_decoder import EncoderDecoder
 from torch_ref.models.language_model import LanguageModel, ModelCache
 from torch_ref.models.sampling import sample
@@ -166,8 +168,8 @@ def _steps(
                     callback(b, row[-1])
         if step + 1 == max_new_tokens or all(row[-1] in stops for row in rows):
             break
-        hidden, cache = begun.run(token[:, None], cache=cache)
-        hidden = hidden[:, 0]
+        decoded = begun.run(token[:, None], cache=cache)
+        hidden, cache = decoded.output[:, 0], decoded.cache
     return rows
 
 
@@ -179,26 +181,24 @@ def _begin(
     capacity = capacity or max(map(len, prompts)) + max_new_tokens
     rereads, made = _rereads(model, prompts, max_new_tokens), []
 
-    def run(token: Tensor, cache: ModelCache) -> tuple[Tensor, ModelCache]:
+    def run(token: Tensor, cache: ModelCache | None) -> Outputs[ModelCache]:
         made.append(token)
         if len(made) not in rereads:
-            return model.hidden(token, cache=cache)
+            return model.decode(token, cache=cache)
         pairs = zip(prompts, torch.cat(made, dim=1).cpu().numpy(), strict=True)
         return _read(model, [np.append(*pair) for pair in pairs], capacity)
 
-    hidden, cache = _read(model, prompts, capacity)
-    return _Begun(hidden[:, 0], cache, run, single)
+    read = _read(model, prompts, capacity)
+    return _Begun(read.output[:, 0], read.cache, run, single)
 
 
-def _read(
-    model: LanguageModel, prompts: list[np.ndarray], capacity: int
-) -> tuple[Tensor, ModelCache]:
+def _read(model: LanguageModel, prompts: list[np.ndarray], capacity: int) -> Outputs[ModelCache]:
     """Return the vector of the last token of each prompt, `(b, 1, d)`, and the cache of all."""
     padded, lengths = _pad(prompts)
-    hidden, cache = model.hidden(
-        padded, lengths=lengths, cache=_empty_cache(model, len(prompts), capacity)
-    )
-    return hidden[torch.arange(len(prompts)), lengths - 1][:, None], cache
+    empty = _empty_cache(model, len(prompts), capacity)
+    decoded = model.decode(padded, lengths=lengths, cache=empty)
+    last = decoded.output[torch.arange(len(prompts)), lengths - 1]
+    return replace(decoded, output=last[:, None])
 
 
 def _rereads(model: LanguageModel, prompts: list[np.ndarray], max_new_tokens: int) -> list[int]:
@@ -233,12 +233,10 @@ def _begin_answer(
             check_prompt(i, len(prompt), ends, config.vocab_size, sys.maxsize, 0, None)
         padded, lengths = _pad(prompts)
     kept = model.keep(model.encode(padded, lengths=lengths), lengths)
-    run, cache = (
-        partial(model.hidden, kept=kept),
-        model.init_cache(len(padded), capacity or len(begin) + max_new_tokens),
-    )
-    hidden, cache = run(torch.as_tensor(begin).expand(len(padded), -1), cache=cache)
-    return _Begun(hidden[:, -1], cache, run, single)
+    run = partial(model.decode, kept=kept)
+    empty = model.init_cache(len(padded), capacity or len(begin) + max_new_tokens)
+    decoded = run(torch.as_tensor(begin).expand(len(padded), -1), cache=empty)
+    return _Begun(decoded.output[:, -1], decoded.cache, run, single)
 
 
 def _start(model: EncoderDecoder, start: Sequence[int] | None) -> np.ndarray:

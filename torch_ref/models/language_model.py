@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, overload, runtime_checkable
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
 import torch
 from jaxtyping import Float, Integer
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from attn_spec.cache_checks import check_caches
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.padding import without_padding
 from torch_ref.functional.positions import as_positions
 from torch_ref.functional.shapes import ArrayLike, Tokens
+from torch_ref.models.blocks import Blocks
 from torch_ref.models.initialise import draw
 from torch_ref.modules.block import TransformerBlock
-from torch_ref.modules.calls import CallOptions
 from torch_ref.modules.embedding import Embedding
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.norm import LayerNorm, RMSNorm
@@ -44,7 +44,7 @@ class ModelConfig(Protocol):
 
 
 class ModelOptions(TypedDict, total=False):
-    """The keywords of a call that do not change what it returns; see `LanguageModel`."""
+    """The keywords of a call; `LanguageModel.attend` describes them."""
 
     mask: Mask | Tensor | None
     positions: ArrayLike | None
@@ -89,7 +89,7 @@ class LanguageModel(TypedModule, Generic[C]):
         super().__init__()
         self.config, self.remat = config, remat
         self.create_embeddings()
-        self.trf_blocks = nn.ModuleList(self.block(i, backend) for i in range(config.num_layers))
+        self.trf_blocks = Blocks(self.block(i, backend) for i in range(config.num_layers))
         self.final_norm = self.norm()
         self.out_head = (
             None if config.tied else Linear(config.d_model, config.vocab_size, bias=False)
@@ -114,21 +114,7 @@ class LanguageModel(TypedModule, Generic[C]):
         """Return the vectors of tokens at these positions."""
         return self.tok_emb(tokens)
 
-    @overload
-    def forward(
-        self,
-        tokens: Integer[Tensor, "*b t"],
-        *,
-        cache: None = None,
-        **options: Unpack[ModelOptions],
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self, tokens: Integer[Tensor, "*b t"], *, cache: ModelCache, **options: Unpack[ModelOptions]
-    ) -> tuple[Tensor, ModelCache]: ...
-
-    def forward(
+    def attend(
         self,
         tokens: Integer[Tensor, "*b t"],
         *,
@@ -137,7 +123,7 @@ class LanguageModel(TypedModule, Generic[C]):
         lengths: ArrayLike | int | None = None,
         cache: ModelCache | None = None,
         dropout_key: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, ModelCache]:
+    ) -> Outputs[ModelCache]:
         """Return the logits `(b, t, vocab_size)` of the next tokens, and the cache if one is given.
 
         Args:
@@ -161,79 +147,65 @@ class LanguageModel(TypedModule, Generic[C]):
             "lengths": lengths,
             "dropout_key": dropout_key,
         }
-        hidden, cache = self._run(tokens, cache, **options)
-        logits = self.logits(hidden)
-        return logits if cache is None else (logits, cache)
+        decoded = self.decode(tokens, cache=cache, **options)
+        return replace(decoded, output=self.logits(decoded.output))
 
-    @overload
-    def hidden(
+    def forward(
         self,
         tokens: Integer[Tensor, "*b t"],
-        *,
-        cache: None = None,
-        **options: Unpack[ModelOptions],
-    ) -> Tensor: ...
-
-    @overload
-    def hidden(
-        self, tokens: Integer[Tensor, "*b t"], *, cache: ModelCache, **options: Unpack[ModelOptions]
-    ) -> tuple[Tensor, ModelCache]: ...
-
-    def hidden(
-        self,
-        tokens: Integer[Tensor, "*b t"],
-        *,
-        cache: ModelCache | None = None,
-        **options: Unpack[ModelOptions],
-    ) -> Tensor | tuple[Tensor, ModelCache]:
-        """Return the input of the head, `(b, t, d_model)`, and the cache if one is given.
-
-        The arguments are those of a call.
-        """
-        hidden, cache = self._run(tokens, cache, **options)
-        return hidden if cache is None else (hidden, cache)
-
-    def _run(
-        self,
-        tokens: Integer[Tensor, "*b t"],
-        cache: ModelCache | None,
         *,
         mask: Mask | Tensor | None = None,
         positions: ArrayLike | None = None,
         lengths: ArrayLike | int | None = None,
         dropout_key: Tensor | None = None,
-    ) -> tuple[Tensor, ModelCache | None]:
-        if cache is not None:
-            check_caches("cache", cache, len(self.trf_blocks))
+    ) -> Tensor:
+        """Return the logits `(b, t, vocab_size)`; `attend` describes the arguments."""
+        options: ModelOptions = {
+            "mask": mask,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
+        return self.attend(tokens, **options).output
+
+    def hidden(self, tokens: Integer[Tensor, "*b t"], **options: Unpack[ModelOptions]) -> Tokens:
+        """Return the input of the head, `(b, t, d_model)`; the arguments are those of a call."""
+        return self.decode(tokens, **options).output
+
+    def decode(
+        self,
+        tokens: Integer[Tensor, "*b t"],
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        cache: ModelCache | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Outputs[ModelCache]:
+        """Return the input of the head, and the cache if one is given.
+
+        The arguments are those of `attend`, which computes the logits of all tokens.
+        """
         t = tokens.shape[-1]
         tokens = without_padding(tokens, tuple(tokens.shape), lengths)
         if positions is not None:
             positions = as_positions(positions, tuple(tokens.shape))
             positions = without_padding(positions, tuple(tokens.shape), lengths)
-        order = (
-            torch.arange(t, device=tokens.device)
-            if cache is None
-            else cache[0].positions(t, lengths)
-        )
+        if cache is None:
+            order = torch.arange(t, device=tokens.device)
+        else:
+            order = self.trf_blocks.positions(cache, t, lengths)
         x = self.embed(tokens, order if positions is None else positions, fold_in(dropout_key, 0))
-        caches = []
-        for i, block in enumerate(self.trf_blocks):
-            options: CallOptions = {
-                "mask": mask,
-                "positions": None if block.att.rope is None else positions,
-                "lengths": lengths,
-                "dropout_key": fold_in(dropout_key, 1 + i),
-            }
-            if cache is not None:
-                x, extended = block(x, cache=cache[i], **options)
-                caches.append(extended)
-            else:
-                x = (
-                    checkpoint(block, x, use_reentrant=False, **options)
-                    if self.remat
-                    else block(x, **options)
-                )
-        return self.final_norm(x), None if cache is None else tuple(caches)
+        ran = self.trf_blocks.run(
+            x,
+            cache=cache,
+            key=dropout_key,
+            remat=self.remat,
+            mask=mask,
+            positions=positions,
+            lengths=lengths,
+        )
+        return replace(ran, output=self.final_norm(ran.output))
 
     def logits(self, hidden: Float[Tensor, "*b d"]) -> Float[Tensor, "*b vocab"]:
         """Return the logits of what `hidden` returned."""
@@ -252,15 +224,12 @@ class LanguageModel(TypedModule, Generic[C]):
             >>> from torch_ref.models import GPT2, GPT2Config
             >>> model = GPT2(GPT2Config(6, 2, 3, context_length=8, vocab_size=11)).eval()
             >>> tokens = torch.ones((4, 5), dtype=torch.long)
-            >>> logits, cache = model(tokens, cache=model.init_cache(4, 8))
-            >>> logits, cache = model(torch.ones((4, 1), dtype=torch.long), cache=cache)
-            >>> logits.shape, cache[0].length.tolist()
+            >>> prompt = model.attend(tokens, cache=model.init_cache(4, 8))
+            >>> step = model.attend(torch.ones((4, 1), dtype=torch.long), cache=prompt.cache)
+            >>> step.output.shape, step.cache[0].length.tolist()
             (torch.Size([4, 1, 11]), [6, 6, 6, 6])
         """
-        return tuple(
-            block.init_cache(b, max(capacity, block.att.window or 0), dtype)
-            for block in self.trf_blocks
-        )
+        return self.trf_blocks.init_cache(b, capacity, dtype)
 
 
 def initialise(model: LanguageModel) -> None:

@@ -1,6 +1,6 @@
 """The transformer block: attention and feed-forward layers with norms and residuals."""
 
-from typing import Literal, TypeVar, Unpack, overload
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +10,13 @@ from attn_spec.module_checks import check_block_norms, check_block_widths
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.shapes import ArrayLike, Tokens
-from torch_ref.modules.calls import Attention, Bias, CallOptions, Outputs, Returned, unpack
+from torch_ref.modules.calls import Attention, Bias, CallOptions, run_layer
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.typed import TypedModule
 
 _Part = nn.Module  # from tokens to tokens
-K = TypeVar("K", bound=Cache)
 
 
 class TransformerBlock(TypedModule):
@@ -98,30 +98,7 @@ class TransformerBlock(TypedModule):
         self.post_norm1, self.post_norm2 = post_norm1, post_norm2
         self.drop_shortcut = drop_shortcut
 
-    @overload
-    def forward(
-        self, x: Tensor, *, cache: None = None, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> Tensor: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, x: Tensor, *, cache: None = None, return_weights: Literal[True],
-        **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, x: Tensor, *, cache: K, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, K]: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, x: Tensor, *, cache: K, return_weights: Literal[True], **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, Tensor, K]: ...  # fmt: skip
-
-    def forward(
+    def attend(
         self,
         x: Tokens,
         *,
@@ -132,29 +109,49 @@ class TransformerBlock(TypedModule):
         cache: Cache | None = None,
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
-    ) -> Returned:
-        """Return the tokens, followed by the weights and the new cache if requested.
+    ) -> Outputs[Cache]:
+        """Return the tokens with the weights and the new cache, if requested.
 
-        `return_weights` requests the weights, and `cache` the new cache. The other arguments are
-        those of `MultiHeadAttention`. Children 0, 1 and 2 of `dropout_key` decide what is dropped
-        of the attention weights, the attention output and the feed-forward output.
+        The arguments are those of `MultiHeadAttention.attend`. Children 0, 1 and 2 of `dropout_key`
+        decide what is dropped of the attention weights, the attention output and the feed-forward
+        output.
         """
         check_tokens("x", x, "d_model", self.att.d_in, self.att.context_length)
         keys = [fold_in(dropout_key, i) for i in range(3)]
-        attended = self.att(
+        attended = run_layer(
+            self.att,
             self._before(self.norm1, x),
-            cache=cache,
-            return_weights=return_weights,
             mask=mask,
             bias=bias,
             positions=positions,
             lengths=lengths,
+            cache=cache,
+            return_weights=return_weights,
             dropout_key=keys[0],
         )
-        output, weights, cache = unpack(attended, return_weights, cache is not None)
-        x = self._add(x, output, self.norm1, self.post_norm1, keys[1])
+        x = self._add(x, attended.output, self.norm1, self.post_norm1, keys[1])
         x = self._add(x, self.ff(self._before(self.norm2, x)), self.norm2, self.post_norm2, keys[2])
-        return Outputs(x, weights, cache).pack()
+        return replace(attended, output=x)
+
+    def forward(
+        self,
+        x: Tokens,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Tensor:
+        """Return the tokens; `attend` describes the arguments."""
+        options: CallOptions = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
+        return self.attend(x, **options).output
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Cache:
         """Return an empty cache of the attention, see `MultiHeadAttention.init_cache`."""

@@ -1,7 +1,7 @@
 """How attention modules are called, and what they return."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypedDict, cast
+from collections.abc import Callable
+from typing import Any, TypedDict
 
 import torch
 from jaxtyping import Float
@@ -9,19 +9,16 @@ from torch import Tensor
 
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.positions import RoPE, as_positions
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.modules.typed import TypedModule
 
 Bias = Float[Tensor, "..."] | Callable[[Tensor, Tensor], Tensor]
-Returned = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Cache] | tuple[Tensor, Tensor, Cache]
 
 
 class CallOptions(TypedDict, total=False):
-    """Keyword arguments that do not change how many values a call returns.
-
-    `MultiHeadAttention.forward` describes them.
-    """
+    """Keyword arguments of a call; `MultiHeadAttention.attend` describes them."""
 
     mask: Mask | Tensor | None
     bias: Bias | None
@@ -44,13 +41,13 @@ class Attention(TypedModule):
         rope: rotary positions; None where the module takes no `positions`.
 
     Example:
-        >>> from torch_ref import Attention, FeedForward, TransformerBlock
+        >>> from torch_ref import Attention, FeedForward, Outputs, TransformerBlock
         >>> class FirstToken(Attention):
         ...     def __init__(self, width):
         ...         super().__init__()
         ...         self.d_in = self.d_out = width
-        ...     def forward(self, query, **options):
-        ...         return query[..., :1, :] + 0 * query
+        ...     def attend(self, query, **options):
+        ...         return Outputs(query[..., :1, :] + 0 * query)
         >>> block = TransformerBlock(FirstToken(4), FeedForward(4), None, None)
         >>> block(torch.ones((2, 3, 4))).shape
         torch.Size([2, 3, 4])
@@ -62,12 +59,43 @@ class Attention(TypedModule):
     window: int | None = None
     rope: RoPE | None = None
 
-    def forward(self, query: Tensor, *args: Any, **options: Any) -> Returned:
-        """Return the output, followed by the weights and the new cache if requested.
+    def attend(
+        self,
+        query: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        cache: Any = None,
+        return_weights: bool = False,
+        dropout_key: Tensor | None = None,
+    ) -> Outputs[Any]:
+        """Return the output with the weights and the new cache, if requested.
 
-        The options include those of `CallOptions`.
+        The arguments are those of `MultiHeadAttention.attend`.
         """
         raise NotImplementedError
+
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Tensor:
+        """Return the output of `attend`, which describes the arguments."""
+        options: CallOptions = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
+        return self.attend(query, **options).output
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Cache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens.
@@ -77,47 +105,19 @@ class Attention(TypedModule):
         raise NotImplementedError
 
 
-class Outputs(NamedTuple):
-    """The values that a call returns by name; those not requested are None.
+def run_layer(
+    layer: Any, *inputs: Any, cache: Any = None, return_weights: bool = False, **options: Any
+) -> Outputs[Any]:
+    """Return the outputs of an attention layer, a block or what is called like them.
 
-    Args:
-        output: output of the layer, `(b, t, d)`.
-        weights: attention weights, `(b, n, t, s)`.
-        cache: cache with the new tokens.
+    Where the output alone is requested it is a plain call: that is what hooks observe.
     """
-
-    output: Tensor
-    weights: Tensor | None = None
-    cache: Cache | None = None
-
-    def pack(self) -> Returned:
-        """Return the output, followed by the weights and the cache if there are any.
-
-        Example:
-            >>> import torch
-            >>> output, weights = Outputs(torch.ones(2), weights=torch.zeros(2)).pack()
-        """
-        if self.weights is None:
-            return self.output if self.cache is None else (self.output, self.cache)
-        return (
-            (self.output, self.weights)
-            if self.cache is None
-            else (self.output, self.weights, self.cache)
-        )
-
-
-def unpack(returned: Returned, return_weights: bool, cached: bool = False) -> Outputs:
-    """Return the values of a call by name: the inverse of `Outputs.pack`.
-
-    Example:
-        >>> import torch
-        >>> unpack(torch.ones(2), return_weights=False).weights is None
-        True
-    """
-    values = cast(Iterator[Any], iter(returned if return_weights or cached else (returned,)))
-    return Outputs(
-        next(values), next(values) if return_weights else None, next(values) if cached else None
-    )
+    requested: dict[str, Any] = {} if cache is None else {"cache": cache}
+    if return_weights:
+        requested["return_weights"] = True
+    if not requested:
+        return Outputs(layer(*inputs, **options))
+    return layer.attend(*inputs, **requested, **options)
 
 
 def check_self_attention(

@@ -1,12 +1,12 @@
 """One head of causal self-attention, with dropout on the weights."""
 
-from typing import Literal, overload
-
 from torch import Tensor
 
 from attn_spec.checks import check_context_length, check_tokens
-from torch_ref.attention import single_head_attention
+from torch_ref.attention import attend_one_head
+from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.masks import Mask, as_mask
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.self_attention import SelfAttention
@@ -67,36 +67,34 @@ class CausalAttention(SelfAttention):
         state_dict.pop(f"{prefix}mask", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    @overload
-    def forward(
-        self, x: Tensor, *, mask: Mask | Tensor | None = None,
-        return_weights: Literal[False] = False, dropout_key: Tensor | None = None,
-    ) -> Tensor: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[True],
-        dropout_key: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-    def forward(
+    def attend(
         self,
         x: Tokens,
         *,
         mask: Mask | Tensor | None = None,
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the context vectors, followed by the weights if `return_weights`.
+    ) -> Outputs[Cache]:
+        """Return the context vectors, with the weights if `return_weights`.
 
         `mask` hides more than the causal mask does. In train mode `dropout_key` decides what is
         dropped; without it a key is drawn from torch's generator.
         """
         check_tokens("x", x, "d_in", self.d_in, self.context_length)
-        return single_head_attention(
+        return attend_one_head(
             *self.project(x),
             mask=Mask.causal() & as_mask(mask, heads=False),
             dropout=self.dropout.keyed(dropout_key),
             backend=self.backend,
             return_weights=return_weights,
         )
+
+    def forward(
+        self,
+        x: Tokens,
+        *,
+        mask: Mask | Tensor | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Tensor:
+        """Return the context vectors; `attend` describes the arguments."""
+        return self.attend(x, mask=mask, dropout_key=dropout_key).output

@@ -1,6 +1,6 @@
 """The decoder block that attends to the output of an encoder."""
 
-from typing import Any, Unpack, overload
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,10 @@ from attn_spec.module_checks import check_block_widths
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
-from torch_ref.functional.shapes import Tokens
-from torch_ref.modules.calls import Attention, CallOptions, unpack
+from torch_ref.functional.masks import Mask
+from torch_ref.functional.outputs import Outputs
+from torch_ref.functional.shapes import ArrayLike, Tokens
+from torch_ref.modules.calls import Attention, Bias, CallOptions, run_layer
 from torch_ref.modules.cross_attention import CrossAttention
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.typed import TypedModule
@@ -88,43 +90,61 @@ class CrossBlock(TypedModule):
         self.norm1, self.norm2, self.norm3 = norm1, norm2, norm3
         self.drop_shortcut = drop_shortcut
 
-    @overload
-    def forward(
-        self, x: Tensor, kept: KVCache, *, cache: None = None, **options: Unpack[CallOptions]
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self, x: Tensor, kept: KVCache, *, cache: Cache, **options: Unpack[CallOptions]
-    ) -> tuple[Tensor, Cache]: ...
-    def forward(
+    def attend(
         self,
         x: Tokens,
         kept: KVCache,
         *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
         cache: Cache | None = None,
         dropout_key: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor | tuple[Tensor, Cache]:
-        """Return the tokens, followed by the new cache if there is a cache.
+    ) -> Outputs[Cache]:
+        """Return the tokens, with the new cache if there is a cache.
 
         `kept` is what `cross.keep` returned; the other arguments are those of the self-attention.
         Children 0 to 4 of `dropout_key` decide what is dropped: of the weights and the output of
         either attention, and of the feed-forward layer's output.
         """
         keys = [fold_in(dropout_key, i) for i in range(5)]
-        attended = self.att(
-            self._before(self.norm1, x), cache=cache, dropout_key=keys[0], **options
+        attended = run_layer(
+            self.att,
+            self._before(self.norm1, x),
+            mask=mask,
+            bias=bias,
+            positions=positions,
+            lengths=lengths,
+            cache=cache,
+            dropout_key=keys[0],
         )
-        output, _, cache = unpack(attended, False, cache is not None)
-        x = self._add(x, output, self.norm1, keys[1])
-        x = self._add(
-            x,
-            self.cross(self._before(self.norm2, x), kept, dropout_key=keys[2]),
-            self.norm2,
-            keys[3],
-        )
+        x = self._add(x, attended.output, self.norm1, keys[1])
+        crossed = self.cross(self._before(self.norm2, x), kept, dropout_key=keys[2])
+        x = self._add(x, crossed, self.norm2, keys[3])
         x = self._add(x, self.ff(self._before(self.norm3, x)), self.norm3, keys[4])
-        return x if cache is None else (x, cache)
+        return replace(attended, output=x)
+
+    def forward(
+        self,
+        x: Tokens,
+        kept: KVCache,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Tensor:
+        """Return the tokens; `attend` describes the arguments."""
+        options: CallOptions = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
+        return self.attend(x, kept, **options).output
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> Cache:
         """Return an empty cache of the self-attention, see `MultiHeadAttention.init_cache`."""

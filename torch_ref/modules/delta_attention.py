@@ -1,7 +1,7 @@
 """The base class of attention by the gated delta rule."""
 
 from collections.abc import Callable
-from typing import Any, Literal, Unpack, overload
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -14,9 +14,10 @@ from torch_ref.functional.delta_cache import DeltaCache, documents_of
 from torch_ref.functional.delta_rule import gated_delta_rule
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.masks import Mask, as_mask
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.padding import real_tokens
 from torch_ref.functional.shapes import ArrayLike, Tokens
-from torch_ref.modules.calls import Attention, CallOptions, Outputs, Returned
+from torch_ref.modules.calls import Attention
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.norm import RMSNorm
 from torch_ref.modules.short_convolution import ShortConvolution
@@ -120,19 +121,7 @@ class DeltaAttention(Attention):
         beta = self.W_beta(x)
         return beta.to(accumulation_dtype(beta.dtype)).sigmoid()
 
-    @overload
-    def forward(
-        self, query: Tensor, *, cache: None = None, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> Tensor: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, query: Tensor, *, cache: DeltaCache, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, DeltaCache]: ...  # fmt: skip
-
-    def forward(
+    def attend(
         self,
         query: Tokens,
         *,
@@ -140,8 +129,8 @@ class DeltaAttention(Attention):
         lengths: ArrayLike | int | None = None,
         cache: DeltaCache | None = None,
         **options: Any,
-    ) -> Returned:
-        """Return the output, followed by the new cache if there is a cache.
+    ) -> Outputs[DeltaCache]:
+        """Return the output, with the new cache if there is a cache.
 
         Args:
             query: the input.
@@ -162,11 +151,9 @@ class DeltaAttention(Attention):
         if query.ndim == 2:
             batched = None if cache is None else _each(cache, lambda x: x[None])
             output, after = self._attend(query[None], as_mask(mask), lengths, batched)
-            return Outputs(
-                output[0], cache=None if after is None else _each(after, lambda x: x[0])
-            ).pack()
+            return Outputs(output[0], cache=None if after is None else _each(after, lambda x: x[0]))
         output, after = self._attend(query, as_mask(mask), lengths, cache)
-        return Outputs(output, cache=after).pack()
+        return Outputs(output, cache=after)
 
     def init_cache(
         self, b: int | None, capacity: int, dtype: torch.dtype | None = None

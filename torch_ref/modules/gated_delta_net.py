@@ -25,8 +25,8 @@ class GatedDeltaNet(DeltaAttention):
     Example:
         >>> import torch
         >>> layer = GatedDeltaNet(6, 6, num_heads=4, head_dim=3, num_key_heads=2)
-        >>> output, cache = layer(torch.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
-        >>> output.shape, cache.state.shape
+        >>> found = layer.attend(torch.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
+        >>> found.output.shape, found.cache.state.shape
         (torch.Size([2, 5, 6]), torch.Size([2, 4, 3, 3]))
 
     References:

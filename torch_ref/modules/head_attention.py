@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from attn_spec.cache_checks import check_cache_window, check_capacity
 from attn_spec.checks import check_tokens, check_type
 from attn_spec.scores import Scores
-from torch_ref.attention import dot_product_attention
+from torch_ref.attention import attend
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.masks import Mask, as_mask
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.score_function import placed_score
 from torch_ref.functional.shapes import ArrayLike
 from torch_ref.functional.tags import checkpoint_name
-from torch_ref.modules.calls import Attention, Bias, Outputs, Returned, unpack
+from torch_ref.modules.calls import Attention, Bias
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.heads import gate_heads
 from torch_ref.modules.linear import Linear
@@ -73,8 +74,8 @@ class HeadAttention(Attention):
         cache: KVCache | None,
         return_weights: bool,
         dropout_key: Tensor | None,
-    ) -> Returned:
-        """Return the results of a call; the first input is that of the queries."""
+    ) -> Outputs[KVCache]:
+        """Return the outputs of a call; the first input is that of the queries."""
         query: Any = inputs[0]
         check_tokens("query", query, "d_in", self.d_in, self.context_length)
         if cache is not None:
@@ -106,12 +107,12 @@ class HeadAttention(Attention):
         output = checkpoint_name(
             self.out_proj(rearrange(context, "... t n h -> ... t (n h)")), "output"
         )
-        return Outputs(output, weights, cache).pack()
+        return Outputs(output, weights, cache)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, *others: Any, return_weights: bool, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        attended = dot_product_attention(
+        found = attend(
             *(q, k, v, *others),
             scale=self.head_dim**-0.5 if self.scores.scale is None else self.scores.scale,
             soft_cap=self.scores.soft_cap,
@@ -120,7 +121,7 @@ class HeadAttention(Attention):
             return_weights=return_weights,
             **options,
         )
-        return unpack(attended, return_weights)[:2]
+        return found.output, found.weights
 
     def _mask(self, mask: Mask | Tensor | None) -> Mask:
         own = Mask.causal() if self.window is None else Mask.sliding_window(self.window)

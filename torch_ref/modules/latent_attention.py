@@ -1,6 +1,6 @@
 """Multi-head latent attention: keys and values of all heads from one small vector a token."""
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -14,9 +14,10 @@ from attn_spec.scores import Scores
 from torch_ref.attention import check_backend
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.positions import RoPE
 from torch_ref.functional.shapes import ArrayLike
-from torch_ref.modules.calls import Bias, CallOptions, Returned, check_self_attention
+from torch_ref.modules.calls import Bias, CallOptions, check_self_attention
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.head_attention import HeadAttention
 from torch_ref.modules.heads import Norm
@@ -90,8 +91,8 @@ class MultiHeadLatentAttention(HeadAttention):
         ...     qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=5,
         ...     rope=RoPE(interleaved=True)
         ... )
-        >>> output, cache = layer(torch.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
-        >>> output.shape, cache.key.shape, cache.value.numel()
+        >>> found = layer.attend(torch.ones((2, 5, 6)), cache=layer.init_cache(2, 8))
+        >>> found.output.shape, found.cache.key.shape, found.cache.value.numel()
         (torch.Size([2, 5, 6]), torch.Size([2, 1, 8, 5]), 0)
 
     References:
@@ -159,31 +160,7 @@ class MultiHeadLatentAttention(HeadAttention):
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if scores.sinks else None
         self.dropout = Dropout(dropout)
 
-    @overload
-    def forward(
-        self, query: Tensor, *, cache: None = None, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> Tensor: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, query: Tensor, *, cache: None = None, return_weights: Literal[True],
-        **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, query: Tensor, *, cache: KVCache, return_weights: Literal[False] = False,
-        **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, query: Tensor, *, cache: KVCache, return_weights: Literal[True],
-        **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, Tensor, KVCache]: ...  # fmt: skip
-
-    def forward(
+    def attend(
         self,
         query: Float[Tensor, "*b t d_in"],
         *,
@@ -194,20 +171,20 @@ class MultiHeadLatentAttention(HeadAttention):
         cache: KVCache | None = None,
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
-    ) -> Returned:
-        """Return the output, followed by the weights and the new cache if requested.
+    ) -> Outputs[KVCache]:
+        """Return the output with the weights and the new cache, if requested.
 
-        The arguments are those of `MultiHeadAttention`.
+        The arguments are those of `MultiHeadAttention.attend`.
         """
         check_self_attention(self.rope, query, None, positions, cache)
-        options = {
+        options: CallOptions = {
             "mask": mask,
             "bias": bias,
             "positions": positions,
             "lengths": lengths,
-            "cache": cache,
+            "dropout_key": dropout_key,
         }
-        return self._run(query, return_weights=return_weights, dropout_key=dropout_key, **options)
+        return self._run(query, cache=cache, return_weights=return_weights, **options)
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
         """Return an empty cache of up to `capacity` tokens; see `MultiHeadAttention.init_cache`.

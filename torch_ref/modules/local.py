@@ -26,7 +26,7 @@ class LocalAttention(MultiHeadAttention):
     Example:
         >>> import torch
         >>> layer = LocalAttention(6, 8, None, 0.0, 4, reach=1)
-        >>> _, weights = layer(torch.ones((2, 4, 6)), return_weights=True)
+        >>> weights = layer.attend(torch.ones((2, 4, 6)), return_weights=True).weights
         >>> (weights[0, 0] > 0).int()
         tensor([[1, 1, 0, 0],
                 [1, 1, 1, 0],

@@ -1,7 +1,5 @@
 """Multi-head, grouped-query and multi-query attention; self or cross; causal or not."""
 
-from typing import Literal, Unpack, overload
-
 import torch
 from einops import rearrange
 from jaxtyping import Float
@@ -20,9 +18,10 @@ from attn_spec.scores import Scores
 from torch_ref.attention import check_backend
 from torch_ref.functional.cache import KVCache
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.positions import RoPE
 from torch_ref.functional.shapes import ArrayLike
-from torch_ref.modules.calls import Bias, CallOptions, Returned, check_self_attention
+from torch_ref.modules.calls import Bias, CallOptions, check_self_attention
 from torch_ref.modules.dropout import Dropout
 from torch_ref.modules.head_attention import HeadAttention
 from torch_ref.modules.heads import GATES, Norm, norm_heads
@@ -82,8 +81,8 @@ class MultiHeadAttention(HeadAttention):
         >>> layer = MultiHeadAttention(
         ...     6, 8, context_length=5, dropout=0.0, num_heads=4, num_kv_heads=2
         ... )
-        >>> output, weights = layer(torch.ones((3, 5, 6)), return_weights=True)
-        >>> output.shape, weights.shape
+        >>> attended = layer.attend(torch.ones((3, 5, 6)), return_weights=True)
+        >>> attended.output.shape, attended.weights.shape
         (torch.Size([3, 5, 8]), torch.Size([3, 4, 5, 5]))
 
     References:
@@ -153,31 +152,7 @@ class MultiHeadAttention(HeadAttention):
         state_dict.pop(f"{prefix}mask", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    @overload
-    def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
-        cache: None = None, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
-    ) -> Tensor: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
-        cache: None = None, return_weights: Literal[True], **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
-        cache: KVCache, return_weights: Literal[False] = False, **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, KVCache]: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *,
-        cache: KVCache, return_weights: Literal[True], **options: Unpack[CallOptions],
-    ) -> tuple[Tensor, Tensor, KVCache]: ...  # fmt: skip
-
-    def forward(
+    def attend(
         self,
         query: Float[Tensor, "*b t d_in"],
         key: Float[Tensor, "*b s kdim"] | None = None,
@@ -190,10 +165,8 @@ class MultiHeadAttention(HeadAttention):
         cache: KVCache | None = None,
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
-    ) -> Returned:
-        """Return the output, followed by the weights and the new cache if requested.
-
-        `return_weights` requests the weights, and `cache` the new cache.
+    ) -> Outputs[KVCache]:
+        """Return the output with the weights and the new cache, if requested.
 
         Args:
             query: input that queries are projected from.
@@ -216,16 +189,36 @@ class MultiHeadAttention(HeadAttention):
                 generator.
         """
         check_self_attention(self.rope, query, key, positions, cache)
-        options = {
+        options: CallOptions = {
             "mask": mask,
             "bias": bias,
             "positions": positions,
             "lengths": lengths,
-            "cache": cache,
+            "dropout_key": dropout_key,
         }
-        return self._run(
-            query, key, value, return_weights=return_weights, dropout_key=dropout_key, **options
-        )
+        return self._run(query, key, value, cache=cache, return_weights=return_weights, **options)
+
+    def forward(
+        self,
+        query: Float[Tensor, "*b t d_in"],
+        key: Float[Tensor, "*b s kdim"] | None = None,
+        value: Float[Tensor, "*b s vdim"] | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | None = None,
+        positions: ArrayLike | None = None,
+        lengths: ArrayLike | int | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Tensor:
+        """Return the output of `attend`, which describes the arguments."""
+        options: CallOptions = {
+            "mask": mask,
+            "bias": bias,
+            "positions": positions,
+            "lengths": lengths,
+            "dropout_key": dropout_key,
+        }
+        return self.attend(query, key, value, **options).output
 
     def init_cache(self, b: int | None, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
         """Return an empty cache for `b` sequences of up to `capacity` tokens.

@@ -1,15 +1,15 @@
 """Causal heads side by side, each with projections of its own."""
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor, nn
 
 from attn_spec.checks import check_positive
+from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.dropout import fold_in
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.shapes import Tokens
-from torch_ref.modules.calls import unpack
+from torch_ref.modules.calls import run_layer
 from torch_ref.modules.causal import CausalAttention
 from torch_ref.modules.typed import TypedModule
 
@@ -62,39 +62,34 @@ class MultiHeadAttentionWrapper(TypedModule):
             ]
         )
 
-    @overload
-    def forward(
-        self, x: Tensor, *, mask: Mask | Tensor | None = None,
-        return_weights: Literal[False] = False, dropout_key: Tensor | None = None,
-    ) -> Tensor: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[True],
-        dropout_key: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-    def forward(
+    def attend(
         self,
         x: Tokens,
         *,
         mask: Mask | Tensor | None = None,
         return_weights: bool = False,
         dropout_key: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the context vectors, followed by the weights if `return_weights`.
+    ) -> Outputs[Cache]:
+        """Return the context vectors, with the weights if `return_weights`.
 
         Child i of `dropout_key` decides what head i drops.
         """
-        results = [
-            unpack(
-                head(
-                    x, return_weights=return_weights, mask=mask, dropout_key=fold_in(dropout_key, i)
-                ),
-                return_weights,
-            )
-            for i, head in enumerate(self.heads)
-        ]
-        output = torch.cat([result.output for result in results], dim=-1)
-        weights = [result.weights for result in results if result.weights is not None]
-        return (output, torch.stack(weights, dim=-3)) if return_weights else output
+        found = []
+        for i, head in enumerate(self.heads):
+            key = fold_in(dropout_key, i)
+            options = {"mask": mask, "dropout_key": key, "return_weights": return_weights}
+            found.append(run_layer(head, x, **options))
+        output = torch.cat([one.output for one in found], dim=-1)
+        if not return_weights:
+            return Outputs(output)
+        return Outputs(output, torch.stack([one.weights for one in found], dim=-3))
+
+    def forward(
+        self,
+        x: Tokens,
+        *,
+        mask: Mask | Tensor | None = None,
+        dropout_key: Tensor | None = None,
+    ) -> Tensor:
+        """Return the context vectors; `attend` describes the arguments."""
+        return self.attend(x, mask=mask, dropout_key=dropout_key).output

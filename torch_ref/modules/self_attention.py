@@ -1,12 +1,12 @@
 """One head of self-attention with learned projections."""
 
-from typing import Literal, overload
-
 from torch import Tensor
 
 from attn_spec.checks import check_positive, check_tokens
-from torch_ref.attention import check_backend, single_head_attention
+from torch_ref.attention import attend_one_head, check_backend
+from torch_ref.functional.cache_base import Cache
 from torch_ref.functional.masks import Mask
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.linear import Linear
 from torch_ref.modules.typed import TypedModule
@@ -66,23 +66,18 @@ class SelfAttention(TypedModule):
         """Return queries, keys and values."""
         return self.W_query(x), self.W_key(x), self.W_value(x)
 
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Mask | Tensor | None = None,
-        return_weights: Literal[False] = False,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self, x: Tensor, *, mask: Mask | Tensor | None = None, return_weights: Literal[True]
-    ) -> tuple[Tensor, Tensor]: ...
-    def forward(
+    def attend(
         self, x: Tokens, *, mask: Mask | Tensor | None = None, return_weights: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the context vectors, followed by the weights if `return_weights`."""
+    ) -> Outputs[Cache]:
+        """Return the context vectors, with the weights if `return_weights`."""
         check_tokens("x", x, "d_in", self.d_in, None)
-        return single_head_attention(
-            *self.project(x), mask=mask, backend=self.backend, return_weights=return_weights
+        return attend_one_head(
+            *self.project(x),
+            mask=mask,
+            backend=self.backend,
+            return_weights=return_weights,
         )
+
+    def forward(self, x: Tokens, *, mask: Mask | Tensor | None = None) -> Tensor:
+        """Return the context vectors."""
+        return self.attend(x, mask=mask).output

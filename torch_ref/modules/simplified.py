@@ -1,11 +1,11 @@
 """Self-attention without parameters: the idea alone."""
 
-from typing import Literal, overload
-
 from torch import Tensor
 
 from attn_spec.checks import check_tokens
-from torch_ref.attention import check_backend, single_head_attention
+from torch_ref.attention import attend_one_head, check_backend
+from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.outputs import Outputs
 from torch_ref.functional.shapes import Tokens
 from torch_ref.modules.typed import TypedModule
 
@@ -34,13 +34,13 @@ class SimplifiedSelfAttention(TypedModule):
         check_backend(backend)
         self.backend = backend
 
-    @overload
-    def forward(self, x: Tensor, *, return_weights: Literal[False] = False) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, *, return_weights: Literal[True]) -> tuple[Tensor, Tensor]: ...
-    def forward(self, x: Tokens, *, return_weights: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the context vectors, followed by the weights if `return_weights`."""
+    def attend(self, x: Tokens, *, return_weights: bool = False) -> Outputs[Cache]:
+        """Return the context vectors, with the weights if `return_weights`."""
         check_tokens("x", x, "d", x.shape[-1], None)
-        return single_head_attention(
+        return attend_one_head(
             x, x, x, scale=1.0, backend=self.backend, return_weights=return_weights
         )
+
+    def forward(self, x: Tokens) -> Tensor:
+        """Return the context vectors."""
+        return self.attend(x).output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -238,9 +238,24 @@ def named(result: Any) -> dict[str, Any]:
     )
 
 
+def by_field(value: Any) -> Any:
+    """Return a dataclass as a mapping of its fields, and all else as it is.
+
+    Example:
+        >>> from flax_attn import Outputs
+        >>> sorted(by_field(Outputs(np.ones(2))))
+        ['cache', 'output', 'weights']
+    """
+    # The outputs of transformers are both: the mapping leaves out what is None.
+    if isinstance(value, Mapping | type) or not is_dataclass(value):
+        return value
+    return {one.name: getattr(value, one.name) for one in fields(value)}
+
+
 def _walk(name: str, value: Any):
     if value is None:
         return
+    value = by_field(value)
     if isinstance(value, Mapping | tuple | list):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, inner in items:

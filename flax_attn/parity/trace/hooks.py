@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_attn.parity.adapters.adapter import Arrays, float64
+from flax_attn.parity.adapters.adapter import Arrays, by_field, float64
 
 ROOT = "."  # the whole module, together with the function that calls it
 
@@ -66,6 +67,7 @@ class Frame:
 
     name: str
     inputs: tuple[Any, ...]
+    path: str = ""
 
 
 class Observer:
@@ -91,7 +93,8 @@ class Observer:
 
     def enter(self, path: str, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Begin a call with these floating arrays; return those to call with."""
-        frame = Frame(self._numbered(self.names.get(path, f"{self.framework}:{path}")), inputs)
+        name = self._numbered(self.names.get(path, f"{self.framework}:{path}"))
+        frame = Frame(name, inputs, path)
         inputs = self.entered(frame)
         self.frames.append(frame)
         return inputs
@@ -113,6 +116,11 @@ class Observer:
         kind = OPERATIONS.get(operation)
         if kind is not None and dtype in ("float32", "bfloat16", "float16"):
             self.lower[path_of(self.enclosing.name)][kind] = dtype
+
+    @property
+    def path(self) -> str:
+        """The path of the innermost module that is called."""
+        return self.frames[-1].path
 
     @property
     def enclosing(self) -> Frame:
@@ -190,7 +198,7 @@ def numpy64(array: Any) -> np.ndarray:
 
 
 def floats(tree: Any) -> tuple[Any, ...]:
-    """Return the floating arrays in nested tuples, lists and mappings, each once.
+    """Return the floating arrays in nested tuples, lists, mappings and dataclasses, each once.
 
     Example:
         >>> x = np.ones(2)
@@ -201,6 +209,7 @@ def floats(tree: Any) -> tuple[Any, ...]:
 
 
 def _arrays(tree: Any) -> Iterator[Any]:
+    tree = by_field(tree)
     if isinstance(tree, Mapping):
         tree = list(tree.values())
     if isinstance(tree, tuple | list):
@@ -232,7 +241,19 @@ def _replaced(tree: Any, new: Mapping[int, Any]) -> Any:
     if isinstance(tree, tuple | list):
         inner = [_replaced(value, new) for value in tree]
         return type(tree)(*inner) if hasattr(tree, "_fields") else type(tree)(inner)
-    return tree
+    held = by_field(tree)
+    if held is tree:
+        return tree
+    changed = copy.copy(tree)
+    for name, value in held.items():
+        object.__setattr__(changed, name, _replaced(value, new))  # frozen ones too
+    return changed
+
+
+def weighs(module: Any) -> bool:
+    """Return whether a module has a method `attend`, a call that also returns attention weights."""
+    method = getattr(module, "attend", None)
+    return method is not None and "return_weights" in inspect.signature(method).parameters
 
 
 def outputs(activations: Mapping[str, Activation]) -> Arrays:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
@@ -27,7 +28,7 @@ from flax import linen, nnx
 from flax_attn.convert.api import naming
 from flax_attn.parity.adapters.jax_adapter import JaxAdapter
 from flax_attn.parity.pair import Pair
-from flax_attn.parity.trace.hooks import ROOT, Observer, floats, replaced
+from flax_attn.parity.trace.hooks import ROOT, Observer, floats, replaced, weighs
 from flax_attn.parity.trace.jaxpr import evaluate, mark
 from flax_attn.parity.trace.tables import tables_of_flax
 
@@ -180,11 +181,31 @@ def _marking(cls: type, path: str) -> type:
         return _call(path, super(marking, self).__call__, args, kwargs)  # pyright: ignore
 
     names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    if weighs(cls):
+
+        @wraps(cls.attend)
+        def attend(self, *args, **kwargs):
+            return _call(path, super(marking, self).attend, args, kwargs)  # pyright: ignore
+
+        names["attend"] = attend
     marking = type(cls)(cls.__name__, (cls,), names)
     return marking
 
 
 def _call(path: str, function: Callable, args: tuple, kwargs: dict) -> Any:
+    if _innermost.get() == path:  # its own `attend`
+        return function(*args, **kwargs)
+    outer = _innermost.set(path)
+    try:
+        return _marked_call(path, function, args, kwargs)
+    finally:
+        _innermost.reset(outer)
+
+
+_innermost: ContextVar[str] = ContextVar("path of the innermost call", default="")
+
+
+def _marked_call(path: str, function: Callable, args: tuple, kwargs: dict) -> Any:
     args, kwargs = _mark((args, kwargs), _jax_floats((args, kwargs)), event="enter", name=path)
     result = function(*args, **kwargs)
     return _mark(result, _jax_floats(result)[:1], event="leave", name=path)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
@@ -26,7 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flax_attn.parity.adapters.adapter import Arrays
 from flax_attn.parity.adapters.torch_adapter import TorchAdapter
-from flax_attn.parity.trace.hooks import ROOT, ActivationRecorder, Frame, floats, numpy64, replaced
+from flax_attn.parity.trace.hooks import (
+    ROOT,
+    ActivationRecorder,
+    Frame,
+    floats,
+    numpy64,
+    replaced,
+    weighs,
+)
 
 SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
 NO_FORWARD = torch.nn.Module.forward
@@ -134,6 +143,22 @@ def _hook(module: torch.nn.Module, recorder: TorchRecorder) -> None:
         if path:
             inner.register_forward_pre_hook(before(path), with_kwargs=True)
             inner.register_forward_hook(lambda module, args, output: _left(recorder, output))
+            if weighs(inner):
+                own: Any = inner
+                own.attend = _observed(recorder, path, own.attend)
+
+
+def _observed(recorder: TorchRecorder, path: str, attend: Callable) -> Callable:
+    """Return the `attend` of a module, observed where it is not called by the module itself."""
+
+    @wraps(attend)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        if recorder.path == path:
+            return attend(*args, **kwargs)
+        args, kwargs = _entered(recorder, path, (args, kwargs))
+        return _left(recorder, attend(*args, **kwargs))
+
+    return observed
 
 
 def _entered(recorder: TorchRecorder, path: str, arguments: Any) -> Any:
