@@ -48,8 +48,7 @@ ONE_SIDED_FILES = {
     "functional/absorption.py": "flax_attn",  # saves work
     "functional/explicit_sharding.py": "flax_attn",  # for several devices
     "functional/kv_range.py": "flax_attn",  # for kernels, which only JAX has
-    "functional/local_view.py": "flax_attn",  # for parts of a call on several devices
-    "functional/token_runs.py": "flax_attn",
+    "functional/token_runs.py": "flax_attn",  # for parts of a call on several devices
     "functional/block_summary.py": "flax_attn",  # of tiles, for kernels
     "functional/traced.py": "flax_attn",  # PyTorch calls a function on tensors of indices
     "functional/traced_score.py": "flax_attn",
@@ -82,12 +81,10 @@ ONE_SIDED = {
         "tiles",
     },  # for kernels, which only JAX has
     "functional/mask_part.py": {
-        *("band", "has_interval", "interval", "kv_range", "row", "shift", "summarised", "tiles"),
-        *("of_rank_4", "pick"),
+        *("axes", "band", "kv_range", "row", "shift", "summarised", "tiles"),
+        *("PlacedPart", "of_rank_4", "per_row", "pick"),
     },
-    "functional/mask_parts.py": {
-        *("band", "ends", "interval", "kv_range", "row", "shift"),
-    },
+    "functional/mask_parts.py": {"kv_range", "shift"},
     "functional/score_function.py": {
         "apply",
         "trace",
