@@ -27,7 +27,7 @@ ONE_SIDED = {
     "attention.py": {"BACKENDS", "check_backend"},
     "functional/dropout.py": {"draw_key", "indices"},
     "functional/mask": {
-        *("band", "ends", "has_interval", "interval", "kv_range", "of_rank_4", "pick", "row"),
+        *("PlacedPart", "axes", "band", "kv_range", "of_rank_4", "per_row", "pick", "row"),
         *("shift", "split_band", "split_intervals", "summarise", "summarised", "tiles"),
     },
     "functional/score_function.py": {"apply", "trace"},

@@ -1,7 +1,7 @@
 """Causal masks, windows and lengths for kernels that need no mask array over `(t, s)`."""
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -35,10 +35,8 @@ def sides(call: Call) -> tuple[int | None, int | None]:
     """Return how many keys a query sees to its left and right; None where that hides nothing."""
     _, _, t, s = call.shape
     (low, high), _ = call.mask.split_band()
-    return (
-        None if low is None or -low >= t - 1 else -low,
-        None if high is None or high >= s - 1 else high,
-    )
+    left = None if low is None or -low >= t - 1 else -low
+    return left, None if high is None or high >= s - 1 else high
 
 
 def has_lengths(call: Call) -> bool:
@@ -55,25 +53,24 @@ def attend_band(call: Call, kernel: Callable[[Call, Band, Array, Array, Array], 
 
 
 def _attend(kernel: Callable[[Call, Band, Array, Array, Array], Array], call: Call) -> Array:
-    band = _band(call)
-    real = Band(band.left, band.right, jnp.maximum(band.query, 1), jnp.maximum(band.key, 1))
-    output = kernel(call, real, call.query, call.key, call.value)
+    left, right = sides(call)
+    query, key = _shortest(call, "query"), _shortest(call, "key")
+    # A window that ends left of the first padded key leaves later queries with nothing to see.
+    query = query if left is None else jnp.minimum(query, key + left)
+    query = jnp.where(key > 0, query, 0)
+    band = Band(left, right, jnp.maximum(query, 1), jnp.maximum(key, 1))
+    output = kernel(call, band, call.query, call.key, call.value)
     if not has_lengths(call):
         return output
-    sees = jnp.arange(call.shape[2], dtype=jnp.int32)[None] < band.query[:, None]
+    sees = jnp.arange(call.shape[2], dtype=jnp.int32)[None] < query[:, None]
     return jnp.where(sees[..., None, None], output, 0)
 
 
-def _band(call: Call) -> Band:
-    _, _, t, s = call.shape
-    (left, right), query, key = sides(call), _length(call, "query", t), _length(call, "key", s)
-    # A window that ends left of the first padded key leaves later queries with nothing to see.
-    query = query if left is None else jnp.minimum(query, key + left)
-    return Band(left, right, jnp.where(key > 0, query, 0), key)
-
-
-def _length(call: Call, name: str, size: int) -> Array:
-    given = (getattr(part, name) for part in call.mask.parts if isinstance(part, Lengths))
-    whole = jnp.full(call.query.shape[0], size, jnp.int32)
-    rows = (jnp.asarray(length, jnp.int32).reshape(-1) for length in given if length is not None)
-    return jnp.maximum(reduce(jnp.minimum, rows, whole), 0)
+def _shortest(call: Call, name: str) -> Array:
+    """Return how many queries or keys of each row all lengths let through."""
+    length = jnp.full(call.query.shape[0], getattr(call, name).shape[1], jnp.int32)
+    for part in call.mask.parts:
+        given = getattr(part, name) if isinstance(part, Lengths) else None
+        if given is not None:
+            length = jnp.minimum(length, jnp.asarray(given, jnp.int32).reshape(-1))
+    return jnp.maximum(length, 0)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool
 
 from attn_spec.checks import check_positive
 from flax_attn.functional.kv_range import KVRange, Tiles
-from flax_attn.functional.mask_part import Part
+from flax_attn.functional.mask_part import MaskPart, pick
 
 
 @jax.tree_util.register_dataclass
@@ -41,10 +41,10 @@ class Summary:
 
     def row(self, b: Any, n: Any) -> Summary:
         """Return the summary for one row of the batch and one head; None is all heads."""
-        some, whole = (_pick(x, b, 0) for x in (self.some, self.whole))
-        return (
-            self if n is None else replace(self, some=_pick(some, n, 1), whole=_pick(whole, n, 1))
-        )
+        some, whole = pick(self.some, b, 0), pick(self.whole, b, 0)
+        if n is not None:
+            some, whole = pick(some, n, 1), pick(whole, n, 1)
+        return replace(self, some=some, whole=whole)
 
     def columns(self, first: Any, last: Any) -> Tiles:
         """Return what the queries `first` to `last` see of every run of `size` keys.
@@ -52,16 +52,15 @@ class Summary:
         This is over all rows of the batch and all heads.
         """
         index = jnp.arange(self.some.shape[2], dtype=jnp.int32)
-        asking = ((index >= first // self.size) & (index <= last // self.size))[:, None]
-        some, whole = (
-            reduce(self.some, "b n t s -> t s", "max"),
-            reduce(self.whole, "b n t s -> t s", "min"),
-        )
+        asking = (index >= first // self.size) & (index <= last // self.size)
+        asking = asking[:, None]
+        some = reduce(self.some, "b n t s -> t s", "max")
+        whole = reduce(self.whole, "b n t s -> t s", "min")
         return Tiles((some & asking).any(axis=0), (whole | ~asking).all(axis=0))
 
 
 @dataclass(frozen=True)
-class Summarised(Part):
+class Summarised(MaskPart):
     """A mask and the summary of its tiles.
 
     Args:
@@ -99,8 +98,9 @@ class Summarised(Part):
         if self.summary is None:
             return found
         seen, size = self.summary.columns(first, last).some, self.summary.size
-        start, after = (jnp.argmax(x).astype(jnp.int32) * size for x in (seen, seen[::-1]))
-        return found & KVRange(start, jnp.where(seen.any(), len(seen) * size - after, 0), 0, s)
+        before, after = (jnp.argmax(x).astype(jnp.int32) * size for x in (seen, seen[::-1]))
+        stop = jnp.where(seen.any(), len(seen) * size - after, 0)
+        return found & KVRange(before, stop, 0, s)
 
     @property
     def summarised(self):
@@ -112,14 +112,12 @@ class Summarised(Part):
         columns, size = self.summary.columns(first, last), self.summary.size
         left = jnp.arange(len(columns.some), dtype=jnp.int32)[None] * size
         met = (left < stops[:, None]) & (left + size > starts[:, None])
-        return Tiles(
-            (met & columns.some[None]).any(axis=1), (~met | columns.whole[None]).all(axis=1)
-        )
+        some, whole = met & columns.some[None], ~met | columns.whole[None]
+        return Tiles(some.any(axis=1), whole.all(axis=1))
 
     def row(self, b, n):
-        return Summarised(
-            self.mask.row(b, n), None if self.summary is None else self.summary.row(b, n)
-        )
+        summary = None if self.summary is None else self.summary.row(b, n)
+        return Summarised(self.mask.row(b, n), summary)
 
     def shift(self, start, t, s):
         return Summarised(self.mask.shift(start, t, s))
@@ -138,24 +136,20 @@ def summarise(mask: Any, b: int, n: int, t: int, s: int, size: int) -> Summarise
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
 def _tiles(mask: Any, t: int, s: int, size: int) -> tuple[Array, Array]:
-    # Rows of tiles one after the other, so that no more than `size` queries are in memory at once.
-    rows, cols = (_tokens(tokens, size) for tokens in (t, s))
+    rows, cols = _tokens(t, size), _tokens(s, size).reshape(-1)
 
     def one(rows: Array) -> tuple[Bool[Array, "b n s"], Bool[Array, "b n s"]]:
-        seen = mask.block(rows, cols.reshape(-1))
-        seen = jnp.broadcast_to(seen, (*seen.shape[:2], size, cols.size))
+        seen = mask.block(rows, cols)
+        seen = jnp.broadcast_to(seen, (*seen.shape[:2], size, len(cols)))
         seen = rearrange(seen, "b n t (tiles s) -> b n tiles (t s)", s=size)
         return seen.any(axis=-1), seen.all(axis=-1)
 
-    some, whole = (rearrange(x, "t b n s -> b n t s") for x in jax.lax.map(one, rows))
-    return some, whole
+    # Rows of tiles one after the other, so that no more than `size` queries are in memory at once.
+    some, whole = jax.lax.map(one, rows)
+    return rearrange(some, "t b n s -> b n t s"), rearrange(whole, "t b n s -> b n t s")
 
 
 def _tokens(tokens: int, size: int) -> Array:
     # The last token stands for those that the last tile has too many, and changes nothing.
     tiles = -(-tokens // size)
     return jnp.minimum(jnp.arange(tiles * size, dtype=jnp.int32), tokens - 1).reshape(tiles, size)
-
-
-def _pick(array: Array, index: Any, axis: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(array, index, 1, axis)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Integer
 
-Limit = int | Integer[Array, ""]
+Limit = int | Integer[Array, "..."]
 UNBOUNDED = 2**29  # beyond every index; sums of a few of these still fit int32
 _INT32 = np.iinfo(np.int32)
 
@@ -39,13 +39,8 @@ class KVRange(NamedTuple):
         start, stop = maximum(self.start, other.start), minimum(self.stop, other.stop)
         if self.needs_mask or other.needs_mask:
             return KVRange(start, stop, 0, 0)
-        inner_start, inner_stop = self.inner_start, self.inner_stop
-        return KVRange(
-            start,
-            stop,
-            maximum(inner_start, other.inner_start),
-            minimum(inner_stop, other.inner_stop),
-        )
+        inner_start = maximum(self.inner_start, other.inner_start)
+        return KVRange(start, stop, inner_start, minimum(self.inner_stop, other.inner_stop))
 
     @property
     def needs_mask(self) -> bool:
@@ -72,8 +67,7 @@ class Tiles(NamedTuple):
 def bounded(values: Any, more: int = 0) -> int | Array:
     """Return `values + more`, clipped to `-UNBOUNDED` and `UNBOUNDED`.
 
-    An integer gives an integer, an array one of int32. Values are clipped before they are added, so
-    that no sum wraps around. Beyond every index the exact value does not matter.
+    An integer gives an integer, an array one of int32.
 
     Example:
         >>> bounded(2**70, -5), bounded(jnp.array([2**31 - 1, 3]), 2**31)
@@ -81,10 +75,11 @@ def bounded(values: Any, more: int = 0) -> int | Array:
     """
     if isinstance(values, int):
         return max(-UNBOUNDED, min(values + more, UNBOUNDED))
-    ends = (max(_INT32.min, min(end - more, _INT32.max)) for end in (-UNBOUNDED, UNBOUNDED))
-    low, high = (int(end) for end in ends)  # the values whose sum is within
-    steps = jnp.clip(as_int32(values), low, high) - low
-    return steps + jnp.int32(bounded(low, more))
+    # Values are clipped before they are added, to those whose sum is within: no sum wraps around.
+    low = max(_INT32.min, min(-UNBOUNDED - more, _INT32.max))
+    high = max(_INT32.min, min(UNBOUNDED - more, _INT32.max))
+    steps = jnp.clip(as_int32(values), int(low), int(high)) - int(low)
+    return steps + jnp.int32(bounded(int(low), more))
 
 
 def plus(values: Any, more: Any) -> int | Array:
@@ -98,7 +93,7 @@ def plus(values: Any, more: Any) -> int | Array:
     """
     if isinstance(values, int) and isinstance(more, int):
         return values + more
-    values, more = (jnp.atleast_1d(as_int32(x)) for x in (values, more))
+    values, more = jnp.atleast_1d(as_int32(values)), jnp.atleast_1d(as_int32(more))
     least = _INT32.min - jnp.minimum(more, 0)
     return jnp.clip(values, least, _INT32.max - jnp.maximum(more, 0)) + more
 
@@ -118,21 +113,6 @@ def as_int32(values: Any) -> Array:
     return jnp.asarray(values.astype(jnp.int32))
 
 
-def limits(count: Any, more: int = 0) -> tuple[Limit, Limit]:
-    """Return the least and the greatest of `count + more`, clipped to `UNBOUNDED`.
-
-    `count` is an integer or an array of integers.
-
-    Example:
-        >>> limits(2**70), limits(jnp.array([3, -1]))
-        ((536870912, 536870912), (Array(-1, dtype=int32), Array(3, dtype=int32)))
-    """
-    count = bounded(count, more)
-    if isinstance(count, int):
-        return count, count
-    return count.min(initial=UNBOUNDED), count.max(initial=-UNBOUNDED)
-
-
 def minimum(a: Limit, b: Limit) -> Limit:
     """Return the smaller limit, an integer if both are."""
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
@@ -148,3 +128,19 @@ def where(condition: Any, a: Limit, b: Limit) -> Limit:
     if isinstance(condition, bool):
         return a if condition else b
     return jnp.where(condition, a, b).astype(jnp.int32)
+
+
+def least(a: Limit, b: Limit) -> Limit:
+    """Return the smallest of all limits in two: an integer if both are, else a scalar."""
+    found = minimum(a, b)
+    if isinstance(found, int):
+        return found
+    return found.reshape(()) if found.size == 1 else found.min(initial=UNBOUNDED)
+
+
+def greatest(a: Limit, b: Limit) -> Limit:
+    """Return the largest of all limits in two: an integer if both are, else a scalar."""
+    found = maximum(a, b)
+    if isinstance(found, int):
+        return found
+    return found.reshape(()) if found.size == 1 else found.max(initial=-UNBOUNDED)

@@ -1,42 +1,25 @@
 """The arguments of mask constructors, checked and in one integer type."""
 
 from numbers import Integral
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from attn_spec.mask_checks import check_boolean, check_integers, read_array
 from flax_attn.functional.kv_range import as_int32
-from flax_attn.functional.mask_part import Count
-from flax_attn.functional.shapes import ArrayLike
 
 
 def as_booleans(array: Any) -> Array:
     """Return a boolean array, or raise `ValueError`."""
-    array = as_array("mask", array)
-    if array.dtype != bool:
-        raise ValueError(
-            f"mask must be boolean, True = attend; got dtype {array.dtype}. To add numbers to the"
-            " scores pass them as bias; for 0/1 integers write mask.astype(bool)"
-        )
+    array = _array("mask", array)
+    check_boolean(array.dtype == bool, array.dtype, "astype(bool)")
     return jnp.asarray(array)
 
 
-@overload
-def as_integers(name: str, values: None) -> None: ...
-
-
-@overload
-def as_integers(name: str, values: Count | ArrayLike) -> Count: ...
-
-
-@overload
-def as_integers(name: str, values: Count | ArrayLike | None) -> Count | None: ...
-
-
-def as_integers(name: str, values: Any) -> int | Array | None:
+def as_integers(name: str, values: Any) -> Any:
     """Return an integer or None as it is, and all else as an array of int32, or raise `ValueError`.
 
     What is beyond 32 bits becomes the largest or the smallest integer that is not: both are beyond
@@ -60,17 +43,16 @@ def as_ids(query: Any, key: Any) -> tuple[Array, Array]:
     key = query if key is None else _as_known_ids("key segments", key)
     wide = 8 * max(4, query.dtype.itemsize, key.dtype.itemsize)
     unsigned = [ids.dtype == f"uint{wide}" for ids in (query, key)]
-    signed = [ids.astype(f"int{wide}") for ids in (query, key)]
-    if not any(unsigned):
-        return signed[0], signed[1]
+    query, key = query.astype(f"int{wide}"), key.astype(f"int{wide}")
+    if unsigned[0] == unsigned[1]:
+        return query, key
     # A half of the unsigned numbers is read as negative ones, which then stand for them alone.
-    least = jnp.iinfo(signed[0].dtype).min
-    if not all(unsigned):
-        signed = [
-            jnp.where(ids < 0, least, ids) if large else jnp.maximum(ids, least + 1)
-            for ids, large in zip(signed, unsigned, strict=True)
-        ]
-    return signed[0], signed[1]
+    return _apart(query, unsigned[0]), _apart(key, unsigned[1])
+
+
+def _apart(ids: Array, unsigned: bool) -> Array:
+    least = jnp.iinfo(ids.dtype).min
+    return jnp.where(ids < 0, least, ids) if unsigned else jnp.maximum(ids, least + 1)
 
 
 def _as_known_ids(name: str, ids: Any) -> Array:
@@ -87,32 +69,18 @@ def _as_known_ids(name: str, ids: Any) -> Array:
 
 
 def _integer_array(name: str, values: Any) -> Array | np.ndarray:
-    array = as_array(name, values)
-    if not jnp.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"{name} must be integers; got dtype {array.dtype}. Cast them before the call"
-        )
+    array = _array(name, values)
+    check_integers(name, bool(jnp.issubdtype(array.dtype, np.integer)), array.dtype)
     return array
 
 
-def as_array(name: str, values: Any) -> Array | np.ndarray:
-    """Return JAX arrays and variables as JAX arrays, numbers and lists as NumPy arrays.
-
-    Raises `ValueError` for anything else.
-    """
-    if isinstance(values, jax.Array):
-        return values
+def _array(name: str, values: Any) -> Array | np.ndarray:
+    """Return JAX arrays and variables as JAX arrays, numbers and lists as NumPy arrays."""
     if hasattr(values, "__jax_array__"):  # a variable of a module
         return jnp.asarray(values)
-    if not isinstance(values, np.ndarray | np.generic | bool | int | float | list | tuple):
-        raise ValueError(
-            f"{name} must be an array, a number or a list; got {type(values).__name__}. Pass an"
-            " array of JAX or NumPy"
-        )
-    try:
-        traced = any(isinstance(x, jax.Array) for x in jax.tree.leaves(values))
-        return jnp.asarray(values) if traced else np.asarray(values)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(
-            f"{name} must be one array; got {error}. Pass rows of one length, of numbers"
-        ) from error
+    return values if isinstance(values, Array) else read_array(name, values, _read, Array, "JAX")
+
+
+def _read(values: Any) -> Array | np.ndarray:
+    traced = any(isinstance(x, Array) for x in jax.tree.leaves(values))
+    return jnp.asarray(values) if traced else np.asarray(values)

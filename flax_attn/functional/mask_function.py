@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from attn_spec.attention_checks import check_position
 from attn_spec.function_checks import check_known, check_same_size
@@ -34,40 +33,26 @@ class Where(Positioned):
             check_position(self.offset)
 
     def resolve(self, b, n, t, s):
-        # Without an offset it is a function of indices.
-        placed = replace(self, offset=0) if self.offset is None else self
-        return super(Where, placed).resolve(b, n, t, s)._for_call(b, n)
-
-    def _for_call(self, b, n):
         reads_b, reads_n, _, _ = self.function.program.reads
-        # Indices that the function does not read may be any.
-        known = {"b": self.b if reads_b else None, "n": self.n if reads_n else None}
-        for (name, index), size in zip(known.items(), (b, n), strict=True):
-            check_same_size(name, None if index is None else len(index), size)
-        return replace(self, **known).sized(b, n)
+        # Indices that the function does not read may be any, and an offset that is not given is 0.
+        known_b, known_n = self.b if reads_b else None, self.n if reads_n else None
+        check_same_size("b", _size(known_b), b)
+        check_same_size("n", _size(known_n), n)
+        offset = 0 if self.offset is None else self.offset
+        part = replace(self, b=known_b, n=known_n, offset=offset).sized(b, n)
+        return super(Where, part).resolve(b, n, t, s)
 
     def sized(self, b, n):
-        given = {"b": (self.b, b), "n": (self.n, n)}
-        unknown = {
-            name: size
-            for name, (index, size) in given.items()
-            if index is None and size is not None
-        }
-        return replace(
-            self, **{name: jnp.arange(size, dtype=jnp.int32) for name, size in unknown.items()}
-        )
+        return replace(self, b=_counted(self.b, b), n=_counted(self.n, n))
 
     def allow(self, rows, cols):
+        reads_b, reads_n, reads_i, reads_j = self.function.program.reads
         i, j = self._positions(rows)[:, 0, :, 0], cols.reshape(1, -1)
-        reads = self.function.program.reads
-        i, j = (
-            index if read else index[:1, :1] for index, read in zip((i, j), reads[2:], strict=True)
-        )
-        b, n = (
-            x if read else jnp.zeros(1, jnp.int32)
-            for x, read in zip((self.b, self.n), reads[:2], strict=True)
-        )
-        check_known(*(None if index is None else len(index) for index in (b, n)))
+        # An index that the function does not read gets one value, so that its axis has size 1.
+        i, j = i if reads_i else i[:1, :1], j if reads_j else j[:1, :1]
+        zero = jnp.zeros(1, jnp.int32)
+        b, n = self.b if reads_b else zero, self.n if reads_n else zero
+        check_known(_size(b), _size(n))
         b = b if len(i) == 1 else jnp.broadcast_to(b, len(i))
         return self.function.over((), b, n, i, j)
 
@@ -77,13 +62,17 @@ class Where(Positioned):
         return rows + jnp.minimum(offset, jnp.iinfo(jnp.int32).max - jnp.maximum(rows, 0))
 
     def row(self, b, n):
-        one = {"b": _pick(self.b, b), "n": self.n if n is None else _pick(self.n, n)}
-        return replace(super().row(b, n), **one)
+        part = super().row(b, n)
+        # An index that is not known yet is the one asked for.
+        b, n = (None if at is None else jnp.asarray(at, jnp.int32).reshape(1) for at in (b, n))
+        return replace(part, b=b if part.b is None else part.b, n=n if part.n is None else part.n)
 
 
-def _pick(indices: Any, at: Any) -> Any:
-    return (
-        jnp.asarray(at, jnp.int32).reshape(1)
-        if indices is None
-        else lax.dynamic_slice_in_dim(indices, at, 1)
-    )
+def _size(indices: Any) -> int | None:
+    return None if indices is None else len(indices)
+
+
+def _counted(indices: Any, size: int | None) -> Any:
+    if indices is not None or size is None:
+        return indices
+    return jnp.arange(size, dtype=jnp.int32)

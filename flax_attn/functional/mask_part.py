@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Integer
 
-from flax_attn.functional.kv_range import KVRange, Limit, Tiles
+from attn_spec.mask_checks import check_rows
+from flax_attn.functional.kv_range import UNBOUNDED, KVRange, Limit, Tiles, bounded, greatest, least
 from flax_attn.functional.shapes import Index
+from flax_attn.functional.token_runs import Places
 
 Count = int | Integer[Array, ""] | Integer[Array, " b"]
 
 
-class Part:
+def _flatten(part):
+    values = vars(part)
+    traced = [name for name, value in values.items() if not isinstance(value, int | None)]
+    static = tuple((name, value) for name, value in values.items() if name not in traced)
+    return [values[name] for name in traced], (tuple(traced), static)
+
+
+def _flatten_with_keys(part):
+    children, static = _flatten(part)
+    names, _ = static
+    keys = map(jax.tree_util.GetAttrKey, names)
+    return list(zip(keys, children, strict=True)), static
+
+
+def _unflatten(cls, static, children):
+    names, known = static
+    part = object.__new__(cls)  # children may be tracers or placeholders: nothing is checked again
+    for name, value in (*known, *zip(names, children, strict=True)):
+        object.__setattr__(part, name, value)
+    return part
+
+
+class MaskPart:
     """One condition on (query, key).
 
-    Python integers stay static under `jax.jit`, arrays are traced.
-    A new kind of part has to define `allow`, and is then correct in every backend. `kv_range` and
-    `band` let kernels skip what is hidden; `row` and `shift` keep the structure of a part whose
-    `allow` depends on the batch row or shape.
+    Python integers stay static under `jax.jit`, arrays are traced. A new kind of part defines
+    `allow`, or derives from `IntervalPart` and defines `interval`, and is then correct in every
+    backend.
 
     Attributes:
         axes: axes of the arrays inside, by the name of the field: `"batch"`, `"heads"`, or None for
@@ -30,18 +54,18 @@ class Part:
             are not known.
     """
 
-    axes: ClassVar[dict[str, tuple[str | None, ...]] | None] = None
+    axes: dict[str, tuple[str | None, ...]] | None = None
 
     def __init_subclass__(cls):
         jax.tree_util.register_pytree_with_keys(
             cls, _flatten_with_keys, partial(_unflatten, cls), _flatten
         )
 
-    def resolve(self, b: int, n: int, t: int, s: int) -> Part:
+    def resolve(self, b: int, n: int, t: int, s: int) -> MaskPart:
         """Return the part for a call of this size, with its defaults filled in, or raise."""
         return self
 
-    def sized(self, b: int | None, n: int | None) -> Part:
+    def sized(self, b: int | None, n: int | None) -> MaskPart:
         """Return the part for `b` rows of the batch and `n` heads; None leaves a number open."""
         return self
 
@@ -77,82 +101,201 @@ class Part:
         """
         return None
 
-    @property
-    def has_interval(self) -> bool:
-        """Whether what a query sees is an interval of keys, which `interval` returns."""
-        return type(self).interval is not Part.interval
-
-    def interval(self, rows: Index) -> tuple[Array | int, Array | int]:
-        """Return `(start, stop)`: queries at `rows` see the keys from `start` to before `stop`.
-
-        Both broadcast to `(b, 1, t, 1)`, and may lie outside the keys. Only for a part that
-        `has_interval`.
-        """
-        raise NotImplementedError
-
-    def row(self, b: int | Index, n: int | Index | None) -> Part:
+    def row(self, b: int | Index, n: int | Index | None) -> MaskPart:
         """Return the part for one batch row and head, or for all heads."""
-        return _RowOf(self, b, n)
+        if self.axes is None:
+            return PlacedPart(self, b=_one(b), n=None if n is None else _one(n))
+        part = copy(self)
+        for name, axes in self.axes.items():
+            value = getattr(self, name)
+            if not isinstance(value, int | None):
+                object.__setattr__(part, name, _picked(value, axes, {"batch": b, "heads": n}))
+        return part
 
-    def shift(self, start: Count, t: int, s: int) -> Part:
+    def shift(self, start: Count, t: int, s: int) -> MaskPart:
         """Return the part for the `t` queries from index `start` on, and the first `s` keys."""
-        return _Shifted(self, start)
+        starts = jnp.asarray(start, jnp.int32).reshape(-1, 1)
+        return PlacedPart(self, rows=Places(starts[0] if len(starts) == 1 else starts, t))
 
     def check_whole(self, s: int) -> None:
         """Raise unless arrays inside are those of a sequence of `s` tokens."""
 
 
-def _flatten(part):
-    values = vars(part)
-    traced = [name for name, value in values.items() if not isinstance(value, int | None)]
-    static = tuple((name, value) for name, value in values.items() if name not in traced)
-    return [values[name] for name in traced], (tuple(traced), static)
+class IntervalPart(MaskPart):
+    """A part in which what a query sees is an interval of keys.
+
+    A kind of interval is a dataclass with one method, `interval`; all else is derived from it here.
+    Its fields are None, integers, or arrays of one integer or one a row of the batch.
+    """
+
+    @property
+    def axes(self):
+        return dict.fromkeys(vars(self), ("batch",))
+
+    def interval(self, i: Any) -> tuple[Any, Any]:
+        """Return the first and the last key that query `i` sees.
+
+        For integers inside and an integer `i` they are integers; else arrays that broadcast to
+        `(b, 1, t, 1)`. Each goes one way as `i` grows, never back, and may lie outside the keys.
+        """
+        raise NotImplementedError
+
+    def resolve(self, b, n, t, s):
+        for name, value in vars(self).items():
+            check_rows(name, value, b)
+        return self
+
+    def allow(self, rows, cols):
+        first, last = self.interval(rows)
+        allowed = jnp.ones((1, 1, 1, 1), bool)
+        if not _hides_none_before(first):
+            allowed = allowed & (cols >= first)
+        return allowed if _hides_none_after(last) else allowed & (cols <= last)
+
+    def kv_range(self, first, last, s):
+        # Queries between two see no more than these do, as each end of the interval goes one way.
+        (start, end), (last_start, last_end) = self.interval(first), self.interval(last)
+        inner = greatest(start, last_start), least(end, last_end) + 1
+        return KVRange(least(start, last_start), greatest(end, last_end) + 1, *inner)
+
+    def band(self):
+        if any(not isinstance(value, int | None) for value in vars(self).values()):
+            return None
+        try:
+            low, high = self.interval(_AnyQuery(0))
+        except TypeError:  # an end is not the index of the query and a number
+            return None
+        known_low = isinstance(low, _AnyQuery) or _hides_none_before(low)
+        known_high = isinstance(high, _AnyQuery) or _hides_none_after(high)
+        if not (known_low and known_high):
+            return None
+        return getattr(low, "more", None), getattr(high, "more", None)
 
 
-def _flatten_with_keys(part):
-    children, static = _flatten(part)
-    names, _ = static
-    keys = map(jax.tree_util.GetAttrKey, names)
-    return list(zip(keys, children, strict=True)), static
+class _AnyQuery:
+    """The index of a query of which nothing is known, and a number more.
+
+    What can be computed with it is what is the same for every query.
+    """
+
+    __array_ufunc__ = None  # NumPy leaves the sum to `__radd__`
+
+    def __init__(self, more: int):
+        self.more = more
+
+    def __add__(self, more: Any) -> Any:
+        return _AnyQuery(self.more + more) if isinstance(more, int) else NotImplemented
+
+    __radd__ = __add__
+
+    def __sub__(self, less: Any) -> Any:
+        return self + -less
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("queries have different indices")
+
+    __bool__ = __hash__ = None
 
 
-def _unflatten(cls, static, children):
-    part = object.__new__(cls)  # children may be tracers or placeholders: nothing is checked again
-    for name, value in (*static[1], *zip(static[0], children, strict=True)):
-        object.__setattr__(part, name, value)
-    return part
+def _hides_none_before(first: Any) -> bool:
+    return isinstance(first, int) and first <= 0
+
+
+def _hides_none_after(last: Any) -> bool:
+    return isinstance(last, int) and last >= UNBOUNDED
 
 
 @dataclass(frozen=True)
-class _RowOf(Part):
-    """Any part at one batch row and one head; None is all heads."""
+class PlacedPart(MaskPart):
+    """A part of a mask at some of its rows of the batch, heads, queries and keys.
 
-    part: Part
-    b: int | Index
-    n: int | Index | None
+    Args:
+        part: part for whole sequences.
+        b: places of the rows of the batch; None is all, also below.
+        n: places of the heads.
+        rows: places of the queries.
+        cols: places of the keys.
+        s: number of keys in the whole sequences, where `cols` are some of them.
+    """
+
+    part: MaskPart
+    b: Places | None = None
+    n: Places | None = None
+    rows: Places | None = None
+    cols: Places | None = None
+    s: int | None = None
 
     def allow(self, rows, cols):
-        block = pick(of_rank_4(self.part.allow(rows, cols)), self.b, 0)
-        return block if self.n is None else pick(block, self.n, 1)
+        cols = _at(self.cols, cols.reshape(-1))[None, None, None, :]
+
+        def block(rows):
+            return of_rank_4(self.part.allow(rows[None, None, :, None], cols))
+
+        rows = _at(self.rows, rows.reshape(-1))
+        if self._differs_by_row:
+            one_row = jax.vmap(lambda b, rows: pick(block(rows), b, 0)[0])
+            found = one_row(jnp.arange(len(rows), dtype=jnp.int32), rows)
+        else:
+            found = block(rows)
+        for axis, places in enumerate((self.b, self.n)):
+            found = found if places is None else places.take(found, axis)
+        return found
+
+    def kv_range(self, first, last, s):
+        found = self.part.kv_range(*self._limits(first, last), s if self.s is None else self.s)
+        if self.cols is None:
+            return found
+        # The places keep the order of the tokens, so an interval of the whole is one of the part.
+        start, stop = self.cols.before(found.start), self.cols.before(found.stop)
+        if found.needs_mask:
+            return KVRange(start, stop, 0, 0)
+        inner = self.cols.before(found.inner_start), self.cols.before(found.inner_stop)
+        return KVRange(start, stop, *inner)
+
+    @property
+    def _differs_by_row(self) -> bool:
+        # Whether each row of the batch has queries of its own.
+        return self.rows is not None and self.rows.starts.ndim == 2
+
+    def _limits(self, first: Limit, last: Limit) -> tuple[Limit, Limit]:
+        first, last = _at(self.rows, first), _at(self.rows, last)
+        return (first.min(), last.max()) if self._differs_by_row else (first, last)
+
+    @property
+    def summarised(self):
+        return self.part.summarised
+
+    def tiles(self, first, last, starts, stops, s):
+        if self.cols is not None:
+            starts, stops = self.cols.of(starts), self.cols.of(stops - 1) + 1
+        s = s if self.s is None else self.s
+        return self.part.tiles(*self._limits(first, last), starts, stops, s)
+
+    def row(self, b, n):
+        part = self.part.row(_at(self.b, b), None if n is None else _at(self.n, n))
+        heads = self.n if n is None else None
+        if self.rows is None and self.cols is None and heads is None:
+            return part
+        rows = self.rows
+        if self._differs_by_row:
+            rows = Places(pick(rows.starts, b, 0)[0], rows.size)
+        return replace(self, part=part, b=None, n=heads, rows=rows)
 
 
-@dataclass(frozen=True)
-class _Shifted(Part):
-    """Any part, its queries counted from index `start`, one integer or one a row."""
+def _at(places: Places | None, index: Any) -> Any:
+    return index if places is None else places.of(index)
 
-    part: Part
-    start: Count
 
-    def allow(self, rows, cols):
-        def one(b, start):
-            return pick(of_rank_4(self.part.allow(rows + start, cols)), b, 0)[0]
+def _one(index: Any) -> Places:
+    return Places(jnp.asarray(index, jnp.int32).reshape(1), 1)
 
-        if isinstance(self.start, int):
-            return self.part.allow(rows + self.start, cols)
-        starts = jnp.atleast_1d(self.start).astype(jnp.int32)
-        if len(starts) == 1:
-            return self.part.allow(rows + starts[0], cols)
-        return jax.vmap(one)(jnp.arange(len(starts), dtype=jnp.int32), starts)
+
+def _picked(array: Any, axes: tuple[str | None, ...], at: dict[str | None, Any]) -> Array:
+    array = array.reshape((1,) * (len(axes) - array.ndim) + array.shape)
+    for axis, name in enumerate(axes):
+        index = at.get(name)
+        array = array if index is None else pick(array, index, axis)
+    return array
 
 
 def of_rank_4(array: Array) -> Array:
@@ -164,3 +307,9 @@ def pick(array: Array, index: int | Index, axis: int) -> Array:
     """Return the array at one index of an axis, which stays; an axis of one serves every index."""
     # A slice is moved to where it fits.
     return jax.lax.dynamic_slice_in_dim(array, index, 1, axis)
+
+
+def per_row(values: Count, more: int = 0) -> int | Array:
+    """Return `values + more` as `interval` needs it: an integer, or an array `(#b, 1, 1, 1)`."""
+    total = bounded(values, more)
+    return total if isinstance(total, int) else total.reshape(-1, 1, 1, 1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,13 @@ from jaxtyping import Array, Bool, Integer
 
 from attn_spec.checks import check_positive
 from attn_spec.function_checks import SEES, check_sees
+from attn_spec.mask_checks import check_window
 from attn_spec.mask_text import check_printable, expression, picture
 from flax_attn.functional.block_summary import summarise
 from flax_attn.functional.kv_range import KVRange, Limit, Tiles
 from flax_attn.functional.mask_arguments import as_booleans, as_ids, as_integers
 from flax_attn.functional.mask_function import Where
-from flax_attn.functional.mask_part import Count, Part
+from flax_attn.functional.mask_part import Count, IntervalPart, MaskPart
 from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
 from flax_attn.functional.shapes import ArrayLike, Index
 from flax_attn.functional.traced import trace
@@ -44,7 +44,7 @@ class Mask:
                [1, 1, 0]], dtype=int32)
     """
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MaskPart, ...] = ()
 
     @staticmethod
     def causal(offset: Count | ArrayLike | None = None) -> Mask:
@@ -59,17 +59,10 @@ class Mask:
         left: int | None, right: int | None, offset: Count | ArrayLike | None = None
     ) -> Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
-        for name, size in (("left", left), ("right", right)):
-            if size is not None and (
-                isinstance(size, bool) or not isinstance(size, Integral) or size < 0
-            ):
-                raise ValueError(
-                    f"a window's {name} is a number of keys, at least 0, known before tracing; got"
-                    f" {name}={size}. For an unbounded side pass None"
-                )
+        check_window(left=left, right=right)
         # Integers of NumPy become those of Python.
-        sizes = (None if size is None else int(size) for size in (left, right))
-        return Mask((Window(*sizes, offset=as_integers("offset", offset)),))
+        left, right = as_integers("left", left), as_integers("right", right)
+        return Mask((Window(left, right, offset=as_integers("offset", offset)),))
 
     @staticmethod
     def sliding_window(width: int, offset: Count | ArrayLike | None = None) -> Mask:
@@ -108,9 +101,8 @@ class Mask:
         *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
         """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real."""
-        return Mask(
-            (Lengths(as_integers("query lengths", query), as_integers("key lengths", key)),)
-        )
+        query, key = as_integers("query lengths", query), as_integers("key lengths", key)
+        return Mask((Lengths(query, key),))
 
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
@@ -124,9 +116,8 @@ class Mask:
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
-        return Mask(
-            (Prefix(as_integers("prefix length", length), offset=as_integers("offset", offset)),)
-        )
+        length = as_integers("prefix length", length)
+        return Mask((Prefix(length, offset=as_integers("offset", offset)),))
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
@@ -206,11 +197,8 @@ class Mask:
             >>> Mask.sliding_window(5).kv_range(8, 11, s=16)
             KVRange(start=4, stop=12, inner_start=7, inner_stop=9)
         """
-        return reduce(
-            KVRange.__and__,
-            (part.kv_range(first, last, s) for part in self.parts),
-            KVRange(0, s, 0, s),
-        )
+        ranges = (part.kv_range(first, last, s) for part in self.parts)
+        return reduce(KVRange.__and__, ranges, KVRange(0, s, 0, s))
 
     @property
     def summarised(self) -> bool:
@@ -241,10 +229,8 @@ class Mask:
 
         Run i is the keys from `starts[i]` to before `stops[i]`.
         """
-        every = Tiles(starts < s, stops <= s)
-        return reduce(
-            Tiles.__and__, (part.tiles(first, last, starts, stops, s) for part in self.parts), every
-        )
+        tiles = (part.tiles(first, last, starts, stops, s) for part in self.parts)
+        return reduce(Tiles.__and__, tiles, Tiles(starts < s, stops <= s))
 
     def split_band(self) -> tuple[tuple[int | None, int | None], Mask]:
         """Return `(low, high)` for the parts that are `low <= key - query <= high`, and the rest.
@@ -256,17 +242,22 @@ class Mask:
             >>> (Mask.sliding_window(5) & Mask.lengths(key=3)).split_band()
             ((-4, 0), Mask.lengths(key=3))
         """
-        bands = [band for part in self.parts if (band := part.band()) is not None]
-        low = max((low for low, _ in bands if low is not None), default=None)
-        high = min((high for _, high in bands if high is not None), default=None)
-        return (low, high), Mask(tuple(part for part in self.parts if part.band() is None))
+        lows, highs, rest = [], [], []
+        for part in self.parts:
+            band = part.band()
+            if band is None:
+                rest.append(part)
+                continue
+            lows += [] if band[0] is None else [band[0]]
+            highs += [] if band[1] is None else [band[1]]
+        band = max(lows, default=None), min(highs, default=None)
+        return band, Mask(tuple(rest))
 
     def split_intervals(self, t: int, s: int) -> tuple[tuple[Array, Array], Mask]:
         """Return `(start, stop)`, the interval of keys that each query may see, and the rest.
 
         Query i may see the keys from `start[:, i]` to before `stop[:, i]`, with a row for each row
-        of the batch or one for all. The rest is a mask of the other parts: segments, dense arrays,
-        and parts of a kind that is not known here.
+        of the batch or one for all. The rest is a mask of the other parts, such as segments.
 
         Example:
             >>> (start, stop), rest = Mask.sliding_window(2).split_intervals(3, 3)
@@ -275,10 +266,11 @@ class Mask:
         """
         rows = jnp.arange(t, dtype=jnp.int32)[None, None, :, None]
         start, stop = jnp.zeros((1, 1, t, 1), jnp.int32), jnp.full((1, 1, t, 1), s, jnp.int32)
-        for low, high in (part.interval(rows) for part in self.parts if part.has_interval):
-            start, stop = jnp.maximum(start, low), jnp.minimum(stop, high)
-        rest = Mask(tuple(part for part in self.parts if not part.has_interval))
-        return (start[:, 0, :, 0], stop[:, 0, :, 0]), rest
+        for part in [x for x in self.parts if isinstance(x, IntervalPart)]:
+            first, last = part.interval(rows)
+            start, stop = jnp.maximum(start, first), jnp.minimum(stop, last + 1)
+        rest = tuple(part for part in self.parts if not isinstance(part, IntervalPart))
+        return (start[:, 0, :, 0], stop[:, 0, :, 0]), Mask(rest)
 
     def row(self, b: int | Index, n: int | Index | None = None) -> Mask:
         """Return the mask of batch row `b` and head `n`, as one of a single row and head.
@@ -340,5 +332,5 @@ def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
     return mask if heads else Mask(tuple(_with_head_axis(part) for part in mask.parts))
 
 
-def _with_head_axis(part: Part) -> Part:
+def _with_head_axis(part: MaskPart) -> MaskPart:
     return Dense(part.array[:, None]) if isinstance(part, Dense) and part.array.ndim == 3 else part

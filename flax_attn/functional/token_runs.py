@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from flax_attn.functional.dropout import KeyedDropout
 from flax_attn.functional.shapes import Index
 
 
@@ -24,7 +25,8 @@ class Places:
     interval of the sequence is an interval of the part.
 
     Args:
-        starts: `(runs,)`, increasing, at least `size` apart; may be traced.
+        starts: `(runs,)`, increasing, at least `size` apart; may be traced. One run may begin
+            elsewhere in each row of the batch: `(b, 1)`.
         size: tokens in a run.
 
     Example:
@@ -45,8 +47,8 @@ class Places:
         """
         starts = jnp.asarray(self.starts, jnp.int32)
         index = jnp.asarray(index, jnp.int32)
-        if len(starts) == 1:  # the most common by far
-            return starts[0] + index
+        if starts.shape[-1] == 1:  # the most common by far
+            return starts[0] + index if starts.ndim == 1 else starts + index.reshape(1, -1)
         run = jnp.clip(index // self.size, 0, len(starts) - 1)
         return starts[run] + index - run * self.size
 
@@ -63,18 +65,32 @@ class Places:
         """
         if array.shape[axis] == 1:
             return array
-        runs = [
-            jax.lax.dynamic_slice_in_dim(array, start, self.size, axis) for start in self.starts
-        ]
+        take = jax.lax.dynamic_slice_in_dim
+        runs = [take(array, start, self.size, axis) for start in self.starts]
         return runs[0] if len(runs) == 1 else jnp.concatenate(runs, axis)
 
     def put(self, array: Array, part: Array, axis: int) -> Array:
         """Return an array of the whole sequence with the part added in its place."""
         if array.shape[axis] == 1:
             return array + part
-        for start, run in zip(self.starts, jnp.split(part, len(self.starts), axis), strict=True):
+        runs = jnp.split(part, len(self.starts), axis)
+        for start, run in zip(self.starts, runs, strict=True):
             old = jax.lax.dynamic_slice_in_dim(array, start, self.size, axis)
-            array = jax.lax.dynamic_update_slice_in_dim(
-                array, old + run.astype(array.dtype), start, axis
-            )
+            new = old + run.astype(array.dtype)
+            array = jax.lax.dynamic_update_slice_in_dim(array, new, start, axis)
         return array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PlacedDropout(KeyedDropout):
+    """Dropout of a part of a call: it drops what is dropped there of the whole.
+
+    Args:
+        places: places of the rows of the batch, heads, queries and keys of the part in the whole.
+    """
+
+    places: tuple[Places, Places, Places, Places]
+
+    def indices(self, *parts: Index) -> tuple[Index, ...]:
+        return tuple(places.of(index) for places, index in zip(self.places, parts, strict=True))

@@ -73,37 +73,40 @@ class IndexFunction:
         The indices are `b` `(b,)`, `n` `(n,)`, `i` `(#b, t)` and `j` `(#b, s)`. `x` is what the
         function takes before them: nothing, or an array `(b, n, t, s)`.
         """
+        i, j = _of_rows(i, len(b)), _of_rows(j, len(b))
+        own_i, own_j = 0 if i.ndim == 2 else None, 0 if j.ndim == 2 else None
+        # The outermost of the axes of x is mapped first, and so stands first at each turn.
         lead = (0,) * len(x)
-        i, j = (
-            index[0] if len(index) == 1 else jnp.broadcast_to(index, (len(b), index.shape[1]))
-            for index in (i, j)
-        )
-        function: Callable = jax.vmap(self, (*lead, None, None, None, 0))
-        function = jax.vmap(function, (*lead, None, None, 0, None))
-        function = jax.vmap(function, (*lead, None, 0, None, None))
-        rows = (0 if index.ndim == 2 else None for index in (i, j))
-        return jax.vmap(function, (*lead, 0, None, *rows))(*x, b, n, i, j)
-
-    @property
-    def _floats(self) -> list[bool]:
-        return [jnp.issubdtype(x.dtype, jnp.inexact) for x in self.arrays]
+        over_keys = jax.vmap(self, (*lead, None, None, None, 0))
+        over_queries = jax.vmap(over_keys, (*lead, None, None, 0, None))
+        over_heads = jax.vmap(over_queries, (*lead, None, 0, None, None))
+        over_rows = jax.vmap(over_heads, (*lead, 0, None, own_i, own_j))
+        return over_rows(*x, b, n, i, j)
 
     @property
     def floats(self) -> tuple[Array, ...]:
         """The captured arrays that have gradients."""
-        return tuple(x for x, has in zip(self.arrays, self._floats, strict=True) if has)
+        return tuple(x for x in self.arrays if _has_gradient(x))
 
     def with_floats(self, floats: Sequence[Any], rest: Any = ...) -> IndexFunction:
         """Return the function with other values for the arrays that have gradients.
 
         If `rest` is given, it replaces all other arrays.
         """
-        new = iter(floats)
-        arrays = zip(self.arrays, self._floats, strict=True)
-        return IndexFunction(
-            tuple(next(new) if has else x if rest is ... else rest for x, has in arrays),
-            self.program,
-        )
+        arrays, new = [], iter(floats)
+        for x in self.arrays:
+            other = x if rest is ... else rest
+            arrays.append(next(new) if _has_gradient(x) else other)
+        return IndexFunction(tuple(arrays), self.program)
+
+
+def _has_gradient(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.inexact)
+
+
+def _of_rows(index: Array, b: int) -> Array:
+    # One row of indices for all rows of the batch, or one for each.
+    return index[0] if len(index) == 1 else jnp.broadcast_to(index, (b, index.shape[1]))
 
 
 def trace(
@@ -144,13 +147,9 @@ def trace(
     check_single(what, result, isinstance(result, jax.ShapeDtypeStruct))
     jaxpr = closed.jaxpr
     name = getattr(function, "__name__", type(function).__name__)
-    reads = _read(jaxpr)
-    program = Program(
-        jaxpr,
-        name,
-        _operations(jaxpr, _reference(function)),
-        tuple(x in reads for x in jaxpr.invars),
-    )
+    needed = _read(jaxpr)
+    reads = tuple(x in needed for x in jaxpr.invars)
+    program = Program(jaxpr, name, _operations(jaxpr, _reference(function)), reads)
     return IndexFunction(tuple(map(jnp.asarray, closed.consts)), program), result
 
 
@@ -181,41 +180,35 @@ def _operations(jaxpr: Any, origin: Any) -> tuple:
 
     def atom(x: Any) -> tuple:
         kind = str(x.aval)
-        value = (
-            _comparable(x.val, origin)
-            if isinstance(x, Literal)
-            else numbers.setdefault(x, len(numbers))
-        )
-        return kind, value
+        if isinstance(x, Literal):
+            return kind, _comparable(x.val, origin)
+        return kind, numbers.setdefault(x, len(numbers))
 
-    inputs = tuple(atom(x) for x in (*jaxpr.constvars, *jaxpr.invars))
-    equations = tuple(
-        (
-            eqn.primitive,
-            tuple(map(atom, eqn.invars)),
-            _parameters(eqn, origin),
-            tuple(map(atom, eqn.outvars)),
-        )
-        for eqn in jaxpr.eqns
-    )
-    return inputs, equations, tuple(map(atom, jaxpr.outvars))
+    def atoms(variables: Sequence[Any]) -> tuple:
+        return tuple(atom(x) for x in variables)
+
+    inputs, equations = atoms((*jaxpr.constvars, *jaxpr.invars)), []
+    for eqn in jaxpr.eqns:
+        taken, parameters = atoms(eqn.invars), _parameters(eqn, origin)
+        equations.append((eqn.primitive, taken, parameters, atoms(eqn.outvars)))
+    return inputs, tuple(equations), atoms(jaxpr.outvars)
 
 
 def _parameters(eqn: Any, origin: Any) -> Any:
     if not eqn.primitive.name.startswith("custom_"):
         return _comparable(eqn.params, origin)
     plain = int | str | tuple | None
-    known = {
-        name: x for name, x in eqn.params.items() if isinstance(x, plain) or hasattr(x, "eqns")
-    }
+    known = {}
+    for name, x in eqn.params.items():
+        if isinstance(x, plain) or hasattr(x, "eqns"):
+            known[name] = x
     return _comparable(known, origin), origin
 
 
 def _comparable(value: Any, origin: Any) -> Any:
     if hasattr(value, "eqns"):
-        return _operations(getattr(value, "jaxpr", value), origin), _comparable(
-            [*getattr(value, "consts", ())], origin
-        )
+        constants = _comparable([*getattr(value, "consts", ())], origin)
+        return _operations(getattr(value, "jaxpr", value), origin), constants
     if isinstance(value, dict):
         return tuple((key, _comparable(x, origin)) for key, x in sorted(value.items()))
     if isinstance(value, tuple | list):

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from flax_attn.backends.call import Call
 from flax_attn.functional.dropout import key_data
-from flax_attn.functional.local_view import HeadsOf
+from flax_attn.functional.mask_part import PlacedPart
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.token_runs import Places
 from flax_attn.sharding.mapped import on_devices
@@ -102,7 +102,8 @@ def _shard(division: Division, call: Call) -> Shard:
     b, n, t, s = call.shape
     rows, heads = _places(division.batch, b), _places(division.heads, n)
     parts = (
-        part if part.axes is not None else HeadsOf(part, rows, heads) for part in call.mask.parts
+        part if part.axes is not None else PlacedPart(part, b=rows, n=heads)
+        for part in call.mask.parts
     )
     return Shard(
         call=replace(call, mask=Mask(tuple(parts))),

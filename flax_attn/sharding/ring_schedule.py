@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, TypeVar
 
 import jax
@@ -41,16 +42,14 @@ class Route:
     @property
     def hops(self) -> tuple[int, int]:
         """How far a piece must travel, up and down the ring, to meet every device that needs it."""
-        everywhere = {
-            (i - j) % self.size
-            for i in range(self.size)
-            for j in range(self.size)
-            if self.needed[i][j]
-        }
-        ways = [
-            (max((d for d in everywhere if d < self.size - down), default=0), down)
-            for down in range(self.size)
-        ]
+        steps = set()
+        for i, needed in enumerate(self.needed):
+            steps.update((i - j) % self.size for j in range(self.size) if needed[j])
+        # So many steps up the ring, or fewer and the rest down: the least in all, and then down.
+        ways = []
+        for down in range(self.size):
+            up = max((step for step in steps if step < self.size - down), default=0)
+            ways.append((up, down))
         return min(ways, key=lambda way: (sum(way), way[1]))
 
     @property
@@ -73,26 +72,22 @@ class Route:
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, self._pairs(hops, last)), pieces)
 
     def _pairs(self, hops: int, last: int | None) -> list[tuple[int, int]]:
-        places = [
-            i
-            for i in range(self.size)
-            if last is None or self._wanted((i + hops) % self.size, hops, last)
-        ]
-        return [
-            (i * self.within + member, (i + hops) % self.size * self.within + member)
-            for i in places
-            for member in range(self.within)
-        ]
+        pairs = []
+        for i in range(self.size):
+            to = (i + hops) % self.size
+            if last is None or self._wanted(to, hops, last):
+                first, first_to = i * self.within, to * self.within
+                pairs += [(first + member, first_to + member) for member in range(self.within)]
+        return pairs
 
     def _wanted(self, place: int, direction: int, last: int) -> bool:
         # Whether a piece that reaches this place after some hops is needed here or further on.
-        return any(
-            self.needed[(place + direction * more) % self.size][
-                (place - direction * hop) % self.size
-            ]
-            for hop in range(1, last + 1)
-            for more in range(last - hop + 1)
-        )
+        for hop in range(1, last + 1):
+            home = (place - direction * hop) % self.size
+            further = range(last - hop + 1)
+            if any(self.needed[(place + direction * more) % self.size][home] for more in further):
+                return True
+        return False
 
     def travel(
         self, direction: int, pieces: Any, step: Callable, sums: Any, carry: Any, own: bool
@@ -131,33 +126,29 @@ class Route:
         """Return `compute()` if this device needs the piece of place `j`, else `otherwise`."""
         if all(map(all, self.needed)):
             return compute()
-        return lax.cond(
-            jnp.asarray(np.array(self.needed))[self.place, j], compute, lambda: otherwise
-        )
+        needed = jnp.asarray(np.array(self.needed))[self.place, j]
+        return lax.cond(needed, compute, lambda: otherwise)
 
 
 def make_route(
     axes: tuple[str, ...], size: int, within: int, ordered: bool, mask: Mask, t: int, s: int
 ) -> Route:
-    """Return the route of pieces of `s` keys past devices of `t` queries, by the mask's band."""
+    """Return the route of pieces of `s` keys past devices of `t` queries.
+
+    It follows what the mask is known to hide before tracing.
+    """
     runs = 2 if ordered else 1
-    (low, high), _ = mask.split_band()
+    known = Mask(tuple(part for part in mask.parts if not jax.tree.leaves(part)))
 
     def sees(row: int, col: int) -> bool:
-        nearest, farthest = col - (row + t // runs - 1), col + s // runs - 1 - row
-        return (low is None or farthest >= low) and (high is None or nearest <= high)
+        found = known.kv_range(row, row + t // runs - 1, size * s)
+        return found.start < col + s // runs and found.stop > col
 
-    needed = tuple(
-        tuple(
-            any(
-                sees(row, col)
-                for row in starts(i, size, runs, t)
-                for col in starts(j, size, runs, s)
-            )
-            for j in range(size)
-        )
-        for i in range(size)
-    )
+    def needs(i: int, j: int) -> bool:
+        pieces = product(starts(i, size, runs, t), starts(j, size, runs, s))
+        return any(sees(row, col) for row, col in pieces)
+
+    needed = tuple(tuple(needs(i, j) for j in range(size)) for i in range(size))
     return Route(axes, size, within, runs, s, needed)
 
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from flax_attn.backends.call import Call
-from flax_attn.functional.local_view import Placed, PlacedDropout
+from flax_attn.functional.mask_part import PlacedPart
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.token_runs import Places
+from flax_attn.functional.token_runs import PlacedDropout, Places
 
 
 @jax.tree_util.register_dataclass
@@ -41,8 +41,9 @@ class Shard:
         _, _, t, s = call.shape
         rows, cols = self.rows or whole(t), self.cols or whole(s)
         mask, bias, dropout, score = call.mask, call.bias, call.dropout, call.score
-        if mask.parts and not (self.rows is None and self.cols is None):
-            mask = Mask((Placed(mask, rows, cols, self.s),))
+        if not (self.rows is None and self.cols is None):
+            places = {"rows": rows, "cols": cols, "s": self.s}
+            mask = Mask(tuple(PlacedPart(part, **places) for part in mask.parts))
         if bias is not None and self.cols is not None:
             bias = self.cols.take(bias, 3)
         if dropout is not None:

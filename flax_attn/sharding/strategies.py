@@ -14,14 +14,13 @@ from jaxtyping import Array
 
 from flax_attn.backends.call import Call
 from flax_attn.backends.choose import choose
-from flax_attn.functional.local_view import HeadsOf
-from flax_attn.functional.mask_part import Part
+from flax_attn.functional.mask_part import MaskPart, PlacedPart
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.token_runs import Places
 from flax_attn.sharding.partition import Division
 from flax_attn.sharding.ring import attend_pieces
 from flax_attn.sharding.ring_schedule import Route, make_route, stay
-from flax_attn.sharding.shards import Shard, whole
+from flax_attn.sharding.shards import Shard
 from flax_attn.sharding.zigzag_order import exchange, exchange_back, joined, unjoined, zigzag_places
 
 
@@ -113,11 +112,10 @@ def _with_all_tokens(division: Division, shard: Shard) -> Shard:
         jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (call.key, call.value)
     )
     query, key, value = (_to_heads(division, x, 2, 1) for x in (call.query, key, value))
-    b, _, n, _ = query.shape
+    n = query.shape[2]
     heads = Places((jax.lax.axis_index(division.keys) % within * n)[None], n)
     parts = (
-        HeadsOf(part, whole(b), heads) if _differs_by_head(part) else part
-        for part in call.mask.parts
+        PlacedPart(part, n=heads) if _differs_by_head(part) else part for part in call.mask.parts
     )
     bias = None if call.bias is None else _bias_of_heads(division, call.bias, call.shape[2], heads)
     call = replace(
@@ -147,7 +145,7 @@ def _of_heads(call: Call, heads: Places) -> dict[str, Array]:
     return found
 
 
-def _differs_by_head(part: Part) -> bool:
+def _differs_by_head(part: MaskPart) -> bool:
     return part.axes is None or any("heads" in axes for axes in part.axes.values())
 
 

@@ -9,10 +9,9 @@ import numpy as np
 from jaxtyping import Array
 
 from flax_attn.functional.dropout import KeyedDropout
-from flax_attn.functional.local_view import PlacedDropout
 from flax_attn.functional.padding import without_padding
 from flax_attn.functional.shapes import ArrayLike
-from flax_attn.functional.token_runs import Places
+from flax_attn.functional.token_runs import PlacedDropout, Places
 from flax_attn.sharding.axes import constrain, mesh_axes, mesh_of
 from flax_attn.sharding.options import in_use
 from flax_attn.sharding.zigzag_order import pieces, zigzag

@@ -24,7 +24,7 @@ from flax_attn.backends.band import is_band
 from flax_attn.backends.call import Unsupported, prepare
 from flax_attn.backends.dense import array_size
 from flax_attn.backends.registry import BACKENDS, load
-from flax_attn.functional.mask_part import Part
+from flax_attn.functional.mask_part import MaskPart
 from flax_attn.parity import tolerance
 
 from .conformance import CASES, FAST, KEY, Case, Sizes, reference_results
@@ -305,7 +305,7 @@ def test_is_as_near_the_truth_in_a_lower_dtype(run, case, on):
     check(case, results(case, run.backend, run.dtype), run.dtype)
 
 
-class Diagonals(Part):
+class Diagonals(MaskPart):
     """A kind of part that no backend knows.
 
     It defines `allow` alone, and differs between batch rows and heads.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flax_attn import Mask, attend
-from flax_attn.functional.mask_part import Part
+from flax_attn.functional.mask_part import MaskPart
 
 B, N, T, S, H = 3, 4, 5, 7, 6
 
@@ -310,7 +310,7 @@ def test_sorted_segments_are_skipped():
     assert Mask.segments(ids).kv_range(jnp.int32(5), jnp.int32(6), 12)[:2] == (4, 8)
 
 
-class Checkerboard(Part):
+class Checkerboard(MaskPart):
     """A part unknown to the package, defined by `allow` alone: every other key, shifted by head."""
 
     def __init__(self, heads):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flax_attn import Mask, Unsupported, dot_product_attention, explain
-from flax_attn.functional.mask_part import Part
+from flax_attn.functional.mask_part import MaskPart
 from flax_attn.parity import tolerance
 from flax_attn.plan.collectives import KINDS
 from flax_attn.plan.hlo import read
@@ -387,7 +387,7 @@ def test_axes_without_a_name_are_left_to_xla(mesh_like):
             assert explain(**arrays).division.batch == ("x",)
 
 
-class OddDistance(Part):
+class OddDistance(MaskPart):
     """A part that nobody here knows."""
 
     def allow(self, rows, cols):

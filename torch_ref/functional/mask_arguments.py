@@ -1,42 +1,24 @@
 """The arguments of mask constructors, checked and in one integer type."""
 
 from numbers import Integral
-from typing import Any, overload
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from torch_ref.functional.mask_part import Count
-from torch_ref.functional.shapes import ArrayLike
+from attn_spec.mask_checks import check_boolean, check_integers, read_array
 
 _LARGEST = 2**63 - 1
 
 
 def as_booleans(array: Any) -> Tensor:
     """Return a boolean array, or raise `ValueError`."""
-    array = as_array("mask", array)
-    if array.dtype != torch.bool:
-        raise ValueError(
-            f"mask must be boolean, True = attend; got dtype {array.dtype}. "
-            "To add numbers to the scores pass them as bias; for 0/1 integers write mask.bool()"
-        )
+    array = _array("mask", array)
+    check_boolean(array.dtype == torch.bool, array.dtype, "bool()")
     return array
 
 
-@overload
-def as_integers(name: str, values: None) -> None: ...
-
-
-@overload
-def as_integers(name: str, values: Count | ArrayLike) -> Count: ...
-
-
-@overload
-def as_integers(name: str, values: Count | ArrayLike | None) -> Count | None: ...
-
-
-def as_integers(name: str, values: Any) -> int | Tensor | None:
+def as_integers(name: str, values: Any) -> Any:
     """Return an integer or None as it is, and all else as an array of int64, or raise `ValueError`.
 
     What is beyond 63 bits becomes the largest integer that is not: both are beyond every token.
@@ -58,14 +40,16 @@ def as_ids(query: Any, key: Any) -> tuple[Tensor, Tensor]:
     query = _integer_array("query segments", query)
     key = query if key is None else _integer_array("key segments", key)
     unsigned = [ids.dtype == torch.uint64 for ids in (query, key)]
-    signed = [ids.to(torch.int64) for ids in (query, key)]
-    if any(unsigned) and not all(unsigned):
-        # A half of the unsigned numbers is read as negative ones, which then stand for them alone.
-        signed = [
-            torch.where(ids < 0, -_LARGEST - 1, ids) if large else ids.clamp(min=-_LARGEST)
-            for ids, large in zip(signed, unsigned, strict=True)
-        ]
-    return signed[0], signed[1]
+    query, key = query.to(torch.int64), key.to(torch.int64)
+    if unsigned[0] == unsigned[1]:
+        return query, key
+    # A half of the unsigned numbers is read as negative ones, which then stand for them alone.
+    return _apart(query, unsigned[0]), _apart(key, unsigned[1])
+
+
+def _apart(ids: Tensor, unsigned: bool) -> Tensor:
+    least = -_LARGEST - 1
+    return torch.where(ids < 0, least, ids) if unsigned else ids.clamp(min=least + 1)
 
 
 def _beyond(values: Tensor) -> Tensor:
@@ -74,24 +58,11 @@ def _beyond(values: Tensor) -> Tensor:
 
 
 def _integer_array(name: str, values: Any) -> Tensor:
-    array = as_array(name, values)
-    if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
-        raise ValueError(
-            f"{name} must be integers; got dtype {array.dtype}. Cast them before the call"
-        )
+    array = _array(name, values)
+    is_number = array.is_floating_point() or array.is_complex() or array.dtype == torch.bool
+    check_integers(name, not is_number, array.dtype)
     return array
 
 
-def as_array(name: str, values: Any) -> Tensor:
-    """Return an array as it is, and numbers and lists as one, or raise."""
-    if not isinstance(values, Tensor | np.ndarray | np.generic | bool | int | float | list | tuple):
-        raise ValueError(
-            f"{name} must be an array, a number or a list; got {type(values).__name__}. "
-            "Pass an array of PyTorch or NumPy"
-        )
-    try:
-        return torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} must be one array; got {error}. Pass rows of one length, of numbers"
-        ) from error
+def _array(name: str, values: Any) -> Tensor:
+    return read_array(name, values, torch.as_tensor, Tensor, "PyTorch")

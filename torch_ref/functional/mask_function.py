@@ -32,27 +32,20 @@ class Where(Positioned):
             check_position(self.offset)
 
     def resolve(self, b, n, t, s):
-        for name, index, size in (("b", self.b, b), ("n", self.n, n)):
-            check_same_size(name, None if index is None else len(index), size)
-        # Without an offset it is a function of indices.
-        placed = replace(self, offset=0) if self.offset is None else self
-        return super(Where, placed).resolve(b, n, t, s).sized(b, n)
+        # An offset that is not given is 0.
+        check_same_size("b", _size(self.b), b)
+        check_same_size("n", _size(self.n), n)
+        offset = 0 if self.offset is None else self.offset
+        part = replace(self, offset=offset).sized(b, n)
+        return super(Where, part).resolve(b, n, t, s)
 
     def sized(self, b, n):
-        given = {"b": (self.b, b), "n": (self.n, n)}
-        unknown = {
-            name: size
-            for name, (index, size) in given.items()
-            if index is None and size is not None
-        }
-        return replace(self, **{name: torch.arange(size) for name, size in unknown.items()})
+        return replace(self, b=_counted(self.b, b), n=_counted(self.n, n))
 
     def allow(self, rows, cols):
-        check_known(*(None if index is None else len(index) for index in (self.b, self.n)))
-        b, n = (
-            self.b.to(rows.device)[:, None, None, None],
-            self.n.to(rows.device)[None, :, None, None],
-        )
+        check_known(_size(self.b), _size(self.n))
+        b = self.b.to(rows.device)[:, None, None, None]
+        n = self.n.to(rows.device)[None, :, None, None]
         indices = b, n, self._positions(rows), cols
         result, size = called("mask", self.function, *indices), broadcast_size(*indices)
         check_sees(str(result.dtype).removeprefix("torch."), tuple(result.shape), size)
@@ -61,3 +54,13 @@ class Where(Positioned):
     def _positions(self, rows):
         offset = torch.as_tensor(0 if self.offset is None else self.offset, device=rows.device)
         return rows + offset.clamp(-(2**31), 2**31 - 1).reshape(-1, 1, 1, 1)
+
+
+def _size(indices: Any) -> int | None:
+    return None if indices is None else len(indices)
+
+
+def _counted(indices: Any, size: int | None) -> Any:
+    if indices is not None or size is None:
+        return indices
+    return torch.arange(size)

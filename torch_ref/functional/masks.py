@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 
 import torch
 from jaxtyping import Bool, Integer
@@ -16,10 +15,11 @@ from torch import Tensor
 
 from attn_spec.checks import check_positive
 from attn_spec.function_checks import SEES, check_function
+from attn_spec.mask_checks import check_window
 from attn_spec.mask_text import check_printable, expression, picture
 from torch_ref.functional.mask_arguments import as_booleans, as_ids, as_integers
 from torch_ref.functional.mask_function import Where
-from torch_ref.functional.mask_part import Count, Part
+from torch_ref.functional.mask_part import Count, MaskPart
 from torch_ref.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
 from torch_ref.functional.shapes import ArrayLike
 
@@ -38,7 +38,7 @@ class Mask:
                 [1, 1, 0]], dtype=torch.int32)
     """
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MaskPart, ...] = ()
 
     @staticmethod
     def causal(offset: Count | ArrayLike | None = None) -> Mask:
@@ -53,17 +53,10 @@ class Mask:
         left: int | None, right: int | None, offset: Count | ArrayLike | None = None
     ) -> Mask:
         """Query at position `p` sees the keys from `p - left` to `p + right`, both included."""
-        for name, size in (("left", left), ("right", right)):
-            if size is not None and (
-                isinstance(size, bool) or not isinstance(size, Integral) or size < 0
-            ):
-                raise ValueError(
-                    f"a window's {name} is a number of keys, at least 0, known before tracing; got"
-                    f" {name}={size}. For an unbounded side pass None"
-                )
+        check_window(left=left, right=right)
         # Integers of NumPy become those of Python.
-        sizes = (None if size is None else int(size) for size in (left, right))
-        return Mask((Window(*sizes, offset=as_integers("offset", offset)),))
+        left, right = as_integers("left", left), as_integers("right", right)
+        return Mask((Window(left, right, offset=as_integers("offset", offset)),))
 
     @staticmethod
     def sliding_window(width: int, offset: Count | ArrayLike | None = None) -> Mask:
@@ -101,9 +94,8 @@ class Mask:
         *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
         """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real."""
-        return Mask(
-            (Lengths(as_integers("query lengths", query), as_integers("key lengths", key)),)
-        )
+        query, key = as_integers("query lengths", query), as_integers("key lengths", key)
+        return Mask((Lengths(query, key),))
 
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
@@ -117,9 +109,8 @@ class Mask:
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
-        return Mask(
-            (Prefix(as_integers("prefix length", length), offset=as_integers("offset", offset)),)
-        )
+        length = as_integers("prefix length", length)
+        return Mask((Prefix(length, offset=as_integers("offset", offset)),))
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
@@ -222,5 +213,5 @@ def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
     return mask if heads else Mask(tuple(_with_head_axis(part) for part in mask.parts))
 
 
-def _with_head_axis(part: Part) -> Part:
+def _with_head_axis(part: MaskPart) -> MaskPart:
     return Dense(part.array[:, None]) if isinstance(part, Dense) and part.array.ndim == 3 else part

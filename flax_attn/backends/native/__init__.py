@@ -13,6 +13,7 @@ from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
 from flax_attn.backends.native.kernel import Operands, Options, forward
 from flax_attn.backends.platform import may_be_partitioned
+from flax_attn.functional.mask_part import IntervalPart
 from flax_attn.functional.mask_parts import Segments
 from flax_attn.native import DTYPES, MISSING, library
 
@@ -38,7 +39,7 @@ class Native(Backend):
         return jax.sharding.get_abstract_mesh().empty or not (typed or may_be_partitioned())
 
     def refuse(self, call: Call) -> str | None:
-        rest = [part for part in call.mask.parts if not part.has_interval]
+        rest = [part for part in call.mask.parts if not isinstance(part, IntervalPart)]
         segments = [part for part in rest if isinstance(part, Segments)]
         hint = 'Pass backend="auto" or "blocked"'
         if library() is None:

@@ -18,8 +18,8 @@ from jaxtyping import Array
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
 from flax_attn.backends.splash.padding import LANES, has_ids, padded
-from flax_attn.functional.mask_part import Part
-from flax_attn.functional.mask_parts import Causal, Dense, Lengths, Prefix, Segments, Window
+from flax_attn.functional.mask_part import IntervalPart, MaskPart
+from flax_attn.functional.mask_parts import Dense, Lengths, Segments
 from flax_attn.functional.masks import Mask
 
 _INTERPRETED = ContextVar("interpreted", default=False)
@@ -128,22 +128,22 @@ def _refuse_mask(mask: Mask) -> str | None:
     return next((reason for part in mask.parts if (reason := _refuse_part(part))), None)
 
 
-def _refuse_part(part: Part) -> str | None:
-    if not isinstance(part, Causal | Window | Prefix | Lengths | Segments | Dense):
+def _refuse_part(part: MaskPart) -> str | None:
+    if isinstance(part, Lengths | Segments):
+        return None
+    if isinstance(part, IntervalPart):
+        return _refuse_interval(part)
+    if not isinstance(part, Dense):
         return (
             f"splash has no form for a mask of type {type(part).__name__}. Pass the mask as a"
             " boolean array"
         )
-    if isinstance(part, Causal | Window | Prefix) and not isinstance(part.offset, int):
-        return "splash needs the offset of a mask as a Python int; got an array. Pass an int"
-    if isinstance(part, Prefix) and not isinstance(part.length, int):
-        return "splash needs the length of a prefix as a Python int; got an array. Pass an int"
-    if isinstance(part, Dense) and isinstance(part.array, Tracer | jax.ShapeDtypeStruct):
+    if isinstance(part.array, Tracer | jax.ShapeDtypeStruct):
         return (
             "splash needs a dense mask that is known before tracing; got a traced one. Build it"
             " outside jax.jit"
         )
-    if isinstance(part, Dense) and part.array.ndim == 4 and part.array.shape[0] > 1:
+    if part.array.ndim == 4 and part.array.shape[0] > 1:
         return (
             f"splash needs one dense mask for all batch rows; got shape {part.array.shape}. "
             "Write what differs between rows as Mask.lengths or Mask.segments"
@@ -151,11 +151,21 @@ def _refuse_part(part: Part) -> str | None:
     return None
 
 
-def _heads(part: Part) -> int:
+def _refuse_interval(part: IntervalPart) -> str | None:
+    for name, value in vars(part).items():
+        if not isinstance(value, int | None):
+            owner = "mask" if name == "offset" else type(part).__name__.lower()
+            return (
+                f"splash needs the {name} of a {owner} as a Python int; got an array. Pass an int"
+            )
+    return None
+
+
+def _heads(part: MaskPart) -> int:
     # How many masks the kernel reads for this part.
     if isinstance(part, Dense):
         return part.array.shape[-3] if part.array.ndim > 2 else 1
-    return int(isinstance(part, Prefix))
+    return int(not isinstance(part, Lengths | Segments) and part.band() is None)
 
 
 BACKEND = Splash()

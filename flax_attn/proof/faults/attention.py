@@ -108,12 +108,12 @@ def any_part(mask, rows, cols):
 
 MASKS = (
     fault("one_token_ahead_is_seen", "Tokens see one token ahead.", CAUSAL,
-          Patch(Causal, "allow", lambda part, rows, cols: cols <= part.beside(rows, 0) + 1)),
+          Patch(Causal, "allow", lambda part, rows, cols: cols <= part.position(rows) + 1)),
     fault("oneself_is_not_seen", "Tokens do not see themselves.", CAUSAL,
-          Patch(Causal, "allow", lambda part, rows, cols: cols < part.beside(rows, 0))),
+          Patch(Causal, "allow", lambda part, rows, cols: cols < part.position(rows))),
     fault("no_causal_mask", "The causal mask is missing.", CAUSAL, Patch("", "causal", False)),
     fault("top_left_for_an_offset", "A causal mask ignores its offset.", "multi_head_cross_causal",
-          Patch(Causal, "beside", lambda part, rows, distance: rows + distance)),
+          Patch(Causal, "position", lambda part, i, distance=0: i + distance)),
     fault("one_padded_key_is_seen", "One padded key is seen.", "multi_head_padding",
           Wrap(Lengths, "allow",
                lambda allow, part, *index: allow(replace(part, key=part.key + 1), *index))),
@@ -129,7 +129,7 @@ MASKS = (
           Wrap(Window, "allow",
                lambda allow, part, *index: allow(replace(part, left=part.left + 1), *index))),
     fault("no_window_is_a_window_of_one", "Without a window each token sees itself alone.", CAUSAL,
-          Patch(Causal, "allow", lambda part, rows, cols: cols == part.beside(rows, 0))),
+          Patch(Causal, "allow", lambda part, rows, cols: cols == part.position(rows))),
     fault("segment_0_is_padding", "Segment 0 is taken for padding.", "multi_head_packed_window",
           Wrap(Segments, "allow", without_segment_0)),
     fault("any_mask_lets_through",
@@ -141,7 +141,7 @@ MASKS = (
           "A mask is indexed by key and query, not by query and key.", "multi_head_prefix_dense",
           Wrap(Dense, "allow", lambda allow, part, *index: allow(Dense(part.array.mT), *index))),
     fault("causal_prefix", "The prefix of a prefix-LM is causal.", "multi_head_prefix_dense",
-          Patch(Prefix, "allow", lambda part, rows, cols: cols <= part.beside(rows, 0))),
+          Patch(Prefix, "allow", lambda part, rows, cols: cols <= part.position(rows))),
 )  # fmt: skip
 
 DROPOUT = (

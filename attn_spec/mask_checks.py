@@ -1,0 +1,91 @@
+"""Checks of the parts of a mask, with the same messages in both packages."""
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+
+def check_window(**sizes: Any) -> None:
+    """Raise unless each side of a window is None or a number of keys."""
+    for name, size in sizes.items():
+        counts = isinstance(size, Integral) and not isinstance(size, bool) and size >= 0
+        if size is not None and not counts:
+            raise ValueError(
+                f"a window's {name} is a number of keys, at least 0, known before tracing; got"
+                f" {name}={size}. For an unbounded side pass None"
+            )
+
+
+def check_offset_given(offset: Any, t: int, s: int) -> None:
+    """Raise where it is open at which key the first query stands."""
+    if offset is None and t != s:
+        raise ValueError(
+            "a causal, window or prefix mask needs an offset when t != s: query i stands at"
+            f" offset + i; got t={t}, s={s}. Choose offset=0 (top-left, as torch's is_causal)"
+            f" or offset={s - t} (bottom-right, as FlashAttention): build a module with"
+            " causal=False and pass mask=Mask.causal(offset=...)"
+        )
+
+
+def check_rows(name: str, values: Any, b: int) -> None:
+    """Raise unless values are None, an integer, or an array of one integer or one a row."""
+    shape = tuple(getattr(values, "shape", ()))
+    if shape not in ((), (1,), (b,)):
+        raise ValueError(
+            f"{name} must be one integer or one a row, shape ({b},); got shape {shape}"
+        )
+
+
+def check_ids(name: str, shape: tuple[int, ...], b: int, tokens: int) -> None:
+    """Raise unless there is one segment id a token."""
+    if shape not in ((tokens,), (1, tokens), (b, tokens)):
+        raise ValueError(
+            f"{name} segments must have one id a token, shape ({b}, {tokens}) or ({tokens},);"
+            f" got {shape}. When t != s pass both: Mask.segments(query, key)"
+        )
+
+
+def check_whole(name: str, sizes: Sequence[int], s: int) -> None:
+    """Raise unless an array of a mask has the tokens of a whole sequence of `s`."""
+    if any(size != s for size in sizes):
+        raise ValueError(
+            "under a cache the mask is that of the whole sequence, with one row and one column for"
+            f" each of the capacity={s} tokens it can hold; got {name} of"
+            f" {', '.join(map(str, sizes))} tokens. Pad it to the capacity: what stands beyond the"
+            " tokens is hidden"
+        )
+
+
+def check_boolean(is_boolean: bool, dtype: Any, cast: str) -> None:
+    """Raise unless a mask is boolean; `cast` is the call that makes it so."""
+    if not is_boolean:
+        raise ValueError(
+            f"mask must be boolean, True = attend; got dtype {dtype}. To add numbers to the scores"
+            f" pass them as bias; for 0/1 integers write mask.{cast}"
+        )
+
+
+def check_integers(name: str, is_integer: bool, dtype: Any) -> None:
+    """Raise unless an array holds integers."""
+    if not is_integer:
+        raise ValueError(f"{name} must be integers; got dtype {dtype}. Cast them before the call")
+
+
+def read_array(name: str, values: Any, read: Callable, kinds: Any, framework: str) -> Any:
+    """Return `read(values)`, or raise unless they are of these kinds, numbers or lists.
+
+    `framework` is the name of the one whose arrays are taken.
+    """
+    if not isinstance(values, kinds | np.ndarray | np.generic | bool | int | float | list | tuple):
+        raise ValueError(
+            f"{name} must be an array, a number or a list; got {type(values).__name__}. Pass an"
+            f" array of {framework} or NumPy"
+        )
+    try:
+        return read(values)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} must be one array; got {error}. Pass rows of one length, of numbers"
+        ) from error
