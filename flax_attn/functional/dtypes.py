@@ -1,6 +1,7 @@
-"""The dtype that sums, means and softmaxes are taken in."""
+"""The dtype that sums, means and softmaxes are taken in, and the names of dtypes."""
 
 import jax.numpy as jnp
+from flax.typing import Dtype
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -11,3 +12,13 @@ def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
         (dtype('float32'), dtype('float64'))
     """
     return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def dtype_name(dtype: Dtype) -> str:
+    """Return the name of a dtype, the same in both packages.
+
+    Example:
+        >>> dtype_name(jnp.bfloat16)
+        'bfloat16'
+    """
+    return jnp.dtype(dtype).name

@@ -1,4 +1,4 @@
-"""The dtype that sums, means and softmaxes are taken in."""
+"""The dtype that sums, means and softmaxes are taken in, and the names of dtypes."""
 
 import torch
 
@@ -11,3 +11,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
         (torch.float32, torch.float64)
     """
     return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, the same in both packages.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
