@@ -15,7 +15,7 @@ from attn_spec.cache_checks import Shapes, check_cache_dtype, check_cache_shapes
 from attn_spec.checks import check_fits, check_lengths
 from flax_attn.functional.dtypes import dtype_name
 from flax_attn.functional.mask_part import Count
-from flax_attn.functional.shapes import ArrayLike
+from flax_attn.functional.shapes import ArrayLike, Positions, RowLengths
 
 C = TypeVar("C", bound="Cache")
 
@@ -97,29 +97,36 @@ class Cache:
         """The rows that were given tokens that do not fit, or impossible lengths."""
         return self.row_lengths < 0
 
-    def count(self, t: int, lengths: ArrayLike | int | None = None) -> tuple[Count, Count]:
+    def count(self, t: int, lengths: RowLengths = None) -> tuple[Count, Count]:
         """Return the length of each row after `t` new tokens, and how many of them are stored.
 
         The first `lengths` new tokens of a row are real.
         """
         new = t if lengths is None else lengths
         if isinstance(new, int):
-            check_lengths(new, t)
-            if self.limit is not None:
-                # An array of lengths is not read: a row of it holds 0 tokens or more.
-                cached = self.length if isinstance(self.length, int) else 0
-                check_fits(self.limit, cached, new)
+            self._check_known(t, new)
             if isinstance(self.length, int):
                 return self.length + new, new
+        return self._count_rows(t, self.each_row(new))
+
+    def _count_rows(self, t: int, new: Array) -> tuple[Array, Array]:
         cached = self.row_lengths
-        new = self.each_row(new)
+        # A row that was invalid stays so.
         valid = (cached >= 0) & (new >= 0) & (new <= t)
         if self.limit is not None:
             valid = valid & (cached + new <= self.limit)
         length = jnp.where(valid, cached + new, -1)
         return length, jnp.where(valid, new, 0)
 
-    def positions(self, t: int, lengths: ArrayLike | int | None = None) -> Integer[Array, "*b t"]:
+    def _check_known(self, t: int, new: int) -> None:
+        """Raise if `new` of `t` tokens cannot be, or do not fit."""
+        check_lengths(new, t)
+        if self.limit is not None:
+            # An array of lengths is not read: its rows hold 0 tokens or more.
+            cached = self.length if isinstance(self.length, int) else 0
+            check_fits(self.limit, cached, new)
+
+    def positions(self, t: int, lengths: RowLengths = None) -> Positions:
         """Return the positions of the next `t` tokens in their sequences; 0 for padding.
 
         The first `lengths` tokens of a row are real, and the rest is padding.
@@ -137,6 +144,7 @@ class Cache:
 def _flatten(cache: Any):
     values = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
     fixed = list(cache.static)
+    # An integer is part of the structure, so that kernels skip what it hides.
     if isinstance(cache.length, int):
         fixed.append("length")
     static = tuple((name, values.pop(name)) for name in fixed)
@@ -147,8 +155,7 @@ def _unflatten(cls: type, structure: Any, children: Any) -> Any:
     names, static = structure
     # Children may be placeholders: nothing is checked.
     cache = object.__new__(cls)
-    for name, value in zip(names, children, strict=True):
-        object.__setattr__(cache, name, value)
-    for name, value in static:
+    values = dict(zip(names, children, strict=True)) | dict(static)
+    for name, value in values.items():
         object.__setattr__(cache, name, value)
     return cache

@@ -1,4 +1,4 @@
-"""New tokens, written into the slots of a cache."""
+"""The slots of a cache, and the writing of new tokens into them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +10,31 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer
 
 from flax_attn.functional.explicit_sharding import split_as
+
+
+def token_slots(
+    positions: Integer[Array, "b t"], count: Integer[Array, " b"], capacity: int, *, ring: bool
+) -> Integer[Array, "b t"]:
+    """Return the slot of each new token; a token in slot `capacity` is not stored.
+
+    Args:
+        positions: positions of the tokens in their sequences, `(b, t)`.
+        count: how many tokens of each row are real, `(b,)`.
+        capacity: number of slots.
+        ring: whether the cache is a ring buffer, in which tokens overwrite those before them.
+
+    Example:
+        >>> token_slots(jnp.array([[7, 8, 9]]), jnp.array([3]), 2, ring=True)
+        Array([[2, 0, 1]], dtype=int32)
+    """
+    i = jnp.arange(positions.shape[1], dtype=jnp.int32)[None]
+    count = count[:, None]
+    stored = i < count
+    if not ring:
+        return jnp.where(stored, positions, capacity)
+    # Of tokens that share a slot, the last one is stored: the order of writes is not defined.
+    stored = stored & (i >= count - capacity)
+    return jnp.where(stored, positions % capacity, capacity)
 
 
 def write_tokens(

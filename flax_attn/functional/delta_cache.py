@@ -15,7 +15,7 @@ from flax_attn.functional.dtypes import accumulation_dtype, dtype_name
 from flax_attn.functional.mask_part import Count, Part
 from flax_attn.functional.mask_parts import Causal, Lengths, Segments
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.shapes import ArrayLike
+from flax_attn.functional.shapes import RowLengths
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class DeltaCache(Cache):
         sizes = kernel_size, num_heads, head_dim
         shapes = DeltaCache.shapes(b, *sizes, value_dim=value_dim, num_key_heads=num_key_heads)
         check_cache_dtype(dtype_name(dtype))
+        # A state is a sum over all tokens before.
         wide = accumulation_dtype(jnp.dtype(dtype))
         batch = () if b is None else (b,)
         return DeltaCache(
@@ -110,8 +111,8 @@ class DeltaCache(Cache):
 
 
 def documents_of(
-    mask: Mask, positions: Integer[Array, "b t"], lengths: ArrayLike | int | None
-) -> tuple[Bool[Array, "b t"] | None, ArrayLike | int | None]:
+    mask: Mask, positions: Integer[Array, "b t"], lengths: RowLengths
+) -> tuple[Bool[Array, "b t"] | None, RowLengths]:
     """Read from a mask where documents begin among tokens, and how many tokens are real.
 
     Segments are documents one after another: an id that comes back begins another document.
@@ -159,12 +160,13 @@ def _is_whole_causal(part: Part) -> bool:
 def _begins(segments: Segments, positions: Array) -> Array:
     """Return which tokens are the first of their segments."""
     ids = jnp.atleast_2d(segments.query)
+    # The first token of a sequence finds an empty state in any case.
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])
     begins = jnp.broadcast_to(begins, (len(positions), ids.shape[1]))
     return jnp.take_along_axis(begins, positions, axis=1, mode="clip")
 
 
-def _fewer(lengths: ArrayLike | int | None, count: Count, positions: Array) -> Array:
+def _fewer(lengths: RowLengths, count: Count, positions: Array) -> Array:
     """Return how many of the tokens that are real stand before the `count` of their sequence."""
     b, t = positions.shape
     counts = jnp.broadcast_to(jnp.asarray(count, jnp.int32), (b,))

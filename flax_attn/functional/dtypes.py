@@ -1,4 +1,4 @@
-"""The dtype that sums, means and softmaxes are taken in, and the names of dtypes."""
+"""The dtype that sums, means and softmaxes are taken in, and what dtypes are called and hold."""
 
 import jax.numpy as jnp
 from flax.typing import Dtype
@@ -22,3 +22,13 @@ def dtype_name(dtype: Dtype) -> str:
         'bfloat16'
     """
     return jnp.dtype(dtype).name
+
+
+def is_integer(dtype: Dtype) -> bool:
+    """Return whether a dtype is one of integers, signed or not.
+
+    Example:
+        >>> is_integer(jnp.uint8), is_integer(jnp.bool)
+        (True, False)
+    """
+    return bool(jnp.issubdtype(dtype, jnp.integer))

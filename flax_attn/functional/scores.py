@@ -55,8 +55,6 @@ class Scores:
 
     def placed(self, query_positions: ArrayLike, key_positions: ArrayLike) -> ScoreFunction | None:
         """Return the function for queries and keys at these positions, or None if there is none."""
-        return (
-            None
-            if self.function is None
-            else ScoreFunction(self.function, query_positions, key_positions)
-        )
+        if self.function is None:
+            return None
+        return ScoreFunction(self.function, query_positions, key_positions)

@@ -1,6 +1,5 @@
 """Positions against Hugging Face's in float64, and against formulas written in another way."""
 
-import inspect
 import math
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from attn_spec import frequencies
 from flax_attn import convert
 from flax_attn.parity import tolerance
 
@@ -122,7 +122,7 @@ def published_frequencies(name):
 def our_frequencies(side, name):
     scaling = scaling_of(side, name)
     if scaling is None:
-        return side.file("functional.frequencies").plain_frequencies(BASE, H), 1.0
+        return frequencies.plain_frequencies(BASE, H), 1.0
     return scaling.frequencies(BASE, H), scaling.amplitude()
 
 
@@ -235,10 +235,9 @@ def test_low_dtypes_turn_in_float32(side, dtype):
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 25])
 def test_alibi_is_that_of_bloom(side, num_heads):
-    ours = side.alibi(num_heads, np.arange(S), np.arange(S), dtype=side.array(X).dtype)
-    ours = np.tril(
-        side.numpy(ours) - side.numpy(ours)[..., :1]
-    )  # Bloom's differs by a number for each query
+    bias = side.numpy(side.alibi(num_heads, np.arange(S), np.arange(S), dtype=side.array(X).dtype))
+    # Bloom's differs by a number for each query.
+    ours = np.tril(bias - bias[..., :1])
     with in_float64():
         truth = build_alibi_tensor(torch.ones((1, S)), num_heads, torch.float64).numpy()
     assert_equal(ours, np.tril(np.broadcast_to(truth, ours.shape)))
@@ -417,7 +416,7 @@ def test_packed_sequences_are_as_they_are_alone(side):
 
 
 def test_a_scaling_of_ones_own(side):
-    class Fixed(side.file("functional.frequencies").Scaling):
+    class Fixed(frequencies.Scaling):
         def frequencies(self, base, width):
             return np.arange(1, width // 2 + 1) / self.factor
 
@@ -426,8 +425,3 @@ def test_a_scaling_of_ones_own(side):
     assert_equal(
         turned[..., : H // 2], X[..., : H // 2] * np.cos(angles) - X[..., H // 2 :] * np.sin(angles)
     )
-
-
-def test_what_needs_no_framework_is_one_text(sides):
-    ours, theirs = (inspect.getsource(side.file("functional.frequencies")) for side in sides)
-    assert ours.replace("flax_attn", "torch_ref") == theirs

@@ -129,11 +129,11 @@ def test_asking_for_weights_leaves_every_bit_with_dropout(run, dtype):
         7, 24, 8, 0.5, 4, num_kv_heads=2, param_dtype=dtype, rngs=nnx.Rngs(0)
     )
     options = {"dropout_key": jax.random.key(2)}
-    output, weights = run(module, [tokens().astype(dtype)], return_weights=True, **options)
-    np.testing.assert_array_equal(run(module, [tokens().astype(dtype)], **options), output)
-    assert (weights == 0).sum() > (
-        np.triu(np.ones((5, 5)), 1) > 0
-    ).sum() * 12  # those that the future hides, and more
+    x = tokens().astype(dtype)
+    output, weights = run(module, [x], return_weights=True, **options)
+    np.testing.assert_array_equal(run(module, [x], **options), output)
+    hidden_by_the_future = 12 * np.triu(np.ones((5, 5)), 1).sum()
+    assert (weights == 0).sum() > hidden_by_the_future
 
 
 def test_asking_for_weights_leaves_every_bit_of_the_gradient():

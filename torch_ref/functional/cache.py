@@ -13,11 +13,11 @@ from torch import Tensor
 from attn_spec.cache_checks import check_cache_dtype
 from attn_spec.checks import check_positive, check_ring_buffer
 from torch_ref.functional.cache_base import Cache
-from torch_ref.functional.cache_slots import write_tokens
+from torch_ref.functional.cache_slots import token_slots, write_tokens
 from torch_ref.functional.dtypes import dtype_name
 from torch_ref.functional.mask_part import Count
 from torch_ref.functional.masks import Mask, as_mask
-from torch_ref.functional.shapes import ArrayLike, Key, Value
+from torch_ref.functional.shapes import Key, RowLengths, Value
 
 
 class Extended(NamedTuple):
@@ -129,19 +129,23 @@ class KVCache(Cache):
     @property
     def limit(self) -> int | None:
         """How many tokens a sequence may have; None is any number."""
+        # A ring buffer overwrites: its sequences have no end.
         return self.capacity if self.window is None else None
 
     @property
     def key_positions(self) -> Integer[Tensor, "*b s"]:
         """The position in its sequence of the key in each slot; -1 where there is none."""
-        lengths = self.row_lengths[..., None]
-        positions = self.indices(self.capacity)
-        if self.window is not None:
-            # Of the positions that share a slot of a ring buffer, the last one is cached.
-            rounds = (lengths - 1 - positions) // self.capacity
-            positions = positions + rounds * self.capacity
-        cached = (positions >= 0) & (positions < lengths)
+        positions = self._latest_positions()
+        cached = (positions >= 0) & (positions < self.row_lengths[..., None])
         return torch.where(cached, positions, -1)
+
+    def _latest_positions(self) -> Integer[Tensor, "*b s"]:
+        """Return the last position before the end of its row that falls on each slot."""
+        slots = self.indices(self.capacity)
+        if self.window is None:
+            return slots
+        behind = self.row_lengths[..., None] - 1 - slots
+        return slots + behind // self.capacity * self.capacity
 
     def check_heads(
         self, batch: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int
@@ -150,7 +154,7 @@ class KVCache(Cache):
         heads = (*batch, num_kv_heads, self.capacity)
         self.check_shapes({"key": (*heads, head_dim), "value": (*heads, value_dim)})
 
-    def append(self, key: Key, value: Value, lengths: ArrayLike | int | None = None) -> KVCache:
+    def append(self, key: Key, value: Value, lengths: RowLengths = None) -> KVCache:
         """Return the cache with new tokens behind the cached ones.
 
         Args:
@@ -163,19 +167,21 @@ class KVCache(Cache):
         if key.ndim == 3:
             batched = self._batched().append(key[None], value[None], lengths)
             return batched._unbatched()
-        t = key.shape[1]
-        length, stored = self.count(t, lengths)
-        slots = self._slots(t, stored)
-        keys = write_tokens(self.key, key, slots)
-        values = write_tokens(self.value, value, slots)
-        return KVCache(keys, values, length, self.window)
+        length, stored = self.count(key.shape[1], lengths)
+        slots = self._slots(key.shape[1], stored)
+        return KVCache(
+            key=write_tokens(self.key, key, slots),
+            value=write_tokens(self.value, value, slots),
+            length=length,
+            window=self.window,
+        )
 
     def extend(
         self,
         key: Key,
         value: Value,
         mask: Mask | Tensor | None = None,
-        lengths: ArrayLike | int | None = None,
+        lengths: RowLengths = None,
     ) -> Extended:
         """Return what the queries of new tokens attend to, and the cache after them.
 
@@ -204,16 +210,14 @@ class KVCache(Cache):
             extended = self._extend_ring_buffer(key, value, mask, lengths, self.window)
         return extended._replace(mask=extended.mask & Mask.lengths(query=lengths))
 
-    def _extend(
-        self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None
-    ) -> Extended:
+    def _extend(self, key: Key, value: Value, mask: Mask, lengths: RowLengths) -> Extended:
         mask.check_whole(self.capacity)
         after = self.append(key, value, lengths)
         keys, values = after._tokens_first(key.dtype)
         return self._attend(key.shape[1], keys, values, mask, after.key_positions, after)
 
     def _extend_ring_buffer(
-        self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None, window: int
+        self, key: Key, value: Value, mask: Mask, lengths: RowLengths, window: int
     ) -> Extended:
         t = key.shape[1]
         after = self.append(key, value, lengths)
@@ -240,11 +244,14 @@ class KVCache(Cache):
         old_keys, old_values = self._tokens_first(key.dtype)
         keys = torch.cat([old_keys, key], dim=1)
         values = torch.cat([old_values, value], dim=1)
-        new = self.positions(key.shape[1])
+        positions = self._joined_positions(key.shape[1], after)
+        return keys, values, positions
+
+    def _joined_positions(self, t: int, after: KVCache) -> Tensor:
+        new = self.positions(t)
         real = new < rearrange(after.row_lengths, "b -> b 1")
         new = torch.where(real, new, -1)
-        positions = torch.cat([self.key_positions, new], dim=1)
-        return keys, values, positions
+        return torch.cat([self.key_positions, new], dim=1)
 
     def _check_new(self, key: Key, value: Value) -> None:
         *batch, _, num_kv_heads, head_dim = key.shape
@@ -255,14 +262,8 @@ class KVCache(Cache):
 
         The first `count` tokens of a row are stored; the slot `capacity` is of those that are not.
         """
-        i = self.indices(t)
-        count = self.each_row(count)[:, None]
-        slots = self.positions(t)
-        if self.window is not None:
-            # Of tokens that share a slot, the last one is stored.
-            last = i >= count - self.capacity
-            slots = torch.where(last, slots % self.capacity, self.capacity)
-        return torch.where(i < count, slots, self.capacity)
+        count = self.each_row(count)
+        return token_slots(self.positions(t), count, self.capacity, ring=self.window is not None)
 
     def _tokens_first(self, dtype: torch.dtype) -> tuple[Key, Value]:
         key = rearrange(self.key.to(dtype), "b k s h -> b s k h")

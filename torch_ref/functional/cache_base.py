@@ -14,7 +14,7 @@ from attn_spec.cache_checks import Shapes, check_cache_dtype, check_cache_shapes
 from attn_spec.checks import check_fits, check_lengths
 from torch_ref.functional.dtypes import dtype_name
 from torch_ref.functional.mask_part import Count
-from torch_ref.functional.shapes import ArrayLike
+from torch_ref.functional.shapes import ArrayLike, Positions, RowLengths
 
 C = TypeVar("C", bound="Cache")
 
@@ -95,29 +95,36 @@ class Cache:
         """The rows that were given tokens that do not fit, or impossible lengths."""
         return self.row_lengths < 0
 
-    def count(self, t: int, lengths: ArrayLike | int | None = None) -> tuple[Count, Count]:
+    def count(self, t: int, lengths: RowLengths = None) -> tuple[Count, Count]:
         """Return the length of each row after `t` new tokens, and how many of them are stored.
 
         The first `lengths` new tokens of a row are real.
         """
         new = t if lengths is None else lengths
         if isinstance(new, int):
-            check_lengths(new, t)
-            if self.limit is not None:
-                # An array of lengths is not read: a row of it holds 0 tokens or more.
-                cached = self.length if isinstance(self.length, int) else 0
-                check_fits(self.limit, cached, new)
+            self._check_known(t, new)
             if isinstance(self.length, int):
                 return self.length + new, new
+        return self._count_rows(t, self.each_row(new))
+
+    def _count_rows(self, t: int, new: Tensor) -> tuple[Tensor, Tensor]:
         cached = self.row_lengths
-        new = self.each_row(new)
+        # A row that was invalid stays so.
         valid = (cached >= 0) & (new >= 0) & (new <= t)
         if self.limit is not None:
             valid = valid & (cached + new <= self.limit)
         length = torch.where(valid, cached + new, -1)
         return length, torch.where(valid, new, 0)
 
-    def positions(self, t: int, lengths: ArrayLike | int | None = None) -> Integer[Tensor, "*b t"]:
+    def _check_known(self, t: int, new: int) -> None:
+        """Raise if `new` of `t` tokens cannot be, or do not fit."""
+        check_lengths(new, t)
+        if self.limit is not None:
+            # An array of lengths is not read: its rows hold 0 tokens or more.
+            cached = self.length if isinstance(self.length, int) else 0
+            check_fits(self.limit, cached, new)
+
+    def positions(self, t: int, lengths: RowLengths = None) -> Positions:
         """Return the positions of the next `t` tokens in their sequences; 0 for padding.
 
         The first `lengths` tokens of a row are real, and the rest is padding.

@@ -1,8 +1,33 @@
-"""New tokens, written into the slots of a cache."""
+"""The slots of a cache, and the writing of new tokens into them."""
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
+
+
+def token_slots(
+    positions: Integer[Tensor, "b t"], count: Integer[Tensor, " b"], capacity: int, *, ring: bool
+) -> Integer[Tensor, "b t"]:
+    """Return the slot of each new token; a token in slot `capacity` is not stored.
+
+    Args:
+        positions: positions of the tokens in their sequences, `(b, t)`.
+        count: how many tokens of each row are real, `(b,)`.
+        capacity: number of slots.
+        ring: whether the cache is a ring buffer, in which tokens overwrite those before them.
+
+    Example:
+        >>> token_slots(torch.tensor([[7, 8, 9]]), torch.tensor([3]), 2, ring=True)
+        tensor([[2, 0, 1]])
+    """
+    i = torch.arange(positions.shape[1], device=positions.device)
+    count = count[:, None]
+    stored = i < count
+    if not ring:
+        return torch.where(stored, positions, capacity)
+    # Of tokens that share a slot, the last one is stored: the order of writes is not defined.
+    stored = stored & (i >= count - capacity)
+    return torch.where(stored, positions % capacity, capacity)
 
 
 def write_tokens(
@@ -22,6 +47,7 @@ def write_tokens(
     """
     # The last slot is for what is not stored.
     written = torch.cat([cached, torch.zeros_like(cached[:, :, :1])], dim=2)
+    # Indices on either side of a slice: the axes of tokens come first, as in `new`.
     rows = torch.arange(len(new))[:, None]
     written[rows, :, slots] = new.to(cached.dtype)
     return written[:, :, :-1]

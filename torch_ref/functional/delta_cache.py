@@ -16,7 +16,7 @@ from torch_ref.functional.dtypes import accumulation_dtype, dtype_name
 from torch_ref.functional.mask_part import Count, Part
 from torch_ref.functional.mask_parts import Causal, Lengths, Segments
 from torch_ref.functional.masks import Mask
-from torch_ref.functional.shapes import ArrayLike
+from torch_ref.functional.shapes import RowLengths
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class DeltaCache(Cache):
         sizes = kernel_size, num_heads, head_dim
         shapes = DeltaCache.shapes(b, *sizes, value_dim=value_dim, num_key_heads=num_key_heads)
         check_cache_dtype(dtype_name(dtype))
+        # A state is a sum over all tokens before.
         wide = accumulation_dtype(dtype)
         batch = () if b is None else (b,)
         return DeltaCache(
@@ -112,8 +113,8 @@ class DeltaCache(Cache):
 
 
 def documents_of(
-    mask: Mask, positions: Integer[Tensor, "b t"], lengths: ArrayLike | int | None
-) -> tuple[Bool[Tensor, "b t"] | None, ArrayLike | int | None]:
+    mask: Mask, positions: Integer[Tensor, "b t"], lengths: RowLengths
+) -> tuple[Bool[Tensor, "b t"] | None, RowLengths]:
     """Read from a mask where documents begin among tokens, and how many tokens are real.
 
     Segments are documents one after another: an id that comes back begins another document.
@@ -161,12 +162,13 @@ def _is_whole_causal(part: Part) -> bool:
 def _begins(segments: Segments, positions: Tensor) -> Tensor:
     """Return which tokens are the first of their segments."""
     ids = torch.atleast_2d(segments.query).to(positions.device)
+    # The first token of a sequence finds an empty state in any case.
     begins = functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
     begins = begins.expand(len(positions), -1)
     return begins.gather(1, positions.clamp(0, ids.shape[1] - 1))
 
 
-def _fewer(lengths: ArrayLike | int | None, count: Count, positions: Tensor) -> Tensor:
+def _fewer(lengths: RowLengths, count: Count, positions: Tensor) -> Tensor:
     """Return how many of the tokens that are real stand before the `count` of their sequence."""
     b, t = positions.shape
     counts = torch.as_tensor(count, device=positions.device).expand(b)

@@ -1,4 +1,4 @@
-"""The dtype that sums, means and softmaxes are taken in, and the names of dtypes."""
+"""The dtype that sums, means and softmaxes are taken in, and what dtypes are called and hold."""
 
 import torch
 
@@ -21,3 +21,13 @@ def dtype_name(dtype: torch.dtype) -> str:
         'bfloat16'
     """
     return str(dtype).removeprefix("torch.")
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Return whether a dtype is one of integers, signed or not.
+
+    Example:
+        >>> is_integer(torch.uint8), is_integer(torch.bool)
+        (True, False)
+    """
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
