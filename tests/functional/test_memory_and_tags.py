@@ -132,7 +132,7 @@ def test_asking_for_weights_leaves_every_bit_with_dropout(run, dtype):
     x = tokens().astype(dtype)
     output, weights = run(module, [x], return_weights=True, **options)
     np.testing.assert_array_equal(run(module, [x], **options), output)
-    hidden_by_the_future = 12 * np.triu(np.ones((5, 5)), 1).sum()
+    hidden_by_the_future = 12 * np.triu(np.ones((5, 5), int), 1).sum()
     assert (weights == 0).sum() > hidden_by_the_future
 
 
