@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,6 +51,7 @@ class Scaling(ABC):
     factor: float
 
     def __post_init__(self):
+        # Written so that NaN is refused too.
         if not self.factor >= 1:
             raise ValueError(
                 "factor is how many times longer than in training the inputs become, at least 1; "
@@ -129,7 +129,9 @@ class DynamicNTKScaling(Scaling):
     def stretch(self, length: Lengths) -> Lengths:
         """Return the factor that the slowest frequency of an input of this length is divided by."""
         array: Any = length
-        return 1 + self.factor * (array / self.original_context_length - 1).clip(0)
+        beyond = array / self.original_context_length - 1
+        # Within the original length nothing changes.
+        return 1 + self.factor * beyond.clip(0)
 
     def exponents(self, width: int) -> np.ndarray:
         """Return the power of the stretch in each frequency, from 0 (fastest) to -1 (slowest)."""
@@ -188,32 +190,39 @@ class YaRNScaling(Scaling):
 
     def frequencies(self, base: float, width: int) -> Frequencies:
         """Return the frequencies of a RoPE of this base and width."""
+        fast, slow = self._ramp_ends(base, width)
+        # Where the ends meet, the ramp is a step.
+        length = (slow - fast) or 1
+        ramp = np.clip((np.arange(width // 2) - fast) / length, 0, 1)
         plain = plain_frequencies(base, width)
-        fast, slow = (
-            self._index(rotations, base, width) for rotations in (self.beta_fast, self.beta_slow)
-        )
-        if self.truncate:
-            fast, slow = math.floor(fast), math.ceil(slow)
-        fast, slow = max(fast, 0), min(slow, width - 1)
-        # Where `fast` and `slow` meet, the ramp is a step.
-        ramp = np.clip((np.arange(width // 2) - fast) / ((slow - fast) or 1), 0, 1)
         return plain * (1 - ramp) + plain / self.factor * ramp
 
+    def _ramp_ends(self, base: float, width: int) -> tuple[float | int, float | int]:
+        """Return the indices of the frequencies between which the ramp runs."""
+        fast = self._index(self.beta_fast, base, width)
+        slow = self._index(self.beta_slow, base, width)
+        if self.truncate:
+            fast = math.floor(fast)
+            slow = math.ceil(slow)
+        # The published code bounds by the width, though there are half as many frequencies.
+        return max(fast, 0), min(slow, width - 1)
+
     def _index(self, rotations: float, base: float, width: int) -> float:
-        # The i at which base ** (-2i / width) * original_context_length is `rotations` full
-        # rotations.
-        return (
-            width
-            * math.log(self.original_context_length / (rotations * 2 * math.pi))
-            / (2 * math.log(base))
-        )
+        """Return the index of the frequency that rotates so often within the original context.
+
+        The i at which `base ** (-2i / width) * original_context_length = rotations * 2 pi`.
+        """
+        wavelength = self.original_context_length / (rotations * 2 * math.pi)
+        return width * math.log(wavelength) / (2 * math.log(base))
 
     def amplitude(self) -> float:
         """Return the factor on what is rotated."""
         if self.attention_factor is not None:
             return self.attention_factor
         tenth = math.log(self.factor) / 10
-        return (1 + self.mscale * tenth) / (1 + self.mscale_all_dim * tenth)
+        above = 1 + self.mscale * tenth
+        below = 1 + self.mscale_all_dim * tenth
+        return above / below
 
 
 @dataclass(frozen=True)
@@ -260,29 +269,9 @@ class Llama3Scaling(Scaling):
         """Return the frequencies of a RoPE of this base and width."""
         plain = plain_frequencies(base, width)
         rotations = plain * self.original_context_length / (2 * math.pi)
-        stays = np.clip(
-            (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor),
-            0,
-            1,
-        )
+        ramp_length = self.high_freq_factor - self.low_freq_factor
+        stays = np.clip((rotations - self.low_freq_factor) / ramp_length, 0, 1)
         return plain * stays + plain / self.factor * (1 - stays)
-
-
-def check_pairs(name: str, width: int) -> None:
-    """Raise unless `width` features make pairs."""
-    if isinstance(width, bool) or not isinstance(width, Integral) or width < 2 or width % 2:
-        raise ValueError(
-            f"{name} must be a positive even integer, as a frequency takes two features; got"
-            f" {name}={width!r}"
-        )
-
-
-def check_base(base: float) -> None:
-    """Raise unless the frequencies of `base` fall."""
-    if not base > 1:
-        raise ValueError(
-            f"base must be larger than 1, so that frequencies fall; got base={base}. Usual is 10000"
-        )
 
 
 def _check_order(low_name: str, low: float, high_name: str, high: float, remedy: str) -> None:

@@ -51,15 +51,17 @@ class LongRoPEScaling(Scaling):
 
     def __post_init__(self):
         super().__post_init__()
+        # Its logarithm divides.
         if not self.original_context_length > 1:
             raise ValueError(
                 "original_context_length is the longest input of the training, above 1; "
                 f"got original_context_length={self.original_context_length}"
             )
         for name in ("short_factors", "long_factors"):
-            if not all(factor > 0 for factor in getattr(self, name)):
+            factors = getattr(self, name)
+            if not all(factor > 0 for factor in factors):
                 raise ValueError(
-                    f"{name} divide the frequencies and must be positive; got {getattr(self, name)}"
+                    f"{name} divide the frequencies and must be positive; got {factors}"
                 )
 
     def frequencies(self, base: float, width: int) -> Frequencies:
@@ -73,19 +75,23 @@ class LongRoPEScaling(Scaling):
     def check_width(self, width: int) -> None:
         """Raise unless there is a factor for each frequency."""
         for name in ("short_factors", "long_factors"):
-            if len(getattr(self, name)) != width // 2:
+            factors = getattr(self, name)
+            if len(factors) != width // 2:
                 raise ValueError(
                     f"{name} must be one for each of the {width // 2} frequencies of {width}"
-                    f" rotated features; got {len(getattr(self, name))}. Take those that were"
+                    f" rotated features; got {len(factors)}. Take those that were"
                     " searched for this model"
                 )
 
     def tokens_left(self, length: int) -> int:
         """Return how many tokens can follow a prompt of this length before an input is long."""
-        return self.original_context_length - length + 1  # the last of them is not an input yet
+        # The last of them is not an input yet.
+        return self.original_context_length - length + 1
 
     def amplitude(self) -> float:
         """Return the factor on what is rotated."""
         if self.attention_factor is not None:
             return self.attention_factor
-        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_context_length))
+        # The entropy of a softmax grows with the logarithm of the number of keys.
+        growth = math.log(self.factor) / math.log(self.original_context_length)
+        return math.sqrt(1 + growth)

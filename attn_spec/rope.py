@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from attn_spec.checks import check_type
-from attn_spec.frequencies import Scaling, check_base, check_pairs
+from attn_spec.frequencies import Scaling
 from attn_spec.portable import Portable
+from attn_spec.position_checks import check_base, check_pairs
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,14 +38,20 @@ class Absorption:
 
     def query(self, query: Float[Array, "*b t n h"]) -> Float[Array, "*b t n r"]:
         """Return queries of latents; the rotated features, behind the first `key_dim`, stay."""
-        plain, rotated = query[..., : self.key_dim], query[..., self.key_dim :]
-        of_latent = self._product("...tnh,rnh->...tnr", plain, self.kernel[..., : self.key_dim])
-        return jnp.concatenate([of_latent, rotated.astype(of_latent.dtype)], axis=-1)
+        plain = query[..., : self.key_dim]
+        rotated = query[..., self.key_dim :]
+        keys = self.kernel[..., : self.key_dim]
+        absorbed = self._product("...tnh,rnh->...tnr", plain, keys)
+        # Rotated features are no part of the latent, and meet those of the keys as they are.
+        return jnp.concatenate([absorbed, rotated.astype(absorbed.dtype)], axis=-1)
 
     def values(self, latents: Float[Array, "*b t n r"]) -> Float[Array, "*b t n v"]:
         """Return the values of latents that are already summed up for each head."""
-        return self._product("...tnr,rnv->...tnv", latents, self.kernel[..., self.key_dim :])
+        values = self.kernel[..., self.key_dim :]
+        return self._product("...tnr,rnv->...tnv", latents, values)
 
     def _product(self, form: str, x: Array, matrices: Array) -> Array:
         dtype = jnp.result_type(x, matrices) if self.dtype is None else self.dtype
-        return jnp.einsum(form, x.astype(dtype), matrices.astype(dtype), precision=self.precision)
+        x = x.astype(dtype)
+        matrices = matrices.astype(dtype)
+        return jnp.einsum(form, x, matrices, precision=self.precision)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from flax.typing import Dtype
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Integer
 
-from attn_spec.cache_checks import check_cache_dtype, check_fits, check_lengths, check_ring_buffer
+from attn_spec.cache_checks import check_cache_dtype, check_ring_buffer
 from attn_spec.checks import check_positive
 from flax_attn.functional.cache_base import Cache
-from flax_attn.functional.explicit_sharding import join, split_as
+from flax_attn.functional.cache_slots import token_slots, write_tokens
+from flax_attn.functional.dtypes import dtype_name
+from flax_attn.functional.explicit_sharding import join
 from flax_attn.functional.mask_part import Count
 from flax_attn.functional.masks import Mask, as_mask
-from flax_attn.functional.shapes import ArrayLike, Key, Value
+from flax_attn.functional.shapes import Key, RowLengths, Value
 
 
 class Extended(NamedTuple):
@@ -109,13 +108,17 @@ class KVCache(Cache):
         """
         check_positive(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_ring_buffer(window, capacity)
-        check_cache_dtype(jnp.dtype(dtype).name)
+        check_cache_dtype(dtype_name(dtype))
+        if value_dim is None:
+            value_dim = head_dim
         batch = () if b is None else (b,)
-        widths = head_dim, head_dim if value_dim is None else value_dim
-        keys, values = (
-            jnp.zeros((*batch, num_kv_heads, capacity, width), dtype) for width in widths
+        slots = (*batch, num_kv_heads, capacity)
+        return KVCache(
+            key=jnp.zeros((*slots, head_dim), dtype),
+            value=jnp.zeros((*slots, value_dim), dtype),
+            length=jnp.zeros(batch, jnp.int32),
+            window=window,
         )
-        return KVCache(keys, values, jnp.zeros(batch, jnp.int32), window)
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -128,17 +131,25 @@ class KVCache(Cache):
         return self.key.shape[-2]
 
     @property
+    def limit(self) -> int | None:
+        """How many tokens a sequence may have; None is any number."""
+        # A ring buffer overwrites: its sequences have no end.
+        return self.capacity if self.window is None else None
+
+    @property
     def key_positions(self) -> Integer[Array, "*b s"]:
         """The position in its sequence of the key in each slot; -1 where there is none."""
-        lengths = self.row_lengths[..., None]
-        slots = jnp.broadcast_to(
-            jnp.arange(self.capacity, dtype=jnp.int32), (*lengths.shape[:-1], self.capacity)
-        )
-        # Of the positions that share a slot of a ring buffer, the last one is cached.
-        positions = (
-            slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
-        )
-        return jnp.where((positions >= 0) & (positions < lengths), positions, -1)
+        positions = self._latest_positions()
+        cached = (positions >= 0) & (positions < self.row_lengths[..., None])
+        return jnp.where(cached, positions, -1)
+
+    def _latest_positions(self) -> Integer[Array, "*b s"]:
+        """Return the last position before the end of its row that falls on each slot."""
+        slots = self.indices(self.capacity)
+        if self.window is None:
+            return slots
+        behind = self.row_lengths[..., None] - 1 - slots
+        return slots + behind // self.capacity * self.capacity
 
     def check_heads(
         self, batch: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int
@@ -147,7 +158,7 @@ class KVCache(Cache):
         heads = (*batch, num_kv_heads, self.capacity)
         self.check_shapes({"key": (*heads, head_dim), "value": (*heads, value_dim)})
 
-    def append(self, key: Key, value: Value, lengths: ArrayLike | int | None = None) -> KVCache:
+    def append(self, key: Key, value: Value, lengths: RowLengths = None) -> KVCache:
         """Return the cache with new tokens behind the cached ones.
 
         Args:
@@ -156,21 +167,25 @@ class KVCache(Cache):
             lengths: how many of the new tokens of each row are real, `(b,)`; the rest is padding
                 and is not stored. None is all.
         """
-        self.check_heads(tuple(key.shape[:-3]), key.shape[-2], key.shape[-1], value.shape[-1])
+        self._check_new(key, value)
         if key.ndim == 3:
-            return self._batched().append(key[None], value[None], lengths)._unbatched()
-        length, stored = self._count(key.shape[1], lengths)
-        keys, values = (
-            self._write(cached, x, stored) for cached, x in ((self.key, key), (self.value, value))
+            batched = self._batched().append(key[None], value[None], lengths)
+            return batched._unbatched()
+        length, stored = self.count(key.shape[1], lengths)
+        slots = self._slots(key.shape[1], stored)
+        return KVCache(
+            key=write_tokens(self.key, key, slots),
+            value=write_tokens(self.value, value, slots),
+            length=length,
+            window=self.window,
         )
-        return KVCache(keys, values, length, self.window)
 
     def extend(
         self,
         key: Key,
         value: Value,
         mask: Mask | Array | None = None,
-        lengths: ArrayLike | int | None = None,
+        lengths: RowLengths = None,
     ) -> Extended:
         """Return what the queries of new tokens attend to, and the cache after them.
 
@@ -182,92 +197,98 @@ class KVCache(Cache):
                 without a token are hidden in any case.
             lengths: how many of the new tokens of each row are real, `(b,)`; None is all.
         """
-        self.check_heads(tuple(key.shape[:-3]), key.shape[-2], key.shape[-1], value.shape[-1])
+        self._check_new(key, value)
         if key.ndim == 3:
             extended = self._batched().extend(key[None], value[None], mask, lengths)
-            key, value, positions = extended.key[0], extended.value[0], extended.key_positions[0]
-            return Extended(key, value, extended.mask, positions, extended.cache._unbatched())
+            return Extended(
+                key=extended.key[0],
+                value=extended.value[0],
+                mask=extended.mask,
+                key_positions=extended.key_positions[0],
+                cache=extended.cache._unbatched(),
+            )
+        mask = as_mask(mask)
         if self.window is None:
-            extended = self._extend(key, value, as_mask(mask), lengths)
+            extended = self._extend(key, value, mask, lengths)
         else:
-            extended = self._extend_ring_buffer(key, value, as_mask(mask), lengths, self.window)
+            extended = self._extend_ring_buffer(key, value, mask, lengths, self.window)
         return extended._replace(mask=extended.mask & Mask.lengths(query=lengths))
 
-    def _extend(
-        self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None
-    ) -> Extended:
+    def _extend(self, key: Key, value: Value, mask: Mask, lengths: RowLengths) -> Extended:
         mask.check_whole(self.capacity)
-        t, after = key.shape[1], self.append(key, value, lengths)
-        # Where it is known how many tokens there are, the slots behind them cost nothing.
-        s = min(self.length + t, self.capacity) if isinstance(self.length, int) else self.capacity
-        mask = mask.shift(self.length, t, s) & Mask.lengths(key=after.length)
-        keys, values = (x[:, :s] for x in after._tokens_first(key.dtype))
-        return Extended(keys, values, mask, after.key_positions[:, :s], after)
+        t = key.shape[1]
+        after = self.append(key, value, lengths)
+        s = self.capacity
+        if isinstance(self.length, int):
+            # Where it is known how many tokens there are, the slots behind them cost nothing.
+            s = min(self.length + t, s)
+        keys, values = after._tokens_first(key.dtype)
+        return Extended(
+            key=keys[:, :s],
+            value=values[:, :s],
+            mask=mask.shift(self.length, t, s) & Mask.lengths(key=after.length),
+            key_positions=after.key_positions[:, :s],
+            cache=after,
+        )
 
     def _extend_ring_buffer(
-        self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None, window: int
+        self, key: Key, value: Value, mask: Mask, lengths: RowLengths, window: int
     ) -> Extended:
-        t, after = key.shape[1], self.append(key, value, lengths)
+        t = key.shape[1]
+        after = self.append(key, value, lengths)
         mask = mask & Mask.sliding_window(window)
-        # Without older keys the structure of the mask is kept.
         if isinstance(self.length, int) and self.length == 0:
-            positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), key.shape[:2])
+            # Without older keys the structure of the mask is kept.
             return Extended(
-                key, value, mask.shift(0, t, t) & Mask.lengths(key=lengths), positions, after
+                key=key,
+                value=value,
+                mask=mask.shift(0, t, t) & Mask.lengths(key=lengths),
+                key_positions=self.indices(t),
+                cache=after,
             )
         if t <= self.capacity - window + 1:
-            (keys, values), positions = after._tokens_first(key.dtype), after.key_positions
+            keys, values = after._tokens_first(key.dtype)
+            positions = after.key_positions
         else:
-            # The last new tokens overwrite keys that the first new queries attend to.
-            pairs = zip(self._tokens_first(key.dtype), (key, value), strict=True)
-            keys, values = (join(*pair, axis=1) for pair in pairs)
-            new = self.positions(t)
-            new = jnp.where(new < rearrange(after.row_lengths, "b -> b 1"), new, -1)
-            positions = jnp.concatenate([self.key_positions, new], axis=1)
-        visible = mask.at(self.positions(t), positions) & rearrange(
-            positions >= 0, "b s -> b 1 1 s"
-        )
-        return Extended(keys, values, Mask.dense(visible), positions, after)
+            keys, values, positions = self._joined(key, value, after)
+        visible = mask.at(self.positions(t), positions)
+        cached = rearrange(positions >= 0, "b s -> b 1 1 s")
+        return Extended(keys, values, Mask.dense(visible & cached), positions, after)
 
-    def _count(self, t: int, lengths: ArrayLike | int | None) -> tuple[Count, Count]:
-        """Return the length of each row after `t` new tokens, and how many of them are stored."""
-        new, cached = t if lengths is None else lengths, self.length
-        if isinstance(new, int):
-            check_lengths(new, t)
-            if self.window is None:
-                check_fits(self.capacity, cached if isinstance(cached, int) else 0, new)
-            if isinstance(cached, int):
-                return cached + new, new
-        cached = self.row_lengths
-        new = jnp.broadcast_to(jnp.asarray(new, jnp.int32), cached.shape)
-        valid = (cached >= 0) & (new >= 0) & (new <= t)
-        valid = valid if self.window else valid & (cached + new <= self.capacity)
-        return jnp.where(valid, cached + new, -1), jnp.where(valid, new, 0)
+    def _joined(self, key: Key, value: Value, after: KVCache) -> tuple[Array, Array, Array]:
+        """Return the cached tokens and the new ones, and the positions of them all.
 
-    def _write(self, cached: Array, new: Array, count: Count) -> Array:
-        t, new = new.shape[1], new.astype(cached.dtype)
+        More new tokens than fit beside a window overwrite keys that the first of them attend to.
+        """
+        old_keys, old_values = self._tokens_first(key.dtype)
+        keys = join(old_keys, key, axis=1)
+        values = join(old_values, value, axis=1)
+        positions = self._joined_positions(key.shape[1], after)
+        return keys, values, positions
+
+    def _joined_positions(self, t: int, after: KVCache) -> Array:
+        new = self.positions(t)
+        real = new < rearrange(after.row_lengths, "b -> b 1")
+        new = jnp.where(real, new, -1)
+        return jnp.concatenate([self.key_positions, new], axis=1)
+
+    def _check_new(self, key: Key, value: Value) -> None:
+        *batch, _, num_kv_heads, head_dim = key.shape
+        self.check_heads(tuple(batch), num_kv_heads, head_dim, value.shape[-1])
+
+    def _slots(self, t: int, count: Count) -> Array | int:
+        """Return the slot of each new token, or of the first where they follow it in every row.
+
+        The first `count` tokens of a row are stored; the slot `capacity` is of those that are not.
+        """
         if isinstance(self.length, int) and self.length + t <= self.capacity:
-            # One slice for all rows: what is written beyond a row's length is hidden, and
-            # overwritten in time.
-            place = cached.at[:, :, self.length : self.length + t]
-            return place.set(rearrange(new, "b t k h -> b k t h"), out_sharding=_split(cached, new))
-        i = jnp.arange(t, dtype=jnp.int32)[None]
-        count = jnp.broadcast_to(jnp.asarray(count, jnp.int32), new.shape[:1])[:, None]
-        slots = self.positions(t)
-        if self.window is not None:
-            slots = jnp.where(i >= count - self.capacity, slots % self.capacity, self.capacity)
-        slots = jnp.where(i < count, slots, self.capacity)
-        write = _to_one_row if len(new) == 1 else _to_rows
-        return (
-            _as_bits(write, cached, new, slots)
-            if cached.dtype.itemsize == 2
-            else write(cached, new, slots)
-        )
+            return self.length
+        count = self.each_row(count)
+        return token_slots(self.positions(t), count, self.capacity, ring=self.window is not None)
 
-    def _tokens_first(self, dtype: Dtype) -> tuple[Array, Array]:
-        key, value = (
-            rearrange(x.astype(dtype), "b k s h -> b s k h") for x in (self.key, self.value)
-        )
+    def _tokens_first(self, dtype: Dtype) -> tuple[Key, Value]:
+        key = rearrange(self.key.astype(dtype), "b k s h -> b s k h")
+        value = rearrange(self.value.astype(dtype), "b k s h -> b s k h")
         return key, value
 
     def _batched(self) -> KVCache:
@@ -275,35 +296,3 @@ class KVCache(Cache):
 
     def _unbatched(self) -> KVCache:
         return jax.tree.map(lambda x: x[0], self)
-
-
-def _to_one_row(cached: Array, new: Array, slots: Array) -> Array:
-    # Head by head: of a whole token XLA makes a slice, which it does not write in place.
-    place = cached[0].at[jnp.arange(new.shape[2])[None], slots[0][:, None]]
-    split = split_as(cached, 1, 2, 3) or split_as(new, 2, None, 3)
-    return place.set(new[0], mode="drop", out_sharding=split)[None]
-
-
-def _to_rows(cached: Array, new: Array, slots: Array) -> Array:
-    place = cached.at[jnp.arange(len(new))[:, None], :, slots]
-    return place.set(new, mode="drop", out_sharding=_split(cached, new))
-
-
-def _split(cached: Array, new: Array) -> NamedSharding | None:
-    # A cache that was made without a mesh is split as the tokens that come to it.
-    return split_as(cached, *range(4)) or split_as(new, 0, 2, None, 3)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _as_bits(write: Callable[..., Array], cached: Array, new: Array, slots: Array) -> Array:
-    # Numbers of 16 bits are written as integers: XLA for CPUs would make float32 of a whole cache
-    # of them, and back.
-    bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (cached, new))
-    return jax.lax.bitcast_convert_type(write(*bits, slots), cached.dtype)
-
-
-@_as_bits.defjvp
-def _differentiate(write, primals, tangents):
-    slots = primals[2]
-    change = jax.jvp(lambda *arrays: write(*arrays, slots), primals[:2], tangents[:2])[1]
-    return _as_bits(write, *primals), change

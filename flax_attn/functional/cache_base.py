@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
-from attn_spec.cache_checks import Shapes, check_cache_dtype, check_cache_shapes
+from attn_spec.cache_checks import (
+    Shapes,
+    check_cache_dtype,
+    check_cache_shapes,
+    check_fits,
+    check_lengths,
+)
+from flax_attn.functional.dtypes import dtype_name
 from flax_attn.functional.mask_part import Count
-from flax_attn.functional.shapes import ArrayLike
+from flax_attn.functional.shapes import ArrayLike, Positions, RowLengths
 
 C = TypeVar("C", bound="Cache")
 
@@ -46,9 +54,7 @@ class Cache:
     static: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls):
-        jax.tree_util.register_pytree_node(
-            cls, _flatten, lambda names, children: _unflatten(cls, names, children)
-        )
+        jax.tree_util.register_pytree_node(cls, _flatten, partial(_unflatten, cls))
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -56,10 +62,16 @@ class Cache:
         raise NotImplementedError
 
     @property
+    def limit(self) -> int | None:
+        """How many tokens a sequence may have; None is any number."""
+        return None
+
+    @property
     def arrays(self) -> Mapping[str, Any]:
         """What is stored, by the names of the fields: all but the length and what is static."""
+        others = ("length", *self.static)
         names = [field.name for field in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
-        return {name: getattr(self, name) for name in names if name not in ("length", *self.static)}
+        return {name: getattr(self, name) for name in names if name not in others}
 
     def replace(self: C, **changes: Any) -> C:
         """Return the cache with other values of some fields."""
@@ -68,43 +80,87 @@ class Cache:
     def check_shapes(self, wanted: Shapes) -> None:
         """Raise unless the arrays are floating point and have these shapes, by field name."""
         for array in self.arrays.values():
-            check_cache_dtype(array.dtype.name)
-        check_cache_shapes({name: array.shape for name, array in self.arrays.items()}, wanted)
+            check_cache_dtype(dtype_name(array.dtype))
+        shapes = {name: array.shape for name, array in self.arrays.items()}
+        check_cache_shapes(shapes, wanted)
+
+    def each_row(self, number: ArrayLike | int) -> Integer[Array, "*b"]:
+        """Return a number for each row of the batch, given one for all or one for each."""
+        return jnp.broadcast_to(jnp.asarray(number, jnp.int32), self.batch)
+
+    def indices(self, size: int) -> Integer[Array, "*b size"]:
+        """Return `0 ... size - 1` for each row of the batch."""
+        return jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (*self.batch, size))
 
     @property
     def row_lengths(self) -> Integer[Array, "*b"]:
         """The length of each row."""
-        return jnp.broadcast_to(jnp.asarray(self.length, jnp.int32), self.batch)
+        return self.each_row(self.length)
 
     @property
     def invalid(self) -> Bool[Array, "*b"]:
         """The rows that were given tokens that do not fit, or impossible lengths."""
         return self.row_lengths < 0
 
-    def positions(self, t: int, lengths: ArrayLike | int | None = None) -> Integer[Array, "*b t"]:
+    def count(self, t: int, lengths: RowLengths = None) -> tuple[Count, Count]:
+        """Return the length of each row after `t` new tokens, and how many of them are stored.
+
+        The first `lengths` new tokens of a row are real.
+        """
+        new = t if lengths is None else lengths
+        if isinstance(new, int):
+            self._check_known(t, new)
+            if isinstance(self.length, int):
+                return self.length + new, new
+        return self._count_rows(t, self.each_row(new))
+
+    def _count_rows(self, t: int, new: Array) -> tuple[Array, Array]:
+        cached = self.row_lengths
+        # A row that was invalid stays so.
+        valid = (cached >= 0) & (new >= 0) & (new <= t)
+        if self.limit is not None:
+            valid = valid & (cached + new <= self.limit)
+        length = jnp.where(valid, cached + new, -1)
+        return length, jnp.where(valid, new, 0)
+
+    def _check_known(self, t: int, new: int) -> None:
+        """Raise if `new` of `t` tokens cannot be, or do not fit."""
+        check_lengths(new, t)
+        if self.limit is not None:
+            # An array of lengths is not read: its rows hold 0 tokens or more.
+            cached = self.length if isinstance(self.length, int) else 0
+            check_fits(self.limit, cached, new)
+
+    def positions(self, t: int, lengths: RowLengths = None) -> Positions:
         """Return the positions of the next `t` tokens in their sequences; 0 for padding.
 
         The first `lengths` tokens of a row are real, and the rest is padding.
         """
-        cached = self.row_lengths
-        new = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (*cached.shape, t))
+        new = self.indices(t)
+        positions = self.row_lengths[..., None] + new
         if lengths is None:
-            return cached[..., None] + new
+            return positions
         # Positions of padding could lie beyond a table of positions that is large enough for the
         # tokens.
-        real = new < jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), cached.shape)[..., None]
-        return jnp.where(real, cached[..., None] + new, 0)
+        real = new < self.each_row(lengths)[..., None]
+        return jnp.where(real, positions, 0)
 
 
 def _flatten(cache: Any):
     values = {field.name: getattr(cache, field.name) for field in dataclasses.fields(cache)}
-    fixed = (*cache.static, "length") if isinstance(cache.length, int) else cache.static
+    fixed = list(cache.static)
+    # An integer is part of the structure, so that kernels skip what it hides.
+    if isinstance(cache.length, int):
+        fixed.append("length")
     static = tuple((name, values.pop(name)) for name in fixed)
     return tuple(values.values()), (tuple(values), static)
 
 
-def _unflatten(cls: type, names: Any, children: Any) -> Any:
-    cache = object.__new__(cls)  # children may be placeholders: nothing is checked
-    for name, value in (*zip(names[0], children, strict=True), *names[1]):
+def _unflatten(cls: type, structure: Any, children: Any) -> Any:
+    names, static = structure
+    # Children may be placeholders: nothing is checked.
+    cache = object.__new__(cls)
+    values = dict(zip(names, children, strict=True)) | dict(static)
+    for name, value in values.items():
         object.__setattr__(cache, name, value)
     return cache

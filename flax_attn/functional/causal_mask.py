@@ -19,4 +19,5 @@ def create_causal_mask(
                [1, 1, 0],
                [1, 1, 1]], dtype=int32)
     """
-    return Mask.causal(offset).materialise(1, 1, t, t if s is None else s)[0, 0]
+    s = t if s is None else s
+    return Mask.causal(offset).materialise(1, 1, t, s)[0, 0]

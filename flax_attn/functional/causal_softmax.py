@@ -15,7 +15,8 @@ def causal_softmax_masked(scores: Float[Array, "*b t t"]) -> Float[Array, "*b t 
         Array([[1. , 0. ],
                [0.5, 0.5]], dtype=float32)
     """
-    return jax.nn.softmax(jnp.where(_diagonal_and_below(scores), scores, -jnp.inf), axis=-1)
+    masked = jnp.where(_diagonal_and_below(scores), scores, -jnp.inf)
+    return jax.nn.softmax(masked, axis=-1)
 
 
 def causal_softmax_renormalized(scores: Float[Array, "*b t t"]) -> Float[Array, "*b t t"]:
@@ -30,8 +31,10 @@ def causal_softmax_renormalized(scores: Float[Array, "*b t t"]) -> Float[Array, 
         Array([[1. , 0. ],
                [0.5, 0.5]], dtype=float32)
     """
-    weights = jnp.where(_diagonal_and_below(scores), jax.nn.softmax(scores, axis=-1), 0)
-    return weights / weights.sum(axis=-1, keepdims=True)
+    # What is hidden is part of this sum, and cancels below.
+    weights = jax.nn.softmax(scores, axis=-1)
+    kept = jnp.where(_diagonal_and_below(scores), weights, 0)
+    return kept / kept.sum(axis=-1, keepdims=True)
 
 
 def _diagonal_and_below(scores):

@@ -46,6 +46,7 @@ def decayed_products(x: Array, y: Array, decay: Array, precision: PrecisionLike 
     """
     if decay.shape[-1] > 1:
         return _by_halves(x, y, decay, precision)
+    # One decay for all features leaves the sum over them: it is a factor of each product.
     one = jnp.ones_like(decay)
     weights, before, after = _by_halves(one[:, None], one, decay, precision)
     return Pairs(weights * _rows_with_columns(x, y, precision), before, after)
@@ -58,29 +59,40 @@ def _by_halves(x: Array, y: Array, decay: Array, precision: PrecisionLike) -> Pa
     logarithms, and at most 1. A difference of sums from the start would lose its digits where the
     decay is strong.
     """
-    products = rearrange((x * y[:, None]).sum(-1), "r p m -> r m p 1 1")
-    before, after = decay[:, :, None], jnp.zeros_like(decay)[:, :, None]
+    products = (x * y[:, None]).sum(-1)
+    products = rearrange(products, "r p m -> r m p 1 1")
+    before = decay[:, :, None]
+    after = jnp.zeros_like(before)
     while products.shape[1] > 1:
-        (start, late), (early, end) = (
-            rearrange(z, "r (m two) s h -> two r m s h", two=2) for z in (before, after)
-        )
-        first, last = rearrange(products, "r (m two) p i j -> two r m p i j", two=2)
         size = products.shape[-1]
+        first, last = _in_two(products)
+        before_first, before_last = _in_two(before)
+        after_first, after_last = _in_two(after)
+        # From a token of the first half to the border, and on to one of the last half.
         rows = rearrange(x, "r p (m two s) h -> two r m p s h", two=2, s=size)[1]
+        rows = rows * jnp.exp(before_last)[:, :, None]
         columns = rearrange(y, "r (m two s) h -> two r m s h", two=2, s=size)[0]
-        low = _rows_with_columns(
-            rows * jnp.exp(late)[:, :, None], columns * jnp.exp(early), precision
-        )
+        columns = columns * jnp.exp(after_first)
+        low = _rows_with_columns(rows, columns, precision)
         products = _stack_lower(first, low, last)
-        before = jnp.concatenate([start, late + start[:, :, -1:]], axis=2)
-        after = jnp.concatenate([early + late[:, :, -1:], end], axis=2)
+        all_of_last = before_last[:, :, -1:]
+        before_last = before_last + before_first[:, :, -1:]
+        before = jnp.concatenate([before_first, before_last], axis=2)
+        after_first = after_first + all_of_last
+        after = jnp.concatenate([after_first, after_last], axis=2)
     return Pairs(products[:, 0], before[:, 0], after[:, 0])
+
+
+def _in_two(blocks: Array) -> Array:
+    """Return the first and the last of every two blocks `(r, m, ...)`."""
+    return rearrange(blocks, "r (m two) ... -> two r m ...", two=2)
 
 
 def _rows_with_columns(x: Array, y: Array, precision: PrecisionLike) -> Array:
     """Return the products of `(..., p, i, h)` and `(..., j, h)`, `(..., p, i, j)`."""
-    found = jnp.matmul(rearrange(x, "... p i h -> ... (p i) h"), y.mT, precision=precision)
-    return rearrange(found, "... (p i) j -> ... p i j", p=x.shape[-3])
+    rows = rearrange(x, "... p i h -> ... (p i) h")
+    products = jnp.matmul(rows, y.mT, precision=precision)
+    return rearrange(products, "... (p i) j -> ... p i j", p=x.shape[-3])
 
 
 @jax.custom_jvp
@@ -97,27 +109,38 @@ def unit_inverse(lower: Array) -> Array:
         Array([[ 1.,  0.],
                [-3.,  1.]], dtype=float32)
     """
-    found = jnp.ones((*lower.shape[:2], 1, 1), lower.dtype)
-    while found.shape[1] > 1:
-        i = 2 * found.shape[-1]
-        blocks = rearrange(lower, "r (m i) (l j) -> r i j m l", i=i, j=i)
-        blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=-2, axis2=-1), -1, 1)
-        first, last = rearrange(found, "r (m two) i j -> two r m i j", two=2)
-        low = -_product(_product(last, blocks[..., i // 2 :, : i // 2]), first)
-        found = _stack_lower(first, low, last)
-    return found[:, 0]
+    inverse = jnp.ones((*lower.shape[:2], 1, 1), lower.dtype)
+    while inverse.shape[1] > 1:
+        half = inverse.shape[-1]
+        blocks = _diagonal_blocks(lower, 2 * half)
+        corners = blocks[..., half:, :half]
+        first, last = _in_two(inverse)
+        low = -_product(_product(last, corners), first)
+        inverse = _stack_lower(first, low, last)
+    return inverse[:, 0]
+
+
+def _diagonal_blocks(matrices: Array, size: int) -> Array:
+    """Return the blocks of `size` rows and columns on the diagonal, `(r, m, size, size)`."""
+    blocks = rearrange(matrices, "r (m i) (l j) -> r i j m l", i=size, j=size)
+    blocks = jnp.diagonal(blocks, axis1=-2, axis2=-1)
+    return jnp.moveaxis(blocks, -1, 1)
 
 
 @unit_inverse.defjvp
 def _differentiate(primals, tangents):
-    found = unit_inverse(*primals)
-    return found, -_product(_product(found, tangents[0]), found)
+    inverse = unit_inverse(*primals)
+    change = _product(_product(inverse, tangents[0]), inverse)
+    return inverse, -change
 
 
 def _product(x: Array, y: Array) -> Array:
+    # Errors of an inverse grow with the number of tokens.
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
 
 def _stack_lower(first: Array, low: Array, last: Array) -> Array:
+    """Return `[[first, 0], [low, last]]`."""
     upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-    return jnp.concatenate([upper, jnp.concatenate([low, last], axis=-1)], axis=-2)
+    lower = jnp.concatenate([low, last], axis=-1)
+    return jnp.concatenate([upper, lower], axis=-2)

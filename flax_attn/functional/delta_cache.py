@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 from jaxtyping import Array, Bool, Float, Integer
 
-from attn_spec.cache_checks import check_cache_dtype, check_lengths
+from attn_spec.cache_checks import check_cache_dtype
 from attn_spec.checks import check_positive
 from flax_attn.functional.cache_base import Cache
-from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.mask_part import Count
+from flax_attn.functional.dtypes import accumulation_dtype, dtype_name
+from flax_attn.functional.mask_part import Count, MaskPart
 from flax_attn.functional.mask_parts import Causal, Lengths, Segments
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.shapes import ArrayLike
+from flax_attn.functional.shapes import RowLengths
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,17 @@ class DeltaCache(Cache):
         """
         sizes = kernel_size, num_heads, head_dim
         shapes = DeltaCache.shapes(b, *sizes, value_dim=value_dim, num_key_heads=num_key_heads)
-        check_cache_dtype(jnp.dtype(dtype).name)
-        kinds = dict.fromkeys(shapes, dtype) | {"state": accumulation_dtype(jnp.dtype(dtype))}
-        arrays = {name: jnp.zeros(shape, kinds[name]) for name, shape in shapes.items()}
-        return DeltaCache(**arrays, length=jnp.zeros(() if b is None else (b,), jnp.int32))
+        check_cache_dtype(dtype_name(dtype))
+        # A state is a sum over all tokens before.
+        wide = accumulation_dtype(jnp.dtype(dtype))
+        batch = () if b is None else (b,)
+        return DeltaCache(
+            query=jnp.zeros(shapes["query"], dtype),
+            key=jnp.zeros(shapes["key"], dtype),
+            value=jnp.zeros(shapes["value"], dtype),
+            state=jnp.zeros(shapes["state"], wide),
+            length=jnp.zeros(batch, jnp.int32),
+        )
 
     @staticmethod
     def shapes(
@@ -85,41 +92,27 @@ class DeltaCache(Cache):
         num_key_heads: int | None = None,
     ) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what is stored, by the names of the fields."""
-        value_dim = head_dim if value_dim is None else value_dim
-        num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        if value_dim is None:
+            value_dim = head_dim
+        if num_key_heads is None:
+            num_key_heads = num_heads
         check_positive(kernel_size=kernel_size, num_heads=num_heads, num_key_heads=num_key_heads)
         check_positive(head_dim=head_dim, value_dim=value_dim)
-        batch, before = () if b is None else (b,), kernel_size - 1
-        keys = (*batch, before, num_key_heads * head_dim)
-        values, state = (
-            (*batch, before, num_heads * value_dim),
-            (*batch, num_heads, value_dim, head_dim),
-        )
+        batch = () if b is None else (b,)
+        before = (*batch, kernel_size - 1)
+        keys = (*before, num_key_heads * head_dim)
+        values = (*before, num_heads * value_dim)
+        state = (*batch, num_heads, value_dim, head_dim)
         return {"query": keys, "key": keys, "value": values, "state": state}
 
     @property
     def batch(self) -> tuple[int, ...]:
         return self.state.shape[:-3]
 
-    def count(self, t: int, lengths: ArrayLike | int | None = None) -> tuple[Count, Count]:
-        """Return the length of each row after `t` new tokens, and how many of them are taken.
-
-        The first `lengths` new tokens of a row are real.
-        """
-        new = t if lengths is None else lengths
-        if isinstance(new, int):
-            check_lengths(new, t)
-            if isinstance(self.length, int):
-                return self.length + new, new
-        cached = self.row_lengths
-        new = jnp.broadcast_to(jnp.asarray(new, jnp.int32), cached.shape)
-        valid = (cached >= 0) & (new >= 0) & (new <= t)
-        return jnp.where(valid, cached + new, -1), jnp.where(valid, new, 0)
-
 
 def documents_of(
-    mask: Mask, positions: Integer[Array, "b t"], lengths: ArrayLike | int | None
-) -> tuple[Bool[Array, "b t"] | None, ArrayLike | int | None]:
+    mask: Mask, positions: Integer[Array, "b t"], lengths: RowLengths
+) -> tuple[Bool[Array, "b t"] | None, RowLengths]:
     """Read from a mask where documents begin among tokens, and how many tokens are real.
 
     Segments are documents one after another: an id that comes back begins another document.
@@ -138,20 +131,16 @@ def documents_of(
         >>> starts.tolist(), lengths.tolist()
         ([[False, False, True, False]], [3])
     """
-    b, starts = len(positions), None
+    starts = None
     for part in mask.parts:
         if isinstance(part, Segments):
-            ids = jnp.atleast_2d(part.query)
-            begins = jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])
-            begins = jnp.broadcast_to(begins, (b, ids.shape[1]))
-            own = jnp.take_along_axis(begins, positions, axis=1, mode="clip")
+            own = _begins(part, positions)
             starts = own if starts is None else starts | own
         elif isinstance(part, Lengths):
             for count in (part.query, part.key):
-                lengths = lengths if count is None else _fewer(lengths, count, positions)
-        elif not (
-            isinstance(part, Causal) and isinstance(part.offset, int | None) and not part.offset
-        ):
+                if count is not None:
+                    lengths = _fewer(lengths, count, positions)
+        elif not _is_whole_causal(part):
             raise ValueError(
                 "a recurrent attention takes causal masks, segments and lengths, as its state"
                 f" holds all tokens before; got {Mask((part,))}. Use MultiHeadAttention for other"
@@ -160,11 +149,27 @@ def documents_of(
     return starts, lengths
 
 
-def _fewer(lengths: ArrayLike | int | None, count: Count, positions: Array) -> Array:
+def _is_whole_causal(part: MaskPart) -> bool:
+    """Return whether a part is the causal mask of the whole sequence."""
+    if not isinstance(part, Causal):
+        return False
+    # An offset that is an array is not read.
+    return isinstance(part.offset, int | None) and not part.offset
+
+
+def _begins(segments: Segments, positions: Array) -> Array:
+    """Return which tokens are the first of their segments."""
+    ids = jnp.atleast_2d(segments.query)
+    # The first token of a sequence finds an empty state in any case.
+    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)])
+    begins = jnp.broadcast_to(begins, (len(positions), ids.shape[1]))
+    return jnp.take_along_axis(begins, positions, axis=1, mode="clip")
+
+
+def _fewer(lengths: RowLengths, count: Count, positions: Array) -> Array:
     """Return how many of the tokens that are real stand before the `count` of their sequence."""
     b, t = positions.shape
-    inside = positions < jnp.broadcast_to(jnp.asarray(count, jnp.int32), (b,))[:, None]
-    return jnp.minimum(
-        inside.sum(axis=1, dtype=jnp.int32),
-        jnp.asarray(t if lengths is None else lengths, jnp.int32),
-    )
+    counts = jnp.broadcast_to(jnp.asarray(count, jnp.int32), (b,))
+    inside = positions < counts[:, None]
+    lengths = jnp.asarray(t if lengths is None else lengths, jnp.int32)
+    return jnp.minimum(inside.sum(axis=1, dtype=jnp.int32), lengths)

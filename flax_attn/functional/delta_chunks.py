@@ -5,7 +5,8 @@ Only in flax_attn: torch_ref computes token by token.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,20 +48,35 @@ def recurrent(steps: Steps, state: Array, precision: PrecisionLike = None) -> tu
         >>> output.shape
         (2, 5, 4)
     """
-
-    def step(state: Array, token: Any) -> tuple[Array, Array]:
-        query, key, value, decay, beta, start = token
-        state = jnp.where(start[..., None], 0, state) * jnp.exp(decay)[:, None]
-        held = jnp.matmul(state, key[..., None], precision=precision)[..., 0]
-        new = value if beta is None else beta * (value - held)
-        state = state + new[..., None] * key[:, None]
-        return state, jnp.matmul(state, query[..., None], precision=precision)[..., 0]
-
+    step = partial(_token_step, precision=precision)
     if steps.key.shape[1] == 1:
-        state, output = step(state, jax.tree.map(lambda x: x[:, 0], steps))
+        only = jax.tree.map(lambda x: x[:, 0], steps)
+        state, output = step(state, only)
         return output[:, None], state
-    state, output = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps))
+    tokens_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), steps)
+    state, output = jax.lax.scan(step, state, tokens_first)
     return jnp.moveaxis(output, 0, 1), state
+
+
+def _token_step(state: Array, token: Steps, precision: PrecisionLike) -> tuple[Array, Array]:
+    """Return the state after a token, and its output."""
+    state = _decayed(state, token)
+    new = token.value
+    if token.beta is not None:
+        new = token.beta * (new - _read(state, token.key, precision))
+    state = state + new[..., None] * token.key[:, None]
+    return state, _read(state, token.query, precision)
+
+
+def _decayed(state: Array, token: Steps) -> Array:
+    # A token that begins a document finds an empty state.
+    kept = jnp.where(token.starts[..., None], 0, state)
+    return kept * jnp.exp(token.decay)[:, None]
+
+
+def _read(state: Array, key: Array, precision: PrecisionLike) -> Array:
+    """Return what states `(r, v, h)` hold under keys `(r, h)`, `(r, v)`."""
+    return jnp.matmul(state, key[..., None], precision=precision)[..., 0]
 
 
 def chunked(
@@ -88,22 +104,18 @@ def chunked(
         (2, 5, 4)
     """
     t = steps.key.shape[1]
-    size = min(CHUNK, 1 << (t - 1).bit_length()) if size is None else size
+    if size is None:
+        size = min(CHUNK, 1 << (t - 1).bit_length())
     chunks = jax.tree.map(lambda x: _split(x, size), steps)
-    prepared = jax.checkpoint(lambda chunks: _prepare(chunks, precision))(chunks)
+    # Prepared again in the backward pass.
+    prepare = jax.checkpoint(partial(_prepare, precision=precision))
+    prepared = prepare(chunks)
     count = -(-t // size)
     prepared = jax.tree.map(lambda x: rearrange(x, "(c r) s h -> c r s h", c=count), prepared)
-
-    def run(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
-        new = chunk.new
-        if chunk.removed is not None:
-            new = new - jnp.matmul(chunk.removed, state.mT, precision=precision)
-        read = jnp.matmul(chunk.query, state.mT, precision=precision)
-        output = read + jnp.matmul(chunk.within, new, precision=precision)
-        return state * chunk.kept + jnp.matmul(new.mT, chunk.key, precision=precision), output
-
-    state, output = jax.lax.scan(run, state, prepared)
-    return rearrange(output, "c r s v -> r (c s) v")[:, :t], state
+    step = partial(_chunk_step, precision=precision)
+    state, output = jax.lax.scan(step, state, prepared)
+    output = rearrange(output, "c r s v -> r (c s) v")
+    return output[:, :t], state
 
 
 class _Chunk(NamedTuple):
@@ -128,24 +140,54 @@ class _Chunk(NamedTuple):
 
 
 def _split(x: Array, size: int) -> Array:
-    return rearrange(
-        jnp.pad(x, [(0, 0), (0, -x.shape[1] % size), (0, 0)]), "r (c s) h -> (c r) s h", s=size
-    )
+    """Return tokens `(r, t, h)` in chunks, `(c r, size, h)`, with zeros behind the last."""
+    missing = -x.shape[1] % size
+    padded = jnp.pad(x, [(0, 0), (0, missing), (0, 0)])
+    return rearrange(padded, "r (c s) h -> (c r) s h", s=size)
 
 
 def _prepare(chunk: Steps, precision: PrecisionLike) -> _Chunk:
+    """Return chunks ready for a state: `within` is A, `solution` is `(I + L)^-1 beta`."""
     # The document of each token, counted in its chunk; the state before has 0.
     document = jnp.cumsum(chunk.starts, axis=1)
-    carried, to_the_end, same = document == 0, document == document[:, -1:], document == document.mT
-    pairs = decayed_products(
-        jnp.stack([chunk.query, chunk.key], axis=1), chunk.key, chunk.decay, precision
-    )
-    within, between = (jnp.where(same, pairs.products[:, i], 0) for i in range(2))
-    since = jnp.where(carried, jnp.exp(pairs.before), 0)
-    new, removed = chunk.value, None
+    of_the_state = document == 0
+    of_the_end = document == document[:, -1:]
+    same = document == document.mT
+
+    both = jnp.stack([chunk.query, chunk.key], axis=1)
+    pairs = decayed_products(both, chunk.key, chunk.decay, precision)
+    within = jnp.where(same, pairs.products[:, 0], 0)
+    between = jnp.where(same, pairs.products[:, 1], 0)
+    since = jnp.where(of_the_state, jnp.exp(pairs.before), 0)
+    until = jnp.where(of_the_end, jnp.exp(pairs.after), 0)
+
+    product = partial(jnp.matmul, precision=precision)
+    new = chunk.value
+    removed = None
     if chunk.beta is not None:
-        solution = unit_inverse(jnp.tril(between, -1) * chunk.beta) * chunk.beta.mT
-        new = jnp.matmul(solution, chunk.value, precision=precision)
-        removed = jnp.matmul(solution, chunk.key * since, precision=precision)
-    key = chunk.key * jnp.where(to_the_end, jnp.exp(pairs.after), 0)
-    return _Chunk(chunk.query * since, key, new, removed, within, since[:, -1:])
+        lower = jnp.tril(between, -1) * chunk.beta
+        solution = unit_inverse(lower) * chunk.beta.mT
+        new = product(solution, chunk.value)
+        removed = product(solution, chunk.key * since)
+    return _Chunk(
+        query=chunk.query * since,
+        key=chunk.key * until,
+        new=new,
+        removed=removed,
+        within=within,
+        kept=since[:, -1:],
+    )
+
+
+def _chunk_step(state: Array, chunk: _Chunk, precision: PrecisionLike) -> tuple[Array, Array]:
+    """Return the state after a chunk, and its output."""
+    product = partial(jnp.matmul, precision=precision)
+    new = chunk.new
+    if chunk.removed is not None:
+        held = product(chunk.removed, state.mT)
+        new = new - held
+    before = product(chunk.query, state.mT)
+    within = product(chunk.within, new)
+    added = product(new.mT, chunk.key)
+    state = state * chunk.kept + added
+    return state, before + within

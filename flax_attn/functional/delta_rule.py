@@ -12,7 +12,7 @@ from attn_spec.recurrent_checks import check_delta_rule
 from flax_attn.functional.delta_chunks import Steps, chunked, recurrent
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.padding import batched, real_tokens, shape_of
-from flax_attn.functional.shapes import ArrayLike
+from flax_attn.functional.shapes import RowLengths
 
 
 class Recurrence(NamedTuple):
@@ -36,7 +36,7 @@ def gated_delta_rule(
     *,
     state: Float[Array, "*b n v h"] | None = None,
     starts: Bool[Array, "*b t"] | None = None,
-    lengths: ArrayLike | int | None = None,
+    lengths: RowLengths = None,
     scale: float | None = None,
     precision: PrecisionLike = None,
 ) -> Recurrence:
@@ -88,14 +88,17 @@ def gated_delta_rule(
         Kimi Team 2025, a decay per feature (arXiv:2510.26692);
         Qin et al. 2024, lightning attention (arXiv:2401.04658).
     """
-    arrays = (x for x in (query, key, value, decay, beta, state) if x is not None)
-    check_dtype("all but starts", *arrays)
+    given = [x for x in (query, key, value, decay, beta, state) if x is not None]
+    check_dtype("all but starts", *given)
     shapes = query.shape, key.shape, value.shape, decay.shape
     check_delta_rule(*shapes, shape_of(beta), shape_of(state), shape_of(starts))
     if query.ndim == 3:
-        tokens = query[None], key[None], value[None], decay[None], batched(beta)
         found = gated_delta_rule(
-            *tokens,
+            query[None],
+            key[None],
+            value[None],
+            decay[None],
+            batched(beta),
             state=batched(state),
             starts=batched(starts),
             lengths=lengths,
@@ -104,31 +107,41 @@ def gated_delta_rule(
         )
         return Recurrence(found.output[0], found.state[0])
     steps = _steps(query, key, value, decay, beta, starts, lengths, scale)
-    (b, _, n, v), h = value.shape, key.shape[-1]
-    before = jnp.zeros((b, n, v, h)) if state is None else state
-    before = rearrange(before.astype(steps.key.dtype), "b n v h -> (b n) v h")
-    output, after = (recurrent if query.shape[1] == 1 else chunked)(steps, before, precision)
-    output = rearrange(output, "(b n) t v -> b t n v", n=n).astype(value.dtype)
-    return Recurrence(output, rearrange(after, "(b n) v h -> b n v h", n=n))
+    b, t, n, v = value.shape
+    if state is None:
+        state = jnp.zeros((b, n, v, key.shape[-1]))
+    before = rearrange(state.astype(steps.key.dtype), "b n v h -> (b n) v h")
+    # A chunk of one token would be padded.
+    compute = recurrent if t == 1 else chunked
+    output, after = compute(steps, before, precision)
+    output = rearrange(output, "(b n) t v -> b t n v", n=n)
+    after = rearrange(after, "(b n) v h -> b n v h", n=n)
+    return Recurrence(output.astype(value.dtype), after)
 
 
 def _steps(query, key, value, decay, beta, starts, lengths, scale) -> Steps:
     """Return the arrays of a call, a row for each head, in the dtype of sums."""
-    (b, t, n, _), dtype = value.shape, accumulation_dtype(query.dtype)
-    groups, scale = n // key.shape[2], query.shape[-1] ** -0.5 if scale is None else scale
+    dtype = accumulation_dtype(query.dtype)
+    b, t, n, _ = value.shape
+    groups = n // key.shape[2]
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     real = real_tokens(b, t, lengths)
+    # Padding begins no document.
     starts = jnp.zeros_like(real) if starts is None else starts & real
+    if decay.ndim == 3:
+        decay = decay[..., None]
 
     def rows(x: Array, groups: int = 1) -> Array:
         """Hide padding: it adds nothing, under no key, and lets all of the state remain."""
-        x = jnp.where(real[..., None, None], x, 0).astype(dtype)
-        return repeat(x, "b t k h -> (b k g) t h", g=groups)
+        hidden = jnp.where(real[..., None, None], x, 0)
+        return repeat(hidden.astype(dtype), "b t k h -> (b k g) t h", g=groups)
 
     return Steps(
-        rows(query, groups) * scale,
-        rows(key, groups),
-        rows(value),
-        rows(decay[..., None] if decay.ndim == 3 else decay),
-        None if beta is None else rows(beta[..., None]),
-        repeat(starts, "b t -> (b n) t 1", n=n),
+        query=rows(query, groups) * scale,
+        key=rows(key, groups),
+        value=rows(value),
+        decay=rows(decay),
+        beta=None if beta is None else rows(beta[..., None]),
+        starts=repeat(starts, "b t -> (b n) t 1", n=n),
     )

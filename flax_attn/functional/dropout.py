@@ -19,11 +19,14 @@ from jaxtyping import Array, Float, Integer, UInt32
 
 from attn_spec.attention_checks import check_key_data
 from attn_spec.checks import check_rate, check_type
+from flax_attn.functional.dtypes import dtype_name
 from flax_attn.functional.shapes import Index
 
 _Word = Integer[Array | np.ndarray, "..."]
 _Words = tuple[_Word, _Word]
+# The published constants: rotations of the rounds, and parity of the key schedule.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA  # of the key schedule
 
 
 @jax.tree_util.register_dataclass
@@ -62,15 +65,12 @@ def key_data(key: Array) -> UInt32[Array, "2"]:
         >>> key_data(jax.random.key(7))
         Array([0, 7], dtype=uint32)
     """
-    check_type(
-        "a dropout key", key, jax.Array | np.ndarray, "jax.random.key(0), or its data, two uint32"
-    )
-    data = (
-        jax.random.key_data(key)
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        else jnp.asarray(key)
-    )
-    check_key_data(data.shape, data.dtype.name)
+    example = "jax.random.key(0), or its data, two uint32"
+    check_type("a dropout key", key, jax.Array | np.ndarray, example)
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data(key) if is_typed else jnp.asarray(key)
+    check_key_data(data.shape, dtype_name(data.dtype))
+    # Keys of other generators, such as rbg, are longer.
     return data[:2].astype(jnp.uint32)
 
 
@@ -94,15 +94,20 @@ def threefry_2x32(key: _Words, counter: _Words) -> _Words:
 
 def _encrypt(key: _Words, counter: _Words) -> _Words:
     k0, k1 = key
-    schedule = (k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA))
-    x0, x1 = counter[0] + schedule[0], counter[1] + schedule[1]
+    k2 = k0 ^ k1 ^ np.uint32(_PARITY)
+    schedule = (k0, k1, k2)
+    x0, x1 = counter
+    x0 = x0 + k0
+    x1 = x1 + k1
     for step in range(5):
         for rotation in _ROTATIONS[step % 2]:
             x0 = x0 + x1
-            x1 = (x1 << rotation) | (x1 >> (32 - rotation))
-            x1 = x1 ^ x0
+            left = x1 << rotation
+            right = x1 >> (32 - rotation)
+            x1 = (left | right) ^ x0
         x0 = x0 + schedule[(step + 1) % 3]
-        x1 = x1 + schedule[(step + 2) % 3] + np.uint32(step + 1)
+        x1 = x1 + schedule[(step + 2) % 3]
+        x1 = x1 + np.uint32(step + 1)
     return x0, x1
 
 
@@ -122,7 +127,8 @@ def fold_in(key: Array | None, index: int | Integer[Array, ""]) -> UInt32[Array,
     if key is None:
         return None
     seed = key_data(key)
-    return jnp.stack(threefry_2x32((seed[0], seed[1]), (jnp.uint32(index), jnp.uint32(0))))
+    counter = (jnp.uint32(index), jnp.uint32(0))
+    return jnp.stack(threefry_2x32((seed[0], seed[1]), counter))
 
 
 def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> Array:
@@ -139,18 +145,30 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
                [0, 1, 0, 1, 0, 0]], dtype=int32)
     """
     seed = key_data(dropout.key)
-    b, n, t, s = (index.astype(jnp.uint32) for index in dropout.indices(b, n, t, s))
-    bits, _ = threefry_2x32(threefry_2x32((seed[0], seed[1]), (b, n)), (t, s))
-    return bits >= jnp.uint32(min(round(dropout.rate * 2**32), 2**32 - 1))
+    indices = dropout.indices(b, n, t, s)
+    b, n, t, s = (index.astype(jnp.uint32) for index in indices)
+    head_key = threefry_2x32((seed[0], seed[1]), (b, n))
+    bits, _ = threefry_2x32(head_key, (t, s))
+    return bits >= jnp.uint32(_threshold(dropout.rate))
+
+
+def _threshold(rate: float) -> int:
+    """Return the least of the random integers of 32 bits that keep an element."""
+    # A rate just below 1 would round to 2**32, which has 33 bits.
+    largest = 2**32 - 1
+    return min(round(rate * 2**32), largest)
 
 
 def keep_grid(dropout: KeyedDropout, shape: tuple[int, ...]) -> Array:
     """Return the whole `(b, n, t, s)` mask of `keep_mask`, for materialised arrays."""
-    index = [
-        jnp.arange(size).reshape([-1 if i == axis else 1 for i in range(4)])
-        for axis, size in enumerate(shape)
-    ]
-    return keep_mask(dropout, *index)
+    b, n, t, s = (jnp.arange(size) for size in shape)
+    return keep_mask(
+        dropout,
+        b[:, None, None, None],
+        n[None, :, None, None],
+        t[None, None, :, None],
+        s[None, None, None, :],
+    )
 
 
 def drop(weights: Float[Array, "*shape"], keep: Array, rate: float) -> Float[Array, "*shape"]:

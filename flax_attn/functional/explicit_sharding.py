@@ -23,11 +23,11 @@ def split_as(x: Array, *axes: int | None) -> NamedSharding | None:
         True
     """
     sharding = jax.typeof(x).sharding
+    # On other axes the compiler divides results, or `shard_map` does.
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    return NamedSharding(
-        sharding.mesh, PartitionSpec(*(None if i is None else sharding.spec[i] for i in axes))
-    )
+    spec = [None if i is None else sharding.spec[i] for i in axes]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def join(first: Array, second: Array, axis: int) -> Array:
@@ -39,7 +39,9 @@ def join(first: Array, second: Array, axis: int) -> Array:
         >>> join(jnp.ones((2, 3)), jnp.ones((2, 4)), axis=1).shape
         (2, 7)
     """
-    whole = split_as(second, *(None if i == axis else i for i in range(second.ndim)))
+    axes = [None if i == axis else i for i in range(second.ndim)]
+    whole = split_as(second, *axes)
     if whole is not None and jax.typeof(first).sharding != jax.typeof(second).sharding:
-        first, second = (jax.sharding.reshard(x, whole) for x in (first, second))
+        first = jax.sharding.reshard(first, whole)
+        second = jax.sharding.reshard(second, whole)
     return jnp.concatenate([first, second], axis)

@@ -20,11 +20,20 @@ def clipped(values: ArrayLike | int, limit: int) -> Int32[Array, "*shape"]:
         >>> clipped(np.array([-100, 2**32 + 7]), 300).tolist()
         [-1, 300]
     """
-    values = values if isinstance(values, Array) else np.asarray(values)
-    if values.dtype.itemsize < 4:
-        values = values.astype(np.int32)
-    least = -1 if jnp.issubdtype(values.dtype, jnp.signedinteger) else 0
+    values = _at_least_32_bits(values)
     # An array of 64 bits may be used where they are switched off: its bounds need as many.
-    with jax.enable_x64(values.dtype.itemsize == 8 or jax.config.jax_enable_x64):  # pyright: ignore[reportAttributeAccessIssue]
-        inside = values.clip(least, limit)
+    wide = values.dtype.itemsize == 8 or jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    with jax.enable_x64(wide):
+        inside = values.clip(_least(values.dtype), limit)
         return jnp.asarray(inside, jnp.int32)
+
+
+def _at_least_32_bits(values: ArrayLike | int) -> Array | np.ndarray:
+    values = values if isinstance(values, Array) else np.asarray(values)
+    # The bounds may not fit into fewer bits.
+    return values.astype(np.int32) if values.dtype.itemsize < 4 else values
+
+
+def _least(dtype: np.dtype) -> int:
+    is_signed = jnp.issubdtype(dtype, jnp.signedinteger)
+    return -1 if is_signed else 0

@@ -45,9 +45,11 @@ def without_nonfinite_sinks(
         >>> query[0, 0, :, 0], sinks
         (Array([nan,  1.], dtype=float32), Array([  0., -inf], dtype=float32))
     """
+    # Neither infinity nor NaN is less than infinity; -inf is.
     good = sinks < jnp.inf
-    spoilt = jnp.where(good, 0, jnp.nan).astype(query.dtype)
-    return query + spoilt[None, None, :, None], jnp.where(good, sinks, 0)
+    nan_or_zero = jnp.where(good, 0, jnp.nan).astype(query.dtype)
+    query = query + nan_or_zero[None, None, :, None]
+    return query, jnp.where(good, sinks, 0)
 
 
 def sees_nonfinite(
@@ -57,6 +59,8 @@ def sees_nonfinite(
 
     `query_ok` and `key_ok` say which tokens are finite.
     """
-    key_ok = jnp.repeat(key_ok, query_ok.shape[2] // key_ok.shape[2], axis=2)
+    # Each query head reads the key/value head of its group.
+    groups = query_ok.shape[2] // key_ok.shape[2]
+    key_ok = jnp.repeat(key_ok, groups, axis=2)
     ok = rearrange(query_ok, "b t n -> b n t 1") & rearrange(key_ok, "b s n -> b n 1 s")
     return (visible & ~ok).any(axis=-1, keepdims=True)

@@ -7,10 +7,10 @@ from jaxtyping import Array, Bool, Shaped
 from attn_spec.cache_checks import check_lengths, check_rows_of_lengths
 from flax_attn.functional.integers import clipped
 from flax_attn.functional.mask_arguments import as_integers
-from flax_attn.functional.shapes import ArrayLike
+from flax_attn.functional.shapes import ArrayLike, RowLengths
 
 
-def real_tokens(b: int, t: int, lengths: ArrayLike | int | None) -> Bool[Array, "b t"]:
+def real_tokens(b: int, t: int, lengths: RowLengths) -> Bool[Array, "b t"]:
     """Return which of `t` tokens of `b` rows are real: the first `lengths` of each row.
 
     `lengths` is one number or `(b,)`; None is all.
@@ -19,11 +19,12 @@ def real_tokens(b: int, t: int, lengths: ArrayLike | int | None) -> Bool[Array, 
         >>> real_tokens(2, 3, jnp.array([2, 0])).tolist()
         [[True, True, False], [False, False, False]]
     """
-    counts = jnp.broadcast_to(clipped(t if lengths is None else lengths, t), (b,))
+    count = clipped(t if lengths is None else lengths, t)
+    counts = jnp.broadcast_to(count, (b,))
     return jnp.arange(t, dtype=jnp.int32)[None] < counts[:, None]
 
 
-def check_known_lengths(lengths: ArrayLike | int | None, b: int, t: int) -> None:
+def check_known_lengths(lengths: RowLengths, b: int, t: int) -> None:
     """Raise unless lengths are integers, one or `(b,)`, from 0 to `t` where their values are known.
 
     Known are those of Python and NumPy. Arrays of JAX are not read, so that no call waits for the
@@ -46,14 +47,12 @@ def check_known_lengths(lengths: ArrayLike | int | None, b: int, t: int) -> None
     as_integers("lengths", counts)
     check_rows_of_lengths(counts.shape, b)
     if isinstance(counts, np.ndarray):
-        for length in counts.reshape(-1).tolist():
-            check_lengths(length, t)
+        for length in counts.flat:
+            check_lengths(int(length), t)
 
 
 def without_padding(
-    numbers: ArrayLike,
-    shape: tuple[int, ...],
-    lengths: ArrayLike | int | None,
+    numbers: ArrayLike, shape: tuple[int, ...], lengths: RowLengths
 ) -> Shaped[Array, "*b t"]:
     """Return numbers of tokens, with 0 for tokens behind `lengths`: these have no effect.
 
@@ -72,10 +71,12 @@ def without_padding(
     numbers = jnp.asarray(numbers)
     if lengths is None:
         return numbers
-    b, t = shape if len(shape) == 2 else (1, shape[-1])
+    b, t = (1, *shape)[-2:]
     check_known_lengths(lengths, b, t)
     real = real_tokens(b, t, lengths).reshape(shape)
-    return jnp.where(real, numbers, jnp.zeros((), numbers.dtype))
+    # 0 is in every table of ids and of positions.
+    zero = jnp.zeros((), numbers.dtype)
+    return jnp.where(real, numbers, zero)
 
 
 def shape_of(x: Array | None) -> tuple[int, ...] | None:

@@ -5,26 +5,24 @@ cached sequences pass their own positions. Learned positions are an embedding li
 `nnx.Embed`.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax.typing import Dtype
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
-from attn_spec.frequencies import (
-    DynamicNTKScaling,
-    check_base,
-    check_pairs,
-    plain_frequencies,
-)
+from attn_spec.frequencies import DynamicNTKScaling, plain_frequencies
 from attn_spec.frequencies import LinearScaling as LinearScaling
 from attn_spec.frequencies import Llama3Scaling as Llama3Scaling
 from attn_spec.frequencies import YaRNScaling as YaRNScaling
 from attn_spec.longrope import LongRoPEScaling
+from attn_spec.position_checks import check_base, check_pairs, check_positions, check_segments
 from attn_spec.rope import RotaryPositions
-from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.shapes import ArrayLike
+from flax_attn.functional.dtypes import accumulation_dtype, dtype_name, is_integer
+from flax_attn.functional.shapes import ArrayLike, Positions
 
 
 class RoPE(RotaryPositions, portable=True):
@@ -66,44 +64,64 @@ class RoPE(RotaryPositions, portable=True):
         self, x: Float[Array, "*b t n h"], positions: ArrayLike | None = None
     ) -> Float[Array, "*b t n h"]:
         self.check_head_dim(x.shape[-1])
-        positions = (
-            jnp.arange(x.shape[-3]) if positions is None else as_positions(positions, x.shape[:-2])
-        )
+        if positions is None:
+            positions = jnp.arange(x.shape[-3])
+        positions = as_positions(positions, x.shape[:-2])
         if x.ndim == 3:
-            return self(x[None], positions)[0]
-        width = x.shape[-1] if self.width is None else self.width
-        positions = positions if positions.ndim == 2 else positions[None]
+            return self._rotated(x[None], positions[None])[0]
+        return self._rotated(x, jnp.atleast_2d(positions))
+
+    def _rotated(self, x: Array, positions: Array) -> Array:
+        width = self._width(x.shape[-1])
         cos, sin = self._cos_sin(width, positions, x.dtype)
+        rotated = self._rotated_pairs(x[..., :width].astype(cos.dtype), cos, sin)
+        # The features behind the rotated ones carry no position.
+        return jnp.concatenate([rotated.astype(x.dtype), x[..., width:]], axis=-1)
+
+    def _rotated_pairs(self, x: Array, cos: Array, sin: Array) -> Array:
         pairs = "(i two)" if self.interleaved else "(two i)"
-        both = rearrange(x[..., :width].astype(cos.dtype), f"b t n {pairs} -> two b t n i", two=2)
+        both = rearrange(x, f"b t n {pairs} -> two b t n i", two=2)
         # Unpacking an array outside of jit would gather it from all devices.
         first, second = both[0], both[1]
         rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin])
-        rotated = rearrange(rotated, f"two b t n i -> b t n {pairs}").astype(x.dtype)
-        return jnp.concatenate([rotated, x[..., width:]], axis=-1)
+        return rearrange(rotated, f"two b t n i -> b t n {pairs}")
 
-    def _cos_sin(
-        self, width: int, positions: Integer[Array, "#b t"], dtype: jnp.dtype
-    ) -> list[Array]:
+    def _width(self, head_dim: int) -> int:
+        return head_dim if self.width is None else self.width
+
+    def _cos_sin(self, width: int, positions: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
         dtype = accumulation_dtype(dtype)
-        frequencies = (plain_frequencies if self.scaling is None else self.scaling.frequencies)(
-            self.base, width
-        )
-        frequencies = jnp.asarray(frequencies, dtype)[None]
-        if isinstance(self.scaling, DynamicNTKScaling):
-            stretch = self.scaling.stretch(1 + positions.max(axis=1, keepdims=True).astype(dtype))
-            frequencies = (
-                frequencies * stretch ** jnp.asarray(self.scaling.exponents(width), dtype)[None]
-            )
-        if isinstance(self.scaling, LongRoPEScaling):
-            long = jnp.asarray(self.scaling.long_frequencies(self.base, width), dtype)[None]
-            is_long = positions.max(axis=1, keepdims=True) >= self.scaling.original_context_length
-            frequencies = jnp.where(is_long, long, frequencies)
-        angles = rearrange(positions, "b t -> b t 1 1").astype(dtype) * rearrange(
-            frequencies, "b i -> b 1 1 i"
-        )
+        frequencies = self._frequencies(width, positions, dtype)
+        positions = rearrange(positions, "b t -> b t 1 1").astype(dtype)
+        angles = positions * rearrange(frequencies, "b i -> b 1 1 i")
         amplitude = 1.0 if self.scaling is None else self.scaling.amplitude()
-        return [amplitude * jnp.cos(angles), amplitude * jnp.sin(angles)]
+        return amplitude * jnp.cos(angles), amplitude * jnp.sin(angles)
+
+    def _frequencies(self, width: int, positions: Array, dtype: jnp.dtype) -> Array:
+        """Return the frequencies of each row: those of some scalings depend on its length."""
+        # Known before tracing in float64, and rounded once.
+        as_row = partial(_as_row, dtype=dtype)
+        scaling = self.scaling
+        if scaling is None:
+            return as_row(plain_frequencies(self.base, width))
+        frequencies = as_row(scaling.frequencies(self.base, width))
+        if isinstance(scaling, DynamicNTKScaling):
+            stretch = scaling.stretch(1 + _last(positions).astype(dtype))
+            return frequencies * stretch ** as_row(scaling.exponents(width))
+        if isinstance(scaling, LongRoPEScaling):
+            long = as_row(scaling.long_frequencies(self.base, width))
+            # A row is long as a whole: its queries and keys have the same frequencies.
+            is_long = _last(positions) >= scaling.original_context_length
+            return jnp.where(is_long, long, frequencies)
+        return frequencies
+
+
+def _last(positions: Array) -> Array:
+    return positions.max(axis=1, keepdims=True)
+
+
+def _as_row(numbers: np.ndarray, dtype: jnp.dtype) -> Array:
+    return jnp.asarray(numbers, dtype)[None]
 
 
 def sinusoidal(
@@ -138,16 +156,14 @@ def sinusoidal(
     check_base(base)
     dtype = jnp.result_type(float if dtype is None else dtype)
     wide = accumulation_dtype(dtype)
+    positions = as_positions(positions).astype(wide)
     frequencies = jnp.asarray(plain_frequencies(base, width), wide)
-    angles = jnp.multiply.outer(as_positions(positions).astype(wide), frequencies)
-    return rearrange(
-        jnp.stack([jnp.sin(angles), jnp.cos(angles)]), "two ... i -> ... (i two)"
-    ).astype(dtype)
+    angles = jnp.multiply.outer(positions, frequencies)
+    pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)])
+    return rearrange(pairs, "two ... i -> ... (i two)").astype(dtype)
 
 
-def as_positions(
-    positions: ArrayLike, tokens: tuple[int, ...] | None = None
-) -> Integer[Array, "*b t"]:
+def as_positions(positions: ArrayLike, tokens: tuple[int, ...] | None = None) -> Positions:
     """Return positions as signed integers.
 
     `tokens` is the shape of the input's tokens, `(t,)` or `(b, t)`, if it is known.
@@ -161,18 +177,14 @@ def as_positions(
         Array([0, 1, 2, 0, 1], dtype=int32)
     """
     positions = jnp.asarray(positions)
-    rule = "positions must be integers of shape (t,) or (b, t)"
-    got = f"got shape {positions.shape}, dtype {positions.dtype}"
-    if not jnp.issubdtype(positions.dtype, np.integer) or positions.ndim not in (1, 2):
-        raise ValueError(f"{rule}; {got}. Cast and reshape them before the call")
-    if tokens is not None and positions.shape not in (tokens, tokens[-1:]):
-        raise ValueError(
-            f"{rule}, one for each of the tokens {tokens}; {got}. Without b they serve every row"
-        )
+    dtype = positions.dtype
+    shape = positions.shape
+    check_positions(shape, dtype_name(dtype), is_integer(dtype), tokens)
+    # Differences of unsigned positions would wrap around.
     return positions.astype(int)
 
 
-def segment_positions(segments: ArrayLike) -> Integer[Array, "*b t"]:
+def segment_positions(segments: ArrayLike) -> Positions:
     """Return the position of each token in its packed document, a run of equal ids.
 
     Args:
@@ -186,11 +198,9 @@ def segment_positions(segments: ArrayLike) -> Integer[Array, "*b t"]:
         Array([0, 1, 2, 0, 1, 0], dtype=int32)
     """
     ids = jnp.asarray(segments)
-    if not jnp.issubdtype(ids.dtype, np.integer) or ids.ndim not in (1, 2):
-        raise ValueError(
-            "segments must be integers of shape (t,) or (b, t), one id a token; "
-            f"got shape {ids.shape}, dtype {ids.dtype}. Cast and reshape them before the call"
-        )
+    check_segments(ids.shape, dtype_name(ids.dtype), is_integer(ids.dtype))
+    # An id that differs from the first makes the first token begin a document.
     begins = jnp.diff(ids, axis=-1, prepend=ids[..., :1] - 1) != 0
     positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
-    return positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=ids.ndim - 1)
+    starts = jnp.where(begins, positions, 0)
+    return positions - jax.lax.cummax(starts, axis=ids.ndim - 1)

@@ -20,7 +20,7 @@ from flax_attn.functional.dropout import KeyedDropout, drop, keep_grid
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.nonfinite import finite_tokens, sees_nonfinite, zero_nonfinite
-from flax_attn.functional.shapes import Key, Query, Value, Visible, Weights
+from flax_attn.functional.shapes import Bias, Key, Query, Value, Visible, Weights
 from flax_attn.functional.traced_score import TracedScore
 
 
@@ -28,7 +28,7 @@ def reference_attention(
     query: Query,
     key: Key,
     value: Value,
-    bias: Float[Array, "#b #n #t #s"] | None,
+    bias: Bias | None,
     mask: Mask,
     *,
     scale: float | Float[Array, ""],
@@ -48,25 +48,32 @@ def reference_attention(
         query `(b, t, n, h)`, key `(b, s, k, h)`, value `(b, s, k, v)` with k dividing n.
         Returns `(b, t, n, v)` and `(b, n, t, s)`, in the dtype of the query.
     """
-    low, dtype = query.dtype, accumulation_dtype(query.dtype)
+    low = query.dtype
+    dtype = accumulation_dtype(low)
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    query_ok, key_ok = finite_tokens(query), finite_tokens(key) & finite_tokens(value)
+    query_ok = finite_tokens(query)
+    key_ok = finite_tokens(key) & finite_tokens(value)
+    # 0 * NaN is NaN: no weight would keep out what is not finite.
     query, key, value = (zero_nonfinite(x.astype(dtype)) for x in (query, key, value))
     visible, bias = hide(mask.materialise(*shape), bias)
 
     query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])
     scores = jnp.einsum("b t k g h, b s k h -> b k g t s", query, key, precision=precision)
-    scores = checkpoint_name(rearrange(scores, "b k g t s -> b (k g) t s") * scale, "scores")
+    scores = rearrange(scores, "b k g t s -> b (k g) t s") * scale
+    scores = checkpoint_name(scores, "scores")
     scores = capped_scores(scores, bias, soft_cap)
-    if score is not None:  # told of a score of 0 for what is hidden, which may have overflowed
+    if score is not None:
+        # Told of a score of 0 for what is hidden, which may have overflowed.
         scores = score.apply(jnp.where(visible, scores, 0))
     # Added to the scores, so that hidden keys keep a weight and a gradient of zero beside it.
-    scores = scores + jnp.where(sees_nonfinite(visible, query_ok, key_ok), jnp.nan, 0).astype(dtype)
+    nan_rows = sees_nonfinite(visible, query_ok, key_ok)
+    scores = scores + jnp.where(nan_rows, jnp.nan, 0).astype(dtype)
     weights = masked_softmax(scores, visible, sinks)
     if dropout is not None:
         keep = keep_grid(dropout, shape)
+        dropped = drop(weights, keep, dropout.rate)
         # 0 * NaN is NaN: a row that is NaN stays so where all of its weights are dropped.
-        weights = drop(weights, keep, dropout.rate) + 0 * weights
+        weights = dropped + 0 * weights
     weights = checkpoint_name(weights, "weights")
 
     grouped = rearrange(weights, "b (k g) t s -> b k g t s", k=value.shape[2])
@@ -75,9 +82,7 @@ def reference_attention(
     return output.astype(low), weights.astype(low)
 
 
-def capped_scores(
-    scores: Weights, bias: Float[Array, "#b #n #t #s"] | None, soft_cap: float | None
-) -> Weights:
+def capped_scores(scores: Weights, bias: Bias | None, soft_cap: float | None) -> Weights:
     """Return `soft_cap * tanh((scores + bias) / soft_cap)`, each step where it is given.
 
     Example:
@@ -103,31 +108,34 @@ def masked_softmax(
         Array([[0.5, 0.5],
                [0. , 0. ]], dtype=float32)
     """
-    masked = checkpoint_name(jnp.where(visible, scores, -jnp.inf), "masked")
+    masked = jnp.where(visible, scores, -jnp.inf)
+    masked = checkpoint_name(masked, "masked")
     # Read back, so that a value substituted for "masked" decides what is hidden.
     visible = masked != -jnp.inf
     top = masked.max(axis=-1, keepdims=True)
     if sinks is not None:
         sinks = sinks.astype(scores.dtype)[None, :, None, None]
         top = jnp.maximum(top, sinks)
-    top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    top = jax.lax.stop_gradient(top)
     exps = jnp.exp(masked - top)
     total = exps.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - top)
+    # The sum of a row that sees nothing.
+    total = jnp.where(total == 0, 1, total)
     # Zero where hidden and not by underflow alone: the gradient there may be infinite, and 0 * inf
     # is NaN.
-    return jnp.where(visible, exps / jnp.where(total == 0, 1, total), 0)
+    return jnp.where(visible, exps / total, 0)
 
 
-def hide(
-    visible: Visible, bias: Float[Array, "#b #n #t #s"] | None
-) -> tuple[Visible, Array | None]:
+def hide(visible: Visible, bias: Bias | None) -> tuple[Visible, Array | None]:
     """Return what is visible beside a bias of -inf, and the bias without it.
 
     It hides like a mask: kept in the sum it would turn gradients, and empty rows, into NaN.
     """
     if bias is None:
         return visible, None
+    # Beside NaN it is visible: NaN reaches the rows that see it.
     visible = visible & (bias != -jnp.inf)
     return visible, jnp.where(visible, bias, 0)

@@ -1,38 +1,14 @@
 """Relative positions as biases of the scores: linear (ALiBi) and in learned buckets (T5)."""
 
-from bisect import bisect_left
-
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from flax.typing import Dtype
 from jaxtyping import Array, Float, Integer
 
-from attn_spec.checks import check_positive
+from attn_spec.position_checks import check_same_rows
+from attn_spec.relative_positions import alibi_slopes, bucket_starts
 from flax_attn.functional.positions import as_positions
 from flax_attn.functional.shapes import ArrayLike
-
-
-def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Return the slope of every head: `2 ** (-8 i / num_heads)` for `i = 1 ... num_heads`.
-
-    The slopes are float64. Where `num_heads` is not a power of two, the slopes of the power below
-    come first, and then every other slope of the power above.
-
-    Raises:
-        ValueError: if `num_heads` is not positive.
-
-    Example:
-        >>> alibi_slopes(3).tolist()
-        [0.0625, 0.00390625, 0.25]
-
-    References:
-        Press et al. 2021 (arXiv:2108.12409).
-    """
-    check_positive(num_heads=num_heads)
-    power = 2 ** (num_heads.bit_length() - 1)
-    below, above = (2.0 ** (-8 * np.arange(1, count + 1) / count) for count in (power, 2 * power))
-    return np.concatenate([below, above[::2][: num_heads - power]])
 
 
 def alibi(
@@ -69,8 +45,10 @@ def alibi(
         Press et al. 2021 (arXiv:2108.12409).
     """
     slopes = jnp.asarray(alibi_slopes(num_heads), float if dtype is None else dtype)
-    nearness = (-jnp.abs(_offsets(query_positions, key_positions))).astype(slopes.dtype)
-    return rearrange(jnp.multiply.outer(nearness, slopes), "... t s n -> ... n t s")
+    distances = jnp.abs(_offsets(query_positions, key_positions))
+    nearness = (-distances).astype(slopes.dtype)
+    bias = jnp.multiply.outer(nearness, slopes)
+    return rearrange(bias, "... t s n -> ... n t s")
 
 
 def t5_bias(
@@ -107,14 +85,14 @@ def t5_bias(
     References:
         Raffel et al. 2019 (arXiv:1910.10683).
     """
-    options = {
-        "bidirectional": bidirectional,
-        "num_buckets": table.shape[0],
-        "max_distance": max_distance,
-    }
-    return rearrange(
-        table[t5_buckets(query_positions, key_positions, **options)], "... t s n -> ... n t s"
+    buckets = t5_buckets(
+        query_positions,
+        key_positions,
+        bidirectional=bidirectional,
+        num_buckets=table.shape[0],
+        max_distance=max_distance,
     )
+    return rearrange(table[buckets], "... t s n -> ... n t s")
 
 
 def t5_buckets(
@@ -147,37 +125,20 @@ def t5_buckets(
     """
     offsets = _offsets(query_positions, key_positions)
     one_way = num_buckets // 2 if bidirectional else num_buckets
-    starts = jnp.asarray(_bucket_starts(one_way, max_distance), offsets.dtype)
+    starts = jnp.asarray(bucket_starts(one_way, max_distance), offsets.dtype)
+    # In one direction, keys after the query stand at distance 0.
     distances = jnp.abs(offsets) if bidirectional else jnp.maximum(-offsets, 0)
-    buckets = jnp.searchsorted(starts, distances, side="right", method="compare_all").astype(
-        offsets.dtype
-    )
-    return jnp.where(offsets > 0, buckets + one_way, buckets) if bidirectional else buckets
-
-
-def _bucket_starts(buckets: int, max_distance: int) -> list[int]:
-    # The smallest distance of every bucket but the first, in integers:
-    # log(d / e) * wide >= log(max_distance / e) * j.
-    exact = buckets // 2
-    wide = buckets - exact
-    if exact < 1 or max_distance <= exact:
-        raise ValueError(
-            "T5 needs at least 2 buckets a direction, and a max_distance beyond the half of them"
-            f" that hold one distance each; got {buckets} buckets a direction,"
-            f" max_distance={max_distance}. Usual are 32 and 128"
-        )
-    powers = (max_distance**j * exact ** (wide - j) for j in range(wide))
-    return [
-        *range(1, exact),
-        *(bisect_left(range(max_distance), power, key=lambda d: d**wide) for power in powers),
-    ]
+    # Compared with all starts at once: a binary search is a loop.
+    buckets = jnp.searchsorted(starts, distances, side="right", method="compare_all")
+    buckets = buckets.astype(offsets.dtype)
+    if not bidirectional:
+        return buckets
+    # Keys after the query have the other half of the buckets.
+    return jnp.where(offsets > 0, buckets + one_way, buckets)
 
 
 def _offsets(query_positions: ArrayLike, key_positions: ArrayLike) -> Integer[Array, "*b t s"]:
-    query, key = as_positions(query_positions), as_positions(key_positions)
-    if query.shape[:-1] != key.shape[:-1]:
-        raise ValueError(
-            "query and key positions must both have the same b, or both none; "
-            f"got shapes {query.shape} and {key.shape}. Repeat the positions that all rows share"
-        )
+    query = as_positions(query_positions)
+    key = as_positions(key_positions)
+    check_same_rows(query.shape, key.shape)
     return rearrange(key, "... s -> ... 1 s") - rearrange(query, "... t -> ... t 1")

@@ -29,25 +29,25 @@ def resize_bicubic(
     References:
         Keys 1981, "Cubic Convolution Interpolation for Digital Image Processing".
     """
-    along = [
-        jnp.asarray(_weights(*sizes), table.dtype)
-        for sizes in zip(table.shape, (rows, columns), strict=False)
-    ]
-    return jnp.einsum("im,jn,mnd->ijd", *along, table, precision="highest")
+    of_rows = jnp.asarray(_weights(table.shape[0], rows), table.dtype)
+    of_columns = jnp.asarray(_weights(table.shape[1], columns), table.dtype)
+    return jnp.einsum("im,jn,mnd->ijd", of_rows, of_columns, table, precision="highest")
 
 
 def _weights(old: int, new: int) -> np.ndarray:
     """Return the weight of each of `old` entries in each of `new` ones, `(new, old)`."""
     centres = (np.arange(new) + 0.5) * old / new - 0.5
-    first = np.floor(centres).astype(int) - 1
-    found = np.zeros((new, old))
-    for step in range(4):
-        entries = np.clip(first + step, 0, old - 1)
-        np.add.at(found, (np.arange(new), entries), _cubic(np.abs(centres - (first + step))))
-    return found
+    entries = np.floor(centres).astype(int)[:, None] + np.arange(-1, 3)
+    weights = _cubic(np.abs(centres[:, None] - entries))
+    # Outside the table stands its edge.
+    inside = np.clip(entries, 0, old - 1)
+    return np.einsum("ns,nso->no", weights, np.eye(old)[inside])
 
 
 def _cubic(distance: np.ndarray) -> np.ndarray:
-    a, x = _SHARPNESS, distance
+    """Return the weights of entries at distances below 2."""
+    a = _SHARPNESS
+    x = distance
     near = ((a + 2) * x - (a + 3)) * x**2 + 1
-    return np.where(x <= 1, near, ((a * x - 5 * a) * x + 8 * a) * x - 4 * a)
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return np.where(x <= 1, near, far)

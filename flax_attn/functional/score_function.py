@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from attn_spec.function_checks import SCORES, check_scored, check_token_positions
 from attn_spec.scores import Scores
+from flax_attn.functional.dtypes import dtype_name, is_integer
 from flax_attn.functional.shapes import ArrayLike
 from flax_attn.functional.traced import trace
 from flax_attn.functional.traced_score import TracedScore
@@ -59,23 +60,27 @@ class ScoreFunction:
     def trace(self, shape: tuple[int, int, int, int], dtype: Dtype) -> TracedScore:
         """Return the function as data, for scores of a shape and dtype."""
         b, n, t, s = shape
-        traced, result = trace("score", self.function, SCORES, (jax.ShapeDtypeStruct((), dtype),))
-        check_scored(result.dtype.name, result.shape, jnp.dtype(dtype).name, ())
-        rows, cols = self._positions("query", b, t), self._positions("key", b, s)
+        score = jax.ShapeDtypeStruct((), dtype)
+        traced, result = trace("score", self.function, SCORES, (score,))
+        check_scored(dtype_name(result.dtype), result.shape, dtype_name(dtype), ())
         return TracedScore(
-            traced, jnp.arange(b, dtype=jnp.int32), jnp.arange(n, dtype=jnp.int32), rows, cols
+            function=traced,
+            b=jnp.arange(b, dtype=jnp.int32),
+            n=jnp.arange(n, dtype=jnp.int32),
+            rows=_as_rows("query", self.query_positions, b, t),
+            cols=_as_rows("key", self.key_positions, b, s),
         )
 
-    def _positions(self, name: str, b: int, tokens: int) -> Array:
-        given = getattr(self, f"{name}_positions")
-        if given is None:
-            return jnp.arange(tokens, dtype=jnp.int32)[None]
-        given = jnp.asarray(given)
-        check_token_positions(
-            name, given.shape, bool(jnp.issubdtype(given.dtype, jnp.integer)), b, tokens
-        )
-        # A slot without a key is at -1.
-        return jnp.maximum(jnp.atleast_2d(given).astype(jnp.int32), 0)
+
+def _as_rows(name: str, positions: Any, b: int, tokens: int) -> Array:
+    """Return positions as `(#b, tokens)`; None is the order of the tokens."""
+    if positions is None:
+        return jnp.arange(tokens, dtype=jnp.int32)[None]
+    positions = jnp.asarray(positions)
+    check_token_positions(name, positions.shape, is_integer(positions.dtype), b, tokens)
+    positions = jnp.atleast_2d(positions).astype(jnp.int32)
+    # A slot without a key is at -1.
+    return jnp.maximum(positions, 0)
 
 
 def placed_score(

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float
 from attn_spec.recurrent_checks import check_short_convolution
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.padding import batched, real_tokens, shape_of
-from flax_attn.functional.shapes import ArrayLike
+from flax_attn.functional.shapes import RowLengths
 
 
 class Convolved(NamedTuple):
@@ -30,7 +30,7 @@ def short_convolution(
     state: Float[Array, "*b before d"] | None = None,
     *,
     starts: Bool[Array, "*b t"] | None = None,
-    lengths: ArrayLike | int | None = None,
+    lengths: RowLengths = None,
 ) -> Convolved:
     """Return the causal depthwise convolution, and the inputs that the next tokens need.
 
@@ -67,21 +67,42 @@ def short_convolution(
             x[None], kernel, batched(state), starts=batched(starts), lengths=lengths
         )
         return Convolved(found.output[0], found.state[0])
-    (b, t, d), w, dtype = x.shape, len(kernel), accumulation_dtype(x.dtype)
+    b, t, d = x.shape
+    before = len(kernel) - 1
     real = real_tokens(b, t, lengths)
+    # Padding begins no document.
     starts = jnp.zeros_like(real) if starts is None else starts & real
-    before = jnp.zeros((b, w - 1, d), x.dtype) if state is None else state.astype(x.dtype)
-    inputs = jnp.concatenate([before, jnp.where(real[..., None], x, 0)], axis=1)
+    if state is None:
+        state = jnp.zeros((b, before, d))
+    tokens = jnp.where(real[..., None], x, 0)
+    inputs = jnp.concatenate([state.astype(x.dtype), tokens], axis=1)
     # The document of each input, counted from the one that the state belongs to.
-    documents = jnp.pad(jnp.cumsum(starts, axis=1), [(0, 0), (w - 1, 0)])
-    output = jnp.zeros(x.shape, dtype)
-    for i in range(w):
-        same = documents[:, i : i + t] == documents[:, w - 1 :]
-        seen = jnp.where(same[..., None], inputs[:, i : i + t], 0).astype(dtype)
-        output = output + kernel[i].astype(dtype)[None, None] * seen
-    last = (
-        real.sum(axis=1, keepdims=True, dtype=jnp.int32) + jnp.arange(w - 1, dtype=jnp.int32)[None]
-    )
-    state = jnp.take_along_axis(inputs, last[..., None], axis=1, mode="clip")
+    documents = jnp.pad(jnp.cumsum(starts, axis=1), [(0, 0), (before, 0)])
+    output = _weighted_sums(inputs, documents, kernel)
+    return Convolved(output.astype(x.dtype), _last_inputs(inputs, documents, real, before))
+
+
+def _weighted_sums(inputs: Array, documents: Array, kernel: Array) -> Array:
+    """Return the sums over the inputs of the same document, in the dtype of sums."""
+    before = len(kernel) - 1
+    dtype = accumulation_dtype(inputs.dtype)
+    own = documents[:, before:]
+    t = own.shape[1]
+    shape = (*own.shape, kernel.shape[1])
+    output = jnp.zeros(shape, dtype)
+    for i in range(before + 1):
+        window = slice(i, i + t)
+        same = documents[:, window] == own
+        seen = jnp.where(same[..., None], inputs[:, window], 0)
+        weights = kernel[i].astype(dtype)[None, None]
+        output = output + weights * seen.astype(dtype)
+    return output
+
+
+def _last_inputs(inputs: Array, documents: Array, real: Array, count: int) -> Array:
+    """Return the last inputs of each row; 0 where they belong to another document."""
+    tokens = real.sum(axis=1, keepdims=True, dtype=jnp.int32)
+    last = tokens + jnp.arange(count, dtype=jnp.int32)[None]
     same = jnp.take_along_axis(documents, last, axis=1, mode="clip") == documents[:, -1:]
-    return Convolved(output.astype(x.dtype), jnp.where(same[..., None], state, 0))
+    state = jnp.take_along_axis(inputs, last[..., None], axis=1, mode="clip")
+    return jnp.where(same[..., None], state, 0)

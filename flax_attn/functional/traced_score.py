@@ -53,12 +53,19 @@ class TracedScore:
 
     def head(self, b: Index, n: Index) -> TracedScore:
         """Return the function for one row of the batch and one head."""
-        b, rows, cols = (lax.dynamic_slice_in_dim(x, b, 1) for x in (self.b, self.rows, self.cols))
-        return replace(self, b=b, n=lax.dynamic_slice_in_dim(self.n, n, 1), rows=rows, cols=cols)
+        return replace(
+            self,
+            b=lax.dynamic_slice_in_dim(self.b, b, 1),
+            n=lax.dynamic_slice_in_dim(self.n, n, 1),
+            # Positions that all rows share have one row, to which the index is clamped.
+            rows=lax.dynamic_slice_in_dim(self.rows, b, 1),
+            cols=lax.dynamic_slice_in_dim(self.cols, b, 1),
+        )
 
     def tile(self, scores: Float[Array, "t s"], rows: Index, cols: Index) -> Float[Array, "t s"]:
         """Return the new scores of a tile of one head, given the indices of its tokens."""
-        return self._at(rows, cols).apply(scores[None, None])[0, 0]
+        tile = self._at(rows, cols)
+        return tile._new(scores, tile.floats)
 
     def pull(
         self, indices: tuple[Index, Index], scores: Array, cotangent: Array
@@ -67,12 +74,14 @@ class TracedScore:
 
         `cotangent` is the gradient of the new scores.
         """
-        part = self._at(*indices)
+        tile = self._at(*indices)
+        _, gradients = jax.vjp(tile._new, scores, tile.floats)
+        return gradients(cotangent)
 
-        def new(scores: Array, floats: tuple[Array, ...]) -> Array:
-            return part.with_floats(floats).apply(scores[None, None])[0, 0]
-
-        return jax.vjp(new, scores, part.floats)[1](cotangent)
+    def _new(self, scores: Array, floats: tuple[Array, ...]) -> Array:
+        """Return new scores `(t, s)`, given the captured arrays that have gradients."""
+        function = self.with_floats(floats)
+        return function.apply(scores[None, None])[0, 0]
 
     def _at(self, rows: Index, cols: Index) -> TracedScore:
         # Tiles may reach beyond the tokens, where all is hidden, but the function must not be asked

@@ -55,17 +55,21 @@ def in_calls(side, attend, cache, plan):
 
     A call of the plan is a width, and a number of tokens for each row.
     """
-    held, whole = np.zeros(B, int), np.zeros((B, T, N, H))
+    held = np.zeros(B, int)
+    whole = np.zeros((B, T, N, H))
+    rows = np.arange(B)[:, None]
     for width, counts in plan:
         where = np.minimum(held[:, None] + np.arange(width), T - 1)
         padding = np.arange(width) >= counts[:, None]
-        cut = [
-            np.where(padding[..., None, None], np.nan, x[np.arange(B)[:, None], where])
-            for x in (QUERY, KEY, VALUE)
-        ]
-        output, cache = attend(cache, *map(side.array, cut), side.array(counts))
+        arrays = []
+        for x in (QUERY, KEY, VALUE):
+            new_tokens = np.where(padding[..., None, None], np.nan, x[rows, where])
+            arrays.append(side.array(new_tokens))
+        output, cache = attend(cache, *arrays, side.array(counts))
+        output = side.numpy(output)
         for row, count in enumerate(counts):
-            whole[row, held[row] : held[row] + count] = side.numpy(output)[row, :count]
+            end = held[row] + count
+            whole[row, held[row] : end] = output[row, :count]
         held = held + counts
     return whole, held
 
@@ -88,14 +92,16 @@ def cut_to_fit(plan):
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(plan=PLANS)
 def test_any_chunks_of_any_lengths_equal_the_full_forward(attends, capacity, window, plan):
-    found, plan = {}, list(cut_to_fit(plan))
+    found = {}
+    plan = list(cut_to_fit(plan))
     for side, attend in attends:
         mask = side.Mask.causal() if window is None else side.Mask.sliding_window(window)
-        full = side.numpy(
-            side.dot_product_attention(*map(side.array, (QUERY, KEY, VALUE)), mask=mask)
-        )
-        found[side.name], held = in_calls(side, attend, zeros(side, capacity, window), plan)
-    truth = np.where(np.arange(T)[:, None, None] < held[:, None, None, None], full, 0.0)
+        arrays = [side.array(x) for x in (QUERY, KEY, VALUE)]
+        full = side.numpy(side.dot_product_attention(*arrays, mask=mask))
+        cache = zeros(side, capacity, window)
+        found[side.name], held = in_calls(side, attend, cache, plan)
+    given_tokens = np.arange(T)[:, None, None] < held[:, None, None, None]
+    truth = np.where(given_tokens, full, 0.0)
     errors = tolerance.relative(found, dict.fromkeys(found, truth), scale=1.0)
     assert max(errors.values()) <= tolerance.FORWARD, errors
 
@@ -135,37 +141,35 @@ def test_what_is_passed_in_stays_as_it_is(side):
 
 
 def test_one_sequence_without_a_batch_axis(side):
-    batched, single = (
-        zeros(side, 6),
-        side.KVCache.zeros(None, 6, K, H, dtype=zeros(side, 6).key.dtype),
-    )
-    arrays = [side.array(x[:, :4]) for x in (QUERY, KEY, VALUE)]
-    held = batched.extend(arrays[1], arrays[2], side.Mask.causal(), 3)
-    one = single.extend(arrays[1][0], arrays[2][0], side.Mask.causal(), 3)
+    batched = zeros(side, 6)
+    single = side.KVCache.zeros(None, 6, K, H, dtype=batched.key.dtype)
+    query, key, value = (side.array(x[:, :4]) for x in (QUERY, KEY, VALUE))
+    held = batched.extend(key, value, side.Mask.causal(), 3)
+    one = single.extend(key[0], value[0], side.Mask.causal(), 3)
     assert (side.numpy(one.key) == side.numpy(held.key)[0]).all()
     assert one.key_positions.tolist() == held.key_positions[0].tolist() == [0, 1, 2, -1, -1, -1]
-    outputs = [side.dot_product_attention(arrays[0][0], one.key, one.value, mask=one.mask)]
-    outputs += [side.dot_product_attention(arrays[0], held.key, held.value, mask=held.mask)[0]]
-    assert (side.numpy(outputs[0]) == side.numpy(outputs[1])).all()
+    alone = side.dot_product_attention(query[0], one.key, one.value, mask=one.mask)
+    among = side.dot_product_attention(query, held.key, held.value, mask=held.mask)
+    assert (side.numpy(alone) == side.numpy(among)[0]).all()
     assert one.cache.length.tolist() == 3
 
 
 def test_a_narrow_cache_serves_a_wide_computation(side):
-    arrays = [side.array(x, "float32") for x in (QUERY, KEY, VALUE)]
-    held = zeros(side, T, dtype="bfloat16").extend(*arrays[1:], side.Mask.causal())
+    causal = side.Mask.causal()
+    query, key, value = (side.array(x, "float32") for x in (QUERY, KEY, VALUE))
+    held = zeros(side, T, dtype="bfloat16").extend(key, value, causal)
     assert str(held.cache.key.dtype).endswith("bfloat16")
-    assert held.key.dtype == arrays[1].dtype
-    rounded = [
-        side.array(side.numpy(side.array(x, "bfloat16")).astype("float32")) for x in (KEY, VALUE)
-    ]
-    outputs = [
-        side.numpy(side.dot_product_attention(arrays[0], *pair, mask=mask))
-        for pair, mask in ((rounded, side.Mask.causal()), ((held.key, held.value), held.mask))
-    ]
-    assert max(tolerance.reordered({"": outputs[1]}, {"": outputs[0]}).values()) <= 1
-    assert (
-        outputs[0] != side.numpy(side.dot_product_attention(*arrays, mask=side.Mask.causal()))
-    ).any()
+    assert held.key.dtype == key.dtype
+    rounded = []
+    for x in (KEY, VALUE):
+        narrow = side.numpy(side.array(x, "bfloat16"))
+        rounded.append(side.array(narrow.astype("float32")))
+    expected = side.numpy(side.dot_product_attention(query, *rounded, mask=causal))
+    found = side.numpy(side.dot_product_attention(query, held.key, held.value, mask=held.mask))
+    errors = tolerance.reordered({"": found}, {"": expected})
+    assert max(errors.values()) <= 1
+    wide = side.numpy(side.dot_product_attention(query, key, value, mask=causal))
+    assert (expected != wide).any()
 
 
 def filled(side, count=5):
@@ -182,10 +186,8 @@ def test_a_row_may_be_filled_to_the_last_token(side):
     assert extend(side, 3).cache.length.tolist() == [8, 8]
     held = extend(side, 6, lengths=[3, 0])
     assert held.cache.length.tolist() == [8, 5]
-    assert extend(side, 6, held.cache, lengths=[0, 3]).cache.length.tolist() == [
-        8,
-        8,
-    ]  # beside one that is full
+    beside_a_full_one = extend(side, 6, held.cache, lengths=[0, 3])
+    assert beside_a_full_one.cache.length.tolist() == [8, 8]
 
 
 INVALID = {

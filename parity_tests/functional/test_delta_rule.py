@@ -19,7 +19,8 @@ from flax_attn.parity import tolerance
 B, T, K, N, H, V = 2, 11, 2, 4, 3, 5
 LENGTHS = np.array([11, 6])
 STARTS = np.zeros((B, T), bool)
-STARTS[0, [2, 3, 8]], STARTS[1, [5, 9]] = True, True  # the last one in padding
+STARTS[0, [2, 3, 8]] = True
+STARTS[1, [5, 9]] = True  # the last one in padding
 REAL = np.arange(T) < LENGTHS[:, None]
 KINDS = {
     "a decay per head": ((B, T, N), True),
@@ -32,14 +33,15 @@ KINDS = {
 def inputs(decay, delta, seed=0):
     """Return query, key, value, decay, beta and state, in this order; beta only if there is one."""
     random = np.random.default_rng(seed)
-    query, key = (random.normal(size=(B, T, K, H)) for _ in range(2))
+    query = random.normal(size=(B, T, K, H))
+    key = random.normal(size=(B, T, K, H))
     key /= np.linalg.norm(key, axis=-1, keepdims=True)
-    arrays = [query, key, random.normal(size=(B, T, N, V)), -np.exp(random.normal(-1, 2, decay))]
-    return [
-        *arrays,
-        *([random.random((B, T, N))] if delta else []),
-        random.normal(size=(B, N, V, H)),
-    ]
+    value = random.normal(size=(B, T, N, V))
+    arrays = [query, key, value, -np.exp(random.normal(-1, 2, decay))]
+    if delta:
+        arrays.append(random.random((B, T, N)))
+    arrays.append(random.normal(size=(B, N, V, H)))
+    return arrays
 
 
 def both(arrays, starts=None, lengths=None):
@@ -111,39 +113,43 @@ def test_decays_of_any_strength_give_finite_gradients(kind):
 
 def test_in_float32_a_strong_decay_leaves_the_weak_ones_their_digits(sides):
     arrays = [x.astype(np.float32) for x in inputs(*KINDS["a decay per head"])]
-    arrays[3][:, 0], arrays[3][:, 1:] = -4000.0, arrays[3][:, 1:] * 1e-3
-    exact, single = (
-        [torch.tensor(x, dtype=kind) for x in arrays] for kind in (torch.float64, torch.float32)
-    )
-    reference, theirs = (rule(sides[1])(*x).output.numpy() for x in (exact, single))
-    ours = np.asarray(rule(sides[0])(*map(jnp.asarray, arrays)).output)
-    ours, theirs = ({"output": x.astype(np.float64)} for x in (ours, theirs))
+    decay = arrays[3]
+    decay[:, 1:] *= 1e-3
+    decay[:, 0] = -4000.0
+    flax, torch_side = sides
+    outputs = {}
+    for dtype in (torch.float64, torch.float32):
+        tensors = [torch.tensor(x, dtype=dtype) for x in arrays]
+        outputs[dtype] = rule(torch_side)(*tensors).output.double().numpy()
+    ours = rule(flax)(*map(jnp.asarray, arrays)).output
     errors = tolerance.lower_dtype(
-        ours, [theirs], {"output": reference}, tolerance.LOW_FORWARD, 2.0**-23
+        {"output": np.asarray(ours, np.float64)},
+        [{"output": outputs[torch.float32]}],
+        {"output": outputs[torch.float64]},
+        tolerance.LOW_FORWARD,
+        2.0**-23,
     )
     assert errors["output"] <= 1
 
 
 def test_sums_are_taken_in_float32_and_the_state_is_kept_so(side):
-    output, state = rule(side)(
-        *(side.array(x, "bfloat16") for x in inputs(*KINDS["a decay per head"]))
-    )
-    assert (str(output.dtype).split(".")[-1], str(state.dtype).split(".")[-1]) == (
-        "bfloat16",
-        "float32",
-    )
+    arrays = [side.array(x, "bfloat16") for x in inputs(*KINDS["a decay per head"])]
+    output, state = rule(side)(*arrays)
+    assert str(output.dtype).endswith("bfloat16")
+    assert str(state.dtype).endswith("float32")
 
 
 def test_a_state_goes_on_where_it_ended(side):
     *tokens, state = (side.array(x) for x in inputs(*KINDS["a decay per feature"]))
-    whole, found = rule(side)(*tokens, state), []
+    whole = rule(side)(*tokens, state)
+    outputs = []
     for start, stop in ((0, 6), (6, 7), (7, T)):
-        output, state = rule(side)(*(x[:, start:stop] for x in tokens), state)
-        found.append(side.numpy(output))
-    pairs = {"output": np.concatenate(found, 1), "state": side.numpy(state)}
-    errors = tolerance.relative(
-        pairs, {"output": side.numpy(whole.output), "state": side.numpy(whole.state)}
-    )
+        chunk = [x[:, start:stop] for x in tokens]
+        output, state = rule(side)(*chunk, state)
+        outputs.append(side.numpy(output))
+    found = {"output": np.concatenate(outputs, 1), "state": side.numpy(state)}
+    expected = {"output": side.numpy(whole.output), "state": side.numpy(whole.state)}
+    errors = tolerance.relative(found, expected)
     assert max(errors.values()) <= tolerance.FORWARD
 
 
@@ -156,14 +162,17 @@ def test_one_sequence_without_a_batch_axis(side):
 
 def test_without_beta_it_is_a_sum_over_the_tokens_before(side):
     query, key, value, decay, _ = inputs(*KINDS["nothing replaced"])
-    query, key = (np.repeat(x, N // K, axis=2) for x in (query, key))
+    query = np.repeat(query, N // K, axis=2)
+    key = np.repeat(key, N // K, axis=2)
     sums = np.cumsum(decay, axis=1)
-    weights = np.einsum("btnh,bsnh->bnts", query, key) * H**-0.5
-    weights *= np.tril(np.exp(np.minimum(np.moveaxis(sums[:, :, None] - sums[:, None], 3, 1), 0)))
-    output = rule(side)(*map(side.array, (query, key, value, decay)), None).output
-    np.testing.assert_allclose(
-        side.numpy(output), np.einsum("bnts,bsnv->btnv", weights, value), rtol=0, atol=1e-12
-    )
+    between = np.moveaxis(sums[:, :, None] - sums[:, None], 3, 1)
+    # Above the diagonal the sums are positive, and their exponentials infinite.
+    decays = np.tril(np.exp(np.minimum(between, 0)))
+    products = np.einsum("btnh,bsnh->bnts", query, key)
+    expected = np.einsum("bnts,bsnv->btnv", H**-0.5 * products * decays, value)
+    arrays = [side.array(x) for x in (query, key, value, decay)]
+    output = rule(side)(*arrays, None).output
+    np.testing.assert_allclose(side.numpy(output), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -177,14 +186,20 @@ def test_without_beta_it_is_a_sum_over_the_tokens_before(side):
 )
 def test_it_is_the_function_of_transformers(side, kind, module, name, float64_modules):
     query, key, value, decay, beta, state = inputs(*KINDS[kind])
-    query, key = (np.repeat(x, N // K, axis=2) for x in (query, key))
-    tensors = [torch.tensor(x) for x in (query, key, value, decay, beta, np.swapaxes(state, 2, 3))]
-    keywords = dict(
-        zip(("query", "key", "value", "g", "beta", "initial_state"), tensors, strict=True)
-    )
+    query = np.repeat(query, N // K, axis=2)
+    key = np.repeat(key, N // K, axis=2)
     with float64_modules(module):
-        output, after = getattr(module, name)(**keywords, output_final_state=True)
+        output, after = getattr(module, name)(
+            query=torch.tensor(query),
+            key=torch.tensor(key),
+            value=torch.tensor(value),
+            g=torch.tensor(decay),
+            beta=torch.tensor(beta),
+            initial_state=torch.tensor(state).mT,
+            output_final_state=True,
+        )
     ours = rule(side)(*map(side.array, (query, key, value, decay, beta, state)))
     found = {"output": side.numpy(ours.output), "state": side.numpy(ours.state)}
-    errors = tolerance.relative(found, {"output": output.numpy(), "state": after.mT.numpy()})
+    expected = {"output": output.numpy(), "state": after.mT.numpy()}
+    errors = tolerance.relative(found, expected)
     assert max(errors.values()) <= tolerance.FORWARD, errors

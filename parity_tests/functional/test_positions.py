@@ -235,10 +235,9 @@ def test_low_dtypes_turn_in_float32(side, dtype):
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 25])
 def test_alibi_is_that_of_bloom(side, num_heads):
-    ours = side.alibi(num_heads, np.arange(S), np.arange(S), dtype=side.array(X).dtype)
-    ours = np.tril(
-        side.numpy(ours) - side.numpy(ours)[..., :1]
-    )  # Bloom's differs by a number for each query
+    bias = side.numpy(side.alibi(num_heads, np.arange(S), np.arange(S), dtype=side.array(X).dtype))
+    # Bloom's differs by a number for each query.
+    ours = np.tril(bias - bias[..., :1])
     with in_float64():
         truth = build_alibi_tensor(torch.ones((1, S)), num_heads, torch.float64).numpy()
     assert_equal(ours, np.tril(np.broadcast_to(truth, ours.shape)))

@@ -26,9 +26,8 @@ def weighted(arrays, cotangent, mask, sinks, dropout, soft_cap, rows, package):
     return (output[:, rows[0] : rows[1]] * cotangent).sum(), output
 
 
-FLAX = jax.jit(
-    jax.grad(weighted, has_aux=True), static_argnums=(5, 6, 7)
-)  # masks are data: few compilations
+# Masks are data: few compilations.
+FLAX = jax.jit(jax.grad(weighted, has_aux=True), static_argnums=(5, 6, 7))
 
 
 def run(side, arrays, rows=(0, T), bias=BIAS, mask=None, sinks=None, dropout=None, soft_cap=None):
@@ -37,11 +36,13 @@ def run(side, arrays, rows=(0, T), bias=BIAS, mask=None, sinks=None, dropout=Non
     The cotangent is random, on some rows.
     """
     arrays = [side.array(x) for x in (*arrays, bias)]
-    rest = (side.array(COTANGENT[:, slice(*rows)]), mask, sinks, dropout, soft_cap, rows)
+    cotangent = side.array(COTANGENT[:, slice(*rows)])
+    rest = (cotangent, mask, sinks, dropout, soft_cap, rows)
     if side.is_flax:
         gradients, output = FLAX(arrays, *rest, flax_attn)
     else:
-        arrays = [array.requires_grad_() for array in arrays]
+        for array in arrays:
+            array.requires_grad_()
         total, output = weighted(arrays, *rest, torch_ref)
         gradients = torch.autograd.grad(total, arrays)
     return np.array(side.numpy(output)), [side.numpy(gradient) for gradient in gradients]
@@ -51,26 +52,24 @@ def hidden_rows(side, how):
     """Return options under which query 2 of every batch row sees nothing."""
     hidden = np.zeros((T, S), bool)
     hidden[2] = True
-    return {
-        "dense": lambda: {"mask": side.array(~hidden)},
-        "bias": lambda: {"bias": BIAS + np.where(hidden, -np.inf, 0)},
-        "segments": lambda: {
-            "mask": side.Mask.segments(
-                side.array(np.array([1, 1, 9, 1, 1])), side.array(np.ones(S, int))
-            )
-        },
-    }[how]()
+    if how == "dense":
+        return {"mask": side.array(~hidden)}
+    if how == "bias":
+        return {"bias": BIAS + np.where(hidden, -np.inf, 0)}
+    queries = side.array(np.array([1, 1, 9, 1, 1]))
+    keys = side.array(np.ones(S, int))
+    return {"mask": side.Mask.segments(queries, keys)}
 
 
 @pytest.mark.parametrize("how", ["dense", "bias", "segments"])
 @pytest.mark.parametrize("more", ["nothing", "soft_cap", "sinks", "dropout"])
 def test_an_empty_row_gives_zeros_and_zero_gradients(side, how, more):
-    makers = {
-        "soft_cap": lambda: 2.0,
-        "sinks": lambda: side.array(SINKS),
-        "dropout": lambda: keyed(side),
-    }
-    options = {more: makers[more]()} if more in makers else {}
+    options = {
+        "nothing": {},
+        "soft_cap": {"soft_cap": 2.0},
+        "sinks": {"sinks": side.array(SINKS)},
+        "dropout": {"dropout": keyed(side)},
+    }[more]
     output, gradients = run(side, ARRAYS, **hidden_rows(side, how), **options)
     assert np.isfinite(output).all()
     assert (output[:, 2] == 0).all()
@@ -104,13 +103,13 @@ def test_a_bias_of_minus_infinity_hides_as_a_mask_does(side):
     visible[0, 0, 3] = False
     masked = run(side, ARRAYS, mask=side.array(visible))
     biased = run(side, ARRAYS, bias=np.where(visible, BIAS, -np.inf))
-    assert (
-        tolerance.relative({"output": biased[0]}, {"output": masked[0]})["output"]
-        <= tolerance.FORWARD
-    )
+    error = tolerance.relative({"output": biased[0]}, {"output": masked[0]})["output"]
+    assert error <= tolerance.FORWARD
     gradients = [dict(zip("qkvb", result[1], strict=True)) for result in (biased, masked)]
-    assert max(tolerance.gradient_errors(*gradients).values()) <= tolerance.GRADIENT
-    assert all((result[0][0, 3] == 0).all() for result in (biased, masked))
+    errors = tolerance.gradient_errors(*gradients)
+    assert max(errors.values()) <= tolerance.GRADIENT
+    assert (biased[0][0, 3] == 0).all()
+    assert (masked[0][0, 3] == 0).all()
 
 
 def padding(side):
@@ -147,9 +146,11 @@ PLACES = [
 )
 def test_what_nobody_sees_reaches_nothing(side, which, name, poison):
     hidden = slots(name, which)
-    poisoned, clean = ([x.copy() for x in ARRAYS] for _ in range(2))
-    poisoned[NAMES.index(name)][hidden] = poison
-    clean[NAMES.index(name)][hidden] = 0
+    i = NAMES.index(name)
+    poisoned = [x.copy() for x in ARRAYS]
+    poisoned[i][hidden] = poison
+    clean = [x.copy() for x in ARRAYS]
+    clean[i][hidden] = 0
     output, gradients = run(side, poisoned, mask=which(side))
     expected, of_clean = run(side, clean, mask=which(side))
     np.testing.assert_array_equal(output, expected)
@@ -157,7 +158,7 @@ def test_what_nobody_sees_reaches_nothing(side, which, name, poison):
     for ours, theirs in zip(gradients, of_clean, strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert np.isfinite(ours).all()
-    assert (gradients[NAMES.index(name)][hidden] == 0).all()
+    assert (gradients[i][hidden] == 0).all()
 
 
 @pytest.mark.parametrize("poison", POISON)
@@ -173,7 +174,8 @@ def test_one_bad_number_in_a_hidden_slot_is_enough_to_test_and_no_more_is_lost(s
 @pytest.mark.parametrize("name", ["key", "value"])
 def test_what_a_row_sees_reaches_it_and_no_other(side, name, poison):
     arrays = [x.copy() for x in ARRAYS]
-    arrays[NAMES.index(name)][0, 3, 1, 2] = poison  # key/value head 1 serves query heads 2 and 3
+    # Key/value head 1 serves query heads 2 and 3.
+    arrays[NAMES.index(name)][0, 3, 1, 2] = poison
     output, (of_query, *_) = run(side, arrays, mask=future(side))
     expected, (of_clean, *_) = run(side, ARRAYS, mask=future(side))
     reached = np.zeros((B, T, N), bool)

@@ -17,9 +17,8 @@ def reference(x, kernel=KERNEL):
     """PyTorch's convolution of one sequence `(t, d)`, with zeros before it."""
     w, d = kernel.shape
     padded = torch.nn.functional.pad(torch.from_numpy(x.T), (w - 1, 0))
-    return torch.nn.functional.conv1d(
-        padded, torch.from_numpy(kernel.T)[:, None], groups=d
-    ).T.numpy()
+    weights = torch.from_numpy(kernel.T)[:, None]
+    return torch.nn.functional.conv1d(padded, weights, groups=d).T.numpy()
 
 
 def convolve(side, x, *state, kernel=KERNEL, **options):
@@ -43,7 +42,8 @@ def test_it_is_the_convolution_of_pytorch(side, w):
 
 def test_documents_do_not_see_each_other(side):
     starts = np.zeros((B, T), bool)
-    starts[0, [1, 6]], starts[1, 5] = True, True
+    starts[0, [1, 6]] = True
+    starts[1, 5] = True
     output = side.numpy(convolve(side, X, starts=starts).output)
     for row, ends in ((0, (0, 1, 6, T)), (1, (0, 5, T))):
         alone = [reference(X[row, i:j]) for i, j in pairwise(ends)]
@@ -52,38 +52,36 @@ def test_documents_do_not_see_each_other(side):
 
 def test_chunks_of_rows_of_different_length_are_one_sequence_each(side):
     starts = np.zeros((B, T), bool)
-    starts[0, 3], starts[1, 2] = (
-        True,
-        True,
-    )  # the first document ends in the state that is handed on
-    whole, held, state, found = (
-        convolve(side, X, starts=starts),
-        np.zeros(B, int),
-        None,
-        np.zeros((B, T, D)),
-    )
+    # The first document ends in the state that is handed on.
+    starts[0, 3] = True
+    starts[1, 2] = True
+    whole = convolve(side, X, starts=starts)
+    held = np.zeros(B, int)
+    found = np.zeros((B, T, D))
+    state = ()
+    rows = np.arange(B)[:, None]
     for width, counts in ((4, (4, 3)), (1, (1, 0)), (2, (2, 2)), (4, (2, 4))):
-        where, padding = (
-            np.minimum(held[:, None] + np.arange(width), T - 1),
-            np.arange(width) >= np.array(counts)[:, None],
-        )
-        rows = np.arange(B)[:, None]
-        x, own = np.where(padding[..., None], np.nan, X[rows, where]), starts[rows, where] | padding
-        output, state = convolve(
-            side, x, *(() if state is None else (state,)), starts=own, lengths=np.array(counts)
-        )
+        counts = np.array(counts)
+        padding = np.arange(width) >= counts[:, None]
+        where = np.minimum(held[:, None] + np.arange(width), T - 1)
+        x = np.where(padding[..., None], np.nan, X[rows, where])
+        own = starts[rows, where] | padding
+        output, after = convolve(side, x, *state, starts=own, lengths=counts)
+        state = (after,)
+        output = side.numpy(output)
         for row, count in enumerate(counts):
-            found[row, held[row] : held[row] + count] = side.numpy(output)[row, :count]
+            end = held[row] + count
+            found[row, held[row] : end] = output[row, :count]
         held = held + counts
     assert held.tolist() == [T, T]
     assert_equal(side, side.array(found), side.numpy(whole.output))
-    assert_equal(side, state, side.numpy(whole.state))
+    assert_equal(side, after, side.numpy(whole.state))
 
 
 def test_sums_are_taken_in_float32(side):
-    x, kernel = np.array([[1.0], [2.0**-8], [2.0**-8], [2.0**-8]]), np.ones((4, 1))
+    x = np.array([[1.0], [2.0**-8], [2.0**-8], [2.0**-8]])
+    kernel = np.ones((4, 1))
     convolution = side.file("functional.short_convolution").short_convolution
     output = convolution(side.array(x, "bfloat16"), side.array(kernel, "bfloat16")).output
-    assert (
-        float(output[-1, 0]) == 1 + 2.0**-6
-    )  # 1 + 3 * 2^-8, rounded once; one by one the small ones are lost
+    # 1 + 3 * 2^-8, rounded once; one by one the small ones are lost.
+    assert float(output[-1, 0]) == 1 + 2.0**-6

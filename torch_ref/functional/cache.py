@@ -10,12 +10,14 @@ from einops import rearrange
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from attn_spec.cache_checks import check_cache_dtype, check_fits, check_lengths, check_ring_buffer
+from attn_spec.cache_checks import check_cache_dtype, check_ring_buffer
 from attn_spec.checks import check_positive
 from torch_ref.functional.cache_base import Cache
+from torch_ref.functional.cache_slots import token_slots, write_tokens
+from torch_ref.functional.dtypes import dtype_name
 from torch_ref.functional.mask_part import Count
 from torch_ref.functional.masks import Mask, as_mask
-from torch_ref.functional.shapes import ArrayLike, Key, Value
+from torch_ref.functional.shapes import Key, RowLengths, Value
 
 
 class Extended(NamedTuple):
@@ -102,12 +104,17 @@ class KVCache(Cache):
         """
         check_positive(capacity=capacity, num_kv_heads=num_kv_heads, head_dim=head_dim)
         check_ring_buffer(window, capacity)
-        check_cache_dtype(str(dtype).removeprefix("torch."))
+        check_cache_dtype(dtype_name(dtype))
+        if value_dim is None:
+            value_dim = head_dim
         batch = () if b is None else (b,)
-        widths = head_dim, head_dim if value_dim is None else value_dim
-        size, numerics = (*batch, num_kv_heads, capacity), {"dtype": dtype, "device": device}
-        keys, values = (torch.zeros(*size, width, **numerics) for width in widths)
-        return KVCache(keys, values, torch.zeros(batch, dtype=torch.long, device=device), window)
+        slots = (*batch, num_kv_heads, capacity)
+        return KVCache(
+            key=torch.zeros((*slots, head_dim), dtype=dtype, device=device),
+            value=torch.zeros((*slots, value_dim), dtype=dtype, device=device),
+            length=torch.zeros(batch, dtype=torch.long, device=device),
+            window=window,
+        )
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -120,17 +127,25 @@ class KVCache(Cache):
         return self.key.shape[-2]
 
     @property
+    def limit(self) -> int | None:
+        """How many tokens a sequence may have; None is any number."""
+        # A ring buffer overwrites: its sequences have no end.
+        return self.capacity if self.window is None else None
+
+    @property
     def key_positions(self) -> Integer[Tensor, "*b s"]:
         """The position in its sequence of the key in each slot; -1 where there is none."""
-        lengths = self.row_lengths[..., None]
-        slots = torch.arange(self.capacity, device=lengths.device).expand(
-            *lengths.shape[:-1], self.capacity
-        )
-        # Of the positions that share a slot of a ring buffer, the last one is cached.
-        positions = (
-            slots + (lengths - 1 - slots) // self.capacity * self.capacity if self.window else slots
-        )
-        return torch.where((positions >= 0) & (positions < lengths), positions, -1)
+        positions = self._latest_positions()
+        cached = (positions >= 0) & (positions < self.row_lengths[..., None])
+        return torch.where(cached, positions, -1)
+
+    def _latest_positions(self) -> Integer[Tensor, "*b s"]:
+        """Return the last position before the end of its row that falls on each slot."""
+        slots = self.indices(self.capacity)
+        if self.window is None:
+            return slots
+        behind = self.row_lengths[..., None] - 1 - slots
+        return slots + behind // self.capacity * self.capacity
 
     def check_heads(
         self, batch: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int
@@ -139,7 +154,7 @@ class KVCache(Cache):
         heads = (*batch, num_kv_heads, self.capacity)
         self.check_shapes({"key": (*heads, head_dim), "value": (*heads, value_dim)})
 
-    def append(self, key: Key, value: Value, lengths: ArrayLike | int | None = None) -> KVCache:
+    def append(self, key: Key, value: Value, lengths: RowLengths = None) -> KVCache:
         """Return the cache with new tokens behind the cached ones.
 
         Args:
@@ -148,21 +163,25 @@ class KVCache(Cache):
             lengths: how many of the new tokens of each row are real, `(b,)`; the rest is padding
                 and is not stored. None is all.
         """
-        self.check_heads(tuple(key.shape[:-3]), key.shape[-2], key.shape[-1], value.shape[-1])
+        self._check_new(key, value)
         if key.ndim == 3:
-            return self._batched().append(key[None], value[None], lengths)._unbatched()
-        length, stored = self._count(key.shape[1], lengths)
-        keys, values = (
-            self._write(cached, x, stored) for cached, x in ((self.key, key), (self.value, value))
+            batched = self._batched().append(key[None], value[None], lengths)
+            return batched._unbatched()
+        length, stored = self.count(key.shape[1], lengths)
+        slots = self._slots(key.shape[1], stored)
+        return KVCache(
+            key=write_tokens(self.key, key, slots),
+            value=write_tokens(self.value, value, slots),
+            length=length,
+            window=self.window,
         )
-        return KVCache(keys, values, length, self.window)
 
     def extend(
         self,
         key: Key,
         value: Value,
         mask: Mask | Tensor | None = None,
-        lengths: ArrayLike | int | None = None,
+        lengths: RowLengths = None,
     ) -> Extended:
         """Return what the queries of new tokens attend to, and the cache after them.
 
@@ -174,80 +193,81 @@ class KVCache(Cache):
                 without a token are hidden in any case.
             lengths: how many of the new tokens of each row are real, `(b,)`; None is all.
         """
-        self.check_heads(tuple(key.shape[:-3]), key.shape[-2], key.shape[-1], value.shape[-1])
+        self._check_new(key, value)
         if key.ndim == 3:
             extended = self._batched().extend(key[None], value[None], mask, lengths)
-            key, value, positions = extended.key[0], extended.value[0], extended.key_positions[0]
-            return Extended(key, value, extended.mask, positions, extended.cache._unbatched())
+            return Extended(
+                key=extended.key[0],
+                value=extended.value[0],
+                mask=extended.mask,
+                key_positions=extended.key_positions[0],
+                cache=extended.cache._unbatched(),
+            )
+        mask = as_mask(mask)
         if self.window is None:
-            extended = self._extend(key, value, as_mask(mask), lengths)
+            extended = self._extend(key, value, mask, lengths)
         else:
-            extended = self._extend_ring_buffer(key, value, as_mask(mask), lengths, self.window)
+            extended = self._extend_ring_buffer(key, value, mask, lengths, self.window)
         return extended._replace(mask=extended.mask & Mask.lengths(query=lengths))
 
-    def _extend(
-        self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None
-    ) -> Extended:
+    def _extend(self, key: Key, value: Value, mask: Mask, lengths: RowLengths) -> Extended:
         mask.check_whole(self.capacity)
         after = self.append(key, value, lengths)
-        return self._attend(
-            key.shape[1], *after._tokens_first(key.dtype), mask, after.key_positions, after
-        )
+        keys, values = after._tokens_first(key.dtype)
+        return self._attend(key.shape[1], keys, values, mask, after.key_positions, after)
 
     def _extend_ring_buffer(
-        self, key: Key, value: Value, mask: Mask, lengths: ArrayLike | int | None, window: int
+        self, key: Key, value: Value, mask: Mask, lengths: RowLengths, window: int
     ) -> Extended:
-        t, after = key.shape[1], self.append(key, value, lengths)
+        t = key.shape[1]
+        after = self.append(key, value, lengths)
         mask = mask & Mask.sliding_window(window)
         if t <= self.capacity - window + 1:
-            (keys, values), positions = after._tokens_first(key.dtype), after.key_positions
+            keys, values = after._tokens_first(key.dtype)
+            positions = after.key_positions
         else:
-            # The last new tokens overwrite keys that the first new queries attend to.
-            pairs = zip(self._tokens_first(key.dtype), (key, value), strict=True)
-            keys, values = (torch.cat(pair, dim=1) for pair in pairs)
-            new = self.positions(t)
-            new = torch.where(new < rearrange(after.row_lengths, "b -> b 1"), new, -1)
-            positions = torch.cat([self.key_positions, new], dim=1)
+            keys, values, positions = self._joined(key, value, after)
         return self._attend(t, keys, values, mask, positions, after)
 
     def _attend(
         self, t: int, keys: Key, values: Value, mask: Mask, positions: Tensor, after: KVCache
     ) -> Extended:
-        visible = mask.at(self.positions(t), positions) & rearrange(
-            positions >= 0, "b s -> b 1 1 s"
-        )
-        return Extended(keys, values, Mask.dense(visible), positions, after)
+        visible = mask.at(self.positions(t), positions)
+        cached = rearrange(positions >= 0, "b s -> b 1 1 s")
+        return Extended(keys, values, Mask.dense(visible & cached), positions, after)
 
-    def _count(self, t: int, lengths: ArrayLike | int | None) -> tuple[Count, Count]:
-        """Return the length of each row after `t` new tokens, and how many of them are stored."""
-        new, cached = t if lengths is None else lengths, self.length
-        if isinstance(new, int):
-            check_lengths(new, t)
-            if self.window is None:
-                check_fits(self.capacity, cached if isinstance(cached, int) else 0, new)
-            if isinstance(cached, int):
-                return cached + new, new
-        cached = self.row_lengths
-        new = torch.as_tensor(new, device=cached.device).expand(cached.shape)
-        valid = (cached >= 0) & (new >= 0) & (new <= t)
-        valid = valid if self.window else valid & (cached + new <= self.capacity)
-        return torch.where(valid, cached + new, -1), torch.where(valid, new, 0)
+    def _joined(self, key: Key, value: Value, after: KVCache) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the cached tokens and the new ones, and the positions of them all.
 
-    def _write(self, cached: Tensor, new: Tensor, count: Count) -> Tensor:
-        t, new = new.shape[1], new.to(cached.dtype)
-        i = torch.arange(t, device=new.device)[None]
-        count = torch.as_tensor(count, device=new.device).expand(len(new))[:, None]
-        slots = self.positions(t)
-        if self.window is not None:
-            slots = torch.where(i >= count - self.capacity, slots % self.capacity, self.capacity)
-        slots = torch.where(i < count, slots, self.capacity)
-        # The last slot is for what is not stored.
-        written = torch.cat([cached, torch.zeros_like(cached[:, :, :1])], dim=2)
-        written[torch.arange(len(new))[:, None], :, slots] = new
-        return written[:, :, :-1]
+        More new tokens than fit beside a window overwrite keys that the first of them attend to.
+        """
+        old_keys, old_values = self._tokens_first(key.dtype)
+        keys = torch.cat([old_keys, key], dim=1)
+        values = torch.cat([old_values, value], dim=1)
+        positions = self._joined_positions(key.shape[1], after)
+        return keys, values, positions
 
-    def _tokens_first(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        key, value = (rearrange(x.to(dtype), "b k s h -> b s k h") for x in (self.key, self.value))
+    def _joined_positions(self, t: int, after: KVCache) -> Tensor:
+        new = self.positions(t)
+        real = new < rearrange(after.row_lengths, "b -> b 1")
+        new = torch.where(real, new, -1)
+        return torch.cat([self.key_positions, new], dim=1)
+
+    def _check_new(self, key: Key, value: Value) -> None:
+        *batch, _, num_kv_heads, head_dim = key.shape
+        self.check_heads(tuple(batch), num_kv_heads, head_dim, value.shape[-1])
+
+    def _slots(self, t: int, count: Count) -> Tensor:
+        """Return the slot of each new token.
+
+        The first `count` tokens of a row are stored; the slot `capacity` is of those that are not.
+        """
+        count = self.each_row(count)
+        return token_slots(self.positions(t), count, self.capacity, ring=self.window is not None)
+
+    def _tokens_first(self, dtype: torch.dtype) -> tuple[Key, Value]:
+        key = rearrange(self.key.to(dtype), "b k s h -> b s k h")
+        value = rearrange(self.value.to(dtype), "b k s h -> b s k h")
         return key, value
 
     def _batched(self) -> KVCache:

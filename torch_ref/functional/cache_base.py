@@ -10,9 +10,16 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
-from attn_spec.cache_checks import Shapes, check_cache_dtype, check_cache_shapes
+from attn_spec.cache_checks import (
+    Shapes,
+    check_cache_dtype,
+    check_cache_shapes,
+    check_fits,
+    check_lengths,
+)
+from torch_ref.functional.dtypes import dtype_name
 from torch_ref.functional.mask_part import Count
-from torch_ref.functional.shapes import ArrayLike
+from torch_ref.functional.shapes import ArrayLike, Positions, RowLengths
 
 C = TypeVar("C", bound="Cache")
 
@@ -51,10 +58,16 @@ class Cache:
         raise NotImplementedError
 
     @property
+    def limit(self) -> int | None:
+        """How many tokens a sequence may have; None is any number."""
+        return None
+
+    @property
     def arrays(self) -> Mapping[str, Any]:
         """What is stored, by the names of the fields: all but the length and what is static."""
+        others = ("length", *self.static)
         names = [field.name for field in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
-        return {name: getattr(self, name) for name in names if name not in ("length", *self.static)}
+        return {name: getattr(self, name) for name in names if name not in others}
 
     def replace(self: C, **changes: Any) -> C:
         """Return the cache with other values of some fields."""
@@ -63,32 +76,69 @@ class Cache:
     def check_shapes(self, wanted: Shapes) -> None:
         """Raise unless the arrays are floating point and have these shapes, by field name."""
         for array in self.arrays.values():
-            check_cache_dtype(str(array.dtype).removeprefix("torch."))
-        check_cache_shapes(
-            {name: tuple(array.shape) for name, array in self.arrays.items()}, wanted
-        )
+            check_cache_dtype(dtype_name(array.dtype))
+        shapes = {name: tuple(array.shape) for name, array in self.arrays.items()}
+        check_cache_shapes(shapes, wanted)
+
+    def each_row(self, number: ArrayLike | int) -> Integer[Tensor, "*b"]:
+        """Return a number for each row of the batch, given one for all or one for each."""
+        device = next(iter(self.arrays.values())).device
+        return torch.as_tensor(number, device=device).expand(self.batch)
+
+    def indices(self, size: int) -> Integer[Tensor, "*b size"]:
+        """Return `0 ... size - 1` for each row of the batch."""
+        device = next(iter(self.arrays.values())).device
+        return torch.arange(size, device=device).expand(*self.batch, size)
 
     @property
     def row_lengths(self) -> Integer[Tensor, "*b"]:
         """The length of each row."""
-        device = next(iter(self.arrays.values())).device
-        return torch.as_tensor(self.length, device=device).expand(self.batch)
+        return self.each_row(self.length)
 
     @property
     def invalid(self) -> Bool[Tensor, "*b"]:
         """The rows that were given tokens that do not fit, or impossible lengths."""
         return self.row_lengths < 0
 
-    def positions(self, t: int, lengths: ArrayLike | int | None = None) -> Integer[Tensor, "*b t"]:
+    def count(self, t: int, lengths: RowLengths = None) -> tuple[Count, Count]:
+        """Return the length of each row after `t` new tokens, and how many of them are stored.
+
+        The first `lengths` new tokens of a row are real.
+        """
+        new = t if lengths is None else lengths
+        if isinstance(new, int):
+            self._check_known(t, new)
+            if isinstance(self.length, int):
+                return self.length + new, new
+        return self._count_rows(t, self.each_row(new))
+
+    def _count_rows(self, t: int, new: Tensor) -> tuple[Tensor, Tensor]:
+        cached = self.row_lengths
+        # A row that was invalid stays so.
+        valid = (cached >= 0) & (new >= 0) & (new <= t)
+        if self.limit is not None:
+            valid = valid & (cached + new <= self.limit)
+        length = torch.where(valid, cached + new, -1)
+        return length, torch.where(valid, new, 0)
+
+    def _check_known(self, t: int, new: int) -> None:
+        """Raise if `new` of `t` tokens cannot be, or do not fit."""
+        check_lengths(new, t)
+        if self.limit is not None:
+            # An array of lengths is not read: its rows hold 0 tokens or more.
+            cached = self.length if isinstance(self.length, int) else 0
+            check_fits(self.limit, cached, new)
+
+    def positions(self, t: int, lengths: RowLengths = None) -> Positions:
         """Return the positions of the next `t` tokens in their sequences; 0 for padding.
 
         The first `lengths` tokens of a row are real, and the rest is padding.
         """
-        cached = self.row_lengths
-        new = torch.arange(t, device=cached.device).expand(*cached.shape, t)
+        new = self.indices(t)
+        positions = self.row_lengths[..., None] + new
         if lengths is None:
-            return cached[..., None] + new
+            return positions
         # Positions of padding could lie beyond a table of positions that is large enough for the
         # tokens.
-        real = new < torch.as_tensor(lengths, device=cached.device).expand(cached.shape)[..., None]
-        return torch.where(real, cached[..., None] + new, 0)
+        real = new < self.each_row(lengths)[..., None]
+        return torch.where(real, positions, 0)

@@ -17,10 +17,13 @@ def called(what: str, function: Any, *arguments: Any) -> torch.Tensor:
     try:
         result = function(*arguments)
     except (RuntimeError, TypeError) as error:
-        if "Boolean value of Tensor" in str(error) or "can be converted" in str(error):
+        # PyTorch has no class of its own for a tensor that is asked for its value.
+        message = str(error)
+        if "Boolean value of Tensor" in message or "can be converted" in message:
             raise needs_values(what, error) from error
         raise
-    check_single(what, result, isinstance(result, torch.Tensor | bool | float))
+    is_one = isinstance(result, torch.Tensor | bool | float)
+    check_single(what, result, is_one)
     return torch.as_tensor(result, device=arguments[-1].device)
 
 

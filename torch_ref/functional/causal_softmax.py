@@ -15,7 +15,8 @@ def causal_softmax_masked(scores: Float[Tensor, "*b t t"]) -> Float[Tensor, "*b 
         tensor([[1.0000, 0.0000],
                 [0.5000, 0.5000]])
     """
-    return torch.softmax(torch.where(_diagonal_and_below(scores), scores, -torch.inf), dim=-1)
+    masked = torch.where(_diagonal_and_below(scores), scores, -torch.inf)
+    return torch.softmax(masked, dim=-1)
 
 
 def causal_softmax_renormalized(scores: Float[Tensor, "*b t t"]) -> Float[Tensor, "*b t t"]:
@@ -30,8 +31,10 @@ def causal_softmax_renormalized(scores: Float[Tensor, "*b t t"]) -> Float[Tensor
         tensor([[1.0000, 0.0000],
                 [0.5000, 0.5000]])
     """
-    weights = torch.where(_diagonal_and_below(scores), torch.softmax(scores, dim=-1), 0)
-    return weights / weights.sum(dim=-1, keepdim=True)
+    # What is hidden is part of this sum, and cancels below.
+    weights = torch.softmax(scores, dim=-1)
+    kept = torch.where(_diagonal_and_below(scores), weights, 0)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def _diagonal_and_below(scores):

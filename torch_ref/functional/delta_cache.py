@@ -9,14 +9,14 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn import functional
 
-from attn_spec.cache_checks import check_cache_dtype, check_lengths
+from attn_spec.cache_checks import check_cache_dtype
 from attn_spec.checks import check_positive
 from torch_ref.functional.cache_base import Cache
-from torch_ref.functional.dtypes import accumulation_dtype
-from torch_ref.functional.mask_part import Count
+from torch_ref.functional.dtypes import accumulation_dtype, dtype_name
+from torch_ref.functional.mask_part import Count, MaskPart
 from torch_ref.functional.mask_parts import Causal, Lengths, Segments
 from torch_ref.functional.masks import Mask
-from torch_ref.functional.shapes import ArrayLike
+from torch_ref.functional.shapes import RowLengths
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,17 @@ class DeltaCache(Cache):
         """
         sizes = kernel_size, num_heads, head_dim
         shapes = DeltaCache.shapes(b, *sizes, value_dim=value_dim, num_key_heads=num_key_heads)
-        check_cache_dtype(str(dtype).removeprefix("torch."))
-        kinds = dict.fromkeys(shapes, dtype) | {"state": accumulation_dtype(dtype)}
-        arrays = {
-            name: torch.zeros(shape, dtype=kinds[name], device=device)
-            for name, shape in shapes.items()
-        }
-        length = torch.zeros(() if b is None else (b,), dtype=torch.long, device=device)
-        return DeltaCache(**arrays, length=length)
+        check_cache_dtype(dtype_name(dtype))
+        # A state is a sum over all tokens before.
+        wide = accumulation_dtype(dtype)
+        batch = () if b is None else (b,)
+        return DeltaCache(
+            query=torch.zeros(shapes["query"], dtype=dtype, device=device),
+            key=torch.zeros(shapes["key"], dtype=dtype, device=device),
+            value=torch.zeros(shapes["value"], dtype=dtype, device=device),
+            state=torch.zeros(shapes["state"], dtype=wide, device=device),
+            length=torch.zeros(batch, dtype=torch.long, device=device),
+        )
 
     @staticmethod
     def shapes(
@@ -91,41 +94,27 @@ class DeltaCache(Cache):
         num_key_heads: int | None = None,
     ) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what is stored, by the names of the fields."""
-        value_dim = head_dim if value_dim is None else value_dim
-        num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        if value_dim is None:
+            value_dim = head_dim
+        if num_key_heads is None:
+            num_key_heads = num_heads
         check_positive(kernel_size=kernel_size, num_heads=num_heads, num_key_heads=num_key_heads)
         check_positive(head_dim=head_dim, value_dim=value_dim)
-        batch, before = () if b is None else (b,), kernel_size - 1
-        keys = (*batch, before, num_key_heads * head_dim)
-        values, state = (
-            (*batch, before, num_heads * value_dim),
-            (*batch, num_heads, value_dim, head_dim),
-        )
+        batch = () if b is None else (b,)
+        before = (*batch, kernel_size - 1)
+        keys = (*before, num_key_heads * head_dim)
+        values = (*before, num_heads * value_dim)
+        state = (*batch, num_heads, value_dim, head_dim)
         return {"query": keys, "key": keys, "value": values, "state": state}
 
     @property
     def batch(self) -> tuple[int, ...]:
         return tuple(self.state.shape[:-3])
 
-    def count(self, t: int, lengths: ArrayLike | int | None = None) -> tuple[Count, Count]:
-        """Return the length of each row after `t` new tokens, and how many of them are taken.
-
-        The first `lengths` new tokens of a row are real.
-        """
-        new = t if lengths is None else lengths
-        if isinstance(new, int):
-            check_lengths(new, t)
-            if isinstance(self.length, int):
-                return self.length + new, new
-        cached = self.row_lengths
-        new = torch.as_tensor(new, device=cached.device).expand(cached.shape)
-        valid = (cached >= 0) & (new >= 0) & (new <= t)
-        return torch.where(valid, cached + new, -1), torch.where(valid, new, 0)
-
 
 def documents_of(
-    mask: Mask, positions: Integer[Tensor, "b t"], lengths: ArrayLike | int | None
-) -> tuple[Bool[Tensor, "b t"] | None, ArrayLike | int | None]:
+    mask: Mask, positions: Integer[Tensor, "b t"], lengths: RowLengths
+) -> tuple[Bool[Tensor, "b t"] | None, RowLengths]:
     """Read from a mask where documents begin among tokens, and how many tokens are real.
 
     Segments are documents one after another: an id that comes back begins another document.
@@ -144,19 +133,16 @@ def documents_of(
         >>> starts.tolist(), lengths.tolist()
         ([[False, False, True, False]], [3])
     """
-    b, starts = len(positions), None
+    starts = None
     for part in mask.parts:
         if isinstance(part, Segments):
-            ids = torch.atleast_2d(part.query).to(positions.device)
-            begins = functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0)).expand(b, -1)
-            own = begins.gather(1, positions.clamp(0, ids.shape[1] - 1))
+            own = _begins(part, positions)
             starts = own if starts is None else starts | own
         elif isinstance(part, Lengths):
             for count in (part.query, part.key):
-                lengths = lengths if count is None else _fewer(lengths, count, positions)
-        elif not (
-            isinstance(part, Causal) and isinstance(part.offset, int | None) and not part.offset
-        ):
+                if count is not None:
+                    lengths = _fewer(lengths, count, positions)
+        elif not _is_whole_causal(part):
             raise ValueError(
                 "a recurrent attention takes causal masks, segments and lengths, as its state"
                 f" holds all tokens before; got {Mask((part,))}. Use MultiHeadAttention for other"
@@ -165,11 +151,27 @@ def documents_of(
     return starts, lengths
 
 
-def _fewer(lengths: ArrayLike | int | None, count: Count, positions: Tensor) -> Tensor:
+def _is_whole_causal(part: MaskPart) -> bool:
+    """Return whether a part is the causal mask of the whole sequence."""
+    if not isinstance(part, Causal):
+        return False
+    # An offset that is an array is not read.
+    return isinstance(part.offset, int | None) and not part.offset
+
+
+def _begins(segments: Segments, positions: Tensor) -> Tensor:
+    """Return which tokens are the first of their segments."""
+    ids = torch.atleast_2d(segments.query).to(positions.device)
+    # The first token of a sequence finds an empty state in any case.
+    begins = functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
+    begins = begins.expand(len(positions), -1)
+    return begins.gather(1, positions.clamp(0, ids.shape[1] - 1))
+
+
+def _fewer(lengths: RowLengths, count: Count, positions: Tensor) -> Tensor:
     """Return how many of the tokens that are real stand before the `count` of their sequence."""
     b, t = positions.shape
-    inside = positions < torch.as_tensor(count, device=positions.device).expand(b)[:, None]
-    return torch.minimum(
-        inside.sum(dim=1),
-        torch.as_tensor(t if lengths is None else lengths, device=positions.device),
-    )
+    counts = torch.as_tensor(count, device=positions.device).expand(b)
+    inside = positions < counts[:, None]
+    lengths = torch.as_tensor(t if lengths is None else lengths, device=positions.device)
+    return torch.minimum(inside.sum(dim=1), lengths)

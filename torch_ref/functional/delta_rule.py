@@ -10,7 +10,7 @@ from attn_spec.checks import check_dtype
 from attn_spec.recurrent_checks import check_delta_rule
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.padding import batched, real_tokens, shape_of
-from torch_ref.functional.shapes import ArrayLike
+from torch_ref.functional.shapes import RowLengths
 
 
 class Recurrence(NamedTuple):
@@ -34,7 +34,7 @@ def gated_delta_rule(
     *,
     state: Float[Tensor, "*b n v h"] | None = None,
     starts: Bool[Tensor, "*b t"] | None = None,
-    lengths: ArrayLike | int | None = None,
+    lengths: RowLengths = None,
     scale: float | None = None,
 ) -> Recurrence:
     """Return what every token reads from the state, and the state after the last one.
@@ -82,41 +82,57 @@ def gated_delta_rule(
         Kimi Team 2025, a decay per feature (arXiv:2510.26692);
         Qin et al. 2024, lightning attention (arXiv:2401.04658).
     """
-    arrays = (x for x in (query, key, value, decay, beta, state) if x is not None)
-    check_dtype("all but starts", *arrays)
+    given = [x for x in (query, key, value, decay, beta, state) if x is not None]
+    check_dtype("all but starts", *given)
     shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape), tuple(decay.shape)
     check_delta_rule(*shapes, shape_of(beta), shape_of(state), shape_of(starts))
     if query.ndim == 3:
-        tokens = query[None], key[None], value[None], decay[None], batched(beta)
         found = gated_delta_rule(
-            *tokens,
+            query[None],
+            key[None],
+            value[None],
+            decay[None],
+            batched(beta),
             state=batched(state),
             starts=batched(starts),
             lengths=lengths,
             scale=scale,
         )
         return Recurrence(found.output[0], found.state[0])
-    dtype, (b, t, n, v), (k, h) = accumulation_dtype(query.dtype), value.shape, key.shape[2:]
+    dtype = accumulation_dtype(query.dtype)
+    b, t, n, v = value.shape
+    k, h = key.shape[2:]
     factor: float = h**-0.5 if scale is None else scale
     real = real_tokens(b, t, lengths, query.device)
+    # Padding begins no document.
     starts = torch.zeros_like(real) if starts is None else starts & real
-    decay = decay[..., None] if decay.ndim == 3 else decay
-    query, key = (x.to(dtype).repeat_interleave(n // k, dim=2) for x in (query, key))
-    # Padding adds nothing, under no key, and lets all of the state remain.
-    query, key, value_, decay = (
-        torch.where(real[..., None, None], x, 0).to(dtype) for x in (query, key, value, decay)
-    )
-    part = None if beta is None else torch.where(real[..., None], beta, 0).to(dtype)[..., None]
-    now = (
-        torch.zeros((b, n, v, h), dtype=dtype, device=query.device)
-        if state is None
-        else state.to(dtype)
-    )
+    if decay.ndim == 3:
+        decay = decay[..., None]
+    if state is None:
+        state = torch.zeros((b, n, v, h), device=query.device)
+
+    def heads(x: Tensor, groups: int = 1) -> Tensor:
+        """Hide padding: it adds nothing, under no key, and lets all of the state remain."""
+        hidden = torch.where(real[..., None, None], x, 0)
+        return hidden.to(dtype).repeat_interleave(groups, dim=2)
+
+    queries = heads(query, n // k)
+    keys = heads(key, n // k)
+    values = heads(value)
+    decays = heads(decay)
+    betas = None if beta is None else heads(beta[..., None])
+    now = state.to(dtype)
     outputs = []
     for i in range(t):
-        now = torch.where(starts[:, i, None, None, None], 0, now) * decay[:, i, :, None].exp()
-        held = torch.einsum("bnvh,bnh->bnv", now, key[:, i])
-        new = value_[:, i] if part is None else part[:, i] * (value_[:, i] - held)
-        now = now + torch.einsum("bnv,bnh->bnvh", new, key[:, i])
-        outputs.append(factor * torch.einsum("bnvh,bnh->bnv", now, query[:, i]))
-    return Recurrence(torch.stack(outputs, dim=1).to(value.dtype), now)
+        # A token that begins a document finds an empty state.
+        kept = torch.where(starts[:, i, None, None, None], 0, now)
+        now = kept * decays[:, i, :, None].exp()
+        new = values[:, i]
+        if betas is not None:
+            held = torch.einsum("bnvh,bnh->bnv", now, keys[:, i])
+            new = betas[:, i] * (new - held)
+        now = now + torch.einsum("bnv,bnh->bnvh", new, keys[:, i])
+        read = torch.einsum("bnvh,bnh->bnv", now, queries[:, i])
+        outputs.append(factor * read)
+    output = torch.stack(outputs, dim=1)
+    return Recurrence(output.to(value.dtype), now)

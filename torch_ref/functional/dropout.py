@@ -18,9 +18,12 @@ from torch import Tensor
 
 from attn_spec.attention_checks import check_key_data
 from attn_spec.checks import check_rate, check_type
+from torch_ref.functional.dtypes import dtype_name
 from torch_ref.functional.shapes import Index
 
+# The published constants: rotations of the rounds, and parity of the key schedule.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA  # of the key schedule
 _32_BITS = 0xFFFFFFFF
 
 
@@ -64,8 +67,10 @@ def key_data(key: Tensor) -> Int[Tensor, "2"]:
         >>> key_data(torch.tensor([0, 7], dtype=torch.uint32))
         tensor([0, 7])
     """
-    check_type("a dropout key", key, Tensor, "torch.tensor([7, 42]), two integers below 2**32")
-    check_key_data(tuple(key.shape), str(key.dtype).removeprefix("torch."))
+    example = "torch.tensor([7, 42]), two integers below 2**32"
+    check_type("a dropout key", key, Tensor, example)
+    check_key_data(tuple(key.shape), dtype_name(key.dtype))
+    # Keys of other generators, such as rbg, are longer.
     return key[:2].to(torch.int64)
 
 
@@ -81,15 +86,20 @@ def threefry_2x32(key: tuple[Index, Index], counter: tuple[Index, Index]) -> tup
         ['0x6b200159', '0x99ba4efe']
     """
     k0, k1 = key
-    schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
-    x0, x1 = (counter[0] + schedule[0]) & _32_BITS, (counter[1] + schedule[1]) & _32_BITS
+    k2 = k0 ^ k1 ^ _PARITY
+    schedule = (k0, k1, k2)
+    x0, x1 = counter
+    x0 = (x0 + k0) & _32_BITS
+    x1 = (x1 + k1) & _32_BITS
     for step in range(5):
         for rotation in _ROTATIONS[step % 2]:
             x0 = (x0 + x1) & _32_BITS
-            x1 = ((x1 << rotation) & _32_BITS) | (x1 >> (32 - rotation))
-            x1 = x1 ^ x0
+            left = (x1 << rotation) & _32_BITS
+            right = x1 >> (32 - rotation)
+            x1 = (left | right) ^ x0
         x0 = (x0 + schedule[(step + 1) % 3]) & _32_BITS
-        x1 = (x1 + schedule[(step + 2) % 3] + step + 1) & _32_BITS
+        x1 = x1 + schedule[(step + 2) % 3]
+        x1 = (x1 + step + 1) & _32_BITS
     return x0, x1
 
 
@@ -106,7 +116,8 @@ def fold_in(key: Tensor | None, index: int) -> Int[Tensor, "2"] | None:
     if key is None:
         return None
     seed = key_data(key)
-    return torch.stack(threefry_2x32((seed[0], seed[1]), (torch.tensor(index), torch.tensor(0))))
+    counter = (torch.tensor(index), torch.tensor(0))
+    return torch.stack(threefry_2x32((seed[0], seed[1]), counter))
 
 
 def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> Tensor:
@@ -123,17 +134,28 @@ def keep_mask(dropout: KeyedDropout, b: Index, n: Index, t: Index, s: Index) -> 
                 [0, 1, 0, 1, 0, 0]], dtype=torch.int32)
     """
     seed = key_data(dropout.key).to(t.device)
-    bits, _ = threefry_2x32(threefry_2x32((seed[0], seed[1]), (b, n)), (t, s))
-    return bits >= min(round(dropout.rate * 2**32), 2**32 - 1)
+    head_key = threefry_2x32((seed[0], seed[1]), (b, n))
+    bits, _ = threefry_2x32(head_key, (t, s))
+    return bits >= _threshold(dropout.rate)
+
+
+def _threshold(rate: float) -> int:
+    """Return the least of the random integers of 32 bits that keep an element."""
+    # A rate just below 1 would round to 2**32, which has 33 bits.
+    largest = 2**32 - 1
+    return min(round(rate * 2**32), largest)
 
 
 def keep_grid(dropout: KeyedDropout, shape: tuple[int, ...], device=None) -> Tensor:
     """Return the whole `(b, n, t, s)` mask of `keep_mask`, for materialised arrays."""
-    index = [
-        torch.arange(size, device=device).reshape([-1 if i == axis else 1 for i in range(4)])
-        for axis, size in enumerate(shape)
-    ]
-    return keep_mask(dropout, *index)
+    b, n, t, s = (torch.arange(size, device=device) for size in shape)
+    return keep_mask(
+        dropout,
+        b[:, None, None, None],
+        n[None, :, None, None],
+        t[None, None, :, None],
+        s[None, None, None, :],
+    )
 
 
 def drop(weights: Float[Tensor, "*shape"], keep: Tensor, rate: float) -> Float[Tensor, "*shape"]:

@@ -46,9 +46,11 @@ def without_nonfinite_sinks(
         >>> query[0, 0, :, 0], sinks
         (tensor([nan, 1.]), tensor([0., -inf]))
     """
+    # Neither infinity nor NaN is less than infinity; -inf is.
     good = sinks < torch.inf
-    spoilt = torch.where(good, 0, torch.nan).to(query.dtype)
-    return query + spoilt[None, None, :, None], torch.where(good, sinks, 0)
+    nan_or_zero = torch.where(good, 0, torch.nan).to(query.dtype)
+    query = query + nan_or_zero[None, None, :, None]
+    return query, torch.where(good, sinks, 0)
 
 
 def sees_nonfinite(
@@ -58,6 +60,8 @@ def sees_nonfinite(
 
     `query_ok` and `key_ok` say which tokens are finite.
     """
-    key_ok = key_ok.repeat_interleave(query_ok.shape[2] // key_ok.shape[2], dim=2)
+    # Each query head reads the key/value head of its group.
+    groups = query_ok.shape[2] // key_ok.shape[2]
+    key_ok = key_ok.repeat_interleave(groups, dim=2)
     ok = rearrange(query_ok, "b t n -> b n t 1") & rearrange(key_ok, "b s n -> b n 1 s")
     return (visible & ~ok).any(dim=-1, keepdim=True)

@@ -8,11 +8,11 @@ from torch import Tensor
 from attn_spec.cache_checks import check_lengths, check_rows_of_lengths
 from torch_ref.functional.integers import clipped
 from torch_ref.functional.mask_arguments import as_integers
-from torch_ref.functional.shapes import ArrayLike
+from torch_ref.functional.shapes import ArrayLike, RowLengths
 
 
 def real_tokens(
-    b: int, t: int, lengths: ArrayLike | int | None, device: torch.device | str | None = None
+    b: int, t: int, lengths: RowLengths, device: torch.device | str | None = None
 ) -> Bool[Tensor, "b t"]:
     """Return which of `t` tokens of `b` rows are real: the first `lengths` of each row.
 
@@ -22,11 +22,12 @@ def real_tokens(
         >>> real_tokens(2, 3, torch.tensor([2, 0])).tolist()
         [[True, True, False], [False, False, False]]
     """
-    counts = clipped(t if lengths is None else lengths, t, device).expand(b)
+    count = clipped(t if lengths is None else lengths, t, device)
+    counts = count.expand(b)
     return torch.arange(t, device=device) < counts[:, None]
 
 
-def check_known_lengths(lengths: ArrayLike | int | None, b: int, t: int) -> None:
+def check_known_lengths(lengths: RowLengths, b: int, t: int) -> None:
     """Raise unless lengths are integers, one or `(b,)`, from 0 to `t` where their values are known.
 
     Known are those of Python and NumPy. Tensors are not read, so that no call waits for the
@@ -49,12 +50,12 @@ def check_known_lengths(lengths: ArrayLike | int | None, b: int, t: int) -> None
     as_integers("lengths", counts)
     check_rows_of_lengths(tuple(counts.shape), b)
     if isinstance(counts, np.ndarray):
-        for length in counts.reshape(-1).tolist():
-            check_lengths(length, t)
+        for length in counts.flat:
+            check_lengths(int(length), t)
 
 
 def without_padding(
-    numbers: ArrayLike, shape: tuple[int, ...], lengths: ArrayLike | int | None
+    numbers: ArrayLike, shape: tuple[int, ...], lengths: RowLengths
 ) -> Shaped[Tensor, "*b t"]:
     """Return numbers of tokens, with 0 for tokens behind `lengths`: these have no effect.
 
@@ -73,9 +74,10 @@ def without_padding(
     numbers = torch.as_tensor(numbers)
     if lengths is None:
         return numbers
-    b, t = shape if len(shape) == 2 else (1, shape[-1])
+    b, t = (1, *shape)[-2:]
     check_known_lengths(lengths, b, t)
     real = real_tokens(b, t, lengths, numbers.device).reshape(shape)
+    # 0 is in every table of ids and of positions.
     return torch.where(real, numbers, 0)
 
 

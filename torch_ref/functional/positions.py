@@ -5,24 +5,23 @@ cached sequences pass their own positions. Learned positions are an embedding li
 `nn.Embedding`.
 """
 
+from functools import partial
+
+import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Float, Integer
+from jaxtyping import Float
 from torch import Tensor
 
-from attn_spec.frequencies import (
-    DynamicNTKScaling,
-    check_base,
-    check_pairs,
-    plain_frequencies,
-)
+from attn_spec.frequencies import DynamicNTKScaling, plain_frequencies
 from attn_spec.frequencies import LinearScaling as LinearScaling
 from attn_spec.frequencies import Llama3Scaling as Llama3Scaling
 from attn_spec.frequencies import YaRNScaling as YaRNScaling
 from attn_spec.longrope import LongRoPEScaling
+from attn_spec.position_checks import check_base, check_pairs, check_positions, check_segments
 from attn_spec.rope import RotaryPositions
-from torch_ref.functional.dtypes import accumulation_dtype
-from torch_ref.functional.shapes import ArrayLike
+from torch_ref.functional.dtypes import accumulation_dtype, dtype_name, is_integer
+from torch_ref.functional.shapes import ArrayLike, Positions
 
 
 class RoPE(RotaryPositions, portable=True):
@@ -64,49 +63,62 @@ class RoPE(RotaryPositions, portable=True):
         self, x: Float[Tensor, "*b t n h"], positions: ArrayLike | None = None
     ) -> Float[Tensor, "*b t n h"]:
         self.check_head_dim(x.shape[-1])
-        positions = (
-            torch.arange(x.shape[-3])
-            if positions is None
-            else as_positions(positions, tuple(x.shape[:-2]))
-        )
+        if positions is None:
+            positions = torch.arange(x.shape[-3])
+        positions = as_positions(positions, tuple(x.shape[:-2]))
         if x.ndim == 3:
-            return self(x[None], positions)[0]
-        width = x.shape[-1] if self.width is None else self.width
-        positions = (positions if positions.ndim == 2 else positions[None]).to(x.device)
-        cos, sin = self._cos_sin(width, positions, x.dtype)
-        pairs = "(i two)" if self.interleaved else "(two i)"
-        first, second = rearrange(
-            x[..., :width].to(cos.dtype), f"b t n {pairs} -> two b t n i", two=2
-        )
-        rotated = torch.stack([first * cos - second * sin, second * cos + first * sin])
-        rotated = rearrange(rotated, f"two b t n i -> b t n {pairs}").to(x.dtype)
-        return torch.cat([rotated, x[..., width:]], dim=-1)
+            return self._rotated(x[None], positions[None])[0]
+        return self._rotated(x, torch.atleast_2d(positions))
 
-    def _cos_sin(
-        self, width: int, positions: Integer[Tensor, "#b t"], dtype: torch.dtype
-    ) -> list[Tensor]:
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        width = self._width(x.shape[-1])
+        cos, sin = self._cos_sin(width, positions.to(x.device), x.dtype)
+        rotated = self._rotated_pairs(x[..., :width].to(cos.dtype), cos, sin)
+        # The features behind the rotated ones carry no position.
+        return torch.cat([rotated.to(x.dtype), x[..., width:]], dim=-1)
+
+    def _rotated_pairs(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        pairs = "(i two)" if self.interleaved else "(two i)"
+        first, second = rearrange(x, f"b t n {pairs} -> two b t n i", two=2)
+        rotated = torch.stack([first * cos - second * sin, second * cos + first * sin])
+        return rearrange(rotated, f"two b t n i -> b t n {pairs}")
+
+    def _width(self, head_dim: int) -> int:
+        return head_dim if self.width is None else self.width
+
+    def _cos_sin(self, width: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(dtype)
-        frequencies = (plain_frequencies if self.scaling is None else self.scaling.frequencies)(
-            self.base, width
-        )
-        frequencies = torch.as_tensor(frequencies, dtype=dtype, device=positions.device)[None]
-        if isinstance(self.scaling, DynamicNTKScaling):
-            stretch = self.scaling.stretch(1 + positions.amax(dim=1, keepdim=True).to(dtype))
-            exponents = torch.as_tensor(
-                self.scaling.exponents(width), dtype=dtype, device=positions.device
-            )
-            frequencies = frequencies * stretch ** exponents[None]
-        if isinstance(self.scaling, LongRoPEScaling):
-            long = self.scaling.long_frequencies(self.base, width)
-            is_long = positions.amax(dim=1, keepdim=True) >= self.scaling.original_context_length
-            frequencies = torch.where(
-                is_long, torch.as_tensor(long, dtype=dtype, device=positions.device), frequencies
-            )
-        angles = rearrange(positions, "b t -> b t 1 1").to(dtype) * rearrange(
-            frequencies, "b i -> b 1 1 i"
-        )
+        frequencies = self._frequencies(width, positions, dtype)
+        positions = rearrange(positions, "b t -> b t 1 1").to(dtype)
+        angles = positions * rearrange(frequencies, "b i -> b 1 1 i")
         amplitude = 1.0 if self.scaling is None else self.scaling.amplitude()
-        return [amplitude * torch.cos(angles), amplitude * torch.sin(angles)]
+        return amplitude * torch.cos(angles), amplitude * torch.sin(angles)
+
+    def _frequencies(self, width: int, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the frequencies of each row: those of some scalings depend on its length."""
+        # Known before tracing in float64, and rounded once.
+        as_row = partial(_as_row, dtype=dtype, device=positions.device)
+        scaling = self.scaling
+        if scaling is None:
+            return as_row(plain_frequencies(self.base, width))
+        frequencies = as_row(scaling.frequencies(self.base, width))
+        if isinstance(scaling, DynamicNTKScaling):
+            stretch = scaling.stretch(1 + _last(positions).to(dtype))
+            return frequencies * stretch ** as_row(scaling.exponents(width))
+        if isinstance(scaling, LongRoPEScaling):
+            long = as_row(scaling.long_frequencies(self.base, width))
+            # A row is long as a whole: its queries and keys have the same frequencies.
+            is_long = _last(positions) >= scaling.original_context_length
+            return torch.where(is_long, long, frequencies)
+        return frequencies
+
+
+def _last(positions: Tensor) -> Tensor:
+    return positions.amax(dim=1, keepdim=True)
+
+
+def _as_row(numbers: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.as_tensor(numbers, dtype=dtype, device=device)[None]
 
 
 def sinusoidal(
@@ -141,19 +153,14 @@ def sinusoidal(
     check_base(base)
     dtype = torch.get_default_dtype() if dtype is None else dtype
     wide = accumulation_dtype(dtype)
-    positions = as_positions(positions)
-    frequencies = torch.as_tensor(
-        plain_frequencies(base, width), dtype=wide, device=positions.device
-    )
-    angles = positions[..., None].to(wide) * frequencies
-    return rearrange(
-        torch.stack([torch.sin(angles), torch.cos(angles)]), "two ... i -> ... (i two)"
-    ).to(dtype)
+    positions = as_positions(positions).to(wide)
+    frequencies = _as_row(plain_frequencies(base, width), wide, positions.device)
+    angles = positions[..., None] * frequencies
+    pairs = torch.stack([torch.sin(angles), torch.cos(angles)])
+    return rearrange(pairs, "two ... i -> ... (i two)").to(dtype)
 
 
-def as_positions(
-    positions: ArrayLike, tokens: tuple[int, ...] | None = None
-) -> Integer[Tensor, "*b t"]:
+def as_positions(positions: ArrayLike, tokens: tuple[int, ...] | None = None) -> Positions:
     """Return positions as signed integers.
 
     `tokens` is the shape of the input's tokens, `(t,)` or `(b, t)`, if it is known.
@@ -167,19 +174,14 @@ def as_positions(
         tensor([0, 1, 2, 0, 1])
     """
     positions = torch.as_tensor(positions)
-    rule = "positions must be integers of shape (t,) or (b, t)"
-    shape, dtype = tuple(positions.shape), positions.dtype
-    got = f"got shape {shape}, dtype {str(dtype).removeprefix('torch.')}"
-    if dtype.is_floating_point or dtype == torch.bool or len(shape) not in (1, 2):
-        raise ValueError(f"{rule}; {got}. Cast and reshape them before the call")
-    if tokens is not None and shape not in (tokens, tokens[-1:]):
-        raise ValueError(
-            f"{rule}, one for each of the tokens {tokens}; {got}. Without b they serve every row"
-        )
+    dtype = positions.dtype
+    shape = tuple(positions.shape)
+    check_positions(shape, dtype_name(dtype), is_integer(dtype), tokens)
+    # Differences of unsigned positions would wrap around.
     return positions.long()
 
 
-def segment_positions(segments: ArrayLike) -> Integer[Tensor, "*b t"]:
+def segment_positions(segments: ArrayLike) -> Positions:
     """Return the position of each token in its packed document, a run of equal ids.
 
     Args:
@@ -193,12 +195,9 @@ def segment_positions(segments: ArrayLike) -> Integer[Tensor, "*b t"]:
         tensor([0, 1, 2, 0, 1, 0])
     """
     ids = torch.as_tensor(segments)
-    shape, dtype = tuple(ids.shape), ids.dtype
-    if dtype.is_floating_point or dtype == torch.bool or len(shape) not in (1, 2):
-        raise ValueError(
-            f"segments must be integers of shape (t,) or (b, t), one id a token; got shape {shape},"
-            f" dtype {str(dtype).removeprefix('torch.')}. Cast and reshape them before the call"
-        )
+    check_segments(tuple(ids.shape), dtype_name(ids.dtype), is_integer(ids.dtype))
+    # An id that differs from the first makes the first token begin a document.
     begins = torch.diff(ids, dim=-1, prepend=ids[..., :1] - 1) != 0
     positions = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)
-    return positions - torch.where(begins, positions, 0).cummax(dim=-1).values
+    starts = torch.where(begins, positions, 0)
+    return positions - starts.cummax(dim=-1).values

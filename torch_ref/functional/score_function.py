@@ -17,6 +17,7 @@ from attn_spec.function_checks import (
 )
 from attn_spec.scores import Scores
 from torch_ref.functional.called import called
+from torch_ref.functional.dtypes import dtype_name, is_integer
 from torch_ref.functional.shapes import ArrayLike, Weights
 
 
@@ -62,24 +63,29 @@ class ScoreFunction:
         """Return the new scores."""
         b, n, t, s = scores.shape
         check_function("score", self.function, SCORES)
-        rows, cols = self._positions("query", b, t, scores), self._positions("key", b, s, scores)
-        indices = torch.arange(b)[:, None, None, None], torch.arange(n)[None, :, None, None]
+        rows = _as_rows("query", self.query_positions, b, t)
+        cols = _as_rows("key", self.key_positions, b, s)
         indices = (
-            *(x.to(scores.device) for x in indices),
+            torch.arange(b)[:, None, None, None],
+            torch.arange(n)[None, :, None, None],
             rows[:, None, :, None],
             cols[:, None, None, :],
         )
+        indices = [x.to(scores.device) for x in indices]
         result = called("score", self.function, scores, *indices)
-        check_scored(_name(result.dtype), tuple(result.shape), _name(scores.dtype), (b, n, t, s))
+        shape = tuple(result.shape)
+        check_scored(dtype_name(result.dtype), shape, dtype_name(scores.dtype), (b, n, t, s))
         return result.expand(b, n, t, s)
 
-    def _positions(self, name: str, b: int, tokens: int, scores: Tensor) -> Tensor:
-        given = getattr(self, f"{name}_positions")
-        given = torch.arange(tokens) if given is None else torch.as_tensor(given)
-        integers = not given.is_floating_point() and given.dtype != torch.bool
-        check_token_positions(name, tuple(given.shape), integers, b, tokens)
-        # A slot without a key is at -1.
-        return torch.atleast_2d(given).to(scores.device).clamp(min=0)
+
+def _as_rows(name: str, positions: Any, b: int, tokens: int) -> Tensor:
+    """Return positions as `(#b, tokens)`; None is the order of the tokens."""
+    if positions is None:
+        return torch.arange(tokens)[None]
+    positions = torch.as_tensor(positions)
+    check_token_positions(name, tuple(positions.shape), is_integer(positions.dtype), b, tokens)
+    # A slot without a key is at -1.
+    return torch.atleast_2d(positions).clamp(min=0)
 
 
 def placed_score(
@@ -89,7 +95,3 @@ def placed_score(
     if scores.function is None:
         return None
     return ScoreFunction(scores.function, query_positions, key_positions)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ from torch.nn import functional
 from attn_spec.recurrent_checks import check_short_convolution
 from torch_ref.functional.dtypes import accumulation_dtype
 from torch_ref.functional.padding import batched, real_tokens, shape_of
-from torch_ref.functional.shapes import ArrayLike
+from torch_ref.functional.shapes import RowLengths
 
 
 class Convolved(NamedTuple):
@@ -32,7 +32,7 @@ def short_convolution(
     state: Float[Tensor, "*b before d"] | None = None,
     *,
     starts: Bool[Tensor, "*b t"] | None = None,
-    lengths: ArrayLike | int | None = None,
+    lengths: RowLengths = None,
 ) -> Convolved:
     """Return the causal depthwise convolution, and the inputs that the next tokens need.
 
@@ -69,23 +69,42 @@ def short_convolution(
             x[None], kernel, batched(state), starts=batched(starts), lengths=lengths
         )
         return Convolved(found.output[0], found.state[0])
-    (b, t, d), w, dtype = x.shape, len(kernel), accumulation_dtype(x.dtype)
+    b, t, d = x.shape
+    before = len(kernel) - 1
     real = real_tokens(b, t, lengths, x.device)
+    # Padding begins no document.
     starts = torch.zeros_like(real) if starts is None else starts & real
-    before = (
-        torch.zeros((b, w - 1, d), dtype=x.dtype, device=x.device)
-        if state is None
-        else state.to(x.dtype)
-    )
-    inputs = torch.cat([before, torch.where(real[..., None], x, 0)], dim=1)
+    if state is None:
+        state = torch.zeros((b, before, d), device=x.device)
+    tokens = torch.where(real[..., None], x, 0)
+    inputs = torch.cat([state.to(x.dtype), tokens], dim=1)
     # The document of each input, counted from the one that the state belongs to.
-    documents = functional.pad(starts.long().cumsum(dim=1), (w - 1, 0))
-    output = torch.zeros(x.shape, dtype=dtype, device=x.device)
-    for i in range(w):
-        same = documents[:, i : i + t] == documents[:, w - 1 :]
-        seen = torch.where(same[..., None], inputs[:, i : i + t], 0).to(dtype)
-        output = output + kernel[i].to(dtype) * seen
-    last = real.sum(dim=1, keepdim=True) + torch.arange(w - 1, device=x.device)
-    rows = torch.arange(b, device=x.device)[:, None]
+    documents = functional.pad(starts.long().cumsum(dim=1), (before, 0))
+    output = _weighted_sums(inputs, documents, kernel)
+    return Convolved(output.to(x.dtype), _last_inputs(inputs, documents, real, before))
+
+
+def _weighted_sums(inputs: Tensor, documents: Tensor, kernel: Tensor) -> Tensor:
+    """Return the sums over the inputs of the same document, in the dtype of sums."""
+    before = len(kernel) - 1
+    dtype = accumulation_dtype(inputs.dtype)
+    own = documents[:, before:]
+    t = own.shape[1]
+    shape = (*own.shape, kernel.shape[1])
+    output = torch.zeros(shape, dtype=dtype, device=inputs.device)
+    for i in range(before + 1):
+        window = slice(i, i + t)
+        same = documents[:, window] == own
+        seen = torch.where(same[..., None], inputs[:, window], 0)
+        weights = kernel[i].to(dtype)
+        output = output + weights * seen.to(dtype)
+    return output
+
+
+def _last_inputs(inputs: Tensor, documents: Tensor, real: Tensor, count: int) -> Tensor:
+    """Return the last inputs of each row; 0 where they belong to another document."""
+    rows = torch.arange(len(inputs), device=inputs.device)[:, None]
+    tokens = real.sum(dim=1, keepdim=True)
+    last = tokens + torch.arange(count, device=inputs.device)
     same = documents[rows, last] == documents[:, -1:]
-    return Convolved(output.to(x.dtype), torch.where(same[..., None], inputs[rows, last], 0))
+    return torch.where(same[..., None], inputs[rows, last], 0)

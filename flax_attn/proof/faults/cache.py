@@ -72,7 +72,7 @@ FAULTS = (
                    replace(cache, length=cache.length.max()), *sizes)),
           check=CHECK),
     fault("ring_buffer_slot_off_by_one", "A ring buffer writes one slot too far.", RING,
-          Wrap(KVCache, "_write", lambda write, cache, *others: write(
+          Wrap(KVCache, "_slots", lambda slots, cache, *others: slots(
               replace(cache, length=cache.length + 1), *others)), check=CHECK),
     fault("slots_for_positions", "Keys in a ring buffer are at the positions of their slots.", RING,
           Patch(KVCache, "key_positions", property(slots)), check=CHECK),

@@ -1,0 +1,108 @@
+"""The slots of a cache, and the writing of new tokens into them."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, Integer
+
+from flax_attn.functional.explicit_sharding import split_as
+
+
+def token_slots(
+    positions: Integer[Array, "b t"], count: Integer[Array, " b"], capacity: int, *, ring: bool
+) -> Integer[Array, "b t"]:
+    """Return the slot of each new token; a token in slot `capacity` is not stored.
+
+    Args:
+        positions: positions of the tokens in their sequences, `(b, t)`.
+        count: how many tokens of each row are real, `(b,)`.
+        capacity: number of slots.
+        ring: whether the cache is a ring buffer, in which tokens overwrite those before them.
+
+    Example:
+        >>> token_slots(jnp.array([[7, 8, 9]]), jnp.array([3]), 2, ring=True)
+        Array([[2, 0, 1]], dtype=int32)
+    """
+    i = jnp.arange(positions.shape[1], dtype=jnp.int32)[None]
+    count = count[:, None]
+    stored = i < count
+    if not ring:
+        return jnp.where(stored, positions, capacity)
+    # Of tokens that share a slot, the last one is stored: the order of writes is not defined.
+    stored = stored & (i >= count - capacity)
+    return jnp.where(stored, positions % capacity, capacity)
+
+
+def write_tokens(
+    cached: Float[Array, "b k s h"],
+    new: Float[Array, "b t k h"],
+    slots: Integer[Array, "b t"] | int,
+) -> Float[Array, "b k s h"]:
+    """Return an array of a cache with new tokens in it.
+
+    Args:
+        cached: `(b, k, s, h)`.
+        new: `(b, t, k, h)`.
+        slots: slot of each new token, `(b, t)`; a token in slot s is not stored. An integer is the
+            slot of the first token of every row, which the others follow.
+
+    Example:
+        >>> new = jnp.array([7.0, 8.0]).reshape(1, 2, 1, 1)
+        >>> write_tokens(jnp.zeros((1, 1, 3, 1)), new, jnp.array([[1, 3]]))[0, 0, :, 0]
+        Array([0., 7., 0.], dtype=float32)
+    """
+    new = new.astype(cached.dtype)
+    if isinstance(slots, int):
+        # One slice for all rows: what is written beyond a row's length is hidden, and overwritten
+        # in time.
+        place = cached.at[:, :, slots : slots + new.shape[1]]
+        heads_first = rearrange(new, "b t k h -> b k t h")
+        return place.set(heads_first, out_sharding=_split(cached, new))
+    write = _to_one_row if len(new) == 1 else _to_rows
+    if cached.dtype.itemsize == 2:
+        return _as_bits(write, cached, new, slots)
+    return write(cached, new, slots)
+
+
+def _to_one_row(cached: Array, new: Array, slots: Array) -> Array:
+    # Head by head: of a whole token XLA makes a slice, which it does not write in place.
+    heads = jnp.arange(new.shape[2])[None]
+    place = cached[0].at[heads, slots[0][:, None]]
+    split = split_as(cached, 1, 2, 3) or split_as(new, 2, None, 3)
+    return place.set(new[0], mode="drop", out_sharding=split)[None]
+
+
+def _to_rows(cached: Array, new: Array, slots: Array) -> Array:
+    rows = jnp.arange(len(new))[:, None]
+    place = cached.at[rows, :, slots]
+    return place.set(new, mode="drop", out_sharding=_split(cached, new))
+
+
+def _split(cached: Array, new: Array) -> NamedSharding | None:
+    # A cache that was made without a mesh is split as the tokens that come to it.
+    return split_as(cached, *range(4)) or split_as(new, 0, 2, None, 3)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _as_bits(write: Callable[..., Array], cached: Array, new: Array, slots: Array) -> Array:
+    # Numbers of 16 bits are written as integers: XLA for CPUs would make float32 of a whole cache
+    # of them, and back.
+    cached_bits = jax.lax.bitcast_convert_type(cached, jnp.uint16)
+    new_bits = jax.lax.bitcast_convert_type(new, jnp.uint16)
+    written = write(cached_bits, new_bits, slots)
+    return jax.lax.bitcast_convert_type(written, cached.dtype)
+
+
+@_as_bits.defjvp
+def _differentiate(write, primals, tangents):
+    slots = primals[2]
+
+    def in_floats(cached: Array, new: Array) -> Array:
+        return write(cached, new, slots)
+
+    _, change = jax.jvp(in_floats, primals[:2], tangents[:2])
+    return _as_bits(write, *primals), change
