@@ -22,8 +22,10 @@ import numpy as np
 
 from attn_spec.checks import check_positive
 
-Lengths = TypeVar("Lengths")  # an array of any framework
-Frequencies = np.ndarray  # (width / 2,), float64, radians a token, from the fastest to the slowest
+# Lengths may be an array of any framework.
+Lengths = TypeVar("Lengths")
+# Of shape (width / 2,), in float64: radians a token, from the fastest to the slowest.
+Frequencies = np.ndarray
 
 
 def plain_frequencies(base: float, width: int) -> Frequencies:
@@ -52,6 +54,7 @@ class Scaling(ABC):
     factor: float
 
     def __post_init__(self):
+        # Written so that NaN is refused, too.
         if not self.factor >= 1:
             raise ValueError(
                 "factor is how many times longer than in training the inputs become, at least 1; "
@@ -194,6 +197,7 @@ class YaRNScaling(Scaling):
         )
         if self.truncate:
             fast, slow = math.floor(fast), math.ceil(slow)
+        # Indices beyond the features are those of no frequency.
         fast, slow = max(fast, 0), min(slow, width - 1)
         # Where `fast` and `slow` meet, the ramp is a step.
         ramp = np.clip((np.arange(width // 2) - fast) / ((slow - fast) or 1), 0, 1)
