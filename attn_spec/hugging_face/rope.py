@@ -111,11 +111,14 @@ def _yarn(rope: Fields, length: int, original: int | None) -> YaRNScaling:
 def _longrope(rope: Fields, length: int, original: int | None) -> LongRoPEScaling:
     original = _original(rope, length, original)
     factor = rope.optional_factor("factor") or length / original
+    short = rope.numbers("short_factor", FACTORS)
+    long = rope.numbers("long_factor", FACTORS)
     return LongRoPEScaling(
-        # A smaller one changes nothing.
+        # A smaller factor changes nothing.
         max(factor, 1.0),
         original,
-        *(tuple(rope.numbers(name, FACTORS)) for name in ("short_factor", "long_factor")),
+        tuple(short),
+        tuple(long),
         attention_factor=rope.optional_factor("attention_factor"),
     )
 
