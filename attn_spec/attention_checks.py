@@ -17,10 +17,12 @@ def is_finite(value: Any) -> bool:
         >>> is_finite(2), is_finite(True), is_finite("2"), is_finite(10**400)
         (True, False, False, False)
     """
+    # A bool is a Real.
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
         return math.isfinite(value)
+    # An integer may be too large for a float.
     except OverflowError:
         return False
 
@@ -31,6 +33,7 @@ def check_scale(scale: Any, shape: tuple[int, ...] | None, dtype: str) -> None:
     Only the shape and dtype of an array are checked, as its value is not known.
     """
     rule = "scale is one real number for all scores, finite where it is known before tracing"
+    # Without a shape it is a number of Python, whose value is known.
     if shape is None and not is_finite(scale):
         raise ValueError(f"{rule}; got scale={scale!r}. For 1 / sqrt(h) pass None")
     if shape is not None and (
@@ -79,6 +82,7 @@ def check_offset(offset: int, t: int, s: int, left: int, right: int) -> None:
 
     A query sees `left` keys before its position and `right` keys after it.
     """
+    # The names stand in the message: the bounds as the reader knows them.
     ends = {"-t - right" if right else "-t": -t - right, "s + left" if left else "s": s + left}
     if not -t - right <= offset <= s + left:
         least, most = (f"{name} = {end}" for name, end in ends.items())
@@ -117,6 +121,7 @@ def check_inputs(
             "query, key and value must have shape (b, t, n, h), (b, s, k, h), (b, s, k, v), or all"
             f" three without b; {shapes}"
         )
+    # No queries are fine, no keys are not: a softmax over nothing has no value.
     if 0 in key[-3:] or 0 in query[-2:] or value[-1] == 0:
         raise ValueError(
             "there must be at least one key token, one head and a head width of at least 1;"
@@ -133,6 +138,7 @@ def check_inputs(
         )
     if query[-1] != key[-1]:
         raise ValueError(f"query and key must have one head width h; {shapes}")
+    # Checked after the head width, so that the message names the first thing that is wrong.
     if query[-2] % key[-2]:
         raise ValueError(
             "the key/value heads must divide the query heads: query head i reads key/value head i"
@@ -148,6 +154,7 @@ def check_inputs(
 
 def check_bias(shape: tuple[int, ...], dtype: str, to: tuple[int, ...]) -> None:
     """Raise unless the bias is made of numbers to add, and broadcasts to `to`."""
+    # Adding 0 and 1 is never what is meant.
     if dtype == "bool":
         raise ValueError(
             "bias is added to the scores; got dtype bool. Pass a boolean mask as mask="
@@ -158,6 +165,7 @@ def check_bias(shape: tuple[int, ...], dtype: str, to: tuple[int, ...]) -> None:
 
 def check_broadcast(name: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
     """Raise unless `shape` broadcasts to `to`, the sizes of (b, n, t, s)."""
+    # Axes are added in front, as broadcasting does.
     padded = (1,) * (len(to) - len(shape)) + shape
     if len(shape) > len(to) or any(
         size not in (1, full) for size, full in zip(padded, to, strict=True)

@@ -31,6 +31,7 @@ def check_cache_window(own: int | None, window: int | None) -> None:
 
     With `own=None` the cache keeps all keys; with `window=None` the layer sees all keys.
     """
+    # A cache of all keys serves every window.
     if own is not None and (window is None or own < window):
         raise ValueError(
             f"a ring buffer keeps the keys of its own window; got one of window={own} for a layer"
@@ -41,6 +42,7 @@ def check_cache_window(own: int | None, window: int | None) -> None:
 
 def check_caches(name: str, caches: object, layers: int) -> None:
     """Raise unless a model is given a tuple of caches, one for each layer or stack of layers."""
+    # A dictionary has a length too, and is no tuple of caches.
     got = len(caches) if isinstance(caches, tuple | list) else type(caches).__name__
     if got != layers:
         raise ValueError(
@@ -95,6 +97,7 @@ def check_rows_of_lengths(shape: tuple[int, ...], b: int) -> None:
 
 def check_fits(capacity: int, cached: int, new: int) -> None:
     """Raise if new tokens do not fit behind the cached ones."""
+    # Beyond it a write would be clamped silently, onto the last slots.
     if cached + new > capacity:
         raise ValueError(
             f"the cache has a capacity of {capacity} tokens; got {new} new tokens, {cached} cached."

@@ -7,12 +7,14 @@ otherwise at trace time, before any work is done.
 from numbers import Integral, Real
 from typing import Any
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")  # that a call may have
+# The dtypes that a call may have.
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def check_positive(**sizes: int) -> None:
     """Raise unless every size is a positive integer."""
     for name, size in sizes.items():
+        # A bool is an Integral, and a size of True is a mistake.
         if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
             raise ValueError(f"{name} must be a positive integer; got {name}={size!r}")
 
@@ -20,6 +22,7 @@ def check_positive(**sizes: int) -> None:
 def check_number(**numbers: float) -> None:
     """Raise unless every value is one real number of Python or NumPy."""
     for name, number in numbers.items():
+        # An array of one element is refused: its value may not be known.
         if isinstance(number, bool) or not isinstance(number, Real):
             raise ValueError(
                 f"{name} must be one real number; got {name}={number!r}. Pass a float of Python"
@@ -46,6 +49,7 @@ def check_context_length(context_length: int | None) -> None:
 def check_type(name: str, value: object, kind: Any, remedy: str) -> None:
     """Raise unless `value` is an instance of `kind`, a class or a union of them."""
     if not isinstance(value, kind):
+        # A union has its classes in `__args__`.
         kinds = [one.__name__ for one in getattr(kind, "__args__", (kind,))]
         expected = " or ".join(kinds).replace("NoneType", "None")
         raise ValueError(f"{name} must be {expected}; got {type(value).__name__}. Pass {remedy}")
@@ -53,6 +57,7 @@ def check_type(name: str, value: object, kind: Any, remedy: str) -> None:
 
 def check_eps(eps: float) -> None:
     """Raise unless `eps` is at least 0."""
+    # Written so that NaN is refused, too.
     if not eps >= 0:
         raise ValueError(
             f"eps is added to a variance and must be at least 0; got eps={eps!r}. Usual is 1e-5"
@@ -61,6 +66,7 @@ def check_eps(eps: float) -> None:
 
 def check_rate(dropout: float) -> None:
     """Raise unless `dropout` is a probability below one."""
+    # A rate of 1 would divide what is kept by 0.
     if not isinstance(dropout, Real) or not 0 <= dropout < 1:
         raise ValueError(
             "dropout must be in [0, 1), the probability that a weight is dropped; got"
@@ -93,6 +99,7 @@ def check_tokens(
 
 def shape_of(name: str, x: Any) -> tuple[int, ...]:
     """Return the shape of an array, or raise where an argument is none."""
+    # A list has neither, and would fail later with the words of a framework.
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise ValueError(
             f"{name} must be an array; got {type(x).__name__}. Make it one before the call"
@@ -115,6 +122,7 @@ def check_dtype(
     names: str, *arrays: Any, remedy: str = "Cast to one of them before the call"
 ) -> None:
     """Raise unless all arrays, or names of dtypes, are of one that a call may have."""
+    # torch writes its own name before that of a dtype, JAX and NumPy do not.
     found = [str(getattr(x, "dtype", x)).removeprefix("torch.") for x in arrays]
     wrong = [dtype for dtype in found if dtype not in DTYPES]
     if wrong:

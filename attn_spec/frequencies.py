@@ -21,8 +21,10 @@ import numpy as np
 
 from attn_spec.checks import check_positive
 
-Lengths = TypeVar("Lengths")  # an array of any framework
-Frequencies = np.ndarray  # (width / 2,), float64, radians a token, from the fastest to the slowest
+# Lengths may be an array of any framework.
+Lengths = TypeVar("Lengths")
+# Of shape (width / 2,), in float64: radians a token, from the fastest to the slowest.
+Frequencies = np.ndarray
 
 
 def plain_frequencies(base: float, width: int) -> Frequencies:

@@ -14,6 +14,7 @@ def check_function(what: str, function: Any, arguments: Sequence[str]) -> None:
     rule = f"the function of a {what} is fn({', '.join(arguments)}), with b, n, i, j {_INDICES}"
     if not callable(function):
         raise ValueError(f"{rule}; got {type(function).__name__}. Pass a function")
+    # Bound, not called: a call would need indices.
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
@@ -56,6 +57,7 @@ def check_scored(dtype: str, size: tuple[int, ...], given: str, expected: tuple[
 
 
 def _check_size(rule: str, size: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    # Axes are added in front, as broadcasting does.
     padded = (1,) * (len(expected) - len(size)) + size
     if len(size) > len(expected) or any(
         a not in (1, e) for a, e in zip(padded, expected, strict=True)

@@ -34,6 +34,7 @@ def check_prompt(
             f"a prompt holds at least one token; prompt {i} is empty. Begin with the model's start"
             " token"
         )
+    # The smallest and the largest id tell of all.
     if ends[0] < 0 or ends[1] >= vocab_size:
         raise ValueError(
             f"token ids lie in the vocabulary, 0 to {vocab_size - 1}; got"
@@ -45,6 +46,7 @@ def check_prompt(
             f"a prompt is at most context_length={context_length} tokens; prompt {i} has {length}."
             " Cut it"
         )
+    # Both limits count the prompt and what follows it.
     for name, limit in (("context_length", context_length), ("capacity", capacity)):
         if limit is not None and length + max_new_tokens > limit:
             raise ValueError(

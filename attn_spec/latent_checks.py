@@ -10,6 +10,7 @@ def check_latent_norm(name: str, norm: object, rank: int | None) -> None:
             f"{name} norms the latent of queries; got q_lora_rank=None. Leave out {name}, or pass a"
             " rank"
         )
+    # A norm of one's own says its width by this name.
     width = getattr(norm, "d_model", None)
     if width != rank:
         raise ValueError(

@@ -51,7 +51,7 @@ class LongRoPEScaling(Scaling):
 
     def __post_init__(self):
         super().__post_init__()
-        # Its logarithm divides.
+        # The amplitude divides by its logarithm.
         if not self.original_context_length > 1:
             raise ValueError(
                 "original_context_length is the longest input of the training, above 1; "
@@ -85,7 +85,7 @@ class LongRoPEScaling(Scaling):
 
     def tokens_left(self, length: int) -> int:
         """Return how many tokens can follow a prompt of this length before an input is long."""
-        # The last of them is not an input yet.
+        # The last token that is made is not an input yet.
         return self.original_context_length - length + 1
 
     def amplitude(self) -> float:

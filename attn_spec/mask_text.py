@@ -27,11 +27,14 @@ def expression(parts: tuple[Any, ...]) -> str:
 
 
 def _call(part: Any) -> str:
-    if hasattr(part, "expression"):  # which no constructor builds
+    # A part that no constructor builds says how it is written.
+    if hasattr(part, "expression"):
         return part.expression
-    if not is_dataclass(part):  # a kind of part from elsewhere
+    # A part of a kind that is not known here is shown as it shows itself.
+    if not is_dataclass(part):
         return f"Mask(({part!r},))"
     values = [(field, getattr(part, field.name)) for field in fields(part) if field.repr]
+    # Arguments with a default of None are options, written by name where they are given.
     arguments = [_literal(value) for field, value in values if field.default is not None]
     arguments += [
         f"{f.name}={_literal(value)}"
@@ -44,8 +47,10 @@ def _call(part: Any) -> str:
 def _literal(value: Any) -> str:
     shape = getattr(value, "shape", None)
     if shape is None:
-        return getattr(value, "__name__", repr(value))  # of a function
-    with suppress(Exception):  # traced, abstract, deleted or on other hosts: a repr never fails
+        # A function is shown by its name.
+        return getattr(value, "__name__", repr(value))
+    # An array may be traced, abstract, deleted or on other hosts, and a repr never fails.
+    with suppress(Exception):
         if prod(shape) <= _PRINTED_VALUES:
             return str(value.tolist())
     return f"<array {tuple(shape)}>"
@@ -66,13 +71,15 @@ def picture(table: list) -> str:
           0 1
         0 ■ ■
     """
+    # Where all are alike one picture says it.
     by_row = any(heads != table[0] for heads in table)
     by_head = any(head != heads[0] for heads in table for head in heads)
-    return "\n\n".join(
-        "\n".join([*_label(b=b if by_row else None, n=n if by_head else None), *_lines(head)])
-        for b, heads in enumerate(table if by_row else table[:1])
-        for n, head in enumerate(heads if by_head else heads[:1])
-    )
+    pictures = []
+    for b, heads in enumerate(table if by_row else table[:1]):
+        for n, head in enumerate(heads if by_head else heads[:1]):
+            label = _label(b=b if by_row else None, n=n if by_head else None)
+            pictures.append("\n".join([*label, *_lines(head)]))
+    return "\n\n".join(pictures)
 
 
 def _label(**indices: int | None) -> list[str]:
@@ -82,11 +89,13 @@ def _label(**indices: int | None) -> list[str]:
 
 def _lines(table: list) -> list[str]:
     margin, keys = len(str(len(table) - 1)), range(len(table[0]))
-    tens = (
-        [" ".join(str(j // 10) if j and j % 10 == 0 else " " for j in keys).rstrip()]
-        if len(keys) > 10
-        else []
-    )
-    heading = [f"{'':{margin}} {digits}" for digits in (*tens, " ".join(str(j % 10) for j in keys))]
-    marks = (" ".join("■" if seen else "·" for seen in row) for row in table)
-    return heading + [f"{i:{margin}} {row}" for i, row in enumerate(marks)]
+    heading = [" ".join(str(j % 10) for j in keys)]
+    if len(keys) > 10:
+        # The tens stand above the units, and above every tenth key alone.
+        tens = [str(j // 10) if j and j % 10 == 0 else " " for j in keys]
+        heading.insert(0, " ".join(tens).rstrip())
+    lines = [f"{'':{margin}} {digits}" for digits in heading]
+    for i, row in enumerate(table):
+        marks = " ".join("■" if seen else "·" for seen in row)
+        lines.append(f"{i:{margin}} {marks}")
+    return lines

@@ -6,6 +6,7 @@ from attn_spec.checks import check_positive
 def check_router(num_experts: int, top_k: int, groups: int, top_groups: int) -> None:
     """Raise unless the groups divide the experts, and the chosen groups hold `top_k` experts."""
     check_positive(num_experts=num_experts, top_k=top_k, groups=groups, top_groups=top_groups)
+    # The two best experts of a group choose it, as in DeepSeek-V3.
     if num_experts % groups or (groups > 1 and num_experts // groups < 2):
         raise ValueError(
             "groups must divide num_experts into groups of two experts at least, whose sum chooses"

@@ -25,7 +25,8 @@ def check_heads(d_out: int, num_heads: int, num_kv_heads: int, head_dim: int | N
 
 
 def _divisors(number: int) -> str:
-    last = min(math.isqrt(number), 10**5)  # which is all of them, unless the number is absurd
+    # Which is all of them, unless the number is absurd.
+    last = min(math.isqrt(number), 10**5)
     small = [i for i in range(1, last + 1) if number % i == 0]
     return ", ".join(map(str, sorted({*small, *(number // i for i in small)})))
 
@@ -42,6 +43,7 @@ def check_head_norm(name: str, width: int | None, head_dim: int, num_heads: int)
 
 def check_layers(name: str, layers: tuple[int, ...], num_layers: int) -> None:
     """Raise unless a model has all these layers, counted from 0."""
+    # Numbers from the end are refused: a layer has one number.
     if not set(layers) <= set(range(num_layers)):
         raise ValueError(
             f"{name} must be numbers of layers, 0 to {num_layers - 1}; got {layers}. Leave out"
@@ -54,6 +56,7 @@ def check_block_norms(
 ) -> None:
     """Raise unless a block that normalises the sums has a norm for each, and no others."""
     norms = {"norm1": norm1, "norm2": norm2, "post_norm1": post_norm1, "post_norm2": post_norm2}
+    # Only which norms there are matters, not what they are.
     given = [name for name, norm in norms.items() if norm is not None]
     if norm_first or given == ["norm1", "norm2"]:
         return
@@ -71,6 +74,7 @@ def check_block_widths(
     A width of None is not known, and not checked.
     """
     wrong = {f"att.{name}": width for name, width in attention.items() if width != d_model}
+    # What a norm of one's own does not say cannot be compared.
     wrong |= {
         f"{name}.d_model": width for name, width in parts.items() if width not in (None, d_model)
     }

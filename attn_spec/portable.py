@@ -19,6 +19,7 @@ class Portable:
 
     def __init_subclass__(cls, *, portable: bool = False, **keywords: Any):
         super().__init_subclass__(**keywords)
+        # Without the word a class may compute something else, as one of a user does.
         if not portable:
             cls._meaning = cls
 
@@ -42,6 +43,7 @@ class Portable:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Portable):
             return NotImplemented
+        # Not the classes: those of the two packages differ, and mean the same.
         return self._meaning is other._meaning and vars(self) == vars(other)
 
     def __hash__(self) -> int:

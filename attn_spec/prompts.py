@@ -30,6 +30,7 @@ def as_stop_tokens(tokens: StopTokens) -> frozenset[int]:
         >>> sorted(as_stop_tokens(np.array([7, 3])))
         [3, 7]
     """
+    # NumPy reads a set as one object.
     given = list(tokens) if isinstance(tokens, Iterable) and getattr(tokens, "ndim", 1) else tokens
     ids = np.asarray(given)
     if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
@@ -50,8 +51,10 @@ def as_prompts(tokens: Prompts) -> tuple[list[np.ndarray], bool]:
         >>> as_prompts([[1, 2], [3]])
         ([array([1, 2]), array([3])], False)
     """
+    # What cannot be iterated is refused below, with the words for prompts.
     alone = tokens is None or isinstance(tokens, Number) or getattr(tokens, "ndim", 1) == 0
     many = [] if alone else [np.asarray(row) for row in tokens]
+    # Numbers alone are one prompt, and an empty list is one that is empty.
     single = all(row.ndim == 0 for row in many)
     prompts = [np.asarray(tokens)] if single else many
     for prompt in prompts:

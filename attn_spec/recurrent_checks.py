@@ -28,6 +28,7 @@ def check_delta_rule(
             f" value {value}"
         )
     heads, (n, v), h = value[:-1], value[-2:], query[-1]
+    # A decay of each feature is that of Kimi's attention, one of a head that of the Gated DeltaNet.
     if decay not in (heads, (*heads, h)):
         raise ValueError(
             f"decay must be one number a head, {heads}, or one a feature of its key, {(*heads, h)};"
@@ -75,6 +76,7 @@ def check_recurrent_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in known:
             raise TypeError(f"a recurrent attention takes no {name}=; got {type(value).__name__}")
+        # Other layers take these at their defaults, so that a block calls all alike.
         if value is not None and value is not False and name != "dropout_key":
             raise ValueError(
                 "a recurrent attention has a state, and no scores, weights or positions; got"

@@ -46,6 +46,7 @@ class RotaryPositions(Portable):
         """Raise unless heads of this width can be rotated."""
         if self.width is None:
             check_pairs("head_dim", head_dim)
+        # The width was checked for pairs at construction.
         elif self.width > head_dim:
             raise ValueError(
                 "width must not exceed head_dim, as it counts rotated features of a head; got"

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from attn_spec.checks import check_number, check_positive
 
-_SMALLEST = 2.0**-126  # the smallest normal number of float32
+# The smallest normal number of float32: no logits can be divided by less.
+_SMALLEST = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Sampling:
                 f"temperature must be at least 0, and finite; got {self.temperature}. For greedy"
                 " pass 0"
             )
+        # They would be ignored silently.
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ValueError(
                 "temperature=0 takes the most likely token, and top_k and top_p choose among"

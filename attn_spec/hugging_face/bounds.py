@@ -39,13 +39,20 @@ class Bounds:
 # experts, or a length.
 WIDTHS = Bounds(1, 2**22)
 HEADS = Bounds(1, 10_000)
-COUNTS = Bounds(0, 10_000)  # of layers and experts: each is a part of its own
-LENGTHS = Bounds(1, 2**31 - 1)  # of texts: positions are int32
-TOKENS = Bounds(0, 2**31 - 1)  # the number of a token itself
-IMAGES = Bounds(1, 2**16)  # pixels of a side
+# Layers and experts: each is a part of its own.
+COUNTS = Bounds(0, 10_000)
+# Texts, whose positions are int32.
+LENGTHS = Bounds(1, 2**31 - 1)
+# The number of one token in a vocabulary.
+TOKENS = Bounds(0, 2**31 - 1)
+# Pixels along a side of an image.
+IMAGES = Bounds(1, 2**16)
 PATCHES = Bounds(1, 2**10)
 EPSILONS = Bounds(0, 1)
-RATES = Bounds(0, math.nextafter(1, 0))  # of dropout
-BASES = Bounds(math.nextafter(1, 2), 1e15)  # of rotary positions
-FACTORS = Bounds(0, 1e6)  # of lengths, frequencies and scores, and where these are capped
+# Probabilities of dropout, below 1.
+RATES = Bounds(0, math.nextafter(1, 0))
+# Bases of rotary positions, above 1 so that frequencies fall.
+BASES = Bounds(math.nextafter(1, 2), 1e15)
+# Factors on lengths, frequencies and scores, and the caps of these.
+FACTORS = Bounds(0, 1e6)
 PARTS = Bounds(0, 1)

@@ -62,6 +62,7 @@ class Fields:
             >>> fields.filled(hidden_act="silu", head_dim=8).values
             {'hidden_act': 'gelu', 'head_dim': 8}
         """
+        # The names read are shared: what is read of the filled fields is read of the file.
         return Fields(self.where, {**defaults, **self.values}, self.used)
 
     def under_one_name(self, **aliases: str) -> Fields:
@@ -163,12 +164,15 @@ class Fields:
     def pair(self, name: str, default: int, within: Bounds = WIDTHS) -> tuple[int, int]:
         """Return two integers; one stands for both."""
         value = self._get(name, int | list, default)
-        first, *others = self._each(name, value if isinstance(value, list) else [value, value], int)
-        if len(others) != 1:
+        # One integer stands for a square.
+        values = value if isinstance(value, list) else [value, value]
+        self._each(name, values, int)
+        if len(values) != 2:
             raise ValueError(
                 f"{self.where}: {name} must be one integer or two; got {_shown(value)}"
             )
-        return self._within(within, name, first), self._within(within, name, others[0])
+        first, second = (self._within(within, name, one) for one in values)
+        return first, second
 
     def optional_integers(self, name: str) -> list[int] | None:
         """Return a list of integers, or None where the field is missing or holds null."""
@@ -190,6 +194,7 @@ class Fields:
         return self._get(name, dict | None, None)
 
     def _get(self, name: str, kind: Any, default: Any) -> Any:
+        # A field counts as read even where it is then refused.
         self.used.add(name)
         value = self.values.get(name, default)
         if value is REQUIRED:
@@ -223,6 +228,7 @@ class Fields:
 
     def choose(self, name: str, choices: dict[str, K], default: str | None = None) -> K:
         """Return the choice that a field names; raise if there is none of that name."""
+        # The default is a name as well, so that it is one of the choices.
         value = self.text(name, REQUIRED if default is None else default)
         if value not in choices:
             known = ", ".join(map(repr, choices))
@@ -238,9 +244,11 @@ class Fields:
         """
         self.used.update(wanted)
         for name, value in wanted.items():
+            # Missing, it has the value that is wanted.
             found = self.values.get(name, value)
-            if found != value and (found is not None or value is True):
-                only, got = json.dumps(value), _shown(self.values[name])
+            ignored = found is None and value is not True
+            if found != value and not ignored:
+                only, got = json.dumps(value), _shown(found)
                 raise ValueError(
                     f"{self.where}: {name} must be {only}, no other value is supported; got {got}"
                 )
@@ -276,6 +284,7 @@ def read_fields(path: Path) -> Fields:
 
 def _is_a(value: Any, kind: Any) -> bool:
     """Whether a value is of a kind; true and false are no integers here."""
+    # JSON has true and 1, and Python takes one for the other.
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 

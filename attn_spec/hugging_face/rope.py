@@ -38,15 +38,15 @@ def read_rope(fields: Fields, length: int, head_dim: int | None = None) -> Rotar
         >>> read_rope(fields, 16).scaling
         LinearScaling(factor=8.0)
     """
+    # Where a file has both, transformers takes the older one.
     old, new = (fields.optional_object(name) for name in ("rope_scaling", "rope_parameters"))
     rope = Fields(
         f"{fields.where}: {'rope_scaling' if old else 'rope_parameters'}", old or new or {}
     )
     if head_dim is None:
         for part in (fields, rope):
-            part.only(
-                partial_rotary_factor=1.0
-            )  # with another value, transformers' Llama fails or rotates whole heads
+            # With another value, transformers' Llama fails or rotates whole heads.
+            part.only(partial_rotary_factor=1.0)
     base = rope.number("rope_theta", BASES, fields.number("rope_theta", BASES, 10000.0))
     name = "rope_type" if "rope_type" in rope.values else "type"
     read = rope.choose(name, _READERS, "default")
@@ -93,6 +93,7 @@ def _yarn(rope: Fields, length: int, original: int | None) -> YaRNScaling:
     fast, slow, mscale, mscale_all_dim, amplitude = (
         rope.optional_factor(name) for name in optional
     )
+    # One scale without the other is ignored by transformers.
     scales = (
         {"mscale": mscale, "mscale_all_dim": mscale_all_dim} if mscale and mscale_all_dim else {}
     )
@@ -110,10 +111,14 @@ def _yarn(rope: Fields, length: int, original: int | None) -> YaRNScaling:
 def _longrope(rope: Fields, length: int, original: int | None) -> LongRoPEScaling:
     original = _original(rope, length, original)
     factor = rope.optional_factor("factor") or length / original
+    short = rope.numbers("short_factor", FACTORS)
+    long = rope.numbers("long_factor", FACTORS)
     return LongRoPEScaling(
-        max(factor, 1.0),  # a smaller one changes nothing
+        # A smaller factor changes nothing.
+        max(factor, 1.0),
         original,
-        *(tuple(rope.numbers(name, FACTORS)) for name in ("short_factor", "long_factor")),
+        tuple(short),
+        tuple(long),
         attention_factor=rope.optional_factor("attention_factor"),
     )
 
@@ -156,6 +161,7 @@ def write_rope(
         )
     inside = {} if rope.scaling is None else _write_scaling(rope.scaling, length)
     part = {"partial_rotary_factor": _factor(width, head_dim)} if partial else {}
+    # The file has the length before it is stretched.
     if isinstance(rope.scaling, DynamicNTKScaling):
         length = rope.scaling.original_context_length
     return {

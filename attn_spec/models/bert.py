@@ -41,11 +41,13 @@ class BertConfig:
     eps: float = 1e-12
     dropout: float = 0.1
     attention_dropout: float = 0.1
+    # The files tell whether there is one, not `config.json`.
     pooler: bool = True
 
 
 def read(fields: Fields, dropout: float | None) -> BertConfig:
     """Return the config that the fields of a `config.json` describe."""
+    # A BERT as a decoder, or with relative positions, is another model.
     fields.only(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
     return BertConfig(
         d_model=fields.integer("hidden_size"),
@@ -65,7 +67,8 @@ def read(fields: Fields, dropout: float | None) -> BertConfig:
 
 
 def read_tied(fields: Fields, dropout: float | None) -> BertConfig:
-    """Return the config that the fields of a `config.json` describe."""
+    """Return the config of a masked language model, whose head is the table of the tokens."""
+    # The masked head is the table of the tokens; a head of its own has no place here.
     fields.only(tie_word_embeddings=True)
     return read(fields, dropout)
 

@@ -51,6 +51,7 @@ class DecoderConfig:
     d_hidden: int
     num_heads: int
     num_layers: int
+    # None keeps what is derived: a config says what its file says, and no more.
     num_kv_heads: int | None = None
     head_dim: int | None = None
     context_length: int = 2048
@@ -59,6 +60,7 @@ class DecoderConfig:
     eps: float = 1e-6
     activation: str = "silu"
     dropout: float = 0.0
+    # One window for all layers but the full ones: no family has windows of two sizes.
     window: int | None = None
     full_layers: tuple[int, ...] = ()
     tied: bool = False
@@ -98,6 +100,7 @@ def read_decoder(
         ValueError: if a field is missing, of another kind, or asks for what our models do not
             compute.
     """
+    # What a file lacks has the default of its family, which `fields` is filled with.
     length, d_model = fields.length("max_position_embeddings"), fields.integer("hidden_size")
     num_heads, head_dim = fields.heads("num_attention_heads"), fields.optional_integer("head_dim")
     rope = read_rope(fields, length, (head_dim or d_model // num_heads) if partial_rope else None)
@@ -121,6 +124,7 @@ def read_decoder(
 def _context_length(fields: Fields, length: int, rope: RotaryPositions) -> int:
     if not isinstance(rope.scaling, DynamicNTKScaling):
         return length
+    # The stretch grows with the input, so the context ends where the factor does.
     longest = dynamic_length(rope.scaling)
     if not LENGTHS.hold(longest):
         raise ValueError(
@@ -157,6 +161,7 @@ def write_decoder(
         "intermediate_size": config.d_hidden,
         "num_attention_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
+        # Written out, as the defaults of transformers differ between families.
         "num_key_value_heads": config.num_kv_heads or config.num_heads,
         "head_dim": config.head_width,
         "vocab_size": config.vocab_size,
@@ -188,6 +193,7 @@ def read_windows(fields: Fields) -> dict[str, Any]:
         ValueError: if `layer_types` does not fit the layers, names an unknown kind, or a window
             that is switched off.
     """
+    # Without `layer_types`, in files of older versions, the first layers see all tokens.
     layers, first = range(fields.count("num_hidden_layers")), fields.count("max_window_layers", 28)
     fields = fields.filled(use_sliding_window=False, sliding_window=4096)
     window = fields.optional_length("sliding_window") if fields.flag("use_sliding_window") else None
@@ -216,12 +222,14 @@ def read_layer_types(fields: Fields, window: int | None, default: Sequence[str])
             f" num_hidden_layers={len(layers)} layers; got {list(kinds)}"
         )
     if window is None and SLIDING in kinds:
+        # The fields that a reader would look for, of those that the file has.
         names = [name for name in ("use_sliding_window", "sliding_window") if name in fields.values]
         got = ", ".join(f"{name}={json.dumps(fields.values[name])}" for name in names)
         raise ValueError(
             f"{fields.where}: layer_types names {SLIDING!r}, which needs a window; got {got}"
         )
     full = tuple(layer for layer in layers if kinds[layer] == FULL)
+    # A window that no layer has is none: both are written alike.
     return {} if len(full) == len(layers) else {"window": window, "full_layers": full}
 
 
@@ -243,6 +251,7 @@ def write_windows(config: DecoderConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": True,
         "sliding_window": config.window,
+        # For older versions of transformers, which know no `layer_types`.
         "max_window_layers": next(
             layer for layer, window in enumerate(config.windows) if window is not None
         ),

@@ -10,6 +10,7 @@ from attn_spec.models.decoder import DecoderConfig, read_decoder, write_decoder
 from attn_spec.rope import RotaryPositions
 from attn_spec.scores import Scores
 
+# Widths that have one name here and in transformers.
 _SAME = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -120,6 +121,7 @@ _FIELDS = {
     "num_dense_layers": "first_k_dense_replace",
     **{name: name for name in _SAME},
 }
+# Numbers that may be 0: a model without experts, shared ones or dense layers.
 _COUNTS = ("num_experts", "num_shared", "num_dense_layers")
 
 
@@ -134,6 +136,7 @@ def read(fields: Fields, dropout: float | None) -> DeepseekV3Config:
     rope = replace(
         _with_mscale(fields, arguments["rope"]), interleaved=fields.flag("rope_interleave", True)
     )
+    # Latent attention has widths of its own, and a key for each head.
     arguments |= {"rope": rope, "head_dim": None, "num_kv_heads": None}
     for ours, theirs in _FIELDS.items():
         number = fields.count if ours in _COUNTS else fields.integer
@@ -166,6 +169,7 @@ def write(config: DeepseekV3Config) -> dict[str, Any]:
         raise ValueError(
             f"DeepseekV3 has no window in transformers; got {config.window}. Save with convert.save"
         )
+    # transformers keeps the width of what is rotated as head_dim, and the order of pairs apart.
     plain = replace(
         config, head_dim=config.qk_rope_head_dim, rope=replace(config.rope, interleaved=False)
     )

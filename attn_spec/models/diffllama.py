@@ -25,13 +25,15 @@ class DiffLlamaConfig(DecoderConfig):
 
 def read(fields: Fields, dropout: float | None) -> DiffLlamaConfig:
     """Return the config that the fields of a `config.json` describe."""
-    fields.only(attention_dropout=0.0)  # transformers has no dropout here
+    # transformers has no dropout here.
+    fields.only(attention_dropout=0.0)
     arguments = read_decoder(fields.filled(rms_norm_eps=1e-5), dropout)
     return DiffLlamaConfig(**arguments, attention_bias=fields.flag("attention_bias", False))
 
 
 def write(config: DiffLlamaConfig) -> dict[str, Any]:
     """Return the fields of `config.json` that describe a config."""
+    # What transformers does not compute is refused before anything is written.
     check_no_window("DiffLlama", config)
     if config.dropout:
         raise ValueError(

@@ -45,12 +45,15 @@ class DINOv2Config(ImageConfig):
     @property
     def d_inner(self) -> int:
         """Width inside the feed-forward layer."""
+        # With SwiGLU two thirds of the width, rounded up to a multiple of 8, as in DINOv2's own
+        # code.
         d_hidden = 4 * self.d_model if self.d_hidden is None else self.d_hidden
         return (d_hidden * 2 // 3 + 7) // 8 * 8 if self.swiglu else d_hidden
 
 
 def read(fields: Fields, dropout: float | None) -> DINOv2Config:
     """Return the config that the fields of a `config.json` describe."""
+    # Whole blocks are dropped in training alone, at a rate that is 0 in published files.
     fields.only(drop_path_rate=0.0)
     return DINOv2Config(
         **read_images(fields, dropout),
@@ -66,6 +69,7 @@ def read(fields: Fields, dropout: float | None) -> DINOv2Config:
 def write(architecture: str, config: DINOv2Config) -> dict[str, Any]:
     """Return the fields of `config.json` that describe a config."""
     d_hidden = 4 * config.d_model if config.d_hidden is None else config.d_hidden
+    # transformers stores the ratio of the two widths, an integer.
     if d_hidden % config.d_model:
         raise ValueError(
             "transformers' DINOv2 has a d_hidden that is a multiple of d_model; got "

@@ -31,11 +31,11 @@ def read(fields: Fields, dropout: float | None) -> GemmaConfig:
     """Return the config that the fields of a `config.json` describe."""
     fields = fields.filled(hidden_act="gelu_pytorch_tanh", num_key_value_heads=16, head_dim=256)
     fields = fields.filled(tie_word_embeddings=True)
+    # With it a token attends to later ones too, which a decoder does not.
     fields.only(use_bidirectional_attention=False)
     arguments = read_decoder(fields, dropout)
-    if (
-        arguments["activation"] == "gelu_exact"
-    ):  # what the first files said, and transformers reads as the tanh form
+    # The first files said so, and transformers reads it as the tanh form.
+    if arguments["activation"] == "gelu_exact":
         arguments["activation"] = "gelu_tanh"
     return GemmaConfig(**arguments, attention_bias=fields.flag("attention_bias", False))
 
@@ -43,6 +43,7 @@ def read(fields: Fields, dropout: float | None) -> GemmaConfig:
 def write(config: GemmaConfig) -> dict[str, Any]:
     """Return the fields of `config.json` that describe a config."""
     check_no_window("Gemma", config)
+    # Written under its own name it would be read back as another function.
     if config.activation == "gelu_exact":
         raise ValueError(
             "transformers' Gemma takes the tanh form of GELU for the exact one; got"

@@ -38,6 +38,7 @@ class Gemma2Config(GemmaConfig):
         (4096, None, 4096)
     """
 
+    # The scale is 1 / sqrt of this number, which need not be the width of a head.
     query_pre_attn_scalar: int = 256
     score_cap: float | None = 50.0
     logit_cap: float | None = 30.0
@@ -51,6 +52,7 @@ class Gemma2Config(GemmaConfig):
 
 def read(fields: Fields, dropout: float | None) -> Gemma2Config:
     """Return the config that the fields of a `config.json` describe."""
+    # The defaults of transformers; a cap of null is none, and is kept.
     fields = fields.filled(
         sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
     )
@@ -59,6 +61,7 @@ def read(fields: Fields, dropout: float | None) -> Gemma2Config:
     )
     fields = fields.filled(query_pre_attn_scalar=256, tie_word_embeddings=True)
     fields.only(use_bidirectional_attention=False)
+    # Files of older versions have no `layer_types`: layers have the window in turn.
     layers = [FULL if layer % 2 else SLIDING for layer in range(fields.count("num_hidden_layers"))]
     return Gemma2Config(
         **read_decoder(fields, dropout, activation="hidden_activation"),

@@ -40,6 +40,7 @@ def read(fields: Fields, dropout: float | None) -> Gemma3Config:
     # Transformers reads the cap and does not apply it, and takes the positions of each kind from
     # inside their field.
     fields.only(attn_logit_softcapping=None, original_max_position_embeddings=None)
+    # Older versions say every how many layers one sees all tokens.
     every, length = (
         fields.length("sliding_window_pattern", 6),
         fields.length("max_position_embeddings"),
@@ -52,6 +53,7 @@ def read(fields: Fields, dropout: float | None) -> Gemma3Config:
     fields = fields.filled(attn_logit_softcapping=None, final_logit_softcapping=None)
     changed = {**fields.values, "rope_parameters": rope, "rope_scaling": None}
     changed["layer_types"] = fields.optional_texts("layer_types") or layers
+    # A Gemma 3 is read as a Gemma 2 of its global positions; the local ones come on top.
     as_gemma2 = gemma2.read(Fields(fields.where, changed, fields.used), dropout)
     return Gemma3Config(**vars(as_gemma2), local_rope=read_rope(local, length))
 
@@ -61,6 +63,7 @@ def _ropes(fields: Fields) -> tuple[dict[str, Any], Fields]:
     kinds = Fields(
         f"{fields.where}: rope_parameters", fields.optional_object("rope_parameters") or {}
     )
+    # transformers keeps the positions of each kind of layer in an object of its own.
     full, local = ((kinds.optional_object(kind) or {}) for kind in (FULL, SLIDING))
     kinds.check_all_used()
     full = {

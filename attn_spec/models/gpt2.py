@@ -37,6 +37,7 @@ class GPT2Config:
     vocab_size: int = 50257
     qkv_bias: bool = True
     dropout: float = 0.1
+    # None stays None: `n_inner` is null in the published files.
     d_hidden: int | None = None
     activation: str = "gelu_tanh"
     eps: float = 1e-5
@@ -56,6 +57,7 @@ GPT2_CONFIGS = MappingProxyType(
 
 def read(fields: Fields, dropout: float | None) -> GPT2Config:
     """Return the config that the fields of a `config.json` describe."""
+    # GPT-2 has names of its own, and transformers also takes the usual ones.
     fields = fields.under_one_name(
         hidden_size="n_embd",
         max_position_embeddings="n_positions",
@@ -81,6 +83,7 @@ def read(fields: Fields, dropout: float | None) -> GPT2Config:
 
 
 def _read_dropout(fields: Fields) -> float:
+    # transformers has three rates, and all published files the same one in each.
     rates = {name: fields.rate(name, 0.1) for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")}
     if len(set(rates.values())) > 1:
         got = ", ".join(f"{name}={rate}" for name, rate in rates.items())
@@ -105,6 +108,7 @@ def write(config: GPT2Config) -> dict[str, Any]:
         "n_layer": config.num_layers,
         "n_positions": config.context_length,
         "vocab_size": config.vocab_size,
+        # One rate stands for the weights, the embeddings and the outputs of sublayers.
         "attn_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "resid_pdrop": config.dropout,

@@ -43,6 +43,7 @@ class GptOssConfig(DecoderConfig):
     swiglu: SwiGLUBounds = field(default_factory=SwiGLUBounds)
 
 
+# What transformers takes where a file says nothing of positions: YaRN, as in the published models.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -65,6 +66,7 @@ def read(fields: Fields, dropout: float | None) -> GptOssConfig:
         sliding_window=128,
         rope_theta=150000.0,
     )
+    # By default every second layer has the window, beginning with the first.
     kinds = [FULL if layer % 2 else SLIDING for layer in layers]
     return GptOssConfig(
         **read_decoder(filled, dropout),

@@ -86,9 +86,11 @@ def read_images(fields: Fields, dropout: float | None) -> dict[str, Any]:
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:
+    # A file without names has as many classes as `num_labels` says, called as transformers does.
     names = fields.optional_object("id2label")
     if names is None:
         return tuple(f"LABEL_{i}" for i in range(fields.count("num_labels", 2)))
+    # JSON has texts for keys, in any order.
     wanted = [str(i) for i in range(len(names))]
     if names.keys() != set(wanted):
         raise ValueError(
@@ -120,4 +122,5 @@ def write_images(config: ImageConfig, model_type: str, architecture: str) -> dic
 
 
 def _size(pair: tuple[int, int]) -> int | list[int]:
+    # transformers writes one number for a square.
     return pair[0] if pair[0] == pair[1] else list(pair)

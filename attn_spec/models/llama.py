@@ -28,9 +28,8 @@ class LlamaConfig(DecoderConfig):
 
 def read_llama(fields: Fields, dropout: float | None) -> LlamaConfig:
     """Return the config that the fields of a `config.json` describe."""
-    fields.only(
-        sliding_window=None
-    )  # transformers' Llama applies it to the cache but not to the mask
+    # transformers' Llama applies a window to the cache, but not to the mask.
+    fields.only(sliding_window=None)
     return LlamaConfig(
         **read_decoder(fields, dropout),
         attention_bias=fields.flag("attention_bias", False),
@@ -39,17 +38,20 @@ def read_llama(fields: Fields, dropout: float | None) -> LlamaConfig:
 
 
 def read_mistral(fields: Fields, dropout: float | None) -> LlamaConfig:
-    """Return the config that the fields of a `config.json` describe."""
+    """Return the config that the fields of a Mistral's `config.json` describe."""
+    # A file may say null, which is no window: 4096 is for those without the field.
     window = fields.optional_length("sliding_window", 4096)
     return LlamaConfig(**read_decoder(fields.filled(num_key_value_heads=8), dropout), window=window)
 
 
 def write(config: LlamaConfig) -> dict[str, Any]:
     """Return the fields of `config.json` that describe a config."""
+    # transformers' Llama has no window, and a Mistral without one would be a Llama.
     return _write_mistral(config) if any(config.windows) else _write_llama(config)
 
 
 def _write_llama(config: LlamaConfig) -> dict[str, Any]:
+    # transformers' config refuses this even where head_dim is given.
     if config.d_model % config.num_heads:
         raise ValueError(
             "in transformers' Llama num_heads must divide d_model, whatever head_dim is; got"

@@ -22,6 +22,7 @@ class MixtralConfig(DecoderConfig):
         8
     """
 
+    # As in the published files.
     eps: float = 1e-5
     num_experts: int = 8
     top_k: int = 2
@@ -29,7 +30,9 @@ class MixtralConfig(DecoderConfig):
 
 def read(fields: Fields, dropout: float | None) -> MixtralConfig:
     """Return the config that the fields of a `config.json` describe."""
+    # transformers takes both names.
     fields = fields.under_one_name(num_experts="num_local_experts")
+    # Noise in the router is of training alone, and is not drawn here.
     fields.only(router_jitter_noise=0.0)
     filled = fields.filled(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6)
     return MixtralConfig(

@@ -82,11 +82,11 @@ def read(fields: Fields, dropout: float | None) -> ModernBertConfig:
     # weights.
     fields.only(mlp_dropout=0.0, attention_dropout=0.0, tie_word_embeddings=True)
     layers, window = range(fields.count("num_hidden_layers")), fields.length("local_attention", 128)
-    fields.only(
-        rope_scaling=None, sliding_window=window // 2
-    )  # transformers lets either replace what it has read
+    # transformers lets either replace what it has read.
+    fields.only(rope_scaling=None, sliding_window=window // 2)
     d_model, num_heads = fields.integer("hidden_size"), fields.heads("num_attention_heads")
-    fields.only(head_dim=d_model // num_heads)  # by another one transformers scales the scores
+    # By another one transformers scales the scores.
+    fields.only(head_dim=d_model // num_heads)
     return ModernBertConfig(
         d_model=d_model,
         d_hidden=fields.integer("intermediate_size"),
@@ -111,6 +111,7 @@ def read(fields: Fields, dropout: float | None) -> ModernBertConfig:
 
 
 def _read_full(fields: Fields, layers: range, window: int) -> tuple[int, ...]:
+    # Files of older versions have no `layer_types`.
     every = fields.length("global_attn_every_n_layers", 3)
     default = [SLIDING if layer % every else FULL for layer in layers]
     return read_layer_types(fields, window, default).get("full_layers", tuple(layers))
@@ -130,6 +131,7 @@ def _read_rope(fields: Fields, kind: str, name: str, default: float) -> RotaryPo
 
 def write(architecture: str, config: ModernBertConfig) -> dict[str, Any]:
     """Return the fields of `config.json` that describe a config."""
+    # One plain RoPE for each kind of layer is all that the file can say.
     ropes = {FULL: config.rope, SLIDING: config.local_rope}
     if any(rope != RotaryPositions(rope.base) for rope in ropes.values()) or config.window % 2:
         raise ValueError(

@@ -32,5 +32,6 @@ def read(fields: Fields, dropout: float | None) -> Olmo2Config:
 
 def write(config: Olmo2Config) -> dict[str, Any]:
     """Return the fields of `config.json` that describe a config."""
+    # A window came with OLMo 3, which is another model of transformers.
     check_no_window("OLMo 2", config)
     return write_decoder("Olmo2", config, attention_bias=config.attention_bias)

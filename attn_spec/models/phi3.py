@@ -29,8 +29,10 @@ def read(fields: Fields, dropout: float | None) -> Phi3Config:
     fields.only(resid_pdrop=0.0, embd_pdrop=0.0)
     fields = fields.filled(rms_norm_eps=1e-5, original_max_position_embeddings=4096)
     ropes = {name: fields.optional_object(name) for name in ("rope_scaling", "rope_parameters")}
+    # The first files say "su" or "yarn", and transformers reads both as LongRoPE.
     ropes = {name: _renamed(rope) for name, rope in ropes.items() if rope}
     fields = Fields(fields.where, {**fields.values, **ropes}, fields.used)
+    # Phi-4-mini, of the same kind, rotates a part of each head.
     arguments = read_decoder(fields, dropout, partial_rope=True)
     if not isinstance(arguments["rope"].scaling, LongRoPEScaling | None):
         raise ValueError(
@@ -56,6 +58,7 @@ def write(config: Phi3Config) -> dict[str, Any]:
             f" layer; got rope.scaling={scaling}, full_layers={config.full_layers}. Save with"
             " flax_attn.convert.save"
         )
+    # Phi-3 has the original length beside the scaling, not inside.
     original: dict[str, Any] = (
         {}
         if scaling is None

@@ -28,6 +28,7 @@ class Qwen2Config(DecoderConfig):
 
 def read(fields: Fields, dropout: float | None) -> Qwen2Config:
     """Return the config that the fields of a `config.json` describe."""
+    # 32 heads are what transformers takes where a file has no field, whatever it has of queries.
     return Qwen2Config(
         **read_decoder(fields.filled(num_key_value_heads=32), dropout), **read_windows(fields)
     )

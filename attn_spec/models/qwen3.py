@@ -33,6 +33,7 @@ class Qwen3Config(DecoderConfig):
 
 def read(fields: Fields, dropout: float | None) -> Qwen3Config:
     """Return the config that the fields of a `config.json` describe."""
+    # Unlike a Llama's, the width of a head does not follow from d_model.
     arguments = read_decoder(fields.filled(num_key_value_heads=32, head_dim=128), dropout)
     return Qwen3Config(
         **arguments, **read_windows(fields), attention_bias=fields.flag("attention_bias", False)

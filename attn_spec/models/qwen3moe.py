@@ -36,6 +36,7 @@ def read_mixture(fields: Fields, dropout: float | None, **options: Any) -> dict[
 
     `options` are those of `read_decoder`.
     """
+    # Two fields make a layer dense: a step between mixtures, and a list of exceptions.
     layers, step = range(fields.count("num_hidden_layers")), fields.length("decoder_sparse_step", 1)
     dense = fields.optional_integers("mlp_only_layers") or []
     fields = fields.filled(num_key_value_heads=4, norm_topk_prob=False)
@@ -47,6 +48,7 @@ def read_mixture(fields: Fields, dropout: float | None, **options: Any) -> dict[
         "top_k": fields.integer("num_experts_per_tok", 8),
         "d_expert": fields.integer("moe_intermediate_size", 768),
         "renormalize": fields.flag("norm_topk_prob"),
+        # A model without experts is dense throughout.
         "dense_layers": tuple(
             layer for layer in layers if layer in dense or (layer + 1) % step or not experts
         ),
@@ -61,6 +63,7 @@ def write_mixture(config: Any) -> dict[str, Any]:
         "num_experts_per_tok": config.top_k,
         "moe_intermediate_size": config.d_expert,
         "norm_topk_prob": config.renormalize,
+        # The list alone says it all, with the step at its default of 1.
         "mlp_only_layers": list(config.dense_layers),
     }
 
@@ -68,6 +71,7 @@ def write_mixture(config: Any) -> dict[str, Any]:
 def read(fields: Fields, dropout: float | None) -> Qwen3MoeConfig:
     """Return the config that the fields of a `config.json` describe."""
     fields = fields.under_one_name(num_local_experts="num_experts")
+    # A window that is switched off may still have a size in the file.
     used = fields.flag("use_sliding_window", False)
     window = fields.optional_length("sliding_window", 4096) if used else None
     return Qwen3MoeConfig(**read_mixture(fields, dropout), window=window)

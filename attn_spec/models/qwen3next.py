@@ -43,7 +43,8 @@ class Qwen3NextConfig(Qwen3MoeConfig):
 
 
 _LINEAR = "linear_attention"
-_SIZES = {  # our names, theirs, and what transformers takes where they are missing
+# Our names, theirs, and what transformers takes where they are missing.
+_SIZES = {
     "linear_heads": ("linear_num_value_heads", 32),
     "linear_key_heads": ("linear_num_key_heads", 16),
     "linear_head_dim": ("linear_key_head_dim", 128),
@@ -55,7 +56,8 @@ _SIZES = {  # our names, theirs, and what transformers takes where they are miss
 
 def read(fields: Fields, dropout: float | None) -> Qwen3NextConfig:
     """Return the config that the fields of a `config.json` describe."""
-    fields.only(hidden_act="silu")  # of the convolutions too
+    # Of the convolutions too.
+    fields.only(hidden_act="silu")
     sizes: dict[str, Any] = {
         ours: fields.integer(theirs, default) for ours, (theirs, default) in _SIZES.items()
     }
@@ -65,6 +67,7 @@ def read(fields: Fields, dropout: float | None) -> Qwen3NextConfig:
         "partial_rotary_factor": 0.25,
         "norm_topk_prob": True,
     }
+    # Those of transformers, where a file lacks a field of the mixtures.
     defaults |= {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
     return Qwen3NextConfig(
         **read_mixture(fields.filled(**defaults), dropout, partial_rope=True),
@@ -74,6 +77,7 @@ def read(fields: Fields, dropout: float | None) -> Qwen3NextConfig:
 
 
 def _read_layer_types(fields: Fields) -> tuple[int, ...]:
+    # Files of older versions have an interval in place of `layer_types`.
     layers, interval = (
         fields.count("num_hidden_layers"),
         fields.length("full_attention_interval", 4),

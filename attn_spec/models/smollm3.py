@@ -51,6 +51,7 @@ def read(fields: Fields, dropout: float | None) -> SmolLM3Config:
     fields = fields.filled(use_sliding_window=False, sliding_window=None, **defaults)
     used = fields.flag("use_sliding_window")
     window = fields.optional_length("sliding_window") if used else None
+    # A window is for the layers without positions, where the file does not say otherwise.
     unrotated, layers = _unrotated(fields), range(fields.count("num_hidden_layers"))
     kinds = [SLIDING if window is not None and layer in unrotated else FULL for layer in layers]
     return SmolLM3Config(
@@ -66,6 +67,7 @@ def _unrotated(fields: Fields) -> tuple[int, ...]:
     """Return the layers without rotary positions."""
     layers, every = fields.count("num_hidden_layers"), fields.length("no_rope_layer_interval", 4)
     rotated = fields.optional_integers("no_rope_layers")
+    # By default every fourth layer has none.
     if rotated is None:
         return tuple(range(every - 1, layers, every))
     if len(rotated) != layers or not set(rotated) <= {0, 1}:
@@ -87,6 +89,7 @@ def write(config: SmolLM3Config) -> dict[str, Any]:
         use_sliding_window=any(config.windows),
         sliding_window=config.window,
         layer_types=write_layer_types(config),
+        # The field says which layers are rotated, in spite of its name.
         no_rope_layers=[
             int(layer not in config.unrotated_layers) for layer in range(config.num_layers)
         ],

@@ -51,6 +51,7 @@ class T5Config:
     tied: bool = True
     scaled: bool = True
     start_token: int = 0
+    # Relative positions have no end.
     context_length: int | None = None
 
 
@@ -62,6 +63,7 @@ def read(fields: Fields, dropout: float | None) -> T5Config:
         num_hidden_layers="num_layers",
         head_dim="d_kv",
     )
+    # An encoder or a decoder alone is another class of transformers.
     fields.only(is_decoder=False, is_encoder_decoder=True)
     # Files without the field scale where the head is tied; of a head of its own only the weights
     # tell.
@@ -115,6 +117,7 @@ def write(config: T5Config) -> dict[str, Any]:
             "transformers' T5 has no gated feed-forward layer with the exact GELU; got"
             " activation='gelu_exact', gated=True. Save with flax_attn.convert.save"
         )
+    # "gated-gelu_new" is what transformers reads as the tanh form, too.
     name = THEIR_ACTIVATIONS[config.activation]
     return {
         "architectures": ["T5ForConditionalGeneration"],

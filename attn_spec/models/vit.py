@@ -26,6 +26,7 @@ class ViTConfig(ImageConfig):
 
 def read(fields: Fields, dropout: float | None) -> ViTConfig:
     """Return the config that the fields of a `config.json` describe."""
+    # The pooler's tanh is fixed here.
     fields.only(pooler_act="tanh")
     d_model, pooled = fields.integer("hidden_size"), fields.optional_integer("pooler_output_size")
     return ViTConfig(
@@ -39,6 +40,7 @@ def read(fields: Fields, dropout: float | None) -> ViTConfig:
 
 def write(architecture: str, config: ViTConfig) -> dict[str, Any]:
     """Return the fields of `config.json` that describe a config."""
+    # transformers has no null here: the width is written out.
     hidden = {"intermediate_size": config.d_hidden or 4 * config.d_model}
     pooler = {"pooler_output_size": config.d_pooled or config.d_model, "pooler_act": "tanh"}
     return {**write_images(config, "vit", architecture), **hidden, **pooler}

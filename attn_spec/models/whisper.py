@@ -49,6 +49,7 @@ class WhisperConfig:
     attention_dropout: float = 0.0
     start_token: int = 50257
 
+    # Files with a head of its own are refused.
     @property
     def tied(self) -> bool:
         """Whether the output head is the table of the tokens."""
@@ -57,12 +58,14 @@ class WhisperConfig:
 
 def read(fields: Fields, dropout: float | None) -> WhisperConfig:
     """Return the config that the fields of a `config.json` describe."""
+    # The usual names mean the encoder.
     fields = fields.under_one_name(
         hidden_size="d_model",
         num_attention_heads="encoder_attention_heads",
         num_key_value_heads="encoder_attention_heads",
         num_hidden_layers="encoder_layers",
     )
+    # Drops that are no part of this model, and are 0 in the published files.
     fields.only(
         activation_dropout=0.0,
         encoder_layerdrop=0.0,

@@ -84,6 +84,7 @@ REFUSED = [
         r'pooler_act must be "tanh", no other value is supported; got "relu"',
     ),
     (ViT, {"patch_size": [4, 4, 4]}, r"patch_size must be one integer or two; got \[4, 4, 4\]"),
+    (ViT, {"patch_size": []}, r"patch_size must be one integer or two; got \[\]"),
     (ViT, {"image_size": 10}, r"patches must fill an image; got image_size=\(10, 10\)"),
     (
         DINOv2,
