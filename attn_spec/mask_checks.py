@@ -10,8 +10,8 @@ import numpy as np
 def check_window(**sizes: Any) -> None:
     """Raise unless each side of a window is None or a number of keys."""
     for name, size in sizes.items():
-        counts = isinstance(size, Integral) and not isinstance(size, bool) and size >= 0
-        if size is not None and not counts:
+        is_integer = isinstance(size, Integral) and not isinstance(size, bool)
+        if size is not None and not (is_integer and int(size) >= 0):
             raise ValueError(
                 f"a window's {name} is a number of keys, at least 0, known before tracing; got"
                 f" {name}={size}. For an unbounded side pass None"

@@ -15,7 +15,7 @@ from einops import rearrange, reduce
 from jaxtyping import Array, Bool
 
 from attn_spec.checks import check_positive
-from flax_attn.functional.kv_range import KVRange, Tiles
+from flax_attn.functional.kv_range import KVRange, Tiles, true_range
 from flax_attn.functional.mask_part import MaskPart, pick
 
 
@@ -51,12 +51,12 @@ class Summary:
 
         This is over all rows of the batch and all heads.
         """
-        index = jnp.arange(self.some.shape[2], dtype=jnp.int32)
-        asking = (index >= first // self.size) & (index <= last // self.size)
-        asking = asking[:, None]
-        some = reduce(self.some, "b n t s -> t s", "max")
-        whole = reduce(self.whole, "b n t s -> t s", "min")
-        return Tiles((some & asking).any(axis=0), (whole | ~asking).all(axis=0))
+        index = jnp.arange(self.some.shape[2], dtype=jnp.int32)[:, None]
+        after_first = index >= first // self.size
+        asking = after_first & (index <= last // self.size)
+        some = reduce(self.some, "b n t s -> t s", "max") & asking
+        whole = reduce(self.whole, "b n t s -> t s", "min") | ~asking
+        return Tiles(some.any(axis=0), whole.all(axis=0))
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,9 @@ class Summarised(MaskPart):
         found = self.mask.kv_range(first, last, s)
         if self.summary is None:
             return found
-        seen, size = self.summary.columns(first, last).some, self.summary.size
-        before, after = (jnp.argmax(x).astype(jnp.int32) * size for x in (seen, seen[::-1]))
-        stop = jnp.where(seen.any(), len(seen) * size - after, 0)
-        return found & KVRange(before, stop, 0, s)
+        seen = self.summary.columns(first, last).some
+        start, stop = true_range(seen, len(seen) * self.summary.size)
+        return found & KVRange(start, stop, 0, s)
 
     @property
     def summarised(self):
@@ -109,10 +108,13 @@ class Summarised(MaskPart):
     def tiles(self, first, last, starts, stops, s):
         if self.summary is None:
             return self.mask.tiles(first, last, starts, stops, s)
-        columns, size = self.summary.columns(first, last), self.summary.size
+        columns = self.summary.columns(first, last)
+        size = self.summary.size
         left = jnp.arange(len(columns.some), dtype=jnp.int32)[None] * size
-        met = (left < stops[:, None]) & (left + size > starts[:, None])
-        some, whole = met & columns.some[None], ~met | columns.whole[None]
+        right = left + size
+        met = (left < stops[:, None]) & (right > starts[:, None])
+        some = met & columns.some[None]
+        whole = ~met | columns.whole[None]
         return Tiles(some.any(axis=1), whole.all(axis=1))
 
     def row(self, b, n):
@@ -136,20 +138,22 @@ def summarise(mask: Any, b: int, n: int, t: int, s: int, size: int) -> Summarise
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
 def _tiles(mask: Any, t: int, s: int, size: int) -> tuple[Array, Array]:
-    rows, cols = _tokens(t, size), _tokens(s, size).reshape(-1)
+    cols = _tokens(s, size).reshape(-1)
 
     def one(rows: Array) -> tuple[Bool[Array, "b n s"], Bool[Array, "b n s"]]:
         seen = mask.block(rows, cols)
-        seen = jnp.broadcast_to(seen, (*seen.shape[:2], size, len(cols)))
+        b, n, _, _ = seen.shape
+        seen = jnp.broadcast_to(seen, (b, n, size, len(cols)))
         seen = rearrange(seen, "b n t (tiles s) -> b n tiles (t s)", s=size)
         return seen.any(axis=-1), seen.all(axis=-1)
 
     # Rows of tiles one after the other, so that no more than `size` queries are in memory at once.
-    some, whole = jax.lax.map(one, rows)
+    some, whole = jax.lax.map(one, _tokens(t, size))
     return rearrange(some, "t b n s -> b n t s"), rearrange(whole, "t b n s -> b n t s")
 
 
 def _tokens(tokens: int, size: int) -> Array:
-    # The last token stands for those that the last tile has too many, and changes nothing.
     tiles = -(-tokens // size)
-    return jnp.minimum(jnp.arange(tiles * size, dtype=jnp.int32), tokens - 1).reshape(tiles, size)
+    index = jnp.arange(tiles * size, dtype=jnp.int32)
+    # The last token stands for those that the last tile has too many, and changes nothing.
+    return jnp.minimum(index, tokens - 1).reshape(tiles, size)

@@ -144,3 +144,14 @@ def greatest(a: Limit, b: Limit) -> Limit:
     if isinstance(found, int):
         return found
     return found.reshape(()) if found.size == 1 else found.max(initial=-UNBOUNDED)
+
+
+def true_range(seen: Bool[Array, " s"], stop: int) -> tuple[Array, Array]:
+    """Return where the first True stands, and the place after the last; `(0, 0)` for none.
+
+    The places are counted to `stop`, which is after the last.
+    """
+    step = stop // len(seen)
+    first = jnp.argmax(seen).astype(jnp.int32)
+    after = jnp.argmax(seen[::-1]).astype(jnp.int32)
+    return first * step, jnp.where(seen.any(), stop - after * step, 0)

@@ -42,12 +42,14 @@ def as_ids(query: Any, key: Any) -> tuple[Array, Array]:
     query = _as_known_ids("query segments", query)
     key = query if key is None else _as_known_ids("key segments", key)
     wide = 8 * max(4, query.dtype.itemsize, key.dtype.itemsize)
-    unsigned = [ids.dtype == f"uint{wide}" for ids in (query, key)]
-    query, key = query.astype(f"int{wide}"), key.astype(f"int{wide}")
-    if unsigned[0] == unsigned[1]:
+    unsigned_query = query.dtype == f"uint{wide}"
+    unsigned_key = key.dtype == f"uint{wide}"
+    query = query.astype(f"int{wide}")
+    key = key.astype(f"int{wide}")
+    if unsigned_query == unsigned_key:
         return query, key
     # A half of the unsigned numbers is read as negative ones, which then stand for them alone.
-    return _apart(query, unsigned[0]), _apart(key, unsigned[1])
+    return _apart(query, unsigned_query), _apart(key, unsigned_key)
 
 
 def _apart(ids: Array, unsigned: bool) -> Array:
@@ -59,7 +61,8 @@ def _as_known_ids(name: str, ids: Any) -> Array:
     given = _integer_array(name, ids)
     held = jnp.asarray(given)
     ends = jnp.iinfo(held.dtype)
-    if isinstance(given, np.ndarray) and ((given < ends.min) | (given > ends.max)).any():
+    fits = isinstance(given, Array) or ((given >= ends.min) & (given <= ends.max)).all()
+    if not fits:
         raise ValueError(
             f"{name} must fit 32 bits while jax_enable_x64 is off; got ids from {given.min()} to"
             f" {given.max()}. Number them, those of queries and keys together: np.unique(ids,"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from attn_spec.attention_checks import check_position
 from attn_spec.function_checks import check_known, check_same_size
@@ -35,7 +36,8 @@ class Where(Positioned):
     def resolve(self, b, n, t, s):
         reads_b, reads_n, _, _ = self.function.program.reads
         # Indices that the function does not read may be any, and an offset that is not given is 0.
-        known_b, known_n = self.b if reads_b else None, self.n if reads_n else None
+        known_b = self.b if reads_b else None
+        known_n = self.n if reads_n else None
         check_same_size("b", _size(known_b), b)
         check_same_size("n", _size(known_n), n)
         offset = 0 if self.offset is None else self.offset
@@ -47,11 +49,14 @@ class Where(Positioned):
 
     def allow(self, rows, cols):
         reads_b, reads_n, reads_i, reads_j = self.function.program.reads
-        i, j = self._positions(rows)[:, 0, :, 0], cols.reshape(1, -1)
+        i = self._positions(rows)[:, 0, :, 0]
+        j = cols.reshape(1, -1)
         # An index that the function does not read gets one value, so that its axis has size 1.
-        i, j = i if reads_i else i[:1, :1], j if reads_j else j[:1, :1]
-        zero = jnp.zeros(1, jnp.int32)
-        b, n = self.b if reads_b else zero, self.n if reads_n else zero
+        i = i if reads_i else i[:1, :1]
+        j = j if reads_j else j[:1, :1]
+        one = jnp.zeros(1, jnp.int32)
+        b = self.b if reads_b else one
+        n = self.n if reads_n else one
         check_known(_size(b), _size(n))
         b = b if len(i) == 1 else jnp.broadcast_to(b, len(i))
         return self.function.over((), b, n, i, j)
@@ -62,14 +67,19 @@ class Where(Positioned):
         return rows + jnp.minimum(offset, jnp.iinfo(jnp.int32).max - jnp.maximum(rows, 0))
 
     def row(self, b, n):
-        part = super().row(b, n)
-        # An index that is not known yet is the one asked for.
-        b, n = (None if at is None else jnp.asarray(at, jnp.int32).reshape(1) for at in (b, n))
-        return replace(part, b=b if part.b is None else part.b, n=n if part.n is None else part.n)
+        # An index that is not known yet is the one asked for: `indices[at]` is `at`.
+        part = replace(self, b=_one(b) if self.b is None else self.b)
+        if n is not None and self.n is None:
+            part = replace(part, n=_one(n))
+        return super(Where, part).row(b, n)
 
 
 def _size(indices: Any) -> int | None:
     return None if indices is None else len(indices)
+
+
+def _one(index: Any) -> Array:
+    return jnp.asarray(index, jnp.int32).reshape(1)
 
 
 def _counted(indices: Any, size: int | None) -> Any:

@@ -106,10 +106,12 @@ class MaskPart:
         if self.axes is None:
             return PlacedPart(self, b=_one(b), n=None if n is None else _one(n))
         part = copy(self)
+        at: dict[str | None, Any] = {"batch": b, "heads": n}
         for name, axes in self.axes.items():
             value = getattr(self, name)
             if not isinstance(value, int | None):
-                object.__setattr__(part, name, _picked(value, axes, {"batch": b, "heads": n}))
+                value = _picked(value, axes, at)
+                object.__setattr__(part, name, value)  # frozen for others
         return part
 
     def shift(self, start: Count, t: int, s: int) -> MaskPart:
@@ -153,10 +155,12 @@ class IntervalPart(MaskPart):
         return allowed if _hides_none_after(last) else allowed & (cols <= last)
 
     def kv_range(self, first, last, s):
-        # Queries between two see no more than these do, as each end of the interval goes one way.
-        (start, end), (last_start, last_end) = self.interval(first), self.interval(last)
-        inner = greatest(start, last_start), least(end, last_end) + 1
-        return KVRange(least(start, last_start), greatest(end, last_end) + 1, *inner)
+        # Each end of the interval goes one way, so that these two bound what lies between.
+        first_ends = self.interval(first)
+        last_ends = self.interval(last)
+        starts, stops = zip(first_ends, last_ends, strict=True)
+        inner = greatest(*starts), least(*stops) + 1
+        return KVRange(least(*starts), greatest(*stops) + 1, *inner)
 
     def band(self):
         if any(not isinstance(value, int | None) for value in vars(self).values()):
@@ -194,7 +198,8 @@ class _AnyQuery:
     def __eq__(self, other: object) -> bool:
         raise TypeError("queries have different indices")
 
-    __bool__ = __hash__ = None
+    def __bool__(self) -> bool:
+        raise TypeError("queries have different indices")
 
 
 def _hides_none_before(first: Any) -> bool:
@@ -232,7 +237,7 @@ class PlacedPart(MaskPart):
             return of_rank_4(self.part.allow(rows[None, None, :, None], cols))
 
         rows = _at(self.rows, rows.reshape(-1))
-        if self._differs_by_row:
+        if self.rows is not None and self.rows.differ:
             one_row = jax.vmap(lambda b, rows: pick(block(rows), b, 0)[0])
             found = one_row(jnp.arange(len(rows), dtype=jnp.int32), rows)
         else:
@@ -252,14 +257,11 @@ class PlacedPart(MaskPart):
         inner = self.cols.before(found.inner_start), self.cols.before(found.inner_stop)
         return KVRange(start, stop, *inner)
 
-    @property
-    def _differs_by_row(self) -> bool:
-        # Whether each row of the batch has queries of its own.
-        return self.rows is not None and self.rows.starts.ndim == 2
-
     def _limits(self, first: Limit, last: Limit) -> tuple[Limit, Limit]:
-        first, last = _at(self.rows, first), _at(self.rows, last)
-        return (first.min(), last.max()) if self._differs_by_row else (first, last)
+        if self.rows is None:
+            return first, last
+        first, last = self.rows.of(first), self.rows.of(last)
+        return (first.min(), last.max()) if self.rows.differ else (first, last)
 
     @property
     def summarised(self):
@@ -272,12 +274,13 @@ class PlacedPart(MaskPart):
         return self.part.tiles(*self._limits(first, last), starts, stops, s)
 
     def row(self, b, n):
-        part = self.part.row(_at(self.b, b), None if n is None else _at(self.n, n))
+        head = None if n is None else _at(self.n, n)
+        part = self.part.row(_at(self.b, b), head)
         heads = self.n if n is None else None
         if self.rows is None and self.cols is None and heads is None:
             return part
         rows = self.rows
-        if self._differs_by_row:
+        if rows is not None and rows.differ:
             rows = Places(pick(rows.starts, b, 0)[0], rows.size)
         return replace(self, part=part, b=None, n=heads, rows=rows)
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Integer
 
 from attn_spec.attention_checks import check_broadcast, check_offset
 from attn_spec.mask_checks import check_ids, check_offset_given, check_rows, check_whole
-from flax_attn.functional.kv_range import UNBOUNDED, KVRange, bounded, maximum, plus, where
+from flax_attn.functional.kv_range import (
+    UNBOUNDED,
+    KVRange,
+    bounded,
+    maximum,
+    plus,
+    true_range,
+    where,
+)
 from flax_attn.functional.mask_part import Count, IntervalPart, MaskPart, of_rank_4, per_row
 
 
@@ -119,21 +126,24 @@ class Segments(MaskPart):
         return query[:, None, :, None] == key[:, None, None, :]
 
     def kv_range(self, first, last, s):
-        # Ids in any order: the keys whose id lies between the least and the greatest id of these
-        # queries.
         query, key = jnp.atleast_2d(self.query), jnp.atleast_2d(self.key)
-        index, ids = jnp.arange(query.shape[1], dtype=jnp.int32), jnp.iinfo(query.dtype)
-        asking = ((index >= first) & (index <= last))[None]
-        least = jnp.where(asking, query, ids.max).min(axis=1, keepdims=True)
-        greatest = jnp.where(asking, query, ids.min).max(axis=1, keepdims=True)
-        near = ((key >= least) & (key <= greatest)).any(axis=0)
-        start, after = jnp.argmax(near), jnp.argmax(near[::-1])
-        stop = jnp.where(near.any(), s - after.astype(jnp.int32), 0)
-        return KVRange(start.astype(jnp.int32), stop, 0, 0)
+        index = jnp.arange(query.shape[1], dtype=jnp.int32)
+        asking = (index >= first) & (index <= last)
+        asking = asking[None]
+        # Ids may stand in any order, and none is known to lie between these queries' ids alone.
+        ids = jnp.iinfo(query.dtype)
+        lowest = jnp.where(asking, query, ids.max)
+        highest = jnp.where(asking, query, ids.min)
+        after_lowest = key >= lowest.min(axis=1, keepdims=True)
+        before_highest = key <= highest.max(axis=1, keepdims=True)
+        near = (after_lowest & before_highest).any(axis=0)
+        return KVRange(*true_range(near, s), 0, 0)
 
     def shift(self, start, t, s):
+        query = _from(jnp.atleast_2d(self.query), 1, start, t)
         key = jnp.atleast_2d(self.key)[:, :s]
-        return Segments(_from(jnp.atleast_2d(self.query), 1, start, t), key)
+        rows = max(len(query), len(key))  # there are as many of both
+        return Segments(query, jnp.broadcast_to(key, (rows, key.shape[1])))
 
     def check_whole(self, s):
         check_whole("segments", self.query.shape[-1:], s)
@@ -166,9 +176,13 @@ class Dense(MaskPart):
 
 def _from(array: Array, axis: int, start: Count, t: int) -> Array:
     """Return the array at `t` indices of an axis, from one start or from one a row of the batch."""
-    starts = jnp.asarray(bounded(start), jnp.int32).reshape(-1)
+    starts = jnp.asarray(bounded(start), jnp.int32)
     rows = jnp.arange(t, dtype=jnp.int32)
-    if len(starts) == 1:
-        return array.take(starts[0] + rows, axis, mode="clip")
+    if starts.size == 1:
+        return array.take(starts.reshape(()) + rows, axis, mode="clip")
+    # Not by `jax.vmap`, which asks that a mesh divides both arrays alike.
+    shape = [1] * array.ndim
+    starts = starts.reshape(-1, *shape[1:])
+    shape[axis] = t
     array = jnp.broadcast_to(array, (len(starts), *array.shape[1:]))
-    return jax.vmap(lambda x, start: x.take(start + rows, axis - 1, mode="clip"))(array, starts)
+    return jnp.take_along_axis(array, starts + rows.reshape(shape), axis, mode="clip")

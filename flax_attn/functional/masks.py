@@ -101,8 +101,8 @@ class Mask:
         *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
         """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real."""
-        query, key = as_integers("query lengths", query), as_integers("key lengths", key)
-        return Mask((Lengths(query, key),))
+        counts = as_integers("query lengths", query), as_integers("key lengths", key)
+        return Mask((Lengths(*counts),))
 
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
@@ -116,8 +116,8 @@ class Mask:
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
-        length = as_integers("prefix length", length)
-        return Mask((Prefix(length, offset=as_integers("offset", offset)),))
+        count = as_integers("prefix length", length)
+        return Mask((Prefix(count, offset=as_integers("offset", offset)),))
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
@@ -248,8 +248,12 @@ class Mask:
             if band is None:
                 rest.append(part)
                 continue
-            lows += [] if band[0] is None else [band[0]]
-            highs += [] if band[1] is None else [band[1]]
+            low, high = band
+            if low is not None:
+                lows.append(low)
+            if high is not None:
+                highs.append(high)
+        # What all parts let through lies within the narrowest of their bands.
         band = max(lows, default=None), min(highs, default=None)
         return band, Mask(tuple(rest))
 
@@ -264,13 +268,19 @@ class Mask:
             >>> start[0].tolist(), stop[0].tolist(), rest
             ([0, 0, 1], [1, 2, 3], Mask())
         """
-        rows = jnp.arange(t, dtype=jnp.int32)[None, None, :, None]
-        start, stop = jnp.zeros((1, 1, t, 1), jnp.int32), jnp.full((1, 1, t, 1), s, jnp.int32)
-        for part in [x for x in self.parts if isinstance(x, IntervalPart)]:
+        rows = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, t, 1)
+        start = jnp.zeros_like(rows)
+        stop = jnp.full_like(rows, s)
+        rest = []
+        for part in self.parts:
+            if not isinstance(part, IntervalPart):
+                rest.append(part)
+                continue
             first, last = part.interval(rows)
-            start, stop = jnp.maximum(start, first), jnp.minimum(stop, last + 1)
-        rest = tuple(part for part in self.parts if not isinstance(part, IntervalPart))
-        return (start[:, 0, :, 0], stop[:, 0, :, 0]), Mask(rest)
+            start = jnp.maximum(start, first)
+            stop = jnp.minimum(stop, last + 1)
+        # No interval depends on the head.
+        return (start[:, 0, :, 0], stop[:, 0, :, 0]), Mask(tuple(rest))
 
     def row(self, b: int | Index, n: int | Index | None = None) -> Mask:
         """Return the mask of batch row `b` and head `n`, as one of a single row and head.
@@ -328,9 +338,13 @@ def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
 
     Without `heads` an array of rank 3 is `(b, t, s)`, and the head axis is put in.
     """
-    mask = mask if isinstance(mask, Mask) else Mask() if mask is None else Mask.dense(mask)
+    if mask is None:
+        return Mask()
+    mask = mask if isinstance(mask, Mask) else Mask.dense(mask)
     return mask if heads else Mask(tuple(_with_head_axis(part) for part in mask.parts))
 
 
 def _with_head_axis(part: MaskPart) -> MaskPart:
-    return Dense(part.array[:, None]) if isinstance(part, Dense) and part.array.ndim == 3 else part
+    if isinstance(part, Dense) and part.array.ndim == 3:
+        return Dense(part.array[:, None])
+    return part

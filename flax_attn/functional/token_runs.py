@@ -40,6 +40,11 @@ class Places:
     starts: Any  # an Array, or what JAX's transforms put in its place
     size: int = field(metadata={"static": True})
 
+    @property
+    def differ(self) -> bool:
+        """Whether each row of the batch has tokens of its own."""
+        return self.starts.ndim == 2
+
     def of(self, index: Any) -> Index:
         """Return the index in the sequence of each index in the part.
 

@@ -73,14 +73,14 @@ class IndexFunction:
         The indices are `b` `(b,)`, `n` `(n,)`, `i` `(#b, t)` and `j` `(#b, s)`. `x` is what the
         function takes before them: nothing, or an array `(b, n, t, s)`.
         """
-        i, j = _of_rows(i, len(b)), _of_rows(j, len(b))
-        own_i, own_j = 0 if i.ndim == 2 else None, 0 if j.ndim == 2 else None
+        i, i_axis = _of_rows(i, len(b))
+        j, j_axis = _of_rows(j, len(b))
         # The outermost of the axes of x is mapped first, and so stands first at each turn.
         lead = (0,) * len(x)
         over_keys = jax.vmap(self, (*lead, None, None, None, 0))
         over_queries = jax.vmap(over_keys, (*lead, None, None, 0, None))
         over_heads = jax.vmap(over_queries, (*lead, None, 0, None, None))
-        over_rows = jax.vmap(over_heads, (*lead, 0, None, own_i, own_j))
+        over_rows = jax.vmap(over_heads, (*lead, 0, None, i_axis, j_axis))
         return over_rows(*x, b, n, i, j)
 
     @property
@@ -104,9 +104,11 @@ def _has_gradient(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
-def _of_rows(index: Array, b: int) -> Array:
-    # One row of indices for all rows of the batch, or one for each.
-    return index[0] if len(index) == 1 else jnp.broadcast_to(index, (b, index.shape[1]))
+def _of_rows(index: Array, b: int) -> tuple[Array, int | None]:
+    """Return the indices and their axis of the batch, which is None where one row serves all."""
+    if len(index) == 1:
+        return index[0], None
+    return jnp.broadcast_to(index, (b, index.shape[1])), 0
 
 
 def trace(
@@ -187,9 +189,11 @@ def _operations(jaxpr: Any, origin: Any) -> tuple:
     def atoms(variables: Sequence[Any]) -> tuple:
         return tuple(atom(x) for x in variables)
 
-    inputs, equations = atoms((*jaxpr.constvars, *jaxpr.invars)), []
+    inputs = atoms((*jaxpr.constvars, *jaxpr.invars))
+    equations = []
     for eqn in jaxpr.eqns:
-        taken, parameters = atoms(eqn.invars), _parameters(eqn, origin)
+        taken = atoms(eqn.invars)
+        parameters = _parameters(eqn, origin)
         equations.append((eqn.primitive, taken, parameters, atoms(eqn.outvars)))
     return inputs, tuple(equations), atoms(jaxpr.outvars)
 
@@ -197,10 +201,10 @@ def _operations(jaxpr: Any, origin: Any) -> tuple:
 def _parameters(eqn: Any, origin: Any) -> Any:
     if not eqn.primitive.name.startswith("custom_"):
         return _comparable(eqn.params, origin)
-    plain = int | str | tuple | None
     known = {}
     for name, x in eqn.params.items():
-        if isinstance(x, plain) or hasattr(x, "eqns"):
+        # The rest are rules for derivatives.
+        if isinstance(x, int | str | tuple | None) or hasattr(x, "eqns"):
             known[name] = x
     return _comparable(known, origin), origin
 

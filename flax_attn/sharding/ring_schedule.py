@@ -142,7 +142,7 @@ def make_route(
 
     def sees(row: int, col: int) -> bool:
         found = known.kv_range(row, row + t // runs - 1, size * s)
-        return found.start < col + s // runs and found.stop > col
+        return bool(found.start < col + s // runs and found.stop > col)
 
     def needs(i: int, j: int) -> bool:
         pieces = product(starts(i, size, runs, t), starts(j, size, runs, s))

@@ -39,12 +39,14 @@ def as_ids(query: Any, key: Any) -> tuple[Tensor, Tensor]:
     """
     query = _integer_array("query segments", query)
     key = query if key is None else _integer_array("key segments", key)
-    unsigned = [ids.dtype == torch.uint64 for ids in (query, key)]
-    query, key = query.to(torch.int64), key.to(torch.int64)
-    if unsigned[0] == unsigned[1]:
+    unsigned_query = query.dtype == torch.uint64
+    unsigned_key = key.dtype == torch.uint64
+    query = query.to(torch.int64)
+    key = key.to(torch.int64)
+    if unsigned_query == unsigned_key:
         return query, key
     # A half of the unsigned numbers is read as negative ones, which then stand for them alone.
-    return _apart(query, unsigned[0]), _apart(key, unsigned[1])
+    return _apart(query, unsigned_query), _apart(key, unsigned_key)
 
 
 def _apart(ids: Tensor, unsigned: bool) -> Tensor:

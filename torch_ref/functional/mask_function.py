@@ -47,8 +47,10 @@ class Where(Positioned):
         b = self.b.to(rows.device)[:, None, None, None]
         n = self.n.to(rows.device)[None, :, None, None]
         indices = b, n, self._positions(rows), cols
-        result, size = called("mask", self.function, *indices), broadcast_size(*indices)
-        check_sees(str(result.dtype).removeprefix("torch."), tuple(result.shape), size)
+        size = broadcast_size(*indices)
+        result = called("mask", self.function, *indices)
+        dtype = str(result.dtype).removeprefix("torch.")
+        check_sees(dtype, tuple(result.shape), size)
         return result.expand(size)
 
     def _positions(self, rows):

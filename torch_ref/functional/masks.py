@@ -94,8 +94,8 @@ class Mask:
         *, query: Count | ArrayLike | None = None, key: Count | ArrayLike | None = None
     ) -> Mask:
         """Hide padding: in row `b` the first `query[b]` queries and `key[b]` keys are real."""
-        query, key = as_integers("query lengths", query), as_integers("key lengths", key)
-        return Mask((Lengths(query, key),))
+        counts = as_integers("query lengths", query), as_integers("key lengths", key)
+        return Mask((Lengths(*counts),))
 
     @staticmethod
     def segments(query: ArrayLike, key: ArrayLike | None = None) -> Mask:
@@ -109,8 +109,8 @@ class Mask:
     @staticmethod
     def prefix(length: Count | ArrayLike, offset: Count | ArrayLike | None = None) -> Mask:
         """Prefix-LM: causal, and the first `length` keys are open to every query."""
-        length = as_integers("prefix length", length)
-        return Mask((Prefix(length, offset=as_integers("offset", offset)),))
+        count = as_integers("prefix length", length)
+        return Mask((Prefix(count, offset=as_integers("offset", offset)),))
 
     @staticmethod
     def dense(array: ArrayLike) -> Mask:
@@ -209,9 +209,13 @@ def as_mask(mask: Mask | ArrayLike | None, heads: bool = True) -> Mask:
 
     Without `heads` an array of rank 3 is `(b, t, s)`, and the head axis is put in.
     """
-    mask = mask if isinstance(mask, Mask) else Mask() if mask is None else Mask.dense(mask)
+    if mask is None:
+        return Mask()
+    mask = mask if isinstance(mask, Mask) else Mask.dense(mask)
     return mask if heads else Mask(tuple(_with_head_axis(part) for part in mask.parts))
 
 
 def _with_head_axis(part: MaskPart) -> MaskPart:
-    return Dense(part.array[:, None]) if isinstance(part, Dense) and part.array.ndim == 3 else part
+    if isinstance(part, Dense) and part.array.ndim == 3:
+        return Dense(part.array[:, None])
+    return part
