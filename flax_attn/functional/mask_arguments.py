@@ -25,10 +25,6 @@ def as_booleans(array: Any) -> Array:
 
 
 @overload
-def as_integers(name: str, values: None) -> None: ...
-
-
-@overload
 def as_integers(name: str, values: Count | ArrayLike) -> Count: ...
 
 
