@@ -16,7 +16,8 @@ layer = MultiHeadAttention(
     64, 64, context_length=256, dropout=0.0, num_heads=4, num_kv_heads=2, rngs=nnx.Rngs(0)
 )
 x = jax.random.normal(jax.random.key(0), (2, 10, 64))
-output, weights = nnx.jit(lambda layer, x: layer(x, return_weights=True))(layer, x)
+attended = nnx.jit(lambda layer, x: layer.attend(x, return_weights=True))(layer, x)
+output, weights = attended.output, attended.weights
 assert output.shape == (2, 10, 64)
 assert weights.shape == (2, 4, 10, 10)
 assert jnp.allclose(weights.sum(axis=-1), 1, atol=1e-6)

@@ -23,7 +23,9 @@ from flax_attn.models.deepseekv3 import DeepseekV3
 from flax_attn.models.diffllama import DiffLlama
 from flax_attn.models.hugging_face.family import linears
 
-CALL = "output, weights = layer(x, return_weights=True)"
+# The second line is indented as the examples are.
+CALL = """attended = layer.attend(x, return_weights=True)
+        output, weights = attended.output, attended.weights"""
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 TOKENS = ("output token", "input token")
 

@@ -11,8 +11,9 @@ from cards.twins import angles, loaded, tensor
 STEPS = """
 cache, steps = layer.init_cache(None, {capacity}), []
 for tokens in (x[:6], x[6:]):  # a prompt, more
-    step, cache = layer(tokens, cache=cache)
-    steps.append(step)
+    step = layer.attend(tokens, cache=cache)
+    cache = step.cache
+    steps.append(step.output)
 output = jnp.concatenate(steps)
 """
 HELD = "held(KVCache.zeros(None, {capacity}, 1, 1, window={window}))"
@@ -89,7 +90,8 @@ CACHES = (
         layer = GatedDeltaNet(8, 8, num_heads=2, head_dim=4,
             num_key_heads=1, rngs=rngs)
         empty = layer.init_cache(None, 10)
-        output, cache = layer(x, cache=empty)
+        attended = layer.attend(x, cache=empty)
+        output, cache = attended.output, attended.cache
         """,
         "cache.state",
         "Two heads: a square of four by four numbers each, whatever the number of tokens.",

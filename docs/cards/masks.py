@@ -10,8 +10,8 @@ from cards.twins import by_index, sdpa, tensor
 
 FUNCTION = "torch.nn.attention.flex_attention.create_mask"
 CALL = """
-output, weights = dot_product_attention(
-    q, k, v, mask=mask, return_weights=True)
+attended = attend(q, k, v, mask=mask, return_weights=True)
+output, weights = attended.output, attended.weights
 """
 TREE = [-1, 0, 0, 1, 1, 2, 2, 3, 4, 4]  # the parent of each token
 

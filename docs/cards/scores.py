@@ -79,10 +79,11 @@ def qwen(family, config, attention):
 def of_call(name, shows, argument, take, alt, equals, twin, proof, formula, reference, before=""):
     """Return the card of an argument of the call, whose picture is the weights of four heads."""
     call = f"""
-    output, weights = dot_product_attention(
+    attended = attend(
         query, key, value, mask=Mask.causal(),
         {argument},
         return_weights=True)
+    output, weights = attended.output, attended.weights
     """
     example = code(before, call)
     return Card(name, shows, take, example, "weights", alt, equals, twin, proof, formula, reference)
@@ -159,7 +160,8 @@ SCORES = (
             8, 8, None, 0.0, num_heads=2, out_bias=False,
             rope=RoPE(), q_norm=RMSNorm(4, 1e-6),
             k_norm=RMSNorm(4, 1e-6), rngs=rngs)
-        output, weights = layer(x, return_weights=True)
+        attended = layer.attend(x, return_weights=True)
+        output, weights = attended.output, attended.weights
         """,
         "weights",
         "Two heads, each a lower triangle of weights.",

@@ -183,8 +183,8 @@ def test_one_side_that_raises():
 
 def test_an_output_that_is_no_array():
     with say(
-        r"an output is an array, or a tuple or mapping of arrays; 1 is a str. Pass a call that"
-        r" returns arrays"
+        r"an output is an array, or a tuple, mapping or dataclass of arrays; 1 is a str. Pass a"
+        r" call that returns arrays"
     ):
         compare(linear(), torch_linear(), X, layout="torch", torch_call=lambda m, x: (m(x), "note"))
     with say(r"the output is a function"):

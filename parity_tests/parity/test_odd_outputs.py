@@ -16,9 +16,10 @@ Both = namedtuple("Both", "first second")
 X = [(2, 3)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Output:
     first: object
+    second: object = None
 
 
 def judge(ours, theirs, inputs=X, **options):
@@ -35,6 +36,7 @@ def judge(ours, theirs, inputs=X, **options):
         (lambda x, y: (x, jax.lax.complex(x, y)), lambda x, y: (x, torch.complex(x, y))),
         (lambda x: x.astype(jnp.bfloat16), lambda x: x.bfloat16()),
         (lambda x: Both(x, x + 1), lambda x: Both(x, x + 1)),
+        (lambda x: Output(x, x + 1), lambda x: Output(x, x + 1)),
         (
             lambda x: {"a": [x, (x + 1, None)], "b": {}},
             lambda x: {"a": [x, (x + 1, None)], "b": {}},
@@ -47,7 +49,7 @@ def judge(ours, theirs, inputs=X, **options):
     ],
     ids=[
         *("booleans", "integers", "float and booleans", "complex", "float and complex", "bfloat16"),
-        *("named tuple", "nested", "the input itself", "a number", "empty and not"),
+        *("named tuple", "dataclass", "nested", "the input itself", "a number", "empty and not"),
         *("detached", "written in place"),
     ],
 )
@@ -125,11 +127,7 @@ def test_a_module_without_any_effect_of_its_parameters_is_compared():
         ),
         (lambda x: (x, 1), lambda x: (x, 1), "an output is an array, .* 1 is a int. Pass a call"),
         (lambda x: True, lambda x: True, "an output is an array, .* the output is a bool"),
-        (
-            lambda x: Output(x),
-            lambda x: Output(x),
-            "an output is an array, .* the output is a Output",
-        ),
+        (lambda x: Output("a"), lambda x: Output("a"), "dataclass of arrays; first is a str"),
         (lambda x: (y for y in x), lambda x: (y for y in x), "the output is a generator"),
         (lambda x: None, lambda x: None, "the torch module returns nothing to compare"),
         (lambda x: (), lambda x: (), "the torch module returns nothing to compare"),

@@ -264,9 +264,9 @@ def _walk(name: str, value: Any):
         yield name or "output", value
     else:
         raise PairingError(
-            f"an output is an array, or a tuple or mapping of arrays; {name or 'the output'} is a"
-            f" {type(value).__name__}. Pass a call that returns arrays, such as torch_call=lambda"
-            " m, x: m(x)[0]"
+            "an output is an array, or a tuple, mapping or dataclass of arrays;"
+            f" {name or 'the output'} is a {type(value).__name__}. Pass a call that returns arrays,"
+            " such as torch_call=lambda m, x: m(x)[0]"
         )
 
 

@@ -149,7 +149,7 @@ POSITIONS = (
           Wrap(RoPE, "__call__",
                lambda rotate, rope, x, where: x if x.shape[-2] == 1 else rotate(rope, x, where))),
     fault("rope_of_values_too", "RoPE rotates the values as well.", ROPE,
-          Wrap(head_attention, "dot_product_attention",
+          Wrap(head_attention, "attend",
                lambda attend, query, key, value, *arguments, **options: attend(
                    query, key, RoPE()(value), *arguments, **options))),
     fault("ignored_positions", "RoPE ignores the positions of the call.", YARN,
