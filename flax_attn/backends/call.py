@@ -124,9 +124,11 @@ class Call:
 
     def cotangent(self, gradients: Floats) -> Call:
         """Return gradients as a call, in the dtypes of its arrays; None where there is none."""
-        gradients = jax.tree.map(
-            lambda gradient, x: gradient.astype(x.dtype), gradients, self.floats
-        )
+
+        def cast(gradient: Array | None, x: Array | None) -> Array | None:
+            return None if gradient is None or x is None else gradient.astype(x.dtype)
+
+        gradients = jax.tree.map(cast, gradients, self.floats, is_leaf=lambda x: x is None)
         found = gradients._asdict()
         found["score"] = None if self.score is None else self.score.cotangent(gradients.captured)
         found["scale"] = None if isinstance(self.scale, Real) else gradients.scale
@@ -158,9 +160,8 @@ def _unflatten(known: tuple, arrays: Any) -> Call:
     values = dict(zip(_ARRAYS, arrays, strict=True)) | dict(zip(_OPTIONS, options, strict=True))
     if scale is not None:
         values["scale"] = scale
-    call = object.__new__(
-        Call
-    )  # JAX's transforms put other objects in the place of arrays: nothing is checked again
+    # JAX's transforms put other objects in the place of arrays: nothing is checked again.
+    call = object.__new__(Call)
     vars(call).update(values)
     return call
 
