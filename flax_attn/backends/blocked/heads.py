@@ -52,6 +52,7 @@ def forward_heads(tiling: Tiling, call: Call) -> Softmax:
     dtype = accumulation_dtype(call.query.dtype)
     bias = _padded_bias(tiling, call.bias)
     factor = row_factor(call, dtype)
+    call = _for_products(call)
     b, n, t, most = call.shape
     if call.dropout is not None:
         # Kept weights are divided by the share that is kept.
@@ -81,6 +82,7 @@ def backward_heads(tiling: Tiling, call: Call, saved: Softmax, cotangent: Array)
     """Return the gradients, where the keys may be a part of those that `saved` is over."""
     dtype = accumulation_dtype(call.query.dtype)
     bias = _padded_bias(tiling, call.bias)
+    call = _for_products(call)
     group = call.query.shape[2] // call.key.shape[2]
 
     def one(b: Array, n: Array) -> Floats:
@@ -124,6 +126,13 @@ def heads_at_once(call: Call) -> int:
     return 1 if call.platform == "cpu" else call.shape[1]
 
 
+def _for_products(call: Call) -> Call:
+    # Once, and not in the loop over heads, which reads a key/value head once a query head.
+    dtype = operand_dtype(call)
+    query, key, value = (x.astype(dtype) for x in (call.query, call.key, call.value))
+    return replace(call, query=query, key=key, value=value)
+
+
 def _over_heads(call: Call, one: Callable, store: Callable, sums: Sums) -> Sums:
     """Return `sums` after `store(sums, b, n, one(b, n))` for every head."""
     b, n, *_ = call.shape
@@ -142,18 +151,18 @@ def _over_heads(call: Call, one: Callable, store: Callable, sums: Sums) -> Sums:
 
 
 def _head(tiling: Tiling, call: Call, bias: Array | None, b: Array, n: Array) -> Head:
-    dtype, operand = accumulation_dtype(call.query.dtype), operand_dtype(call)
+    dtype = accumulation_dtype(call.query.dtype)
     shared = n // (call.query.shape[2] // call.key.shape[2])
     query = zero_nonfinite(_pick(call.query, b, n)).astype(dtype) * call.scale
-    key = zero_nonfinite(_pick(call.key, b, shared)).astype(operand)
-    value = zero_nonfinite(_pick(call.value, b, shared)).astype(operand)
+    key = zero_nonfinite(_pick(call.key, b, shared))
+    value = zero_nonfinite(_pick(call.value, b, shared))
     rows = (0, tiling.padded_t - tiling.t), (0, 0)
     cols = (tiling.pad_before, tiling.pad_after), (0, 0)
     _, mask = call.mask.split_band()  # the tiling knows the band
     return Head(
         call=call,
         tiling=tiling,
-        query=jnp.pad(query.astype(operand), rows),
+        query=jnp.pad(query.astype(operand_dtype(call)), rows),
         key=jnp.pad(key, cols),
         value=jnp.pad(value, cols),
         bias=bias,

@@ -6,17 +6,14 @@ from numbers import Real
 
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from jaxtyping import Array
 
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
-from flax_attn.backends.native.kernel import Operands, Options, forward
+from flax_attn.backends.native.kernel import FEW, forward
 from flax_attn.backends.platform import may_be_partitioned
 from flax_attn.functional.mask_parts import Segments
 from flax_attn.native import DTYPES, MISSING, library
-
-_FEW = 16  # queries
 
 
 class Native(Backend):
@@ -65,35 +62,14 @@ class Native(Backend):
 
     def attend(self, call: Call) -> Array:
         """Return `(b, t, n, v)`; differentiable in every mode and to every order."""
-        b, _, t, s = call.shape
         if 0 in call.shape:
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
-        # A cache stores heads first; in the other order XLA would copy it. Where t = s keys were
-        # just computed.
-        heads_first = t < s
-        key, value = (
-            rearrange(x, "b s k h -> b k s h") if heads_first else x for x in (call.key, call.value)
-        )
-        (start, stop), rest = call.mask.split_intervals(t, s)
-        pairs = [(part.query, part.key) for part in rest.parts if isinstance(part, Segments)]
-        segments = pairs[0] if pairs else (jnp.zeros((b, 0), jnp.int32),) * 2
-        sinks = jnp.zeros(0) if call.sinks is None else call.sinks
-        operands = Operands(
-            call.query,
-            key,
-            value,
-            # To base 2 the largest would be infinite.
-            jnp.broadcast_to(jnp.minimum(sinks.astype(jnp.float32), 2e38), (b, *sinks.shape)),
-            *(jnp.broadcast_to(x, (b, t)).astype(jnp.int32) for x in (start, stop)),
-            *(jnp.broadcast_to(x, (b, x.shape[-1])).astype(jnp.int32) for x in segments),
-        )
-        options = Options(float(call.scale), call.soft_cap or 0.0, heads_first, few=t <= _FEW)
-        return forward(options, operands).output
+        return forward(False, call).output
 
     def memory(self, call: Call) -> int:
         """Return the bytes of the copies of keys and values, if any, and of the maxima and sums."""
         (b, n, t, s), widths = call.shape, call.key.shape[3] + call.value.shape[3]
-        copies = b * call.key.shape[2] * s * widths if t > _FEW else 0
+        copies = b * call.key.shape[2] * s * widths if t > FEW else 0
         return 4 * (copies + 2 * b * n * t)
 
 
