@@ -10,25 +10,23 @@ gather the whole array.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array
 
 from flax_attn.backends.blocked.slices import put, take
-from flax_attn.backends.call import Call
+from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.nonfinite import all_finite, rows_that_see_nonfinite
 from flax_attn.backends.platform import may_be_partitioned
-from flax_attn.backends.trees import split
 from flax_attn.functional.nonfinite import zero_nonfinite
 
 Kernel = Callable[[Call], Array]
 Arrays = tuple[Array, ...]  # query, key and value
-_NAMES = ("query", "key", "value")
 
 
 def contain(call: Call, kernel: Kernel) -> Array:
@@ -39,38 +37,29 @@ def contain(call: Call, kernel: Kernel) -> Array:
     The kernel keeps the contract for finite numbers, and takes query, key, value and a mask that is
     the same for all heads.
     """
-    # A function with derivatives of its own must get as arguments what is traced; a kernel may need
-    # the rest as it is.
-    traced, mask_of = split(call.mask, Tracer)
+    return _attend(kernel, call)
 
-    def rebuilt(arrays: Arrays, traced: list[Array]) -> Call:
-        return _with_arrays(replace(call, mask=mask_of(traced)), arrays)
 
-    @jax.custom_vjp
-    def attend(arrays: Arrays, traced: list[Array]) -> Array:
-        call = rebuilt(arrays, traced)
-        return _if_finite(_finite(*arrays), kernel(call), lambda: _output(call, kernel))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(kernel: Kernel, call: Call) -> Array:
+    return _if_finite(_finite(*_arrays(call)), kernel(call), lambda: _output(call, kernel))
 
-    def forward(arrays: Arrays, traced: list[Array]) -> tuple[Array, tuple]:
-        call, finite = rebuilt(arrays, traced), _finite(*arrays)
-        output, pullback = jax.vjp(lambda *arrays: kernel(_with_arrays(call, arrays)), *arrays)
-        return _if_finite(finite, output, lambda: _output(call, kernel)), (
-            finite,
-            pullback,
-            arrays,
-            traced,
-        )
 
-    def backward(saved: tuple, cotangent: Array) -> tuple[Arrays, None]:
-        finite, pullback, arrays, traced = saved
-        call = rebuilt(arrays, traced)
-        return (
-            _if_finite(finite, pullback(cotangent), lambda: _gradients(call, kernel, cotangent)),
-            None,
-        )
+def _forward(kernel: Kernel, call: Call) -> tuple[Array, tuple]:
+    finite = _finite(*_arrays(call))
+    output, pullback = jax.vjp(lambda *arrays: kernel(_with(call, arrays)), *_arrays(call))
+    output = _if_finite(finite, output, lambda: _output(call, kernel))
+    return output, (call, finite, pullback)
 
-    attend.defvjp(forward, backward)
-    return attend((call.query, call.key, call.value), traced)
+
+def _backward(kernel: Kernel, saved: tuple, cotangent: Array) -> tuple[Call]:
+    call, finite, pullback = saved
+    found = pullback(cotangent)
+    query, key, value = _if_finite(finite, found, lambda: _gradients(call, kernel, cotangent))
+    return (call.cotangent(Floats(query, key, value)),)
+
+
+_attend.defvjp(_forward, _backward)
 
 
 def memory(call: Call) -> int:
@@ -83,8 +72,9 @@ def memory(call: Call) -> int:
     return call.query.dtype.itemsize * tokens * (call.query.shape[3] + call.value.shape[3])
 
 
-def _with_arrays(call: Call, arrays: Arrays) -> Call:
-    return replace(call, **dict(zip(_NAMES, arrays, strict=True)))
+def _with(call: Call, arrays: Arrays) -> Call:
+    query, key, value = arrays
+    return replace(call, query=query, key=key, value=value)
 
 
 _finite = jax.custom_batching.custom_vmap(all_finite)
@@ -146,7 +136,7 @@ def _heads(call: Call, row: Array, first: Array, width: int) -> Call:
 
 
 def _cleaned(call: Call, kernel: Kernel) -> Array:
-    output = kernel(_with_arrays(call, tuple(map(zero_nonfinite, _arrays(call)))))
+    output = kernel(_with(call, tuple(map(zero_nonfinite, _arrays(call)))))
     spoilt = rearrange(rows_that_see_nonfinite(call), "b n t 1 -> b t n 1")
     return output * jnp.where(spoilt, jnp.nan, 1).astype(
         output.dtype
@@ -154,7 +144,5 @@ def _cleaned(call: Call, kernel: Kernel) -> Array:
 
 
 def _cleaned_gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
-    _, pullback = jax.vjp(
-        lambda *arrays: _cleaned(_with_arrays(call, arrays), kernel), *_arrays(call)
-    )
+    _, pullback = jax.vjp(lambda *arrays: _cleaned(_with(call, arrays), kernel), *_arrays(call))
     return pullback(cotangent)

@@ -15,7 +15,6 @@ from flax_attn.backends.call import Call, Unsupported, as_argument, prepare
 from flax_attn.backends.choose import choose, refusal, runs_on
 from flax_attn.backends.platform import PLATFORMS, platform_of
 from flax_attn.backends.registry import BACKENDS, load
-from flax_attn.backends.trees import split
 from flax_attn.sharding.attention import attend
 from flax_attn.sharding.partition import Division, divide
 from flax_attn.sharding.ring_schedule import Route
@@ -80,42 +79,43 @@ def explain(
         >>> found.backend, found.refusals["splash"]
         ('blocked', 'splash runs on TPU; got platform "gpu". Pass backend="auto"')
     """
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "bias": bias,
-        "sinks": options.pop("sinks", None),
-    }
-    arrays = {name: _known(name, x) for name, x in arrays.items()}
     backend = options.pop("backend", "auto")
     options.pop("return_weights", None)
     options["platform"] = options.get("platform") or platform_of(query)
     check_choice("platform", options["platform"], PLATFORMS)
+    arrays = {"query": query, "key": key, "value": value, "bias": bias}
+    arrays = {name: _known(name, x) for name, x in arrays.items()}
+    leaves, structure = jax.tree.flatten((arrays | options, mask))
+    # Arrays of a mask stay known where they are, as kernels may need them.
+    of_mask = len(leaves) - len(jax.tree.leaves(mask))
+    abstract = [
+        leaf if _is_abstract(leaf) or (i < of_mask and isinstance(leaf, jax.Array)) else None
+        for i, leaf in enumerate(leaves)
+    ]
     found = []
 
-    abstract, mask_of = split(
-        mask, jax.ShapeDtypeStruct
-    )  # the rest of a mask stays known, as kernels may need it
-
-    def trace(arrays: dict[str, Array | None], abstract: list[Array]) -> None:
-        call = prepare(**arrays, mask=mask_of(abstract), **options)
+    def trace(abstract: list[Array | None]) -> None:
+        pairs = zip(leaves, abstract, strict=True)
+        arguments, mask = structure.unflatten(leaf if x is None else x for leaf, x in pairs)
+        call = prepare(**arguments, mask=mask)
         division = divide(call, backend)
-        found.append(
-            _explain(call, backend) if division is None else _of_one_device(division, call, backend)
-        )
+        if division is None:
+            found.append(_explain(call, backend))
+        else:
+            found.append(_of_one_device(division, call, backend))
 
-    jax.eval_shape(trace, arrays, abstract)
+    jax.eval_shape(trace, abstract)
     return found[0]
 
 
 def _known(name: str, x: Any) -> Any:
-    optional = name in ("bias", "sinks")
-    return (
-        x
-        if isinstance(x, jax.ShapeDtypeStruct) or (optional and x is None)
-        else as_argument(name, x)
-    )
+    if x is None and name == "bias":
+        return None
+    return x if _is_abstract(x) else as_argument(name, x)
+
+
+def _is_abstract(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _lines(division: Division | None) -> list[str]:
