@@ -116,6 +116,14 @@ class Call:
         return b, n, t, self.key.shape[1]
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options that are given, by name: what a backend has to honour or to refuse."""
+        found = {name: getattr(self, name) for name in OPTIONS if name != ARRAY_SCALE}
+        if not isinstance(self.scale, Real):
+            found[ARRAY_SCALE] = self.scale
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
     def floats(self) -> Floats:
         """The arrays that have gradients; a scale that is a number is one of them."""
         scale = jnp.asarray(self.scale, accumulation_dtype(self.query.dtype))
@@ -136,6 +144,10 @@ class Call:
         return _unflatten(known, [found.get(name) for name in _ARRAYS])
 
 
+# Every call has these, and every backend takes them; all others are options.
+_IN_EVERY_CALL = {"query", "key", "value", "mask", "scale", "platform"}
+ARRAY_SCALE = "array scale"
+OPTIONS = *(one.name for one in fields(Call) if one.name not in _IN_EVERY_CALL), ARRAY_SCALE
 _ARRAYS = tuple(one.name for one in fields(Call) if not one.metadata)
 _OPTIONS = tuple(one.name for one in fields(Call) if one.metadata)
 
@@ -196,6 +208,8 @@ def prepare(
     check_precision(precision)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
     platform = platform_of(query) if platform is None else platform
+    if dropout is not None and dropout.rate == 0:
+        dropout = None
     if query.ndim == 3:
         query, key, value = query[None], key[None], value[None]
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])

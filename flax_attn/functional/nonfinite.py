@@ -46,8 +46,8 @@ def without_nonfinite_sinks(
         (Array([nan,  1.], dtype=float32), Array([  0., -inf], dtype=float32))
     """
     good = sinks < jnp.inf
-    spoilt = jnp.where(good, 0, jnp.nan).astype(query.dtype)
-    return query + spoilt[None, None, :, None], jnp.where(good, sinks, 0)
+    nan_heads = jnp.where(good, 0, jnp.nan).astype(query.dtype)
+    return query + nan_heads[None, None, :, None], jnp.where(good, sinks, 0)
 
 
 def sees_nonfinite(

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from attn_spec.checks import check_choice
 from flax_attn.backends.call import Call, Unsupported, as_argument, prepare
-from flax_attn.backends.choose import choose, refusal, runs_on
+from flax_attn.backends.choose import choose, for_parts, refusal, runs_on
 from flax_attn.backends.platform import PLATFORMS, platform_of
 from flax_attn.backends.registry import BACKENDS, load
 from flax_attn.sharding.attention import attend
@@ -151,11 +151,13 @@ class _Explainer(Kernel):
     def attend_pieces(self, route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Array:
         call = shard.as_call()
         reason = "attends to all keys at once, and here they lie on several devices"
-        refusals = {name: None if name == "blocked" else f"{name} {reason}" for name in BACKENDS}
-        found = Explanation(
-            "blocked", call.platform, refusals, {"blocked": load("blocked").memory(call)}, ()
-        )
-        self.found.append(found)
+        refusals = {}
+        for name in BACKENDS:
+            able = load(name).in_parts
+            refusals[name] = refusal(load(name), call) if able else f"{name} {reason}"
+        chosen = for_parts(call)
+        memory = {chosen.name: chosen.memory(call)}
+        self.found.append(Explanation(chosen.name, call.platform, refusals, memory, ()))
         return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
 
 

@@ -33,7 +33,7 @@ from flax_attn.backends.blocked.heads import (
     heads_at_once,
 )
 from flax_attn.backends.blocked.tiling import Tiling, make_tiling
-from flax_attn.backends.call import Call, Floats
+from flax_attn.backends.call import ARRAY_SCALE, Call, Floats
 from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dtypes import accumulation_dtype
 
@@ -50,6 +50,9 @@ class Blocked(Backend):
 
     name = "blocked"
     dtypes = DTYPES
+    honours = ("bias", "soft_cap", "sinks", "dropout", "precision", "score", ARRAY_SCALE)
+    in_parts = True
+    nonfinite = "clean copies of the head at hand"
     structure = (
         "causal, windows, lengths, prefix, segments, functions with a summary: hidden tiles are"
         " skipped"

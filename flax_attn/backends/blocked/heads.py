@@ -22,7 +22,7 @@ from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.nonfinite import finite_tokens, zero_nonfinite
 
-Sums = TypeVar("Sums", Softmax, Floats)
+Totals = TypeVar("Totals", Softmax, Floats)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -133,12 +133,12 @@ def _for_products(call: Call) -> Call:
     return replace(call, query=query, key=key, value=value)
 
 
-def _over_heads(call: Call, one: Callable, store: Callable, sums: Sums) -> Sums:
+def _over_heads(call: Call, one: Callable, store: Callable, sums: Totals) -> Totals:
     """Return `sums` after `store(sums, b, n, one(b, n))` for every head."""
     b, n, *_ = call.shape
     width = heads_at_once(call)
 
-    def step(i: Array, sums: Sums) -> Sums:
+    def step(i: Array, sums: Totals) -> Totals:
         i = jnp.asarray(i, jnp.int32)
         row, first = i * width // n, i * width % n
         if width == 1:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -22,11 +20,11 @@ class Native(Backend):
     name = "native"
     platforms = ("cpu",)
     dtypes = DTYPES
+    honours = ("soft_cap", "sinks", "precision")
+    few = FEW
+    nonfinite = "in its kernel"
     structure = "causal, windows, lengths, prefix, segments: hidden blocks are skipped"
-    limits = (
-        "bias, functions of scores, dropout, masks that are dense or functions, a scale that is an"
-        " array, a precision that is an algorithm"
-    )
+    limits = "masks that are dense or functions, a precision that is an algorithm"
 
     def preferred(self, call: Call) -> bool:
         # XLA cannot divide the gradient of a call that it cannot look into, nor type it by how it
@@ -40,12 +38,6 @@ class Native(Backend):
         hint = 'Pass backend="auto" or "blocked"'
         if library() is None:
             return MISSING
-        if call.bias is not None:
-            return f"native adds no bias; got one of shape {call.bias.shape}. {hint}"
-        if call.score is not None:
-            return f"native takes no function of scores; got score={call.score.name}. {hint}"
-        if call.dropout is not None:
-            return f"native drops no weights; got dropout={call.dropout.rate}. {hint}"
         if len(rest) > 1 or len(segments) < len(rest):
             found = " & ".join(
                 type(part).__name__ for part in rest
@@ -54,8 +46,6 @@ class Native(Backend):
             return f"native takes {takes}; got {found}. {hint}"
         if any(ids.dtype.itemsize > 4 for part in segments for ids in (part.query, part.key)):
             return "native compares segment ids of up to 32 bits; got 64. Cast them to int32"
-        if not isinstance(call.scale, Real):
-            return f"native takes a scale that is known before tracing; got an array. {hint}"
         if not isinstance(call.precision, None | str | jax.lax.Precision):
             return f"native computes in float32 alone; got precision={call.precision}. {hint}"
         return None
