@@ -102,13 +102,16 @@ def backward_heads(tiling: Tiling, call: Call, saved: Softmax, cotangent: Array)
     def store(sums: Floats, b: Array, n: Array, found: Floats) -> Floats:
         query = _tokens_first(found.query * call.scale)
         captured = [d.sum(axis=0) for d in found.captured]
+        scale = sums.scale
+        if scale is not None and found.scale is not None:
+            scale = scale + found.scale.sum()
         return Floats(
             query=put(sums.query, query, (b, 0, n, 0)),
             key=_put_group(sums.key, found.key, b, n, group),
             value=_put_group(sums.value, found.value, b, n, group),
             bias=_add_bias(sums.bias, found.bias, b, n),
-            sinks=None if sums.sinks is None else add(sums.sinks, found.sinks, (n,)),
-            scale=sums.scale + found.scale.sum(),
+            sinks=_add_sinks(sums.sinks, found.sinks, n),
+            scale=scale,
             captured=tuple(map(jnp.add, sums.captured, captured)),
         )
 
@@ -198,6 +201,10 @@ def _put_group(array: Array, part: Array, b: Array, n: Array, group: int) -> Arr
     together = min(group, part.shape[0])
     shared = part.reshape(-1, together, *part.shape[1:]).sum(axis=1)
     return add(array, _tokens_first(shared), (b, 0, n // group, 0))
+
+
+def _add_sinks(array: Array | None, part: Array | None, n: Array) -> Array | None:
+    return None if array is None or part is None else add(array, part, (n,))
 
 
 def _add_bias(array: Array | None, part: Array | None, b: Array, n: Array) -> Array | None:

@@ -159,14 +159,27 @@ class _Rows(NamedTuple):
     cotangent_t: Array
 
     def block(self, start: Array, size: int) -> _Rows:
-        *rows, query_t, cotangent_t = self
-        found = [lax.dynamic_slice_in_dim(x, start, size) for x in rows]
-        columns = [lax.dynamic_slice_in_dim(x, start, size, 1) for x in (query_t, cotangent_t)]
-        return _Rows(*found, *columns)
+        def own(x: Array, axis: int = 0) -> Array:
+            return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+        return _Rows(
+            query=own(self.query),
+            cotangent=own(self.cotangent),
+            delta=own(self.delta),
+            top=own(self.top),
+            query_t=own(self.query_t, 1),
+            cotangent_t=own(self.cotangent_t, 1),
+        )
 
     def part(self, at: slice) -> _Rows:
-        *rows, query_t, cotangent_t = self
-        return _Rows(*(x[at] for x in rows), query_t[:, at], cotangent_t[:, at])
+        return _Rows(
+            query=self.query[at],
+            cotangent=self.cotangent[at],
+            delta=self.delta[at],
+            top=self.top[at],
+            query_t=self.query_t[:, at],
+            cotangent_t=self.cotangent_t[:, at],
+        )
 
 
 def _prepare(head: Head, saved: Softmax, cotangent: Array) -> tuple[_Rows, Array]:

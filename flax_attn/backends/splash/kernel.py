@@ -28,13 +28,15 @@ _NOTHING = -1e38
 
 def attend(call: Call, interpret: bool) -> Array:
     """Return `(b, t, n, v)`, computed by Pallas's interpreter if asked."""
+    if 0 in call.shape:
+        return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
     return on_copies(call, partial(_attend, interpret))
 
 
 def _attend(interpret: bool, call: Call) -> Array:
     b, n, t, _ = call.shape
     masks = _masks(call)
-    if b == 0 or not any(_shows(mask) for mask in masks):
+    if not any(_shows(mask) for mask in masks):
         return jnp.zeros((b, t, n, call.value.shape[3]), call.query.dtype)
     query, key, value = (_zero_hidden(call, name) for name in ("query", "key", "value"))
     query = (query.astype(jnp.float32) * jnp.asarray(call.scale, jnp.float32)).astype(query.dtype)
