@@ -11,7 +11,7 @@ NATIVE := setup.py $(wildcard flax_attn/native/source/*)
 
 # What another JAX or Flax can break: whatever uses their interfaces. The arithmetic is proven by make against, and
 # test_turns.py asks what test_stack.py does, of layers of more kinds.
-NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py tokamax.py xla.py) \
+NEWEST_TESTS := $(addprefix tests/backends/test_, choose.py cudnn.py splash.py tokamax.py dense.py) \
 	$(addprefix tests/modules/test_, cache.py linen_bridge.py state.py transforms.py) \
 	$(addprefix tests/sharding/test_, generate.py models.py parameters.py pretrained.py) \
 	$(filter-out %/test_turns.py,$(wildcard tests/models/test_*.py)) tests/training \

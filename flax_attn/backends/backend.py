@@ -2,7 +2,8 @@
 
 from jaxtyping import Array
 
-from flax_attn.backends.call import Call
+from flax_attn.backends.call import Call, Floats
+from flax_attn.backends.softmax import Softmax
 
 
 class Backend:
@@ -12,15 +13,25 @@ class Backend:
         name: name for `dot_product_attention(backend=...)`; the name of its module.
         platforms: platforms it runs on, of `"cpu"`, `"gpu"` and `"tpu"`; None is everywhere.
         dtypes: dtypes that query, key and value may have, of `attn_spec.checks.DTYPES`.
+        honours: options that a call may have, of `flax_attn.backends.call.OPTIONS`.
+        few: number of queries up to which it reads keys once for all of them; 0 is none.
+        in_parts: whether it computes the softmax over a part of the keys, with `forward` and
+            `backward`.
+        nonfinite: how numbers that are not finite reach the rows that see them and no others, for
+            the documentation.
         source: source of the kernel, for the documentation.
         structure: masks that it takes without an array over all queries and keys, for the
             documentation.
-        limits: calls it refuses, apart from other dtypes, for the documentation.
+        limits: calls it refuses, apart from other dtypes and options, for the documentation.
     """
 
     name: str
     platforms: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] = ()
+    honours: tuple[str, ...] = ()
+    few: int = 0
+    in_parts: bool = False
+    nonfinite: str = ""
     source: str = "flax_attn"
     structure: str = "none"
     limits: str = ""
@@ -32,12 +43,20 @@ class Backend:
     def refuse(self, call: Call) -> str | None:
         """Return why the backend cannot run the call, or None.
 
-        The platform and the dtype are checked before.
+        The platform, the dtype and the options are checked before.
         """
         return None
 
     def attend(self, call: Call) -> Array:
         """Return the output `(b, t, n, v)` of a call that is not refused."""
+        raise NotImplementedError
+
+    def forward(self, call: Call) -> Softmax:
+        """Return the softmax of a call over these keys, which may be a part of all."""
+        raise NotImplementedError
+
+    def backward(self, call: Call, saved: Softmax, cotangent: Array) -> Floats:
+        """Return the gradients, where `saved` is over these keys and maybe others."""
         raise NotImplementedError
 
     def memory(self, call: Call) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
-from flax_attn.backends.containment import contain
+from flax_attn.backends.containment import on_test
 from flax_attn.functional.mask_parts import Lengths
 
 
@@ -49,7 +49,7 @@ def attend_band(call: Call, kernel: Callable[[Call, Band, Array, Array, Array], 
 
     The kernel gets at least one query and one key a row; its output for padding is zeroed.
     """
-    return contain(call, partial(_attend, kernel))
+    return on_test(call, partial(_attend, kernel))
 
 
 def _attend(kernel: Callable[[Call, Band, Array, Array, Array], Array], call: Call) -> Array:

@@ -118,6 +118,14 @@ class Call:
         return b, n, t, self.key.shape[1]
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The options that are given, by name: what a backend has to honour or to refuse."""
+        found = {name: getattr(self, name) for name in OPTIONS if name != ARRAY_SCALE}
+        if not isinstance(self.scale, Real):
+            found[ARRAY_SCALE] = self.scale
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
     def floats(self) -> Floats:
         """The arrays that have gradients; a scale that is a number is one of them."""
         scale = jnp.asarray(self.scale, accumulation_dtype(self.query.dtype))
@@ -126,9 +134,11 @@ class Call:
 
     def cotangent(self, gradients: Floats) -> Call:
         """Return gradients as a call, in the dtypes of its arrays; None where there is none."""
-        gradients = jax.tree.map(
-            lambda gradient, x: gradient.astype(x.dtype), gradients, self.floats
-        )
+
+        def cast(gradient: Array | None, x: Array | None) -> Array | None:
+            return None if gradient is None or x is None else gradient.astype(x.dtype)
+
+        gradients = jax.tree.map(cast, gradients, self.floats, is_leaf=lambda x: x is None)
         found = gradients._asdict()
         found["score"] = None if self.score is None else self.score.cotangent(gradients.captured)
         found["scale"] = None if isinstance(self.scale, Real) else gradients.scale
@@ -136,6 +146,10 @@ class Call:
         return _unflatten(known, [found.get(name) for name in _ARRAYS])
 
 
+# Every call has these, and every backend takes them; all others are options.
+_IN_EVERY_CALL = {"query", "key", "value", "mask", "scale", "platform"}
+ARRAY_SCALE = "array scale"
+OPTIONS = *(one.name for one in fields(Call) if one.name not in _IN_EVERY_CALL), ARRAY_SCALE
 _ARRAYS = tuple(one.name for one in fields(Call) if not one.metadata)
 _OPTIONS = tuple(one.name for one in fields(Call) if one.metadata)
 
@@ -160,9 +174,8 @@ def _unflatten(known: tuple, arrays: Any) -> Call:
     values = dict(zip(_ARRAYS, arrays, strict=True)) | dict(zip(_OPTIONS, options, strict=True))
     if scale is not None:
         values["scale"] = scale
-    call = object.__new__(
-        Call
-    )  # JAX's transforms put other objects in the place of arrays: nothing is checked again
+    # JAX's transforms put other objects in the place of arrays: nothing is checked again.
+    call = object.__new__(Call)
     vars(call).update(values)
     return call
 
@@ -197,6 +210,8 @@ def prepare(
     check_precision(precision)
     check_type("dropout", dropout, KeyedDropout | None, "dropout=KeyedDropout(0.1, key)")
     platform = platform_of(query) if platform is None else platform
+    if dropout is not None and dropout.rate == 0:
+        dropout = None
     if query.ndim == 3:
         query, key, value = query[None], key[None], value[None]
     shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call, Unsupported
 from flax_attn.backends.registry import BACKENDS, check_backend, load
+from flax_attn.functional.dropout import KeyedDropout
+from flax_attn.functional.traced_score import TracedScore
 
 
 def choose(call: Call, backend: str = "auto") -> Backend:
@@ -25,7 +29,10 @@ def choose(call: Call, backend: str = "auto") -> Backend:
 
 
 def refusal(backend: Backend, call: Call) -> str | None:
-    """Return why a backend cannot run the call, or None: its platform, dtype or its own reason."""
+    """Return why a backend cannot run the call, or None.
+
+    It is its platform, its dtypes, an option that it does not name, or a reason of its own.
+    """
     if not runs_on(backend, call.platform):
         return (
             f"{backend.name} runs on {' and '.join(p.upper() for p in backend.platforms or ())};"
@@ -38,7 +45,42 @@ def refusal(backend: Backend, call: Call) -> str | None:
             f"{backend.name} takes {', '.join(backend.dtypes) or 'no dtype'}; got dtype {dtype}. "
             'Cast query, key and value, or pass backend="auto"'
         )
+    for name, value in call.options.items():
+        if name not in backend.honours:
+            return f'{backend.name} takes no {name}; got {_text(value)}. Pass backend="auto"'
     return backend.refuse(call)
+
+
+def _text(option: Any) -> str:
+    # Not the numbers of an array, which would be waited for.
+    if isinstance(option, KeyedDropout):
+        return f"rate {option.rate}"
+    if isinstance(option, TracedScore):
+        return option.name
+    return f"shape {option.shape}" if hasattr(option, "shape") else str(option)
+
+
+def few_queries(call: Call) -> bool:
+    """Return whether a call has so few queries that a backend reads keys once for all of them."""
+    _, _, t, s = call.shape
+    found = (load(name) for name in BACKENDS)
+    return t < s and any(t <= one.few for one in found if runs_on(one, call.platform))
+
+
+def for_parts(call: Call) -> Backend:
+    """Return the first backend that attends to a part of the keys of the call.
+
+    Raises:
+        Unsupported: if none does.
+    """
+    candidates = [load(name) for name in BACKENDS if load(name).in_parts]
+    reasons = [refusal(backend, call) for backend in candidates]
+    for backend, reason in zip(candidates, reasons, strict=True):
+        if reason is None:
+            return backend
+    raise Unsupported(
+        f"no backend attends to parts of the keys of this call: {'; '.join(filter(None, reasons))}"
+    )
 
 
 def runs_on(backend: Backend, platform: str) -> bool:

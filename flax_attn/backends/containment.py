@@ -1,76 +1,83 @@
-"""Containment of non-finite numbers around a fused kernel, without copies of all that it reads.
+"""Numbers that are not finite, around a kernel: they reach the rows that see them, and no others.
 
-A kernel multiplies hidden keys and values by zero, and 0 * NaN is NaN, so it would have to read
-clean copies. Here it reads query, key and value as they are. Only where one of their numbers is not
-finite, its results are thrown away for those of the kernel on clean copies: in a branch, one head
-after the other, since XLA reserves the memory of a branch whether it is taken or not. Where XLA may
-divide the call among devices all heads are taken at once: to slice an axis that is divided it would
-gather the whole array.
+A kernel multiplies hidden keys and values by zero, and 0 * NaN is NaN. There are two strategies:
+
+- `on_copies`: the kernel reads clean copies, with zeros for tokens that are not finite, and the
+  rows that see such a token are made NaN.
+- `on_test`: the kernel reads query, key and value as they are, without copies of all that it reads.
+  Only where one of their numbers is not finite, its results are thrown away for those on copies: in
+  a branch, one head after the other, since XLA reserves the memory of a branch whether it is taken
+  or not. Where XLA may divide the call among devices all heads are taken at once: to slice an axis
+  that is divided it would gather the whole array.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array
 
 from flax_attn.backends.blocked.slices import put, take
-from flax_attn.backends.call import Call
-from flax_attn.backends.nonfinite import all_finite, rows_that_see_nonfinite
+from flax_attn.backends.call import Call, Floats
+from flax_attn.backends.nonfinite import all_finite, known_row_factor, row_factor
 from flax_attn.backends.platform import may_be_partitioned
-from flax_attn.backends.trees import split
 from flax_attn.functional.nonfinite import zero_nonfinite
 
 Kernel = Callable[[Call], Array]
 Arrays = tuple[Array, ...]  # query, key and value
-_NAMES = ("query", "key", "value")
 
 
-def contain(call: Call, kernel: Kernel) -> Array:
-    """Return the output `(b, t, n, v)` of a kernel under the contract.
+def on_copies(call: Call, kernel: Kernel) -> Array:
+    """Return the output `(b, t, n, v)` of a kernel that reads clean copies."""
+    return _on_copies(call, kernel, row_factor)
 
-    It is differentiable once, in reverse mode.
 
-    The kernel keeps the contract for finite numbers, and takes query, key, value and a mask that is
-    the same for all heads.
+def _on_copies(call: Call, kernel: Kernel, factor: Callable) -> Array:
+    clean = tuple(zero_nonfinite(x) for x in _arrays(call))
+    output = kernel(_with(call, clean))
+    # A factor, so that gradients become NaN too.
+    return output * rearrange(factor(call, output.dtype), "b n t 1 -> b t n 1")
+
+
+def on_test(call: Call, kernel: Kernel) -> Array:
+    """Return the output `(b, t, n, v)` of a kernel that reads what is given.
+
+    It is differentiable once, in reverse mode, by query, key and value. The kernel takes a mask
+    that is the same for all heads.
     """
-    # A function with derivatives of its own must get as arguments what is traced; a kernel may need
-    # the rest as it is.
-    traced, mask_of = split(call.mask, Tracer)
+    return _attend(kernel, call)
 
-    def rebuilt(arrays: Arrays, traced: list[Array]) -> Call:
-        return _with_arrays(replace(call, mask=mask_of(traced)), arrays)
 
-    @jax.custom_vjp
-    def attend(arrays: Arrays, traced: list[Array]) -> Array:
-        call = rebuilt(arrays, traced)
-        return _if_finite(_finite(*arrays), kernel(call), lambda: _output(call, kernel))
+def if_finite(finite: Array, found: Any, clean: Callable[[], Any]) -> Any:
+    """Return what was found, or where it is not finite what `clean` computes."""
+    return lax.cond(finite, lambda: found, clean)
 
-    def forward(arrays: Arrays, traced: list[Array]) -> tuple[Array, tuple]:
-        call, finite = rebuilt(arrays, traced), _finite(*arrays)
-        output, pullback = jax.vjp(lambda *arrays: kernel(_with_arrays(call, arrays)), *arrays)
-        return _if_finite(finite, output, lambda: _output(call, kernel)), (
-            finite,
-            pullback,
-            arrays,
-            traced,
-        )
 
-    def backward(saved: tuple, cotangent: Array) -> tuple[Arrays, None]:
-        finite, pullback, arrays, traced = saved
-        call = rebuilt(arrays, traced)
-        return (
-            _if_finite(finite, pullback(cotangent), lambda: _gradients(call, kernel, cotangent)),
-            None,
-        )
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(kernel: Kernel, call: Call) -> Array:
+    return if_finite(_finite(*_arrays(call)), kernel(call), lambda: _output(call, kernel))
 
-    attend.defvjp(forward, backward)
-    return attend((call.query, call.key, call.value), traced)
+
+def _forward(kernel: Kernel, call: Call) -> tuple[Array, tuple]:
+    finite = _finite(*_arrays(call))
+    output, pullback = jax.vjp(lambda *arrays: kernel(_with(call, arrays)), *_arrays(call))
+    output = if_finite(finite, output, lambda: _output(call, kernel))
+    return output, (call, finite, pullback)
+
+
+def _backward(kernel: Kernel, saved: tuple, cotangent: Array) -> tuple[Call]:
+    call, finite, pullback = saved
+    found = pullback(cotangent)
+    query, key, value = if_finite(finite, found, lambda: _gradients(call, kernel, cotangent))
+    return (call.cotangent(Floats(query, key, value)),)
+
+
+_attend.defvjp(_forward, _backward)
 
 
 def memory(call: Call) -> int:
@@ -83,8 +90,9 @@ def memory(call: Call) -> int:
     return call.query.dtype.itemsize * tokens * (call.query.shape[3] + call.value.shape[3])
 
 
-def _with_arrays(call: Call, arrays: Arrays) -> Call:
-    return replace(call, **dict(zip(_NAMES, arrays, strict=True)))
+def _with(call: Call, arrays: Arrays) -> Call:
+    query, key, value = arrays
+    return replace(call, query=query, key=key, value=value)
 
 
 _finite = jax.custom_batching.custom_vmap(all_finite)
@@ -97,25 +105,25 @@ def _finite_in_all(size: int, batched: Any, *arrays: Array) -> tuple[Array, bool
     return _finite(*arrays), False
 
 
-def _if_finite(finite: Array, found: Any, clean: Callable[[], Any]) -> Any:
-    return lax.cond(finite, lambda: found, clean)
-
-
 def _output(call: Call, kernel: Kernel) -> Array:
     if may_be_partitioned():
-        return _cleaned(call, kernel)
+        return _on_copies(call, kernel, known_row_factor)
     (b, t, n, _), v = call.query.shape, call.value.shape[3]
 
     def step(i: Array, output: Array) -> Array:
         row, head = i // n, i % n
-        return put(output, _cleaned(_heads(call, row, head, 1), kernel), (row, 0, head, 0))
+        return put(
+            output,
+            _on_copies(_heads(call, row, head, 1), kernel, known_row_factor),
+            (row, 0, head, 0),
+        )
 
     return lax.fori_loop(0, b * n, step, jnp.zeros((b, t, n, v), call.query.dtype))
 
 
 def _gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
     if may_be_partitioned():
-        return _cleaned_gradients(call, kernel, cotangent)
+        return _gradients_on_copies(call, kernel, cotangent)
     (b, t, n, _), k, v = call.query.shape, call.key.shape[2], call.value.shape[3]
     group = n // k  # heads that share a key/value head, whose gradient the kernel sums
 
@@ -123,7 +131,7 @@ def _gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
         row, kv = i // k, i % k
         heads = kv * group, kv, kv
         part = take(cotangent, (row, 0, kv * group, 0), (1, t, group, v))
-        found = _cleaned_gradients(_heads(call, row, kv * group, group), kernel, part)
+        found = _gradients_on_copies(_heads(call, row, kv * group, group), kernel, part)
         return tuple(
             put(x, d, (row, 0, head, 0)) for x, d, head in zip(gradients, found, heads, strict=True)
         )
@@ -145,16 +153,9 @@ def _heads(call: Call, row: Array, first: Array, width: int) -> Call:
     return replace(call, query=query, key=key, value=value, mask=call.mask.row(row, None))
 
 
-def _cleaned(call: Call, kernel: Kernel) -> Array:
-    output = kernel(_with_arrays(call, tuple(map(zero_nonfinite, _arrays(call)))))
-    spoilt = rearrange(rows_that_see_nonfinite(call), "b n t 1 -> b t n 1")
-    return output * jnp.where(spoilt, jnp.nan, 1).astype(
-        output.dtype
-    )  # a factor, so that gradients become NaN too
+def _gradients_on_copies(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
+    def output(*arrays: Array) -> Array:
+        return _on_copies(_with(call, arrays), kernel, known_row_factor)
 
-
-def _cleaned_gradients(call: Call, kernel: Kernel, cotangent: Array) -> Arrays:
-    _, pullback = jax.vjp(
-        lambda *arrays: _cleaned(_with_arrays(call, arrays), kernel), *_arrays(call)
-    )
+    _, pullback = jax.vjp(output, *_arrays(call))
     return pullback(cotangent)

@@ -11,7 +11,7 @@ from flax_attn.backends import containment
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
-from flax_attn.backends.dense import array_size, attend_dense, refuse_options
+from flax_attn.backends.dense import array_size, attend_dense, refuse_empty
 from flax_attn.backends.platform import compute_capability
 
 _FILLS = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}  # what jax adds to a hidden score
@@ -23,11 +23,13 @@ class CuDNN(Backend):
     name = "cudnn"
     platforms = ("gpu",)
     dtypes = tuple(_FILLS)
+    honours = ("bias",)
+    nonfinite = "test, then a branch; clean copies where the mask is an array"
     source = "`jax.nn`"
     structure = "causal and sliding windows at t = s, lengths"
     limits = (
-        "head widths above 128 (on Hopper 256), soft cap, functions of scores, sinks, dropout, a"
-        " precision, a bias of another dtype than the query"
+        "head widths above 128 (on Hopper 256), a bias of another dtype than the query, no rows or"
+        " queries"
     )
 
     def preferred(self, call: Call) -> bool:
@@ -47,14 +49,7 @@ class CuDNN(Backend):
                 f" 9) up to 256; got h={call.query.shape[-1]}, v={call.value.shape[-1]}, and"
                 f" compute capability {capability}"
             )
-        if isinstance(call.scale, jax.Array):
-            return (
-                f"cudnn needs a scale that is known before tracing; got {call.scale}. Multiply it"
-                " into the query"
-            )
-        if call.soft_cap is not None:
-            return f'cudnn has no soft cap; got soft_cap={call.soft_cap}. Pass backend="auto"'
-        return refuse_options("cudnn", call) or _refuse_bias(call)
+        return refuse_empty("cudnn", call) or _refuse_bias(call)
 
     def attend(self, call: Call) -> Array:
         """Return the output.

@@ -16,13 +16,12 @@ from jaxtyping import Array
 
 from attn_spec.checks import DTYPES
 from flax_attn.backends.backend import Backend
-from flax_attn.backends.call import Call
+from flax_attn.backends.call import ARRAY_SCALE, Call
+from flax_attn.backends.containment import if_finite
 from flax_attn.backends.nonfinite import all_finite
 from flax_attn.backends.reference import with_weights
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import capped_scores, hide, masked_softmax
-
-FEW = 16  # queries; with more, tiles are quicker
 
 
 class Decode(Backend):
@@ -30,19 +29,13 @@ class Decode(Backend):
 
     name = "decode"
     dtypes = DTYPES
-    limits = "dropout"
+    honours = ("bias", "soft_cap", "sinks", "precision", "score", ARRAY_SCALE)
+    few = 16
+    nonfinite = "test of its results, then a branch to the formula"
 
     def preferred(self, call: Call) -> bool:
         _, _, t, s = call.shape
-        return t <= FEW and t < s
-
-    def refuse(self, call: Call) -> str | None:
-        if call.dropout is not None:
-            return (
-                "decode is for steps of decoding, which drop no weights; got dropout. Call .eval()"
-                " on the module"
-            )
-        return None
+        return t <= self.few and t < s
 
     def attend(self, call: Call) -> Array:
         """Return `(b, t, n, v)`, differentiable in every mode and to every order."""
@@ -71,7 +64,7 @@ def _attend(call: Call) -> Array:
     output, scores = _plain(call, key, value)
     # A number that is not finite makes every score or output that it takes part in so too, also
     # those of hidden keys.
-    return lax.cond(all_finite(scores, output), lambda: output, by_formula)
+    return if_finite(all_finite(scores, output), output, by_formula)
 
 
 @_attend.defjvp

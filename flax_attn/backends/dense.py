@@ -4,6 +4,7 @@ They have the interface of `jax.nn.dot_product_attention`.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,38 +12,18 @@ from einops import rearrange
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
-from flax_attn.backends.nonfinite import row_factor
-from flax_attn.functional.nonfinite import zero_nonfinite
+from flax_attn.backends.containment import on_copies
 from flax_attn.functional.reference import hide
 
 
-def refuse_options(name: str, call: Call) -> str | None:
-    """Return what no kernel behind the interface of jax.nn can honour, or None."""
-    if 0 in call.shape:
-        return (
-            f"{name} needs at least one batch row and one query token; got (b, n, t, s) ="
-            f" {call.shape}"
-        )
-    if call.sinks is not None:
-        return (
-            f"{name} has no attention sinks; got sinks of shape {call.sinks.shape}. Pass"
-            ' backend="auto"'
-        )
-    if call.score is not None:
-        return (
-            f'{name} takes no function of scores; got score={call.score.name}. Pass backend="auto"'
-        )
-    if call.dropout is not None:
-        return (
-            f"{name} cannot drop by key and index; got dropout at rate {call.dropout.rate}. Pass"
-            ' backend="auto"'
-        )
-    if call.precision is not None:
-        return (
-            f"{name} takes no precision; got {call.precision!r}. Set jax.default_matmul_precision"
-            " around the call"
-        )
-    return None
+def refuse_empty(name: str, call: Call) -> str | None:
+    """Return that there is nothing to compute, or None."""
+    if 0 not in call.shape:
+        return None
+    return (
+        f"{name} needs at least one batch row and one query token; got (b, n, t, s) = {call.shape}."
+        ' Pass backend="auto"'
+    )
 
 
 def refuse_widths(name: str, call: Call) -> str | None:
@@ -64,17 +45,18 @@ def attend_dense(call: Call, kernel: Callable[..., Array], fill: float) -> Array
     own `fill` for hidden scores, and rows that all see something: those that do not are shown every
     key, and zeroed afterwards, so that no kernel divides by zero.
     """
+    return on_copies(call, partial(_attend, kernel, fill))
+
+
+def _attend(kernel: Callable[..., Array], fill: float, call: Call) -> Array:
     visible, bias = hide(_array(call), call.bias)
     sees = visible.any(axis=-1, keepdims=True)
     bias = None if bias is None else _above(bias, fill / 2)
-    seeing, seen = (
-        rearrange(sees, "b n t 1 -> b t n 1"),
-        rearrange(visible.any(axis=(1, 2)), "b s -> b s 1 1"),
-    )
-    query = jnp.where(seeing, zero_nonfinite(call.query), 0)
-    key, value = (jnp.where(seen, zero_nonfinite(x), 0) for x in (call.key, call.value))
-    output = jnp.where(seeing, kernel(query, key, value, bias, visible | ~sees), 0)
-    return output * rearrange(row_factor(call, output.dtype), "b n t 1 -> b t n 1")
+    seeing = rearrange(sees, "b n t 1 -> b t n 1")
+    seen = rearrange(visible.any(axis=(1, 2)), "b s -> b s 1 1")
+    query = jnp.where(seeing, call.query, 0)
+    key, value = (jnp.where(seen, x, 0) for x in (call.key, call.value))
+    return jnp.where(seeing, kernel(query, key, value, bias, visible | ~sees), 0)
 
 
 def array_size(call: Call) -> int:

@@ -1,8 +1,4 @@
-"""Non-finite numbers around a kernel: it reads finite ones, and rows that may see others are NaN.
-
-A kernel that needs it calls `zero_nonfinite` on what it reads and multiplies its output by
-`row_factor`.
-"""
+"""Which numbers of a call are finite, and which rows see one that is not."""
 
 from functools import partial
 from math import ceil, log2
@@ -14,7 +10,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from flax_attn.backends.call import Call
-from flax_attn.functional.masks import Mask
 from flax_attn.functional.nonfinite import finite_tokens, sees_nonfinite
 
 _SEEN = 2**20  # pairs of tokens checked at once
@@ -53,41 +48,40 @@ def row_factor(call: Call, dtype) -> Float[Array, "b n t 1"]:
     A factor, so that gradients become NaN too. Which rows these are is computed only if a number is
     not finite.
     """
-    return _row_factor(dtype, call.mask, call.bias, call.query, call.key, call.value)
+    return _row_factor(dtype, call)
 
 
-@partial(
-    jax.jit, static_argnums=0, inline=True
-)  # an eager call would compile the branches each time
-def _row_factor(
-    dtype, mask: Mask, bias: Array | None, query: Array, key: Array, value: Array
-) -> Array:
-    b, t, n, _ = query.shape
+# An eager call would compile the branches each time.
+@partial(jax.jit, static_argnums=0, inline=True)
+def _row_factor(dtype, call: Call) -> Array:
+    b, n, t, _ = call.shape
     return lax.cond(
-        all_finite(query, key, value),
+        all_finite(call.query, call.key, call.value),
         lambda: jnp.ones((b, n, t, 1), dtype),
-        lambda: jnp.where(_rows(mask, bias, query, key, value), jnp.nan, 1).astype(dtype),
+        lambda: known_row_factor(call, dtype),
     )
 
 
-def rows_that_see_nonfinite(call: Call) -> Bool[Array, "b n t 1"]:
-    """Return which rows may see a number that is not finite."""
-    return _rows(call.mask, call.bias, call.query, call.key, call.value)
+def known_row_factor(call: Call, dtype) -> Float[Array, "b n t 1"]:
+    """Return `row_factor` where it is known that a number is not finite."""
+    return jnp.where(_rows(call), jnp.nan, 1).astype(dtype)
 
 
-def _rows(mask: Mask, bias: Array | None, query: Array, key: Array, value: Array) -> Array:
+def _rows(call: Call) -> Bool[Array, "b n t 1"]:
+    query, key, value, bias = call.query, call.key, call.value, call.bias
     query_ok, key_ok = finite_tokens(query), finite_tokens(key) & finite_tokens(value)
     cols = jnp.arange(key.shape[1])
 
     def one(row: Array) -> Bool[Array, "b n"]:
-        visible = mask.block(row[None], cols)
-        if bias is not None:  # -inf hides too
-            visible = visible & (bias[:, :, jnp.minimum(row, bias.shape[2] - 1), None] != -jnp.inf)
+        visible = call.mask.block(row[None], cols)
+        if bias is not None:
+            # -inf hides too.
+            own = bias[:, :, jnp.minimum(row, bias.shape[2] - 1), None]
+            visible = visible & (own != -jnp.inf)
         return sees_nonfinite(visible, query_ok[:, row, None], key_ok)[:, :, 0, 0]
 
-    b, t, n, _ = query.shape
-    pairs = b * n * max(len(cols), 1)
-    at_once = (
-        max(_SEEN // pairs, 1) if isinstance(pairs, int) else 1
-    )  # a symbol has no order among numbers
+    b, n, t, s = call.shape
+    pairs = b * n * max(s, 1)
+    # A symbol has no order among numbers.
+    at_once = max(_SEEN // pairs, 1) if isinstance(pairs, int) else 1
     return rearrange(lax.map(one, jnp.arange(t), batch_size=at_once), "t b n -> b n t 1")

@@ -6,7 +6,7 @@ from jaxtyping import Array
 
 from attn_spec.checks import DTYPES
 from flax_attn.backends.backend import Backend
-from flax_attn.backends.call import Call
+from flax_attn.backends.call import OPTIONS, Call
 from flax_attn.functional.dtypes import accumulation_dtype
 from flax_attn.functional.reference import reference_attention
 
@@ -20,6 +20,8 @@ class Reference(Backend):
 
     name = "reference"
     dtypes = DTYPES
+    honours = OPTIONS
+    nonfinite = "in the formula: NaN is added to the scores of the rows that see one"
 
     def preferred(self, call: Call) -> bool:
         _, _, t, s = call.shape

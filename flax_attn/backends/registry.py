@@ -7,6 +7,7 @@ from importlib import import_module
 
 from attn_spec.checks import DTYPES, check_choice
 from flax_attn.backends.backend import Backend
+from flax_attn.backends.call import OPTIONS
 
 # In order of preference: "auto" takes the first that runs on the platform, prefers the call and
 # does not refuse it.
@@ -17,7 +18,6 @@ BACKENDS = (
     "cudnn",
     "splash",
     "blocked",
-    "xla",
     "tokamax",
 )
 
@@ -42,9 +42,18 @@ def markdown_table() -> str:
 
     Example:
         >>> print(markdown_table().splitlines()[0])
-        | backend | runs on | what it is | source | masks kept as structure | refuses |
+        | backend | runs on | what it is | source | masks kept as structure | numbers that are not \
+finite | refuses |
     """
-    heading = ("backend", "runs on", "what it is", "source", "masks kept as structure", "refuses")
+    heading = (
+        "backend",
+        "runs on",
+        "what it is",
+        "source",
+        "masks kept as structure",
+        "numbers that are not finite",
+        "refuses",
+    )
     rows = [heading, ("---",) * len(heading), *(_row(load(name)) for name in BACKENDS)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -56,6 +65,16 @@ def _row(backend: Backend) -> tuple[str, ...]:
         else ", ".join(p.upper() for p in backend.platforms)
     )
     summary = (import_module(type(backend).__module__).__doc__ or "").partition("\n")[0].rstrip(".")
-    refused = [dtype for dtype in DTYPES if dtype not in backend.dtypes]
-    limits = ", ".join([*refused, backend.limits]).removesuffix(", ") or "nothing"
-    return f"`{backend.name}`", where, summary, backend.source, backend.structure, limits
+    dtypes = [dtype for dtype in DTYPES if dtype not in backend.dtypes]
+    options = [f"`{option}`" for option in OPTIONS if option not in backend.honours]
+    others = [backend.limits] if backend.limits else []
+    limits = ", ".join([*dtypes, *options, *others]) or "nothing"
+    return (
+        f"`{backend.name}`",
+        where,
+        summary,
+        backend.source,
+        backend.structure,
+        backend.nonfinite,
+        limits,
+    )

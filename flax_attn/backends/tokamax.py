@@ -14,7 +14,7 @@ from flax_attn.backends import containment
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.band import Band, attend_band, has_lengths, is_band, sides
 from flax_attn.backends.call import Call, Unsupported
-from flax_attn.backends.dense import array_size, attend_dense, refuse_options, refuse_widths
+from flax_attn.backends.dense import array_size, attend_dense, refuse_empty, refuse_widths
 from flax_attn.backends.platform import compute_capability
 
 _FILL = float(jnp.finfo(jnp.float32).min)  # what the kernels put in the place of a hidden score
@@ -26,26 +26,23 @@ class Tokamax(Backend):
     name = "tokamax"
     platforms = ("gpu",)
     dtypes = ("bfloat16", "float16")
+    honours = ("bias", "soft_cap")
+    nonfinite = "test, then a branch; clean copies where the mask is an array"
     source = "openxla/tokamax, optional"
     structure = "causal, windows, key lengths"
-    limits = "functions of scores, sinks, dropout, a precision, and before Hopper soft cap"
+    limits = "before Hopper a soft cap, no rows or queries"
 
     def refuse(self, call: Call) -> str | None:
         """Return why tokamax cannot honour the call, or None."""
         if not find_spec("tokamax"):
             return "tokamax is not installed: pip install tokamax (Python 3.12 or newer)"
-        if isinstance(call.scale, jax.Array):
-            return (
-                f"tokamax needs a scale that is known before tracing; got {call.scale}. Multiply it"
-                " into the query"
-            )
         if call.soft_cap is not None and implementation() == "triton":
             return (
                 "tokamax has a gradient of the soft cap on GPUs of compute capability 9 and 10"
                 " only; got "
                 f'soft_cap={call.soft_cap}. Pass backend="auto"'
             )
-        return refuse_options("tokamax", call) or refuse_widths("tokamax", call)
+        return refuse_empty("tokamax", call) or refuse_widths("tokamax", call)
 
     def attend(self, call: Call) -> Array:
         """Return the output of the kernel that has a gradient on this GPU."""

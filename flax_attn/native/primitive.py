@@ -53,10 +53,10 @@ def primitive(
 def batch_by_broadcasting(made: Primitive) -> None:
     """Let `jax.vmap` put its axis before all others of every operand and result."""
 
-    def batch(args: Any, dims: Any, **options: Any) -> tuple[Any, tuple[int, ...]]:
+    def batch(args: Any, dims: Any, **options: Any) -> tuple[Any, Any]:
         size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
         moved = [batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True)]
         results = made.bind(*moved, **options)
-        return results, (0,) * len(results)
+        return results, (0,) * len(results) if made.multiple_results else 0
 
     batching.primitive_batchers[made] = batch

@@ -12,10 +12,9 @@ from jaxtyping import Array
 
 from attn_spec.checks import check_choice
 from flax_attn.backends.call import Call, Unsupported, as_argument, prepare
-from flax_attn.backends.choose import choose, refusal, runs_on
+from flax_attn.backends.choose import choose, for_parts, refusal, runs_on
 from flax_attn.backends.platform import PLATFORMS, platform_of
 from flax_attn.backends.registry import BACKENDS, load
-from flax_attn.backends.trees import split
 from flax_attn.sharding.attention import attend
 from flax_attn.sharding.partition import Division, divide
 from flax_attn.sharding.ring_schedule import Route
@@ -80,42 +79,43 @@ def explain(
         >>> found.backend, found.refusals["splash"]
         ('blocked', 'splash runs on TPU; got platform "gpu". Pass backend="auto"')
     """
-    arrays = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "bias": bias,
-        "sinks": options.pop("sinks", None),
-    }
-    arrays = {name: _known(name, x) for name, x in arrays.items()}
     backend = options.pop("backend", "auto")
     options.pop("return_weights", None)
     options["platform"] = options.get("platform") or platform_of(query)
     check_choice("platform", options["platform"], PLATFORMS)
+    arrays = {"query": query, "key": key, "value": value, "bias": bias}
+    arrays = {name: _known(name, x) for name, x in arrays.items()}
+    leaves, structure = jax.tree.flatten((arrays | options, mask))
+    # Arrays of a mask stay known where they are, as kernels may need them.
+    of_mask = len(leaves) - len(jax.tree.leaves(mask))
+    abstract = [
+        leaf if _is_abstract(leaf) or (i < of_mask and isinstance(leaf, jax.Array)) else None
+        for i, leaf in enumerate(leaves)
+    ]
     found = []
 
-    abstract, mask_of = split(
-        mask, jax.ShapeDtypeStruct
-    )  # the rest of a mask stays known, as kernels may need it
-
-    def trace(arrays: dict[str, Array | None], abstract: list[Array]) -> None:
-        call = prepare(**arrays, mask=mask_of(abstract), **options)
+    def trace(abstract: list[Array | None]) -> None:
+        pairs = zip(leaves, abstract, strict=True)
+        arguments, mask = structure.unflatten(leaf if x is None else x for leaf, x in pairs)
+        call = prepare(**arguments, mask=mask)
         division = divide(call, backend)
-        found.append(
-            _explain(call, backend) if division is None else _of_one_device(division, call, backend)
-        )
+        if division is None:
+            found.append(_explain(call, backend))
+        else:
+            found.append(_of_one_device(division, call, backend))
 
-    jax.eval_shape(trace, arrays, abstract)
+    jax.eval_shape(trace, abstract)
     return found[0]
 
 
 def _known(name: str, x: Any) -> Any:
-    optional = name in ("bias", "sinks")
-    return (
-        x
-        if isinstance(x, jax.ShapeDtypeStruct) or (optional and x is None)
-        else as_argument(name, x)
-    )
+    if x is None and name == "bias":
+        return None
+    return x if _is_abstract(x) else as_argument(name, x)
+
+
+def _is_abstract(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _lines(division: Division | None) -> list[str]:
@@ -151,11 +151,13 @@ class _Explainer(Kernel):
     def attend_pieces(self, route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Array:
         call = shard.as_call()
         reason = "attends to all keys at once, and here they lie on several devices"
-        refusals = {name: None if name == "blocked" else f"{name} {reason}" for name in BACKENDS}
-        found = Explanation(
-            "blocked", call.platform, refusals, {"blocked": load("blocked").memory(call)}, ()
-        )
-        self.found.append(found)
+        refusals = {}
+        for name in BACKENDS:
+            able = load(name).in_parts
+            refusals[name] = refusal(load(name), call) if able else f"{name} {reason}"
+        chosen = for_parts(call)
+        memory = {chosen.name: chosen.memory(call)}
+        self.found.append(Explanation(chosen.name, call.platform, refusals, memory, ()))
         return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
 
 

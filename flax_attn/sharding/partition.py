@@ -10,7 +10,8 @@ from math import gcd, lcm, prod
 from typing import Any
 
 from flax_attn.backends.call import Call, Unsupported
-from flax_attn.backends.decode import FEW
+from flax_attn.backends.choose import few_queries
+from flax_attn.backends.registry import load
 from flax_attn.sharding.axes import mesh_axes, mesh_of
 from flax_attn.sharding.options import ContextOptions, in_use
 from flax_attn.sharding.zigzag_order import check_pieces
@@ -76,7 +77,7 @@ def divide(call: Call, backend: str = "auto") -> Division | None:
     mesh = mesh_of(call.query, call.key, call.value)
     b, n, t, s = call.shape
     found = {name: mesh_axes(name, mesh) for name in ("batch", "heads", "tokens")}
-    few = t <= FEW and t < s
+    few = few_queries(call)
     if in_use().order == "zigzag" and (few or not found["tokens"]):
         raise ValueError(
             f"tokens in zigzag order are those of a sequence that a mesh splits; got t={t}, s={s}"
@@ -141,14 +142,18 @@ def _with_strategy(
                 f'heads a device for {devices} devices. Use strategy="ring", or fewer devices for'
                 " tokens"
             )
-    if strategy in _IN_PIECES and backend not in ("auto", "blocked"):
+    if strategy in _IN_PIECES and not _in_parts(backend):
         raise Unsupported(
             f"backend {backend!r} cannot honour this call: strategy {strategy!r} attends to parts"
-            ' of the keys, which only "blocked" does. Pass backend="auto", or'
+            f' of the keys, which {backend} does not. Pass backend="auto", or'
             ' strategy="all_gather"'
         )
     balanced, ordered = _balanced(call, options, strategy, devices), options.order == "zigzag"
     return _changed(division, strategy, reason, within=within, balanced=balanced, ordered=ordered)
+
+
+def _in_parts(backend: str) -> bool:
+    return backend == "auto" or load(backend).in_parts
 
 
 def _chosen(call: Call, backend: str, devices: int, n: int, k: int) -> tuple[str, str]:
@@ -156,7 +161,7 @@ def _chosen(call: Call, backend: str, devices: int, n: int, k: int) -> tuple[str
     (low, high), _ = call.mask.split_band()
     within = gcd(devices, n, k)
     share = t // devices
-    if backend not in ("auto", "blocked"):
+    if not _in_parts(backend):
         if n % devices == 0:
             return (
                 "ulysses",

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from flax_attn.backends.blocked import BACKEND as BLOCKED
+from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call, Floats
 from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dtypes import accumulation_dtype
@@ -29,30 +29,36 @@ from flax_attn.sharding.ring_schedule import Route
 from flax_attn.sharding.shards import Shard
 
 
-def attend_pieces(route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Array:
+def attend_pieces(
+    backend: Backend, route: Route, shard: Shard, over: tuple[str, ...] = ()
+) -> Array:
     """Return the output of one device's queries over all pieces of the keys; in `jax.shard_map`.
 
     Args:
+        backend: backend that attends to one piece.
         route: route of the pieces.
         shard: shard of this device.
         over: mesh axes over which devices have the same queries, and their softmaxes are folded
             into one.
     """
-    output: Array = _attend(route, over, shard)
+    output: Array = _attend(backend, route, over, shard)
     return output.astype(shard.call.query.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(route: Route, over: tuple[str, ...], shard: Shard) -> Array:
-    return _forward(route, over, shard)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(backend: Backend, route: Route, over: tuple[str, ...], shard: Shard) -> Array:
+    return _forward(backend, route, over, shard)[0]
 
 
-def _forward(route: Route, over: tuple[str, ...], shard: Shard) -> tuple[Array, tuple]:
+def _forward(
+    backend: Backend, route: Route, over: tuple[str, ...], shard: Shard
+) -> tuple[Array, tuple]:
     call = shard.call
 
     def step(j, piece, sums, done):
         def with_piece():
-            return done.fold(BLOCKED.forward(_with_keys(shard, piece, route.keys_of(j))))
+            part = backend.forward(_with_keys(shard, piece, route.keys_of(j)))
+            return done.fold(part)
 
         return sums, route.where_needed(j, with_piece, done)
 
@@ -65,7 +71,11 @@ def _forward(route: Route, over: tuple[str, ...], shard: Shard) -> tuple[Array, 
 
 
 def _backward(
-    route: Route, over: tuple[str, ...], saved: tuple[Shard, Softmax], cotangent: Array
+    backend: Backend,
+    route: Route,
+    over: tuple[str, ...],
+    saved: tuple[Shard, Softmax],
+    cotangent: Array,
 ) -> tuple[Shard]:
     shard, done = saved
     call = shard.call
@@ -76,7 +86,7 @@ def _backward(
     def step(j, piece, sums, own):
         def with_piece():
             cols = route.keys_of(j)
-            share = BLOCKED.backward(_with_keys(shard, piece, cols), done, cotangent)
+            share = backend.backward(_with_keys(shard, piece, cols), done, cotangent)
             d_piece = share.key, share.value
             return jax.tree.map(jnp.add, sums, d_piece), _add(own, share, cols)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from flax_attn.backends.call import Call
-from flax_attn.backends.choose import choose
+from flax_attn.backends.choose import choose, for_parts
 from flax_attn.functional.mask_part import MaskPart, PlacedPart
 from flax_attn.functional.masks import Mask
 from flax_attn.functional.token_runs import Places
@@ -40,7 +40,7 @@ class Kernel:
 
     def attend_pieces(self, route: Route, shard: Shard, over: tuple[str, ...] = ()) -> Array:
         """Return the output of a device's queries over keys that lie on several devices."""
-        return attend_pieces(route, shard, over)
+        return attend_pieces(for_parts(shard.as_call()), route, shard, over)
 
 
 def attend_shard(division: Division, kernel: Kernel, shard: Shard) -> Array:

@@ -98,8 +98,8 @@ def taken(monkeypatch):
     def add(name, scores):
         counts[name] += scores
 
-    count("forward", passes._forward_tile, 3)
-    count("backward", passes._backward_tile, 3)
+    count("forward", passes._forward_tile, 2)
+    count("backward", passes._backward_tile, 2)
     return counts
 
 

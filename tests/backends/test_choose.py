@@ -19,8 +19,8 @@ from flax_attn import (
 )
 from flax_attn.backends import cudnn
 from flax_attn.backends.backend import Backend
-from flax_attn.backends.call import Unsupported, prepare
-from flax_attn.backends.choose import choose, refusal
+from flax_attn.backends.call import OPTIONS, Unsupported, prepare
+from flax_attn.backends.choose import choose, few_queries, for_parts, refusal
 from flax_attn.backends.platform import PLATFORMS, compute_capability, platform_of
 from flax_attn.backends.reference import SHORT
 from flax_attn.backends.registry import BACKENDS, load, markdown_table
@@ -100,7 +100,7 @@ def test_a_step_of_decoding_is_decoded_unless_it_drops(platform):
         ("gpu", {"dtype": jnp.bfloat16}, ()),
         ("gpu", {}, ("cudnn",)),
         ("gpu", {"backend": "reference"}, ()),
-        ("gpu", {"backend": "xla"}, ("cudnn",)),
+        ("gpu", {"backend": "blocked"}, ("cudnn",)),
         ("tpu", {"dropout": KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))}, ("splash",)),
         (
             "tpu",
@@ -118,12 +118,12 @@ def test_those_that_auto_would_rather_take_are_named(platform, options, passed_o
 
 def test_explained_is_what_runs(monkeypatch):
     ran = []
-    for name in ("native", "blocked", "xla"):
+    for name in ("native", "blocked", "decode"):
         monkeypatch.setattr(
             load(name), "attend", lambda call, name=name: ran.append(name) or call.query
         )
     x = jnp.ones((1, 160, 2, 4))
-    for backend in ("auto", "blocked", "xla"):
+    for backend in ("auto", "blocked", "decode"):
         dot_product_attention(x, x, x, backend=backend)
         assert ran.pop() == explain(x, x, x, backend=backend, platform="cpu").backend
     dot_product_attention(x[:, :9], x, x)
@@ -131,19 +131,20 @@ def test_explained_is_what_runs(monkeypatch):
 
 
 def test_one_that_refuses_by_name():
-    found = ask(backend="xla", soft_cap=2.0, platform="cpu")
+    dropout = KeyedDropout(0.1, jnp.zeros(2, jnp.uint32))
+    found = ask(backend="decode", dropout=dropout, platform="cpu")
     assert found.backend is None
     assert str(found).startswith("nothing runs on cpu")
-    assert "no soft cap" in str(found)
-    assert "xla" not in found.memory
+    assert "takes no dropout" in str(found)
+    assert "decode" not in found.memory
     x = jnp.ones((2, 3, 4, 5))
     with pytest.raises(
         Unsupported,
-        match=r"^backend 'xla' cannot honour this call: xla has no soft cap; got soft_cap=2",
+        match=r"^backend 'decode' cannot honour this call: decode takes no dropout; got rate 0\.1",
     ):
-        dot_product_attention(x, x, x, soft_cap=2.0, backend="xla")
+        dot_product_attention(x, x, x, dropout=dropout, backend="decode")
     with pytest.raises(ValueError, match="cannot honour"):  # for callers that know of no backends
-        attend(x, x, x, soft_cap=2.0, backend="xla", return_weights=True)
+        attend(x, x, x, dropout=dropout, backend="decode", return_weights=True)
 
 
 @pytest.mark.parametrize("backend", ["splash", "cudnn"])
@@ -158,7 +159,7 @@ TAKES = {
     **dict.fromkeys(
         ("decode", "reference", "blocked"), ("float64", "float32", "bfloat16", "float16")
     ),
-    **dict.fromkeys(("native", "xla"), ("float32", "bfloat16", "float16")),
+    **dict.fromkeys(("native",), ("float32", "bfloat16", "float16")),
     **dict.fromkeys(("cudnn", "tokamax"), ("bfloat16", "float16")),
     "splash": ("float32", "bfloat16"),
 }
@@ -186,6 +187,54 @@ def test_a_backend_that_declares_no_dtype_takes_none():
 
     call = prepare(*[jnp.ones((2, 3, 4, 5))] * 3, platform="cpu")
     assert "silent takes no dtype; got dtype float32" in (refusal(Silent(), call) or "")
+
+
+GIVEN = {
+    "bias": {"bias": jnp.ones((3, 3))},
+    "soft_cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": jnp.ones(4)},
+    "dropout": {"dropout": KeyedDropout(0.5, jnp.zeros(2, jnp.uint32))},
+    "precision": {"precision": "highest"},
+    "score": {"score": lambda score, b, n, i, j: 2 * score},
+    "array scale": {"scale": jnp.float32(2)},
+}
+
+
+@pytest.mark.usefixtures("no_shape_checks")
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_backend_refuses_an_option_that_it_does_not_name(option):
+    class Silent(Backend):
+        name = "silent"
+        dtypes = DTYPES
+
+    call = prepare(*[jnp.ones((2, 3, 4, 5))] * 3, platform="cpu", **GIVEN[option])
+    assert f"silent takes no {option}; got " in (refusal(Silent(), call) or "")
+    Silent.honours = (option,)
+    assert refusal(Silent(), call) is None
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_options_that_a_backend_names_are_options_of_a_call(name):
+    assert set(load(name).honours) <= set(OPTIONS)
+
+
+def test_a_call_in_parts_that_no_backend_takes_is_refused(monkeypatch):
+    call = prepare(*[jnp.ones((2, 3, 4, 5))] * 3, soft_cap=2.0)
+    assert for_parts(call).name == "blocked"
+    monkeypatch.setattr(load("blocked"), "honours", ())
+    with pytest.raises(
+        Unsupported, match="no backend attends to parts of the keys of this call: blocked takes no"
+    ):
+        for_parts(call)
+
+
+@pytest.mark.parametrize(("t", "s", "few"), [(16, 17, True), (17, 18, False), (16, 16, False)])
+def test_backends_say_how_many_queries_are_few(t, s, few, monkeypatch):
+    query, key = jnp.ones((1, t, 2, 4)), jnp.ones((1, s, 2, 4))
+    call = prepare(query, key, key, platform="gpu")
+    assert few_queries(call) == few
+    monkeypatch.setattr(load("decode"), "few", 3)
+    assert not few_queries(call)
 
 
 OTHER_DTYPES = [
@@ -269,7 +318,7 @@ def test_explain_takes_what_the_call_takes():
     found = explain(x, x, x, jnp.ones((9, 9)), jnp.ones((9, 9), bool), dropout=dropout, **options)
     assert found.backend == "reference"
     assert found.refusals["blocked"] is None
-    assert "soft cap" in found.refusals["xla"]
+    assert "dropout" in found.refusals["decode"]
     everywhere = {name for name in BACKENDS if load(name).platforms is None} | (
         {"native"} if BUILT else set()
     )
@@ -289,7 +338,6 @@ def test_platform_of_tracers_is_that_of_the_default_device():
     ("backend", "mask", "dtype"),
     [
         ("reference", Mask.causal(), "float32"),
-        ("xla", Mask.causal(), "float32"),
         ("blocked", Mask.causal(), "float32"),
         ("blocked", Mask(), "bfloat16"),
         ("blocked", Mask.sliding_window(100), "float32"),
@@ -311,7 +359,7 @@ def test_memory_is_about_what_is_compiled(backend, mask, dtype):
 def test_the_documented_table_has_a_row_for_every_backend():
     lines = markdown_table().splitlines()
     assert [line.split("`")[1] for line in lines[2:]] == list(BACKENDS)
-    assert all(line.count(" | ") == 5 for line in (lines[0], *lines[2:]))
+    assert all(line.count(" | ") == 6 for line in (lines[0], *lines[2:]))
     documented = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
     assert markdown_table() in documented
 

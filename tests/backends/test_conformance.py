@@ -33,11 +33,11 @@ LOW = {"float32", "bfloat16", "float16"}
 COMMON = {  # of all kernels behind the interface of jax.nn
     "at least one batch row and one query token": lambda case: 0 in case.sizes.scores,
     "one head width": lambda case: case.sizes.h != case.sizes.v,
-    "no attention sinks": lambda case: case.sinks is not None,
-    "cannot drop by key and index": lambda case: case.rate > 0,
+    "takes no sinks": lambda case: case.sinks is not None,
+    "takes no dropout": lambda case: case.rate > 0,
 }
 jit = partial(jax.jit, compiler_options=FAST)
-NO_CAP = {"no soft cap": lambda case: case.soft_cap is not None}
+NO_CAP = {"takes no soft_cap": lambda case: case.soft_cap is not None}
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,6 @@ IN_OTHERS = {  # whose mask or sizes another case has, along with more
 HIDDEN = {  # test_blocked has more numbers in hidden slots
     "what nobody sees", "what nobody sees, dense", "what is to come", "huge to come",
 }  # fmt: skip
-XLA_ALONE = (
-    "nan in a query that is seen, causal", "inf in a key that is seen, sliding",
-    "nan in a value that is seen, dense", "bias under lengths",
-)  # fmt: skip
 LEFT_OUT = BANDS | IN_OTHERS | HIDDEN
 TOGETHER = (  # what heads share or do not share when they are taken together
     "causal at an offset a row", "two causal masks", "window beyond a block", "lengths",
@@ -102,19 +98,11 @@ TOGETHER = (  # what heads share or do not share when they are taken together
     "bias of every key", "bias under a soft cap", "what nobody sees, causal", "what a bias hides",
     "-inf in a value that is seen, padded", "nan in a key that is seen, packed",
 )  # fmt: skip
-DECODE = {"which drop no weights": lambda case: case.rate > 0}
+DECODE = {"takes no dropout": lambda case: case.rate > 0}
 RUNS = [
     Run("decode", "float64", refuses=DECODE, cases=TOGETHER),
     Run("blocked", "float64", cases=tuple(name for name in CASES if name not in LEFT_OUT)),
     Run("blocked", "float64", "gpu", cases=TOGETHER[::2]),
-    Run("xla", "float32", refuses=COMMON | NO_CAP, cases=(*TOGETHER, *XLA_ALONE), width=1),
-    Run(
-        "xla",
-        "float32",
-        "tpu",
-        refuses=COMMON | NO_CAP,
-        cases=("values wider than queries", "soft cap"),
-    ),
 ]
 GPU = COMMON | {"at most 128 to run on every GPU": lambda case: case.sizes.h > 128}
 ODD = {  # where the mask is not one that cuDNN knows as structure
@@ -133,7 +121,7 @@ if (
         cap = (
             {}
             if tokamax.implementation() == "mosaic"
-            else {"gradient of the soft cap": NO_CAP["no soft cap"]}
+            else {"gradient of the soft cap": NO_CAP["takes no soft_cap"]}
         )
         RUNS += [
             Run("tokamax", dtype, "gpu", COMMON | cap, width=8) for dtype in ("bfloat16", "float16")
@@ -295,7 +283,6 @@ LOWER_RUNS = [
     Run("blocked", "bfloat16", cases=LOWER[::4]),
     Run("blocked", "float16", "gpu", cases=LOWER[2::4]),
     Run("blocked", "bfloat16", "tpu", cases=LOWER[3::4]),
-    Run("xla", "bfloat16", refuses=COMMON | NO_CAP, cases=LOWER[::4], width=1),
 ]
 
 
@@ -330,7 +317,6 @@ SAFE = [
     Run("blocked", "float64"),
     Run("blocked", "float64", "gpu"),
     Run("decode", "float64"),
-    Run("xla", "float32"),
 ]
 
 
@@ -360,7 +346,7 @@ def test_a_part_that_a_gpu_kernel_does_not_know_is_no_band(name):
     assert load(name).memory(call) > array_size(call)
 
 
-HERE = [Run("blocked", "float32"), Run("blocked", "float32", "gpu"), Run("xla", "float32")]
+HERE = [Run("blocked", "float32"), Run("blocked", "float32", "gpu")]
 
 
 @pytest.fixture(params=HERE, ids=str)

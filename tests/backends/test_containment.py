@@ -8,7 +8,7 @@ import pytest
 
 from flax_attn import Mask
 from flax_attn.backends.call import Call, prepare
-from flax_attn.backends.containment import contain, memory
+from flax_attn.backends.containment import memory, on_test
 from flax_attn.functional.reference import reference_attention
 
 B, T, S, N, K, H, V = 2, 7, 9, 4, 2, 3, 5
@@ -36,7 +36,7 @@ def leaky(call: Call):
 
 
 def contained(call: Call):
-    return contain(call, leaky)
+    return on_test(call, leaky)
 
 
 def reference(call: Call):
@@ -134,7 +134,7 @@ def test_remat_changes_nothing(close):
 
 def test_finite_numbers_take_the_memory_of_one_head():
     inputs = draw(2, 64, 8, 32), draw(2, 64, 4, 32), draw(2, 64, 4, 32)
-    attend = jax.jit(lambda *inputs: contain(prepare(*inputs), lambda call: jnp.sin(call.query)))
+    attend = jax.jit(lambda *inputs: on_test(prepare(*inputs), lambda call: jnp.sin(call.query)))
     found = attend.lower(*inputs).compile().memory_analysis()
     assert found is not None
     extra = (

@@ -122,11 +122,11 @@ REFUSES = {
     "float32": ({"dtype": "float32"}, "cudnn takes bfloat16, float16; got dtype float32"),
     "too wide": ({"h": 257}, "on Hopper .* up to 256; got h=257"),
     "values too wide": ({"v": 264}, "on Hopper .* up to 256; got h=64, v=264"),
-    "soft cap": ({"soft_cap": 30.0}, "no soft cap"),
-    "sinks": ({"sinks": ShapeDtypeStruct((N,), jnp.float32)}, "no attention sinks"),
+    "soft cap": ({"soft_cap": 30.0}, "takes no soft_cap"),
+    "sinks": ({"sinks": ShapeDtypeStruct((N,), jnp.float32)}, "takes no sinks"),
     "dropout": (
         {"dropout": KeyedDropout(0.1, ShapeDtypeStruct((2,), jnp.uint32))},
-        "drop by key and index",
+        "takes no dropout",
     ),
     "precision": ({"precision": "highest"}, "takes no precision"),
     "another bias": (

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from flax_attn import Mask, dot_product_attention, native
+from flax_attn.backends.call import prepare
 from flax_attn.backends.native import kernel
 from flax_attn.backends.registry import BACKENDS, load
 from flax_attn.modules.matrix_product import dot_general
@@ -106,26 +107,33 @@ def test_a_program_for_several_platforms_holds_calls_for_cpus(close):
 @pytest.mark.parametrize("segments", [0, 1], ids=["no segments", "segments"])
 @pytest.mark.parametrize("sinks", [0, 4], ids=["no sinks", "sinks"])
 def test_what_other_platforms_compute_is_the_same(heads_first, segments, sinks, close):
-    random, batch, t, s = np.random.default_rng(0), (2, 3), 23, 40
-    options = kernel.Options(0.3, 2.0 * sinks, heads_first, few=False, differentiated=True)
+    random, batch, t = np.random.default_rng(0), (2, 3), 23
+    s = 40 if heads_first else t
 
     def draw(*shape):
-        return jnp.asarray(random.normal(size=(*batch, *shape)), jnp.float32)
+        return jnp.asarray(random.normal(size=shape), jnp.float32)
 
-    def ids(high, *shape):
-        return jnp.asarray(random.integers(0, high, (*batch, *shape)), jnp.int32)
+    def ids(*shape):
+        return jnp.asarray(random.integers(0, 2, shape), jnp.int32)
 
-    keys = (2, s) if heads_first else (s, 2)
-    ends = ids(20, t), 20 + ids(20, t)
-    floats = draw(t, 4, 8), draw(*keys, 8), draw(*keys, 5), draw(sinks)
-    operands = kernel.Operands(*floats, *ends, ids(2, t * segments), ids(2, s * segments))
-    found = kernel._forward.bind(*operands, options=options)
-    backward = (*operands, *found, draw(t, 4, 5))
-    close(list(found), kernel._by_rows(kernel._plain_forward, *operands, options=options))
-    close(
-        list(kernel._backward.bind(*backward, options=options)),
-        kernel._by_rows(kernel._plain_backward, *backward, options=options),
-    )
+    # Every row sees a key: of others the maximum is any number.
+    mask = Mask.window(20, 9, jnp.asarray(s - t)) & Mask.lengths(key=jnp.array([30, s, 28]))
+    if segments:
+        mask = mask & Mask.segments(ids(3, t), ids(3, s))
+    options = {"sinks": draw(4), "soft_cap": 8.0} if sinks else {}
+    call = prepare(draw(3, t, 4, 8), draw(3, s, 2, 8), draw(3, s, 2, 5), mask=mask, **options)
+    # As under `jax.vmap`: another axis before those of every array.
+    call = jax.tree.map(lambda x: jnp.stack([x, jnp.flip(x)]), call)
+
+    leaves, structure = jax.tree.flatten((call,))
+    how = {"structure": structure, "differentiated": True}
+    found = kernel._forward.bind(*leaves, **how)
+    close(list(found), kernel._plain_forward(*leaves, **how))
+
+    cotangent = draw(*batch, t, 4, 5)
+    leaves, structure = jax.tree.flatten((call, kernel.Results(*found), cotangent))
+    found = kernel._backward.bind(*leaves, structure=structure)
+    close(list(found), list(kernel._plain_backward(*leaves, structure=structure)))
 
 
 @pytest.mark.parametrize("backend", ["auto", "native", *EVERYWHERE])

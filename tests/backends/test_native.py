@@ -33,8 +33,8 @@ def parts(case):
 
 
 REFUSES = {
-    "native adds no bias": lambda case: case.bias is not None,
-    "native drops no weights": lambda case: case.rate > 0 and case.bias is None,
+    "native takes no bias": lambda case: case.bias is not None,
+    "native takes no dropout": lambda case: case.rate > 0 and case.bias is None,
     "native takes causal masks, windows": lambda case: (
         {"Dense", "Where"}.intersection(parts(case)) and not case.rate and case.bias is None
     ),
@@ -347,10 +347,8 @@ def refusal(dtype="float32", **options):
 
 REFUSALS = {
     "native takes float32, bfloat16, float16; got dtype float64": {"dtype": "float64"},
-    "native adds no bias; got one of shape (1, 1, 20, 30)": {
-        "bias": np.zeros((20, 30), np.float32)
-    },
-    "native drops no weights; got dropout=0.5": {
+    "native takes no bias; got shape (1, 1, 20, 30)": {"bias": np.zeros((20, 30), np.float32)},
+    "native takes no dropout; got rate 0.5": {
         "dropout": KeyedDropout(0.5, jnp.zeros(2, jnp.uint32))
     },
     "native takes causal masks, windows, lengths, prefixes and one pair of segments; got": {

@@ -86,7 +86,7 @@ def test_more_batches_are_the_same_call(one):
 
 def test_a_row_is_compiled_both_ways_beside_the_plain_kernel():
     mask = jax.eval_shape(lambda rows: Mask.lengths(key=rows), ShapeDtypeStruct((2,), jnp.int32))
-    found = row(HERE, call(mask), Kernel("x", kernel("xla").ours, kernel("xla").plain))
+    found = row(HERE, call(mask), Kernel("x", kernel("reference").ours, kernel("reference").plain))
     assert found.plain is not None
     assert found.backward is not None
     assert found.spread is not None
@@ -113,7 +113,7 @@ def test_a_row_says_what_does_not_compile(failing, reason, monkeypatch):
         return Program(reason="not today") if asked[-1] == failing else Program(1, 1, 1)
 
     monkeypatch.setattr(rows, "compile_for", compile_for)
-    found = row(Target("x", range(8), 1), call(), Kernel("x", kernel("xla").ours, None))
+    found = row(Target("x", range(8), 1), call(), Kernel("x", kernel("reference").ours, None))
     assert found.reason == reason
     assert asked[-1] == (failing or (0, True, 8))
 
@@ -140,8 +140,8 @@ def test_the_table_shows_temporaries_beside_the_plain_ones():
     plain = (Program(0, 0, MIB), Program(reason="odd"))
     text = shown(
         Row("small", "cudnn", Program(MIB, MIB, 4 * MIB, seconds=2), both, plain, collected),
-        Row("small", "xla", Program(reason="not today")),
-        Row("large", "xla", both, Program(reason="too large")),
+        Row("small", "reference", Program(reason="not today")),
+        Row("large", "reference", both, Program(reason="too large")),
     )
     lines = [
         re.split(r"\s*│\s*", line.strip("│ ")) for line in text.splitlines() if line.startswith("│")
@@ -197,7 +197,7 @@ def test_a_mask_without_a_name_is_one_array(mask, monkeypatch):
         jax.nn, "dot_product_attention", lambda q, k, v, **options: taken.append(options) or q
     )
     jax.eval_shape(
-        lambda arrays: kernel("xla").plain(**arrays),
+        lambda arrays: kernel("reference").plain(**arrays),
         call(mask, 6 if mask == Mask.causal(2) else 8).arrays,
     )
     assert taken[0]["mask"].shape[2:] in ((6, 8), (8, 8))

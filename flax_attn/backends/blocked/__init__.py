@@ -27,19 +27,15 @@ from jaxtyping import Array
 from attn_spec.checks import DTYPES
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.blocked.heads import (
-    Loop,
-    Options,
     attend_heads,
     backward_heads,
     forward_heads,
+    heads_at_once,
 )
-from flax_attn.backends.blocked.tiles import Static
 from flax_attn.backends.blocked.tiling import Tiling, make_tiling
-from flax_attn.backends.call import Call, Floats
-from flax_attn.backends.nonfinite import row_factor
+from flax_attn.backends.call import ARRAY_SCALE, Call, Floats
 from flax_attn.backends.softmax import Softmax
 from flax_attn.functional.dtypes import accumulation_dtype
-from flax_attn.functional.masks import Mask
 
 
 class Blocked(Backend):
@@ -54,6 +50,9 @@ class Blocked(Backend):
 
     name = "blocked"
     dtypes = DTYPES
+    honours = ("bias", "soft_cap", "sinks", "dropout", "precision", "score", ARRAY_SCALE)
+    in_parts = True
+    nonfinite = "clean copies of the head at hand"
     structure = (
         "causal, windows, lengths, prefix, segments, functions with a summary: hidden tiles are"
         " skipped"
@@ -68,59 +67,35 @@ class Blocked(Backend):
         """Return `(b, t, n, v)`, once differentiable in reverse mode, then in forward mode."""
         if 0 in call.shape:
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
-        return jnp.asarray(attend_heads(*self._arguments(call)), call.query.dtype)
+        return jnp.asarray(attend_heads(self.tiling(call), call), call.query.dtype)
 
     def forward(self, call: Call) -> Softmax:
         """Return the output `(b, t, n, v)`, and the softmax's maxima and sums `(b, n, t, 1)`."""
-        return forward_heads(*self._arguments(call))
+        return forward_heads(self.tiling(call), call)
 
     def backward(self, call: Call, saved: Softmax, cotangent: Array) -> Floats:
         """Return the gradients, where `saved` is over these keys and maybe others."""
-        return backward_heads(*self._arguments(call), saved, cotangent)
-
-    def _arguments(self, call: Call) -> tuple[Loop, Array, Array, Array, Options]:
-        sums = accumulation_dtype(call.query.dtype)
-        # Lower dtypes are slow on CPU, and float16 overflows where the backward pass divides by the
-        # sum of a long row.
-        low = call.platform != "cpu" and call.query.dtype == jnp.bfloat16
-        operand = call.query.dtype if low else sums
-        tiling, rest = self.tiling(call)
-        loop = Loop(
-            Static(tiling, call.soft_cap, call.precision, operand, sums), heads_at_once(call)
-        )
-        scale, factor = jnp.asarray(call.scale, sums), row_factor(call, sums)
-        options = Options(call.bias, call.score, call.sinks, scale, rest, call.dropout, factor)
-        query, key, value = (jnp.asarray(x, operand) for x in (call.query, call.key, call.value))
-        return loop, query, key, value, options
+        return backward_heads(self.tiling(call), call, saved, cotangent)
 
     def memory(self, call: Call) -> int:
         """Return the bytes of three tiles of scores, of one padded head, of maxima and sums."""
         b, n, t, s = call.shape
-        tiling, _ = self.tiling(call)
+        tiling = self.tiling(call)
         chunk = 0 if tiling.edges_only else tiling.chunk
-        tile = tiling.block * max(chunk, *(edge.cols for edge in tiling.edges), 0)
-        head = (t + tiling.block + s + tiling.pad_before + tiling.pad_after) * (
-            call.query.shape[3] + call.value.shape[3]
-        )
-        return accumulation_dtype(call.query.dtype).itemsize * (
-            heads_at_once(call) * (3 * tile + head) + 2 * b * n * t
-        )
+        widest = max(chunk, *(edge.cols for edge in tiling.edges), 0)
+        tokens = t + tiling.block + s + tiling.pad_before + tiling.pad_after
+        head = tokens * (call.query.shape[3] + call.value.shape[3])
+        own = 3 * tiling.block * widest + head
+        itemsize = accumulation_dtype(call.query.dtype).itemsize
+        return itemsize * (heads_at_once(call) * own + 2 * b * n * t)
 
-    def tiling(self, call: Call) -> tuple[Tiling, Mask]:
-        """Return the tiling, which follows the band of the mask, and the rest of the mask."""
-        band, rest = call.mask.split_band()
-        block = (
-            self.block if call.platform == "cpu" else max(self.block // 4, 1)
-        )  # of all heads at once
-        return make_tiling(*call.shape[2:], *band, block, min(self.edge, block)), rest
-
-
-def heads_at_once(call: Call) -> int:
-    """Return how many heads to compute at once.
-
-    1 on CPU, where a batched product is slow; elsewhere all heads of a batch row, for many cores.
-    """
-    return 1 if call.platform == "cpu" else call.shape[1]
+    def tiling(self, call: Call) -> Tiling:
+        """Return the tiling, which follows the band of the mask."""
+        _, _, t, s = call.shape
+        (low, high), _ = call.mask.split_band()
+        # Elsewhere a tile is one of all heads at once.
+        block = self.block if call.platform == "cpu" else max(self.block // 4, 1)
+        return make_tiling(t, s, low, high, block, min(self.edge, block))
 
 
 BACKEND = Blocked()

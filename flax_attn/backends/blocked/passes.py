@@ -13,139 +13,138 @@ from jaxtyping import Array, Float
 from flax_attn.backends.blocked.slices import add
 from flax_attn.backends.blocked.tiles import (
     Head,
-    Static,
     Tile,
     dropout_factors,
     edges,
     keys,
+    operand_dtype,
     over_chunks,
     padded_start,
     scores,
     starts,
 )
+from flax_attn.backends.call import Floats
 from flax_attn.backends.softmax import Softmax, Sums
 
 
-class Gradients(NamedTuple):
-    """The gradients of one head.
+def forward(head: Head) -> Softmax:
+    """Return the output of one head, divided by its sum, and the softmax's maximum and sum."""
+    size = head.tiling.block
+
+    def block(start: Array) -> Softmax:
+        query = lax.dynamic_slice_in_dim(head.query, start, size)
+
+        def step(done: Sums, tile: Tile) -> Sums:
+            return done & _forward_tile(head, query, tile)
+
+        parts = []
+        for rows, tiles in edges(head, start):
+            own = [_forward_tile(head, query[rows], tile) for tile in tiles]
+            parts.append(reduce(Sums.__and__, own))
+        done = _joined(parts) if parts else _nothing(head)
+        return _finish(head, over_chunks(head, start, step, done))
+
+    blocks = lax.map(block, starts(head.tiling))
+    return jax.tree.map(partial(_rows, head), blocks)
+
+
+def _joined(parts: list[Sums]) -> Sums:
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
+
+
+def _rows(head: Head, blocks: Array) -> Array:
+    return blocks.reshape(-1, blocks.shape[-1])[: head.tiling.t]
+
+
+def _nothing(head: Head) -> Sums:
+    rows, dtype = head.tiling.block, head.sums
+    output = jnp.zeros((rows, head.value.shape[1]), dtype)
+    return Sums(output, jnp.full((rows, 1), head.lowest, dtype), jnp.zeros((rows, 1), dtype))
+
+
+def _forward_tile(head: Head, query: Array, tile: Tile) -> Sums:
+    masked, _ = scores(head, query, tile)
+    top = jnp.maximum(masked.max(axis=-1, keepdims=True), head.lowest)
+    exps = jnp.exp(masked - top)
+    total = exps.sum(axis=-1, keepdims=True)
+    factors = dropout_factors(head, tile)
+    exps = exps if factors is None else exps * factors
+    return Sums(head.dot(exps, keys(head, head.value, tile)), top, total)
+
+
+def _finish(head: Head, done: Sums) -> Softmax:
+    if head.sink is not None:
+        # A key that every row sees, with a value of zero.
+        one = jnp.ones((1, 1), head.sums)
+        done = done & Sums(0 * one, _as_column(head, head.sink), one)
+    return done.divided()
+
+
+def _as_column(head: Head, sink: Array) -> Array:
+    return sink.astype(head.sums).reshape(1, 1)
+
+
+def backward(head: Head, saved: Softmax, cotangent: Float[Array, "t v"]) -> Floats:
+    """Return the gradients of one head, all but that of the scale.
 
     They are those of the scaled query, the key, the value, the bias (`(t, s)`, either being 1 where
     it broadcasts), the sink, and the arrays that a function of scores captures.
     """
+    tiling, dtype = head.tiling, head.sums
+    all_rows, delta = _prepare(head, saved, cotangent)
 
-    query: Float[Array, "t h"]
-    key: Float[Array, "s h"]
-    value: Float[Array, "s v"]
-    bias: Array | None
-    sink: Array | None
-    captured: tuple[Array, ...]
-
-
-def forward(static: Static, head: Head) -> Softmax:
-    """Return the output of one head, divided by its sum, and the softmax's maximum and sum."""
-    size = static.tiling.block
-
-    def block(start):
-        query = lax.dynamic_slice_in_dim(head.query, start, size)
-
-        def step(done, tile):
-            return done & _forward_tile(static, head, query, tile)
-
-        parts = [
-            reduce(Sums.__and__, [_forward_tile(static, head, query[rows], tile) for tile in tiles])
-            for rows, tiles in edges(static, head, start)
-        ]
-        done = (
-            jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
-            if parts
-            else _nothing(static, head)
-        )
-        return _finish(static, over_chunks(static, head, start, step, done), head.sink)
-
-    blocks = lax.map(block, starts(static.tiling))
-    return jax.tree.map(partial(_rows, static), blocks)
-
-
-def _rows(static: Static, blocks: Array) -> Array:
-    return blocks.reshape(-1, blocks.shape[-1])[: static.tiling.t]
-
-
-def _nothing(static: Static, head: Head) -> Sums:
-    rows, dtype = static.tiling.block, static.sums
-    output = jnp.zeros((rows, head.value.shape[1]), dtype)
-    return Sums(output, jnp.full((rows, 1), static.lowest, dtype), jnp.zeros((rows, 1), dtype))
-
-
-def _forward_tile(static: Static, head: Head, query: Array, tile: Tile) -> Sums:
-    masked, _ = scores(static, head, query, tile)
-    top = jnp.maximum(masked.max(axis=-1, keepdims=True), static.lowest)
-    exps = jnp.exp(masked - top)
-    total = exps.sum(axis=-1, keepdims=True)
-    factors = dropout_factors(static, head, tile)
-    exps = exps if factors is None else exps * factors
-    return Sums(static.dot(exps, keys(static, head.value, tile)), top, total)
-
-
-def _finish(static: Static, done: Sums, sink: Array | None) -> Softmax:
-    if sink is not None:  # a key that every row sees, with a value of zero
-        one = jnp.ones((1, 1), static.sums)
-        done = done & Sums(0 * one, _as_column(static, sink), one)
-    return done.divided()
-
-
-def _as_column(static: Static, sink: Array) -> Array:
-    return sink.astype(static.sums).reshape(1, 1)
-
-
-def backward(
-    static: Static, head: Head, saved: Softmax, cotangent: Float[Array, "t v"]
-) -> Gradients:
-    """Return the gradients of one head."""
-    tiling = static.tiling
-    all_rows, delta = _prepare(static, head, saved, cotangent)
-
-    def block(sums, start):
+    def block(sums: _KeySums, start: Array) -> tuple[_KeySums, Array]:
         block_rows = all_rows.block(start, tiling.block)
 
-        def step(carry, tile):
-            d_query, sums = _backward_tile(static, head, block_rows, tile, carry[1])
+        def step(carry: tuple[Array, _KeySums], tile: Tile) -> tuple[Array, _KeySums]:
+            d_query, sums = _backward_tile(head, block_rows, tile, carry[1])
             return carry[0] + d_query, sums
 
         parts = []
-        for rows, tiles in edges(static, head, start):
+        for rows, tiles in edges(head, start):
             d_rows = []
             for tile in tiles:
-                d_query, sums = _backward_tile(static, head, block_rows.part(rows), tile, sums)
+                d_query, sums = _backward_tile(head, block_rows.part(rows), tile, sums)
                 d_rows.append(d_query)
             parts.append(sum(d_rows))
-        d_query = (
-            jnp.concatenate(parts) if parts else jnp.zeros(block_rows.query.shape, static.sums)
-        )
-        d_query, sums = over_chunks(static, head, start, step, (d_query, sums))
+        nothing = jnp.zeros(block_rows.query.shape, dtype)
+        d_query = jnp.concatenate(parts) if parts else nothing
+        d_query, sums = over_chunks(head, start, step, (d_query, sums))
         return sums, d_query
 
-    bias = None if head.bias is None else jnp.zeros(head.bias.shape[2:], static.sums)
-    captured = (
-        ()
-        if head.score is None
-        else tuple(jnp.zeros(x.shape, static.sums) for x in head.score.floats)
-    )
-    sums = (
-        jnp.zeros(head.key.shape[::-1], static.sums),
-        jnp.zeros(head.value.shape[::-1], static.sums),
-        bias,
-        captured,
-    )
-    (d_key, d_value, d_bias, d_captured), d_query = lax.scan(block, sums, starts(tiling))
+    sums, d_query = lax.scan(block, _KeySums.zeros(head), starts(tiling))
     real = slice(tiling.pad_before, tiling.pad_before + tiling.s)
-    d_sink = (
-        None
-        if head.sink is None
-        else -(jnp.exp(_as_column(static, head.sink) - saved.top) * delta).sum()
+    d_sink = None
+    if head.sink is not None:
+        weight = jnp.exp(_as_column(head, head.sink) - saved.top)
+        d_sink = -(weight * delta).sum()
+    return Floats(
+        query=_rows(head, d_query),
+        key=sums.key[:, real].T,
+        value=sums.value[:, real].T,
+        bias=sums.bias,
+        sinks=d_sink,
+        captured=sums.captured,
     )
-    return Gradients(
-        _rows(static, d_query), d_key[:, real].T, d_value[:, real].T, d_bias, d_sink, d_captured
-    )
+
+
+class _KeySums(NamedTuple):
+    # The gradients that all blocks of queries add to; of keys and values transposed.
+    key: Float[Array, "h s"]
+    value: Float[Array, "v s"]
+    bias: Float[Array, "#t #s"] | None
+    captured: tuple[Array, ...]
+
+    @staticmethod
+    def zeros(head: Head) -> _KeySums:
+        score, dtype = head.score, head.sums
+        captured = () if score is None else score.floats
+        return _KeySums(
+            key=jnp.zeros(head.key.shape[::-1], dtype),
+            value=jnp.zeros(head.value.shape[::-1], dtype),
+            bias=None if head.bias is None else jnp.zeros(head.bias.shape[2:], dtype),
+            captured=tuple(jnp.zeros(x.shape, dtype) for x in captured),
+        )
 
 
 class _Rows(NamedTuple):
@@ -160,55 +159,80 @@ class _Rows(NamedTuple):
     cotangent_t: Array
 
     def block(self, start: Array, size: int) -> _Rows:
+        def own(x: Array, axis: int = 0) -> Array:
+            return lax.dynamic_slice_in_dim(x, start, size, axis)
+
         return _Rows(
-            *(lax.dynamic_slice_in_dim(x, start, size, i // 4) for i, x in enumerate(self))
+            query=own(self.query),
+            cotangent=own(self.cotangent),
+            delta=own(self.delta),
+            top=own(self.top),
+            query_t=own(self.query_t, 1),
+            cotangent_t=own(self.cotangent_t, 1),
         )
 
     def part(self, at: slice) -> _Rows:
-        return _Rows(*(x[:, at] if i // 4 else x[at] for i, x in enumerate(self)))
+        return _Rows(
+            query=self.query[at],
+            cotangent=self.cotangent[at],
+            delta=self.delta[at],
+            top=self.top[at],
+            query_t=self.query_t[:, at],
+            cotangent_t=self.cotangent_t[:, at],
+        )
 
 
-def _prepare(static: Static, head: Head, saved: Softmax, cotangent: Array) -> tuple[_Rows, Array]:
+def _prepare(head: Head, saved: Softmax, cotangent: Array) -> tuple[_Rows, Array]:
     # The sum is divided out here, so that no tile has to: with e = exp(x - top), dv = e^T do, dx =
     # e (do v^T - delta).
-    share = jnp.where(saved.total == 0, 0, 1 / jnp.where(saved.total == 0, 1, saved.total))
-    cotangent = cotangent.astype(static.sums) * share
+    empty = saved.total == 0
+    share = jnp.where(empty, 0, 1 / jnp.where(empty, 1, saved.total))
+    cotangent = cotangent.astype(head.sums) * share
     delta = (saved.output * cotangent).sum(axis=-1, keepdims=True)
-    pad = ((0, head.query.shape[0] - static.tiling.t), (0, 0))
-    padded = jnp.pad(cotangent.astype(static.operand), pad)
-    top = jnp.pad(
-        saved.top, pad, constant_values=jnp.inf
-    )  # these rows see nothing, whatever a function of scores says
+    pad = ((0, head.query.shape[0] - head.tiling.t), (0, 0))
+    padded = jnp.pad(cotangent.astype(operand_dtype(head.call)), pad)
+    # Padded rows see nothing, whatever a function of scores says.
+    top = jnp.pad(saved.top, pad, constant_values=jnp.inf)
     return _Rows(head.query, padded, jnp.pad(delta, pad), top, head.query.T, padded.T), delta
 
 
-def _backward_tile(
-    static: Static, head: Head, rows: _Rows, tile: Tile, sums: tuple
-) -> tuple[Array, tuple]:
-    d_key, d_value, d_bias, d_captured = sums
-    masked, capped = scores(static, head, rows.query, tile)
+def _backward_tile(head: Head, rows: _Rows, tile: Tile, sums: _KeySums) -> tuple[Array, _KeySums]:
+    soft_cap = head.call.soft_cap
+    masked, capped = scores(head, rows.query, tile)
     exps = jnp.exp(masked - rows.top)
-    d_exps = static.dot(rows.cotangent, keys(static, head.value, tile).T)
-    factors = dropout_factors(static, head, tile)
-    dropped, d_exps = (exps, d_exps) if factors is None else (exps * factors, d_exps * factors)
+    d_exps = head.dot(rows.cotangent, keys(head, head.value, tile).T)
+    factors = dropout_factors(head, tile)
+    dropped = exps
+    if factors is not None:
+        dropped, d_exps = exps * factors, d_exps * factors
     d_scores = exps * (d_exps - rows.delta)
+    captured = sums.captured
     if head.score is not None:
         # Zeros where nothing is seen, for what overflowed: captured arrays sum over all pairs of
         # tokens.
         seen = exps != 0
         cleared = (jnp.where(seen, x, 0) for x in (capped, d_scores))
         d_scores, found = head.score.pull(tile.indices, *cleared)
-        d_captured = tuple(
-            sum_ + d.astype(sum_.dtype) for sum_, d in zip(d_captured, found, strict=True)
-        )
-    if static.soft_cap is not None:
-        d_scores = d_scores * (1 - (capped / static.soft_cap) ** 2)
-    d_scores = jnp.where(exps == 0, 0, d_scores)  # what overflowed where nothing is seen
-    row, col = padded_start(static, tile)
-    d_key = add(d_key, static.dot(rows.query_t, d_scores), (0, col))
-    d_value = add(d_value, static.dot(rows.cotangent_t, dropped), (0, col))
-    if d_bias is not None:
-        broadcast = tuple(axis for axis in (0, 1) if d_bias.shape[axis] == 1)
-        at = [0 if axis in broadcast else index for axis, index in enumerate((row, col))]
-        d_bias = add(d_bias, d_scores.sum(axis=broadcast, keepdims=True), at)
-    return static.dot(d_scores, keys(static, head.key, tile)), (d_key, d_value, d_bias, d_captured)
+        pairs = zip(captured, found, strict=True)
+        captured = tuple(total + d.astype(total.dtype) for total, d in pairs)
+    if soft_cap is not None:
+        d_scores = d_scores * (1 - (capped / soft_cap) ** 2)
+    # What overflowed where nothing is seen.
+    d_scores = jnp.where(exps == 0, 0, d_scores)
+    row, col = padded_start(head, tile)
+    sums = _KeySums(
+        key=add(sums.key, head.dot(rows.query_t, d_scores), (0, col)),
+        value=add(sums.value, head.dot(rows.cotangent_t, dropped), (0, col)),
+        bias=_with_bias(sums.bias, d_scores, row, col),
+        captured=captured,
+    )
+    return head.dot(d_scores, keys(head, head.key, tile)), sums
+
+
+def _with_bias(bias: Array | None, d_scores: Array, row: Array, col: Array) -> Array | None:
+    if bias is None:
+        return None
+    rows, cols = bias.shape
+    broadcast = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
+    at = 0 if rows == 1 else row, 0 if cols == 1 else col
+    return add(bias, d_scores.sum(axis=broadcast, keepdims=True), at)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from numbers import Real
-
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from jaxtyping import Array
 
 from flax_attn.backends.backend import Backend
 from flax_attn.backends.call import Call
-from flax_attn.backends.native.kernel import Operands, Options, forward
+from flax_attn.backends.native.kernel import FEW, forward
 from flax_attn.backends.platform import may_be_partitioned
 from flax_attn.functional.mask_part import IntervalPart
 from flax_attn.functional.mask_parts import Segments
 from flax_attn.native import DTYPES, MISSING, library
-
-_FEW = 16  # queries
 
 
 class Native(Backend):
@@ -26,11 +21,11 @@ class Native(Backend):
     name = "native"
     platforms = ("cpu",)
     dtypes = DTYPES
+    honours = ("soft_cap", "sinks", "precision")
+    few = FEW
+    nonfinite = "in its kernel"
     structure = "causal, windows, lengths, prefix, segments: hidden blocks are skipped"
-    limits = (
-        "bias, functions of scores, dropout, masks that are dense or functions, a scale that is an"
-        " array, a precision that is an algorithm"
-    )
+    limits = "masks that are dense or functions, a precision that is an algorithm"
 
     def preferred(self, call: Call) -> bool:
         # XLA cannot divide the gradient of a call that it cannot look into, nor type it by how it
@@ -44,12 +39,6 @@ class Native(Backend):
         hint = 'Pass backend="auto" or "blocked"'
         if library() is None:
             return MISSING
-        if call.bias is not None:
-            return f"native adds no bias; got one of shape {call.bias.shape}. {hint}"
-        if call.score is not None:
-            return f"native takes no function of scores; got score={call.score.name}. {hint}"
-        if call.dropout is not None:
-            return f"native drops no weights; got dropout={call.dropout.rate}. {hint}"
         if len(rest) > 1 or len(segments) < len(rest):
             found = " & ".join(
                 type(part).__name__ for part in rest
@@ -58,43 +47,20 @@ class Native(Backend):
             return f"native takes {takes}; got {found}. {hint}"
         if any(ids.dtype.itemsize > 4 for part in segments for ids in (part.query, part.key)):
             return "native compares segment ids of up to 32 bits; got 64. Cast them to int32"
-        if not isinstance(call.scale, Real):
-            return f"native takes a scale that is known before tracing; got an array. {hint}"
         if not isinstance(call.precision, None | str | jax.lax.Precision):
             return f"native computes in float32 alone; got precision={call.precision}. {hint}"
         return None
 
     def attend(self, call: Call) -> Array:
         """Return `(b, t, n, v)`; differentiable in every mode and to every order."""
-        b, _, t, s = call.shape
         if 0 in call.shape:
             return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
-        # A cache stores heads first; in the other order XLA would copy it. Where t = s keys were
-        # just computed.
-        heads_first = t < s
-        key, value = (
-            rearrange(x, "b s k h -> b k s h") if heads_first else x for x in (call.key, call.value)
-        )
-        (start, stop), rest = call.mask.split_intervals(t, s)
-        pairs = [(part.query, part.key) for part in rest.parts if isinstance(part, Segments)]
-        segments = pairs[0] if pairs else (jnp.zeros((b, 0), jnp.int32),) * 2
-        sinks = jnp.zeros(0) if call.sinks is None else call.sinks
-        operands = Operands(
-            call.query,
-            key,
-            value,
-            # To base 2 the largest would be infinite.
-            jnp.broadcast_to(jnp.minimum(sinks.astype(jnp.float32), 2e38), (b, *sinks.shape)),
-            *(jnp.broadcast_to(x, (b, t)).astype(jnp.int32) for x in (start, stop)),
-            *(jnp.broadcast_to(x, (b, x.shape[-1])).astype(jnp.int32) for x in segments),
-        )
-        options = Options(float(call.scale), call.soft_cap or 0.0, heads_first, few=t <= _FEW)
-        return forward(options, operands).output
+        return forward(False, call).output
 
     def memory(self, call: Call) -> int:
         """Return the bytes of the copies of keys and values, if any, and of the maxima and sums."""
         (b, n, t, s), widths = call.shape, call.key.shape[3] + call.value.shape[3]
-        copies = b * call.key.shape[2] * s * widths if t > _FEW else 0
+        copies = b * call.key.shape[2] * s * widths if t > FEW else 0
         return 4 * (copies + 2 * b * n * t)
 
 

@@ -2,12 +2,15 @@
 
 The first derivative in reverse mode has a kernel of its own. All others are those of the formula:
 forward mode, and what is differentiated twice.
+
+The primitives take the arrays of a whole `Call`. Under `jax.vmap` each of these has further axes
+before its own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,63 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.interpreters import ad, batching
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 from jaxtyping import Array
 
-from flax_attn.functional.masks import Mask
-from flax_attn.functional.reference import capped_scores, reference_attention
+from flax_attn.backends.call import Call, Floats
+from flax_attn.backends.reference import with_weights
+from flax_attn.functional.mask_parts import Segments
+from flax_attn.functional.reference import capped_scores
 from flax_attn.native import target
 from flax_attn.native.primitive import batch_by_broadcasting, primitive
 
+FEW = 16  # queries, for which keys and values are best read where they are
 _LOG2_E = np.float32(np.log2(np.e))
-
-
-class Options(NamedTuple):
-    """What is known before tracing.
-
-    Args:
-        scale: factor on the scores.
-        soft_cap: soft cap on the scores; 0 is none.
-        heads_first: whether keys and values are `(b, k, s, h)`.
-        few: whether the queries are so few that keys and values are best read where they are.
-        differentiated: whether a gradient is taken: its scores are summed in the order of
-            `backward`, and not in that of few queries, or of products in bfloat16.
-    """
-
-    scale: float
-    soft_cap: float
-    heads_first: bool
-    few: bool
-    differentiated: bool = False
-
-
-class Operands(NamedTuple):
-    """The arrays of a call, all with a batch axis, so that `jax.vmap` can put its own before it.
-
-    Args:
-        query: query `(b, t, n, h)`.
-        key: key `(b, s, k, h)`, or heads first.
-        value: value `(b, s, k, v)`, or heads first.
-        sinks: sinks `(b, n)`, or `(b, 0)` for none.
-        start: first key that each query may see, `(b, t)`.
-        stop: key after the last one that each query may see, `(b, t)`.
-        query_segment: segment of each query, `(b, t)`, or `(b, 0)` for none.
-        key_segment: segment of each key, `(b, s)`, or `(b, 0)` for none.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    sinks: Array
-    start: Array
-    stop: Array
-    query_segment: Array
-    key_segment: Array
-
-    @property
-    def floats(self) -> tuple[Array, Array, Array, Array]:
-        """What a call is differentiated by."""
-        return self[:4]
 
 
 class Results(NamedTuple):
@@ -87,215 +46,226 @@ class Results(NamedTuple):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def forward(options: Options, operands: Operands) -> Results:
-    """Return what the kernel finds."""
-    return Results(*_forward.bind(*operands, options=options))
+def forward(differentiated: bool, call: Call) -> Results:
+    """Return what the kernel finds.
+
+    Where a gradient is taken, scores are summed in the order of `backward`, and not in that of few
+    queries, or of products in bfloat16.
+    """
+    return Results(*_bind(_forward, call, differentiated=differentiated))
 
 
 @forward.defjvp
-def _differentiate(options, primals, tangents):
-    (operands,), (changes,) = primals, tangents
-    results = forward(options._replace(few=False, differentiated=True), operands)
-    change = _tangent.bind(*operands, *results, *changes[:4], options=options)
+def _differentiate(differentiated, primals, tangents):
+    (call,), (changes,) = primals, tangents
+    results = forward(True, call)
+    change = _bind(_tangent, call, results, _floats(changes))
     # Top and total are read by derivatives alone, which do not depend on them but by rounding.
     return results, Results(change, jnp.zeros_like(results.top), jnp.zeros_like(results.total))
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def backward(
-    options: Options, operands: Operands, results: Results, cotangent: Array
-) -> tuple[Array, ...]:
-    """Return the gradients by query, key, value and sinks."""
-    d_query, d_key, d_value, delta = _backward.bind(*operands, *results, cotangent, options=options)
-    d_key, d_value = (_swapped(options, x) for x in (d_key, d_value))
-    return d_query, d_key, d_value, _sinks_gradient(operands.sinks, results, delta)
+@jax.custom_jvp
+def backward(call: Call, results: Results, cotangent: Array) -> Floats:
+    """Return the gradients."""
+    d_query, d_key, d_value, delta = _bind(_backward, call, results, cotangent)
+    d_sinks = _each(call, _sinks_gradient, call, results, delta)
+    return Floats(d_query, d_key, d_value, sinks=d_sinks)
 
 
 @backward.defjvp
-def _differentiate_again(options, primals, tangents):
-    (operands, _, cotangent), (changes, _, change) = primals, tangents
+def _differentiate_again(primals, tangents):
+    (call, _, cotangent), (changes, _, change) = primals, tangents
 
     def by_formula(floats, cotangent):
-        return jax.vjp(partial(_formula, options, operands), floats)[1](cotangent)[0]
+        _, pull = jax.vjp(partial(_formula, call), floats)
+        return pull(cotangent)[0]
 
-    gradients, again = jax.jvp(by_formula, (operands.floats, cotangent), (changes[:4], change))
-    del (
-        gradients
-    )  # the kernel's are returned, so that they are the same bits under every transformation
-    return backward(options, *primals), again
-
-
-def _sinks_gradient(sinks: Array, results: Results, delta: Array) -> Array:
-    if sinks.shape[1] == 0:
-        return jnp.zeros_like(sinks)
-    total = jnp.where(results.total == 0, 1, results.total)
-    weight = jnp.exp2(sinks[:, :, None] * _LOG2_E - results.top) / total
-    return -(weight * delta).sum(axis=2)
+    given, moves = (_floats(call), cotangent), (_floats(changes), change)
+    _, again = jax.jvp(by_formula, given, moves)
+    # The kernel's gradients, so that they are the same bits under every transformation.
+    return backward(*primals), again
 
 
-def _call_forward(*operands: Array, options: Options) -> Sequence[Array]:
-    call = Operands(*operands)
+def _floats(call: Call) -> Floats:
+    # A scale is known before tracing, and has no gradient.
+    return call.floats._replace(scale=None)
+
+
+def _bind(made: Primitive, *trees: Any, **options: Any) -> Any:
+    """Return what a primitive finds for trees of arrays, whose structure it gets as an option."""
+    leaves, structure = jax.tree.flatten(trees)
+    return made.bind(*leaves, structure=structure, **options)
+
+
+def _each(call: Call, function: Callable, *trees: Any) -> Any:
+    """Return what `function` finds for the axes that `jax.vmap` put before those of a call."""
+    for _ in range(call.query.ndim - 4):
+        function = jax.vmap(function)
+    return function(*trees)
+
+
+def _call_forward(*leaves: Array, structure: Any, differentiated: bool) -> Sequence[Array]:
+    (call,) = structure.unflatten(leaves)
     (*batch, t, n, _), v = call.query.shape, call.value.shape[-1]
     rows = jax.ShapeDtypeStruct((*batch, n, t), jnp.float32)
-    results = jax.ShapeDtypeStruct((*batch, t, n, v), call.query.dtype), rows, rows
-    how = {"few": options.few, "differentiated": options.differentiated}
-    return _call("attention_forward", results, options, *operands, **how)
+    output = jax.ShapeDtypeStruct((*batch, t, n, v), call.query.dtype)
+    how = {"few": not differentiated and t <= FEW, "differentiated": differentiated}
+    return _call("attention_forward", (output, rows, rows), call, **how)
 
 
-def _call_backward(*arrays: Array, options: Options) -> Sequence[Array]:
-    call, top = Operands(*arrays[:8]), arrays[9]
-    key, value = (jax.eval_shape(partial(_swapped, options), x) for x in (call.key, call.value))
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (call.query, key, value, top)]
-    return _call("attention_backward", results, options, *arrays)
+def _call_backward(*leaves: Array, structure: Any) -> Sequence[Array]:
+    call, results, cotangent = structure.unflatten(leaves)
+    found = call.query, call.key, call.value, results.top
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in found]
+    return _call("attention_backward", shapes, call, *results, cotangent)
 
 
-def _call(name: str, results: Any, options: Options, *arrays: Array, **attributes: bool) -> Any:
-    scale, soft_cap = np.float32(options.scale), np.float32(options.soft_cap)
-    call = jax.ffi.ffi_call(target(name), results)
+def _call(name: str, shapes: Any, call: Call, *others: Array, **how: bool) -> Any:
+    numbers = {"scale": np.float32(call.scale), "soft_cap": np.float32(call.soft_cap or 0)}
+    function = jax.ffi.ffi_call(target(name), shapes)
+    operands = _each(call, _operands, call)
     # What lies before the last axes may be split over devices; XLA reads the number of such axes
     # from here.
     with set_xla_metadata(num_batch_dims="1"):
-        return call(
-            *arrays, scale=scale, soft_cap=soft_cap, heads_first=options.heads_first, **attributes
-        )
+        return function(*operands, *others, **numbers, heads_first=_heads_first(call), **how)
 
 
-def _swapped(options: Options, x: Array) -> Array:
-    """Return keys or values with tokens and heads in the other order, where heads come first."""
-    return jnp.swapaxes(x, -3, -2) if options.heads_first else x
+def _heads_first(call: Call) -> bool:
+    # A cache stores heads first; in the other order XLA would copy it. Where t = s keys were just
+    # computed.
+    return call.query.shape[-3] < call.key.shape[-3]
 
 
-def _by_rows(plain: Callable, *arrays: Array, options: Options) -> Any:
-    """Return what `plain` finds for arrays whose batch axes are made one."""
-    batch = arrays[0].shape[:-3]
-    axis, rows = len(batch), math.prod(batch)  # -1 has no answer for an array without elements
-    folded = [x.reshape(rows, *x.shape[axis:]) for x in arrays]
-    return [x.reshape(*batch, *x.shape[1:]) for x in plain(*folded, options=options)]
+def _operands(call: Call) -> list[Array]:
+    """Return the arrays of a call in the order of the kernels, each with the batch as an axis.
+
+    They are query, key, value, sinks, the first key that each query may see and the one after the
+    last, and the segments of queries and keys; none are of size 0.
+    """
+    b, _, t, s = call.shape
+    sinks = jnp.zeros(0) if call.sinks is None else _bounded(call.sinks)
+    (start, stop), rest = call.mask.split_intervals(t, s)
+    segments = [jnp.zeros((b, 0), jnp.int32)] * 2
+    for part in rest.parts:
+        if isinstance(part, Segments):
+            segments = [part.query, part.key]
+    limits = [jnp.broadcast_to(x, (b, t)) for x in (start, stop)]
+    ids = [jnp.broadcast_to(x, (b, x.shape[-1])) for x in segments]
+    integers = [x.astype(jnp.int32) for x in (*limits, *ids)]
+    key, value = call.key, call.value
+    if _heads_first(call):
+        key, value = (rearrange(x, "b s k h -> b k s h") for x in (key, value))
+    return [call.query, key, value, jnp.broadcast_to(sinks, (b, *sinks.shape)), *integers]
 
 
-def _plain_forward(*operands: Array, options: Options) -> Results:
-    call = Operands(*operands)
-    scores = jax.vmap(partial(_scores, options))(call)
-    top = scores.max(axis=-1)
-    if call.sinks.shape[1]:
-        sinks = call.sinks[:, :, None] * _LOG2_E
-        top = jnp.maximum(top, sinks)
+def _bounded(sinks: Array) -> Array:
+    # To base 2 the largest would be infinite.
+    return jnp.minimum(sinks.astype(jnp.float32), 2e38)
+
+
+def _sinks_gradient(call: Call, results: Results, delta: Array) -> Array | None:
+    if call.sinks is None:
+        return None
+    total = jnp.where(results.total == 0, 1, results.total)
+    weight = jnp.exp2(_bounded(call.sinks)[None, :, None] * _LOG2_E - results.top) / total
+    return -(weight * delta).sum(axis=(0, 2)).astype(call.sinks.dtype)
+
+
+def _plain_forward(*leaves: Array, structure: Any, differentiated: bool) -> Sequence[Array]:
+    (call,) = structure.unflatten(leaves)
+    return [_formula(call, _floats(call)), *_each(call, _softmax_sums, call)]
+
+
+def _softmax_sums(call: Call) -> tuple[Array, Array]:
+    """Return the largest score of each row, to base 2, and the sum of its softmax."""
+    _, n, t, s = call.shape
+    query, key = call.query.astype(jnp.float32), call.key.astype(jnp.float32)
+    query = rearrange(query, "b t (k g) h -> b t k g h", k=key.shape[2])
+    products = jnp.einsum("b t k g h, b s k h -> b k g t s", query, key, precision="highest")
+    scores = rearrange(products * call.scale, "b k g t s -> b (k g) t s")
+    scores = capped_scores(scores, None, call.soft_cap) * _LOG2_E
+    visible = call.mask.block(jnp.arange(t), jnp.arange(s))
+    scores = jnp.where(visible, scores, -jnp.inf)
+    sinks = jnp.full(n, -jnp.inf) if call.sinks is None else _bounded(call.sinks)
+    sinks = sinks[None, :, None] * _LOG2_E
+    top = jnp.maximum(scores.max(axis=-1), sinks)
     top = jnp.where(jnp.isfinite(top), top, 0)
     total = jnp.exp2(scores - top[..., None]).sum(axis=-1)
-    total += jnp.exp2(sinks - top) if call.sinks.shape[1] else 0
-    return Results(_formula(options, call, call.floats), top, total)
+    return top, total + jnp.exp2(sinks - top)
 
 
-def _plain_backward(*arrays: Array, options: Options) -> Sequence[Array]:
-    call, output, cotangent = Operands(*arrays[:8]), arrays[8], arrays[11]
-    pull = jax.vjp(partial(_formula, options, call), call.floats)[1]
-    d_query, d_key, d_value, _ = pull(cotangent)[0]
-    products = output.astype(jnp.float32) * cotangent.astype(jnp.float32)
-    delta = rearrange(products.sum(axis=-1), "b t n -> b n t")
-    return d_query, _swapped(options, d_key), _swapped(options, d_value), delta
+def _plain_backward(*leaves: Array, structure: Any) -> Sequence[Array]:
+    call, results, cotangent = structure.unflatten(leaves)
+    _, pull = jax.vjp(partial(_formula, call), _floats(call))
+    (found,) = pull(cotangent)
+    products = results.output.astype(jnp.float32) * cotangent.astype(jnp.float32)
+    delta = rearrange(products.sum(axis=-1), "... t n -> ... n t")
+    return found.query, found.key, found.value, delta
 
 
-def _scores(options: Options, row: Operands) -> Array:
-    """Return the scores of one row of the batch, to base 2, `(n, t, s)`; -inf is hidden."""
-    query, key = (x.astype(jnp.float32) for x in (row.query, _swapped(options, row.key)))
-    query = rearrange(query, "t (k g) h -> t k g h", k=key.shape[1])
-    scores = (
-        jnp.einsum("t k g h, s k h -> k g t s", query, key, precision="highest") * options.scale
-    )
-    scores = capped_scores(
-        rearrange(scores, "k g t s -> 1 (k g) t s"), None, options.soft_cap or None
-    )[0]
-    return jnp.where(_visible(row, key.shape[0]), scores * _LOG2_E, -jnp.inf)
+def _formula(call: Call, floats: Floats) -> Array:
+    """Return the output as the formula gives it."""
+
+    def output(call: Call, floats: Floats) -> Array:
+        arrays = {name: getattr(floats, name) for name in ("query", "key", "value", "sinks")}
+        return with_weights(replace(call, **arrays, precision="highest"))[0]
+
+    return _each(call, output, call, floats)
 
 
-def _visible(row: Operands, s: int) -> Array:
-    cols = jnp.arange(s)[None]
-    visible = (cols >= row.start[:, None]) & (cols < row.stop[:, None])
-    if row.query_segment.size:
-        visible &= row.query_segment[:, None] == row.key_segment[None]
-    return visible
+def _tangent_formula(*leaves: Array, structure: Any) -> Array:
+    call, _, changes = structure.unflatten(leaves)
+    return jax.jvp(partial(_formula, call), (_floats(call),), (changes,))[1]
 
 
-def _formula(options: Options, operands: Operands, floats: tuple[Array, ...]) -> Array:
-    """Return the output as the formula gives it; each row of the batch has its own sinks."""
-
-    def one(row: Operands) -> Array:
-        query, key, value, sinks = row.floats
-        key, value = (_swapped(options, x) for x in (key, value))
-        return reference_attention(
-            query[None],
-            key[None],
-            value[None],
-            None,
-            Mask.dense(_visible(row, key.shape[0])),
-            scale=options.scale,
-            soft_cap=options.soft_cap or None,
-            sinks=sinks if sinks.size else None,
-            dropout=None,
-            precision="highest",
-        )[0][0]
-
-    return jax.vmap(one)(operands._replace(**dict(zip(Operands._fields[:4], floats, strict=True))))
+def _output_of(*leaves: Array, structure: Any) -> Array:
+    _, results, _ = structure.unflatten(leaves)
+    return results.output
 
 
-def _tangent_formula(*args: Array, options: Options) -> Array:
-    operands, changes = Operands(*args[:8]), args[11:]
-    return jax.jvp(partial(_formula, options, operands), (operands.floats,), (changes,))[1]
+def _transpose(cotangent, *leaves, structure):
+    call, results, changes = structure.unflatten(leaves)
+    gradients = backward(call, results, ad.instantiate_zeros(cotangent))
+    # The changes are the linear inputs, and come last.
+    is_linear = ad.is_undefined_primal
+    changes = jax.tree.leaves(changes, is_leaf=is_linear)
+    pairs = zip(jax.tree.leaves(gradients), changes, strict=True)
+    wanted = [gradient if is_linear(change) else None for gradient, change in pairs]
+    return [None] * (len(leaves) - len(wanted)) + wanted
 
 
-def _transpose(cotangent, *args, options):
-    operands, results, changes = (
-        Operands(*args[:8]),
-        Results(*args[8:11]),
-        args[11:],
-    )  # changes: the linear inputs
-    cotangent = ad.instantiate_zeros(cotangent)
-    gradients = backward(options, operands, results, cotangent)
-    wanted = [
-        g if ad.is_undefined_primal(x) else None for g, x in zip(gradients, changes, strict=True)
-    ]
-    return [None] * 11 + wanted
-
-
-def _batch(args, dims, *, options):
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    folded = [batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True)]
-    folded = [x.reshape(size * x.shape[1], *x.shape[2:]) for x in folded]
-    output = _tangent.bind(*folded, options=options)
-    return output.reshape(size, -1, *output.shape[1:]), 0
-
-
-def _jvp(primals, tangents, *, options):
-    moves = [i for i in (0, 1, 2, 3, 11, 12, 13, 14) if type(tangents[i]) is not ad.Zero]
+def _jvp(primals, tangents, *, structure):
+    moves = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
     def moved(*floats):
-        args = list(primals)
+        leaves = list(primals)
         for i, x in zip(moves, floats, strict=True):
-            args[i] = x
-        return _tangent_formula(*args, options=options)
+            leaves[i] = x
+        return _tangent_formula(*leaves, structure=structure)
 
-    output = _tangent.bind(*primals, options=options)
+    output = _tangent.bind(*primals, structure=structure)
     if not moves:
         return output, jnp.zeros_like(output)
-    return output, jax.jvp(moved, [primals[i] for i in moves], [tangents[i] for i in moves])[1]
+    given, changes = ([values[i] for i in moves] for values in (primals, tangents))
+    return output, jax.jvp(moved, given, changes)[1]
 
 
-_forward, _backward = (
-    primitive(
-        f"native_attention_{name}",
-        call,
-        partial(_by_rows, plain),
-        ("options",),
-        shapes=call,
-        multiple_results=True,
-    )
-    for name, call, plain in (
-        ("forward", _call_forward, _plain_forward),
-        ("backward", _call_backward, _plain_backward),
-    )
+_forward = primitive(
+    "native_attention_forward",
+    _call_forward,
+    _plain_forward,
+    ("structure", "differentiated"),
+    shapes=_call_forward,
+    multiple_results=True,
 )
-batch_by_broadcasting(_forward)
-batch_by_broadcasting(_backward)
+_backward = primitive(
+    "native_attention_backward",
+    _call_backward,
+    _plain_backward,
+    ("structure",),
+    shapes=_call_backward,
+    multiple_results=True,
+)
 
 # The change of the output for changes of what it is computed from, which is linear in these: a
 # primitive, because only a primitive has a transpose, the kernel for backward, and is
@@ -304,9 +274,10 @@ _tangent = primitive(
     "native_attention_tangent",
     _tangent_formula,
     _tangent_formula,
-    ("options",),
-    shapes=lambda *args, options: args[8],
+    ("structure",),
+    shapes=_output_of,
 )
 ad.primitive_transposes[_tangent] = _transpose
 ad.primitive_jvps[_tangent] = _jvp
-batching.primitive_batchers[_tangent] = _batch
+for _made in (_forward, _backward, _tangent):
+    batch_by_broadcasting(_made)

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from flax_attn.backends.backend import Backend
-from flax_attn.backends.call import Call
+from flax_attn.backends.call import ARRAY_SCALE, Call
 from flax_attn.backends.splash.padding import LANES, has_ids, padded
 from flax_attn.functional.mask_part import IntervalPart, MaskPart
 from flax_attn.functional.mask_parts import Dense, Lengths, Segments
@@ -30,11 +30,13 @@ class Splash(Backend):
 
     name = "splash"
     dtypes = ("float32", "bfloat16")
+    honours = ("soft_cap", "sinks", "precision", ARRAY_SCALE)
+    nonfinite = "clean copies"
     source = "Pallas, in JAX"
     structure = "causal and windows with integer offsets, segments, lengths"
     limits = (
-        "a precision, bias, functions of scores, dropout, traced offsets, masks that are functions,"
-        " dense masks that are traced or differ between batch rows"
+        "a precision that is not the default, traced offsets, masks that are functions, dense masks"
+        " that are traced or differ between batch rows"
     )
 
     @property
@@ -45,8 +47,7 @@ class Splash(Backend):
         return call.platform == "tpu"
 
     def refuse(self, call: Call) -> str | None:
-        reasons = (_refuse_numbers(call), _refuse_options(call), _refuse_mask(call.mask))
-        return next((reason for reason in reasons if reason), None)
+        return _refuse_numbers(call) or _refuse_mask(call.mask)
 
     def attend(self, call: Call) -> Array:
         """Return `(b, t, n, v)`, differentiable once, in reverse mode.
@@ -101,23 +102,6 @@ def _refuse_numbers(call: Call) -> str | None:
         return (
             f"splash multiplies in the default precision; got precision={call.precision}. Pass"
             " precision=None and set jax.default_matmul_precision around the whole step"
-        )
-    return None
-
-
-def _refuse_options(call: Call) -> str | None:
-    if call.bias is not None:
-        return (
-            f"splash takes no bias; got one of shape {call.bias.shape}. Pass what hides as a mask"
-        )
-    if call.score is not None:
-        return (
-            f'splash takes no function of scores; got score={call.score.name}. Pass backend="auto"'
-        )
-    if call.dropout is not None and call.dropout.rate > 0:
-        return (
-            f"splash drops no weights; got dropout={call.dropout.rate}. Drop the output, or choose"
-            " another backend"
         )
     return None
 

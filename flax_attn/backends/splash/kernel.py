@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,11 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Bool, Integer
 
 from flax_attn.backends.call import Call
-from flax_attn.backends.nonfinite import headroom, row_factor
+from flax_attn.backends.containment import on_copies
+from flax_attn.backends.nonfinite import headroom
 from flax_attn.backends.splash.padding import LANES, has_ids, padded
 from flax_attn.functional.mask_parts import Lengths, Segments
 from flax_attn.functional.masks import Mask
-from flax_attn.functional.nonfinite import zero_nonfinite
 
 _BLOCKS = (512, 256, LANES)
 # Far below any score and far above what the kernel writes for a hidden score. As a sink it adds
@@ -27,9 +28,15 @@ _NOTHING = -1e38
 
 def attend(call: Call, interpret: bool) -> Array:
     """Return `(b, t, n, v)`, computed by Pallas's interpreter if asked."""
+    if 0 in call.shape:
+        return jnp.zeros((*call.query.shape[:3], call.value.shape[3]), call.query.dtype)
+    return on_copies(call, partial(_attend, interpret))
+
+
+def _attend(interpret: bool, call: Call) -> Array:
     b, n, t, _ = call.shape
     masks = _masks(call)
-    if b == 0 or not any(_shows(mask) for mask in masks):
+    if not any(_shows(mask) for mask in masks):
         return jnp.zeros((b, t, n, call.value.shape[3]), call.query.dtype)
     query, key, value = (_zero_hidden(call, name) for name in ("query", "key", "value"))
     query = (query.astype(jnp.float32) * jnp.asarray(call.scale, jnp.float32)).astype(query.dtype)
@@ -37,16 +44,16 @@ def attend(call: Call, interpret: bool) -> Array:
     arrays = (_heads_first(x) for x in (query, key, value * room))
     kernel = jax.vmap(_kernel(call, masks, interpret), in_axes=(0, 0, 0, 0, None))
     output = kernel(*arrays, _segment_ids(call), _sinks(call))
-    return rearrange(output[:, :, :t] / room * row_factor(call, output.dtype), "b n t v -> b t n v")
+    return rearrange(output[:, :, :t] / room, "b n t v -> b t n v")
 
 
 def _zero_hidden(call: Call, name: str) -> Array:
-    """Return query, key or value with zeros for tokens that are not finite or that no row sees.
+    """Return query, key or value with zeros for tokens that no row sees.
 
     Huge numbers in hidden tokens may overflow in the backward kernel.
     """
     inside = _inside(call, "query" if name == "query" else "key")
-    return jnp.where(inside[..., None, None], zero_nonfinite(getattr(call, name)), 0)
+    return jnp.where(inside[..., None, None], getattr(call, name), 0)
 
 
 def _inside(call: Call, name: str) -> Bool[Array, "#b t"]:

@@ -7,7 +7,7 @@ from flax_attn.aot.target import Target
 from flax_attn.bench.calls import MODEL_CALLS
 
 CALLS = MODEL_CALLS
-KERNELS = ("decode", "reference", "cudnn", "blocked", "xla", "tokamax", "tokamax triton")
+KERNELS = ("decode", "reference", "cudnn", "blocked", "tokamax", "tokamax triton")
 QUICK_CALLS = tuple(call for call in MODEL_CALLS if call.name.startswith(("BERT", "ViT")))
 QUICK_KERNELS = ("cudnn", "blocked", "tokamax")
 

@@ -26,8 +26,8 @@ class Kernel:
     Args:
         name: name of the backend, and of its implementation where there are several.
         ours: function that takes the arguments of `dot_product_attention`.
-        plain: kernel of another library that ours wraps, called without us, with the same
-            arguments; or None.
+        plain: kernel of another library that ours wraps or rivals, called without us, with the
+            same arguments; or None.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Kernel:
 
 
 def kernel(name: str) -> Kernel:
-    """Return a backend and the kernel that it wraps, by name.
+    """Return a backend and the kernel that it wraps or rivals, by name.
 
     `"tokamax triton"` is one of two implementations.
 
@@ -50,7 +50,7 @@ def kernel(name: str) -> Kernel:
         if implementation
         else partial(dot_product_attention, backend=name)
     )
-    plain = {"cudnn": partial(_jax, "cudnn"), "xla": partial(_jax, "xla")}
+    plain = {"cudnn": partial(_jax, "cudnn"), "reference": partial(_jax, "xla")}
     plain["tokamax"] = partial(_plain_tokamax, implementation or "mosaic_gpu")
     return Kernel(name, ours, plain.get(backend))
 
