@@ -1,9 +1,9 @@
-"""Measure how much the lines of the packages hold: python tools/density.py [--check].
+"""Measure how much the lines of the packages hold: python tools/density.py [--check] [FOLDER ...].
 
 Of every function of at least 8 lines, without its docstring: the nodes of its syntax tree over its
 lines that are neither blank nor comment. Printed are the median and the 90th percentile of each top
 folder, the share of lines that are comments, and the share that is wider than 100 characters. With
-`--check` it fails where a goal is missed.
+`--check` it fails where a goal is missed. A folder or a file that is given is measured as one.
 """
 
 import argparse
@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tokenize
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
-PACKAGES = ("flax_attn", "torch_ref", "attn_spec", "parity_tests")
+PACKAGES = ("flax_attn", "torch_ref", "attn_spec", "parity_tests", "tools", "examples")
 SHORTEST = 8  # lines of a function that is measured
 WIDTH = 100
 GOALS = {"median": 9.0, "90th": 14.0, "comments": 0.03, "wide": 0.0}
@@ -61,29 +62,47 @@ def folder_of(path: Path) -> str:
     return "/".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
 
 
-def measure() -> dict[str, dict[str, float]]:
-    """Return the figures of every top folder."""
-    listed = subprocess.run(
-        ["git", "ls-files", *PACKAGES], check=True, capture_output=True, text=True
-    )
-    paths = [Path(name) for name in listed.stdout.split() if name.endswith(".py")]
-    functions, lines, comments, wide = (defaultdict(list) for _ in range(4))
+def files(given: Sequence[str]) -> dict[str, list[Path]]:
+    """Return the Python files of each given folder, or without one of each top folder.
+
+    Raises:
+        SystemExit: if git knows no Python file in a folder.
+    """
+    found = defaultdict(list)
+    for name in given:
+        found[name] += listed(name)
+        if not found[name]:
+            sys.exit(f"git knows no Python file in {name}. Pass a folder of the repository")
+    if not given:
+        for path in listed(*PACKAGES):
+            found[folder_of(path)].append(path)
+    return found
+
+
+def listed(*names: str) -> list[Path]:
+    """Return the Python files in some folders that git knows and that are there."""
+    command = ["git", "ls-files", "--", *names]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    paths = [Path(name) for name in output.splitlines() if name.endswith(".py")]
+    return [path for path in paths if path.exists()]
+
+
+def figures_of(paths: Sequence[Path]) -> dict[str, float]:
+    """Return the figures of some files together."""
+    found, lines, comments, wide = [], 0, 0, 0
     for path in paths:
-        folder, text = folder_of(path), path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
         rows = text.splitlines()
-        functions[folder] += densities(text)
-        lines[folder].append(len(rows))
-        comments[folder].append(len(comment_lines(text)))
-        wide[folder].append(sum(len(row) > WIDTH for row in rows))
+        found += densities(text)
+        lines += len(rows)
+        comments += len(comment_lines(text))
+        wide += sum(len(row) > WIDTH for row in rows)
     return {
-        folder: {
-            "median": median(found) if found else 0.0,
-            "90th": quantiles(found, n=10)[-1] if len(found) > 1 else 0.0,
-            "comments": sum(comments[folder]) / sum(lines[folder]),
-            "wide": sum(wide[folder]) / sum(lines[folder]),
-            "lines": sum(lines[folder]),
-        }
-        for folder, found in functions.items()
+        "median": median(found) if found else 0.0,
+        "90th": quantiles(found, n=10)[-1] if len(found) > 1 else 0.0,
+        "comments": comments / max(lines, 1),
+        "wide": wide / max(lines, 1),
+        "lines": lines,
     }
 
 
@@ -97,19 +116,20 @@ def main() -> None:
     """Print the figures, and fail where asked to and a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
-    check = parser.parse_args().check
-    print(
-        f"{'folder':32} {'lines':>7} {'median':>7} {'90th':>7} {'comments':>9} {'wide':>6}  misses"
-    )
+    parser.add_argument("folder", nargs="*", help="folder or file to measure (default: all)")
+    options = parser.parse_args()
+    heading = f"{'folder':32} {'lines':>7} {'median':>7} {'90th':>7} {'comments':>9} {'wide':>6}"
+    print(f"{heading}  misses")
     failed = False
-    for folder, figures in sorted(measure().items()):
+    for folder, paths in sorted(files(options.folder).items()):
+        figures = figures_of(paths)
         missed = misses(figures)
         failed |= bool(missed)
         print(
             f"{folder:32} {figures['lines']:7.0f} {figures['median']:7.1f} {figures['90th']:7.1f}"
             f" {figures['comments']:9.1%} {figures['wide']:6.1%}  {', '.join(missed)}"
         )
-    if check and failed:
+    if options.check and failed:
         sys.exit(
             f"goals: nodes a line at most {GOALS['median']} and {GOALS['90th']}, comments at least"
             " 3 %, width 100"
