@@ -15,7 +15,6 @@ import numpy as np
 import optax
 from flax import nnx
 
-from flax_attn.bench import startup
 from flax_attn.bench.machine import read_limit
 from flax_attn.bench.tasks import TaskResult
 from flax_attn.bench.timing import least
@@ -31,10 +30,8 @@ def run(
     rounds: int, quick: bool, progress: Callable[[str], None] = lambda task: None
 ) -> Iterator[TaskResult]:
     """Measure task after task; each first checks that both compute the same."""
-    from transformers import GPT2Config
-
     with tempfile.TemporaryDirectory() as folder:
-        theirs = make_checkpoint(GPT2Config(**(SMALL if quick else {})), folder)
+        theirs = make_checkpoint(config(quick), folder)
         ours: Any = GPT2.from_pretrained(folder)
         for b in (1, 8):
             progress(f"decoding, batch {b}")
@@ -46,8 +43,13 @@ def run(
         for dropout in (0.0, 0.1):
             progress(f"training, dropout {dropout}")
             yield from _train(folder, dropout, (4, 512), rounds)
-        progress("starts")
-        yield from startup.measure(folder)
+
+
+def config(quick: bool) -> Any:
+    """Return transformers' config of GPT-2 small, or of a model of two narrow layers."""
+    from transformers import GPT2Config
+
+    return GPT2Config(**(SMALL if quick else {}))
 
 
 def make_checkpoint(config: Any, folder: str) -> Any:

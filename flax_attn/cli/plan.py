@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         description=(
             "Compile ahead of time for chips that are not at hand, and print what one of them would"
             " hold, compute and send, whether it fits, and what would. No weights are read. TPUs"
-            " need libtpu (make plan), GPUs what make gpu installs."
+            " need libtpu (flax-attn[tpu]), GPUs flax-attn[aot-gpu] and a C compiler."
         ),
     )
     plan.add_argument(

@@ -52,8 +52,8 @@ class Topology:
             ValueError: if JAX has fewer simulated devices, or the compiler knows no such topology.
         """
         if self.chip.kind == "gpu":
-            with gpu.described(self.size) as target:
-                yield target.devices
+            with gpu.described(self.size) as devices:
+                yield devices
         else:
             yield simulated(self.size) if self.chip.kind == "cpu" else _tpu(self)
 
