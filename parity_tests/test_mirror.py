@@ -57,6 +57,7 @@ ONE_SIDED_FILES = {
     "modules/grouped_product.py": "flax_attn",  # saves work
     "modules/initialisation.py": "flax_attn",  # torch.nn.Linear draws its own
     "modules/random_numbers.py": "flax_attn",  # those of jax.random
+    "modules/work.py": "flax_attn",  # counts for `flax-attn plan`
     "modules/matrix_product.py": "flax_attn",  # works around a limit of XLA
     "functional/tags.py": "torch_ref",  # JAX has checkpoint_name
     "modules/typed.py": "torch_ref",  # gives PyTorch's modules the types of their calls
@@ -94,6 +95,7 @@ ONE_SIDED = {
     },  # called on tensors of indices, or traced on scalars
     "functional/mask_function.py": {"row"},
 }
+COUNTED = {"work"}  # what `flax-attn plan` asks of any module
 FRAMEWORK_ONLY = {
     "dtype",
     "param_dtype",
@@ -190,7 +192,7 @@ def describe(value, left_out=frozenset()):
 
 def differences(file, ours, theirs):
     """Return a line for every difference between the two modules of a mirrored file."""
-    left_out = ONE_SIDED.get(file, frozenset())
+    left_out = ONE_SIDED.get(file, frozenset()) | COUNTED
     names = [defined(module.__file__) - left_out for module in (ours, theirs)]
     lines = [f"{file}: {name} is on one side only" for name in sorted(names[0] ^ names[1])]
     for name in sorted(names[0] & names[1]):

@@ -24,6 +24,7 @@ from flax_attn.models.layer_pattern import (
     stack_modules,
     take_numbers,
 )
+from flax_attn.modules.work import Work, work
 from flax_attn.sharding.parameters import unname_first_axis
 
 
@@ -184,6 +185,15 @@ class Stack(nnx.Module):
         return x, [
             after.replace(**arrays, length=_of_first_layer(after.length)) for after, arrays in pairs
         ]
+
+    def work(self, t: int, s: int) -> Work:
+        """Return the operations of all layers for `t` queries and `s` keys."""
+        found = Work()
+        for block, layers in zip(self.blocks, self.stacked_layers, strict=True):
+            one = work(block, t, s)
+            # The kernels are those of all layers already, the heads those of one.
+            found += Work(one.parameters, len(layers) * one.attention)
+        return found
 
 
 def _output_dtype(block: Block, x: Tokens) -> Dtype:

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from flax_attn.modules.work import Work
 from flax_attn.plan import cost, work
 from flax_attn.plan.chips import Chip
 from flax_attn.plan.collectives import Collective, collectives
@@ -28,7 +29,6 @@ from flax_attn.plan.placement import (
     place_cache,
     tokens_on,
 )
-from flax_attn.plan.work import Work
 from flax_attn.training.step import compiled_step
 
 # How XLA for TPU refuses a program that takes more memory than the chip has: it names all of it, or
