@@ -75,6 +75,7 @@ model.generate(torch.arange(prompt)[None], attention_mask=torch.ones(1, prompt),
 
 def measure(folder: str) -> Iterator[TaskResult]:
     """Measure our first and second start and that of transformers, from process to last token."""
+    # A start is disturbed by whatever else the machine does: the best of each figure counts.
     rounds = [_round(folder) for _ in range(ROUNDS)]
     cold = least_disturbed([one["cold"] for one in rounds])
     second = least_disturbed([one["second start"] for one in rounds])
@@ -89,6 +90,7 @@ def measure(folder: str) -> Iterator[TaskResult]:
         first = theirs["first"]
         yield TaskResult(task, "s", ours["first"], first, ours["compile"], notes[name])
     yield TaskResult("rate after the second token", "tokens/s", cold["rate"], theirs["rate"])
+    # Only Linux tells the peak of a process.
     if cold["peak"]:
         weights = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 2**30
         note = f"the weights are {weights:.2f} GiB"
@@ -142,6 +144,7 @@ def _run(code: str, folder: str, cache: str) -> dict[str, float]:
 
 
 def _environment(cache: str) -> dict[str, str]:
+    # Every program is kept, however soon it was compiled, and nothing is asked of a server.
     own = {
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -156,6 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="take a model of two narrow layers")
     options = parser.parse_args(arguments)
     with TemporaryDirectory() as folder:
+        # Random weights are loaded as trained ones are.
         models.make_checkpoint(models.config(options.quick), folder)
         found = list(measure(folder))
     width = None if sys.stdout.isatty() else 150

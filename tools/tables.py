@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, only compare")
     parser.add_argument("--folder", type=Path, default=DOCS, help="folder of the documentation")
     options = parser.parse_args(arguments)
+    # All pages are made before the first is written: half of them would be worse than none.
     outdated = {}
     for path, text in pages(options.folder):
         if not path.is_file() or path.read_text("utf-8") != text:
@@ -127,6 +128,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         | --- | --- |
         | a\|b | 2 |
     """
+    # A bar in a cell would end it.
     escaped = ([cell.replace("|", "\\|") for cell in row] for row in rows)
     lines = (columns, ["---"] * len(columns), *escaped)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     import argparse
 
+    # A report names the command that makes it again, with the arguments as they were given.
     options = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     return options.run(options)
 

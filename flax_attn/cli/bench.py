@@ -55,11 +55,13 @@ def add(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> int:
     if options.models or options.families:
         return _models(options)
+    # What can be refused is, before a run of minutes.
     _check_backends(options.backend)
     common.check_writable(options.json)
     common.check_writable(options.plot)
     if options.plot:
         common.need("matplotlib", "viz", "--plot")
+    # A curve over T needs several of them.
     if options.plot and options.shape:
         raise common.UsageError(
             "--plot shows the growth over T, which --shape leaves out: give one of them"
@@ -90,6 +92,7 @@ def _run(options: argparse.Namespace) -> BenchmarkReport:
         task = progress.add_task("preparing")
 
         def show(benchmarks, benchmark):
+            # A benchmark takes seconds to minutes, so that the bar moves in uneven steps.
             done = benchmarks.index(benchmark)
             progress.update(
                 task, total=len(benchmarks), completed=done, description=benchmark.title

@@ -51,6 +51,7 @@ def compile_for(
     target: AbsentDevices, function: Callable, arguments: tuple, batch: int, devices: int = 1
 ) -> CompiledCost:
     """Return the cost of `function(*arguments)`, or why it fails; arguments as for `compiled`."""
+    # Tracing counts: it is what a user waits for.
     start = time.perf_counter()
     try:
         program = compiled(target, function, arguments, batch, devices)
@@ -117,6 +118,7 @@ def collectives(text: str) -> dict[str, int]:
 
 
 def _kinds(text: str, where: str) -> Iterator[str]:
+    # XLA writes in the metadata of an instruction which of JAX's operations it comes from.
     for line in text.splitlines():
         place = " in branches" if "/branch_" in line else where
         for kind in _COLLECTIVE.findall(line):

@@ -19,5 +19,6 @@ def targets() -> Iterator[AbsentDevices]:
     Raises:
         ImportError: if a package or a C compiler is not installed.
     """
+    # JAX asks the devices for their capability while it compiles: so this stays open.
     with gpu.described() as devices:
         yield AbsentDevices("H200", devices, CHIPS["h200"].memory)

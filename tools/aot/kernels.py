@@ -88,6 +88,7 @@ def _mask(call: Call) -> dict[str, Any]:
     if moved or not is_band(replace(call, bias=None)):
         return {"mask": _whole(call, t, s)}
     options: dict[str, Any] = {"is_causal": right == 0}
+    # An open side of a window is written as one that reaches to the end.
     if left is not None:
         options["local_window_size"] = (left, s if right is None else right)
     if has_lengths(call):

@@ -36,6 +36,7 @@ def tables(platform: str, quick: bool = False) -> Iterator[Table]:
     calls = compiled.QUICK_CALLS if quick else compiled.CALLS
     names = compiled.QUICK_KERNELS if quick else compiled.KERNELS
     kernels = [kernel(name) for name in names]
+    # One call a core; each takes some gigabytes.
     workers = os.cpu_count() or 1
     for target in compiled.targets():
         yield table(target, rows(target, calls, kernels, workers))
@@ -68,6 +69,7 @@ def _cells(row: Row, memory: int | None) -> tuple[str, ...]:
     backward = row.backward or CompiledCost()
     spread = row.spread or CompiledCost()
     plain_forward, plain_backward = row.plain or (None, None)
+    # Where the backward pass does not compile, its memory is unknown, not none.
     compiled = backward.reason is None and backward.memory > 0
     share = f"{backward.memory / memory:.1%}" if compiled and memory else ""
     return (

@@ -59,12 +59,14 @@ def rows(
     workers: int,
 ) -> Iterator[Row]:
     """Compile every call with every kernel, so many at a time; the rows come in order."""
+    # Compiling leaves Python's lock to others.
     with ThreadPoolExecutor(workers) as pool:
         yield from pool.map(lambda pair: row(target, *pair), product(calls, kernels))
 
 
 def row(target: AbsentDevices, call: ModelCall, kernel: ComparedKernel) -> Row:
     """Compile one call with one kernel."""
+    # What does not compile is not asked for more: the reason would be the same.
     forward = _forward(target, call, kernel.ours)
     found = Row(call.name, kernel.name, forward)
     if forward.reason:

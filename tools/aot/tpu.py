@@ -16,6 +16,7 @@ from tools.aot.devices import AbsentDevices
 
 # The smallest slice of each generation that libtpu describes.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+# The formula would hold all scores, and `auto` is one of the others.
 KERNELS = tuple(name for name in default_backends("tpu") if name not in ("auto", "reference"))
 
 
