@@ -195,6 +195,7 @@ def _variants() -> list[VariantRow]:
 
 
 def _options(options: Mapping[str, Any]) -> str:
+    # A call without options is shown as nothing, and no pair of empty quotes.
     if not options:
         return ""
     return f"`{', '.join(f'{name}={_value(value)}' for name, value in options.items())}`"

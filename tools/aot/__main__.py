@@ -18,6 +18,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("platform", choices=("tpu", "gpu"), help="platform to compile for")
     parser.add_argument("--quick", action="store_true", help="compile few calls: in a minute")
     options = parser.parse_args(arguments)
+    # As wide as the tables need it, where there is no terminal.
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
         # A table is printed as soon as its device is done: the next one takes minutes.
